@@ -506,4 +506,14 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     assert!(!fs::exists(&file).unwrap(), "it was made for that commit");
     place.done(&["detach", "q"]);
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);
+    // Nothing has changed what the image behind has.
+    let low = path("low");
+    fs::remove_file(&top).unwrap();
+    run("qemu-img", &["create", "-q", "-f", "qcow2", &low, "16M"]);
+    run("qemu-img", &["bitmap", "--add", &low, "b1"]);
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &low, "-F", "qcow2", &top, "8M"]);
+    place.done(&["attach", &top, "--format", "qcow2", "--name", "q"]);
+    assert!(place.refused(&["commit", "q"]).contains("blkq resize"));
+    place.done(&["detach", "q"]);
+    assert_eq!(in_qemu_nbd(&low, "b1"), []);
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::buffer::IoBuffer;
 use crate::driver::Driver;
 use crate::drivers::r#loop::backing::{self, Backing};
-use crate::drivers::r#loop::base::{DeviceTerms, check_not_longer};
+use crate::drivers::r#loop::base::DeviceTerms;
 use crate::drivers::r#loop::{LoopDevice, claim};
 use crate::error::{Error, ErrorKind};
 use crate::sync::lock as locked;
@@ -166,13 +166,10 @@ impl Qcow2 {
         let qcow2 = self.of_base(files.image, &path, journals)?;
         // The device over it reads it by the tables that it had when that was opened.
         qcow2.shared.hold();
-        let now = qcow2.limits().size_bytes();
-        let mut fits = check_not_longer(&path, now, size);
-        if fits.is_ok() && now < size {
-            fits = qcow2.resize(Some(size)).map(drop);
-        }
+        let is_shorter = qcow2.limits().size_bytes() < size;
+        let resized = if is_shorter { qcow2.resize(Some(size)).map(drop) } else { Ok(()) };
         let target = Target::Qcow2(Box::new(qcow2));
-        match fits {
+        match resized {
             Ok(()) => Ok(target),
             Err(error) => {
                 // It is locked all the time.

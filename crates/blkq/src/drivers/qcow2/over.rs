@@ -9,6 +9,7 @@ use rustix::fs::OFlags;
 
 use crate::drivers::r#loop::RawImage;
 use crate::drivers::r#loop::backing::{self, Backing};
+use crate::drivers::r#loop::base::check_not_longer;
 use crate::drivers::r#loop::lock::{self, LockKind};
 use crate::drivers::r#loop::name::ImageName;
 use crate::drivers::r#loop::options::{DirectIo, choose_mode};
@@ -127,7 +128,10 @@ impl Qcow2 {
         }
         let size = tables.header.size;
         let mut below = self.chain_from(2);
-        below.size = size - size % u64::from(self.logical_block_bytes);
+        let bytes = size - size % u64::from(self.logical_block_bytes);
+        // Before anything is written to it.
+        check_not_longer(path, bytes, below.size)?;
+        below.size = bytes;
         let base = Opened { backing, size, tables: Some(tables) };
         let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
         // It is written to from now on.
