@@ -90,8 +90,7 @@ impl BitmapFile {
             return Err(Error::new(ErrorKind::Invalid, message).with_cure("remove it"));
         }
         // As an image: it may be one.
-        let range = 0..i64::MAX as u64;
-        lock::acquire(&opened.file, &opened.path, &range, LockKind::of(read_only, false), false)?;
+        lock::acquire(&opened.file, &opened.path, &lock::WHOLE_FILE, LockKind::of(read_only, false), false)?;
         Ok(opened)
     }
 

@@ -160,6 +160,8 @@ impl Slot<'_> {
         if header[..8] != *MAGIC || half(8)? != VERSION || !is_sound || half(56)? > BITMAPS_MAX as u32 {
             return None;
         }
+        // There is one after it.
+        number(header, 16)?.checked_add(1)?;
         let modified = (number(header, 32)? as i64, number(header, 40)? as i64);
         Some(Slot {
             number: number(header, 16)?,

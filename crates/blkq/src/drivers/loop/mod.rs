@@ -350,7 +350,7 @@ impl LoopDevice {
         self.superseded.store(true, Relaxed);
         let state = locked(&self.shared.state);
         // At worst others cannot read it meanwhile.
-        let _ = lock::acquire(&state.file, &self.path, &(0..1 << 62), LockKind::Shared, false);
+        let _ = lock::acquire(&state.file, &self.path, &lock::WHOLE_FILE, LockKind::Shared, false);
     }
 
     /// The image, for what keeps its bitmaps.

@@ -99,9 +99,9 @@ impl Image<'_> {
     /// Rejects a directory in the place of a table of the image: it is about to be written.
     fn check_directory(&self, layout: &Layout) -> Result<(), Error> {
         let state = locked(&self.shared.state);
-        let mut clusters = (layout.directory..layout.directory + layout.marked.len() as u64)
+        let clusters = (layout.directory..layout.directory + layout.marked.len() as u64)
             .step_by(1 << state.cluster_bits());
-        match clusters.all(state.apart_from_tables()) {
+        match state.tables_among(clusters).is_empty() {
             true => Ok(()),
             false => Err(Error::new(ErrorKind::Format, "their directory is in the place of another table")),
         }

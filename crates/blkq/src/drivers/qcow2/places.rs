@@ -34,7 +34,12 @@ impl Named {
     /// Those of `bitmap` in an image of `size` bytes.
     pub fn of(bitmap: &Bitmap, size: u64) -> Named {
         let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
-        Named { name, granularity, state: bitmap.state(), bytes: bytes_for(size, granularity) }
+        let bytes = match bitmap.state() {
+            // A table is needed all the same. That of a whole device could be of any size.
+            BitmapState::Inconsistent => 1,
+            _ => bytes_for(size, granularity),
+        };
+        Named { name, granularity, state: bitmap.state(), bytes }
     }
 
     fn has_bits(&self) -> bool {
@@ -162,12 +167,8 @@ pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Place
 /// Whether nothing else has the clusters, as far as the image says, and there is room for all bits.
 async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
     let (hosts, mut seen) = (places.hosts(cluster), HashSet::new());
-    let are_apart = {
-        let state = env.state();
-        let is_apart = state.apart_from_tables();
-        hosts.iter().all(|host| is_apart(*host) && seen.insert(*host))
-    };
-    if !are_apart {
+    let tables = env.state().tables_among(hosts.iter().copied());
+    if !tables.is_empty() || !hosts.iter().all(|host| seen.insert(*host)) {
         return false;
     }
     for host in hosts {
@@ -194,6 +195,8 @@ pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Resul
     let mut taken = Vec::new();
     let exchanged = write_directory(env, &old, named, &mut taken).await;
     let Ok(new) = exchanged else {
+        // After a failed write of the header the file may name them.
+        let taken = if env.state().writer.failed { Vec::new() } else { taken };
         for clusters in taken {
             free_unused(env, clusters).await;
         }
@@ -204,12 +207,10 @@ pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Resul
         let cluster = 1 << state.cluster_bits();
         let kept = HashSet::<u64>::from_iter(new.hosts(cluster));
         // A damaged image may have tables in their place, or one twice.
-        let is_apart = state.apart_from_tables();
-        let released = old.hosts(cluster).into_iter().chain(old.loaded);
-        let released: BTreeSet<u64> =
-            released.filter(|host| !kept.contains(host) && is_apart(*host)).collect();
-        drop(is_apart);
-        state.writer.released.extend(released);
+        let released: BTreeSet<u64> = old.hosts(cluster).into_iter().chain(old.loaded).collect();
+        let tables = state.tables_among(released.iter().copied());
+        let is_unused = |host: &u64| !kept.contains(host) && !tables.contains(host);
+        state.writer.released.extend(released.into_iter().filter(is_unused));
     }
     // The old clusters stay allocated if this fails, which harms nobody.
     let _ = commit(env, true).await;

@@ -358,14 +358,17 @@ impl State {
         if reserved.iter().any(overlaps) { Err(Status::Io) } else { Ok(()) }
     }
 
-    /// Whether a cluster, by its offset, has neither the header nor a table, as far as the tables in memory say: a
+    /// Those of the clusters, by their offset, that have the header or a table, as far as the tables in memory say: a
     /// damaged directory of bitmaps may name any.
-    pub fn apart_from_tables(&self) -> impl Fn(u64) -> bool + '_ {
-        let l1 = self.top().map_or(&[][..], |tables| &tables.l1);
-        let tables: HashSet<u64> =
-            l1.iter().chain(&self.writer.refcount_table).map(|entry| entry & OFFSET).collect();
+    pub fn tables_among(&self, hosts: impl Iterator<Item = u64>) -> HashSet<u64> {
         let cluster = 1 << self.cluster_bits();
-        move |host| !tables.contains(&host) && self.check_target(host..host + cluster).is_ok()
+        // They are few beside the tables of a large image.
+        let hosts = HashSet::<u64>::from_iter(hosts);
+        let l1 = self.top().map_or(&[][..], |tables| &tables.l1);
+        let named = l1.iter().chain(&self.writer.refcount_table).map(|entry| entry & OFFSET);
+        let mut tables: HashSet<u64> = named.filter(|host| hosts.contains(host)).collect();
+        tables.extend(hosts.into_iter().filter(|host| self.check_target(*host..host + cluster).is_err()));
+        tables
     }
 
     /// Releases what an entry of the image itself refers to; it is free after the next commit.

@@ -82,6 +82,30 @@ fn many_bitmaps_that_are_none_take_little_memory() {
     }
 }
 
+/// It would have gibibytes of bits.
+// Contract: bounded-input
+#[test]
+fn a_bitmap_without_bits_gets_a_table_of_one_cluster() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "d", "512T"]);
+    directory.qemu_img(&["bitmap", "--add", "-g", "2G", "d", "b"]);
+    let path = directory.0.join("d");
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let image = Image { directory, path, file };
+    let entry = image.bitmap_directory();
+    // In use, a bit for each 512 bytes.
+    image.file.write_all_at(&1u32.to_be_bytes(), entry + 12).unwrap();
+    image.file.write_all_at(&[9], entry + 17).unwrap();
+    let before = image.file.metadata().unwrap().len();
+    let (found, _) = bitmaps::load(&open(&image.path)).unwrap();
+    assert_eq!((found[0].state(), found[0].granularity()), (BitmapState::Inconsistent, 512));
+    let grown = image.file.metadata().unwrap().len() - before;
+    assert!(grown < 8 << 20, "{grown} bytes");
+}
+
 #[test]
 fn a_directory_in_the_place_of_a_table_is_not_written() {
     if !has_qemu() {
