@@ -5,7 +5,8 @@
 mod place;
 
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Output, Stdio};
 
 use place::{Place, wait_until};
@@ -104,6 +105,52 @@ fn the_old_program_serves_again_if_the_service_does_not_start() {
     place.done(&["attach", "--name", "d", image.to_str().unwrap(), "--export", "vhost-user-blk"]);
     let output = upgrade.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", place::without_waiting(output.stderr));
+    place.done(&["detach", "d"]);
+}
+
+/// Plays a daemon, in a process of its own, until it has left the device, with another state file.
+const OLD: &str = r#"
+import os, socket, sys
+control, shown, state, after = sys.argv[1:]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(control + ".new")
+listener.listen()
+os.rename(control + ".new", control)
+left = False
+while not left:
+    client, _ = listener.accept()
+    left = b'"leave"' in client.makefile("rb").readline()
+    if left:
+        os.rename(after, state)
+        os.unlink(control)
+    client.sendall(b'{"ok":null}\n' if left else shown.encode())
+    client.close()
+"#;
+
+// Contract: live-changes
+#[test]
+fn a_snapshot_before_the_old_daemon_leaves_is_not_lost() {
+    let place = Place::new("upgrade-snapshot");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (image, new) = (place.image("image", 1 << 20), path("new"));
+    let (state, control) = (place.state().join("d.json"), place.state().join("d.control"));
+    place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
+    let asked = UnixStream::connect(&control).unwrap();
+    (&asked).write_all(b"{\"command\":\"show\"}\n").unwrap();
+    let mut shown = String::new();
+    BufReader::new(&asked).read_line(&mut shown).unwrap();
+    let before = fs::read(&state).unwrap();
+    place.done(&["snapshot", "d", "--to", &new]);
+    fs::copy(&state, path("after")).unwrap();
+    place.done(&["detach", "d"]);
+    fs::write(&state, before).unwrap();
+    fs::write(place.state().join("d.lock"), "").unwrap();
+    let words = [control.to_str().unwrap(), &shown, state.to_str().unwrap(), &path("after")];
+    let mut old = Command::new("python3").args(["-c", OLD]).args(words).spawn().unwrap();
+    wait_until("it listens", || control.exists());
+    place.done(&["upgrade", "d"]);
+    assert!(old.wait().unwrap().success());
+    assert_eq!(place.json(&["show", "d", "--json"])["image"], new);
     place.done(&["detach", "d"]);
 }
 

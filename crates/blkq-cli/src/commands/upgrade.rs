@@ -29,7 +29,8 @@ machine connects to the new one by itself, if its front end reconnects and keeps
 requests in flight, as QEMU with reconnect-ms does.
 
 With --service, one of the old program serves the device again too if the service does not start,
-but outside of the service. That tries to start on: once it can, upgrade --service hands over to it.
+but outside of the service. The service goes on trying to start; once it can, upgrade --service
+hands the device over to it.
 
 Examples:
   blkq upgrade disk.img
@@ -102,7 +103,9 @@ impl LeftDevice<'_> {
     ) -> Outcome<LeftDevice<'a>> {
         let old = Program::of_process(before.pid);
         ask::<()>(dir, name, &Request::Leave {})?;
-        // From here on the old daemon changes nothing.
+        // From here on the old daemon changes nothing. Before, a snapshot or a commit may have given it another image.
+        let guest = guest.map(|_| of_guest(dir, name)).transpose()?;
+        let guest = guest.map(|now| now.ok_or_else(|| lost(name))).transpose()?;
         let settings = read_state(&dir.file(name, ".json")).map(|state| state.settings).unwrap_or_default();
         Ok(LeftDevice { name, guest, settings, old })
     }
@@ -154,7 +157,10 @@ impl LeftDevice<'_> {
                 self.name
             ))),
             // Or it has just been started, and so the old one was not.
-            Err(e) => started().ok_or_else(|| self.not_served(&failure, &e)),
+            Err(e) => started().ok_or_else(|| {
+                let failure = self.not_served(&failure, &e);
+                Failure::new(format!("{failure}; blkq list shows whether its service has started since"))
+            }),
         }
     }
 
@@ -173,6 +179,11 @@ impl LeftDevice<'_> {
         };
         Failure::new(format!("{failure}; {now}, as the old one did not start again: {old}"))
     }
+}
+
+/// It cannot be attached as it was.
+fn lost(name: &str) -> Failure {
+    Failure::new(format!("the state file of {name} cannot be read any more: attach its image again"))
 }
 
 /// How the device `name` was attached, if it is served to a virtual machine and is no block device: its
