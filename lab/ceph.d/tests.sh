@@ -265,7 +265,7 @@ stolen_lock() {
     "$BLKQ" show stolen | grep 'its address is blocklisted'
     attach_again thief
     io 'read -P 2 0 16M'
-    refused 'detached, but data may be lost' "$BLKQ" detach stolen
+    refused 'detached: data may be lost' "$BLKQ" detach stolen
     detach thief
     ceph_admin osd blocklist clear
     rbd_admin rm --no-progress stolen

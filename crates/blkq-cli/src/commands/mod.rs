@@ -69,7 +69,8 @@ Exit status:
   1  refused or failed; one line on stderr has what, why, and the cure
   2  wrong usage
   3  a daemon in the foreground left its device to the next one, as `upgrade` asked
-  4  a daemon in the foreground detached, but its last flush failed: data may be lost
+  4  a daemon in the foreground detached, but its last flush failed, so data may be lost, or its
+     dirty bitmaps could not be kept
 
 See also: `blkq COMMAND --help`; nbd-client(8), nbdcopy(1), qemu-nbd(8), losetup(8), iostat(1)"
 )]

@@ -314,7 +314,7 @@ impl Daemon {
         claim.keep(shared.device().leaves_block_device());
         drop(claim);
         drop(shared);
-        let outcome = stopped.flushed.map_err(|e| e.during("detached, but data may be lost"));
+        let outcome = stopped.flushed.map_err(|e| e.during("detached"));
         let code = match &outcome {
             Ok(()) => ExitCode::SUCCESS,
             Err(failure) => {

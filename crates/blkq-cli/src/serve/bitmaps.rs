@@ -32,13 +32,15 @@ impl Device {
     /// If the device can have no such bitmap, has none of that name, or is stopping.
     pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
         let running = self.running()?;
+        if matches!(change, BitmapChange::Add { .. }) {
+            // The image has its name when this returns: its file is durable soon. Not under the lock: a flush may hang.
+            self.flush_for_change()?;
+        }
         // No block commit begins.
         let _changing = self.begin_change();
         self.check_not_changed()?;
         match change {
             BitmapChange::Add { name, granularity } => {
-                // The image has its name when this returns: its file is durable soon.
-                self.flush_for_change()?;
                 bitmaps::check(&*running.disk.driver())?;
                 running.disk.add_bitmap(name, *granularity)?;
             }

@@ -47,7 +47,7 @@ impl KeptBitmaps {
             return Ok(());
         }
         let bitmaps = self.disk.close_bitmaps();
-        let _frozen = self.disk.begin_exchange()?;
+        let _frozen = self.disk.begin_exchange().map_err(not_kept)?;
         self.kept.store(true, SeqCst);
         self.store(&bitmaps)
     }
@@ -64,14 +64,12 @@ impl KeptBitmaps {
             return Ok(());
         }
         let frozen = self.disk.freeze_until_exit();
-        frozen.map_err(|e| Failure::from(e).during("the bitmaps are not kept, and are inconsistent"))?;
+        frozen.map_err(not_kept)?;
         self.store(&bitmaps)
     }
 
     fn store(&self, all: &[Arc<Bitmap>]) -> Outcome {
-        bitmaps::store(&*self.disk.driver(), all).map_err(|e| {
-            Failure::from(e).during("the bitmaps are not kept, and are inconsistent from now on")
-        })
+        bitmaps::store(&*self.disk.driver(), all).map_err(not_kept)
     }
 }
 
@@ -83,6 +81,10 @@ impl KeptBitmaps {
             log::line(&format!("warning: the bitmaps in the image before are inconsistent: {error}"));
         }
     }
+}
+
+fn not_kept(error: blkq::Error) -> Failure {
+    Failure::from(error).during("the bitmaps are not kept, and are inconsistent from now on")
 }
 
 impl Drop for KeptBitmaps {

@@ -102,7 +102,7 @@ impl Device {
     /// Stops a device that is closed: flushes, stops the engines and closes the image.
     ///
     /// # Errors
-    /// If the flush failed; the device has stopped all the same.
+    /// If the flush failed, or its dirty bitmaps could not be kept; the device has stopped all the same.
     pub fn stop(&self) -> Outcome {
         // They may use it just now.
         drop(self.background().take());
@@ -118,7 +118,7 @@ impl Device {
         }
         let kept = running.bitmaps.keep();
         drop(running);
-        flushed.and(kept)
+        flushed.map_err(|e| e.during("data may be lost")).and(kept)
     }
 }
 
