@@ -252,7 +252,10 @@ fn copy_passes(
                 seen = now;
             }
         }
+        let begin = Instant::now();
         commit.next_pass(stop)?;
+        // To be durable is a part of it: a copy may be in the page cache only.
+        copying += begin.elapsed();
         let (copied, total) = commit.progress();
         // Zeroes would make it endless.
         let data = commit.data_bytes() - data_before;

@@ -257,7 +257,11 @@ impl BlockCommit {
             return Ok(false);
         }
         self.take_changes()?;
-        self.copy_all(go_on)
+        if !self.copy_all(go_on)? {
+            return Ok(false);
+        }
+        self.target()?.sync()?;
+        Ok(true)
     }
 
     /// Copies the rest, makes it durable, and empties the image, in its file: then the two images read the same for
@@ -271,7 +275,6 @@ impl BlockCommit {
         keep: impl FnOnce() -> Result<(), E>,
     ) -> Result<Box<dyn Driver>, E> {
         self.catch_up(&|| Ok::<_, E>(true))?;
-        self.target()?.sync()?;
         let device = of_driver(&*self.top)?;
         // The file has all of it, and none of it may be applied to an image that was emptied.
         device.empty_journal(None)?;
