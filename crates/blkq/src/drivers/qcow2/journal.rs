@@ -397,8 +397,8 @@ pub(super) fn lacking(path: &Path) -> Error {
     Error::new(ErrorKind::Unsupported, message)
 }
 
-/// What empties a journal, of which the half `now` was written last, and gives it the tag `next`: in this order, as the
-/// process may be killed after each. The older half without the other would take changes back.
+/// The stores that empty a journal, of which the half `now` was written last, and give it the tag `next`: in this order,
+/// as the process may be killed after each. The older half without the other would take changes back.
 fn stores_to_begin(now: u64, next: u32) -> [(usize, u64); 5] {
     let now = (now & 1) as usize;
     let emptied = [COUNTS_AT + 1 - now, COUNTS_AT + now, OVERFLOW_AT, HALF_AT].map(|at| (at, 0));

@@ -8,8 +8,8 @@
 //! tasks without a queue, `create` makes images, `over` one over the image that is served, `extents` and `grow`
 //! are for the control plane; `block_commit` has what the image has (`own`, found beside the queue by `slices`)
 //! go to the one behind it (`block_commit_base`), with what is written meanwhile (`changes`), and then `empty`
-//! of its own. `journal` (`mapping`) has what the file lacks when the process is killed, and `replay` applies
-//! it.
+//! of its own. `journal` (`mapping`) has what the file lacks when the process is killed, and `recover` applies it
+//! (`replay`) when the image is opened.
 
 mod allocate;
 mod bitmaps;
@@ -39,6 +39,7 @@ mod own;
 mod places;
 mod queue;
 mod read;
+mod recover;
 mod refcounts;
 mod replay;
 mod reserve;
@@ -77,9 +78,8 @@ use chain::{LOCKED, Opened};
 pub use create::Base;
 use entry::OFFSET;
 use env::Shared;
-use header::{Header, TAG_AT};
+use header::Header;
 pub use journal::Journals;
-use journal::{Journal, Left};
 use keep::{Image, KeptBitmaps};
 pub use options::{BackingChain, Qcow2Options};
 pub(crate) use over::Below;
@@ -243,61 +243,6 @@ impl Qcow2 {
         Ok(device)
     }
 
-    /// Applies the journal that a process which was killed left, and begins one if there are `journals`. The image gets
-    /// the data of the image `front`, if there is one, until it has a queue.
-    fn begin_journal(
-        mut self,
-        journals: Option<&Journals>,
-        front: Option<(u64, u64)>,
-    ) -> Result<Qcow2, Error> {
-        // A header of version 2 has no place for the tag.
-        let able = journals.filter(|_| self.version >= 3);
-        if journals.is_some() && able.is_none() && self.writable {
-            self.warnings.push(journal::none_in_version_2(&self.path));
-        }
-        let journals = able;
-        let (identity, tag) = (self.identity, self.tag());
-        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
-        let found = found.transpose()?.flatten();
-        match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
-            Left::Nothing if tag != 0 => {
-                let place = journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
-                self.warnings.push(format!(
-                    "{} was not closed, and its journal is not there{place}: what was not flushed when its process was \
-                     killed, or the machine stopped, is lost",
-                    self.path.display()
-                ));
-            }
-            Left::Nothing => {}
-            Left::Records(records) if records.is_empty() => {}
-            _ if !self.writable => return Err(journal::lacking(&self.path)),
-            Left::Records(records) => {
-                self.run("apply the journal", async move |env| replay::replay(&env, records).await)?;
-                self.write_back()?;
-            }
-            Left::Incomplete => self.warnings.push(format!(
-                "the journal of {} is damaged: writes may be lost that were not flushed when its process was killed",
-                self.path.display()
-            )),
-        }
-        if !self.writable {
-            return Ok(self);
-        }
-        let journal = match found {
-            None => journals.map(|all| Journal::find_or_make(all, identity)).transpose(),
-            found => Ok(found),
-        };
-        if let Err(error) = &journal {
-            self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
-        }
-        let journal = journal.unwrap_or_default();
-        if journal.is_none() {
-            self.set_tag(0)?;
-        }
-        locked(&self.shared.state).journal = journal;
-        self.empty_journal(front).map(|()| self)
-    }
-
     /// The image, for what keeps its bitmaps.
     fn image(&self) -> Image<'_> {
         let Qcow2 { shared, files, path, writable, kept, .. } = self;
@@ -322,47 +267,6 @@ impl Qcow2 {
     /// As [`Image::store_bitmaps`].
     pub(crate) fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         self.image().store_bitmaps(bitmaps)
-    }
-
-    /// Ends the journal of an image whose file has all.
-    fn end_journal(&self) {
-        let journal = locked(&self.shared.state).journal.take();
-        // Without a tag in the image it has no meaning any more.
-        if let Some(journal) = journal.filter(|_| self.set_tag(0).is_ok()) {
-            journal.remove();
-        }
-    }
-
-    /// Empties the journal, if there is one, as the file has all of it. The image gets the data of the image `front`,
-    /// if there is one.
-    fn empty_journal(&self, front: Option<(u64, u64)>) -> Result<(), Error> {
-        let tag = self.tag();
-        let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, front));
-        let Some(next) = next else { return Ok(()) };
-        self.set_tag(next)?;
-        if let Some(journal) = &mut locked(&self.shared.state).journal {
-            journal.began();
-        }
-        Ok(())
-    }
-
-    /// The tag of its journal that the image has; 0 for none.
-    fn tag(&self) -> u32 {
-        locked(&self.shared.state).top().map_or(0, |tables| tables.header.tag)
-    }
-
-    /// Sets the tag in the image. A power loss may undo it.
-    fn set_tag(&self, tag: u32) -> Result<(), Error> {
-        if self.tag() == tag {
-            return Ok(());
-        }
-        self.run("change its header", async move |env| {
-            allocate::write_header(&env, TAG_AT, &tag.to_be_bytes()).await
-        })?;
-        if let Ok(tables) = locked(&self.shared.state).top_mut() {
-            tables.header.tag = tag;
-        }
-        Ok(())
     }
 
     /// Runs a task while no queue does I/O.

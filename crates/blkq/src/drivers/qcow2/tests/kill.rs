@@ -12,6 +12,7 @@ use crate::drivers::qcow2::blocking::perform;
 use crate::drivers::qcow2::commit::commit;
 use crate::drivers::qcow2::env::Env;
 use crate::drivers::qcow2::io::{Executor, Memory};
+use crate::drivers::qcow2::journal::Left;
 use crate::drivers::qcow2::write::{Source, write};
 use crate::drivers::qcow2::zero::{Wanted, clear};
 use crate::random::Random;
