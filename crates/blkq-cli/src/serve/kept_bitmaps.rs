@@ -47,6 +47,9 @@ impl KeptBitmaps {
             return Ok(());
         }
         let bitmaps = self.disk.close_bitmaps();
+        if self.has_none(&bitmaps) {
+            return Ok(());
+        }
         let _frozen = self.disk.begin_exchange().map_err(not_kept)?;
         self.kept.store(true, SeqCst);
         self.store(&bitmaps)
@@ -59,13 +62,17 @@ impl KeptBitmaps {
     /// As [`KeptBitmaps::keep`], and if I/O in flight does not complete: it would not be in them.
     pub(super) fn keep_for_next(&self) -> Outcome {
         let bitmaps = self.disk.close_bitmaps();
-        let has_none = !self.loaded && bitmaps.is_empty();
-        if has_none || self.kept.swap(true, SeqCst) {
+        if self.has_none(&bitmaps) || self.kept.swap(true, SeqCst) {
             return Ok(());
         }
         let frozen = self.disk.freeze_until_exit();
         frozen.map_err(not_kept)?;
         self.store(&bitmaps)
+    }
+
+    /// Whether the image names none either.
+    fn has_none(&self, bitmaps: &[Arc<Bitmap>]) -> bool {
+        !self.loaded && bitmaps.is_empty()
     }
 
     fn store(&self, all: &[Arc<Bitmap>]) -> Outcome {
