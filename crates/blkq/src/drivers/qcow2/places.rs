@@ -42,14 +42,26 @@ impl Named {
         Named { name, granularity, state: bitmap.state(), bytes }
     }
 
+    /// With the table that `old` has, if it has no bits.
+    fn in_place_of(self, old: &Named) -> Named {
+        let bytes = if self.has_bits() { self.bytes } else { old.bytes };
+        Named { bytes, ..self }
+    }
+
     fn has_bits(&self) -> bool {
         self.state != BitmapState::Inconsistent
     }
 
     /// Whether the directory has the same for both, but for flags that mean nothing while they are in use.
     fn is_like(&self, other: &Named) -> bool {
-        let facts = |named: &Named| (named.granularity, named.bytes, named.has_bits());
-        self.name == other.name && facts(self) == facts(other)
+        self.name == other.name && self.granularity == other.granularity && self.has_place_of(other, 1)
+    }
+
+    /// Whether the place of one suits the other, in clusters of `cluster` bytes. One without bits has a table of any
+    /// size.
+    fn has_place_of(&self, other: &Named, cluster: u64) -> bool {
+        let clusters = |named: &Named| named.has_bits().then(|| named.bytes.div_ceil(cluster));
+        clusters(self) == clusters(other)
     }
 }
 
@@ -97,7 +109,7 @@ impl Places {
             self.places
                 .iter_mut()
                 .filter(|place| place.named.name == named.name)
-                .for_each(|place| place.named = named.clone());
+                .for_each(|place| place.named = named.clone().in_place_of(&place.named));
         }
         self.clone()
     }
@@ -145,7 +157,10 @@ pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Place
     let mut adopted = Places { others: layout.others.clone(), ..Places::default() };
     adopted.directory = Some(run(layout.directory, layout.marked.len()));
     let mut are_whole = true;
-    for (named, (table, clusters)) in named.into_iter().zip(layout.tables) {
+    for (mut named, (table, clusters)) in named.into_iter().zip(layout.tables) {
+        if !named.has_bits() {
+            named.bytes = clusters.len() as u64 * cluster;
+        }
         are_whole &= clusters.iter().all(|host| (*host != 0) == named.has_bits());
         let table = run(table, clusters.len() * 8);
         let mut bits: Vec<Clusters> = Vec::new();
@@ -226,12 +241,10 @@ async fn write_directory(
     let cluster = 1 << env.state().cluster_bits();
     let mut new = Places { others: old.others.clone(), ..Places::default() };
     for named in named {
-        let suits = |place: &&Place| {
-            let is_same = place.named.name == named.name && place.named.has_bits() == named.has_bits();
-            is_same && place.named.bytes.div_ceil(cluster) == named.bytes.div_ceil(cluster)
-        };
+        let suits =
+            |place: &&Place| place.named.name == named.name && place.named.has_place_of(&named, cluster);
         let place = match old.places.iter().find(suits) {
-            Some(place) => Place { named, ..place.clone() },
+            Some(place) => Place { named: named.in_place_of(&place.named), ..place.clone() },
             None => make_place(env, named, cluster, taken).await?,
         };
         new.places.push(place);

@@ -106,6 +106,31 @@ fn a_bitmap_without_bits_gets_a_table_of_one_cluster() {
     assert!(grown < 8 << 20, "{grown} bytes");
 }
 
+/// As one that has its bits, while those are not known.
+#[test]
+fn a_bitmap_without_bits_keeps_a_table_of_any_size() {
+    if !has_qemu() {
+        return;
+    }
+    let image = Image::new(&["a", "b"]);
+    let device = open(&image.path);
+    let bitmaps: Vec<_> = bitmaps::load(&device).unwrap().0.into_iter().map(Arc::new).collect();
+    bitmaps::store(&device, &bitmaps).unwrap();
+    drop(device);
+    let directory = image.bitmap_directory();
+    let table = image.number(directory);
+    image.set_number(table, 0);
+    // Of two clusters, in use.
+    image.set_number(directory + 8, 2 << 32 | 1);
+    let (found, _) = bitmaps::load(&open(&image.path)).unwrap();
+    assert_eq!((found.len(), found[0].state()), (2, BitmapState::Inconsistent));
+    assert_eq!(
+        (image.bitmap_directory(), image.number(directory)),
+        (directory, table),
+        "they have their places"
+    );
+}
+
 #[test]
 fn a_directory_in_the_place_of_a_table_is_not_written() {
     if !has_qemu() {
