@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rustix::fs::OFlags;
 
+use crate::driver::Driver;
 use crate::drivers::r#loop::RawImage;
 use crate::drivers::r#loop::backing::{self, Backing};
 use crate::drivers::r#loop::base::check_not_longer;
@@ -130,10 +131,12 @@ impl Qcow2 {
         let mut below = self.chain_from(2);
         let bytes = size - size % u64::from(self.logical_block_bytes);
         // Before anything is written to it.
-        check_not_longer(path, bytes, below.size)?;
-        below.size = bytes;
+        let device_bytes = std::mem::replace(&mut below.size, bytes);
+        check_not_longer(path, bytes, device_bytes)?;
         let base = Opened { backing, size, tables: Some(tables) };
         let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
+        // Before they are marked.
+        base.prepare_resize(Some(device_bytes)).inspect_err(|_| base.supersede())?;
         // It is written to from now on.
         base.load_bitmaps().inspect_err(|_| base.supersede())?;
         Ok(base)
