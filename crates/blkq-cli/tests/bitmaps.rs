@@ -230,6 +230,11 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
             String::from_utf8(output.stderr).unwrap(),
         )
     };
+    attached();
+    place.done(&["bitmap", "add", "r", "b0"]);
+    place.done(&["bitmap", "remove", "r", "b0"]);
+    place.done(&["detach", "r"]);
+    assert_eq!(fs::metadata(&file).unwrap().len(), 0, "it has none");
     let uri = attached().0;
     qemu_io("raw", &uri, &["write -P 1 0 64k"]);
     // As one that was killed on the way leaves it.
@@ -508,12 +513,17 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);
     // Nothing has changed what the image behind has.
     let low = path("low");
-    fs::remove_file(&top).unwrap();
-    run("qemu-img", &["create", "-q", "-f", "qcow2", &low, "16M"]);
-    run("qemu-img", &["bitmap", "--add", &low, "b1"]);
-    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &low, "-F", "qcow2", &top, "8M"]);
-    place.done(&["attach", &top, "--format", "qcow2", "--name", "q"]);
-    assert!(place.refused(&["commit", "q"]).contains("blkq resize"));
-    place.done(&["detach", "q"]);
-    assert_eq!(in_qemu_nbd(&low, "b1"), []);
+    for (clusters, size, why) in
+        [("cluster_size=64k", "8M", "blkq resize"), ("cluster_size=512", "32M", "its L1 table has room for")]
+    {
+        fs::remove_file(&top).unwrap();
+        run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", clusters, &low, "16M"]);
+        run("qemu-img", &["bitmap", "--add", &low, "b1"]);
+        run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &low, "-F", "qcow2", &top, size]);
+        place.done(&["attach", &top, "--format", "qcow2", "--name", "q"]);
+        let refused = place.refused(&["commit", "q"]);
+        assert!(refused.contains(why), "{refused}");
+        place.done(&["detach", "q"]);
+        assert_eq!(in_qemu_nbd(&low, "b1"), []);
+    }
 }

@@ -47,10 +47,11 @@ impl KeptBitmaps {
             return Ok(());
         }
         let bitmaps = self.disk.close_bitmaps();
-        if self.has_none(&bitmaps) {
-            return Ok(());
-        }
-        let _frozen = self.disk.begin_exchange().map_err(not_kept)?;
+        let _frozen = match self.disk.begin_exchange() {
+            // None is lost.
+            Err(_) if self.has_none(&bitmaps) => return Ok(()),
+            frozen => frozen.map_err(not_kept)?,
+        };
         self.kept.store(true, SeqCst);
         self.store(&bitmaps)
     }
