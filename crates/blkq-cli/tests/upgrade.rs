@@ -121,7 +121,11 @@ while not left:
     client, _ = listener.accept()
     left = b'"leave"' in client.makefile("rb").readline()
     if left:
-        os.rename(after, state)
+        with open(state, "r+b") as file:
+            file.write(open(after, "rb").read())
+            file.truncate()
+        # Somebody has cleared what a dead daemon left.
+        os.unlink(state)
         os.unlink(control)
     client.sendall(b'{"ok":null}\n' if left else shown.encode())
     client.close()

@@ -1,5 +1,6 @@
 //! `blkq upgrade`: hands a block device in use from its daemon to a new one, of this program.
 
+use std::fs::File;
 use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -9,11 +10,11 @@ use crate::completion;
 use crate::control::{Called, Request, ask, call};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
+use crate::info::{DeviceInfo, StateFile};
 use crate::launch::{Launched, Program, report};
 use crate::options::{AttachOptions, Export};
 use crate::serve::{check_successor, check_take_over};
-use crate::state::{StateDir, read_state};
+use crate::state::{StateDir, read_open_state, read_state};
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -68,7 +69,8 @@ impl Args {
         check(dir, name)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
         // As it is now: the daemon may have started just before it answered.
-        let guest = of_guest(dir, name)?;
+        let state = read_state(&dir.file(name, ".json"));
+        let guest = state.map(|state| of_guest(&state, name)).transpose()?.flatten();
         if let Some(options) = &guest {
             check_successor(dir, options, before.size)?;
         }
@@ -102,11 +104,16 @@ impl LeftDevice<'_> {
         guest: Option<AttachOptions>,
     ) -> Outcome<LeftDevice<'a>> {
         let old = Program::of_process(before.pid);
+        let path = dir.file(name, ".json");
+        // Whoever has the name next removes it, perhaps before it is read. The daemon of a guest writes it in place.
+        let of_guest_open = guest.as_ref().and_then(|_| File::open(&path).ok());
         ask::<()>(dir, name, &Request::Leave {})?;
-        // From here on the old daemon changes nothing. Before, a snapshot or a commit may have given it another image.
-        let guest = guest.map(|_| of_guest(dir, name)).transpose()?;
-        let guest = guest.map(|now| now.ok_or_else(|| lost(name))).transpose()?;
-        let settings = read_state(&dir.file(name, ".json")).map(|state| state.settings).unwrap_or_default();
+        // From here on the old daemon changes nothing.
+        let state = of_guest_open.map_or_else(|| read_state(&path), read_open_state);
+        // Before, a snapshot or a commit may have given it another image.
+        let now = state.as_ref().map(|state| of_guest(state, name)).transpose()?.flatten();
+        let guest = guest.map(|_| now.ok_or_else(|| lost(name))).transpose()?;
+        let settings = state.map(|state| state.settings).unwrap_or_default();
         Ok(LeftDevice { name, guest, settings, old })
     }
 
@@ -188,8 +195,7 @@ fn lost(name: &str) -> Failure {
 
 /// How the device `name` was attached, if it is served to a virtual machine and is no block device: its
 /// front end connects to the next daemon by itself, and has the requests in flight.
-fn of_guest(dir: &StateDir, name: &str) -> Outcome<Option<AttachOptions>> {
-    let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(None) };
+fn of_guest(state: &StateFile, name: &str) -> Outcome<Option<AttachOptions>> {
     let (None, Some(record)) = (&state.ublk, &state.attach_options) else { return Ok(None) };
     let mut options = record.read()?;
     options.name = Some(name.to_owned());

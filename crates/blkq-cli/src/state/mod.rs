@@ -203,8 +203,13 @@ pub fn overwrite_state(file: &File, state: &impl serde::Serialize) -> Outcome {
 
 /// Reads a device's state file; `None` if it cannot be read.
 pub fn read_state(path: &Path) -> Option<StateFile> {
+    read_open_state(File::open(path).ok()?)
+}
+
+/// As [`read_state`], of a file that is open.
+pub fn read_open_state(file: File) -> Option<StateFile> {
     let mut text = Vec::new();
-    File::open(path).ok()?.take(1 << 20).read_to_end(&mut text).ok()?;
+    file.take(1 << 20).read_to_end(&mut text).ok()?;
     parse_state(&text)
 }
 
