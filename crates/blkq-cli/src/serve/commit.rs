@@ -231,7 +231,7 @@ fn copy_passes(
     loop {
         let pass = *rounds;
         *rounds += 1;
-        let mut seen = activity(&running.disk);
+        let (mut seen, before) = (activity(&running.disk), commit.data_bytes());
         while commit.find(stop, || flush_unless_stopped(running, stop))? {
             loop {
                 stop()?;
@@ -254,8 +254,10 @@ fn copy_passes(
         }
         let begin = Instant::now();
         commit.next_pass(stop)?;
-        // To be durable is a part of it: a copy may be in the page cache only.
-        copying += begin.elapsed();
+        if commit.data_bytes() > before {
+            // To be durable is a part of it: a copy may be in the page cache only.
+            copying += begin.elapsed();
+        }
         let (copied, total) = commit.progress();
         // Zeroes would make it endless.
         let data = commit.data_bytes() - data_before;
