@@ -105,7 +105,7 @@ impl LeftDevice<'_> {
     ) -> Outcome<LeftDevice<'a>> {
         let old = Program::of_process(before.pid);
         let path = dir.file(name, ".json");
-        // Whoever has the name next removes it, perhaps before it is read. The daemon of a guest writes it in place.
+        // The next daemon of the name removes it, perhaps before it is read; that of a guest writes it in place.
         let of_guest_open = guest.as_ref().and_then(|_| File::open(&path).ok());
         ask::<()>(dir, name, &Request::Leave {})?;
         // From here on the old daemon changes nothing.
