@@ -15,6 +15,7 @@ BLKQ=${BLKQ:-${CARGO_TARGET_DIR:-$ROOT/target}/release/blkq}
 PASSED=0
 FAILED=0
 FAILURES=()
+LATE_PASSES=()
 LEFT_OUT=()
 
 die() {
@@ -93,10 +94,10 @@ show_progress() { # NAME BEGIN-MS
     done
 }
 
-# step NAME COMMAND...: runs it in a subshell that stops at the first failure, and counts.
+# step NAME COMMAND...: runs it in a subshell that stops at the first failure, and counts. The log is $STEP_LOG.
 # Never call it left of || or &&, or in an if: bash then ignores set -e, and failures with it.
 step() {
-    local name=$1 begin_ms code seconds progress='' log=$SCRATCH/step.log
+    local name=$1 begin_ms code seconds progress='' log=${STEP_LOG:-$SCRATCH/step.log}
     shift
     (
         set -e
@@ -121,17 +122,39 @@ step() {
     fi
     seconds=$(seconds_since "$begin_ms")
     if [[ $code -eq 0 ]]; then
-        PASSED=$((PASSED + 1))
-        printf '  %-44s %7s s  ok\n' "$name" "$seconds"
-        grep -E '^    (left out|slow:|beside:) ' "$log" | sed 's/^/  /' || true
-        keep_time "$name" "$seconds"
+        step_passed "$name" "$seconds" "$log"
     else
-        FAILED=$((FAILED + 1))
-        FAILURES+=("$name")
-        printf '  %-44s %7s s  FAIL (exit %d)\n' "$name" "$seconds" "$code"
-        tail -n "${LAB_TAIL:-25}" "$log" | sed 's/^/      /'
+        step_failed "$name" "$seconds" "$code" "$log"
     fi
     return "$code"
+}
+
+step_passed() { # NAME SECONDS LOG
+    PASSED=$((PASSED + 1))
+    printf '  %-44s %7s s  ok\n' "$1" "$2"
+    grep -E '^    (left out|slow:|beside:|seeds:) ' "$3" | sed 's/^/  /' || true
+    keep_time "$1" "$2"
+}
+
+step_failed() { # NAME SECONDS CODE LOG
+    FAILED=$((FAILED + 1))
+    FAILURES+=("$1")
+    printf '  %-44s %7s s  FAIL (exit %d)\n' "$1" "$2" "$3"
+    what_failed "$4" | sed 's/^/    > /'
+    tail -n "${LAB_TAIL:-25}" "$4" | sed 's/^/      /'
+}
+
+# what_failed LOG: the lines of a step's log that name the failed test and its message, 12 at most. The kinds of
+# failures: tests of Rust, compilers and linters, steps of the lab (FAIL), Python, scripts of the lab.
+what_failed() {
+    local found
+    found=$(grep -aE -A 2 "^ *(TRY [0-9]+ )?(FAIL|SIGABRT|SIGSEGV|TIMEOUT) +\[|FAIL \(exit [0-9]+\)|panicked at |^error(\[|:)|^==[0-9]+== ?ERROR|^In .* line [0-9]+:|: failed: |^[A-Za-z]+(Error|Exception|Failure): |^Diff in |seed [0-9]+ failed" "$1" |
+        grep -av '^--$' | awk '!seen[$0]++' | cut -c 1-200 | head -n 12)
+    if [[ $found ]]; then
+        printf '%s\n' "$found"
+    else
+        tail -n 3 "$1" | cut -c 1-200
+    fi
 }
 
 # case_of NAME COMMAND...: a step that is cleaned up after if it fails.
@@ -160,7 +183,10 @@ verdict() {
     for reason in "${LEFT_OUT[@]}"; do
         printf 'left out on purpose: %s\n' "$reason"
     done
-    # Once more, for readers of the last lines.
+    for reason in "${LATE_PASSES[@]}"; do
+        printf 'passed at the second try: %s\n' "$reason"
+    done
+    # A reader of a long log sees its last lines first.
     for reason in "${FAILURES[@]}"; do
         printf 'failed: %s\n' "$reason"
     done
