@@ -213,5 +213,6 @@ stop_cluster() { # DIRECTORY
     CLUSTER=$1
     mapfile -t daemons < <(ceph_daemons)
     kill_daemon KILL "${daemons[@]}"
-    rm -rf -- "$CLUSTER"
+    [[ ! -d $CLUSTER ]] || find "$CLUSTER" -mindepth 1 -delete
+    rmdir -- "$CLUSTER" 2>/dev/null || true # unless a tmpfs is mounted there
 }
