@@ -183,21 +183,22 @@ fn read_monotonic_ns() -> u64 {
 mod tests {
     use super::*;
 
-    fn sleep() {
-        std::thread::sleep(std::time::Duration::from_millis(2));
+    fn wait_for_2_ms() {
+        let until_ns = monotonic_ns() + 2_000_000;
+        crate::testing::wait_until("2 ms pass", || monotonic_ns() >= until_ns);
     }
 
     #[test]
     fn a_reading_is_valid_until_the_next() {
         let mut clock = Clock::new(ClockMode::Cached);
         let first = clock.now_ns();
-        sleep();
+        wait_for_2_ms();
         assert_eq!((clock.now_ns(), clock.age_ns_max()), (first, 0));
         clock.invalidate();
         let second = clock.now_ns();
         assert!(clock.age_ns_max() == second - first && second - first >= 2_000_000);
         // The use that is one too many reads anew.
-        sleep();
+        wait_for_2_ms();
         while clock.now_ns() == second {}
         assert!(clock.age_ns_max() >= 2_000_000 && clock.take_reads() == 3);
     }
@@ -208,7 +209,7 @@ mod tests {
         clock.now_ns();
         clock.invalidate();
         clock.idle();
-        sleep();
+        wait_for_2_ms();
         clock.now_ns();
         assert_eq!(clock.age_ns_max(), 0);
     }
@@ -217,7 +218,7 @@ mod tests {
     fn a_precise_clock_has_no_age() {
         let mut clock = Clock::new(ClockMode::Precise);
         clock.now_ns();
-        sleep();
+        wait_for_2_ms();
         clock.now_ns();
         assert_eq!((clock.age_ns_max(), clock.take_reads()), (0, 2));
     }

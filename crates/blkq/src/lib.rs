@@ -106,6 +106,7 @@ pub mod stats;
 mod submitter;
 mod sync;
 mod tags;
+pub mod testing;
 pub mod throttle;
 pub mod trace;
 pub mod units;

@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::drivers::ram::Ram;
+use blkq::testing::wait_until;
 use blkq::{
     Bio, BioFlags, Data, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, OpenContext,
     Operation, QueueLimits, Sector, Tag, Taken,
@@ -175,16 +176,12 @@ fn a_bitmap_added_under_load_has_exactly_what_follows() {
                 completed.store(sector + 1, SeqCst);
             }
         });
-        while completed.load(SeqCst) < 10 {
-            std::thread::yield_now();
-        }
+        wait_until("the load has begun", || completed.load(SeqCst) >= 10);
         for name in ["a", "b", "c"] {
             let before = completed.load(SeqCst);
             disk.add_bitmap(name, 512).unwrap();
             let after = begun.load(SeqCst);
-            while completed.load(SeqCst) < after + 10 {
-                std::thread::yield_now();
-            }
+            wait_until("writes follow", || completed.load(SeqCst) >= after + 10);
             let until = completed.load(SeqCst);
             let bitmap = bitmap(&disk, name);
             assert_eq!(bitmap.state(), BitmapState::Recording);

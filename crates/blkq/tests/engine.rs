@@ -7,9 +7,10 @@ use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blkq::drivers::null::{Null, NullOptions};
+use blkq::testing::{assert_stays, wait_until};
 use blkq::{
     Bio, BioFlags, Completion, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
     OpenContext, QueueLimits, Sector, Source, SourceContext, Tag, Taken, Wake,
@@ -141,8 +142,7 @@ unsafe impl Source for Load {
         };
         match message.downcast::<Ask>() {
             Ok(ask) => cx.offload(move || {
-                // Blocks, and reports on which thread.
-                std::thread::sleep(Duration::from_millis(20));
+                // Reports on which thread.
                 let is_worker = std::thread::current().name() == Some("blkq-worker");
                 Box::new((ask.0, u64::from(is_worker)))
             }),
@@ -187,14 +187,6 @@ fn io_uring_nop() -> io_uring::squeue::Entry {
     io_uring::opcode::Nop::new().build()
 }
 
-fn wait_for(condition: impl Fn() -> bool) {
-    let begin = Instant::now();
-    while !condition() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "never happens");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 fn null_disk(queues: usize) -> Arc<Disk> {
     Disk::builder(Box::new(Null::new(NullOptions::new(1 << 30)).unwrap())).queues(queues).build().unwrap()
 }
@@ -209,7 +201,9 @@ fn a_source_whose_bios_complete_at_once_does_not_starve_others() {
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
     let id = engine.handle().add_source(move || Box::new(Load::new(&source, 64))).unwrap();
-    wait_for(|| seen.done.load(Ordering::Relaxed) > 10_000 && seen.cqes.load(Ordering::Relaxed) == 1);
+    wait_until("the load runs", || {
+        seen.done.load(Ordering::Relaxed) > 10_000 && seen.cqes.load(Ordering::Relaxed) == 1
+    });
     // Messages, freezes and other threads' I/O get through.
     let (reply, answer) = channel();
     engine.handle().send(id, Box::new(Ask(reply)));
@@ -217,7 +211,7 @@ fn a_source_whose_bios_complete_at_once_does_not_starve_others() {
     disk.submitter().read_at(&mut [0; 512], 0).unwrap();
     drop(disk.freeze());
     let before = seen.done.load(Ordering::Relaxed);
-    wait_for(|| seen.done.load(Ordering::Relaxed) > before + 1000);
+    wait_until("the load still runs", || seen.done.load(Ordering::Relaxed) > before + 1000);
     engine.handle().stop_source(id, false);
     assert!(seen.dropped.load(Ordering::SeqCst));
     assert_eq!(*seen.stops.lock().unwrap(), [false]);
@@ -242,11 +236,11 @@ fn stopping_waits_for_the_io_in_flight() {
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
     let id = engine.handle().add_source(move || Box::new(Load::new(&source, 8))).unwrap();
-    wait_for(|| device.state().held == 8);
+    wait_until("the device has 8 reads", || device.state().held == 8);
     std::thread::scope(|scope| {
         let stop = scope.spawn(|| engine.handle().stop_source(id, true));
-        std::thread::sleep(Duration::from_millis(50));
-        assert!(!stop.is_finished() && !seen.dropped.load(Ordering::SeqCst));
+        wait_until("the source is asked to stop", || !seen.stops.lock().unwrap().is_empty());
+        assert_stays("it waits for its I/O", || !stop.is_finished() && !seen.dropped.load(Ordering::SeqCst));
         device.release(8);
         stop.join().unwrap();
     });
@@ -265,7 +259,7 @@ fn a_source_that_does_not_start_is_removed() {
         Box::new(load)
     });
     assert_eq!(error.unwrap_err().kind(), ErrorKind::Invalid);
-    wait_for(|| seen.dropped.load(Ordering::SeqCst));
+    wait_until("the source is dropped", || seen.dropped.load(Ordering::SeqCst));
 }
 
 /// Pushes something whose memory it owns, and does not start.
@@ -349,10 +343,10 @@ fn an_idle_engine_sleeps() {
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
     engine.handle().add_source(move || Box::new(Load::new(&source, 0))).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
+    wait_until("its one operation completes", || seen.cqes.load(Ordering::Relaxed) == 1);
     let before = seen.turns.load(Ordering::Relaxed);
-    std::thread::sleep(Duration::from_millis(200));
-    assert!(seen.turns.load(Ordering::Relaxed) - before < 3, "it turns without work");
+    // A few turns may be left of the start.
+    assert_stays("no turns without work", || seen.turns.load(Ordering::Relaxed) - before < 10);
 }
 
 /// A device whose requests complete elsewhere, at the worst moment: its queue is woken when it has
@@ -476,9 +470,7 @@ fn a_flush_behind_data_without_a_tag_lets_the_engine_sleep() {
     // The only tag.
     let (sender, receiver) = channel();
     holder.submit(Bio::read(Sector(8), filled(512, 0), 0), move |result, _| sender.send(result).unwrap());
-    while device.state().held == 0 {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("the device has the read", || device.state().held > 0);
     let seen = Arc::new(Seen::default());
     let source = seen.clone();
     engines[1]
@@ -486,16 +478,12 @@ fn a_flush_behind_data_without_a_tag_lets_the_engine_sleep() {
         .add_source(move || Box::new(Durable { seen: source, left: 2, stopping: false }))
         .unwrap();
     let before = seen.turns.load(Ordering::Relaxed);
-    std::thread::sleep(Duration::from_millis(300));
-    let turns = seen.turns.load(Ordering::Relaxed) - before;
+    assert_stays("no turns while there is nothing to do", || {
+        seen.turns.load(Ordering::Relaxed) - before < 50
+    });
     device.release_all();
-    assert!(turns < 50, "{turns} turns while there was nothing to do");
     assert_eq!(receiver.recv_timeout(Duration::from_secs(60)), Ok(Ok(())));
-    let begin = Instant::now();
-    while seen.done.load(Ordering::Relaxed) < 2 {
-        assert!(begin.elapsed().as_secs() < 60, "the write and the flush never complete");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("the write and the flush complete", || seen.done.load(Ordering::Relaxed) == 2);
     drop(engines);
     device.assert_legal();
 }

@@ -12,12 +12,13 @@ use blkq::clock::monotonic_ns;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::{DriverOptions, DriverSpec, open};
 use blkq::hang::Place;
+use blkq::testing::{wait_until, within_limit};
 use blkq::{
     Bio, BioFlags, Completion, Counter, Cqe, Disk, EngineThread, Error, ErrorKind, ErrorPolicy, IoBuffer,
     LocalQueue, Operation, QueueLimits, Resume, SchedulerKind, Sector, Setting, Source, SourceContext,
     StatGroup, Status,
 };
-use common::{Behaviour, Device, Finish, drain, filled, plain_limits, within};
+use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 /// A device with a write cache that completes requests at once and in random order, and `policy`.
 fn device(policy: ErrorPolicy) -> (Device, Arc<Disk>, LocalQueue) {
@@ -34,11 +35,10 @@ fn write(sector: u64, mark: u64) -> Bio {
 
 /// Turns until so many requests are held.
 fn hold(disk: &Disk, queue: &mut LocalQueue, count: u64) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while disk.held() != count {
-        assert!(Instant::now() < until, "{} are held, not {count}", disk.held());
+    wait_until(&format!("{count} requests are held"), || {
         queue.poll();
-    }
+        disk.held() == count
+    });
 }
 
 /// Turns until nothing happens any more, and returns the marks that completed, with their results.
@@ -248,7 +248,7 @@ fn bios_without_a_tag_go_on_when_held_ones_resume() {
 /// Over an engine: writers wait until the rules of the driver change.
 #[test]
 fn threads_wait_until_there_is_room() {
-    within(120, || {
+    within_limit(|| {
         let fault: FaultSpec = "error=ENOSPC,op=write".parse().unwrap();
         let options = DriverOptions { fault: Some(fault), ..DriverOptions::default() };
         let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
@@ -264,19 +264,17 @@ fn threads_wait_until_there_is_room() {
                 })
             })
             .collect();
-        while disk.held() < 4 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("each writer has a held write", || disk.held() >= 4);
         disk.submitter().read_at(&mut [0; 512], 0).unwrap();
         // At once, from many threads, and with no room yet.
         std::thread::scope(|scope| {
             (0..4).for_each(|_| _ = scope.spawn(|| disk.resume(Resume::Reissue)));
         });
         disk.set_driver(&FaultSpec::default()).unwrap();
-        while !writers.iter().all(|writer| writer.is_finished()) {
+        wait_until("all writers are done", || {
             disk.resume(Resume::Reissue);
-            std::thread::sleep(Duration::from_millis(1));
-        }
+            writers.iter().all(|writer| writer.is_finished())
+        });
         for (number, writer) in writers.into_iter().enumerate() {
             writer.join().unwrap().unwrap();
             let mut read = IoBuffer::zeroed(512);
@@ -338,7 +336,7 @@ unsafe impl Source for TwoClients {
 // Contract: errors
 #[test]
 fn held_writes_fail_with_one_client_and_reads_with_all() {
-    within(120, || {
+    within_limit(|| {
         let fault: FaultSpec = "error=EIO".parse().unwrap();
         let options = DriverOptions { fault: Some(fault), ..DriverOptions::default() };
         let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
@@ -347,11 +345,7 @@ fn held_writes_fail_with_one_client_and_reads_with_all() {
         let (completed, completions) = channel();
         let source = move || Box::new(TwoClients { completed, in_flight: 0, gone: Vec::new() }) as Box<_>;
         let id = engine.handle().add_source(source).unwrap();
-        let wait_for_held = |count| {
-            while disk.held() != count {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        };
+        let wait_for_held = |count| wait_until("requests are held", || disk.held() == count);
         wait_for_held(2);
         let next = || {
             let mut both = [completions.recv().unwrap(), completions.recv().unwrap()];

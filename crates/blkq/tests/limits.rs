@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
 use blkq::drivers::ram::Ram;
+use blkq::testing::wait_until;
 use blkq::throttle::{Group, RateLimits};
 use blkq::{
     Bio, Counter, Disk, EngineThread, IoBuffer, LocalQueue, QueueLimits, SchedulerKind, Sector, Setting,
@@ -121,10 +122,12 @@ fn bios_that_waited_for_a_tag_begin_at_the_rate() {
     let disk = device.builder().depth(1).rate_limits(limits("iops=1000")).build().expect("a disk");
     let mut queue = disk.open_queue(0).expect("a queue");
     // No faster than the limit allows, while the device has its first for a while.
+    let begin_ns = monotonic_ns();
     for block in 0..BIOS {
         read(&mut queue, block * 2 % 32);
         queue.poll();
-        std::thread::sleep(Duration::from_millis(1));
+        let next_ns = begin_ns + (block + 1) * 1_000_000;
+        wait_until("the limit allows the next", || monotonic_ns() >= next_ns);
     }
     let begin = Instant::now();
     let mut done = 0;
@@ -272,11 +275,7 @@ fn an_engine_that_exits_waits_for_no_limit() {
     for block in 0..32 {
         submitter.submit(Bio::read(Sector(block * 16), IoBuffer::zeroed(4096), 0), |_, _| ());
     }
-    let begin = Instant::now();
-    while throttled(&disk) == 0 && begin.elapsed() < Duration::from_secs(60) {
-        std::thread::yield_now();
-    }
-    assert!(throttled(&disk) > 0, "no read waits");
+    wait_until("a read waits", || throttled(&disk) > 0);
     let begin = Instant::now();
     drop(engine);
     assert!(begin.elapsed() < Duration::from_secs(20), "32 reads at one per second");

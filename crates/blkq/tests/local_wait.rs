@@ -14,11 +14,12 @@ use std::time::Duration;
 
 use blkq::drivers::fault::Fault;
 use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use blkq::testing::within_limit;
 use blkq::{
     Bio, Completion, Counter, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
     IoBuffer, OpenContext, QueueLimits, Sector, Setting, Source, SourceContext, Status, Tag, Taken, Wake,
 };
-use common::{filled, within};
+use common::filled;
 
 const IMAGE_BYTES: u64 = 1 << 20;
 
@@ -56,7 +57,7 @@ fn queues_that_take_turns_at_one_image_are_all_woken() {
     ] {
         let image = Image::new(name);
         let disk = disk(image.open(direct_io, dispatch), 2);
-        within(120, move || {
+        within_limit(move || {
             let queues = [0, 1].map(|index| {
                 let disk = disk.clone();
                 std::thread::spawn(move || {
@@ -81,7 +82,7 @@ fn a_deadline_that_is_set_while_the_plug_is_flushed_wakes() {
     for (spec, result) in [("delay=2ms", Ok(())), ("stuck=2ms", Err(Status::Timeout))] {
         let device = image.open(DirectIo::Auto, Dispatch::Concurrent);
         let disk = disk(Fault::new(Box::new(device), spec.parse().unwrap()).unwrap(), 1);
-        let completion = within(120, move || {
+        let completion = within_limit(move || {
             let mut queue = disk.open_queue(0).unwrap();
             queue.submit(Bio::read(Sector(0), filled(4096, 0), 7)).unwrap();
             queue.wait(1);

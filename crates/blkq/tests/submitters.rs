@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -11,22 +11,37 @@ use std::time::{Duration, Instant};
 use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
 use blkq::drivers::ram::Ram;
 use blkq::gate::Direction;
+use blkq::testing::{wait_until, within_limit};
 use blkq::{
     Bio, BioFlags, ClockMode, Data, Disk, EngineThread, Operation, QueueLimits, SchedulerKind, Sector,
     Setting, Status,
 };
-use common::{Behaviour, Device, DeviceSetting, Finish, filled, plain_limits, within};
+use common::{Behaviour, Device, DeviceSetting, Finish, filled, plain_limits};
 
 fn engine(disk: &Arc<Disk>) -> EngineThread {
     EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()
 }
 
-/// One thread writes and reads its own piece of the disk until it is stopped; returns how often.
-fn work(disk: &Arc<Disk>, number: u64, stop: &AtomicBool) -> std::io::Result<u64> {
+/// What the threads of a load share.
+#[derive(Default)]
+struct Load {
+    stop: AtomicBool,
+    /// How often they have written and read, together.
+    rounds: AtomicU64,
+}
+
+impl Load {
+    fn wait_for_rounds(&self, count: u64) {
+        wait_until("the load makes progress", || self.rounds.load(Ordering::Relaxed) >= count);
+    }
+}
+
+/// One thread writes and reads its own piece of the disk until it is stopped.
+fn work(disk: &Arc<Disk>, number: u64, load: &Load) -> std::io::Result<()> {
     let mut submitter = disk.submitter();
     let base = number * (32 << 10);
     let mut rounds = 0;
-    while !stop.load(Ordering::Relaxed) {
+    while !load.stop.load(Ordering::Relaxed) {
         let value = (number * 31 + rounds) as u8 | 1;
         let out = vec![value; 4096 + 512 * (rounds as usize % 9)];
         // Odd addresses take the way through a copy.
@@ -48,20 +63,21 @@ fn work(disk: &Arc<Disk>, number: u64, stop: &AtomicBool) -> std::io::Result<u64
             );
         }
         rounds += 1;
+        load.rounds.fetch_add(1, Ordering::Relaxed);
     }
-    Ok(rounds)
+    Ok(())
 }
 
 /// Runs `threads` of them while `meanwhile` runs.
-fn under_load(disk: &Arc<Disk>, threads: u64, meanwhile: impl FnOnce()) -> u64 {
-    let stop = AtomicBool::new(false);
+fn under_load(disk: &Arc<Disk>, threads: u64, meanwhile: impl FnOnce(&Load)) {
+    let load = Load::default();
     std::thread::scope(|scope| {
-        let stop = &stop;
-        let workers: Vec<_> = (0..threads).map(|n| scope.spawn(move || work(disk, n, stop))).collect();
-        meanwhile();
-        stop.store(true, Ordering::Relaxed);
-        workers.into_iter().map(|worker| worker.join().unwrap().unwrap()).sum()
-    })
+        let load = &load;
+        let workers: Vec<_> = (0..threads).map(|n| scope.spawn(move || work(disk, n, load))).collect();
+        meanwhile(load);
+        load.stop.store(true, Ordering::Relaxed);
+        workers.into_iter().for_each(|worker| worker.join().unwrap().unwrap());
+    });
 }
 
 fn cached_device(seed: u64) -> Device {
@@ -77,15 +93,14 @@ fn at_rest(disk: &Disk) {
 
 #[test]
 fn threads_get_back_what_they_wrote() {
-    within(60, || {
+    within_limit(|| {
         let ram = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).depth(3).build().unwrap();
         let device = cached_device(3);
         let ordered = device.builder().depth(5).scheduler(blkq::SchedulerKind::MqDeadline).build().unwrap();
         let limited = cached_device(4).builder().scheduler(blkq::SchedulerKind::Kyber).build().unwrap();
         for disk in [ram, ordered, limited] {
             let engine = engine(&disk);
-            let rounds = under_load(&disk, 16, || std::thread::sleep(Duration::from_millis(500)));
-            assert!(rounds > 100, "{rounds}");
+            under_load(&disk, 16, |load| load.wait_for_rounds(1000));
             drop(engine);
             at_rest(&disk);
         }
@@ -96,7 +111,7 @@ fn threads_get_back_what_they_wrote() {
 // Contract: accepted-once
 #[test]
 fn callbacks_come_once_each_through_a_full_device() {
-    within(60, || {
+    within_limit(|| {
         let mut options = ModelOptions::new(1 << 30);
         options.completion = ModelCompletion::Random(0..=50_000, 7);
         let disk = Disk::builder(Box::new(Model::new(options).unwrap())).depth(4).build().unwrap();
@@ -120,9 +135,8 @@ fn callbacks_come_once_each_through_a_full_device() {
                 });
             }
         });
-        while calls.iter().any(|count| count.load(Ordering::Relaxed) == 0) {
-            std::thread::yield_now();
-        }
+        let is_called = |count: &AtomicUsize| count.load(Ordering::Relaxed) > 0;
+        wait_until("every callback is called", || calls.iter().all(is_called));
         assert!(calls.iter().all(|count| count.load(Ordering::Relaxed) == 1));
         // The counters of the last batch may come after its callbacks.
         drop(engine);
@@ -133,7 +147,7 @@ fn callbacks_come_once_each_through_a_full_device() {
 
 #[test]
 fn neighbours_of_a_submitter_merge_unless_merging_is_off() {
-    within(60, || {
+    within_limit(|| {
         for merge in [true, false] {
             let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap()));
             let disk = disk.merge(merge).build().unwrap();
@@ -159,11 +173,11 @@ fn neighbours_of_a_submitter_merge_unless_merging_is_off() {
 // Contract: live-changes
 #[test]
 fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
-    within(60, || {
+    within_limit(|| {
         let device = cached_device(5);
         let disk = device.builder().depth(6).queues(2).build().unwrap();
         let engine = engine(&disk);
-        let rounds = under_load(&disk, 8, || {
+        under_load(&disk, 8, |load| {
             for round in 0..150 {
                 let (mut frozen, mut quiesced) = (None, None);
                 if round % 2 == 0 {
@@ -177,11 +191,11 @@ fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
                 }
                 std::thread::sleep(Duration::from_micros(300));
                 device.state().closed = false;
+                let before = load.rounds.load(Ordering::Relaxed);
                 drop((frozen, quiesced));
-                std::thread::sleep(Duration::from_micros(round * 7 % 900));
+                load.wait_for_rounds(before + round % 4);
             }
         });
-        assert!(rounds > 20);
         drop(engine);
         device.assert_legal();
         at_rest(&disk);
@@ -191,28 +205,28 @@ fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
 #[test]
 fn a_submitter_alone_goes_on_after_every_freeze_and_quiesce() {
     // With one bio at a time nothing but the wake-up under test brings the engine back.
-    within(60, || {
+    within_limit(|| {
         let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
         let _engine = engine(&disk);
-        let rounds = under_load(&disk, 1, || {
-            let begin = Instant::now();
-            while begin.elapsed() < Duration::from_millis(500) {
+        under_load(&disk, 1, |load| {
+            let mut stops = 0;
+            while stops < 2000 || load.rounds.load(Ordering::Relaxed) <= 10 {
                 drop(disk.quiesce());
                 drop(disk.freeze());
+                stops += 1;
             }
         });
-        assert!(rounds > 10);
     });
 }
 
 // Contract: live-changes
 #[test]
 fn every_setting_can_change_under_load() {
-    within(90, || {
+    within_limit(|| {
         let device = cached_device(9);
         let disk = device.builder().queues(2).build().unwrap();
         let engine = engine(&disk);
-        under_load(&disk, 8, || {
+        under_load(&disk, 8, |_| {
             use SchedulerKind::{Kyber, MqDeadline, None};
             for round in 0..8 {
                 let on = round % 2 == 1;
@@ -244,7 +258,7 @@ fn every_setting_can_change_under_load() {
 // Contract: tags
 #[test]
 fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
-    within(90, || {
+    within_limit(|| {
         for depth in [1, 2, 8] {
             let device = cached_device(11).with_shared_tags();
             let disk = device.builder().queues(3).shared_tags(true).depth(depth).build().unwrap();
@@ -252,7 +266,7 @@ fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
                 .map(|index| EngineThread::spawn("test", vec![(disk.clone(), index)]).unwrap())
                 .collect();
             let refused = Arc::new(AtomicUsize::new(0));
-            let rounds = under_load(&disk, 9, || {
+            under_load(&disk, 9, |load| {
                 // Submitters that do not wait must not take the wake-ups of those that do.
                 let mut submitter = disk.submitter();
                 for n in 0..2000 {
@@ -265,9 +279,8 @@ fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
                     });
                 }
                 // These may be through with it before the others have begun.
-                std::thread::sleep(Duration::from_millis(200));
+                load.wait_for_rounds(100);
             });
-            assert!(rounds > 9, "depth {depth}: {rounds}");
             drop(engines);
             device.assert_legal();
             assert!(device.state().held_max <= usize::from(depth) + 3, "the flushes have slots of their own");
@@ -289,7 +302,7 @@ fn ticks_of(name: &str) -> u64 {
 
 #[test]
 fn a_queue_without_a_tag_sleeps_until_another_frees_one() {
-    within(60, || {
+    within_limit(|| {
         let completion = ModelCompletion::Timer(500_000_000);
         let model = Model::new(ModelOptions { completion, ..ModelOptions::new(1 << 20) }).unwrap();
         let disk = Disk::builder(Box::new(model)).queues(2).shared_tags(true).depth(1).build().unwrap();
@@ -311,7 +324,7 @@ fn a_queue_without_a_tag_sleeps_until_another_frees_one() {
 // Contract: accepted-once
 #[test]
 fn a_closed_queue_fails_staged_bios_and_all_that_follow() {
-    within(60, || {
+    within_limit(|| {
         for round in 0..6 {
             let device = Device::held();
             let disk = device.builder().depth(2).build().unwrap();
@@ -372,7 +385,7 @@ fn a_closed_queue_fails_staged_bios_and_all_that_follow() {
 
 #[test]
 fn a_closed_queue_fails_what_its_scheduler_has() {
-    within(60, || {
+    within_limit(|| {
         for scheduler in blkq::SchedulerKind::ALL {
             let device = cached_device(5);
             let disk = device.builder().scheduler(scheduler).build().unwrap();
@@ -400,22 +413,22 @@ fn a_closed_queue_fails_what_its_scheduler_has() {
 // Contract: accepted-once
 #[test]
 fn an_engine_dropped_under_load_exits_and_so_do_all_waiters() {
-    within(60, || {
+    within_limit(|| {
         for round in 0..10 {
             let device = cached_device(round);
             let disk = device.builder().depth(4).build().unwrap();
             let engine = engine(&disk);
-            let stop = AtomicBool::new(false);
+            let load = Load::default();
             std::thread::scope(|scope| {
                 for n in 0..12 {
-                    let (disk, stop) = (&disk, &stop);
+                    let (disk, load) = (&disk, &load);
                     scope.spawn(move || {
                         // It returns by itself, with an error.
-                        let error = work(disk, n, stop).unwrap_err();
+                        let error = work(disk, n, load).unwrap_err();
                         assert_eq!(error.raw_os_error(), Some(Status::Offline.errno()));
                     });
                 }
-                std::thread::sleep(Duration::from_millis(10 + round * 3));
+                load.wait_for_rounds(12 + round * 10);
                 let _frozen = (round == 9).then(|| disk.freeze());
                 drop(engine);
             });
@@ -427,7 +440,7 @@ fn an_engine_dropped_under_load_exits_and_so_do_all_waiters() {
 
 #[test]
 fn bios_that_never_become_requests_do_not_use_the_device_up() {
-    within(30, || {
+    within_limit(|| {
         let ram = Ram::new(1 << 20, 512, true).unwrap();
         let disk = Disk::builder(Box::new(ram)).depth(1).build().unwrap();
         let _engine = engine(&disk);
@@ -446,16 +459,14 @@ fn bios_that_never_become_requests_do_not_use_the_device_up() {
             });
         }
         submitter.read_at(&mut [0; 512], 0).unwrap();
-        while completed.load(Ordering::Relaxed) < 300 {
-            std::thread::yield_now();
-        }
+        wait_until("all complete", || completed.load(Ordering::Relaxed) == 300);
     });
 }
 
 // Contract: errors
 #[test]
 fn senseless_bios_complete_with_an_error_and_nothing_panics() {
-    within(30, || {
+    within_limit(|| {
         let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
         let _engine = engine(&disk);
         let mut submitter = disk.submitter();
@@ -494,16 +505,14 @@ fn senseless_bios_complete_with_an_error_and_nothing_panics() {
         assert!(submitter.discard(u64::MAX - 511, 512).is_err());
         assert!(submitter.write_zeroes(0, u64::MAX - 511, false).is_err());
         submitter.read_at(&mut few, 0).unwrap();
-        while results.load(Ordering::Relaxed) < submitted {
-            std::thread::yield_now();
-        }
+        wait_until("all complete", || results.load(Ordering::Relaxed) == submitted);
     });
 }
 
 // Contract: accepted-once
 #[test]
 fn a_bio_that_may_not_wait_is_handed_back_or_fails_when_full() {
-    within(30, || {
+    within_limit(|| {
         let device = Device::held();
         let disk = device.builder().depth(2).build().unwrap();
         let _engine = engine(&disk);
@@ -520,16 +529,14 @@ fn a_bio_that_may_not_wait_is_handed_back_or_fails_when_full() {
         }
         device.release_all();
         submitter.read_at(&mut [0; 512], 0).unwrap();
-        while completed.load(Ordering::Relaxed) < accepted {
-            std::thread::yield_now();
-        }
+        wait_until("all complete", || completed.load(Ordering::Relaxed) >= accepted);
         assert!(accepted >= 2);
     });
 }
 
 #[test]
 fn memory_that_a_live_change_makes_unfit_is_copied() {
-    within(60, || {
+    within_limit(|| {
         let mut memory = vec![5; 1025];
         let shift = usize::from((memory.as_ptr() as usize).is_multiple_of(512));
         let odd = &mut memory[shift..shift + 1024];
@@ -546,9 +553,9 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
             let frozen = disk.freeze();
             std::thread::scope(|scope| {
                 let waiting = scope.spawn(|| io(odd));
-                while disk.gate_counters().largest_in_flight[direction as usize] == 0 {
-                    std::thread::yield_now();
-                }
+                wait_until("it is submitted", || {
+                    disk.gate_counters().largest_in_flight[direction as usize] > 0
+                });
                 disk.set_driver(&DeviceSetting::MemoryAlign(512)).unwrap();
                 drop(frozen);
                 waiting.join().unwrap().unwrap();

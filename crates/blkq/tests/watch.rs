@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::hang::{HangScan, Place, REPORTED_MAX};
+use blkq::testing::wait_until;
 use blkq::{
     Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, Operation, QueueLimits, Sector, Source,
     SourceContext, StatGroup, Status,
@@ -302,9 +303,7 @@ fn an_engine_reports_the_client_and_its_own_delay() {
     assert!(disk.has_nothing_to_scan(0));
     let engine = EngineThread::spawn("watched", vec![(disk.clone(), 0)]).unwrap();
     let source = engine.handle().add_source(|| Box::new(Sleeper)).unwrap();
-    while disk.has_nothing_to_scan(0) {
-        std::thread::yield_now();
-    }
+    wait_until("the read is submitted", || !disk.has_nothing_to_scan(0));
     let scan = engine.handle().scan_for_hangs(after(31), LIMIT_NS).recv().unwrap();
     assert_eq!(scan.hangs[0].client.as_deref(), Some("sleeper 42"));
     let (wake, wait) = channel::<()>();

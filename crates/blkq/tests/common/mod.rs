@@ -8,9 +8,7 @@ mod scattered;
 
 use std::collections::HashSet;
 use std::ops::Range;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::random::{Random, mix};
@@ -552,20 +550,6 @@ pub fn content(sector: u64, version: u64) -> [u8; 512] {
         }
     }
     bytes
-}
-
-/// Fails if `body` does not return in time, instead of hanging.
-#[track_caller]
-pub fn within<R: Send + 'static>(seconds: u64, body: impl FnOnce() -> R + Send + 'static) -> R {
-    let (sender, receiver) = channel();
-    let thread = std::thread::spawn(move || {
-        let _ = sender.send(body());
-    });
-    match receiver.recv_timeout(Duration::from_secs(seconds)) {
-        Ok(result) => result,
-        Err(RecvTimeoutError::Timeout) => panic!("hangs"),
-        Err(_) => std::panic::resume_unwind(thread.join().unwrap_err()),
-    }
 }
 
 /// Completes everything in flight of `queue`.

@@ -2,6 +2,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32 as Count, Ordering::SeqCst};
 use std::thread;
 
 use super::*;
+use crate::testing::wait_until;
 
 #[test]
 fn freezes_nest_and_kick_at_begin_and_end() {
@@ -41,7 +42,7 @@ fn a_freeze_waits_for_the_last_request() {
     let left = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            thread::sleep(Duration::from_millis(20));
+            wait_until("the freeze begins", || control.is_frozen());
             left.store(true, SeqCst);
             control.leave(0);
         });

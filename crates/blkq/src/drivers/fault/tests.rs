@@ -9,6 +9,7 @@ use crate::drivers::model::{Model, ModelOptions};
 use crate::drivers::ram::Ram;
 use crate::error::Status;
 use crate::random::Random;
+use crate::testing::wait_until;
 
 const SIZE: u64 = 1 << 20;
 
@@ -254,11 +255,7 @@ fn a_rule_with_a_file_holds_while_the_file_exists() {
     let (_, mut h) = open(&format!("error=EIO,file={}", file.display()));
     assert_eq!(write(&mut h, 0, 1), Ok(()));
     let until = |h: &mut Harness, expected| {
-        let begin = Instant::now();
-        while write(h, 0, 1) != expected {
-            assert!(begin.elapsed() < Duration::from_secs(60));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_until("the rule follows its file", || write(h, 0, 1) == expected);
     };
     std::fs::write(&file, "").unwrap();
     until(&mut h, Err(Status::Io));

@@ -12,10 +12,10 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::process::Command;
 use std::sync::atomic::AtomicU32;
-use std::time::{Duration, Instant};
 
 use super::*;
 use crate::drivers::harness::{Harness, filled, pattern};
+use crate::testing::wait_until;
 
 const MIB: u64 = 1 << 20;
 
@@ -71,19 +71,16 @@ impl Drop for Directory {
 /// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that
 /// was closed, and of those of a loop device.
 fn unmount(point: &Path) {
-    let until = Instant::now() + Duration::from_secs(60);
-    loop {
-        let output = Command::new("umount").arg(point).output().unwrap();
-        if output.status.success() {
-            return;
-        }
-        let line = String::from_utf8_lossy(&output.stderr);
-        if !line.contains("busy") || Instant::now() > until {
-            assert!(std::thread::panicking(), "{line}");
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(10));
+    if std::thread::panicking() {
+        let _ = Command::new("umount").arg("--lazy").arg(point).status();
+        return;
     }
+    wait_until(&format!("nothing uses {}", point.display()), || {
+        let output = Command::new("umount").arg(point).output().unwrap();
+        let line = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() || line.contains("busy"), "{line}");
+        output.status.success()
+    });
 }
 
 fn run(program: &str, arguments: &[&str]) -> String {

@@ -4,6 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::*;
+use crate::testing::wait_until;
 
 const R: Direction = Direction::Read;
 const W: Direction = Direction::Write;
@@ -15,9 +16,7 @@ fn enters(gate: &RequestGate, batcher: &mut Batcher, now_ns: u64) -> u32 {
 
 /// Waits until as many submitters wait at the gate.
 fn until_waiting(gate: &RequestGate, count: u32) {
-    while gate.waiting(W) != count {
-        thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("submitters wait at the gate", || gate.waiting(W) == count);
 }
 
 #[test]

@@ -1,0 +1,146 @@
+//! How tests wait. A test waits for a condition, never for a time that is hoped to be long enough: every test of this
+//! workspace that waits calls [`wait_until`] or [`wait_for`], whose limit follows the machine. So a test fails because
+//! something hangs, and never because the machine is slow or busy. `lab/style` rejects other sleeps.
+
+use std::time::{Duration, Instant};
+
+/// The limit of a wait, on an idle machine of usual speed.
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
+/// The limit of a whole test body, which may contain several waits.
+const BODY_LIMIT: Duration = Duration::from_secs(180);
+/// The most by which a limit is stretched.
+const SLOWNESS_MAX: f64 = 10.0;
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// For how long [`assert_stays`] checks.
+const STAYS: Duration = Duration::from_millis(150);
+/// The work that [`slowness`] times: readings of the clock, as they cost the same in debug and release builds. The
+/// second constant is how long they take on a machine of usual speed.
+const CLOCK_READINGS: u32 = 10_000;
+const CLOCK_READINGS_TIME: Duration = Duration::from_millis(1);
+
+/// Waits until `condition` holds.
+///
+/// # Panics
+///
+/// With `what`, which is the condition in words, if it does not hold within a minute. The minute is longer on a machine
+/// that is slow or busy.
+#[track_caller]
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    wait_for(what, || condition().then_some(()));
+}
+
+/// Waits until `poll` returns a value, and returns that.
+///
+/// # Panics
+///
+/// As [`wait_until`] does.
+#[track_caller]
+pub fn wait_for<T>(what: &str, poll: impl FnMut() -> Option<T>) -> T {
+    poll_within(WAIT_LIMIT, what, poll)
+}
+
+/// Runs `body` on another thread and returns its result, so that a body that hangs fails the test.
+///
+/// # Panics
+///
+/// If `body` panics, with its message, or does not return within three minutes. They are longer on a machine that is
+/// slow or busy.
+#[track_caller]
+pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static) -> R {
+    let thread = std::thread::spawn(body);
+    poll_within(BODY_LIMIT, "the body of the test returns", || thread.is_finished().then_some(()));
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// Checks for a short while that `condition` keeps holding: for an event that must not happen. A slow machine checks
+/// less often, and does not fail for that.
+///
+/// # Panics
+///
+/// With `what`, if the condition does not hold.
+#[track_caller]
+pub fn assert_stays(what: &str, mut condition: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    loop {
+        let is_over = begin.elapsed() >= STAYS;
+        assert!(condition(), "not any more: {what}");
+        if is_over {
+            return;
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
+
+#[track_caller]
+fn poll_within<T>(base: Duration, what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
+    let begin = Instant::now();
+    let mut limit = base;
+    loop {
+        if let Some(value) = poll() {
+            return value;
+        }
+        if begin.elapsed() >= limit {
+            // It may be over only because the machine is slow or busy.
+            limit = limit.max(base.mul_f64(slowness()));
+            assert!(begin.elapsed() < limit, "waited for {} seconds in vain: {what}", limit.as_secs());
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
+
+/// By how much this machine is now slower than an idle one of usual speed; at least 1.
+fn slowness() -> f64 {
+    let begin = Instant::now();
+    (0..CLOCK_READINGS).for_each(|_| _ = Instant::now());
+    let speed = begin.elapsed().as_secs_f64() / CLOCK_READINGS_TIME.as_secs_f64();
+    let processors = std::thread::available_parallelism().map_or(1.0, |count| count.get() as f64);
+    (speed.max(1.0) * (load_average() / processors).max(1.0)).min(SLOWNESS_MAX)
+}
+
+/// How many threads want a processor, averaged over a minute (proc_loadavg(5)).
+fn load_average() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0)
+}
+
+#[cfg(all(test, not(model_check)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_returns_the_value_that_its_condition_got() {
+        let mut polls = 0;
+        let value = wait_for("the third poll", || {
+            polls += 1;
+            (polls == 3).then_some(polls)
+        });
+        assert_eq!(value, 3);
+    }
+
+    #[test]
+    #[should_panic(expected = "in vain: it never happens")]
+    fn a_wait_in_vain_panics_with_its_condition() {
+        poll_within::<()>(Duration::from_millis(1), "it never happens", || None);
+    }
+
+    #[test]
+    #[should_panic(expected = "not any more: it holds")]
+    fn a_condition_that_does_not_stay_panics() {
+        let mut polls = 0;
+        assert_stays("it holds", || {
+            polls += 1;
+            polls < 3
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "the message of the body")]
+    fn a_body_that_panics_fails_with_its_message() {
+        within_limit(|| panic!("the message of the body"));
+    }
+
+    #[test]
+    fn a_limit_is_never_shortened_and_stretched_by_at_most_ten() {
+        assert!((1.0..=SLOWNESS_MAX).contains(&slowness()));
+    }
+}
