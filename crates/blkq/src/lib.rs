@@ -79,6 +79,7 @@
 
 mod bio;
 pub mod bitmap;
+mod budget;
 mod buffer;
 pub mod clock;
 mod completer;
@@ -115,6 +116,7 @@ pub use queue::hang;
 pub use remote::gate;
 
 pub use bio::{Bio, BioFlags, Completion, Operation};
+pub use budget::{TURN_BUDGET, TurnBudget};
 pub use buffer::{BUFFER_ALIGN, Data, IoBuffer, KernelPages, RegisteredMemory, Segment, SegmentOwner};
 pub use clock::ClockMode;
 pub use completer::Callback;
