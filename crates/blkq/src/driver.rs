@@ -442,7 +442,8 @@ impl DriverContext<'_> {
     }
 
     /// Has the disk read [`Driver::limits`] again: an operation turned out not to
-    /// be supported. Only capabilities may shrink this way, never the capacity.
+    /// be supported. Only capabilities may shrink this way, never the capacity. A write with FUA that the driver has
+    /// taken may complete without being durable if [`QueueLimits::fua`] is lost: the layer sends a flush after it.
     pub fn limits_changed(&mut self) {
         *self.limits_changed = true;
     }

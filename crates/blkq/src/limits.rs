@@ -51,7 +51,8 @@ pub struct QueueLimits {
     pub max_write_zeroes_bytes: u64,
     /// Largest write-zeroes that must keep the blocks allocated (no-unmap); 0: the layer writes zeroes instead.
     pub max_write_zeroes_no_unmap_bytes: u64,
-    /// Completed writes may be lost with the power until a flush completes.
+    /// Completed writes may be lost with the power until a flush completes. A driver that loses its write cache while
+    /// it is in use, or takes the place of one that has a write cache, has made durable what had completed before.
     pub write_cache: bool,
     /// Writes with FUA are done by the driver; otherwise the layer flushes after them.
     pub fua: bool,
@@ -164,6 +165,15 @@ impl QueueLimits {
     pub(crate) fn allow(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         segments <= u32::from(self.max_segments)
             && sectors << SECTOR_SHIFT <= self.max_bytes_at(operation, false, start.bytes())
+    }
+
+    /// Whether the driver declares that it does what `flags` demand of a request of `operation`.
+    pub(crate) fn declares(&self, operation: Operation, flags: BioFlags) -> bool {
+        let fua = self.write_cache && self.fua && operation == Operation::Write;
+        let no_unmap = operation == Operation::WriteZeroes;
+        (fua || !flags.contains(BioFlags::FUA))
+            && (no_unmap || !flags.contains(BioFlags::NO_UNMAP))
+            && !flags.contains(BioFlags::PREFLUSH)
     }
 
     /// Whether `offset` and `length` (bytes) are whole blocks inside the device.

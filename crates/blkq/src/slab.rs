@@ -216,6 +216,9 @@ bitflags::bitflags! {
         /// It was accepted as one legal piece of its owner's, which gets a completion.
         /// Without other flags its completion is nothing more.
         const PLAIN = 1 << 3;
+        /// It was submitted with FUA to a device without a write cache, and the flag was removed. If the device gets a
+        /// write cache before the data has reached the driver, a flush must follow the data.
+        const UNCACHED_FUA = 1 << 4;
     }
 }
 
@@ -369,6 +372,15 @@ impl BioSlab {
         } else {
             self.free.push(index);
         }
+    }
+
+    /// The bio that its submitter knows, of which bio `index` is a part, or a part of a part; `index` itself if it is
+    /// no part.
+    pub fn root_of(&self, mut index: u32) -> u32 {
+        while self[index].parent != NIL {
+            index = self[index].parent;
+        }
+        index
     }
 
     /// The bio whose memory bio `index` uses, which is not the page of zeroes, and from which byte

@@ -84,11 +84,15 @@ impl Queue {
             return;
         }
         self.in_flight.reload(self.disk.limits());
-        // Waiting bios were checked against the old limits: check and split them again.
+        self.renew_durability_of_requests();
+        // All that was decided about waiting bios under the old limits is decided again.
         for _ in 0..self.waiting.len() {
             let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) else { break };
             match self.check(index) {
-                Ok(()) => self.begin_data(index),
+                Ok(()) => {
+                    self.renew_durability(index);
+                    self.begin_data(index);
+                }
                 Err(status) => self.reject(index, status),
             }
         }

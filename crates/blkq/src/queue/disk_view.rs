@@ -8,6 +8,7 @@ use crate::disk::{Disk, HardwareQueue, Settings};
 use crate::driver::Driver;
 use crate::error::Error;
 use crate::limits::QueueLimits;
+use crate::request::Request;
 use crate::sched::SchedulerKind;
 use crate::sector::Sector;
 
@@ -100,6 +101,11 @@ impl DiskView {
     pub fn allows(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         self.fast.allows(operation, sectors, segments)
             || self.limits.allow(operation, start, sectors, segments)
+    }
+
+    /// Whether the driver declares that it does what the flags of `request` demand.
+    pub fn declares(&self, request: &Request) -> bool {
+        self.limits.declares(request.operation, request.flags)
     }
 
     #[inline]

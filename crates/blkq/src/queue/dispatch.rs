@@ -427,6 +427,10 @@ impl Dispatch {
         if self.blocked_by_quiesce {
             return 0;
         }
+        debug_assert!(
+            tags.iter().map(|tag| &cx.requests[tag.index()]).all(|request| disk.declares(request)),
+            "a request has flags that the driver does not declare"
+        );
         trace(&mut self.tracing, cx);
         let taken = self.driver.queue_requests(cx, tags);
         self.driver.commit(cx);

@@ -171,11 +171,8 @@ impl Queue {
 
     /// The submitter of a bio: the `user_data` of one that the queue's owner submitted, or in words.
     pub(super) fn submitter_of(&self, bio: u32) -> (Option<u64>, Option<String>) {
-        let mut slot = &self.in_flight[bio];
-        while slot.parent != NIL {
-            slot = &self.in_flight[slot.parent];
-        }
-        match slot.owner_user_data() {
+        let root = self.in_flight.bios().root_of(bio);
+        match self.in_flight[root].owner_user_data() {
             Some(user_data) => (Some(user_data), None),
             None => (None, Some("a thread of this process".to_owned())),
         }

@@ -3,9 +3,12 @@
 use crate::bio::{BioFlags, Operation};
 use crate::clock::monotonic_ns;
 use crate::error::IoResult;
+use crate::limits::QueueLimits;
+use crate::request::{NIL, Request, RequestState};
 use crate::ring::Ring;
-use crate::slab::FlushStep;
+use crate::slab::{FlushStep, SlotFlags};
 use crate::stats::{Counter, StatGroup};
+use crate::tags::Tag;
 
 use super::Queue;
 
@@ -50,6 +53,46 @@ impl Queue {
         }
     }
 
+    /// Decides again how write `index`, which waits, becomes durable, because the limits have changed: a driver that does
+    /// not declare FUA must not get the flag, and a flush has to follow the data. The decision is that of the bio which
+    /// was submitted, whose flag its parts carry.
+    pub(super) fn renew_durability(&mut self, index: u32) {
+        let &QueueLimits { write_cache, fua, .. } = self.disk.limits();
+        let root = self.in_flight.bios().root_of(index);
+        let has_flag = self.in_flight[index].flags.contains(BioFlags::FUA);
+        let is_uncached = self.in_flight[root].slot_flags.contains(SlotFlags::UNCACHED_FUA);
+        if has_flag && write_cache && fua || !has_flag && !is_uncached {
+            return;
+        }
+        let mut part = index;
+        while part != NIL {
+            let slot = &mut self.in_flight[part];
+            slot.flags.remove(BioFlags::FUA);
+            part = slot.parent;
+        }
+        let slot = &mut self.in_flight[root];
+        slot.slot_flags.set(SlotFlags::UNCACHED_FUA, !write_cache);
+        if write_cache && std::mem::replace(&mut slot.step, FlushStep::DataThenFlush) == FlushStep::None {
+            self.flush.begin_data();
+        }
+    }
+
+    /// Decides it again for the requests in flight. After a freeze there are none: only the driver itself, which has
+    /// lost a capability, changes the limits under them.
+    pub(super) fn renew_durability_of_requests(&mut self) {
+        for index in 0..self.in_flight.requests().len() {
+            let tag = Tag(index as u16);
+            let Request { state, first_bio, .. } = self.in_flight[tag];
+            // Neither a flush nor a plain bio has the flag, and a bio that has it is not merged with others.
+            if state == RequestState::Busy && first_bio != NIL {
+                self.renew_durability(first_bio);
+                if !self.in_flight[first_bio].flags.contains(BioFlags::FUA) {
+                    self.in_flight[tag].flags.remove(BioFlags::FUA);
+                }
+            }
+        }
+    }
+
     fn await_flush(&mut self, index: u32, step: FlushStep) {
         self.stats.count(Counter::FlushesAsked, 1);
         self.in_flight[index].step = step;
@@ -87,6 +130,10 @@ impl Queue {
             return;
         }
         let served = self.flush.begin();
+        if !self.disk.limits().write_cache {
+            // The write cache was removed after the bios asked for the flush, and all that had completed is durable.
+            return self.complete_flush(Ok(()));
+        }
         self.stats.count(Counter::FlushesSent, 1);
         self.stats.count(Counter::FlushesCoalesced, served as u64 - 1);
         let mut start_ns = 0;

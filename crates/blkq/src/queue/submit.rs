@@ -10,7 +10,7 @@ use crate::completer::Completer;
 use crate::error::{IoResult, Status};
 use crate::request::NIL;
 use crate::ring::Ring;
-use crate::slab::{NewBio, SlotFlags};
+use crate::slab::{DataSource, NewBio, SlotFlags};
 use crate::split;
 use crate::stats::Counter;
 use crate::tags::Tag;
@@ -197,6 +197,7 @@ impl Queue {
             slot.flags.remove(BioFlags::NO_UNMAP);
         }
         if !self.disk.limits().write_cache {
+            slot.slot_flags.set(SlotFlags::UNCACHED_FUA, slot.flags.contains(BioFlags::FUA));
             slot.flags.remove(BioFlags::FUA | BioFlags::PREFLUSH);
         }
         if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) {
@@ -225,19 +226,22 @@ impl Queue {
         if slot.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH) && !is_write {
             return Err(Status::Invalid);
         }
-        // The memory of a part is its parent's, checked with that.
-        if slot.operation.has_data() && slot.parent == NIL {
-            if matches!(*slot.data, Data::Kernel(_)) && !self.disk.limits().kernel_pages {
-                return Err(Status::NotSupported);
-            }
-            slot.with_shape(|segments| {
-                if length > u64::from(u32::MAX) {
-                    return Err(Status::Invalid);
-                }
-                split::check_memory(self.disk.limits(), segments, length)
-            })?;
+        if slot.operation.has_data() && slot.data_source != DataSource::Zeroes {
+            self.check_memory(index)?;
         }
         Ok(())
+    }
+
+    /// Checks the memory of bio `index`. A part uses that of the bio which was submitted: it was checked with that, but
+    /// the limits may have changed since.
+    fn check_memory(&self, index: u32) -> IoResult {
+        let (root, _) = self.in_flight.bios().memory_of(index);
+        if matches!(*root.data, Data::Kernel(_)) && !self.disk.limits().kernel_pages {
+            return Err(Status::NotSupported);
+        }
+        let length = root.sectors.checked_mul(512).filter(|length| *length <= u64::from(u32::MAX));
+        let length = length.ok_or(Status::Invalid)?;
+        root.with_shape(|segments| split::check_memory(self.disk.limits(), segments, length))
     }
 
     /// Puts a bio behind those that wait for a tag.

@@ -22,11 +22,13 @@ pub struct Behaviour {
     pub busy_every: u64,
     /// After so many write zeroes and discards the device finds out that it cannot do them.
     pub revoke_after: Option<u32>,
+    /// The first write with FUA that completes is not durable: the device finds out that it has no FUA.
+    pub revoke_fua: bool,
 }
 
 impl Default for Behaviour {
     fn default() -> Behaviour {
-        Behaviour { finish: Finish::AtOnce, seed: 1, busy_every: 0, revoke_after: None }
+        Behaviour { finish: Finish::AtOnce, seed: 1, busy_every: 0, revoke_after: None, revoke_fua: false }
     }
 }
 

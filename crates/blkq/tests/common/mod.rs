@@ -447,9 +447,13 @@ impl DeviceQueue {
             Operation::Flush => {}
         }
         if operation.is_write() {
+            if state.behaviour.revoke_fua && flags.contains(BioFlags::FUA) {
+                state.limits.fua = false;
+                cx.limits_changed();
+            }
             state.changes += 1;
-            let (change, durable) =
-                (state.changes, flags.contains(BioFlags::FUA) || !state.limits.write_cache);
+            let does_fua = state.limits.fua && flags.contains(BioFlags::FUA);
+            let (change, durable) = (state.changes, does_fua || !state.limits.write_cache);
             for sector in sectors {
                 let sector = sector as usize;
                 state.current_change[sector] = change;
