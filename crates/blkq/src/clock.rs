@@ -164,7 +164,11 @@ pub(crate) fn time_until(deadline_ns: Option<u64>) -> Option<Duration> {
 #[inline]
 pub fn monotonic_ns() -> u64 {
     #[cfg(simulation)]
-    return crate::simulation::world().now_ns();
+    {
+        let world = crate::simulation::world();
+        world.instant();
+        world.now_ns()
+    }
     #[cfg(not(simulation))]
     read_monotonic_ns()
 }

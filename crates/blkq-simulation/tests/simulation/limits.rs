@@ -60,7 +60,7 @@ impl Account {
         Account { limits, levels, ahead_ns, cost_max: 0, noted_ns: simulation::time_ns() }
     }
 
-    fn cost(&self, key: LimitKey, Admission { operation, bytes }: Admission) -> u128 {
+    fn cost(&self, key: LimitKey, Admission { operation, bytes, .. }: Admission) -> u128 {
         let is_read = operation == Operation::Read;
         let concerned = match key {
             LimitKey::Iops | LimitKey::Bps => true,
@@ -76,15 +76,16 @@ impl Account {
         })
     }
 
-    fn pass(&mut self) {
-        let now_ns = simulation::time_ns();
+    fn pass(&mut self, now_ns: u64) {
         let ns = u128::from(now_ns - self.noted_ns);
         self.levels.iter_mut().for_each(|level| level.units = level.units.saturating_sub(level.rate * ns));
         self.noted_ns = now_ns;
     }
 
+    /// Charges a request at the time at which it began: a turn of the engine may sleep after that for 10 ms, which is
+    /// time that counts for the next request.
     fn note(&mut self, admission: Admission) {
-        self.pass();
+        self.pass(admission.at_ns);
         let costs: Vec<_> = self.levels.iter().map(|level| self.cost(level.key, admission)).collect();
         for (level, cost) in self.levels.iter_mut().zip(costs) {
             let most = level.rate * self.ahead_ns + (level.burst + 2 * self.cost_max + 4) * NS_PER_S;
@@ -102,7 +103,7 @@ impl Account {
 
     /// Whether nothing that was let through is left to wait for.
     fn is_idle(&mut self) -> bool {
-        self.pass();
+        self.pass(simulation::time_ns());
         self.levels.iter().all(|level| level.units == 0)
     }
 }
@@ -198,9 +199,16 @@ impl Limited {
         }
     }
 
+    /// Ends the search of the ceiling, if there is one. The search removes the limits of the device, so all requests
+    /// begin from now on, also those that wait.
+    fn end_search(&mut self) {
+        if self.search.take().is_some() {
+            self.own = Account::new(RateLimits::default(), AHEAD_NS);
+        }
+    }
+
     fn set_own(&mut self, disk: &Arc<Disk>) {
-        // A search that there was removes its limits.
-        self.search = None;
+        self.end_search();
         if self.group.is_none() && self.chance.one_in(3) {
             self.search = Some((CeilingSearch::begin(disk).unwrap(), 0));
             self.own = Account::new(RateLimits::default(), AHEAD_NS);
@@ -303,8 +311,8 @@ impl Limited {
         use blkq::stats::Counter;
         self.throttled += disk.stats().counter(Counter::ThrottledRequests);
         self.exempt = true;
-        // It has a thread of its own, which exits before the device.
-        self.search = None;
+        // In a daemon the search has a thread, which exits before the device does.
+        self.end_search();
         if let Some(member) = disk.group_member().filter(|_| is_killed) {
             std::mem::forget(member);
         }

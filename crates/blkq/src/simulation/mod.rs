@@ -26,7 +26,8 @@ pub trait World {
     /// the process: it may panic here.
     fn instant(&self);
 
-    /// Nanoseconds of the world's clock.
+    /// Nanoseconds of the world's clock. Reading it is no [`World::instant`]: the caller makes that one, if an engine
+    /// reads its clock.
     fn now_ns(&self) -> u64;
 
     /// The ring enters its kernel with `entries`, whose registered files are places in `files`, and

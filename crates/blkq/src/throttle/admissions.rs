@@ -17,6 +17,8 @@ pub struct Admission {
     pub operation: Operation,
     /// Its length.
     pub bytes: u64,
+    /// When it was let through, by the world's clock.
+    pub at_ns: u64,
 }
 
 /// The requests of this thread's disks that were let through since the last call, in order.
@@ -25,9 +27,10 @@ pub fn take_admissions() -> Vec<Admission> {
 }
 
 pub(crate) fn admitted(batch: &[Tag], requests: &[Request]) {
+    let at_ns = crate::simulation::world().now_ns();
     let admission = |tag: &Tag| {
         let request = &requests[tag.index()];
-        Admission { operation: request.operation(), bytes: request.bytes() }
+        Admission { operation: request.operation(), bytes: request.bytes(), at_ns }
     };
     ADMISSIONS.with_borrow_mut(|all| all.extend(batch.iter().map(admission)));
 }
