@@ -3,8 +3,8 @@
 //! fail, lose power and take their time as a seed wants it, with clients that check every
 //! read and every promise of docs/durability.md.
 //!
-//! Built with `--cfg simulation`; `lab/simulate` runs it. `BLKQ_SEED` runs one seed and prints
-//! what happens, `BLKQ_SEEDS` and `BLKQ_FIRST_SEED` run many.
+//! Built with `--cfg simulation`; `lab/simulate` runs it. `BLKQ_SEED` runs one seed in each world and prints
+//! what happens, `BLKQ_SEEDS` and `BLKQ_FIRST_SEED` run many. known_seeds.txt lists the seeds that failed once.
 #![cfg(simulation)]
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -34,33 +34,49 @@ fn number(name: &str, default: u64) -> u64 {
         .map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}: not a number")))
 }
 
-/// Runs a seed so that a failure names it.
-fn run_named<T: Send + 'static>(seed: u64, whose: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
-    let named = format!("seed {seed}{whose}");
-    let thread = std::thread::Builder::new().name(named.clone()).spawn(body).unwrap();
-    thread.join().unwrap_or_else(|_| panic!("{named} failed; lab/simulate --seed {seed} runs it again"))
+/// A world in which a seed is run, by the name that known_seeds.txt has for it.
+const PLAIN: &str = "plain";
+const SEEDS: &str = "seeds";
+const MACHINES: &str = "machines";
+const LIMITS: &str = "limits_hold";
+const HOLDS: &str = "held_requests";
+
+/// Runs a seed so that a failure names it, and says how to keep it.
+fn run_named<T: Send + 'static>(seed: u64, world: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
+    let thread = std::thread::Builder::new().name(format!("{world}: seed {seed}")).spawn(body).unwrap();
+    thread.join().unwrap_or_else(|_| {
+        panic!(
+            "{world}: seed {seed} failed; run it again with `lab/simulate --seed {seed}`, \
+             and add \"{seed} {world}\" to known_seeds.txt"
+        )
+    })
 }
 
-fn run(seed: u64, worlds: Worlds) -> Seen {
-    run_named(seed, "", move || live(seed, None, worlds))
+fn run(seed: u64, world: &str, worlds: Worlds) -> Seen {
+    run_named(seed, world, move || live(seed, None, worlds))
 }
 
 fn run_machine(seed: u64) -> vhost::Seen {
-    run_named(seed, " of a machine", move || vhost::live(seed, None, None))
+    run_named(seed, MACHINES, move || vhost::live(seed, None, None))
+}
+
+/// The seeds to run: one that the user names, or a range.
+fn chosen_seeds() -> Range<u64> {
+    let first = number("BLKQ_FIRST_SEED", 0);
+    match number("BLKQ_SEED", u64::MAX) {
+        u64::MAX => first..first + number("BLKQ_SEEDS", 300),
+        seed => seed..seed + 1,
+    }
 }
 
 #[test]
 fn seeds() {
-    if let Ok(seed) = std::env::var("BLKQ_SEED") {
-        let seed = seed.parse().unwrap();
-        let seen = live(seed, None, Worlds::of(seed));
-        return println!("seed {seed}: {seen:?}");
-    }
-    let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
+    let Range { start: first, end } = chosen_seeds();
+    let count = end - first;
     let begin = Instant::now();
     let mut all = Seen::default();
-    for seed in first..first + count {
-        let seen = run(seed, Worlds::of(seed));
+    for seed in first..end {
+        let seen = run(seed, SEEDS, Worlds::of(seed));
         all.replies += seen.replies;
         all.errors += seen.errors;
         all.faults += seen.faults;
@@ -96,14 +112,11 @@ fn seeds() {
 /// Virtual machines over vhost-user-blk.
 #[test]
 fn machines() {
-    if let Ok(seed) = std::env::var("BLKQ_SEED") {
-        let seed = seed.parse().unwrap();
-        return println!("seed {seed} of a machine: {:?}", run_machine(seed));
-    }
-    let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
+    let Range { start: first, end } = chosen_seeds();
+    let count = end - first;
     let begin = Instant::now();
     let mut all = vhost::Seen::default();
-    (first..first + count).for_each(|seed| all += run_machine(seed));
+    (first..end).for_each(|seed| all += run_machine(seed));
     let seconds = begin.elapsed().as_secs_f64();
     println!("{count} seeds of machines from {first} in {seconds:.1} s: {all:?}");
     assert!(count < 100 || all.rare().iter().all(|count| *count > 0));
@@ -112,13 +125,11 @@ fn machines() {
 /// Lives whose devices have limits: requests that wait for one.
 #[test]
 fn limits_hold() {
-    if std::env::var("BLKQ_SEED").is_ok() {
-        return;
-    }
-    let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
+    let Range { start: first, end } = chosen_seeds();
+    let count = end - first;
     let (mut admitted, mut throttled, mut found) = (0, 0, 0);
-    for seed in first..first + count {
-        let seen = run_named(seed, " with limits", move || live(seed, None, Worlds::of(seed).with_limits()));
+    for seed in first..end {
+        let seen = run(seed, LIMITS, Worlds::of(seed).with_limits());
         (admitted, throttled) = (admitted + seen.admitted, throttled + seen.throttled);
         found += seen.found;
     }
@@ -132,44 +143,48 @@ fn limits_hold() {
 /// Lives whose devices hold requests that fail, and are resumed.
 #[test]
 fn held_requests() {
-    if let Ok(seed) = std::env::var("BLKQ_SEED") {
-        let seed = seed.parse().unwrap();
-        let seen = live(seed, None, Worlds::of(seed).with_holds());
-        return println!("seed {seed} with holds: {seen:?}");
-    }
-    let (first, count) = (number("BLKQ_FIRST_SEED", 0), number("BLKQ_SEEDS", 300));
+    let Range { start: first, end } = chosen_seeds();
+    let count = end - first;
     let (mut held, mut reissued, mut failed) = (0, 0, 0);
-    for seed in first..first + count {
-        let seen = run_named(seed, " with holds", move || live(seed, None, Worlds::of(seed).with_holds()));
+    for seed in first..end {
+        let seen = run(seed, HOLDS, Worlds::of(seed).with_holds());
         (held, reissued, failed) = (held + seen.held, reissued + seen.reissued, failed + seen.failed);
     }
     println!("{count} seeds with holds from {first}: {held} held, {reissued} reissued, {failed} failed");
     assert!(count < 100 || [held, reissued, failed].iter().all(|count| *count > 0));
 }
 
-/// Seeds that found defects which there were, in a world without those of [`Worlds`]. Which they
-/// are changes with what the seeds mean.
-///
-/// - 137: after a failed fdatasync of the page cache the next one knew nothing of what was
-///   lost, and a flush was answered well.
-/// - 164, 240, 606: the same after `read-only` or `direct-io` was set at the second try.
-/// - 11820: the same after a FUA write had failed, and got the report of the loss in place of that change.
-/// - 841: a failed FUA write took the news of other lost writes away from the next flush.
-/// - 10, 47: the fault driver sent transfers beyond the end of a device that had shrunk.
-const FOUND: [u64; 8] = [10, 47, 137, 164, 240, 606, 841, 11820];
-
+// Contract: accepted-once, durability
 #[test]
-fn seeds_that_found_defects() {
-    FOUND.into_iter().for_each(|seed| _ = run(seed, Worlds::NONE));
+fn known_seeds() {
+    let lines =
+        include_str!("known_seeds.txt").lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+    for line in lines {
+        let (seed, world) = line.split_once(' ').unwrap_or_else(|| panic!("known_seeds.txt: {line:?}"));
+        let seed = seed.parse().unwrap_or_else(|_| panic!("known_seeds.txt: {line:?}"));
+        let worlds = match world {
+            PLAIN => Worlds::NONE,
+            SEEDS => Worlds::of(seed),
+            LIMITS => Worlds::of(seed).with_limits(),
+            HOLDS => Worlds::of(seed).with_holds(),
+            MACHINES => {
+                run_machine(seed);
+                continue;
+            }
+            _ => panic!("known_seeds.txt: {line:?}: no world is named {world:?}"),
+        };
+        run(seed, world, worlds);
+    }
 }
 
 #[test]
 fn a_seed_has_one_fate() {
     for seed in (0..16).chain([1 << 40]) {
         let worlds = Worlds::of(seed);
-        assert_eq!(run(seed, worlds), run(seed, worlds));
-        assert_eq!(run(seed, worlds.with_limits()), run(seed, worlds.with_limits()));
-        assert_eq!(run(seed, worlds.with_holds()), run(seed, worlds.with_holds()));
+        for (world, worlds) in [(SEEDS, worlds), (LIMITS, worlds.with_limits()), (HOLDS, worlds.with_holds())]
+        {
+            assert_eq!(run(seed, world, worlds), run(seed, world, worlds));
+        }
         assert_eq!(run_machine(seed), run_machine(seed));
     }
 }
