@@ -2,30 +2,34 @@
 //! theoretical arrival time of the generic cell rate algorithm, ITU-T I.371).
 //!
 //! A request may begin when that time has come, and moves it on by its cost, in nanoseconds of the
-//! monotonic clock. Nothing ticks, and an idle limit is a word that nobody writes. The rest of a
+//! monotonic clock. That clock begins when the machine is booted, and a burst may be longer than the machine is up:
+//! so a word is signed, and may be a time before the boot. Nothing ticks, and an idle limit is a word that nobody writes. The rest of a
 //! division is kept by the one who charges, so rates are exact however long it lasts.
 
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
 pub(crate) const NS_PER_S: u64 = 1_000_000_000;
 /// A word that other processes may write, and that is further in the future than this, was damaged, or is of one
 /// request that is too large for its limit; it counts as so far.
 pub(crate) const DEBT_NS_MAX: u64 = 60 * NS_PER_S;
 
+/// The word of a limit that was never used.
+pub(crate) const NEVER_NS: i64 = i64::MIN;
+
 /// The words of one set of limits: by the number of the key.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Buckets {
-    pub average: [AtomicU64; 6],
+    pub average: [AtomicI64; 6],
     /// Of the rate of a burst.
-    pub peak: [AtomicU64; 6],
+    pub peak: [AtomicI64; 6],
 }
 
 impl Buckets {
     pub fn new() -> Buckets {
         Buckets {
-            average: std::array::from_fn(|_| AtomicU64::new(0)),
-            peak: std::array::from_fn(|_| AtomicU64::new(0)),
+            average: std::array::from_fn(|_| AtomicI64::new(NEVER_NS)),
+            peak: std::array::from_fn(|_| AtomicI64::new(NEVER_NS)),
         }
     }
 
@@ -36,15 +40,16 @@ impl Buckets {
 }
 
 /// Has the word be no later than `now_ns`.
-pub(crate) fn forgive_debt(word: &AtomicU64, now_ns: u64) {
+pub(crate) fn forgive_debt(word: &AtomicI64, now_ns: u64) {
+    let now_ns = now_ns.cast_signed();
     let _ = word.fetch_update(Relaxed, Relaxed, |spent_ns| (spent_ns > now_ns).then_some(now_ns));
 }
 
 /// A word of memory that is shared, which is cut to [`DEBT_NS_MAX`] first: for good, as a bound that is counted from
 /// each look would move along with the time.
 #[inline]
-pub(crate) fn shared_spent_ns(word: &AtomicU64, now_ns: u64) -> u64 {
-    let (spent_ns, most_ns) = (word.load(Relaxed), now_ns.saturating_add(DEBT_NS_MAX));
+pub(crate) fn shared_spent_ns(word: &AtomicI64, now_ns: u64) -> i64 {
+    let (spent_ns, most_ns) = (word.load(Relaxed), now_ns.saturating_add(DEBT_NS_MAX).cast_signed());
     if spent_ns <= most_ns {
         return spent_ns;
     }
@@ -54,18 +59,29 @@ pub(crate) fn shared_spent_ns(word: &AtomicU64, now_ns: u64) -> u64 {
 /// When the next request may begin, from the word: no earlier than `credit_ns` ago, as what was not used
 /// until then is lost.
 #[inline]
-pub(crate) fn start_of(spent_ns: u64, now_ns: u64, credit_ns: u64) -> u64 {
-    spent_ns.max(now_ns.saturating_sub(credit_ns))
+pub(crate) fn start_of(spent_ns: i64, now_ns: u64, credit_ns: u64) -> i64 {
+    spent_ns.max(now_ns.cast_signed().saturating_sub_unsigned(credit_ns))
+}
+
+/// A time that is a word's, by the clock: its beginning, if it is before that.
+#[inline]
+pub(crate) fn clock_ns(spent_ns: i64) -> u64 {
+    spent_ns.max(0).cast_unsigned()
 }
 
 /// How many units at `rate` per second have accrued since `start_ns`; `None` before it.
 #[inline]
-pub(crate) fn accrued(start_ns: u64, now_ns: u64, rate: u64) -> Option<u64> {
-    let ns = now_ns.checked_sub(start_ns)?;
-    Some(match ns.checked_mul(rate) {
+pub(crate) fn accrued(start_ns: i64, now_ns: u64, rate: u64) -> Option<u64> {
+    (start_ns <= now_ns.cast_signed()).then(|| units_of(now_ns.cast_signed().abs_diff(start_ns), rate))
+}
+
+/// How many units at `rate` per second take so many nanoseconds.
+#[inline]
+pub(crate) fn units_of(ns: u64, rate: u64) -> u64 {
+    match ns.checked_mul(rate) {
         Some(product) => product / NS_PER_S,
         None => u64::try_from(u128::from(ns) * u128::from(rate) / u128::from(NS_PER_S)).unwrap_or(u64::MAX),
-    })
+    }
 }
 
 /// The nanoseconds that `units` take at `rate` per second, and the rest for the next time: less than `rate`.
@@ -116,13 +132,25 @@ mod tests {
 
     #[test]
     fn a_word_of_the_far_future_blocks_for_a_minute_at_most() {
-        let word = AtomicU64::new(u64::MAX);
-        assert_eq!(shared_spent_ns(&word, 5), 5 + DEBT_NS_MAX);
+        let word = AtomicI64::new(i64::MAX);
+        let most_ns = (5 + DEBT_NS_MAX).cast_signed();
+        assert_eq!(shared_spent_ns(&word, 5), most_ns);
         // The bound does not move.
-        assert_eq!(shared_spent_ns(&word, 900), 5 + DEBT_NS_MAX);
+        assert_eq!(shared_spent_ns(&word, 900), most_ns);
         assert_eq!(start_of(0, 5, 9), 0);
         assert_eq!(start_of(0, 50, 9), 41);
         assert_eq!(accrued(6, 5, 1), None);
-        assert_eq!(accrued(0, u64::MAX, u64::MAX), Some(u64::MAX));
+        assert_eq!(accrued(NEVER_NS, i64::MAX.cast_unsigned(), u64::MAX), Some(u64::MAX));
+    }
+
+    #[test]
+    fn a_limit_that_was_never_used_has_all_of_its_credit() {
+        assert_eq!(start_of(NEVER_NS, 5, 9), -4);
+        assert_eq!(start_of(NEVER_NS, 5, u64::MAX), NEVER_NS);
+        assert_eq!(accrued(-4, 5, NS_PER_S), Some(9));
+        assert_eq!((clock_ns(-4), clock_ns(4)), (0, 4));
+        let word = AtomicI64::new(-4);
+        forgive_debt(&word, 5);
+        assert_eq!(word.load(Relaxed), -4);
     }
 }

@@ -10,13 +10,13 @@ use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::bucket::{Buckets, forgive_debt};
+use super::bucket::{Buckets, NEVER_NS, forgive_debt};
 use super::limits::{LIMIT_WORDS, LimitKey, RateLimits};
 use super::sequence::SequencedWords;
 use crate::clock::monotonic_ns;
 use crate::error::{Error, ErrorKind};
 use crate::sync::atomic::{
-    AtomicU64,
+    AtomicI64, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
 
@@ -48,7 +48,7 @@ struct SharedBuckets(Buckets);
 #[repr(C, align(64))]
 struct Slot {
     weight: AtomicU64,
-    spent_ns: [AtomicU64; LimitKey::COUNT],
+    spent_ns: [AtomicI64; LimitKey::COUNT],
     /// Until when it counts among the active members, by limit.
     active_until_ns: [AtomicU64; LimitKey::COUNT],
     name: [AtomicU64; NAME_WORDS],
@@ -75,7 +75,7 @@ impl Words {
         };
         let slot = |_| Slot {
             weight: AtomicU64::new(0),
-            spent_ns: zeroes(),
+            spent_ns: std::array::from_fn(|_| AtomicI64::new(NEVER_NS)),
             active_until_ns: zeroes(),
             name: zeroes(),
         };
@@ -176,10 +176,8 @@ impl Group {
     /// that is there has a slot from `used` on. The limits stay.
     pub fn restart(&self, boot: [u64; 2], used: usize) {
         let Words { header, buckets, slots } = self.words();
-        buckets.0.average.iter().chain(&buckets.0.peak).for_each(|word| word.store(0, Relaxed));
-        for slot in slots {
-            slot.active_until_ns.iter().chain(&slot.spent_ns).for_each(|word| word.store(0, Relaxed));
-        }
+        buckets.0.average.iter().chain(&buckets.0.peak).for_each(|word| word.store(NEVER_NS, Relaxed));
+        slots.iter().for_each(Slot::forget_times);
         header.used.store(used as u64, Relaxed);
         header.boot.iter().zip(boot).for_each(|(word, boot)| word.store(boot, Relaxed));
     }
@@ -239,7 +237,7 @@ impl Group {
         let Some(own) = words.slots.get(slot) else {
             return Err(Error::new(ErrorKind::Invalid, format!("a group has at most {MEMBERS_MAX} members")));
         };
-        own.active_until_ns.iter().chain(&own.spent_ns).for_each(|word| word.store(0, Relaxed));
+        own.forget_times();
         own.weight.store(weight.into(), Relaxed);
         let mut bytes = [0; NAME_WORDS * 8];
         let length = name.len().min(bytes.len());
@@ -268,6 +266,14 @@ impl Group {
     #[inline]
     fn used(&self) -> usize {
         (self.words().header.used.load(Relaxed) as usize).min(MEMBERS_MAX)
+    }
+}
+
+impl Slot {
+    /// Its member has used no limit, and is not active.
+    fn forget_times(&self) {
+        self.active_until_ns.iter().for_each(|word| word.store(0, Relaxed));
+        self.spent_ns.iter().for_each(|word| word.store(NEVER_NS, Relaxed));
     }
 }
 
@@ -322,7 +328,7 @@ impl Member {
 
     /// The word of this member's share of a limit.
     #[inline]
-    pub(crate) fn spent_ns(&self, key: LimitKey) -> &AtomicU64 {
+    pub(crate) fn spent_ns(&self, key: LimitKey) -> &AtomicI64 {
         &self.words().spent_ns[key as usize]
     }
 

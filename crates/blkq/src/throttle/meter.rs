@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use super::bucket::{NS_PER_S, accrued, burst_credit_ns, cost_ns, scaled, shared_spent_ns, start_of};
+use super::bucket::{
+    NS_PER_S, accrued, burst_credit_ns, clock_ns, cost_ns, scaled, shared_spent_ns, start_of, units_of,
+};
 use super::group::Member;
 use super::limits::{LimitKey, RateLimit, RateLimits};
 use super::{bucket, group};
 use crate::bio::Operation;
 use crate::request::Request;
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use crate::tags::Tag;
 
 /// An idle limit accrues no more than this, without a burst: it makes up for a thread that comes late. With
@@ -127,7 +129,7 @@ impl Meter {
         all
     }
 
-    fn word(&self) -> &AtomicU64 {
+    fn word(&self) -> &AtomicI64 {
         let buckets = match &self.place {
             Place::Own(buckets) => buckets,
             Place::Group(member) => member.buckets(),
@@ -138,7 +140,7 @@ impl Meter {
     /// When the limit is used up, from its word. Nobody else writes a device's own, and a large request at a low rate
     /// may owe more than any bound.
     #[inline]
-    fn spent_ns(&self, now_ns: u64) -> u64 {
+    fn spent_ns(&self, now_ns: u64) -> i64 {
         match &self.place {
             Place::Own(_) => self.word().load(Relaxed),
             Place::Group(_) => shared_spent_ns(self.word(), now_ns),
@@ -286,14 +288,14 @@ impl Meter {
             let room = accrued(start_ns, now_ns, self.rate);
             let (count, units) = self.count(batch, requests, room);
             if units == 0 {
-                return Admitted { count, next_ns: start_ns };
+                return Admitted { count, next_ns: clock_ns(start_ns) };
             }
             let prepaid = self.prepaid_of(units, room, is_late);
             let (ns, rest) = cost_ns(units + prepaid, self.rate, self.rest);
-            let spent_ns = start_ns.saturating_add(ns);
+            let spent_ns = start_ns.saturating_add_unsigned(ns);
             if self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_ok() {
                 (self.rest, self.prepaid) = (rest, prepaid);
-                return Admitted { count, next_ns: spent_ns };
+                return Admitted { count, next_ns: clock_ns(spent_ns) };
             }
         }
     }
@@ -324,25 +326,25 @@ impl Meter {
             let share_start_ns = start_of(share_ns, now_ns, share_credit_ns);
             let mut room = accrued(start_ns, now_ns, self.rate);
             let (mut count, mut units) = self.count(batch, requests, room);
-            let share_ns_left = now_ns.checked_sub(share_start_ns).map(|ns| scaled(ns, weight, all));
-            let own_room = share_ns_left.and_then(|ns| accrued(0, ns, self.rate));
+            let share_left = accrued(share_start_ns, now_ns, NS_PER_S);
+            let own_room = share_left.map(|ns| units_of(scaled(ns, weight, all), self.rate));
             let (own_count, own_units) = self.count(batch, requests, own_room);
             if own_count > count && all > weight {
                 (room, count, units) = (own_room, own_count, own_units);
             }
             let prepaid = self.prepaid_of(units, room, is_late);
             let (ns, rest) = cost_ns(units + prepaid, self.rate, self.rest);
-            let spent_ns = start_ns.saturating_add(ns);
+            let spent_ns = start_ns.saturating_add_unsigned(ns);
             if units > 0 && self.word().compare_exchange_weak(seen_ns, spent_ns, Relaxed, Relaxed).is_err() {
                 continue;
             }
             let own_ns = scaled(ns, all, weight);
             // It repays in full what was within its share, and for a moment only what others had left.
             let due_ns = scaled(cost_ns(own_units.min(units), self.rate, 0).0, all, weight);
-            let ahead_ns = now_ns.saturating_add(due_ns.max(AHEAD_NS_MAX));
-            let charged = |share_ns: u64| {
+            let ahead_ns = now_ns.cast_signed().saturating_add_unsigned(due_ns.max(AHEAD_NS_MAX));
+            let charged = |share_ns: i64| {
                 let start_ns = start_of(share_ns, now_ns, share_credit_ns);
-                start_ns.saturating_add(own_ns).min(ahead_ns.max(start_ns))
+                start_ns.saturating_add_unsigned(own_ns).min(ahead_ns.max(start_ns))
             };
             let mut own_spent_ns = share_start_ns;
             if units > 0 {
@@ -351,10 +353,10 @@ impl Meter {
                 let before_ns = share.fetch_update(Relaxed, Relaxed, |share_ns| Some(charged(share_ns)));
                 own_spent_ns = charged(before_ns.unwrap_or(share_ns));
             }
-            let next_ns = match all > weight {
-                true => own_spent_ns.min(spent_ns.saturating_add(SPARE_DELAY_NS)),
+            let next_ns = clock_ns(match all > weight {
+                true => own_spent_ns.min(spent_ns.saturating_add_unsigned(SPARE_DELAY_NS)),
                 false => spent_ns,
-            };
+            });
             if units > 0 || count < batch.len() {
                 member.note_active(self.key, next_ns.max(now_ns));
             }
@@ -369,8 +371,9 @@ impl Meter {
 
     fn refund_units(&self, units: u64) {
         let (ns, _) = cost_ns(units, self.rate, 0);
-        let refund = |word: &AtomicU64, ns: u64| {
-            let _ = word.fetch_update(Relaxed, Relaxed, |spent_ns| Some(spent_ns.saturating_sub(ns)));
+        let refund = |word: &AtomicI64, ns: u64| {
+            let _ =
+                word.fetch_update(Relaxed, Relaxed, |spent_ns| Some(spent_ns.saturating_sub_unsigned(ns)));
         };
         refund(self.word(), ns);
         if let Some(member) = self.member() {

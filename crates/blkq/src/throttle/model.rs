@@ -36,7 +36,7 @@ fn reads(count: usize) -> Vec<Request> {
 /// Queues that want two requests each when there is room for `room`: so many begin, and the word has their cost.
 fn a_word_lets_through_what_it_has(queues: usize, room: u64) {
     let buckets = Arc::new(Buckets::new());
-    buckets.average[0].store(NOW_NS - (room - 1) * COST_NS, Relaxed);
+    buckets.average[0].store((NOW_NS - (room - 1) * COST_NS).cast_signed(), Relaxed);
     let passed = Arc::new(Word::new(0));
     let threads: Vec<_> = (0..queues)
         .map(|_| {
@@ -51,7 +51,8 @@ fn a_word_lets_through_what_it_has(queues: usize, room: u64) {
     threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
     let passed = passed.load(Relaxed);
     assert_eq!(passed, room.min(2 * queues as u64));
-    assert_eq!(buckets.average[0].load(Relaxed), NOW_NS + (passed * COST_NS) - (room - 1) * COST_NS);
+    let spent_ns = NOW_NS + (passed * COST_NS) - (room - 1) * COST_NS;
+    assert_eq!(buckets.average[0].load(Relaxed), spent_ns.cast_signed());
 }
 
 /// A reader of words that change gets those of one change, or none.
@@ -77,8 +78,8 @@ fn group_with_room(members: usize, room: u64) -> (Arc<Group>, Vec<Arc<Member>>) 
     let members: Vec<_> =
         (0..members).map(|slot| Arc::new(group.clone().join(slot, "m", 100).expect("a slot"))).collect();
     for member in &members {
-        member.buckets().average[0].store(NOW_NS - (room - 1) * COST_NS, Relaxed);
-        member.spent_ns(LimitKey::Iops).store(NOW_NS, Relaxed);
+        member.buckets().average[0].store((NOW_NS - (room - 1) * COST_NS).cast_signed(), Relaxed);
+        member.spent_ns(LimitKey::Iops).store(NOW_NS.cast_signed(), Relaxed);
         member.note_active(LimitKey::Iops, NOW_NS);
     }
     (group, members)
@@ -105,7 +106,7 @@ fn members_charge_one_word(count: usize, room: u64) {
     let wanted = 2 * count as u64;
     assert!((room.min(wanted)..=wanted.min(room + count as u64)).contains(&passed), "{passed}");
     let left: Vec<_> = members.into_iter().flatten().collect();
-    let word = left[0].buckets().average[0].load(Relaxed);
+    let word = left[0].buckets().average[0].load(Relaxed).cast_unsigned();
     assert_eq!(word, NOW_NS + passed * COST_NS - (room - 1) * COST_NS, "a charge is lost");
     assert_eq!(left[0].weights(LimitKey::Iops, NOW_NS), (100, 100 * left.len() as u64));
     drop((left, group));
@@ -117,7 +118,7 @@ fn members_charge_one_word(count: usize, room: u64) {
 fn limits_change_under_members(count: usize) {
     let (group, members) = group_with_room(count, 1);
     // In debt, which the change forgives.
-    members[0].buckets().average[0].store(NOW_NS + 50 * COST_NS, Relaxed);
+    members[0].buckets().average[0].store((NOW_NS + 50 * COST_NS).cast_signed(), Relaxed);
     let threads: Vec<_> = members
         .into_iter()
         .map(|member| {
@@ -137,7 +138,7 @@ fn limits_change_under_members(count: usize) {
     let passed: u64 = threads.into_iter().map(|thread| thread.join().expect("no panic")).sum();
     assert_eq!(group.limits().map(|(_, limits)| limits), Some(limits("iops=500,burst=2000x1s")));
     let next = Arc::new(group.clone().join(count, "next", 100).expect("a slot"));
-    let word = next.buckets().average[0].load(Relaxed);
+    let word = next.buckets().average[0].load(Relaxed).cast_unsigned();
     assert!(word <= NOW_NS + 2 * passed * COST_NS, "a debt is left: {} for {passed}", word - NOW_NS);
     // Those that were killed count for a while.
     assert_eq!(next.weights(LimitKey::Iops, NOW_NS + group::ACTIVE_NS * 2), (100, 100));

@@ -164,6 +164,30 @@ fn a_burst_has_its_rate_and_its_length() {
     assert!((25_000..25_150).contains(&all), "{all}");
 }
 
+/// An hour of this burst is what the limit earns in 16 days, and the machine was booted three seconds ago.
+#[test]
+fn a_burst_is_whole_right_after_the_boot() {
+    let limits = "read-iops=10,burst=4000x3600s";
+    for mut bed in [Bed::device(limits, 1, read), Bed::group(limits, &[100], read)] {
+        let mut passed = 0;
+        for ms in 0..100_000 {
+            passed += bed.admit(0, 4, 3 * S + ms * MS, false).0;
+        }
+        assert!((399_990..=400_010).contains(&passed), "{passed}");
+    }
+    // Another boot, or another member in the slot: nothing was used by then.
+    let group = Arc::new(Group::new());
+    let limits = limits.parse().unwrap();
+    group.set_limits_at(&limits, 3 * S);
+    for boot in 1..3 {
+        group.restart([boot; 2], 0);
+        let member = Arc::new(group.clone().join(0, "m", 100).unwrap());
+        let mut bed = Bed::new(vec![Meter::of_group(&limits, &member)], read);
+        let passed: usize = (0..10_000).map(|ms| bed.admit(0, 4, 3 * S + ms * MS, false).0).sum();
+        assert!((39_990..=40_010).contains(&passed), "boot {boot}: {passed}");
+    }
+}
+
 #[test]
 fn bytes_and_sizes_cost_what_they_are() {
     let flood = |limits: &str, bytes| {
@@ -204,11 +228,11 @@ fn a_groups_word_of_garbage_blocks_for_a_minute_at_most() {
     group.set_limits_at(&limits, BEGIN_NS);
     let member = Arc::new(group.clone().join(0, "m", 100).unwrap());
     let word = &member.buckets().average[0];
-    word.store(u64::MAX, SeqCst);
+    word.store(i64::MAX, SeqCst);
     let mut bed = Bed::new(vec![Meter::of_group(&limits, &member)], read);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true), (0, BEGIN_NS + DEBT_NS_MAX));
     assert_eq!(bed.admit(0, 1, BEGIN_NS + DEBT_NS_MAX, true).0, 1);
-    word.store(u64::MAX, SeqCst);
+    word.store(i64::MAX, SeqCst);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true).0, 0);
     member.buckets().forgive_debt(BEGIN_NS);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true).0, 1);
@@ -249,7 +273,7 @@ fn far_from_its_limit_a_queue_seldom_touches_the_word() {
     let mut bed = Bed::new(vec![Meter::of_device(&"iops=1000".parse().unwrap(), &buckets)], read);
     for turn in 1..=100 {
         assert_eq!(bed.admit(0, 1, BEGIN_NS + turn * MS, false).0, 1);
-        assert_eq!(buckets.average[0].load(SeqCst), BEGIN_NS + turn * MS - MS * 3 / 4);
+        assert_eq!(buckets.average[0].load(SeqCst).cast_unsigned(), BEGIN_NS + turn * MS - MS * 3 / 4);
     }
 }
 
@@ -276,18 +300,19 @@ fn a_prepayment_is_returned_when_it_does_not_suffice() {
     let buckets = Arc::new(Buckets::new());
     let mut bed = Bed::new(vec![Meter::of_device(&"iops=100000".parse().unwrap(), &buckets)], read);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
-    let spent = buckets.average[0].load(SeqCst);
+    let spent_ns = || buckets.average[0].load(SeqCst).cast_unsigned();
+    let spent = spent_ns();
     // One, and 25 for those to come: 0.25 ms.
     assert_eq!(spent, BEGIN_NS - 1_750_000 + 26 * 10_000);
     assert_eq!(bed.admit(0, 20, BEGIN_NS, false).0, 20);
-    assert_eq!(buckets.average[0].load(SeqCst), spent);
+    assert_eq!(spent_ns(), spent);
     // Beyond all room: the five that are left are charged anew, and nothing is lost.
     let mut passed = 21;
     while passed < 176 {
         passed += bed.admit(0, 64, BEGIN_NS, true).0;
     }
     assert_eq!(bed.admit(0, 64, BEGIN_NS, false).0, 0);
-    assert_eq!(buckets.average[0].load(SeqCst), BEGIN_NS - 1_750_000 + passed as u64 * 10_000);
+    assert_eq!(spent_ns(), BEGIN_NS - 1_750_000 + passed as u64 * 10_000);
 }
 
 proptest! {
