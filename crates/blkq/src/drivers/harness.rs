@@ -2,6 +2,8 @@
 //! them to one queue, and turns its ring.
 
 use std::mem::ManuallyDrop;
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -21,6 +23,7 @@ use crate::ring::{Cqe, Registrar, Ring, Token};
 use crate::sector::Sector;
 use crate::slab::{BioSlab, NewBio, SlotFlags};
 use crate::tags::Tag;
+use crate::testing::wait_until;
 
 pub(super) const TAGS: usize = 64;
 const OWNER: u16 = 7;
@@ -299,4 +302,25 @@ pub(super) fn pattern(length: usize, seed: u64) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     Random::new(seed).fill(&mut buffer);
     buffer
+}
+
+/// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that
+/// was closed, and of those of a loop device.
+pub(super) fn unmount(point: &Path) {
+    if std::thread::panicking() {
+        let _ = Command::new("umount").arg("--lazy").arg(point).status();
+        return;
+    }
+    wait_until(&format!("nothing uses {}", point.display()), || {
+        let output = Command::new("umount").arg(point).output().unwrap();
+        let line = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() || line.contains("busy"), "{line}");
+        output.status.success()
+    });
+}
+
+pub(super) fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
 }

@@ -10,12 +10,10 @@ mod tail;
 use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::process::Command;
 use std::sync::atomic::AtomicU32;
 
 use super::*;
-use crate::drivers::harness::{Harness, filled, pattern};
-use crate::testing::wait_until;
+use crate::drivers::harness::{Harness, filled, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
@@ -40,8 +38,22 @@ impl Directory {
 
     /// A tmpfs of its own.
     fn tmpfs(options: &str) -> Directory {
+        Directory::mount(&["-t", "tmpfs", "-o", options, "blkq-test"])
+    }
+
+    /// A new file system of type `kind` with blocks of `block_bytes`, one of mke2fs(8).
+    fn ext(kind: &str, block_bytes: u32) -> Directory {
+        let parent = Directory::new();
+        let image = parent.image(32 * MIB);
+        let image = image.to_str().unwrap();
+        run("mke2fs", &["-q", "-t", kind, "-b", &block_bytes.to_string(), image]);
+        // The kernel keeps the image until the file system is unmounted.
+        Directory::mount(&["-o", "loop", image])
+    }
+
+    fn mount(words: &[&str]) -> Directory {
         let mut directory = Directory::new();
-        run("mount", &["-t", "tmpfs", "-o", options, "blkq-test", directory.path.to_str().unwrap()]);
+        run("mount", &[words, &[directory.path.to_str().unwrap()]].concat());
         directory.mounted = true;
         directory
     }
@@ -66,27 +78,6 @@ impl Drop for Directory {
         let removed = std::fs::remove_dir_all(&self.path);
         assert!(removed.is_ok() || std::thread::panicking(), "{removed:?}");
     }
-}
-
-/// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that
-/// was closed, and of those of a loop device.
-fn unmount(point: &Path) {
-    if std::thread::panicking() {
-        let _ = Command::new("umount").arg("--lazy").arg(point).status();
-        return;
-    }
-    wait_until(&format!("nothing uses {}", point.display()), || {
-        let output = Command::new("umount").arg(point).output().unwrap();
-        let line = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() || line.contains("busy"), "{line}");
-        output.status.success()
-    });
-}
-
-fn run(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
 }
 
 fn options(path: &Path, direct_io: DirectIo) -> LoopOptions {

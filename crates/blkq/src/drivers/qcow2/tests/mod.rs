@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
 use crate::bio::{BioFlags, Operation};
-use crate::drivers::harness::{Harness, pattern};
+use crate::drivers::harness::{Harness, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
@@ -39,6 +39,21 @@ impl Directory {
         text
     }
 
+    /// Mounts at `point`, a new directory below this one.
+    fn mount(&self, words: &[&str], point: &str) -> Mounted {
+        let point = self.0.join(point);
+        std::fs::create_dir(&point).unwrap();
+        run("mount", &[words, &[point.to_str().unwrap()]].concat());
+        Mounted(point)
+    }
+
+    /// Runs a command of qemu-io on a qcow2 image.
+    fn qemu_io(&self, path: &Path, command: &str) {
+        let mut qemu_io = Command::new("qemu-io");
+        let output = qemu_io.args(["-f", "qcow2", "-c", command]).arg(path).output().unwrap();
+        assert!(output.status.success(), "qemu-io {command}: {output:?}");
+    }
+
     /// A new qcow2 image.
     fn image(&self, name: &str, options: &str, size: u64) -> PathBuf {
         self.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, name, &size.to_string()]);
@@ -54,6 +69,15 @@ impl Directory {
 impl Drop for Directory {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A mounted file system.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        unmount(&self.0);
     }
 }
 
