@@ -1,4 +1,7 @@
 //! Which bytes of the served range are data and which are holes.
+//!
+//! A file may be truncated while it is served. Reads beyond its end fail, so these bytes are reported as data: a client
+//! that copies the device then reads them and gets the error.
 
 use std::fs::File;
 use std::io;
@@ -45,8 +48,15 @@ pub(crate) fn of_file(
     while at < end {
         let data = match seek(file, SeekFrom::Data(at)) {
             Ok(data) => down(data).clamp(at, end),
-            // No data up to the end of the file.
-            Err(Errno::NXIO) => end,
+            Err(Errno::NXIO) => {
+                // Measured after the search, so that a truncation that the search has met is known.
+                let file_end = seek(file, SeekFrom::End(0))?;
+                let hole_end = if file_end < end { down(file_end.max(offset)).clamp(at, end) } else { end };
+                if append(hole_end, &mut at, true) {
+                    append(end, &mut at, false);
+                }
+                break;
+            }
             // The file system does not report it.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
             Err(error) => return Err(error.into()),

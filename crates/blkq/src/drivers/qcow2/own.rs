@@ -2,14 +2,13 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 
 use crate::buffer::IoBuffer;
 use crate::sync::lock;
 
 use super::Qcow2;
 use super::inflate::Compressed;
-use super::slices::Slices;
+use super::slices::{Slices, read_host};
 use super::state::Found;
 
 /// Most bytes of data that are read together.
@@ -80,18 +79,10 @@ impl Qcow2 {
         }
     }
 
-    /// Bytes of the image's file; behind its end are zeroes.
     fn read_host(&self, host: u64, bytes: u64) -> io::Result<IoBuffer> {
+        let file_bytes = lock(&self.shared.state).layers[0].file_bytes;
         let mut buffer = IoBuffer::zeroed(bytes as usize);
-        let mut done = 0;
-        while done < buffer.len() {
-            match self.files[0].read_at(&mut buffer[done..], host + done as u64) {
-                Ok(0) => break,
-                Ok(count) => done += count,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
-            }
-        }
+        read_host(&self.files[0], &mut buffer, host, file_bytes)?;
         Ok(buffer)
     }
 

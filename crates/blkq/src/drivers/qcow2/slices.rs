@@ -43,10 +43,13 @@ impl Slices {
             match found {
                 Ok(found) => return Ok(found),
                 Err(Lack::Slice(key, _)) => {
-                    let bytes = lock(&shared.state).cache.slice_bytes();
+                    let layer = usize::from(key.layer);
+                    let (bytes, file_bytes) = {
+                        let state = lock(&shared.state);
+                        (state.cache.slice_bytes(), state.layers[layer].file_bytes)
+                    };
                     let mut buffer = IoBuffer::zeroed(bytes);
-                    let length = files[usize::from(key.layer)].read_at(&mut buffer, key.offset)?;
-                    buffer[length..].fill(0);
+                    read_host(&files[layer], &mut buffer, key.offset, file_bytes)?;
                     self.extra.retain(|(other, _)| other.layer != key.layer);
                     self.extra.push((key, buffer.to_vec()));
                 }
@@ -54,4 +57,27 @@ impl Slices {
             }
         }
     }
+}
+
+/// Fills `buffer` with the bytes of `file`, an image of the chain, from `offset` on. The last cluster of an image may be
+/// incomplete and ends with zeroes; `file_bytes` is the size that the file must have at least.
+///
+/// # Errors
+///
+/// Returns the error of the read, and EIO if the file was truncated.
+pub(super) fn read_host(file: &File, buffer: &mut [u8], offset: u64, file_bytes: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < buffer.len() {
+        match file.read_at(&mut buffer[done..], offset + done as u64) {
+            Ok(0) if offset + (done as u64) < file_bytes => {
+                return Err(io::Error::from_raw_os_error(libc::EIO));
+            }
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    buffer[done..].fill(0);
+    Ok(())
 }

@@ -233,6 +233,34 @@ fn extents_distinguish_data_from_holes() {
     assert_eq!(device.extents(0..size, 1).unwrap(), [hole(262144)]);
 }
 
+// Contract: complete
+#[test]
+fn a_truncated_image_has_no_hole_beyond_its_end() {
+    let hole = |length| Extent { length, hole: true, zero: true };
+    let data = |length| Extent { length, hole: false, zero: false };
+    for (offset, direct_io) in [(0, DirectIo::On), (0, DirectIo::Off), (65536, DirectIo::Off)] {
+        let directory = Directory::new();
+        let path = directory.image(MIB + offset);
+        let device = LoopDevice::open(&LoopOptions { offset, ..options(&path, direct_io) }).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        let write = h.write(0, vec![filled(65536, 1)]);
+        assert_eq!(h.run(write).0, Ok(()));
+        assert_eq!(device.extents(0..MIB, 9).unwrap(), [data(65536), hole(MIB - 65536)]);
+        let truncate = |bytes| File::options().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+        // Within a sector of a hole: the sector cannot be read.
+        truncate(offset + 131_072 + 700);
+        assert_eq!(device.extents(0..MIB, 9).unwrap(), [data(65536), hole(66048), data(MIB - 131_584)]);
+        assert_eq!(device.extents(0..MIB, 2).unwrap(), [data(65536), hole(66048)]);
+        assert_eq!(device.extents(131_072..131_584, 9).unwrap(), [hole(512)]);
+        assert_eq!(device.extents(131_584..MIB, 9).unwrap(), [data(MIB - 131_584)]);
+        let read = h.read(131_584, &[512]);
+        assert_eq!(h.run(read).0, Err(Status::Io));
+        // Before the device begins.
+        truncate(offset / 2);
+        assert_eq!(device.extents(0..MIB, 9).unwrap(), [data(MIB)]);
+    }
+}
+
 /// A block device: the kernel's own loop driver on a file.
 struct BlockDevice {
     node: PathBuf,

@@ -384,6 +384,34 @@ fn a_block_commit_syncs_data_that_changed_no_table() {
     assert!(commit.commits_behind() > before, "nothing was synced");
 }
 
+// Contract: complete
+#[test]
+fn a_block_commit_of_a_truncated_image_fails() {
+    if !has_qemu() {
+        return;
+    }
+    // Without the second half of the data; without the L2 table, which is not in memory.
+    for left in [(5 << 16) + MIB / 2, 4 << 16] {
+        let directory = Directory::new();
+        std::fs::write(directory.0.join("base"), vec![1; MIB as usize]).unwrap();
+        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "top"]);
+        let path = directory.0.join("top");
+        directory.qemu_io(&path, "write -P 2 0 1M");
+        let device: Arc<dyn Driver> = Arc::new(open(&path));
+        let mut commit = BlockCommit::begin(Arc::clone(&device), base_files(&directory), None).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(left).unwrap();
+        let mut copy_all = || -> Result<(), Error> {
+            while commit.find(&go_on, || Ok::<_, Error>(()))? {
+                while commit.copy()? {}
+            }
+            Ok(())
+        };
+        assert!(copy_all().is_err(), "{left}");
+        let base = std::fs::read(directory.0.join("base")).unwrap();
+        assert!(!base.contains(&0), "{left}: zeroes were copied");
+    }
+}
+
 // Contract: live-changes
 #[test]
 fn a_block_commit_keeps_the_rest_of_compressed_clusters() {

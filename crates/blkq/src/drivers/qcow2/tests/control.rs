@@ -44,6 +44,37 @@ fn extents_are_those_of_the_chain_before_tables_are_written() {
     assert_eq!(extents(&open(&directory.0.join("d.qcow2"))), again);
 }
 
+// Contract: complete
+#[test]
+fn bytes_that_a_truncation_removed_are_no_hole() {
+    if !has_qemu() {
+        return;
+    }
+    let truncate = |path: &Path, bytes| {
+        std::fs::File::options().write(true).open(path).unwrap().set_len(bytes).unwrap();
+    };
+    let map = |device: &Qcow2| -> Vec<(u64, bool)> {
+        let extents = device.extents(0..MIB, 100).unwrap();
+        extents.iter().map(|extent| (extent.length, extent.hole)).collect()
+    };
+    // The raw base of an overlay.
+    let directory = Directory::new();
+    let base = directory.0.join("base");
+    std::fs::write(&base, vec![1; 65536]).unwrap();
+    truncate(&base, MIB);
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "d.qcow2"]);
+    let device = open(&directory.0.join("d.qcow2"));
+    assert_eq!(map(&device), [(65536, false), (MIB - 65536, true)]);
+    truncate(&base, MIB / 2);
+    assert_eq!(map(&device), [(65536, false), (MIB / 2 - 65536, true), (MIB / 2, false)]);
+    // The L2 table of an image, which is not in memory.
+    let path = directory.image("q.qcow2", "cluster_size=64k", MIB);
+    directory.qemu_io(&path, "write -P 1 0 1M");
+    let device = open(&path);
+    truncate(&path, 256 << 10);
+    assert!(device.extents(0..MIB, 9).is_err() && device.allocation_depths(0..MIB, 9).is_err());
+}
+
 #[test]
 fn an_image_grows_and_what_is_behind_it_stays_hidden() {
     if !has_qemu() {
