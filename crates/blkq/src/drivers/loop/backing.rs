@@ -6,7 +6,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use io_uring::opcode;
-use rustix::fs::{AtFlags, OFlags, SeekFrom, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, seek, statx};
+use rustix::fs::{
+    AtFlags, OFlags, SeekFrom, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_getflags, seek, statx,
+};
 
 use crate::error::{Error, ErrorKind};
 
@@ -24,6 +26,11 @@ pub(crate) const OPERATIONS: [(&str, u8); 8] = [
 
 /// `TMPFS_MAGIC` of the kernel's uapi/linux/magic.h.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// `EXT4_SUPER_MAGIC` of the same file, which ext2 and ext3 share.
+const EXT_MAGIC: i64 = 0xef53;
+/// `FS_EXTENT_FL` of uapi/linux/fs.h: the file maps its blocks by extents.
+const EXTENT_FLAG: u32 = 0x0008_0000;
 
 /// The alignment that direct I/O demands of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -203,9 +210,18 @@ fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {
 }
 
 fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAlign, String> {
+    let file_system = if block_device { None } else { fstatfs(file).ok().map(|stat| stat.f_type) };
     // Linux 6.6 and newer let the flag be set there, to no effect.
-    if !block_device && fstatfs(file).is_ok_and(|stat| stat.f_type == TMPFS_MAGIC) {
+    if file_system == Some(TMPFS_MAGIC) {
         return Err("tmpfs keeps files in the page cache, and nowhere else".to_owned());
+    }
+    // A write into a hole of such a file goes through the page cache. If it dirties a page of which another direct
+    // write completes, the kernel cannot drop the page and fails the next fsync.
+    if file_system == Some(EXT_MAGIC)
+        && ioctl_getflags(file).is_ok_and(|flags| flags.bits() & EXTENT_FLAG == 0)
+    {
+        return Err("the file has no extents (ext2, ext3), so its holes are written through the page cache"
+            .to_owned());
     }
     // The file system may declare direct I/O and still refuse the flag.
     let settable = set_flag(file, OFlags::DIRECT, true).and_then(|()| set_flag(file, OFlags::DIRECT, false));

@@ -208,6 +208,26 @@ fn auto_says_why_it_is_buffered() {
     assert!(refusal(&options(&directory.file("image"), DirectIo::On)).contains("no direct I/O on"));
 }
 
+// Contract: direct-io
+#[test]
+fn files_without_extents_have_no_direct_io() {
+    // A file of ext2 or ext3, as the kernel's one driver for all three has it.
+    for kind in ["ext2", "ext3"] {
+        let directory = Directory::ext(kind, 1024);
+        let path = directory.image(MIB);
+        let device = open(&path, DirectIo::Auto);
+        let reason = "the file has no extents (ext2, ext3), so its holes are written through the page cache";
+        assert_eq!(fact(&device, "direct-io"), "off");
+        assert_eq!(device.warnings(), [format!("direct I/O is off: {reason}")]);
+        drop(device);
+        let refused = LoopDevice::open(&options(&path, DirectIo::On)).err().unwrap();
+        assert_eq!(refused.kind(), ErrorKind::NoDirectIo);
+        assert!(refused.to_string().ends_with(reason), "{refused}");
+    }
+    let directory = Directory::ext("ext4", 1024);
+    assert_eq!(fact(&open(&directory.image(MIB), DirectIo::Auto), "direct-io"), "on");
+}
+
 // Contract: exclusive
 #[test]
 fn overlapping_attaches_are_refused_unless_shared() {
