@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use io_uring::opcode;
@@ -10,6 +10,7 @@ use rustix::fs::{
     AtFlags, OFlags, SeekFrom, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_getflags, seek, statx,
 };
 
+use crate::buffer::IoBuffer;
 use crate::error::{Error, ErrorKind};
 
 /// The operations that are submitted to the files of images, to be probed.
@@ -239,8 +240,19 @@ fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAl
     // the device below decides.
     match queue_attribute(device, "logical_block_size").and_then(|block| u32::try_from(block).ok()) {
         Some(block) => Ok(DirectAlign { memory: block, offset: block, assumed: false }),
+        None if !block_device && !reads_directly(file) => {
+            Err("its file system fails direct reads".to_owned())
+        }
         None => Ok(DirectAlign { memory: 512, offset: 512, assumed: !block_device }),
     }
+}
+
+/// Whether a direct read succeeds: overlayfs sets the flag, whatever the file system below it does with it.
+fn reads_directly(file: &File) -> bool {
+    let mut block = IoBuffer::zeroed(4096);
+    let read = set_flag(file, OFlags::DIRECT, true).and_then(|()| file.read_at(&mut block, 0));
+    let cleared = set_flag(file, OFlags::DIRECT, false);
+    read.is_ok() && cleared.is_ok()
 }
 
 /// A number that sysfs shows about the queue of block device `device`, or of the disk

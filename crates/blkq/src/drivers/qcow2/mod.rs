@@ -65,10 +65,10 @@ use crate::sync::atomic::AtomicBool;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock as locked};
 
-use super::r#loop::backing::{self, Backing, DirectAlign};
+use super::r#loop::backing::{self, Backing};
 use super::r#loop::lock::{self, LockKind};
 use super::r#loop::name::ImageName;
-use super::r#loop::options::choose_mode;
+use super::r#loop::options::{Mode, choose_mode};
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
 pub use block_commit::{BaseImage, BlockCommit, base_of, free};
@@ -182,7 +182,6 @@ impl Qcow2 {
                 path.display()
             ));
         }
-        let mode = choose_mode(options.direct_io, &top.backing.direct, &path, logical_block_bytes, 0)?;
         let journals = options.journals.as_deref();
         let behind = chain::open_behind(&top, options.backing_chain, journals)?;
         let writer = open_writer(&top, options.read_only)?;
@@ -193,18 +192,23 @@ impl Qcow2 {
         let chain: Vec<Opened> = std::iter::once(top).chain(behind).collect();
         let (mut layers, mut files, mut memory_align) = (Vec::new(), Vec::new(), 1);
         let (mut paths, mut facts, mut direct) = (Vec::new(), None, Vec::new());
-        let mut buffered = mode.direct.is_none().then(|| mode.reason.clone());
+        let mut buffered = None;
         for (number, one) in chain.into_iter().enumerate() {
-            let align = direct_align(&one, mode.direct.is_some(), logical_block_bytes, smallest);
-            if number == 0 && mode.direct.is_some() && align.is_none() {
-                let reason =
-                    format!("its clusters of {smallest} bytes, or its size of {}, do not suit", one.size);
-                if options.direct_io == DirectIo::On {
-                    let message = format!("no direct I/O on {}: {reason}", path.display());
-                    return Err(Error::new(ErrorKind::NoDirectIo, message));
+            let shown = one.backing.path.display();
+            let align = if buffered.is_some() {
+                None
+            } else {
+                let mode = choose_file_mode(&one, options.direct_io, logical_block_bytes, smallest)?;
+                match mode.direct {
+                    Some(align) if align.assumed => warnings.push(format!(
+                        "the file system of {shown} does not report what direct I/O demands: 512 bytes are assumed"
+                    )),
+                    Some(_) => {}
+                    None if number == 0 => buffered = Some(mode.reason),
+                    None => warnings.push(format!("direct I/O is off for {shown}: {}", mode.reason)),
                 }
-                buffered = Some(reason);
-            }
+                mode.direct
+            };
             direct.push(align.is_some());
             memory_align = memory_align.max(align.map_or(1, |align| align.memory.max(align.offset)));
             let align = align.map_or(1, |align| u64::from(align.offset));
@@ -298,14 +302,32 @@ impl Qcow2 {
     }
 }
 
-/// The alignment of direct I/O on one image of the chain, if there is to be any and it suits all tables, and
-/// the last sector of the image: what is there may be read by itself.
-fn direct_align(image: &Opened, wanted: bool, block: u32, slice: u64) -> Option<DirectAlign> {
-    let align = *image.backing.direct.as_ref().ok()?;
-    let suits = align.offset.max(align.memory) <= block
-        && u64::from(align.offset) <= slice
-        && image.size.is_multiple_of(u64::from(align.offset.max(align.memory)).max(1));
-    (wanted && suits && align.offset >= 512).then_some(align)
+/// How one file of a chain is read and written if `requested` is asked for: by the rule of raw images
+/// ([`choose_mode`]). Direct I/O must suit its tables too, which are read in units of `slice` bytes, and the last sector
+/// of the image, which may be read alone.
+///
+/// # Errors
+///
+/// Returns [`ErrorKind::NoDirectIo`] and the like if direct I/O is demanded and impossible.
+fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64) -> Result<Mode, Error> {
+    let path = &image.backing.path;
+    let mode = choose_mode(requested, &image.backing.direct, path, block, 0)?;
+    let Some(align) = mode.direct else { return Ok(mode) };
+    let unit = u64::from(align.offset.max(align.memory));
+    if (512..=slice).contains(&u64::from(align.offset)) && image.size.is_multiple_of(unit) {
+        return Ok(mode);
+    }
+    let reason = format!(
+        "it demands an alignment of {unit} bytes, which its size of {} bytes or the tables of the chain do not have",
+        image.size
+    );
+    if requested == DirectIo::On {
+        return Err(Error::new(
+            ErrorKind::NoDirectIo,
+            format!("no direct I/O on {}: {reason}", path.display()),
+        ));
+    }
+    Ok(Mode { direct: None, reason })
 }
 
 fn choose_logical_block(options: &Qcow2Options, backing: &Backing) -> Result<u32, Error> {

@@ -13,7 +13,7 @@ use crate::drivers::r#loop::backing::{self, Backing};
 use crate::drivers::r#loop::base::check_not_longer;
 use crate::drivers::r#loop::lock::{self, LockKind};
 use crate::drivers::r#loop::name::ImageName;
-use crate::drivers::r#loop::options::{DirectIo, choose_mode};
+use crate::drivers::r#loop::options::DirectIo;
 use crate::error::{Error, ErrorKind};
 use crate::sync::atomic::AtomicBool;
 use crate::sync::atomic::Ordering::Relaxed;
@@ -28,7 +28,7 @@ use super::journal::{self, Journals};
 use super::keep::KeptBitmaps;
 use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
-use super::{Qcow2, check_repaired, direct_align, open_writer};
+use super::{Qcow2, check_repaired, choose_file_mode, open_writer};
 
 /// The image that is served now, with those behind it.
 pub(crate) struct Below {
@@ -283,12 +283,9 @@ fn choose_buffered(top: &Opened, below: &Below, slice_bytes: u64) -> Result<Opti
     if let Some(why) = &below.buffered {
         return Ok(Some(why.clone()));
     }
-    let (path, block) = (&top.backing.path, below.logical_block_bytes);
-    let mode = choose_mode(below.requested, &top.backing.direct, path, block, 0)?;
+    let mode = choose_file_mode(top, below.requested, below.logical_block_bytes, slice_bytes)?;
     let Some(align) = mode.direct else { return Ok(Some(mode.reason)) };
-    if align.memory.max(align.offset) <= below.memory_align
-        && direct_align(top, true, block, slice_bytes).is_some()
-    {
+    if align.memory.max(align.offset) <= below.memory_align {
         return Ok(None);
     }
     let reason = format!(
@@ -297,7 +294,7 @@ fn choose_buffered(top: &Opened, below: &Below, slice_bytes: u64) -> Result<Opti
         below.memory_align
     );
     if below.requested == DirectIo::On {
-        let message = format!("no direct I/O on {}: {reason}", path.display());
+        let message = format!("no direct I/O on {}: {reason}", top.backing.path.display());
         return Err(Error::new(ErrorKind::NoDirectIo, message));
     }
     Ok(Some(reason))

@@ -30,6 +30,40 @@ fn extents_of_a_chain_need_a_table_of_each_image() {
     assert_eq!(extents, [(131_072, false), (MIB - 131_072, true)]);
 }
 
+// Contract: direct-io
+#[test]
+fn a_base_without_direct_io_is_read_through_the_page_cache() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    // Overlayfs accepts O_DIRECT for files of ramfs, whose direct reads fail.
+    let lower = directory.mount(&["-t", "ramfs", "blkq-test"], "lower");
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "lower/base", "1M"]);
+    directory.qemu_io(&lower.0.join("base"), "write -P 7 0 1M");
+    for name in ["upper", "work"] {
+        std::fs::create_dir(directory.0.join(name)).unwrap();
+    }
+    let layer = |name: &str| directory.0.join(name).display().to_string();
+    let layers = format!("lowerdir={},upperdir={},workdir={}", layer("lower"), layer("upper"), layer("work"));
+    let merged = directory.mount(&["-t", "overlay", "-o", &layers, "blkq-test"], "merged");
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "merged/top"]);
+    let options = Qcow2Options::new(merged.0.join("top"));
+    let device = Qcow2::open(&options).unwrap();
+    let facts = device.describe();
+    assert!(facts.contains(&("direct-io", "on".to_owned())), "{facts:?}");
+    let reason = "its file system fails direct reads";
+    let base = merged.0.join("base");
+    assert_eq!(device.warnings(), [format!("direct I/O is off for {}: {reason}", base.display())]);
+    let mut h = Harness::open(&device).unwrap();
+    assert!(h.read_back(0, MIB as usize).iter().all(|byte| *byte == 7));
+    assert_eq!(device.extents(0..MIB, 9).unwrap(), [Extent { length: MIB, hole: false, zero: false }]);
+    drop((h, device));
+    let refused = error(&Qcow2Options { direct_io: DirectIo::On, ..options });
+    assert_eq!(refused.kind(), ErrorKind::NoDirectIo);
+    assert!(refused.to_string().ends_with(reason), "{refused}");
+}
+
 // Contract: data
 #[test]
 fn a_chain_is_read_through_and_only_its_top_is_written() {
