@@ -29,7 +29,7 @@ mod stamp;
 mod tail;
 #[cfg(test)]
 #[cfg(not(model_check))]
-mod tests;
+pub(super) mod tests;
 mod writer;
 
 use std::fs::File;

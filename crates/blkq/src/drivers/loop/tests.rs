@@ -80,6 +80,46 @@ impl Drop for Directory {
     }
 }
 
+/// An ext4 file system on a loop device whose tmpfs can be filled: data written to its files reaches the page cache,
+/// and write-back fails.
+pub(in crate::drivers) struct FullDisk {
+    high: Directory,
+    /// Unmounted last.
+    low: Directory,
+}
+
+impl FullDisk {
+    pub fn new() -> FullDisk {
+        let low = Directory::tmpfs("size=80M");
+        let store = low.file("store");
+        File::create(&store).unwrap().set_len(64 * MIB).unwrap();
+        let looped = run("losetup", &["-f", "--show", store.to_str().unwrap()]).trim().to_owned();
+        run("mkfs.ext4", &["-qF", "-O", "^has_journal", "-E", "nodiscard", &looped]);
+        let mut high = Directory::new();
+        run("mount", &[&looped, high.path.to_str().unwrap()]);
+        run("losetup", &["-d", &looped]); // when it is unmounted
+        high.mounted = true;
+        FullDisk { high, low }
+    }
+
+    /// A file of 16 MiB that has its blocks.
+    pub fn image(&self) -> PathBuf {
+        let path = self.high.file("image");
+        let file = File::create(&path).unwrap();
+        file.write_all_at(&vec![0; 16 << 20], 0).unwrap();
+        file.sync_all().unwrap();
+        path
+    }
+
+    /// From now on nothing that is written reaches the disk.
+    pub fn fill(&self) {
+        run("fallocate", &["-d", self.low.file("store").to_str().unwrap()]);
+        // No room for anything: the ballast itself completes with an error.
+        let full = std::fs::write(self.low.file("ballast"), vec![1; 80 << 20]);
+        assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    }
+}
+
 fn options(path: &Path, direct_io: DirectIo) -> LoopOptions {
     LoopOptions { direct_io, ..LoopOptions::new(path) }
 }

@@ -90,7 +90,7 @@ pub struct BlockCommit {
     target: Option<Target>,
     /// The image behind once more, for its lock.
     base: File,
-    /// It once more, without a lock, for syncs beside that of the target.
+    /// The open file description that the syncs of a raw target use, too.
     synced: File,
     slices: Slices,
     /// The parts of the device that are to be copied in this pass, of which those before `position` were found.
@@ -119,10 +119,11 @@ impl BlockCommit {
     ) -> Result<BlockCommit, Error> {
         let device = of_driver(&*top)?;
         let size = device.limits().size_bytes();
-        let path = device.lock_base(&files)?;
-        let cannot = |e| Error::system(format!("cannot use {} twice", path.display()), e);
+        // Before the lock: a failure after it would have to restore the lock of the chain.
+        let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
         let base = files.image.try_clone().map_err(cannot)?;
         let synced = files.synced.try_clone().map_err(cannot)?;
+        let path = device.lock_base(&files)?;
         let target =
             device.open_target(files, path, journals).map_err(|error| device.after_unlock(&base, error))?;
         device.shared.changes.track(size);
@@ -184,19 +185,29 @@ impl BlockCommit {
         self.count(stop)
     }
 
-    /// Has the data that was copied leave the page cache, so that the sync which follows takes no time. The thread that
-    /// does it is left to itself if `stop` fails.
+    /// Writes the copied data from the page cache to the backing file, so that the sync which follows takes no time.
+    /// If `stop` fails, the thread that syncs is not waited for.
+    ///
+    /// # Errors
+    /// The error of the sync, and that of `stop`.
     fn write_out<E: From<Error>>(&self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
-        let cannot = |e| Error::system("cannot sync the image behind", e);
+        let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
-        let (sender, written) = channel();
-        // Errors are those of the sync that follows, too.
+        let (sender, synced) = channel();
         let sync = move || _ = sender.send(backing::sync(&file));
         thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
-        while let Err(RecvTimeoutError::Timeout) = written.recv_timeout(ASK_INTERVAL) {
-            stop()?;
+        loop {
+            match synced.recv_timeout(ASK_INTERVAL) {
+                // The kernel reports a write-back error once to each open file description. The descriptors of a raw
+                // target share theirs with `file`, so that the target's own sync would not report the error again.
+                Ok(result) => return Ok(result.map_err(cannot)?),
+                Err(RecvTimeoutError::Timeout) => stop()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    let message = "the thread that syncs the backing file has panicked";
+                    return Err(Error::new(ErrorKind::System, message).into());
+                }
+            }
         }
-        Ok(())
     }
 
     /// Finds parts that are to be copied in this pass, and has `flush` make the device durable, with it that these

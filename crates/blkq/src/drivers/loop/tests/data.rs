@@ -352,25 +352,13 @@ fn what_was_lost_is_not_forgotten_by_a_live_change() {
 // Contract: durability
 #[test]
 fn lost_pages_that_a_fua_write_reports_flushes_report_too() {
-    let low = Directory::tmpfs("size=80M");
-    let store = low.file("store");
-    File::create(&store).unwrap().set_len(64 * MIB).unwrap();
-    let looped = run("losetup", &["-f", "--show", store.to_str().unwrap()]).trim().to_owned();
-    run("mkfs.ext4", &["-qF", "-O", "^has_journal", "-E", "nodiscard", &looped]);
-    let mut high = Directory::new();
-    run("mount", &[&looped, high.path.to_str().unwrap()]);
-    run("losetup", &["-d", &looped]); // when it is unmounted
-    high.mounted = true;
-    let path = high.file("image");
-    std::fs::write(&path, vec![0; 16 << 20]).unwrap();
+    let disk = FullDisk::new();
+    let path = disk.image();
     let device = open(&path, DirectIo::Off);
     let mut h = Harness::open(&device).unwrap();
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
     assert_eq!(h.run(flush).0, Ok(()));
-    run("fallocate", &["-d", store.to_str().unwrap()]);
-    // No room for anything: the ballast itself completes with an error.
-    let full = std::fs::write(low.file("ballast"), vec![1; 80 << 20]);
-    assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    disk.fill();
     let lost = h.write(4 * MIB, vec![pattern(MIB as usize, 1)]);
     assert_eq!(h.run(lost).0, Ok(()));
     // Another process has the pages written back, in vain.

@@ -8,6 +8,7 @@ use super::*;
 use crate::bitmap::BitmapState;
 use crate::buffer::IoBuffer;
 use crate::drivers::bitmaps;
+use crate::drivers::r#loop::tests::FullDisk;
 use crate::drivers::r#loop::{LoopDevice, LoopOptions};
 use crate::random::Random;
 
@@ -455,4 +456,36 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
             assert!(h.read_back(0, MIB as usize) == expected, "once it was given up");
         }
     }
+}
+
+/// The kernel reports the error once to the open file description that the syncs of the commit share.
+// Contract: durability
+#[test]
+fn a_block_commit_fails_if_the_copied_data_cannot_be_written_back() {
+    if !has_qemu() {
+        return;
+    }
+    let (directory, disk) = (Directory::new(), FullDisk::new());
+    let base = disk.image();
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", base.to_str().unwrap(), "-F", "raw", "top"]);
+    let top = directory.0.join("top");
+    let options = Qcow2Options {
+        direct_io: DirectIo::Off,
+        backing_chain: BackingChain::Allow,
+        ..Qcow2Options::new(&top)
+    };
+    let device: Arc<dyn Driver> = Arc::new(Qcow2::open(&options).unwrap());
+    let mut h = Harness::open(&*device).unwrap();
+    let tags = [h.write(4 * MIB, vec![pattern(MIB as usize, 1)]), h.bare(Operation::Flush, PLAIN, 0, 0)];
+    tags.into_iter().for_each(|tag| assert_eq!(h.run(tag).0, Ok(())));
+    let files = open_base(&top, BackingChain::Allow).unwrap().files;
+    let mut commit = BlockCommit::begin(Arc::clone(&device), files, None).unwrap();
+    disk.fill();
+    while commit.find(&go_on, || Ok::<_, Error>(())).unwrap() {
+        while commit.copy().unwrap() {}
+    }
+    let error = commit.next_pass(&go_on).unwrap_err().to_string();
+    assert!(error.starts_with("cannot sync the backing file: "), "{error}");
+    drop(commit);
+    assert_eq!(h.read_back(4 * MIB, MIB as usize), pattern(MIB as usize, 1).to_vec());
 }
