@@ -523,7 +523,7 @@ impl Drop for Qcow2 {
         }
         // The last flush has written what clients were promised; this frees what they discarded, and what
         // was reserved.
-        if self.write_back().is_ok() {
+        if self.writable && self.write_back().is_ok() {
             self.end_journal();
             let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         }

@@ -326,6 +326,24 @@ fn a_read_only_device_writes_nothing() {
     assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
+/// The space that detach frees is found by a writer's state, which a reader does not have.
+#[test]
+fn a_read_only_device_frees_no_space() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    std::fs::write(directory.0.join("raw"), vec![1; 8 << 20]).unwrap();
+    directory.qemu_img(&["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=4k", "raw", "d.qcow2"]);
+    let path = directory.0.join("d.qcow2");
+    let before = std::fs::read(&path).unwrap();
+    let mut device = Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+    // Else only the access mode of the descriptor keeps the image as it is.
+    device.files[0] = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
+    drop(device);
+    assert!(std::fs::read(&path).unwrap() == before);
+}
+
 // Contract: data
 #[test]
 fn many_requests_at_once_to_few_clusters_keep_their_data() {
