@@ -14,7 +14,7 @@ use crate::drivers::r#loop::format;
 use crate::drivers::r#loop::lock::{self, LockKind};
 use crate::error::{Error, ErrorKind};
 
-use super::header::{BackingName, FIXED_BYTES, Header, MAGIC, cluster_bytes};
+use super::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
 use super::journal::{self, Journals};
 use super::options::BackingChain;
 use super::state::Tables;
@@ -64,9 +64,10 @@ pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
             header.refcount_table_offset,
             u64::from(header.refcount_table_clusters) << header.cluster_bits,
         ),
+        ("snapshot", header.snapshots_offset, u64::from(header.snapshots) * SNAPSHOT_BYTES),
     ];
     for (name, offset, bytes) in tables {
-        if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
+        if bytes > 0 && offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
             let message = format!("its {name} table is not all in the file; restore it from a copy");
             return Err(not_served(backing, &Error::new(ErrorKind::Format, message)));
         }

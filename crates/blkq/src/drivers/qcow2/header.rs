@@ -10,6 +10,8 @@ pub(super) const MAGIC: [u8; 4] = *b"QFI\xfb";
 pub(super) const FIXED_BYTES: usize = 112;
 /// Where the header has the place and the clusters of the refcount table.
 pub(super) const REFCOUNT_TABLE_AT: usize = 48;
+/// Where the header has the place of the backing file's name.
+pub(super) const NAME_OFFSET_AT: usize = 8;
 /// Where the header has the virtual size.
 pub(super) const SIZE_AT: usize = 24;
 /// Where the header has the number of L1 entries and their place.
@@ -25,6 +27,8 @@ pub(super) const REFCOUNT_TABLE_MAX_BYTES: u64 = 8 << 20;
 /// Longest name of a backing file.
 pub(super) const NAME_MAX_BYTES: usize = 1023;
 const SNAPSHOTS_MAX: u32 = 65536;
+/// Bytes of an entry of the snapshot table, without those of variable length.
+pub(super) const SNAPSHOT_BYTES: u64 = 40;
 
 const INCOMPATIBLE_DIRTY: u64 = 1;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
@@ -37,6 +41,10 @@ pub(super) const AUTOCLEAR_BITMAPS: u32 = 1;
 
 /// The type of the extension that has the place of the dirty bitmaps.
 pub(super) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+/// Bytes of an extension before its data: its type, and the bytes of the data.
+pub(super) const EXTENSION_HEAD_BYTES: usize = 8;
+/// Bytes of that extension's data.
+pub(super) const BITMAPS_EXTENSION_BYTES: usize = 24;
 /// The type of the extension that names the backing file's format.
 pub(super) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 
@@ -78,6 +86,7 @@ pub(super) struct Header {
     /// A refcount has `1 << refcount_order` bits.
     pub refcount_order: u32,
     pub snapshots: u32,
+    pub snapshots_offset: u64,
     /// The lower half.
     pub autoclear: u32,
     /// Of its journal ([`TAG_AT`]); 0 for none.
@@ -134,6 +143,8 @@ impl Header {
             (false, _) => Compression::Deflate,
             _ => return Err(unsupported("its method of compression is not known")),
         };
+        let backing = backing_name(bytes, header_bytes)?;
+        let extensions = extensions(bytes, header_bytes)?;
         let header = Header {
             version,
             cluster_bits: u32_at(bytes, 20),
@@ -144,13 +155,14 @@ impl Header {
             refcount_table_clusters: u32_at(bytes, REFCOUNT_TABLE_AT + 8),
             refcount_order: if v3 { u32_at(bytes, 96) } else { 4 },
             snapshots: u32_at(bytes, 60),
+            snapshots_offset: u64_at(bytes, 64),
             autoclear: v3_u64(TAG_AT) as u32,
             tag: (v3_u64(TAG_AT) >> 32) as u32,
             dirty: incompatible & INCOMPATIBLE_DIRTY != 0,
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             compression,
-            backing: backing_name(bytes, header_bytes)?,
-            bitmaps: if v3 { bitmaps_extension(bytes, header_bytes) } else { None },
+            backing: backing.map(|name| with_format(name, &extensions)).transpose()?,
+            bitmaps: if v3 { bitmaps_extension(&extensions)? } else { None },
         };
         header.check()?;
         Ok(header)
@@ -158,9 +170,10 @@ impl Header {
 
     fn check(&self) -> Result<(), Error> {
         let cluster = self.cluster_bytes();
+        // QEMU checks the places of empty tables, too.
         let place = |what: &str, offset: u64, bytes: u64| {
             let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
-            if offset == 0 || !offset.is_multiple_of(cluster) || end.is_none() {
+            if (offset == 0 && bytes > 0) || !offset.is_multiple_of(cluster) || end.is_none() {
                 return Err(rejected(format!("its {what} is at byte {offset}")));
             }
             Ok(())
@@ -173,9 +186,7 @@ impl Header {
             let message = format!("its L1 table has {} entries for {} bytes", self.l1_entries, self.size);
             return Err(rejected(message));
         }
-        if self.l1_entries > 0 {
-            place("L1 table", self.l1_offset, l1_bytes)?;
-        }
+        place("L1 table", self.l1_offset, l1_bytes)?;
         let table_bytes = u64::from(self.refcount_table_clusters) * cluster;
         if table_bytes == 0 || table_bytes > REFCOUNT_TABLE_MAX_BYTES.max(cluster) {
             return Err(rejected(format!("its refcount table has {table_bytes} bytes")));
@@ -187,7 +198,7 @@ impl Header {
         if self.snapshots > SNAPSHOTS_MAX {
             return Err(rejected(format!("it has {} snapshots", self.snapshots)));
         }
-        Ok(())
+        place("snapshot table", self.snapshots_offset, u64::from(self.snapshots) * SNAPSHOT_BYTES)
     }
 
     /// Bytes of a cluster.
@@ -227,59 +238,87 @@ fn check_features(incompatible: u64) -> Result<(), Error> {
     }
 }
 
-fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<BackingName>, Error> {
+/// The name of the backing file.
+fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Error> {
     let (offset, length) = (u64_at(bytes, 8), u32_at(bytes, 16) as usize);
     if offset == 0 {
         return Ok(None);
     }
     let start = usize::try_from(offset).ok().filter(|start| *start >= header_bytes);
-    let name = start.and_then(|start| Some((start, bytes.get(start..)?.get(..length)?)));
-    let is_name = |name: &[u8]| name.len() <= NAME_MAX_BYTES && !name.contains(&0);
-    let Some((start, name)) = name.filter(|(_, name)| is_name(name)) else {
-        return Err(rejected("the name of its backing file is not in its header"));
-    };
-    if name.is_empty() {
-        return Ok(None);
+    let name = start.and_then(|start| bytes.get(start..)?.get(..length));
+    let is_name = |name: &&[u8]| name.len() <= NAME_MAX_BYTES && !name.contains(&0);
+    match name.filter(is_name) {
+        Some(name) => Ok(Some(name).filter(|name| !name.is_empty())),
+        None => Err(rejected("the name of its backing file is not in its header")),
     }
-    // The extensions are before the name, and need no other end.
-    let format = extension(&bytes[..start], header_bytes, EXTENSION_BACKING_FORMAT)?;
-    let format = format.map(|format| String::from_utf8_lossy(format).into_owned());
+}
+
+fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName, Error> {
+    let format = extensions.iter().find(|extension| extension.kind == EXTENSION_BACKING_FORMAT);
+    let format = format.map(|format| String::from_utf8_lossy(format.data).into_owned());
     // Both are shown on terminals and in lines of logs.
     let names = [Some(String::from_utf8_lossy(name)), format.as_deref().map(Cow::from)];
     if names.iter().flatten().any(|name| name.contains(char::is_control)) {
         return Err(rejected("the name or the format of its backing file has control characters"));
     }
-    Ok(Some(BackingName { name: name.to_vec(), format }))
+    Ok(BackingName { name: name.to_vec(), format })
 }
 
-/// The place of the bitmaps; `None` also for an extension that is damaged.
-fn bitmaps_extension(bytes: &[u8], header_bytes: usize) -> Option<BitmapsExtension> {
-    let data = extension(bytes, header_bytes, EXTENSION_BITMAPS).ok().flatten();
-    let data = data.filter(|data| data.len() == 24)?;
-    Some(BitmapsExtension {
+/// The place of the bitmaps.
+fn bitmaps_extension(extensions: &[Extension<'_>]) -> Result<Option<BitmapsExtension>, Error> {
+    let mut found = extensions.iter().filter(|extension| extension.kind == EXTENSION_BITMAPS);
+    let Some(Extension { data, .. }) = found.next() else { return Ok(None) };
+    if data.len() != BITMAPS_EXTENSION_BYTES || found.next().is_some() {
+        return Err(rejected("the header extension of its bitmaps is damaged"));
+    }
+    Ok(Some(BitmapsExtension {
         count: u32_at(data, 0),
         directory_bytes: u64_at(data, 8),
         directory: u64_at(data, 16),
-    })
+    }))
 }
 
-/// The data of the header extension of that type.
-fn extension(bytes: &[u8], header_bytes: usize, wanted: u32) -> Result<Option<&[u8]>, Error> {
-    let mut rest = bytes.get(header_bytes..).unwrap_or_default();
-    while let Some((head, data)) = rest.split_at_checked(8) {
+/// A header extension.
+pub(super) struct Extension<'a> {
+    pub kind: u32,
+    /// Where it begins in the header cluster.
+    pub at: usize,
+    pub data: &'a [u8],
+}
+
+impl Extension<'_> {
+    /// Where the next one begins.
+    pub fn end(&self) -> usize {
+        self.at + EXTENSION_HEAD_BYTES + self.data.len().next_multiple_of(8)
+    }
+}
+
+/// The extensions of a header of `header_bytes`, up to their end marker or to the name of the backing file.
+///
+/// # Errors
+/// [`ErrorKind::Format`] for one that does not end before that.
+pub(super) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<Vec<Extension<'_>>, Error> {
+    let end = match u64_at(bytes, 8) {
+        0 => bytes.len(),
+        name => usize::try_from(name).map_or(bytes.len(), |name| name.min(bytes.len())),
+    };
+    let mut found = Vec::new();
+    let mut at = header_bytes;
+    while let Some((head, data)) =
+        bytes.get(at..end).and_then(|rest| rest.split_at_checked(EXTENSION_HEAD_BYTES))
+    {
         let (kind, length) = (u32_at(head, 0), u32_at(head, 4) as usize);
         if kind == 0 {
             break;
         }
-        let Some(found) = data.get(..length) else {
+        let Some(data) = data.get(..length) else {
             return Err(rejected("an extension of its header is longer than the header"));
         };
-        if kind == wanted {
-            return Ok(Some(found));
-        }
-        rest = data.get(length.next_multiple_of(8)..).unwrap_or_default();
+        let extension = Extension { kind, at, data };
+        at = extension.end();
+        found.push(extension);
     }
-    Ok(None)
+    Ok(found)
 }
 
 /// The number at `at` of a slice that has it.
@@ -383,6 +422,10 @@ mod tests {
             (99, &[7], "2^7 bits"),
             (103, &[100], "header has 100 bytes"),
             (60, &[1], "snapshots"),
+            (71, &[1], "snapshot table is at"),
+            (60, &[0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0, 0], "snapshot table is at"),
+            (104, &[0x12, 0x34, 0x56, 0x78, 0x7f, 0xff, 0xff, 0xff], "an extension of its header is longer"),
+            (104, &[0x23, 0x85, 0x28, 0x75, 0, 0, 0, 16], "extension of its bitmaps is damaged"),
             (24, &[0x80], "its size is"),
         ] {
             let error = error(at, value);
