@@ -363,10 +363,12 @@ pub(super) async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResul
 /// That of the file; after one of a write or a sync, nothing more is written to the tables.
 pub(super) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     let sector = env.state().layers[0].align.max(512) as usize;
-    let mut read: Op = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(sector))).await?;
+    let start = at - at % sector;
+    let buffer = IoBuffer::zeroed((at + bytes.len()).next_multiple_of(sector) - start);
+    let mut read: Op = env.io.run(env.read_op(0, start as u64).with_buffer(buffer)).await?;
     let mut buffer = read.buffers.pop().ok_or(Status::Io)?;
-    buffer[at..at + bytes.len()].copy_from_slice(bytes);
-    let written = env.io.run(env.write_op(0).with_buffer(buffer)).await;
+    buffer[at - start..][..bytes.len()].copy_from_slice(bytes);
+    let written = env.io.run(env.write_op(start as u64).with_buffer(buffer)).await;
     if written.is_err() {
         // The file may have either.
         env.state().writer.failed = true;

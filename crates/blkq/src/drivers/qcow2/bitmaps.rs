@@ -11,7 +11,8 @@ use crate::buffer::IoBuffer;
 use crate::error::{Error, ErrorKind};
 
 use super::header::{
-    AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, u32_at, u64_at,
+    AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BITMAPS_EXTENSION_BYTES, BitmapsExtension, EXTENSION_BITMAPS,
+    EXTENSION_HEAD_BYTES, Extension, Header, NAME_OFFSET_AT, extensions, u32_at, u64_at,
 };
 
 /// Largest directory, in bytes: one of as many bitmaps as there may be has less than a tenth of it. QEMU's limit of
@@ -31,6 +32,10 @@ const TYPE_DIRTY: u8 = 1;
 /// An entry of a bitmap's table without a cluster: all bits are set.
 const ALL_ONES: u64 = 1;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// The bytes that a disk writes as a whole, or not at all.
+const SECTOR_BYTES: usize = 512;
+/// An extension of that type ends the list of extensions.
+const END_MARKER: [u8; EXTENSION_HEAD_BYTES] = [0; EXTENSION_HEAD_BYTES];
 
 /// The bitmaps in an image.
 #[derive(Default)]
@@ -284,11 +289,26 @@ impl DirectoryEntry<'_> {
     }
 }
 
-/// The first cluster of an image, `old`, with another extension for bitmaps, or without one.
+/// A change of bytes in the header cluster, which is durable before the next one is made.
+#[derive(Debug)]
+pub(super) struct HeaderChange {
+    pub at: usize,
+    pub bytes: Vec<u8>,
+}
+
+/// The changes that give the header cluster `old` another extension for bitmaps, or none.
+///
+/// A power loss may leave any sectors of a change unwritten. So each change either fits one sector, or writes bytes
+/// that no program reads yet: those behind the end marker of the extensions, and beside the backing file's name. While
+/// the autoclear bit of the bitmaps is clear, programs ignore the extension.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] for an image of version 2, or if there is no room for the extension.
-pub(super) fn change_extension(old: &[u8], extension: Option<&BitmapsExtension>) -> Result<Vec<u8>, Error> {
+/// [`ErrorKind::Unsupported`] for an image of version 2, or if there is no room for the extension;
+/// [`ErrorKind::Format`] if the header is damaged.
+pub(super) fn plan_extension(
+    old: &[u8],
+    extension: Option<&BitmapsExtension>,
+) -> Result<Vec<HeaderChange>, Error> {
     let unsupported = |why: &str| Err(Error::new(ErrorKind::Unsupported, why));
     if u32_at(old, 4) < 3 {
         return unsupported(
@@ -297,46 +317,101 @@ pub(super) fn change_extension(old: &[u8], extension: Option<&BitmapsExtension>)
     }
     let header_bytes = u32_at(old, 100) as usize;
     let (name_at, name_bytes) = (u64_at(old, 8) as usize, u32_at(old, 16) as usize);
-    // Another program may have made anything of it since it was parsed.
+    let name = name_at.checked_add(name_bytes).and_then(|end| old.get(name_at..end));
     let has_name = name_at != 0 && name_bytes != 0;
-    let name_at = if has_name { name_at } else { old.len() };
-    let name = old.get(name_at..).and_then(|rest| rest.get(..if has_name { name_bytes } else { 0 }));
-    let (Some(name), Some(head), Some(mut rest)) =
-        (name, old.get(..header_bytes), old.get(header_bytes..name_at))
-    else {
+    // Another program may have changed it since it was parsed.
+    if !(104..=old.len()).contains(&header_bytes)
+        || !header_bytes.is_multiple_of(8)
+        || has_name && (name.is_none() || name_at < header_bytes)
+    {
         return Err(damaged("its header contradicts itself"));
-    };
-    let mut new = head.to_vec();
-    while let Some((head, data)) = rest.split_at_checked(8) {
-        let (kind, length) = (u32_at(head, 0), u32_at(head, 4) as usize);
-        let padded = length.next_multiple_of(8);
-        let Some(data) = data.get(..padded).filter(|_| kind != 0) else { break };
-        if kind != EXTENSION_BITMAPS {
-            new.extend(head);
-            new.extend(data);
+    }
+    let extensions = extensions(old, header_bytes)?;
+    let mut of_bitmaps = extensions.iter().filter(|other| other.kind == EXTENSION_BITMAPS);
+    let present = of_bitmaps.next();
+    if present.is_some_and(|present| present.data.len() != BITMAPS_EXTENSION_BYTES)
+        || of_bitmaps.next().is_some()
+    {
+        return Err(damaged("the header extension of its bitmaps is damaged"));
+    }
+    let end = extensions.last().map_or(header_bytes, Extension::end);
+    let mut plan = HeaderPlan { cluster: old.to_vec(), changes: Vec::new() };
+    let Some(extension) = extension else {
+        plan.change(AUTOCLEAR_AT, &[0; 4]);
+        if let Some(present) = present.filter(|present| present.end() == end) {
+            plan.change(present.at, &END_MARKER);
         }
-        rest = &rest[8 + padded..];
+        // One with others behind it stays, and is ignored.
+        return Ok(plan.finish());
+    };
+    let mut data = extension.count.to_be_bytes().to_vec();
+    data.extend([0; 4]);
+    data.extend(extension.directory_bytes.to_be_bytes());
+    data.extend(extension.directory.to_be_bytes());
+    if let Some(present) = present {
+        let at = present.at + EXTENSION_HEAD_BYTES;
+        if at / SECTOR_BYTES != (at + data.len() - 1) / SECTOR_BYTES {
+            plan.change(AUTOCLEAR_AT, &[0; 4]);
+        }
+        plan.change(at, &data);
+    } else {
+        if old.get(end..end + END_MARKER.len()).is_none_or(|marker| marker[..4] != END_MARKER[..4])
+            || name_at != 0 && name_at < end + END_MARKER.len()
+        {
+            return unsupported(
+                "its header has no room for bitmaps: nothing marks the end of its extensions",
+            );
+        }
+        let new_end = end + EXTENSION_HEAD_BYTES + data.len() + END_MARKER.len();
+        let mut used = new_end;
+        if name_at != 0 && name_at < new_end {
+            let name = name.filter(|_| has_name).unwrap_or_default();
+            let place = new_end.max(name_at + name.len()).next_multiple_of(8);
+            used = place + name.len();
+            if used <= old.len() {
+                plan.change(place, name);
+                plan.change(NAME_OFFSET_AT, &(if has_name { place as u64 } else { 0 }).to_be_bytes());
+            }
+        }
+        if used > old.len() {
+            return unsupported("its header has no room for bitmaps: its clusters are too small");
+        }
+        let mut head = EXTENSION_BITMAPS.to_be_bytes().to_vec();
+        head.extend((data.len() as u32).to_be_bytes());
+        data.extend(END_MARKER);
+        plan.change(end + EXTENSION_HEAD_BYTES, &data);
+        plan.change(end, &head);
     }
-    if let Some(extension) = extension {
-        new.extend(EXTENSION_BITMAPS.to_be_bytes());
-        new.extend(24u32.to_be_bytes());
-        new.extend(extension.count.to_be_bytes());
-        new.extend([0; 4]);
-        new.extend(extension.directory_bytes.to_be_bytes());
-        new.extend(extension.directory.to_be_bytes());
+    plan.change(AUTOCLEAR_AT, &AUTOCLEAR_BITMAPS.to_be_bytes());
+    Ok(plan.finish())
+}
+
+/// Changes of a header cluster, in order.
+struct HeaderPlan {
+    /// With the changes so far.
+    cluster: Vec<u8>,
+    changes: Vec<HeaderChange>,
+}
+
+impl HeaderPlan {
+    fn change(&mut self, at: usize, bytes: &[u8]) {
+        let place = &mut self.cluster[at..at + bytes.len()];
+        if place != bytes {
+            place.copy_from_slice(bytes);
+            self.changes.push(HeaderChange { at, bytes: bytes.to_vec() });
+        }
     }
-    // The end of the extensions.
-    new.extend([0; 8]);
-    let name_at = if has_name { new.len() as u64 } else { 0 };
-    new.extend(name);
-    if new.len() > old.len() {
-        return unsupported("its header has no room for bitmaps: its clusters are too small");
+
+    /// The changes: a single one if the first sector contains them all.
+    fn finish(self) -> Vec<HeaderChange> {
+        let end = self.changes.iter().map(|change| change.at + change.bytes.len()).max();
+        match end {
+            Some(end) if end <= SECTOR_BYTES => {
+                vec![HeaderChange { at: 0, bytes: self.cluster[..end].to_vec() }]
+            }
+            _ => self.changes,
+        }
     }
-    new.resize(old.len(), 0);
-    new[8..16].copy_from_slice(&name_at.to_be_bytes());
-    let autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
-    new[AUTOCLEAR_AT..AUTOCLEAR_AT + 4].copy_from_slice(&autoclear.to_be_bytes());
-    Ok(new)
 }
 
 /// The bytes of a table or a cluster at `offset` of the file.
@@ -372,6 +447,7 @@ fn damaged(why: impl Into<String>) -> Error {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
+    use crate::drivers::qcow2::header::{BackingName, MAGIC};
 
     fn entry(name: &[u8], clusters: u32, extra: &[u8]) -> Vec<u8> {
         let mut bytes = (1u64 << 16).to_be_bytes().to_vec();
@@ -430,8 +506,67 @@ mod tests {
             (0, 0, 513, false),
         ] {
             put(&mut old, name, name_bytes, header);
-            let changed = change_extension(&old, Some(&extension));
+            let changed = plan_extension(&old, Some(&extension));
             assert_eq!(changed.is_ok(), is_sound, "{name} {name_bytes} {header}");
+        }
+    }
+
+    /// A header cluster of version 3 with an unknown extension of `other` bytes, and the name of a backing file.
+    fn header_cluster(other: usize, name: usize) -> Vec<u8> {
+        let mut bytes = vec![0; 4096];
+        let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+        put(0, &MAGIC);
+        put(4, &3u32.to_be_bytes());
+        put(20, &12u32.to_be_bytes());
+        put(48, &4096u64.to_be_bytes());
+        put(56, &1u32.to_be_bytes());
+        put(96, &4u32.to_be_bytes());
+        put(100, &104u32.to_be_bytes());
+        put(104, &0x1234_5678u32.to_be_bytes());
+        put(108, &(other as u32).to_be_bytes());
+        if name > 0 {
+            let at = 112 + other.next_multiple_of(8) + 8;
+            put(8, &(at as u64).to_be_bytes());
+            put(16, &(name as u32).to_be_bytes());
+            put(at, &vec![b'n'; name]);
+        }
+        bytes
+    }
+
+    fn trusted(cluster: &[u8]) -> (Option<BackingName>, Option<BitmapsExtension>) {
+        let Header { backing, bitmaps, autoclear, .. } = Header::parse(cluster).unwrap();
+        (backing, bitmaps.filter(|_| autoclear & AUTOCLEAR_BITMAPS != 0))
+    }
+
+    // Contract: durability
+    #[test]
+    fn a_torn_change_of_the_header_keeps_the_backing_file() {
+        let extension = |count| BitmapsExtension { count, directory_bytes: 32, directory: 4096 };
+        for (other, name) in (300..480).step_by(8).flat_map(|other| [0, 5, 700].map(|name| (other, name))) {
+            let mut cluster = header_cluster(other, name);
+            let backing = trusted(&cluster).0;
+            for next in [Some(extension(1)), Some(extension(2)), None, Some(extension(3)), None] {
+                let before = trusted(&cluster).1;
+                for HeaderChange { at, bytes } in plan_extension(&cluster, next.as_ref()).unwrap() {
+                    let changed = [&cluster[..at], &bytes, &cluster[at + bytes.len()..]].concat();
+                    // Any of its sectors is written, or not.
+                    for written in 0..1 << 8 {
+                        let mut torn = cluster.clone();
+                        for sector in (0..8).filter(|sector| written >> sector & 1 == 1) {
+                            let sector = sector * SECTOR_BYTES..(sector + 1) * SECTOR_BYTES;
+                            torn[sector.clone()].copy_from_slice(&changed[sector]);
+                        }
+                        let (name_now, bitmaps) = trusted(&torn);
+                        assert_eq!(name_now, backing, "{other} {name}");
+                        assert!(
+                            bitmaps.is_none() || bitmaps == before || bitmaps == next,
+                            "{other} {name}: {bitmaps:?}"
+                        );
+                    }
+                    cluster = changed;
+                }
+                assert_eq!(trusted(&cluster), (backing.clone(), next));
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, IoResult, Status};
 use crate::sync::{Mutex, lock as locked};
 
 use super::allocate::change_header;
-use super::bitmaps::{Layout, Stored, change_extension, read};
+use super::bitmaps::{Layout, Stored, plan_extension, read};
 use super::blocking;
 use super::commit::sync;
 use super::env::{Env, Shared};
@@ -144,7 +144,7 @@ impl Image<'_> {
             Ok(())
         })?;
         let extension = BitmapsExtension { count: 1, directory_bytes: 0, directory: 0 };
-        change_extension(&locked(&head), Some(&extension)).map_err(of_image).map(drop)
+        plan_extension(&locked(&head), Some(&extension)).map_err(of_image).map(drop)
     }
 
     /// Has the image name `bitmaps`, and no others that are known, as in use, with room for their bits. No queue does

@@ -8,8 +8,8 @@ use crate::bitmap::{Bitmap, BitmapState, bytes_for};
 use crate::buffer::IoBuffer;
 use crate::error::{IoResult, Status};
 
-use super::allocate::{Clusters, allocate, free_unused};
-use super::bitmaps::{DirectoryEntry, Layout, change_extension, entry_name};
+use super::allocate::{Clusters, allocate, change_header, free_unused};
+use super::bitmaps::{DirectoryEntry, HeaderChange, Layout, entry_name, plan_extension};
 use super::commit::{commit, refcount_of, sync};
 use super::env::Env;
 use super::header::{AUTOCLEAR_BITMAPS, BitmapsExtension};
@@ -270,15 +270,16 @@ async fn write_directory(
 /// # Errors
 /// Those of the file.
 pub(super) async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
-    let head =
-        change_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
-    let written = write(env, 0, &head).await;
-    if written.is_err() {
-        // The file may have either.
-        env.state().writer.failed = true;
+    let changes =
+        plan_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
+    for HeaderChange { at, bytes } in changes {
+        let changed = change_header(env, at, &bytes).await;
+        if changed.is_err() {
+            // The file may have either.
+            env.state().writer.failed = true;
+        }
+        changed?;
     }
-    written?;
-    sync(env).await?;
     let mut state = env.state();
     let header = &mut state.top_mut()?.header;
     header.autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };

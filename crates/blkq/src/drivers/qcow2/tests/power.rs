@@ -5,10 +5,12 @@
 use std::rc::Rc;
 
 use super::*;
+use crate::bitmap::{Bitmap, BitmapState};
 use crate::buffer::{IoBuffer, Segment};
 use crate::drivers::qcow2::commit::commit;
 use crate::drivers::qcow2::env::Env;
 use crate::drivers::qcow2::io::{Action, Executor, Memory, Submitted};
+use crate::drivers::qcow2::places::{Named, Places, exchange};
 use crate::drivers::qcow2::read::read_own;
 use crate::drivers::qcow2::write::{Source, write};
 use crate::drivers::qcow2::zero::{Wanted, clear};
@@ -345,4 +347,61 @@ fn what_was_flushed_survives_a_power_loss_at_any_instant() {
         ("compat=0.10,cluster_size=4k", false),
     ];
     each_kind(3, &kinds, |(kind, backing), seed| live(kind, backing, seed));
+}
+
+/// A life of an image whose dirty bitmaps are added and removed, with power losses at several instants. Its header
+/// cluster has the feature table of QEMU, so that extensions and the backing file's name are in several sectors.
+fn live_with_bitmaps((kind, name_bytes): (&str, usize), seed: u64) {
+    let mut random = Random::new(seed);
+    let directory = Directory::new();
+    let sectors = 128 << 10 >> 9;
+    let contents: Vec<u32> = (0..sectors as u32).map(|sector| sector + 1).collect();
+    let name = "b".repeat(name_bytes);
+    std::fs::write(directory.0.join(&name), &*content_of(&contents)).unwrap();
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-o", kind, "-b", &name, "-F", "raw", "d.qcow2"]);
+    let model = Model { allowed: contents.iter().map(|content| vec![*content]).collect(), now: contents };
+    let path = directory.0.join("d.qcow2");
+    let device = Qcow2::open(&Qcow2Options { direct_io: DirectIo::Off, ..Qcow2Options::new(&path) }).unwrap();
+    let env = Env::new(Arc::clone(&device.shared));
+    let mut disk =
+        Disk::new(vec![std::fs::read(&path).unwrap(), std::fs::read(directory.0.join(&name)).unwrap()]);
+    let mut executor = Executor::default();
+    let places = Rc::new(std::cell::RefCell::new(Places::default()));
+    for _ in 0..4 {
+        let bitmaps = (0..random.below(3)).map(|number| {
+            let name = format!("bitmap{number}");
+            Bitmap::new(&name, 4096, (sectors * SECTOR) as u64, BitmapState::Recording).unwrap()
+        });
+        let named = bitmaps.map(|bitmap| Named::of(&bitmap, bitmap.size())).collect();
+        let (task, places) = (Rc::clone(&env), Rc::clone(&places));
+        executor.spawn(&env.io, async move {
+            let old = places.borrow().clone();
+            let exchanged = exchange(&task, old, named).await;
+            *places.borrow_mut() = exchanged.expect("no error of the file");
+        });
+        loop {
+            executor.run(&env.io);
+            disk.collect(&env);
+            if disk.pending.is_empty() {
+                break;
+            }
+            disk.execute(&env, &mut random);
+            if random.below(4) == 0 {
+                verify(&directory, &disk.lose(&mut random), &model, seed);
+            }
+        }
+        assert!(executor.is_idle(), "seed {seed}: a task waits for nothing");
+    }
+}
+
+// Contract: durability
+#[test]
+fn a_power_loss_while_bitmaps_are_added_keeps_the_backing_file() {
+    let kinds = [
+        ("cluster_size=64k", 4),
+        ("cluster_size=4k", 200),
+        ("cluster_size=2k", 100),
+        ("cluster_size=512", 4),
+    ];
+    each_kind(3, &kinds, live_with_bitmaps);
 }
