@@ -66,8 +66,8 @@ impl Args {
 
     fn upgrade(&self, dir: &StateDir, name: &str) -> Outcome<ExitCode> {
         let _lock = dir.lock_upgrade(name)?;
-        check(dir, name)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
+        check(dir, name)?;
         // As it is now: the daemon may have started just before it answered.
         let state = read_state(&dir.file(name, ".json"));
         let guest = state.map(|state| of_guest(&state, name)).transpose()?.flatten();
@@ -202,8 +202,7 @@ fn of_guest(state: &StateFile, name: &str) -> Outcome<Option<AttachOptions>> {
     Ok(options.exports.contains(&Export::VhostUserBlk).then_some(options))
 }
 
-/// Checks whether this program could serve the device `name`, if that is one of the kernel. Whether
-/// there is one, its daemon reports.
+/// Checks whether this program could serve the device `name`, if that is one of the kernel.
 fn check(dir: &StateDir, name: &str) -> Outcome {
     let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };

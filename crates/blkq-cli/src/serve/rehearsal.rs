@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::Path;
 
-use blkq::ErrorKind;
 use blkq::drivers::{self, DriverSpec};
 
 use super::exports::size_of;
@@ -47,11 +46,7 @@ fn check(options: &AttachOptions, bytes: u64) -> Outcome {
         check_size(path, options.offset, bytes)?;
     }
     tls(&options)?;
-    match drivers::open(&options.image, &driver_options(&options, true)) {
-        // By the old daemon: what comes before its lock is well.
-        Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
-        opened => Ok(opened.map(drop)?),
-    }
+    Ok(drivers::check(&options.image, &driver_options(&options, true))?)
 }
 
 /// Rejects an image that is smaller than its device. (A block device has no length here.)
@@ -80,6 +75,23 @@ mod tests {
         assert!(check_successor(&dir, &options, 1 << 20).unwrap_err().to_string().contains("no group g"));
         GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
         assert_eq!(check_successor(&dir, &options, 1 << 20), Ok(()));
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    // Contract: durability
+    #[test]
+    fn an_image_is_checked_without_a_write() {
+        let dir = scratch("rehearsal-qcow2");
+        let image = dir.path().join("d");
+        let create = ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "1M"];
+        assert!(std::process::Command::new("qemu-img").args(create).status().unwrap().success());
+        let mut bytes = fs::read(&image).unwrap();
+        // As of a daemon that was killed: the image belongs to its journal.
+        bytes[88..92].copy_from_slice(&[1; 4]);
+        fs::write(&image, &bytes).unwrap();
+        let options = options(&[image.to_str().unwrap(), "--export", "ublk", "--format", "qcow2"]);
+        assert_eq!(check(&options, 1 << 20), Ok(()));
+        assert!(fs::read(&image).unwrap() == bytes);
         fs::remove_dir_all(dir.path()).unwrap();
     }
 

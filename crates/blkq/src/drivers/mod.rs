@@ -135,6 +135,24 @@ pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver
     Ok(Box::new(Fault::new(driver, fault.clone())?))
 }
 
+/// Checks whether [`open`] with the same arguments could succeed once the process that uses the image has released
+/// it. Nothing is written: the image is opened for reading only, and its journal is not looked for.
+///
+/// # Errors
+/// As [`open`], but for [`ErrorKind::Busy`].
+pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
+    if let DriverSpec::Image(path) = spec
+        && !options.read_only
+    {
+        backing::check_writable(path)?;
+    }
+    let options = DriverOptions { read_only: true, journals: None, predecessor: None, ..options.clone() };
+    match open_plain(spec, &options) {
+        Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
+        opened => opened.map(drop),
+    }
+}
+
 fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
     match spec {
         DriverSpec::Null(bytes) => {

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use io_uring::opcode;
 use rustix::fs::{
-    AtFlags, OFlags, SeekFrom, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_getflags, seek, statx,
+    Access, AtFlags, CWD, OFlags, SeekFrom, StatxFlags, accessat, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_getflags,
+    seek, statx,
 };
 
 use crate::buffer::IoBuffer;
@@ -90,25 +91,7 @@ impl Backing {
             .write(!read_only)
             .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(&path)
-            .map_err(|e| {
-                let busy = match e.raw_os_error() {
-                    Some(libc::ETXTBSY) => Some("it is swap space, or a program that runs"),
-                    // Where the kernel lets nobody write to what is mounted.
-                    Some(libc::EBUSY) => Some("the kernel has claimed it, as for a mount"),
-                    _ => None,
-                };
-                if let Some(why) = busy {
-                    return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
-                }
-                let (what, cure) = match e.raw_os_error() {
-                    Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
-                        (" for writing", "give write permission, or open it read-only")
-                    }
-                    Some(libc::EACCES | libc::EPERM) => ("", "give read permission, or open it as its owner"),
-                    _ => ("", ""),
-                };
-                Error::system(format!("cannot open the image {shown}{what}"), e).with_cure(cure)
-            })?;
+            .map_err(|e| cannot_open(e, &path, read_only))?;
         Backing::of_open(file, path)
     }
 
@@ -191,6 +174,35 @@ pub(crate) fn reopen(file: &File, path: &Path, writable: bool) -> Result<File, E
         .write(writable)
         .open(same)
         .map_err(|e| Error::system(format!("cannot open the image {} {what}", path.display()), e))
+}
+
+/// Checks whether this process may write to the image at `path`, without opening it.
+///
+/// # Errors
+/// As [`Backing::open`].
+pub(crate) fn check_writable(path: &Path) -> Result<(), Error> {
+    accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS).map_err(|e| cannot_open(e.into(), path, false))
+}
+
+fn cannot_open(error: std::io::Error, path: &Path, read_only: bool) -> Error {
+    let shown = path.display();
+    let busy = match error.raw_os_error() {
+        Some(libc::ETXTBSY) => Some("it is swap space, or a program that runs"),
+        // Where the kernel lets nobody write to what is mounted.
+        Some(libc::EBUSY) => Some("the kernel has claimed it, as for a mount"),
+        _ => None,
+    };
+    if let Some(why) = busy {
+        return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
+    }
+    let (what, cure) = match error.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
+            (" for writing", "give write permission, or open it read-only")
+        }
+        Some(libc::EACCES | libc::EPERM) => ("", "give read permission, or open it as its owner"),
+        _ => ("", ""),
+    };
+    Error::system(format!("cannot open the image {shown}{what}"), error).with_cure(cure)
 }
 
 fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {
