@@ -103,11 +103,13 @@ fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()
 ///
 /// # Errors
 /// One line: what is wrong, why, and the cure. [`ErrorKind::BackingFile`] for one that `allowed`
-/// does not admit, whose cure is the caller's. One that lacks writes in one of `journals` is rejected.
+/// does not admit, whose cure is the caller's. One that lacks writes in one of `journals` is rejected; if that
+/// journal is ignored, `warnings` gets the reason.
 pub(super) fn open_behind(
     top: &Opened,
     allowed: BackingChain,
     journals: Option<&Journals>,
+    warnings: &mut Vec<String>,
 ) -> Result<Vec<Opened>, Error> {
     let mut chain: Vec<Opened> = Vec::new();
     loop {
@@ -130,7 +132,8 @@ pub(super) fn open_behind(
         let opened = read_one(&last.backing.path, &name, backing)?;
         if let (Some(tables), Some(all)) = (&opened.tables, journals) {
             let (path, identity) = (&opened.backing.path, opened.backing.identity);
-            journal::check_behind(all, path, (identity, tables.header.tag), last.backing.identity)?;
+            let tag = tables.header.tag;
+            warnings.extend(journal::check_behind(all, path, (identity, tag), last.backing.identity)?);
         }
         chain.push(opened);
         let l1_bytes = |one: &Opened| one.tables.as_ref().map_or(0, |tables| tables.l1.len() as u64 * 8);

@@ -137,6 +137,19 @@ pub(super) enum Left {
     Incomplete,
 }
 
+impl Left {
+    /// Whether the image lacks data without them.
+    fn have_data(&self) -> bool {
+        match self {
+            Left::Nothing => false,
+            Left::Records(records) => {
+                records.iter().any(|record| matches!(record, Record::L2 { .. } | Record::L1 { .. }))
+            }
+            Left::Incomplete => true,
+        }
+    }
+}
+
 /// The journal of an image.
 pub(super) struct Journal {
     words: Words,
@@ -199,11 +212,22 @@ impl Journal {
 
     /// The changes that are left of a process which had the image open with that tag.
     pub fn left(&self, tag: u32) -> Left {
-        let word = |at: usize| self.word(at).load(Acquire);
-        let tags = [word(TAG_AT), word(NEXT_TAG_AT)];
+        let tags = [TAG_AT, NEXT_TAG_AT].map(|at| self.word(at).load(Acquire));
         if tag == 0 || !tags.contains(&tag.into()) || !self.is_of_image() {
             return Left::Nothing;
         }
+        self.records()
+    }
+
+    /// Whether a process was killed that had written to the image's own device, and its writes are only in this
+    /// journal, which an image without a tag does not belong to.
+    fn has_ignored_writes(&self) -> bool {
+        let has_tag = [TAG_AT, NEXT_TAG_AT].iter().any(|at| self.word(*at).load(Acquire) != 0);
+        has_tag && self.is_of_image() && self.front() == (0, 0) && self.records().have_data()
+    }
+
+    fn records(&self) -> Left {
+        let word = |at: usize| self.word(at).load(Acquire);
         let mut records = Vec::new();
         let now = (word(HALF_AT) & 1) as usize;
         for half in [1 - now, now] {
@@ -354,8 +378,20 @@ pub(super) fn find(journals: &Journals, path: &Path, identity: (u64, u64)) -> Re
     })
 }
 
+/// The warning that the image at `path`, which has no tag, has a journal with writes that it lacks.
+pub(super) fn find_ignored(journals: &Journals, path: &Path, identity: (u64, u64)) -> Option<String> {
+    let journal = Journal::find(journals, identity).ok().flatten()?;
+    journal.has_ignored_writes().then(|| {
+        format!(
+            "the journal of {} is ignored, because another program opened the image for writing after its process was \
+             killed: writes that were not flushed then are lost",
+            path.display()
+        )
+    })
+}
+
 /// Rejects an image at `path` behind the image `front`, if it lacks writes in its journal, which has that tag: a later
-/// commit would bring them back under what the other has by then.
+/// commit would bring them back under what the other has by then. Returns a warning if such a journal is ignored.
 ///
 /// # Errors
 /// As [`find`], and [`lacking`].
@@ -364,19 +400,13 @@ pub(super) fn check_behind(
     path: &Path,
     (identity, tag): ((u64, u64), u32),
     front: (u64, u64),
-) -> Result<(), Error> {
+) -> Result<Option<String>, Error> {
     if tag == 0 {
-        return Ok(());
+        return Ok(find_ignored(journals, path, identity));
     }
-    let Some(journal) = find(journals, path, identity)? else { return Ok(()) };
-    let lacks = match journal.left(tag) {
-        Left::Nothing => false,
-        Left::Records(records) => {
-            records.iter().any(|record| matches!(record, Record::L2 { .. } | Record::L1 { .. }))
-        }
-        Left::Incomplete => true,
-    };
-    if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(()) }
+    let Some(journal) = find(journals, path, identity)? else { return Ok(None) };
+    let lacks = journal.left(tag).have_data();
+    if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(None) }
 }
 
 /// The warning of an image that can have no journal.

@@ -183,7 +183,7 @@ impl Qcow2 {
             ));
         }
         let journals = options.journals.as_deref();
-        let behind = chain::open_behind(&top, options.backing_chain, journals)?;
+        let behind = chain::open_behind(&top, options.backing_chain, journals, &mut warnings)?;
         let writer = open_writer(&top, options.read_only)?;
         let smallest = std::iter::once(&top)
             .chain(&behind)

@@ -1,6 +1,6 @@
 //! The journal of an image that is open: what a process that was killed left is applied, and another is begun.
 
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::sync::lock as locked;
 
 use super::header::TAG_AT;
@@ -8,20 +8,32 @@ use super::journal::{self, Journal, Journals, Left};
 use super::{Qcow2, allocate, replay};
 
 impl Qcow2 {
-    /// Applies the journal that a process which was killed left, and begins one if there are `journals`. The image gets
-    /// the data of the image `front`, if there is one, until it has a queue.
+    /// Applies the journal that a killed process left, and begins another if there are `journals`. The image gets the
+    /// data of the image `front`, if there is one, until it has a queue.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] for an image that has the tag of a journal and is open for writing without
+    /// `journals`; those of the files.
     pub(super) fn begin_journal(
         mut self,
         journals: Option<&Journals>,
         front: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
+        let (identity, tag) = (self.identity, self.tag());
+        if journals.is_none() && self.writable && tag != 0 {
+            let message = format!(
+                "{} was not closed, and the journal of its process may contain writes that it lacks; open it once with \
+                 the directory of that journal, or read-only",
+                self.path.display()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
         // A header of version 2 has no place for the tag.
         let able = journals.filter(|_| self.version >= 3);
         if journals.is_some() && able.is_none() && self.writable {
             self.warnings.push(journal::none_in_version_2(&self.path));
         }
         let journals = able;
-        let (identity, tag) = (self.identity, self.tag());
         let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
         let found = found.transpose()?.flatten();
         match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
@@ -33,7 +45,10 @@ impl Qcow2 {
                     self.path.display()
                 ));
             }
-            Left::Nothing => {}
+            Left::Nothing => {
+                let ignored = journals.and_then(|all| journal::find_ignored(all, &self.path, identity));
+                self.warnings.extend(ignored);
+            }
             Left::Records(records) if records.is_empty() => {}
             _ if !self.writable => return Err(journal::lacking(&self.path)),
             Left::Records(records) => {

@@ -15,6 +15,7 @@ use crate::drivers::qcow2::io::{Executor, Memory};
 use crate::drivers::qcow2::journal::Left;
 use crate::drivers::qcow2::write::{Source, write};
 use crate::drivers::qcow2::zero::{Wanted, clear};
+use crate::drivers::{DriverOptions, DriverSpec, ImageFormat, check};
 use crate::random::Random;
 use crate::tags::Tag;
 
@@ -363,7 +364,12 @@ fn a_journal_is_void_once_another_program_wrote() {
             let program = ["-f", "qcow2", "-c", "write -P 7 0 64k", path.to_str().unwrap()];
             assert!(Command::new("qemu-io").args(program).output().unwrap().status.success());
         }
-        let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
+        let is_ignored = |device: &Qcow2| device.warnings().iter().any(|line| line.contains("is ignored"));
+        let reader = Qcow2::open(&Qcow2Options { read_only: true, ..options.clone() });
+        assert_eq!(reader.is_ok_and(|reader| is_ignored(&reader)), by_qemu);
+        let device = Qcow2::open(&options).unwrap();
+        assert_eq!(is_ignored(&device), by_qemu);
+        let mut h = Harness::open(&device).unwrap();
         let expected =
             if by_qemu { pattern(4096, 1).iter().map(|_| 0).collect() } else { pattern(4096, 1).to_vec() };
         assert_eq!(h.read_back(MIB, 4096), expected);
@@ -373,6 +379,50 @@ fn a_journal_is_void_once_another_program_wrote() {
         directory.check(&path);
     }
     assert_eq!(std::fs::read_dir(directory.0.join("journals")).unwrap().count(), 0);
+}
+
+// Contract: durability
+#[test]
+fn a_journal_of_a_backing_file_that_is_ignored_is_reported() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let base = directory.image("base.qcow2", "cluster_size=64k", 4 * MIB);
+    directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top.qcow2"]);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = |name: &str| Qcow2Options {
+        journals: Some(Arc::clone(&journals)),
+        ..Qcow2Options::new(directory.0.join(name))
+    };
+    write_and_die(&Qcow2::open(&options("base.qcow2")).unwrap());
+    // It opens the image for writing, and changes nothing else.
+    directory.qemu_img(&["check", "-q", "-r", "leaks", base.to_str().unwrap()]);
+    let warnings = Qcow2::open(&options("top.qcow2")).unwrap().warnings();
+    let expected = format!("the journal of {} is ignored", base.display());
+    assert!(warnings.iter().any(|line| line.starts_with(&expected)), "{warnings:?}");
+}
+
+// Contract: durability
+#[test]
+fn a_check_of_an_image_leaves_its_journal_valid() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    write_and_die(&Qcow2::open(&options).unwrap());
+    let before = std::fs::read(&path).unwrap();
+    let checked = DriverOptions { format: ImageFormat::Qcow2, ..DriverOptions::default() };
+    check(&DriverSpec::Image(path.clone()), &checked).unwrap();
+    // Without the journal its writes would be lost.
+    let refused = Qcow2::open(&Qcow2Options { journals: None, ..options.clone() }).err().unwrap();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    assert!(std::fs::read(&path).unwrap() == before);
+    let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
+    assert_eq!(h.read_back(MIB, 4096), pattern(4096, 1).to_vec());
 }
 
 /// All begin before the refcounts are in memory, and so before any of them has changed something.
