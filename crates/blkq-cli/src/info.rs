@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
+use blkq::drivers::DriverSpec;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
 use crate::confine::Confinement;
-use crate::options::Record;
+use crate::failure::Outcome;
+use crate::options::{AttachOptions, Export, Record};
 
 /// A device. Sizes in bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -111,6 +113,22 @@ pub struct StateFile {
     /// The settings changed since it was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
+}
+
+impl StateFile {
+    /// How the device was attached, if it is served to a virtual machine and is no block device: its front end
+    /// connects to the next daemon by itself, and has the requests in flight.
+    ///
+    /// # Errors
+    /// The option that this program does not understand.
+    pub fn guest_options(&self) -> Outcome<Option<AttachOptions>> {
+        let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
+        let mut options = record.read()?;
+        options.name = Some(self.name.clone());
+        // Memory is lost with the daemon.
+        let is_kept = !matches!(options.image, DriverSpec::Ram(_));
+        Ok((is_kept && options.exports.contains(&Export::VhostUserBlk)).then_some(options))
+    }
 }
 
 /// The kernel's block device.

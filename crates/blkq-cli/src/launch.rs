@@ -42,6 +42,9 @@ pub struct LaunchMessage {
     /// The settings that its last daemon had changed since, in order.
     #[serde(default, with = "ordered", skip_serializing_if = "Vec::is_empty")]
     pub settings: Vec<(String, String)>,
+    /// Whether a daemon of that name has left the device to this one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub succeeds: bool,
 }
 
 /// A program that is run as a daemon.
@@ -69,25 +72,41 @@ impl Program {
         }
     }
 
-    /// Attaches by a daemon, and waits until it is ready. `settings` are those that the device had before.
-    /// `exit_with_parent`: it detaches when this process exits.
+    /// Attaches by a daemon, and waits until it is ready. `exit_with_parent`: it detaches when this process exits.
     ///
     /// # Errors
     /// The failure that it reports, or that it reported nothing.
-    pub fn launch_attach(
+    pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
+        let flag = exit_with_parent.then_some("--exit-with-parent");
+        let message = LaunchMessage { options: Record::new(options)?, settings: Vec::new(), succeeds: false };
+        self.launch_with(options, flag, &message)
+    }
+
+    /// As [`Program::launch_attach`], for a device that its last daemon, which had `settings`, has left.
+    ///
+    /// # Errors
+    /// As [`Program::launch_attach`].
+    pub fn launch_successor(
         &self,
         options: &AttachOptions,
         settings: Vec<(String, String)>,
-        exit_with_parent: bool,
     ) -> Outcome<Launched> {
-        let name = options.name.clone().unwrap_or_else(|| options.default_name());
-        let message = LaunchMessage { options: Record::new(options)?, settings };
-        let input = serde_json::to_vec(&message).map_err(|e| failure(e.into()))?;
-        let flags = exit_with_parent.then_some("--exit-with-parent");
-        launch(self, flags, &name, &input)
+        let message = LaunchMessage { options: Record::new(options)?, settings, succeeds: true };
+        self.launch_with(options, None, &message)
     }
 
-    /// Has a new daemon serve the orphan `name`, and waits until it is ready.
+    fn launch_with(
+        &self,
+        options: &AttachOptions,
+        flag: Option<&str>,
+        message: &LaunchMessage,
+    ) -> Outcome<Launched> {
+        let name = options.name.clone().unwrap_or_else(|| options.default_name());
+        let input = serde_json::to_vec(message).map_err(|e| failure(e.into()))?;
+        launch(self, flag, &name, &input)
+    }
+
+    /// Has a new daemon serve the device `name` of one that has exited, and waits until it is ready.
     ///
     /// # Errors
     /// The failure that it reports, or that it reported nothing.

@@ -38,6 +38,7 @@ pub mod parent;
 pub mod pid_file;
 mod record_lock;
 pub mod serve;
+mod session;
 pub mod settings;
 pub mod signals;
 pub mod state;

@@ -141,6 +141,15 @@ impl AsFd for Signals {
     }
 }
 
+/// Has the kernel discard the `ignored`, for a process that must finish its work. A daemon that it starts installs
+/// handlers.
+///
+/// # Errors
+/// The error of the kernel.
+pub fn ignore(ignored: &[Signal]) -> Outcome {
+    ignored.iter().try_for_each(|signal| set_action(signal.number(), libc::SIG_IGN).map_err(failure))
+}
+
 fn set_action(signal: libc::c_int, handler: libc::sighandler_t) -> std::io::Result<()> {
     // SAFETY: zeroes are a sigaction with an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };

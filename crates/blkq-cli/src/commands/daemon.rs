@@ -15,8 +15,8 @@ use crate::parent;
 pub struct Args {
     /// The name of the device, or the one that is made unique: to be seen in lists of processes
     name: OsString,
-    /// Take over the block device of that name, after its daemon died; else the options of the device are
-    /// read from standard input
+    /// Take over the device of that name, after its daemon died; else the options of the device are read from
+    /// standard input
     #[arg(long)]
     recover: bool,
     /// Detach when the process that started this one exits
@@ -49,8 +49,15 @@ impl Args {
             return recover::take_over(&self.name.to_string_lossy(), Vec::new(), parent);
         }
         let message = serde_json::from_reader(std::io::stdin().lock());
-        let LaunchMessage { options, settings } =
+        let LaunchMessage { options, settings, succeeds } =
             message.map_err(|e| Failure::new(format!("the options on standard input: {e}")))?;
-        Daemon::start(&options.read()?, settings, Vec::new(), parent)
+        let options = options.read()?;
+        match &options.name {
+            // An older blkq that starts this program again sends nothing else.
+            Some(name) if succeeds || !settings.is_empty() => {
+                Daemon::succeed(name, &options, settings, Vec::new(), parent)
+            }
+            _ => Daemon::start(&options, Vec::new(), parent),
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! `blkq recover`: a new daemon for a block device after its own died.
+//! `blkq recover`: a new daemon for a block device, or a virtual machine's disk, after its own died.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -13,15 +13,16 @@ use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
-use crate::state::{Dead, Fate, Found, StateDir, check_name};
+use crate::state::{Dead, Fate, Found, StateDir, check_name, read_state};
 use blkq::drivers::DriverSpec;
 
 /// Options of `recover`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 A ublk device outlives its daemon: I/O on it waits, and is reissued when a new daemon
-serves it. The options are those of `blkq attach`, the settings and the size those of the old
-daemon.
+serves it. The front end of a virtual machine's disk (vhost-user-blk) waits too, and connects
+to the new daemon. The options are those of `blkq attach`, the settings and the size those of
+the old daemon.
 
 Examples:
   blkq list                     its mode is `orphan`
@@ -39,15 +40,18 @@ impl Args {
     /// # Errors
     /// Why the device cannot be taken over; it stays as it was.
     pub fn run(self) -> Outcome<ExitCode> {
-        let name = named(&StateDir::locate()?, &self.name)?;
-        let launched = Program::This.launch_recover(&name);
-        let Launched { info, .. } = launched.map_err(|e| e.during(format_args!("recover {name}")))?;
+        let dir = StateDir::locate()?;
+        let name = named(&dir, &self.name)?;
+        let during = |e: Failure| e.during(format_args!("recover {name}"));
+        // An upgrade that is at work starts a daemon itself.
+        let _lock = dir.lock_upgrade(&name).map_err(during)?;
+        let Launched { info, .. } = Program::This.launch_recover(&name).map_err(during)?;
         report(&info)?;
         Ok(ExitCode::SUCCESS)
     }
 }
 
-/// Takes the orphan `name` over, as its new daemon, which listens on the sockets `inherited` as the one before did
+/// Takes the orphan or the virtual machine's disk `name` over, as its new daemon, which listens on the sockets `inherited` as the one before did
 /// on its own.
 ///
 /// # Errors
@@ -63,7 +67,11 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     }
     let busy = || Failure::new("another process has the device just now; try again");
     match dir.inspect(name)? {
-        Found::Remains(remains) if remains.state == Fate::Dead => return Err(remains.failure()),
+        Found::Remains(remains) if remains.state == Fate::Dead => {
+            let Some(state) = read_state(&dir.file(name, ".json")) else { return Err(remains.failure()) };
+            let Some(options) = state.guest_options()? else { return Err(remains.failure()) };
+            return Daemon::succeed(name, &options, state.settings, inherited, parent);
+        }
         Found::Remains(_) => {}
         Found::Busy => return Err(busy()),
         Found::Nothing => return Err(no_such_device(name)),

@@ -1,6 +1,5 @@
 //! `blkq service`: serves a configured device for a service manager, as blkq@.service does.
 
-use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use super::recover;
@@ -9,7 +8,6 @@ use crate::config;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::launch::warn;
-use crate::options::AttachOptions;
 use crate::state::{Fate, Found, StateDir, check_name, read_state};
 use crate::systemd;
 
@@ -59,8 +57,13 @@ impl Args {
                 }
                 recover::take_over(name, inherited, parent)?
             }
-            (Some(Fate::Dead), options) => succeed(&dir, name, &options?, inherited, parent)?,
-            (None, options) => Daemon::start(&options?, Vec::new(), inherited, parent)?,
+            // Killed, or it has left the device to this one, which has its settings.
+            (Some(Fate::Dead), options) => {
+                let state = read_state(&dir.file(name, ".json"));
+                let settings = state.map(|state| state.settings).unwrap_or_default();
+                Daemon::succeed(name, &options?, settings, inherited, parent)?
+            }
+            (None, options) => Daemon::start(&options?, inherited, parent)?,
         };
         match daemon.info() {
             Ok(info) => warn(&info),
@@ -71,27 +74,4 @@ impl Args {
         }
         Ok(daemon)
     }
-}
-
-/// Serves a device whose daemon was killed, or left it to this one, with the settings that it had. If that fails
-/// they stay for the next start.
-fn succeed(
-    dir: &StateDir,
-    name: &str,
-    options: &AttachOptions,
-    inherited: Vec<OwnedFd>,
-    parent: &mut Parent,
-) -> Outcome<Daemon> {
-    let Some(state) = read_state(&dir.file(name, ".json")) else {
-        return Daemon::start(options, Vec::new(), inherited, parent);
-    };
-    Daemon::start(options, state.settings.clone(), inherited, parent).inspect_err(|_| {
-        // Best effort: the reason of the failed start is the one to report.
-        if !state.settings.is_empty()
-            && let Ok(mut claim) = dir.claim(name)
-            && claim.write_state(&state).is_ok()
-        {
-            claim.keep(true);
-        }
-    })
 }

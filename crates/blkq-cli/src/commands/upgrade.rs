@@ -12,8 +12,9 @@ use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::{DeviceInfo, StateFile};
 use crate::launch::{Launched, Program, report};
-use crate::options::{AttachOptions, Export};
+use crate::options::AttachOptions;
 use crate::serve::{check_successor, check_take_over};
+use crate::session::in_own_session;
 use crate::state::{StateDir, read_open_state, read_state};
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -24,7 +25,8 @@ const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 Install the new blkq, and run it: the daemon that serves the device exits, and a new one of the
 program that you run takes over. I/O in flight is reissued; what comes meanwhile waits, and
 nothing fails. Options, image and certificates are checked first: if the new program could not
-serve them, the old one keeps running; if it does not start, one of the old program takes over. The
+serve them, the old one keeps running; if it does not start, one of the old program takes over. An
+interrupted upgrade (Ctrl-C, a closed session) completes without its terminal. The
 options are those of `blkq attach`, the settings and the size those of the old daemon. A virtual
 machine connects to the new one by itself, if its front end reconnects and keeps a record of
 requests in flight, as QEMU with reconnect-ms does.
@@ -61,26 +63,26 @@ impl Args {
         let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
-        self.upgrade(&dir, &name).map_err(during)
+        let info = in_own_session(|| self.hand_over(&dir, &name)).map_err(during)?;
+        report(&info)?;
+        Ok(ExitCode::SUCCESS)
     }
 
-    fn upgrade(&self, dir: &StateDir, name: &str) -> Outcome<ExitCode> {
+    fn hand_over(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
         let _lock = dir.lock_upgrade(name)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
         check(dir, name)?;
         // As it is now: the daemon may have started just before it answered.
         let state = read_state(&dir.file(name, ".json"));
-        let guest = state.map(|state| of_guest(&state, name)).transpose()?.flatten();
+        let guest = state.map(|state| state.guest_options()).transpose()?.flatten();
         if let Some(options) = &guest {
             check_successor(dir, options, before.size)?;
         }
         let left = LeftDevice::of(dir, name, &before, guest)?;
-        let info = match self.service {
-            true => left.started_by_service(dir, &before, Duration::from_secs(self.start_timeout))?,
-            false => left.start()?,
-        };
-        report(&info)?;
-        Ok(ExitCode::SUCCESS)
+        match self.service {
+            true => left.started_by_service(dir, &before, Duration::from_secs(self.start_timeout)),
+            false => left.start(),
+        }
     }
 }
 
@@ -111,7 +113,7 @@ impl LeftDevice<'_> {
         // From here on the old daemon changes nothing.
         let state = of_guest_open.map_or_else(|| read_state(&path), read_open_state);
         // Before, a snapshot or a commit may have given it another image.
-        let now = state.as_ref().map(|state| of_guest(state, name)).transpose()?.flatten();
+        let now = state.as_ref().map(StateFile::guest_options).transpose()?.flatten();
         let guest = guest.map(|_| now.ok_or_else(|| lost(name))).transpose()?;
         let settings = state.map(|state| state.settings).unwrap_or_default();
         Ok(LeftDevice { name, guest, settings, old })
@@ -119,7 +121,7 @@ impl LeftDevice<'_> {
 
     fn launch(&self, program: &Program) -> Outcome<DeviceInfo> {
         let launched = match &self.guest {
-            Some(options) => program.launch_attach(options, self.settings.clone(), false),
+            Some(options) => program.launch_successor(options, self.settings.clone()),
             None => program.launch_recover(self.name),
         };
         launched.map(|Launched { info, .. }| info)
@@ -180,11 +182,10 @@ impl LeftDevice<'_> {
 
     /// Neither program serves the device.
     fn not_served(&self, failure: &Failure, old: &Failure) -> Failure {
-        let now = match &self.guest {
-            Some(_) => "it is detached now",
-            None => "its I/O waits for blkq recover",
-        };
-        Failure::new(format!("{failure}; {now}, as the old one did not start again: {old}"))
+        let name = self.name;
+        Failure::new(format!(
+            "{failure}; its I/O waits for blkq recover {name}, as the old program did not start again: {old}"
+        ))
     }
 }
 
@@ -193,16 +194,7 @@ fn lost(name: &str) -> Failure {
     Failure::new(format!("the state file of {name} cannot be read any more: attach its image again"))
 }
 
-/// How the device `name` was attached, if it is served to a virtual machine and is no block device: its
-/// front end connects to the next daemon by itself, and has the requests in flight.
-fn of_guest(state: &StateFile, name: &str) -> Outcome<Option<AttachOptions>> {
-    let (None, Some(record)) = (&state.ublk, &state.attach_options) else { return Ok(None) };
-    let mut options = record.read()?;
-    options.name = Some(name.to_owned());
-    Ok(options.exports.contains(&Export::VhostUserBlk).then_some(options))
-}
-
-/// Checks whether this program could serve the device `name`, if that is one of the kernel.
+/// Checks whether this program could serve the device `name`, if it is a block device.
 fn check(dir: &StateDir, name: &str) -> Outcome {
     let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };

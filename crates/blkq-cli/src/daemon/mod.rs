@@ -59,25 +59,47 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Takes the name, opens the device, with the `settings` that its last daemon had, and listens, for NBD on
-    /// the sockets `inherited` if the options have no address; when it returns, the device is usable and `parent`
-    /// knows.
+    /// Takes the name, opens the device and listens, for NBD on the sockets `inherited` if the options have no
+    /// address; when it returns, the device is usable and `parent` knows.
     ///
     /// # Errors
     /// Whatever keeps the device from being usable; nothing is left of it then.
-    pub fn start(
+    pub fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
+        let (dir, signals) = Daemon::begin()?;
+        let claim = match &options.name {
+            Some(name) => dir.claim(name)?,
+            None => dir.claim_unique(&options.default_name())?,
+        };
+        Daemon::attach(claim, signals, options, Vec::new(), inherited, parent)
+    }
+
+    /// As [`Daemon::start`], for the device `name`, which is no block device, of a daemon that has exited and had
+    /// `settings`.
+    ///
+    /// # Errors
+    /// Whatever keeps the device from being usable; its state file stays for another attempt.
+    pub fn succeed(
+        name: &str,
         options: &AttachOptions,
         settings: Vec<(String, String)>,
         inherited: Vec<OwnedFd>,
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
-        let claim = match &options.name {
-            Some(name) => dir.claim(name)?,
-            None => dir.claim_unique(&options.default_name())?,
-        };
+        let claim = dir.claim_for_successor(name)?;
+        Daemon::attach(claim, signals, options, settings, inherited, parent)
+    }
+
+    fn attach(
+        claim: Claim,
+        signals: Signals,
+        options: &AttachOptions,
+        settings: Vec<(String, String)>,
+        inherited: Vec<OwnedFd>,
+        parent: &mut Parent,
+    ) -> Outcome<Daemon> {
         let open = |claim: &Claim| Device::open(options, settings, claim, inherited);
-        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
+        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, false, parent)
     }
 
     /// As [`Daemon::start`], for the block device of a daemon that has exited.
@@ -96,7 +118,7 @@ impl Daemon {
             claim.remove_socket(suffix)?;
         }
         let open = |claim: &Claim| Device::recover(options, claim, state, inherited);
-        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, parent)
+        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, true, parent)
     }
 
     /// The first steps of a daemon.
@@ -114,12 +136,13 @@ impl Daemon {
         Ok((dir, signals))
     }
 
-    /// Listens, opens the device, and notifies `parent`.
+    /// Listens, opens the device, which may be an orphan, and notifies `parent`.
     fn ready(
         mut claim: Claim,
         signals: Signals,
         pid_file: Option<&Path>,
         open: impl FnOnce(&Claim) -> Outcome<Device>,
+        is_orphan: bool,
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
         let system = |what: &'static str| move |e: std::io::Error| Failure::new(format!("{what}: {e}"));
@@ -128,12 +151,13 @@ impl Daemon {
         let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
         let (sender, stopped) = channel();
         let owner = geteuid();
-        let orphaned = claim.is_kept();
+        // The device had a daemon before, for whose clients this one starts, whether the command still runs or not.
+        let is_successor = claim.is_kept();
         let mut device = match open(&claim) {
             Ok(device) => device,
             Err(failure) => {
                 // The kernel may have refused to remove what was made.
-                if !orphaned && claim.has_orphan() {
+                if !is_successor && claim.has_orphan() {
                     claim.keep(true);
                 }
                 return Err(failure);
@@ -165,7 +189,10 @@ impl Daemon {
             if info.unsafe_flush_ignore {
                 log::line(&format!("warning: {FLUSHES_IGNORED}"));
             }
-            parent.notify(&line_of(&Reply::Ok(&info))?)?;
+            let notified = parent.notify(&line_of(&Reply::Ok(&info))?);
+            if !is_successor {
+                notified?;
+            }
             systemd::notify(&format!("READY=1\nSTATUS={status}"));
             Ok((pid_file, state_file))
         };
@@ -173,9 +200,9 @@ impl Daemon {
             Ok(announced) => announced,
             Err(failure) => {
                 // Nobody knows of it yet; an orphan stays one.
-                if !orphaned {
+                if !is_orphan {
                     let closed = device.close(true);
-                    if claim.is_kept() {
+                    if claim.is_kept() && !is_successor {
                         claim.keep(device.leaves_block_device());
                     }
                     closed.map_err(|e| Failure::new(format!("{failure}; and what was made is left: {e}")))?;

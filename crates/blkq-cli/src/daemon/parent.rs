@@ -42,9 +42,10 @@ impl Parent {
         let Some(null) = self.null.take() else { return Ok(()) };
         let mut stdout = std::io::stdout().lock();
         let written = stdout.write_all(reply).and_then(|()| stdout.flush());
+        // In any case: a daemon that takes over a device serves it without its parent, too.
+        let released = rustix::stdio::dup2_stdin(&null).and_then(|()| rustix::stdio::dup2_stdout(null));
         written
-            .and_then(|()| Ok(rustix::stdio::dup2_stdin(&null)?))
-            .and_then(|()| Ok(rustix::stdio::dup2_stdout(null)?))
+            .and_then(|()| Ok(released?))
             .map_err(|e| Failure::new(format!("the command that started the daemon has exited: {e}")))
     }
 }

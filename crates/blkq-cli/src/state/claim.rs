@@ -28,6 +28,19 @@ impl StateDir {
     /// # Errors
     /// If the name is malformed, too long for this directory, or taken.
     pub fn claim(&self, name: &str) -> Outcome<Claim> {
+        self.claim_as(name, Taker::Attach)
+    }
+
+    /// As [`StateDir::claim`], for the next daemon of the device: the state file stays until this daemon serves the
+    /// device, and if it does not, stays for another attempt.
+    ///
+    /// # Errors
+    /// As [`StateDir::claim`].
+    pub fn claim_for_successor(&self, name: &str) -> Outcome<Claim> {
+        self.claim_as(name, Taker::Successor)
+    }
+
+    fn claim_as(&self, name: &str, taker: Taker) -> Outcome<Claim> {
         check_name(name).map_err(|why| Failure::new(format!("name {name:?}: {why}")))?;
         let max = self.name_bytes_max();
         if name.len() > max {
@@ -38,7 +51,7 @@ impl StateDir {
         }
         let begin = Instant::now();
         loop {
-            match Claim::take(self, name, true)? {
+            match Claim::take(self, name, taker)? {
                 Attempt::Claim(claim) => return Ok(claim),
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
                 Attempt::Locked => {}
@@ -78,7 +91,7 @@ impl StateDir {
         let base = name_from(wanted, room - 5);
         for number in 1..UNIQUE_NAMES_MAX {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
-            match Claim::take(self, &name, true)? {
+            match Claim::take(self, &name, Taker::Attach)? {
                 Attempt::Claim(claim) => return Ok(claim),
                 // Most likely of the same image, which must not be attached twice.
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
@@ -96,7 +109,7 @@ impl StateDir {
     /// If the directory cannot be written.
     pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
         let last_line = last_lines(&self.file(name, ".log")).ok().and_then(|mut lines| lines.pop());
-        Ok(match Claim::take(self, name, false)? {
+        Ok(match Claim::take(self, name, Taker::Cleaner)? {
             Attempt::Claim(_claim) => Dead::Cleared(last_line.unwrap_or_default()),
             Attempt::Orphan(orphan) => Dead::Orphan(orphan),
             Attempt::Locked => Dead::No,
@@ -113,6 +126,17 @@ pub enum Dead {
     Orphan(Box<Orphan>),
     /// It lives, or there is none.
     No,
+}
+
+/// The process that takes a name.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Taker {
+    /// The daemon of a new device.
+    Attach,
+    /// The next daemon of a device: the state file of the last one stays.
+    Successor,
+    /// A command that removes stale files. It takes only a name that has a lock file.
+    Cleaner,
 }
 
 /// The result of [`Claim::take`].
@@ -162,9 +186,9 @@ struct Before {
 }
 
 impl Claim {
-    /// Takes the lock of `name` if it is free, and removes what a dead owner left unless its
-    /// device lives. Without `create`, only a lock file that is there is taken.
-    fn take(dir: &StateDir, name: &str, create: bool) -> Outcome<Attempt> {
+    /// Takes the lock of `name` if it is free, and removes what a dead owner left unless its device lives.
+    fn take(dir: &StateDir, name: &str, taker: Taker) -> Outcome<Attempt> {
+        let create = taker != Taker::Cleaner;
         let path = dir.file(name, ".lock");
         let failure = |e: io::Error| {
             let cure = format!("make the directory writable, or set {STATE_DIR_VARIABLE} to one that is");
@@ -197,12 +221,15 @@ impl Claim {
                 if create {
                     keep_log(dir, name).map_err(failure)?;
                 }
-                for suffix in SUFFIXES.iter().filter(|suffix| ![".lock", OLD_LOG].contains(suffix)) {
+                let stays = |suffix: &str| {
+                    [".lock", OLD_LOG].contains(&suffix) || taker == Taker::Successor && suffix == ".json"
+                };
+                for suffix in SUFFIXES.iter().filter(|suffix| !stays(suffix)) {
                     remove(&dir.file(name, suffix)).map_err(failure)?;
                 }
             }
-            // From here on a failure leaves nothing behind.
-            let kept = orphan.is_some();
+            // From here on a failure leaves nothing behind, unless another daemon can serve the device.
+            let kept = orphan.is_some() || taker == Taker::Successor && dir.file(name, ".json").exists();
             let claim =
                 Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, after, lock };
             let pid = format!("{}\n", std::process::id());
@@ -420,7 +447,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..300 {
-                        if let Attempt::Claim(claim) = Claim::take(&dir, "a", true).unwrap() {
+                        if let Attempt::Claim(claim) = Claim::take(&dir, "a", Taker::Attach).unwrap() {
                             use std::sync::atomic::Ordering::SeqCst;
                             assert_eq!(owners.fetch_add(1, SeqCst), 0);
                             taken.fetch_add(1, SeqCst);

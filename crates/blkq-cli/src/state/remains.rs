@@ -93,6 +93,7 @@ impl StateDir {
         }
         let state = read_state(&self.file(name, ".json"));
         let (pid, mut image, mut exports) = (state.as_ref().map(|state| state.pid).or(owner), None, None);
+        let is_guest = state.as_ref().is_some_and(|state| matches!(state.guest_options(), Ok(Some(_))));
         let mut fate = Fate::Dead;
         if let Some(state) = state {
             (image, exports) = (Some(state.image), Some(state.exports));
@@ -111,7 +112,7 @@ impl StateDir {
         let log_lines = last_lines(&log).unwrap_or_default();
         let error = match fate {
             Fate::Orphan => super::orphan::refusal(name, &exports),
-            Fate::Dead => died(name, pid, log_lines.last().map(String::as_str)),
+            Fate::Dead => died(name, pid, log_lines.last().map(String::as_str), is_guest),
         };
         let state = fate;
         Ok(Found::Remains(Box::new(Remains {
@@ -127,12 +128,14 @@ impl StateDir {
     }
 }
 
-fn died(name: &str, pid: Option<u32>, last_line: Option<&str>) -> String {
+fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool) -> String {
     let process = pid.map(|pid| format!(" (process {pid})")).unwrap_or_default();
     let why = last_line.map_or("its log is empty".to_owned(), |line| format!("last in its log: {line}"));
-    format!(
-        "{name}: its daemon{process} died, {why}; attach the image again, or remove what it left with blkq detach {name}"
-    )
+    let hint = match is_guest {
+        true => format!("blkq recover {name} serves its virtual machine again"),
+        false => "attach the image again".to_owned(),
+    };
+    format!("{name}: its daemon{process} died, {why}; {hint}, or remove what it left with blkq detach {name}")
 }
 
 /// Whether the process lives and has `path` open; a process that cannot be inspected may.

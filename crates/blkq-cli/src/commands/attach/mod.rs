@@ -154,7 +154,7 @@ impl Args {
             return self.serve(&options, inherited, created).map_err(failed);
         }
         if let Some(command) = &self.run {
-            let launched = Program::This.launch_attach(&options, Vec::new(), true).map_err(failed)?;
+            let launched = Program::This.launch_attach(&options, true).map_err(failed)?;
             created.into_iter().for_each(NewImage::keep);
             warn(&launched.info);
             return run::run(&options, command, launched);
@@ -189,7 +189,7 @@ impl Args {
         if self.exit_with_parent {
             parent::exit_with_it()?;
         }
-        let daemon = Daemon::start(options, Vec::new(), inherited, &mut Parent::none())?;
+        let daemon = Daemon::start(options, inherited, &mut Parent::none())?;
         created.into_iter().for_each(NewImage::keep);
         if let Err(failure) = daemon.info().and_then(|info| self.report(&info)) {
             daemon.give_up();
@@ -205,7 +205,7 @@ impl Args {
 /// # Errors
 /// Why the device could not be attached.
 pub fn attach(options: &AttachOptions, nooverlap: bool) -> Outcome<Attached> {
-    let launch = || Program::This.launch_attach(options, Vec::new(), false);
+    let launch = || Program::This.launch_attach(options, false);
     let start = || launch().map(|Launched { info, .. }| info);
     let attached = match nooverlap {
         true => nooverlap::attach(options, start),

@@ -1,0 +1,88 @@
+//! Commands that are killed at each of their steps leave a daemon that serves the device, or what the next one needs.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod place;
+
+use place::killing::{Victim, kill_at};
+use place::{Place, kill, wait_until};
+use serde_json::json;
+
+/// A virtual machine's disk with settings that were changed since it was attached.
+fn attach(place: &Place) {
+    let image = place.image("image", 1 << 20);
+    place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
+    place.done(&["set", "d", "hang-warning=7"]);
+}
+
+/// Waits until a daemon serves the device, which `recover` starts if none is there.
+fn check_served(place: &Place, at: usize) {
+    let settles = ["another process has the device", "is at work", "no such device", "does not answer"];
+    wait_until(&format!("it is served after the kill at step {at}"), || {
+        let output = place.run(&["recover", "d"]);
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        let done = output.status.success() || errors.contains("its daemon lives");
+        assert!(done || settles.iter().any(|why| errors.contains(why)), "step {at}: {errors}");
+        done
+    });
+    let info = place.json(&["show", "d", "--json"]);
+    assert_eq!(info["settings"]["hang-warning"], json!(7), "step {at}: {info}");
+}
+
+// Contract: upgrade
+#[test]
+fn an_upgrade_is_killed_at_any_step() {
+    let place = Place::new("kill-upgrade");
+    attach(&place);
+    for victim in [Victim::Command, Victim::Owner] {
+        let mut at = 0;
+        while kill_at(place.command(&["upgrade", "d"]), victim, at) {
+            check_served(&place, at);
+            at += 1;
+        }
+        check_served(&place, at);
+        assert!(at > 3, "{victim:?}: {at} steps");
+    }
+    place.done(&["detach", "d"]);
+    assert_eq!(place.files(), <[String; 0]>::default());
+}
+
+#[test]
+fn a_recovery_is_killed_at_any_step() {
+    let place = Place::new("kill-recover");
+    attach(&place);
+    for at in 0.. {
+        kill(place.pid("d"));
+        let killed = kill_at(place.command(&["recover", "d"]), Victim::Command, at);
+        check_served(&place, at);
+        if !killed {
+            assert!(at > 3, "{at} steps");
+            break;
+        }
+    }
+    place.done(&["detach", "d"]);
+    assert_eq!(place.files(), <[String; 0]>::default());
+}
+
+#[test]
+fn an_attach_is_killed_at_any_step() {
+    let place = Place::new("kill-attach");
+    let image = place.image("image", 1 << 20);
+    for at in 0.. {
+        let attach = place.command(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
+        let killed = kill_at(attach, Victim::Command, at);
+        // Nobody may know of it.
+        wait_until("it is served, or nothing is left", || {
+            place.files().is_empty() || place.run(&["show", "d"]).status.success()
+        });
+        if !place.files().is_empty() {
+            wait_until("it is detached", || {
+                place.run(&["detach", "d"]);
+                place.files().is_empty()
+            });
+        }
+        if !killed {
+            assert!(at > 3, "{at} steps");
+            break;
+        }
+    }
+}
