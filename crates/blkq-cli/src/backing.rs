@@ -18,9 +18,14 @@ pub struct FileId {
 impl FileId {
     /// The identity of the file at `path`, if there is one.
     pub fn of(path: impl AsRef<Path>) -> Option<FileId> {
-        let metadata = fs::metadata(path).ok()?;
+        fs::metadata(path).ok().map(|metadata| FileId::from(&metadata))
+    }
+}
+
+impl From<&fs::Metadata> for FileId {
+    fn from(metadata: &fs::Metadata) -> FileId {
         let device = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
-        Some(FileId { device, inode: metadata.ino() })
+        FileId { device, inode: metadata.ino() }
     }
 }
 
@@ -80,7 +85,8 @@ pub fn shown_path(info: &DeviceInfo) -> String {
     fact(info, "backing-file").unwrap_or(&info.image).to_owned()
 }
 
-fn fact<'a>(info: &'a DeviceInfo, name: &str) -> Option<&'a str> {
+/// The fact `name` of the device's driver.
+pub fn fact<'a>(info: &'a DeviceInfo, name: &str) -> Option<&'a str> {
     let found = info.driver_facts.iter().find(|(key, _)| key == name)?;
     Some(found.1.as_str())
 }

@@ -1,88 +1,316 @@
-//! `--pid-file`: the number of the daemon's process, for as long as it serves.
+//! `--pid-file`: the process ID of the daemon, for as long as it serves the device.
 
-use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::failure::{Failure, Outcome};
+use blkq::drivers::DriverSpec;
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 
-/// The file, which is removed when this is dropped.
+use crate::backing::FileId;
+use crate::failure::{Failure, Outcome};
+use crate::options::AttachOptions;
+
+/// Symbolic links that are followed before they count as a loop, as in the kernel.
+const LINKS_MAX: usize = 40;
+/// Times that another process may change the path between the check and the rename.
+const ATTEMPTS_MAX: usize = 100;
+/// A pid file has a number of ten digits at most, and white space.
+const TEXT_BYTES_MAX: u64 = 32;
+
+/// The pid file of this process. It is locked with flock(2) until it is dropped, so that no other daemon takes it, and
+/// then removed if it is still the file that was written here.
 #[derive(Debug)]
 pub struct PidFile {
+    /// Without symbolic links.
     path: PathBuf,
-    /// Device and inode of what was written.
-    made: (u64, u64),
+    file: File,
 }
 
 impl PidFile {
-    /// Writes the number of this process to `path`, which then has all of it or what was there before.
+    /// Writes the ID of this process to the pid file of `options`, if they have one. The file appears with all of its
+    /// content, and in place of nothing but a pid file that no daemon holds.
     ///
     /// # Errors
-    /// If it cannot be written; nothing is left of it then.
-    pub fn write(path: &Path) -> Outcome<PidFile> {
-        let pid = std::process::id();
-        let failure = |e: io::Error| Failure::new(format!("--pid-file {}: {e}", path.display()));
-        let path = std::path::absolute(path).map_err(failure)?;
-        let name = path.file_name().ok_or_else(|| failure(io::ErrorKind::IsADirectory.into()))?;
-        let new = path.with_file_name(format!(".{}.{pid}", name.to_string_lossy()));
-        let write = || {
-            let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
-            writeln!(file, "{pid}")?;
-            // Everybody may know it.
-            file.set_permissions(Permissions::from_mode(0o644))?;
-            fs::rename(&new, &path)?;
-            identity(&file)
+    /// If there is something else at the path, or the file cannot be written. The path is left as it was.
+    pub fn write(options: &AttachOptions) -> Outcome<Option<PidFile>> {
+        let Some(path) = &options.pid_file else { return Ok(None) };
+        let image = match &options.image {
+            DriverSpec::Image(image) => FileId::of(image),
+            _ => None,
         };
-        let made = write().map_err(|e| {
-            let _ = fs::remove_file(&new);
-            failure(e)
-        })?;
-        Ok(PidFile { path, made })
+        PidFile::write_to(path, image).map(Some)
     }
 
-    /// Where it is.
+    fn write_to(path: &Path, image: Option<FileId>) -> Outcome<PidFile> {
+        let failed = |e: io::Error| Failure::new(format!("--pid-file {}: {e}", path.display()));
+        for _ in 0..ATTEMPTS_MAX {
+            // Locked until it is replaced.
+            let earlier = look_at(path, image)?;
+            let real = real_path(path).map_err(failed)?;
+            if let Some(file) = replace(earlier.as_ref(), &real).map_err(failed)? {
+                return Ok(PidFile { path: real, file });
+            }
+        }
+        Err(failed(io::ErrorKind::ResourceBusy.into()))
+    }
+
+    /// The path, without symbolic links.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether the file at the path is the one that was written here, with the same content.
+    fn is_own(&self) -> bool {
+        let mut text = [0; TEXT_BYTES_MAX as usize];
+        let read = self.file.read_at(&mut text, 0).unwrap_or(0);
+        text[..read] == *format!("{}\n", std::process::id()).as_bytes()
+            && identity(&self.file).is_ok_and(|own| identity_at(&self.path) == Some(own))
     }
 }
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        // Another daemon may have written its own meanwhile.
-        let found = fs::symlink_metadata(&self.path);
-        if found.is_ok_and(|found| (found.dev(), found.ino()) == self.made) {
+        if self.is_own() {
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-fn identity(file: &File) -> io::Result<(u64, u64)> {
-    file.metadata().map(|found| (found.dev(), found.ino()))
+/// The path of the file that `path` names, which need not exist, without symbolic links.
+///
+/// # Errors
+/// If its directory cannot be found.
+pub fn real_path(path: &Path) -> io::Result<PathBuf> {
+    let mut path = std::path::absolute(path)?;
+    for _ in 0..LINKS_MAX {
+        match fs::canonicalize(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            found => return found,
+        }
+        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
+        let directory = fs::canonicalize(directory)?;
+        match fs::read_link(&path) {
+            // A link to a file that does not exist.
+            Ok(target) => path = directory.join(target),
+            Err(_) => return Ok(directory.join(name)),
+        }
+    }
+    Err(io::Error::from_raw_os_error(libc::ELOOP))
+}
+
+/// Opens and locks what is at `path`, if there is anything.
+///
+/// # Errors
+/// If it is not a pid file that may be replaced.
+fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
+    let shown = path.display();
+    let failed = |e: io::Error| Failure::new(format!("--pid-file {shown}: {e}"));
+    let refused = |what: &str| Failure::new(format!("--pid-file {shown} {what}; choose another path"));
+    // Opening a device or a FIFO may have effects.
+    let found = match OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path) {
+        Ok(found) => found,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(failed(e)),
+    };
+    let metadata = found.metadata().map_err(failed)?;
+    let kind = metadata.file_type();
+    if !kind.is_file() {
+        let what = match () {
+            () if kind.is_dir() => "a directory",
+            () if kind.is_fifo() => "a FIFO",
+            () if kind.is_socket() => "a socket",
+            () => "a device node",
+        };
+        return Err(refused(&format!("is {what}, not a file")));
+    }
+    if image.is_some() && image == Some(FileId::from(&metadata)) {
+        return Err(refused("is the image of the device"));
+    }
+    let mut file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).map_err(failed)?;
+    if !lock(&file).map_err(failed)? {
+        return Err(refused("belongs to another running device"));
+    }
+    let mut text = Vec::new();
+    Read::take(&mut file, TEXT_BYTES_MAX).read_to_end(&mut text).map_err(failed)?;
+    // An empty one has nothing to lose: a power loss, or mktemp(1), leaves such files.
+    let is_pid = text.trim_ascii().iter().all(u8::is_ascii_digit) && (text.len() as u64) < TEXT_BYTES_MAX;
+    if !is_pid {
+        return Err(refused("contains something other than a process ID, and is not overwritten"));
+    }
+    Ok(Some(file))
+}
+
+/// Puts a file with the ID of this process at `path`, in place of `earlier` or of nothing. `None` if another process has
+/// put a file there meanwhile.
+fn replace(earlier: Option<&File>, path: &Path) -> io::Result<Option<File>> {
+    let pid = std::process::id();
+    let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
+    let new = path.with_file_name(format!(".{}.{pid}", name.to_string_lossy()));
+    let mut file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new)?;
+    let mut put = || {
+        writeln!(file, "{pid}")?;
+        // Every user may read it.
+        file.set_permissions(Permissions::from_mode(0o644))?;
+        lock(&file)?;
+        match earlier {
+            Some(earlier) if identity_at(path) != Some(identity(earlier)?) => Ok(false),
+            Some(_) => fs::rename(&new, path).map(|()| true),
+            None => rename_new(&new, path),
+        }
+    };
+    let put = put();
+    if !matches!(put, Ok(true)) {
+        let _ = fs::remove_file(&new);
+    }
+    Ok(put?.then_some(file))
+}
+
+/// Locks the file for this open file: whether no other one has it.
+fn lock(file: &File) -> io::Result<bool> {
+    match file.try_lock() {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => Ok(false),
+        // A file system without locks.
+        Err(TryLockError::Error(e))
+            if e.kind() == io::ErrorKind::Unsupported
+                || matches!(e.raw_os_error(), Some(libc::ENOLCK | libc::EBADF | libc::EINVAL)) =>
+        {
+            Ok(true)
+        }
+        Err(TryLockError::Error(e)) => Err(e),
+    }
+}
+
+/// Renames a file to a path at which there is nothing; false if there is.
+fn rename_new(from: &Path, to: &Path) -> io::Result<bool> {
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(true),
+        Err(Errno::EXIST) => Ok(false),
+        // A file system without that flag.
+        Err(Errno::INVAL | Errno::NOSYS) => fs::rename(from, to).map(|()| true),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn identity(file: &File) -> io::Result<FileId> {
+    file.metadata().map(|metadata| FileId::from(&metadata))
+}
+
+fn identity_at(path: &Path) -> Option<FileId> {
+    fs::symlink_metadata(path).ok().map(|metadata| FileId::from(&metadata))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{MetadataExt, symlink};
+
     use super::*;
+    use crate::state::tests::scratch;
+
+    fn own() -> String {
+        format!("{}\n", std::process::id())
+    }
 
     #[test]
-    fn a_pid_file_is_its_daemons_own() {
-        let dir = std::env::temp_dir().join(format!("blkq-pid-file-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let path = dir.join("pid");
-        let first = PidFile::write(&path).unwrap();
-        assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", std::process::id()));
+    fn a_pid_file_has_one_daemon_and_goes_with_it() {
+        let dir = scratch("pid-file");
+        let path = dir.path().join("pid");
+        let first = PidFile::write_to(&path, None).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), own());
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o644);
-        let second = PidFile::write(&path).unwrap();
+        let refused = PidFile::write_to(&path, None).unwrap_err().to_string();
+        assert!(refused.contains("another running device"), "{refused}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), own());
         drop(first);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        // Those of daemons that were killed, and an empty one.
+        for stale in ["4194305\n", "1", ""] {
+            fs::write(&path, stale).unwrap();
+            drop(PidFile::write_to(&path, None).unwrap());
+            assert!(!path.exists());
+        }
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_pid_file_stays() {
+        let dir = scratch("pid-file-others");
+        let place = |name: &str| dir.path().join(name);
+        let refused = |path: &Path, why: &str| {
+            let before = fs::symlink_metadata(path).unwrap();
+            let refused = PidFile::write_to(path, FileId::of(place("image"))).unwrap_err().to_string();
+            assert!(refused.starts_with(&format!("--pid-file {}", path.display())), "{refused}");
+            assert!(refused.contains(why), "{refused}");
+            let after = fs::symlink_metadata(path).unwrap();
+            assert_eq!((before.ino(), before.len()), (after.ino(), after.len()));
+        };
+        for (name, text) in [("notes", "precious"), ("zeroes", "\0\0\0\0"), ("long", &"1".repeat(4096))] {
+            fs::write(place(name), text).unwrap();
+            refused(&place(name), "other than a process ID");
+        }
+        fs::write(place("image"), "1\n").unwrap();
+        refused(&place("image"), "the image of the device");
+        fs::hard_link(place("image"), place("image-too")).unwrap();
+        refused(&place("image-too"), "the image of the device");
+        fs::create_dir(place("directory")).unwrap();
+        refused(&place("directory"), "a directory");
+        rustix::fs::mknodat(CWD, place("fifo"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        refused(&place("fifo"), "a FIFO");
+        let _socket = std::os::unix::net::UnixListener::bind(place("socket")).unwrap();
+        refused(&place("socket"), "a socket");
+        for (name, target, why) in [
+            ("null", "/dev/null", "a device node"),
+            ("out", "/proc/self/fd/0", ""),
+            ("link", "notes", "other than"),
+        ] {
+            symlink(target, place(name)).unwrap();
+            refused(&place(name), why);
+        }
+        assert_eq!(fs::read_to_string(place("notes")).unwrap(), "precious");
+        symlink("loop", place("loop")).unwrap();
+        refused(&place("loop"), "");
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn links_are_followed_and_stay() {
+        let dir = scratch("pid-file-links");
+        let place = |name: &str| dir.path().join(name);
+        fs::create_dir(place("run")).unwrap();
+        symlink("run/pid", place("b")).unwrap();
+        symlink("b", place("a")).unwrap();
+        for _ in 0..2 {
+            let file = PidFile::write_to(&place("a"), None).unwrap();
+            assert_eq!(file.path(), place("run/pid").canonicalize().unwrap());
+            assert_eq!(fs::read_to_string(place("run/pid")).unwrap(), own());
+            drop(file);
+            assert!(!place("run/pid").exists() && fs::read_link(place("a")).is_ok());
+            fs::write(place("run/pid"), "7\n").unwrap();
+        }
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_another_program_has_taken_stays() {
+        let dir = scratch("pid-file-taken");
+        let path = dir.path().join("pid");
+        // Written over in place.
+        let file = PidFile::write_to(&path, None).unwrap();
+        fs::write(&path, "1\n").unwrap();
+        drop(file);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");
+        // Replaced.
+        let file = PidFile::write_to(&path, None).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, own()).unwrap();
+        drop(file);
         assert!(path.exists());
-        drop(second);
-        assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
-        // A directory is in the way: nothing is left of the attempt.
-        fs::create_dir(&path).unwrap();
-        fs::write(path.join("file"), "").unwrap();
-        assert!(PidFile::write(&path).unwrap_err().to_string().contains("--pid-file"));
-        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
-        fs::remove_dir_all(&dir).unwrap();
+        fs::remove_dir_all(dir.path()).unwrap();
     }
 }

@@ -235,6 +235,26 @@ fn a_pid_file_is_there_as_long_as_the_device() {
     place.done(&["detach", "front"]);
     assert!(!file.exists());
     assert_eq!(child.wait().unwrap().code(), Some(0));
+    // One of another device, and what is no pid file, are refused.
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", "ram:1M", "--pid-file", path]);
+    let line = place.refused(&["attach", &image, "--pid-file", path]);
+    assert!(line.contains(&format!("--pid-file {path} belongs to another running device")), "{line}");
+    assert_eq!(read(), place.pid("ram"));
+    place.done(&["detach", "ram"]);
+    let line = place.refused(&["attach", &image, "--pid-file", &image]);
+    assert!(line.contains(&format!("--pid-file {image} is the image of the device")), "{line}");
+    assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
+    // That of a killed daemon is free, and of a link the target counts, where the sandbox lets it be removed.
+    fs::create_dir(place.dir.join("run")).unwrap();
+    std::os::unix::fs::symlink("run/pid", &file).unwrap();
+    place.done(&["attach", "ram:1M", "--pid-file", path]);
+    kill(read());
+    place.done(&["attach", &image, "--pid-file", path]);
+    assert_eq!(read(), place.pid("disk.img"));
+    place.done(&["detach", "disk.img"]);
+    assert!(!place.dir.join("run/pid").exists() && fs::read_link(&file).is_ok());
+    place.run(&["detach", "--all"]);
     // A pid file that cannot be written fails, and nothing is left.
     let line = place.refused(&["attach", "ram:1M", "--pid-file", "/nonexistent/pid"]);
     assert!(line.contains("--pid-file /nonexistent/pid"), "{line}");

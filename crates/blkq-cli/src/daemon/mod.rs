@@ -14,7 +14,6 @@ mod trace;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -99,7 +98,7 @@ impl Daemon {
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
         let open = |claim: &Claim| Device::open(options, settings, claim, inherited);
-        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, false, parent)
+        Daemon::ready(claim, signals, options, open, false, parent)
     }
 
     /// As [`Daemon::start`], for the block device of a daemon that has exited.
@@ -118,7 +117,7 @@ impl Daemon {
             claim.remove_socket(suffix)?;
         }
         let open = |claim: &Claim| Device::recover(options, claim, state, inherited);
-        Daemon::ready(claim, signals, options.pid_file.as_deref(), open, true, parent)
+        Daemon::ready(claim, signals, options, open, true, parent)
     }
 
     /// The first steps of a daemon.
@@ -140,7 +139,7 @@ impl Daemon {
     fn ready(
         mut claim: Claim,
         signals: Signals,
-        pid_file: Option<&Path>,
+        options: &AttachOptions,
         open: impl FnOnce(&Claim) -> Outcome<Device>,
         is_orphan: bool,
         parent: &mut Parent,
@@ -171,7 +170,7 @@ impl Daemon {
             claim.write_state(&device.state_file()?)?;
             let state_file = File::options().write(true).open(claim.file(".json"));
             let state_file = state_file.map_err(system("state file"))?;
-            let pid_file = pid_file.map(PidFile::write).transpose()?;
+            let pid_file = PidFile::write(options)?;
             if parent.waits() {
                 log::redirect(&claim.file(".log"))?;
                 // Not to keep a file system busy that has nothing to do with the device.

@@ -15,6 +15,7 @@ use super::listen::{Sockets, directories_of, listen_at, tls, unix_path};
 use crate::confine::{self, Needs};
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
+use crate::pid_file::real_path;
 use crate::state::{Claim, StateDir};
 
 /// The processes of a block device.
@@ -98,7 +99,9 @@ fn fork_children<'a>(
     kept.extend(listen.filter_map(unix_path));
     kept.extend(needs.read.iter().cloned());
     kept.extend(ceph_mounts(options));
-    kept.extend(options.pid_file.as_ref().and_then(|path| std::path::absolute(path).ok()));
+    kept.extend(
+        options.pid_file.iter().flat_map(|path| [path.clone()].into_iter().chain(real_path(path).ok())),
+    );
     if !is_file {
         // Its libraries may be on a mount that goes, too; and they make no threads by themselves.
         drivers::rbd::load()?;

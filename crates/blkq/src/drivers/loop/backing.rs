@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use io_uring::opcode;
 use rustix::fs::{
-    Access, AtFlags, CWD, OFlags, SeekFrom, StatxFlags, accessat, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_getflags,
-    seek, statx,
+    Access, AtFlags, CWD, OFlags, SeekFrom, StatxFlags, accessat, fcntl_getfl, fcntl_setfl, fstatfs,
+    ioctl_getflags, seek, statx,
 };
 
 use crate::buffer::IoBuffer;
