@@ -52,7 +52,7 @@ fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
             let is_path = || fs::read_link(format!("/proc/{pid}/fd/{fd}")).is_ok_and(|link| link == path);
             locks.any(|lock| {
                 lock.inode == file.inode
-                    && lock.window.overlaps(window)
+                    && lock.is_use_of(window)
                     && (lock.device == file.device || is_path())
             })
         })
@@ -69,6 +69,16 @@ struct Lock {
 }
 
 impl Lock {
+    /// Whether the owner uses bytes of `window`. QEMU locks bytes 100 to 199 of an image that it uses, wherever; a lock
+    /// on bytes 200 to 299 alone only keeps others out, as devices of other windows do.
+    fn is_use_of(&self, window: Window) -> bool {
+        match self.window {
+            Window { offset: 100..200, size_limit: Some(1..=100) } => true,
+            Window { offset: 200..300, size_limit: Some(1..=100) } => false,
+            locked => locked.overlaps(window),
+        }
+    }
+
     /// `lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:01:1234 0 EOF`
     fn parse(line: &str) -> Option<Lock> {
         let mut fields = line.strip_prefix("lock:")?.split_whitespace().skip(5);
@@ -100,6 +110,17 @@ mod tests {
             Lock::parse("lock:\t2: POSIX  ADVISORY  READ 77 08:1a:1234 0 EOF"),
             lock(Window { offset: 0, size_limit: None })
         );
+        let of_device = Window { offset: 0, size_limit: Some(1 << 20) };
+        let behind = Window { offset: 1 << 20, size_limit: None };
+        for (line, of_window, of_other) in [
+            ("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 0 199", true, false),
+            ("lock:\t1: OFDLCK  ADVISORY  READ -1 08:1a:1234 200 201", false, false),
+            ("lock:\t1: OFDLCK  ADVISORY  READ -1 08:1a:1234 100 101", true, true),
+            ("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 1048576 2097151", false, true),
+        ] {
+            let lock = Lock::parse(line).unwrap();
+            assert_eq!((lock.is_use_of(of_device), lock.is_use_of(behind)), (of_window, of_other), "{line}");
+        }
         for bad in
             ["", "pos:\t0", "lock:", "lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 9 3", "lock:\t1: -> x"]
         {

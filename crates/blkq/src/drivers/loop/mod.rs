@@ -348,9 +348,7 @@ impl LoopDevice {
     /// Another driver has the image from now on, and only reads it.
     pub(crate) fn supersede(&self) {
         self.superseded.store(true, Relaxed);
-        let state = locked(&self.shared.state);
-        // At worst others cannot read it meanwhile.
-        let _ = lock::acquire(&state.file, &self.path, &lock::WHOLE_FILE, LockKind::Shared, false);
+        lock::downgrade(&locked(&self.shared.state).file, &lock::WHOLE_FILE);
     }
 
     /// The image, for what keeps its bitmaps.
@@ -488,17 +486,22 @@ impl Driver for LoopDevice {
             return Ok(());
         }
         let range = self.shared.offset..self.shared.offset + state.size;
-        let kind = LockKind::of(read_only, self.shared_use);
         let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
-        if read_only || state.writable {
-            relock(&state.file, kind)?;
+        if self.shared_use && (read_only || state.writable) {
+            // A device that is shared has the same lock in both cases.
+        } else if read_only {
+            lock::downgrade(&state.file, &range);
+        } else if state.writable {
+            relock(&state.file, LockKind::Exclusive).inspect_err(|_| lock::downgrade(&state.file, &range))?;
         } else {
             let file = backing::reopen(&state.file, &self.path, true)?;
             let tail = self.partial.then(|| tail_file(&file, &self.path, true)).transpose()?;
             self.set_direct(&file, state.mode.direct.is_some())?;
-            // The two descriptions are strangers to each other, and so are their locks.
-            lock::release(&state.file, &range);
-            if let Err(error) = relock(&file, kind) {
+            // The locks of the two descriptions conflict, and the image must be locked all the time.
+            relock(&file, LockKind::Shared)?;
+            lock::release_all(&state.file);
+            if let Err(error) = relock(&file, LockKind::of(false, self.shared_use)) {
+                lock::downgrade(&file, &range);
                 relock(&state.file, LockKind::Shared)?;
                 return Err(error);
             }
@@ -584,7 +587,6 @@ impl Drop for LoopDevice {
             return;
         }
         // A ring may keep the file open for longer than the device is used.
-        let state = locked(&self.shared.state);
-        lock::release(&state.file, &(self.shared.offset..self.shared.offset + state.size));
+        lock::release_all(&locked(&self.shared.state).file);
     }
 }

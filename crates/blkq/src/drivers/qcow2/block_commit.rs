@@ -428,9 +428,8 @@ impl Qcow2 {
     /// # Errors
     /// That of the lock: at worst others are kept from reading it until it is closed, or may write to it from then on.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
-        let path = &self.behind[0];
-        let shared = |file| lock::acquire(file, path, &LOCKED, LockKind::Shared, false).map(drop);
-        shared(base).and(shared(&self.files[1]))
+        lock::downgrade(base, &LOCKED);
+        lock::acquire(&self.files[1], &self.behind[0], &LOCKED, LockKind::Shared, false).map(drop)
     }
 
     /// As [`Qcow2::unlock_base`], after `error`.

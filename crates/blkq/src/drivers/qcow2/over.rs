@@ -254,8 +254,7 @@ impl Qcow2 {
         }
         let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         if let Some(file) = self.files.first() {
-            // At worst others cannot read it meanwhile.
-            let _ = lock::acquire(file, &self.path, &LOCKED, LockKind::Shared, false);
+            lock::downgrade(file, &LOCKED);
         }
     }
 }

@@ -261,6 +261,28 @@ fn a_truncated_image_has_no_hole_beyond_its_end() {
     }
 }
 
+// Contract: exclusive
+#[test]
+fn a_switch_to_writing_that_fails_leaves_a_readers_lock() {
+    for opened_read_only in [false, true] {
+        let directory = Directory::new();
+        let path = directory.image(MIB);
+        let reader = |offset| LoopOptions { offset, read_only: true, ..options(&path, DirectIo::Off) };
+        let device =
+            LoopDevice::open(&LoopOptions { read_only: opened_read_only, ..reader(0) }).unwrap();
+        device.set_read_only(true).unwrap();
+        // It overlaps the second half only.
+        let other = LoopDevice::open(&reader(MIB / 2)).unwrap();
+        assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Busy);
+        assert!(device.limits().read_only);
+        let whole = LoopDevice::open(&reader(0)).unwrap();
+        refusal(&LoopOptions { read_only: false, ..reader(0) });
+        drop((other, whole));
+        device.set_read_only(false).unwrap();
+        refusal(&reader(0));
+    }
+}
+
 /// A block device: the kernel's own loop driver on a file.
 struct BlockDevice {
     node: PathBuf,
