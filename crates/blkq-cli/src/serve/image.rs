@@ -69,14 +69,17 @@ fn open_confined(
 
 /// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
 /// files of a daemon that was killed only some time after the process has exited. That daemon is the `predecessor`.
+/// `device_bytes` is the size of a device that is taken over.
 pub(super) fn open_driver(
     options: &AttachOptions,
     ublk: bool,
+    device_bytes: Option<u64>,
     wait: Duration,
     predecessor: Option<String>,
     journals: Option<Arc<Journals>>,
 ) -> Result<Box<dyn Driver>, blkq::Error> {
-    let driver_options = DriverOptions { predecessor, journals, ..driver_options(options, ublk) };
+    let driver_options =
+        DriverOptions { predecessor, device_bytes, journals, ..driver_options(options, ublk) };
     // A cluster notices in its own time that a client has died; other waits are of no use with it.
     let (wait, retry) = match &options.image {
         DriverSpec::Rbd(_) if wait >= DYING_WAIT => (CLIENT_DYING_WAIT, Duration::from_secs(1)),
@@ -191,6 +194,7 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
         dispatch: options.dispatch,
         read_only: options.read_only,
         shared: options.shared,
+        device_bytes: None,
         // Neither the kernel nor a virtual machine notices another daemon.
         write_through: ublk || options.exports.contains(&Export::VhostUserBlk),
         format: match options.format {

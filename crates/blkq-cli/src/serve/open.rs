@@ -62,7 +62,7 @@ impl Device {
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
         let open = |journals| {
             let predecessor = claim.owner_before(&image_name(&options.image));
-            let opened = open_driver(options, exports.ublk, wait, predecessor, journals);
+            let opened = open_driver(options, exports.ublk, None, wait, predecessor, journals);
             opened.map_err(|error| refusal(error, options, claim))
         };
         let identity = Identity::of_new();
@@ -136,17 +136,13 @@ impl Device {
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
                 let Some(children) = children else { return Ok(None) };
-                // The image has grown, and the kernel was not notified.
-                if disk.limits().size_bytes() > bytes {
-                    disk.resize(Some(bytes))?;
-                }
                 let taken_over =
                     UblkDevice::take_over(identity, disk, engines, threads, children, failure_event);
                 Ok(Some(taken_over.map_err(not_taken_over)?))
             };
         let predecessor = state.owner.take();
         let open = |journals| {
-            let opened = open_driver(&options, true, DYING_WAIT, predecessor.clone(), journals);
+            let opened = open_driver(&options, true, Some(bytes), DYING_WAIT, predecessor.clone(), journals);
             opened.map_err(|error| refusal(error, &options, claim))
         };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };

@@ -106,6 +106,9 @@ pub struct DriverOptions {
     /// Complete a write only when it is not lost with this process, where the driver can: for clients that go on
     /// with the next process, and do not notice that this one was killed.
     pub write_through: bool,
+    /// The size of a device in use, whose clients do not know that the image has grown: a larger image is served up to
+    /// there.
+    pub device_bytes: Option<u64>,
     /// The meaning of the bytes of the image.
     pub format: ImageFormat,
     /// The backing files that a qcow2 image may have.
@@ -131,6 +134,9 @@ pub struct DriverOptions {
 /// One line: what is wrong, why, and the cure.
 pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
     let driver = open_plain(spec, options)?;
+    if let Some(bytes) = options.device_bytes.filter(|bytes| driver.limits().size_bytes() > *bytes) {
+        driver.resize(Some(bytes))?;
+    }
     let Some(fault) = &options.fault else { return Ok(driver) };
     Ok(Box::new(Fault::new(driver, fault.clone())?))
 }
@@ -191,6 +197,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
                 read_only: options.read_only,
                 shared: options.shared,
                 backing_chain: options.backing_chain,
+                device_bytes: options.device_bytes,
                 journals: options.journals.clone(),
             })?))
         }

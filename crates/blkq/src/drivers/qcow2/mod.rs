@@ -182,6 +182,7 @@ impl Qcow2 {
                 path.display()
             ));
         }
+        let size = options.device_bytes.map_or(size, |bytes| bytes.min(size));
         let journals = options.journals.as_deref();
         let behind = chain::open_behind(&top, options.backing_chain, journals, &mut warnings)?;
         let writer = open_writer(&top, options.read_only)?;
@@ -459,8 +460,14 @@ impl Driver for Qcow2 {
     }
 
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
-        let now = locked(&self.shared.state).size;
-        let Some(bytes) = bytes.filter(|bytes| *bytes != now) else { return Ok(now) };
+        let (now, image) = {
+            let state = locked(&self.shared.state);
+            (state.size, state.layers[0].size)
+        };
+        let bytes = bytes.unwrap_or(image - image % u64::from(self.logical_block_bytes));
+        if bytes == now {
+            return Ok(now);
+        }
         let refused = |why: &str, cure: &str| {
             let message = format!("{} cannot have {bytes} bytes: {why}", self.path.display());
             Err(Error::new(ErrorKind::Unsupported, message).with_cure(cure))
@@ -484,8 +491,13 @@ impl Driver for Qcow2 {
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         let bytes = self.prepare_resize(bytes)?;
-        if bytes == locked(&self.shared.state).size {
-            return Ok(());
+        {
+            let mut state = locked(&self.shared.state);
+            // A part of the image was served.
+            if bytes <= state.layers[0].size {
+                state.size = bytes;
+                return Ok(());
+            }
         }
         self.run("change the size", move |env| async move { grow::grow(&env, bytes).await })
     }

@@ -34,8 +34,11 @@ pub struct Qcow2Options {
     pub shared: bool,
     /// The backing files that it may have.
     pub backing_chain: BackingChain,
+    /// The size of a device in use, whose clients do not know that the image has grown: a larger image is served up to
+    /// there.
+    pub device_bytes: Option<u64>,
     /// The directory in which what completed survives this process, if it is killed; `None`: what is not flushed is
-    /// lost then.
+    /// lost then, and an image that may lack writes of a killed process is opened for reading only.
     pub journals: Option<Arc<Journals>>,
 }
 
@@ -49,6 +52,7 @@ impl Qcow2Options {
             read_only: false,
             shared: false,
             backing_chain: BackingChain::OwnDirectory,
+            device_bytes: None,
             journals: None,
         }
     }

@@ -9,6 +9,7 @@ use crate::drivers::qcow2::blocking::perform;
 use crate::drivers::qcow2::env::{BOUNCE_MAX_BYTES, Env};
 use crate::drivers::qcow2::io::{Action, Executor};
 use crate::drivers::qcow2::write::{Source, write};
+use crate::drivers::{DriverOptions, DriverSpec, ImageFormat};
 
 fn run(h: &mut Harness, operation: Operation, offset: u64, bytes: u64) {
     let tag = h.bare(operation, BioFlags::empty(), offset, bytes);
@@ -342,6 +343,38 @@ fn a_read_only_device_frees_no_space() {
     device.files[0] = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
     drop(device);
     assert!(std::fs::read(&path).unwrap() == before);
+}
+
+/// As after a kill between the change of the image's size and that of the kernel's device.
+// Contract: live-changes
+#[test]
+fn a_larger_image_is_served_up_to_the_size_of_its_device() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    std::fs::write(directory.0.join("raw"), vec![0; 4 << 20]).unwrap();
+    for (name, format) in [("d.qcow2", ImageFormat::Qcow2), ("raw", ImageFormat::Raw)] {
+        let spec = DriverSpec::Image(directory.0.join(name));
+        let options = DriverOptions { format, device_bytes: Some(2 * MIB), ..DriverOptions::default() };
+        let device = crate::drivers::open(&spec, &options).unwrap();
+        assert_eq!(device.limits().size_bytes(), 2 * MIB, "{name}");
+    }
+    let options = Qcow2Options { device_bytes: Some(2 * MIB), ..Qcow2Options::new(&path) };
+    for size in [3 * MIB, 4 * MIB, 5 * MIB] {
+        let device = Qcow2::open(&options).unwrap();
+        device.resize(Some(size)).unwrap();
+        let mut h = Harness::open(&device).unwrap();
+        let tag = h.write(size - 4096, vec![pattern(4096, 1)]);
+        assert_eq!(h.run(tag).0, Ok(()));
+        drop(h);
+        drop(device);
+        directory.check(&path);
+    }
+    let device = Qcow2::open(&options).unwrap();
+    device.resize(None).unwrap();
+    assert_eq!(device.limits().size_bytes(), 5 * MIB, "the size of the image");
 }
 
 // Contract: data
