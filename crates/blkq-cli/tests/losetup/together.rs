@@ -108,14 +108,14 @@ fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     assert_eq!(place.set_up(&["-L", "-o", "1M", "--sizelimit", "1M", &image]), device);
     for words in [&[][..], &["-o", "1M"], &["-o", "1536K", "--sizelimit", "1M"]] {
         let line = place.losetup_refused(&[&["-L", "-f"], words, &[&image]].concat());
-        assert!(line.contains("it is attached as disk.img with offset 1048576"), "{line}");
+        assert!(line.contains("disk.img already serves these bytes in part (offset 1048576"), "{line}");
     }
     let beside = place.set_up(&["-L", "-o", "2M", &image]);
     assert_ne!(beside, device);
     place.losetup(&["-D"]);
     // As the original: a writer does not get a read-only device.
     let device = place.set_up(&["-L", "-r", &image]);
-    assert!(place.losetup_refused(&["-L", "-f", &image]).contains("for reading only"));
+    assert!(place.losetup_refused(&["-L", "-f", &image]).contains("these bytes read-only"));
     assert_eq!(place.set_up(&["-L", "-r", &image]), device);
     assert!(place.losetup_refused(&["-L", "-r", "-b", "4096", "-f", &image]).contains("sectors of 512"));
     // It stays for the users that know of it.
@@ -125,4 +125,48 @@ fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     assert_eq!(place.column(&device, "AUTOCLEAR"), "0");
     assert!(place.refused(&["attach", "--nooverlap", "ram:1M"]).contains("is for images"));
     assert!(place.refused(&["attach", "--nooverlap", "/nonexistent"]).contains("cannot find the image"));
+}
+
+// Contract: exclusive
+#[test]
+fn nooverlap_returns_no_device_with_other_content_or_weaker_flushes() {
+    let place = Place::new("l-same");
+    let image = place.image("disk.img", 1 << 20);
+    let qcow2 = place.dir.join("t.qcow2").to_str().unwrap().to_owned();
+    qemu::run("qemu-img", &["create", "-q", "-f", "qcow2", &qcow2, "1M"]);
+    let refused = |image: &str, options: &[&str], why: &str| {
+        let line = place.refused(&[&["attach", "--nooverlap", image], options].concat());
+        assert!(line.contains("already serves these bytes") && line.contains(why), "{options:?}: {line}");
+    };
+    let reused = |image: &str, options: &[&str]| {
+        place.done(&[&["attach", "--nooverlap", image], options].concat());
+        assert_eq!(place.json(&["list", "--json"]).as_array().unwrap().len(), 1);
+    };
+    let attach = |image: &str, options: &[&str]| drop(place.done(&[&["attach", image], options].concat()));
+    let detach = || drop(place.done(&["detach", "--all"]));
+
+    attach(&image, &["--format", "raw"]);
+    refused(&image, &["--format", "qcow2"], "use --format raw");
+    refused(&image, &["--fault", "delay=1ms"], "faults");
+    reused(&image, &[]);
+    reused(&image, &["--format", "raw"]);
+    detach();
+    attach(&qcow2, &["--format", "qcow2"]);
+    refused(&qcow2, &["--format", "raw"], "use --format qcow2");
+    refused(&qcow2, &[], "use --format qcow2");
+    reused(&qcow2, &["--format", "qcow2"]);
+    detach();
+    let output = place.run(&["attach", &image, "--unsafe-flush-ignore"]);
+    assert!(output.status.success());
+    refused(&image, &[], "flush");
+    detach();
+    attach(&image, &["--fault", "none"]);
+    reused(&image, &[]);
+    place.done(&["set", "disk.img", "fault=delay=1ms"]);
+    refused(&image, &[], "delay=1ms");
+    refused(&image, &["--format", "qcow2"], "in the format raw");
+    reused(&image, &["--fault", "delay=1ms"]);
+    detach();
+    attach(&image, &["--shared"]);
+    refused(&image, &[], "--shared");
 }

@@ -8,14 +8,15 @@
 use std::time::{Duration, Instant};
 
 use blkq::drivers::DriverSpec;
+use blkq::drivers::fault::FaultSpec;
 
 use super::attached::Attached;
-use crate::backing::{Backing, FileId, Window};
+use crate::backing::{Backing, FileId, Window, fact};
 use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::options::AttachOptions;
+use crate::options::{AttachOptions, Format};
 use crate::settings::Setting;
 use crate::state::{Fate, StateDir};
 
@@ -96,20 +97,40 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
     Ok(found)
 }
 
-/// Whether the device is what is asked for.
+/// Refuses a device that differs from what is asked for in what clients read from it, or in what a flush makes durable.
 fn check_same(info: &DeviceInfo, window: Window, options: &AttachOptions) -> Outcome {
     let asked = Window { offset: options.offset, size_limit: options.size_limit };
     let sector_size = options.sector_size.bytes().unwrap_or(info.sector_size);
-    let (what, cure) = if window != asked {
+    let attached = info.attach_options.as_ref().and_then(|record| record.read().ok());
+    let is_shared = attached.is_some_and(|attached| attached.shared);
+    // As they are now: `blkq set` changes them.
+    let faults = fact(info, "fault").map(str::to_owned).unwrap_or_else(|| FaultSpec::default().to_string());
+    let asked_faults = options.fault.clone().unwrap_or_default().to_string();
+    let is_qcow2 = fact(info, "fault-driver").unwrap_or(&info.driver) == "qcow2";
+    let (difference, hint) = if window != asked {
         let Window { offset, size_limit } = window;
         let limit = size_limit.map_or("no size limit".to_owned(), |limit| format!("size limit {limit}"));
-        (format!("with offset {offset} and {limit}, which overlaps"), "choose a window beside it")
+        (format!("in part (offset {offset}, {limit})"), Some("choose bytes that do not overlap"))
+    } else if is_qcow2 != (options.format == Some(Format::Qcow2)) {
+        match is_qcow2 {
+            true => ("in the format qcow2".to_owned(), Some("use --format qcow2")),
+            false => ("in the format raw".to_owned(), Some("use --format raw")),
+        }
     } else if info.read_only && !options.read_only {
-        ("for reading only".to_owned(), "ask for --read-only")
+        ("read-only".to_owned(), Some("use --read-only"))
     } else if info.sector_size != sector_size {
-        (format!("with sectors of {} bytes", info.sector_size), "ask for that --sector-size")
+        let hint = "use the same --sector-size";
+        (format!("with sectors of {} bytes", info.sector_size), Some(hint))
+    } else if info.unsafe_flush_ignore && !options.unsafe_flush_ignore {
+        ("with --unsafe-flush-ignore, so that flushes make nothing durable".to_owned(), None)
+    } else if faults != asked_faults {
+        (format!("with the faults {faults:?}"), None)
+    } else if is_shared {
+        ("with --shared, so that others may write to it".to_owned(), None)
     } else {
         return Ok(());
     };
-    Err(Failure::new(format!("it is attached as {} {what}; detach that first, or {cure}", info.name)))
+    let hint = hint.map(|hint| format!(", or {hint}")).unwrap_or_default();
+    let name = &info.name;
+    Err(Failure::new(format!("the device {name} already serves these bytes {difference}; detach it{hint}")))
 }
