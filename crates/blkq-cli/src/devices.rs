@@ -1,6 +1,6 @@
 //! The devices that there are, as their daemons describe them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
@@ -97,27 +97,30 @@ pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
 }
 
 /// The name of the device that `word` means: its name, the path of its image by any name, or where
-/// it is found (a URI, `/dev/ublkb0`, `ublkb0`, or a link to that). A word that is a device's name
-/// means that device. `None` if there is none.
+/// it is found (a URI, `/dev/ublkb0`, `ublkb0`, or a link to that). `None` if there is none.
 ///
 /// # Errors
-/// If several devices have that image; if the state directory cannot be read.
+/// If several devices have that image, or one has that name and another one that image or node; if the state directory
+/// cannot be read.
 pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
+    let target = Target::of(word);
     if check_name(word).is_ok() && dir.file(word, ".lock").exists() {
+        if target.exists() && !target.is(dir, word) {
+            let others = target.devices(dir)?;
+            if let Some(other) = others.first() {
+                let (what, path) = match target.file {
+                    Some(_) => ("image", format!("./{word}")),
+                    None => ("node", format!("/dev/{word}")),
+                };
+                return Err(Failure::new(format!(
+                    "{word} is the name of a device, and the {what} of the device {other}; for that one, write {path} or \
+                     {other}"
+                )));
+            }
+        }
         return Ok(Some(word.to_owned()));
     }
-    let node = Path::new("/dev").join(word);
-    let node = node.canonicalize().unwrap_or(node);
-    let is_at = |exports: &[String]| exports.iter().any(|export| export == word || Path::new(export) == node);
-    let path = Path::new(word);
-    let file = FileId::of(path);
-    let mut names = dir.names()?;
-    names.retain(|name| match call::<DeviceInfo>(dir, name, &Request::Show {}) {
-        Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(path, &info),
-        // It is dead, or does not answer: then its state file counts.
-        _ => read_state(&dir.file(name, ".json"))
-            .is_some_and(|state| is_at(&state.exports) || file.is_some() && FileId::of(&state.image) == file),
-    });
+    let mut names = target.devices(dir)?;
     if names.len() > 1 {
         // One that serves the image is meant, and not one that did.
         let is_dead =
@@ -129,6 +132,50 @@ pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
         [] => Ok(None),
         [name] => Ok(Some(name.clone())),
         names => Err(Failure::new(format!("{word}: attached as {}; name one of them", names.join(", ")))),
+    }
+}
+
+/// A word of the user as an image or an export.
+struct Target<'a> {
+    word: &'a str,
+    path: &'a Path,
+    file: Option<FileId>,
+    /// `/dev/WORD`, or where that leads.
+    node: PathBuf,
+}
+
+impl Target<'_> {
+    fn of(word: &str) -> Target<'_> {
+        let node = Path::new("/dev").join(word);
+        let node = node.canonicalize().unwrap_or(node);
+        let path = Path::new(word);
+        Target { word, path, file: FileId::of(path), node }
+    }
+
+    /// Whether there is such a file or node.
+    fn exists(&self) -> bool {
+        self.file.is_some() || self.node.exists()
+    }
+
+    /// Whether it is the image or an export of the device `name`.
+    fn is(&self, dir: &StateDir, name: &str) -> bool {
+        let is_at = |exports: &[String]| {
+            exports.iter().any(|export| export == self.word || Path::new(export) == self.node)
+        };
+        match call::<DeviceInfo>(dir, name, &Request::Show {}) {
+            Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
+            // It is dead, or does not answer: then its state file counts.
+            _ => read_state(&dir.file(name, ".json")).is_some_and(|state| {
+                is_at(&state.exports) || self.file.is_some() && FileId::of(&state.image) == self.file
+            }),
+        }
+    }
+
+    /// The devices that it is an image or an export of.
+    fn devices(&self, dir: &StateDir) -> Outcome<Vec<String>> {
+        let mut names = dir.names()?;
+        names.retain(|name| self.is(dir, name));
+        Ok(names)
     }
 }
 

@@ -79,6 +79,61 @@ fn names_are_unique_checked_and_bounded() {
 
 // Contract: detach
 #[test]
+fn a_word_that_is_a_name_and_the_image_of_another_device_is_refused() {
+    let place = Place::new("name-or-path");
+    for directory in ["a", "b", "c"] {
+        fs::create_dir(place.dir.join(directory)).unwrap();
+    }
+    let (first, second) = (place.image("a/d.img", 1 << 20), place.image("b/d.img", 1 << 20));
+    let unused = place.image("c/d.img", 1 << 20);
+    place.done(&["attach", &first]);
+    place.done(&["attach", &second]);
+    let run = |directory: &str, words: &[&str]| {
+        place.command(words).current_dir(place.dir.join(directory)).output().unwrap()
+    };
+    // Where the other image is.
+    for words in [
+        &["resize", "d.img", "2M"][..],
+        &["set", "d.img", "depth=4"],
+        &["snapshot", "d.img", "--to", "new"],
+        &["commit", "d.img"],
+        &["show", "d.img"],
+        &["stat", "d.img"],
+        &["detach", "d.img", "--force"],
+        &["losetup", "-d", "d.img"],
+    ] {
+        let output = run("b", words);
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {line}");
+        assert!(
+            line.contains("d.img is the name of a device, and the image of the device d.img-2"),
+            "{line}"
+        );
+    }
+    assert_eq!(fs::metadata(&first).unwrap().len(), 1 << 20);
+    assert!(run("b", &["resize", "./d.img", "2M"]).status.success());
+    assert!(run("b", &["resize", "d.img-2", "2M"]).status.success());
+    assert_eq!(
+        (fs::metadata(&first).unwrap().len(), fs::metadata(&second).unwrap().len()),
+        (1 << 20, 2 << 20)
+    );
+    // Where it is the device's own image, that of none, or no file: the name counts.
+    for directory in ["a", "c", "s"] {
+        assert!(run(directory, &["resize", "d.img", "3M"]).status.success(), "{directory}");
+    }
+    assert_eq!(
+        (fs::metadata(&first).unwrap().len(), fs::metadata(&unused).unwrap().len()),
+        (3 << 20, 1 << 20)
+    );
+    // A killed daemon's image counts as well.
+    kill(place.pid("d.img-2"));
+    assert!(!run("b", &["detach", "d.img"]).status.success());
+    assert!(run("b", &["detach", "./d.img"]).status.success());
+    assert!(run("b", &["detach", "d.img"]).status.success());
+    assert!(place.files().is_empty());
+}
+
+#[test]
 fn a_killed_daemon_stops_nothing() {
     let place = Place::new("killed");
     let image = place.image("disk.img", 1 << 20);
