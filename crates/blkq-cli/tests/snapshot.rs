@@ -323,8 +323,21 @@ fn a_configuration_names_the_new_image_before_the_device_has_it() {
     let refused = run(&["snapshot", "d", "--to", &new]);
     let line = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{line}");
-    assert!(line.contains(&format!("c/d.toml write image = {new:?}")), "{line}");
+    assert!(line.contains(&format!("c/d.toml names {image}")), "{line}");
+    assert!(line.contains(&format!("image = {new:?}")), "{line}");
     assert!(!fs::exists(&new).unwrap());
+    // With a mistake the file protects the image as well: the service reads it once that is corrected.
+    for (mistake, why) in [
+        ("imag = 1\n", "d.toml:2: unknown key"),
+        ("format = \"auto\"\n", "d.toml:2: format"),
+        ("format = [\n", "d.toml:"),
+    ] {
+        configure(format!("image = {image:?}\n{mistake}"));
+        let refused = run(&["snapshot", "d", "--to", &new]);
+        let line = String::from_utf8(refused.stderr).unwrap();
+        assert_eq!((refused.status.code(), line.contains(why)), (Some(1), true), "{line}");
+        assert!(!fs::exists(&new).unwrap());
+    }
     configure(format!("image = {new:?}\nformat = \"qcow2\"\n"));
     assert!(run(&["snapshot", "d", "--to", &new]).status.success());
     place.done(&["detach", "d"]);
