@@ -388,11 +388,16 @@ pub fn died(name: &str, last_words: &str) -> Failure {
     Failure::new(format!("{name}: its daemon died ({last_words}); what it left is cleared, attach it again"))
 }
 
+/// Sends a request. A daemon that turns a client away does so without reading: the reply has the reason, and not the
+/// error of sending.
 fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     let mut line = serde_json::to_vec(request)?;
     line.push(b'\n');
-    stream.write_all(&line)
+    match stream.write_all(&line) {
+        Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => Ok(()),
+        sent => sent,
+    }
 }
 
 fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::Result<Reply<T>> {
@@ -475,6 +480,21 @@ mod tests {
         let resize = Request::Resize { size: Some(512), force: false, user: None };
         assert_eq!(parse_request(line).unwrap(), resize);
         assert_eq!(serde_json::to_vec(&resize).unwrap(), line);
+    }
+
+    #[test]
+    fn a_client_that_is_turned_away_gets_the_reason() {
+        let (client, daemon) = UnixStream::pair().unwrap();
+        (&daemon).write_all(&reply_line::<()>(Err(Failure::new("too many commands")))).unwrap();
+        drop(daemon);
+        send(&client, &Request::Ping {}).unwrap();
+        let reply = receive::<()>(&client, ANSWER_TIMEOUT).unwrap();
+        assert_eq!(reply, Reply::Error("too many commands".to_owned()));
+        // A daemon that was killed has sent nothing.
+        let (client, daemon) = UnixStream::pair().unwrap();
+        drop(daemon);
+        send(&client, &Request::Ping {}).unwrap();
+        assert!(is_cut_off(&receive::<()>(&client, ANSWER_TIMEOUT).unwrap_err()));
     }
 
     // Contract: detach

@@ -92,8 +92,8 @@ impl Dialogue {
             control.push(SendAncillaryMessage::ScmRights(files));
         }
         match sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL) {
-            // It has given up, and the reason is its reply.
-            Ok(_) | Err(Errno::PIPE) => Ok(()),
+            // The daemon has cancelled, and its reply has the reason.
+            Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
             Err(e) => Err(no_answer(e.into())),
         }
     }
