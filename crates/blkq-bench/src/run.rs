@@ -85,7 +85,7 @@ impl Outputs<'_> {
     fn check(arguments: &Arguments) -> Result<Outputs<'_>> {
         let outputs = Outputs { json: arguments.json.as_deref(), report: arguments.report.as_deref() };
         if let Some(path) = outputs.json.filter(|_| !outputs.json_to_stdout()) {
-            report::check_writable(path)?;
+            report::check_json(path)?;
         }
         if let Some(directory) = outputs.report {
             report::check(directory)?;
@@ -105,10 +105,7 @@ impl Outputs<'_> {
     fn write(&self, results: &Results) -> Result {
         match self.json {
             Some(_) if self.json_to_stdout() => print_out(&report::json(results)?)?,
-            Some(path) => {
-                std::fs::write(path, report::json(results)?)
-                    .map_err(|e| format!("{}: {e}", path.display()))?;
-            }
+            Some(path) => report::write_json(results, path)?,
             None => {}
         }
         if let Some(directory) = self.report {

@@ -91,6 +91,7 @@ mod error;
 mod kick;
 pub mod layout;
 mod limits;
+pub mod output;
 mod periodic;
 mod queue;
 pub mod random;

@@ -17,11 +17,18 @@ fn field(text: &str) -> String {
     }
 }
 
+const HEADING: &str = "table,part,title,name,x,metric,round,value,min,max\n";
+
+/// Whether a file that begins with `head` is one of [`csv`].
+pub(super) fn is_csv(head: &[u8]) -> bool {
+    head.starts_with(HEADING.as_bytes())
+}
+
 /// `table,part,title,name,x,metric,round,value,min,max`: lines of the part `run` have a
 /// round and its value, lines of the part `curve` an x, and the median, least and most of
 /// the rounds there.
 pub fn csv(results: &Results) -> String {
-    let mut text = String::from("table,part,title,name,x,metric,round,value,min,max\n");
+    let mut text = HEADING.to_owned();
     for table in &results.tables {
         let table_name = name(&table.name);
         for comparison in &table.comparisons {

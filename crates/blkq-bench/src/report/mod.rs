@@ -1,7 +1,9 @@
 //! The report: one page that needs nothing else, and the raw figures beside it.
 
-use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::Path;
+
+use blkq::output;
 
 use crate::Result;
 use crate::result::Results;
@@ -32,13 +34,9 @@ pub fn json(results: &Results) -> Result<String> {
 /// If it cannot.
 pub fn check(directory: &Path) -> Result {
     std::fs::create_dir_all(directory).map_err(|e| format!("{}: {e}", directory.display()))?;
-    let page = directory.join(PAGE);
-    if std::fs::read_to_string(&page).is_ok_and(|text| !text.contains(GENERATOR)) {
-        let message =
-            format!("{} is no report of blkq bench; choose another directory with --report", page.display());
-        return Err(message.into());
-    }
-    [PAGE, JSON, CSV].iter().try_for_each(|name| check_writable(&directory.join(name)))
+    check_output(&directory.join(PAGE), is_page)?;
+    check_output(&directory.join(JSON), is_json)?;
+    check_output(&directory.join(CSV), csv::is_csv)
 }
 
 /// Writes the page and the figures into `directory`.
@@ -46,26 +44,42 @@ pub fn check(directory: &Path) -> Result {
 /// # Errors
 /// If they cannot be written.
 pub fn write(results: &Results, directory: &Path) -> Result {
-    check(directory)?;
     let (json, csv) = (json(results)?, csv::csv(results));
     let page = page::page(results, &json, &csv);
-    for (name, text) in [(PAGE, page), (JSON, json), (CSV, csv)] {
-        let path = directory.join(name);
-        std::fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
-    }
-    Ok(())
+    write_output(&directory.join(PAGE), is_page, &page)?;
+    write_output(&directory.join(JSON), is_json, &json)?;
+    write_output(&directory.join(CSV), csv::is_csv, &csv)
 }
 
-/// Checks that a file can be written, and leaves everything as it was.
+/// Writes the results as JSON to a file.
 ///
 /// # Errors
-/// If it cannot.
-pub fn check_writable(path: &Path) -> Result {
-    let new = !path.exists();
-    OpenOptions::new()
-        .append(true)
-        .create(true)
-        .open(path)
-        .and_then(|_| if new { std::fs::remove_file(path) } else { Ok(()) })
-        .map_err(|e| format!("{}: {e}", path.display()).into())
+/// If it cannot be written, or contains anything but earlier results.
+pub fn write_json(results: &Results, path: &Path) -> Result {
+    write_output(path, is_json, &json(results)?)
+}
+
+/// Checks that the results can be written to a file as JSON, and leaves everything as it was.
+///
+/// # Errors
+/// Those of [`write_json`].
+pub fn check_json(path: &Path) -> Result {
+    check_output(path, is_json)
+}
+
+fn is_page(head: &[u8]) -> bool {
+    String::from_utf8_lossy(head).contains(GENERATOR)
+}
+
+fn is_json(head: &[u8]) -> bool {
+    head.starts_with(b"{")
+}
+
+fn check_output(path: &Path, is_earlier: fn(&[u8]) -> bool) -> Result {
+    output::check(path, is_earlier).map_err(|e| format!("{}: {e}", path.display()).into())
+}
+
+fn write_output(path: &Path, is_earlier: fn(&[u8]) -> bool, text: &str) -> Result {
+    let written = output::create(path, is_earlier).and_then(|mut file| file.write_all(text.as_bytes()));
+    written.map_err(|e| format!("{}: {e}", path.display()).into())
 }

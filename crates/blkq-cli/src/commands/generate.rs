@@ -1,10 +1,10 @@
 //! `blkq generate`: manual pages and shell completions, made from the command line's
 //! own definition.
 
-use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use blkq::output;
 use clap::{Arg, Command, ValueEnum};
 use clap_complete::env::Shells;
 use clap_mangen::Man;
@@ -48,7 +48,7 @@ impl Args {
             Kind::Man => manual(command, &self.dir),
             Kind::Completions => completions(&self.dir),
         };
-        written.map_err(|e| Failure::new(format!("generate into {}: {e}", self.dir.display())))
+        written.map_err(|e| Failure::new(format!("generate: {e}")))
     }
 }
 
@@ -67,8 +67,15 @@ fn completions(dir: &Path) -> io::Result<()> {
             // Loaded from $fpath, the file is the function, and completes the first time too.
             script.extend(b"[[ $funcstack[1] != _blkq ]] || _clap_dynamic_completer_blkq\n");
         }
-        fs::write(dir.join(file), script)
+        write(&dir.join(file), &script)
     })
+}
+
+/// Writes a file, in place of nothing but an earlier one: all of them contain the name of the command.
+fn write(path: &Path, text: &[u8]) -> io::Result<()> {
+    let is_earlier = |head: &[u8]| String::from_utf8_lossy(head).contains("blkq");
+    let written = output::create(path, is_earlier).and_then(|mut file| file.write_all(text));
+    written.map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
 
 fn manual(command: Command, dir: &Path) -> io::Result<()> {
@@ -175,7 +182,7 @@ fn write_page(
     page.extend(help.sections.iter().chain(inherited).flat_map(|section| section.rendered().into_bytes()));
     let see_also: Vec<String> = see_also.iter().map(|page| format!(".BR {} (1)", roff(page))).collect();
     page.extend(format!(".SH SEE ALSO\n{}\n", see_also.join(",\n")).bytes());
-    fs::write(dir.join(format!("{}.1", page_name(command))), page)
+    write(&dir.join(format!("{}.1", page_name(command))), &page)
 }
 
 /// The command with its options and their values.

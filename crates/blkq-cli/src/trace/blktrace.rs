@@ -11,6 +11,8 @@ use super::item::{Item, ItemKind, rwbs};
 
 /// `BLK_IO_TRACE_MAGIC` and `BLK_IO_TRACE_VERSION`.
 const MAGIC: u32 = 0x6561_7400 | 7;
+/// The first bytes of a binary file.
+pub const HEAD: [u8; 4] = MAGIC.to_ne_bytes();
 /// Bytes of a record without what follows it.
 pub const RECORD_BYTES: usize = 48;
 /// The device's number, 240:0: one for local use, as there may be no device of the kernel.
@@ -182,7 +184,7 @@ impl Encoder {
     fn record(&mut self, record: &Record<'_>, out: &mut Vec<u8>) {
         let sequence = &mut self.sequences[record.queue];
         *sequence = sequence.wrapping_add(1);
-        out.extend(MAGIC.to_ne_bytes());
+        out.extend(HEAD);
         out.extend(sequence.to_ne_bytes());
         out.extend(record.time_ns.to_ne_bytes());
         out.extend(record.sector.to_ne_bytes());

@@ -10,6 +10,9 @@ use super::io_tracker::{CompletedRequest, Stage};
 /// The number of the process that the device is there.
 const PROCESS: u32 = 1;
 
+/// The first bytes of a file of trace events.
+pub const HEAD: &[u8] = b"[\n{";
+
 /// Writes a file of trace events.
 pub struct ChromeWriter<W: Write> {
     out: W,

@@ -1,14 +1,16 @@
 //! Where a trace goes: lines, binary files or a stream, and slices for Perfetto.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use blkq::output;
+
 use crate::failure::{Failure, Outcome};
 
-use super::blktrace::Encoder;
-use super::chrome::ChromeWriter;
+use super::blktrace::{self, Encoder};
+use super::chrome::{self, ChromeWriter};
 use super::io_tracker::CompletedRequest;
 use super::item::Item;
 use super::lines::line;
@@ -50,9 +52,20 @@ pub enum Output {
     Chrome(PathBuf, ChromeWriter<BufWriter<File>>),
 }
 
-fn create(path: &Path) -> Outcome<BufWriter<File>> {
-    let file = File::create(path).map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+/// Creates `path`, in place of nothing but an output that begins with `head`.
+fn create(path: &Path, head: &[u8]) -> Outcome<BufWriter<File>> {
+    let file = output::create(path, |found| found.starts_with(head)).map_err(|e| failure(path, &e))?;
     Ok(BufWriter::with_capacity(1 << 18, file))
+}
+
+/// Removes a binary file of an earlier trace.
+fn remove_earlier(path: &Path) -> Outcome {
+    if fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+        return Ok(());
+    }
+    output::check(path, |found| found.starts_with(&blktrace::HEAD))
+        .and_then(|()| fs::remove_file(path))
+        .map_err(|e| failure(path, &e))
 }
 
 impl Output {
@@ -82,17 +95,12 @@ impl Output {
         };
         // blkparse reads all there are, up to the first that is missing: those of an earlier trace with more
         // queues are not of this one.
-        match std::fs::remove_file(path_of(start.queues)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                return Err(Failure::new(format!("{}: {e}", path_of(start.queues).display())));
-            }
-            _ => {}
-        }
+        remove_earlier(&path_of(start.queues))?;
         let open = |queue: usize| -> Outcome<_> {
             let (path, mut encoder, mut bytes) = (path_of(queue), Encoder::new(start.queues), Vec::new());
-            let mut file = create(&path)?;
+            let mut file = create(&path, &blktrace::HEAD)?;
             encoder.begin(queue, start.time_ns, start.since_epoch, &mut bytes);
-            file.write_all(&bytes).map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+            file.write_all(&bytes).map_err(|e| failure(&path, &e))?;
             Ok((path, file, encoder))
         };
         Ok(Output::Files((0..start.queues).map(open).collect::<Outcome<_>>()?, Vec::new()))
@@ -103,8 +111,9 @@ impl Output {
     /// # Errors
     /// If it cannot be made.
     pub fn chrome(path: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
-        let writer = ChromeWriter::new(create(path)?, start.name, start.queues, start.time_ns);
-        let writer = writer.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+        let file = create(path, chrome::HEAD)?;
+        let writer = ChromeWriter::new(file, start.name, start.queues, start.time_ns);
+        let writer = writer.map_err(|e| failure(path, &e))?;
         Ok(Output::Chrome(path.to_owned(), writer))
     }
 
@@ -179,7 +188,11 @@ impl Output {
 }
 
 fn failed(path: &Path, error: &io::Error) -> OutputError {
-    OutputError::Failed(Failure::new(format!("{}: {error}", path.display())))
+    OutputError::Failed(failure(path, error))
+}
+
+fn failure(path: &Path, error: &io::Error) -> Failure {
+    Failure::new(format!("{}: {error}", path.display()))
 }
 
 fn to_stdout(bytes: &[u8]) -> Result<(), OutputError> {
@@ -209,6 +222,18 @@ mod tests {
         start.queues = 1;
         assert_eq!(names(&start), ["a.blktrace.0"]);
         assert!(!dir.path().join("a.blktrace.1").exists());
+        // Nothing else is replaced or removed.
+        for name in ["a.blktrace.0", "a.blktrace.1", "a.json"] {
+            let path = dir.path().join(name);
+            fs::write(&path, [0; 512]).unwrap();
+            assert!(Output::files(dir.path(), &start).is_err() || Output::chrome(&path, &start).is_err());
+            assert_eq!(fs::read(&path).unwrap(), [0; 512]);
+            fs::remove_file(&path).unwrap();
+        }
+        let slices = dir.path().join("a.json");
+        for _ in 0..2 {
+            assert!(Output::chrome(&slices, &start).unwrap().finish().is_ok());
+        }
         std::fs::remove_dir_all(dir.path()).unwrap();
     }
 }

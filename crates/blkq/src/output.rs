@@ -1,0 +1,92 @@
+//! Files to which a command writes its results.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+
+/// Bytes of a file that show what it contains.
+const HEAD_BYTES: u64 = 64 << 10;
+
+/// Opens `path` to be written from its beginning, and makes a file if there is none. A file with content is emptied only
+/// if `is_earlier` takes the beginning of it for an earlier result: a path that was mistyped, such as that of an image,
+/// loses nothing. Pipes and character devices are written to as they are.
+///
+/// # Errors
+/// If the file cannot be opened, contains anything else, or is a block device.
+pub fn create(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<File> {
+    let file = open(path, is_earlier)?;
+    if file.metadata()?.is_file() {
+        file.set_len(0)?;
+    }
+    Ok(file)
+}
+
+/// Checks whether [`create`] would succeed, and leaves everything as it was.
+///
+/// # Errors
+/// Those of [`create`].
+pub fn check(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<()> {
+    let is_new = !path.exists();
+    open(path, is_earlier)?;
+    // Of a link the file that was made.
+    if is_new { fs::remove_file(path.canonicalize()?) } else { Ok(()) }
+}
+
+fn open(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<File> {
+    let refused = |why: &str| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
+    let is_file = fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
+    // Pipes have one direction.
+    let file = OpenOptions::new().read(is_file).write(true).create(true).truncate(false).open(path)?;
+    let metadata = file.metadata()?;
+    if metadata.file_type().is_block_device() {
+        return refused("is a block device, which is not overwritten; choose a file");
+    }
+    if metadata.is_file() && metadata.len() > 0 {
+        let mut head = Vec::new();
+        (&file).take(HEAD_BYTES).read_to_end(&mut head)?;
+        if !is_earlier(&head) {
+            return refused("contains something else, which is not overwritten; choose another file");
+        }
+        io::Seek::rewind(&mut &file)?;
+    }
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn only_an_earlier_result_is_replaced() {
+        let dir = std::env::temp_dir().join(format!("blkq-output-{}", std::process::id()));
+        fs::create_dir(&dir).unwrap();
+        let path = dir.join("result");
+        let is_earlier = |head: &[u8]| head.starts_with(b"{");
+        check(&path, is_earlier).unwrap();
+        assert!(!path.exists());
+        for text in ["{ a long result", "{}"] {
+            create(&path, is_earlier).unwrap().write_all(text.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+            check(&path, is_earlier).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        fs::write(&path, [0; 4096]).unwrap();
+        assert!(create(&path, is_earlier).unwrap_err().to_string().contains("something else"));
+        assert!(check(&path, is_earlier).is_err());
+        assert_eq!(fs::read(&path).unwrap(), [0; 4096]);
+        // Links are followed, and a missing target is made.
+        let link = dir.join("link");
+        std::os::unix::fs::symlink("result", &link).unwrap();
+        assert!(create(&link, is_earlier).is_err());
+        fs::remove_file(&path).unwrap();
+        check(&link, is_earlier).unwrap();
+        assert!(!path.exists() && fs::read_link(&link).is_ok());
+        create(&link, is_earlier).unwrap();
+        assert!(path.exists() && fs::read_link(&link).is_ok());
+        create(Path::new("/dev/null"), is_earlier).unwrap().write_all(b"x").unwrap();
+        assert!(create(&dir, is_earlier).is_err());
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}
