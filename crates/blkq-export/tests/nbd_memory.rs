@@ -4,6 +4,7 @@
 
 mod nbd;
 
+use blkq::testing::wait_until;
 use std::io::Write;
 use std::time::{Duration, Instant};
 

@@ -4,6 +4,7 @@
 
 mod nbd;
 
+use blkq::testing::wait_until;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{ErrorKind, Read};
 use std::ptr::null_mut;

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
+use blkq::testing::wait_until;
 use blkq::{
     Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, OpenContext, Operation, QueueLimits, Status,
     Tag, Taken,

@@ -5,9 +5,10 @@ mod nbd;
 
 use std::sync::atomic::Ordering;
 
-use blkq::Disk;
 use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::random::Random;
+use blkq::testing::wait_until;
+use blkq::{Disk, StatGroup};
 use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
 use nbd::*;
@@ -126,7 +127,11 @@ fn more_parts_than_one_send_takes_are_sent() {
     for cookie in 0..256u64 {
         client.send(0, 0, cookie, cookie * 4096, length as u64, &[]);
     }
-    std::thread::sleep(std::time::Duration::from_millis(200));
+    // Nothing is received meanwhile.
+    wait_until("200 replies are complete", || {
+        let reads = &served.disk.stats()[StatGroup::Read];
+        reads.ios + reads.merges >= 3 * 200
+    });
     for _ in 0..256 {
         let reply = client.reply(|_| 0);
         assert_eq!((reply.error, reply.payload.len()), (0, length));

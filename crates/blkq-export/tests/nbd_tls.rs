@@ -12,11 +12,12 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 
+use blkq::testing::wait_until;
 use blkq::{Driver, DriverQueue, Error, Extent, OpenContext, QueueLimits};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, TlsCertificates, TlsOptions};
 use nbd::pki::Pki;
-use nbd::{option_bytes, options, ram, serve, wait_until};
+use nbd::{option_bytes, options, ram, serve};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};

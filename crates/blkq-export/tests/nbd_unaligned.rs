@@ -14,6 +14,7 @@ use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
+use blkq::testing::wait_until;
 use blkq::{Driver, SchedulerKind, Setting, StatGroup};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, RangeLock};

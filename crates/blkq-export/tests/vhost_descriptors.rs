@@ -13,10 +13,11 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use blkq::drivers::r#loop::DirectIo;
+use blkq::testing::wait_until;
 use blkq_export::vhost_user::Event;
 use front_end::*;
-use rustix::event::{EventfdFlags, eventfd};
-use vhost::{Served, image, ram, serve, until};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use vhost::{Served, image, ram, serve};
 
 /// An ordinary front end is served.
 fn check(served: &Served) {
@@ -56,28 +57,35 @@ fn send_away(connection: &Connection, header: [u32; 3], payload: &[u8], sockets:
     connection.bytes(&bytes[8..], &[]);
 }
 
+/// So many replies have to be read before more requests can be sent: the kernel wakes no sender before a queue is a
+/// quarter full.
+const REPLIES: usize = 300;
+
 /// Sends requests without reading a reply, until the device reads no more of them.
 fn flood(connection: &mut Connection) {
     connection.0.set_nonblocking(true).unwrap();
-    let (message, mut failures) = (words(&[GET_FEATURES, 1, 0]), 0);
-    while failures < 20 {
+    let (message, mut sent) = (words(&[GET_FEATURES, 1, 0]), 0);
+    let blocked = rustix::event::Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+    loop {
         match connection.0.write(&message) {
-            Ok(sent) => {
-                assert_eq!(sent, 12);
-                failures = 0;
+            Ok(bytes) => {
+                assert_eq!(bytes, 12);
+                sent += 1;
             }
             Err(_) => {
-                failures += 1;
-                std::thread::sleep(Duration::from_millis(10));
+                let mut sockets = [PollFd::new(&connection.0, PollFlags::OUT)];
+                // A slow device may be about to read more.
+                if poll(&mut sockets, Some(&blocked)).unwrap() == 0 && sent > REPLIES {
+                    return;
+                }
             }
         }
     }
 }
 
-/// Reads so many replies that more can be sent: the kernel wakes no sender before a queue is a quarter full.
 fn make_room(connection: &mut Connection) {
     connection.0.set_nonblocking(false).unwrap();
-    (0..300).for_each(|_| drop(connection.reply()));
+    (0..REPLIES).for_each(|_| drop(connection.reply()));
 }
 
 #[test]
@@ -194,7 +202,7 @@ fn a_kick_is_an_eventfd_and_nothing_else() {
     front.submit(0, 1, 0, DATA, 512);
     front.kick(0);
     read.read_exact(&mut [0; 8]).unwrap();
-    until("it completes", || !front.completed(0).is_empty());
+    wait_until("it completes", || !front.completed(0).is_empty());
 }
 
 #[test]
@@ -231,7 +239,7 @@ fn descriptors_of_two_messages_at_once_are_those_of_the_first() {
     }
     front.submit(0, 1, 0, DATA, 512);
     front.kick(0);
-    until("it completes", || !front.completed(0).is_empty());
+    wait_until("it completes", || !front.completed(0).is_empty());
 }
 
 /// Receives the next request of the device: its code, flags and length.

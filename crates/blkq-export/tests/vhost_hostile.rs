@@ -5,6 +5,7 @@
 mod front_end;
 mod vhost;
 
+use blkq::testing::wait_until;
 use std::fs::File;
 use std::os::fd::AsFd;
 
@@ -12,7 +13,7 @@ use blkq_export::vhost_user::Event;
 use front_end::*;
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
-use vhost::{Served, ram, serve, until};
+use vhost::{Served, ram, serve};
 
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
@@ -20,11 +21,11 @@ fn descriptors() -> usize {
 
 /// An ordinary front end is served.
 fn check(served: &Served) {
-    until("the place is free", || served.device.connection_count() == 0);
+    wait_until("the place is free", || served.device.connection_count() == 0);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
     drop(front);
-    until("it is gone", || served.device.connection_count() == 0);
+    wait_until("it is gone", || served.device.connection_count() == 0);
 }
 
 #[test]
@@ -79,15 +80,15 @@ fn messages_that_break_the_protocol_end_the_connection() {
     let before = descriptors();
     for (header, payload, files) in &cases {
         let mut connection = Connection::new(&served.path);
-        until("it is let in", || served.device.connection_count() == 1);
+        wait_until("it is let in", || served.device.connection_count() == 1);
         connection.raw(*header, payload, files);
         assert!(connection.is_closed(), "{header:?} {payload:?}");
-        until("it is gone", || served.device.connection_count() == 0);
+        wait_until("it is gone", || served.device.connection_count() == 0);
     }
-    until("all are counted", || served.device.counters().violations == cases.len() as u64);
+    wait_until("all are counted", || served.device.counters().violations == cases.len() as u64);
     assert!(served.device.take_reports().len() <= 8, "a log is not flooded");
     drop(cases);
-    until("no descriptor is left", || descriptors() <= before);
+    wait_until("no descriptor is left", || descriptors() <= before);
     check(&served);
 }
 
@@ -142,7 +143,7 @@ fn a_second_front_end_is_turned_away() {
     }
     assert_eq!(served.device.counters().refused_connections, 100);
     assert_eq!(served.report().event, Event::Occupied);
-    until("no descriptor is left", || descriptors() <= before);
+    wait_until("no descriptor is left", || descriptors() <= before);
     assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
 }
 

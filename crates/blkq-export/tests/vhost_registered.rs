@@ -8,11 +8,12 @@ mod vhost;
 use std::os::fd::AsFd;
 
 use blkq::drivers::r#loop::DirectIo;
+use blkq::testing::wait_until;
 use blkq_export::vhost_user::{Event, RegistrationLimits};
 use front_end::*;
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 
-use vhost::{Served, SharedMemory, image, serve_registered, until};
+use vhost::{Served, SharedMemory, image, serve_registered};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -69,13 +70,13 @@ fn all_engines_move_bytes_through_registered_memory() {
     for round in 0..10u8 {
         exchange(&mut front, usize::from(round % 2), round);
     }
-    until("they are counted", || registered(&served) == of_exchanges(10));
+    wait_until("they are counted", || registered(&served) == of_exchanges(10));
     // Memory that is not aligned is copied all the same.
     front.memory.bytes(DATA + 8, PAGE).fill(3);
     assert_eq!(front.run(0, OUT, 0, DATA + 8, PAGE as u32), 0);
     assert_eq!(front.run(1, IN, 0, 2 * DATA, PAGE as u32), 0);
     assert!(front.memory.bytes(2 * DATA, PAGE).iter().all(|byte| *byte == 3));
-    until("they are counted", || registered(&served) == of_exchanges(10) + 1);
+    wait_until("they are counted", || registered(&served) == of_exchanges(10) + 1);
     assert_eq!(served.device.counters().bounced, 1);
 }
 
@@ -135,14 +136,14 @@ fn memory_comes_and_goes_under_load() {
         }
         front.kick(1);
         let taken = 25 * u64::from(round) + 22;
-        until("they are taken", || served.device.counters().requests == taken);
+        wait_until("they are taken", || served.device.counters().requests == taken);
         front.remove_region(SECOND, MEMORY as u64);
         assert!(front.wait(1, 4).iter().all(|it| it.1 == 0), "they were drained before");
         assert_eq!(registered_bytes(&served), Ok(MEMORY as u64));
         exchange(&mut front, 0, round);
     }
     // All but the one over the border.
-    until("they are counted", || registered(&served) == 8 * (21 + of_exchanges(1)));
+    wait_until("they are counted", || registered(&served) == 8 * (21 + of_exchanges(1)));
 }
 
 #[test]
@@ -173,12 +174,12 @@ fn memory_that_does_not_fit_is_served_unregistered() {
         assert!(registered_bytes(&served).unwrap_err().contains(says));
         exchange(&mut front, 0, 2);
         exchange(&mut front, 1, 3);
-        until("they are counted", || registered(&served) == of_exchanges(1));
+        wait_until("they are counted", || registered(&served) == of_exchanges(1));
         // It fits again.
         front.remove_region(SECOND, MEMORY as u64);
         assert_eq!(registered_bytes(&served), Ok(MEMORY as u64));
         exchange(&mut front, 1, 4);
-        until("they are counted", || registered(&served) == of_exchanges(2));
+        wait_until("they are counted", || registered(&served) == of_exchanges(2));
     }
 }
 
@@ -222,7 +223,7 @@ fn a_region_is_registered_in_pieces_of_1_gib() {
         assert_eq!(memory.slice(at, 4 * PAGE), memory.slice(GIB / 2, 4 * PAGE), "{at:#x}");
     }
     // One of them reaches over the border.
-    until("they are counted", || registered(&served) == 9);
+    wait_until("they are counted", || registered(&served) == 9);
 }
 
 /// Pinned pages outlive the file: requests on them complete, and nothing here touches what is gone.
@@ -263,7 +264,7 @@ fn a_front_end_that_leaves_unpins_its_memory() {
     }
     // With other tests in the same process it is theirs.
     if std::env::var_os("NEXTEST").is_some() {
-        until("it is unpinned", || pinned() < MEMORY as u64 >> 10);
+        wait_until("it is unpinned", || pinned() < MEMORY as u64 >> 10);
     }
     served.device.stop(true).unwrap();
 }

@@ -9,11 +9,12 @@ use std::os::fd::AsFd;
 
 use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::drivers::r#loop::{DirectIo, LoopSetting};
+use blkq::testing::wait_until;
 use blkq::{Disk, ErrorPolicy, Setting};
 use blkq_export::vhost_user::Event;
 use front_end::*;
 use rustix::event::{EventfdFlags, eventfd};
-use vhost::{image, ram, serve, serve_disk, unique, until};
+use vhost::{image, ram, serve, serve_disk, unique};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -40,7 +41,7 @@ fn requests_complete_whatever_they_are() {
     assert_eq!(front.run(0, IN, 0, DATA, 100), 1);
     assert_eq!(front.run(0, IN, 0, DATA, 0), 0);
     let counted = || (served.device.counters().errors, served.device.counters().requests);
-    until("they are counted", || counted() == (3, 8));
+    wait_until("they are counted", || counted() == (3, 8));
 }
 
 /// As virtio_uml of the kernel does.
@@ -74,7 +75,7 @@ fn misaligned_memory_is_copied_and_counted() {
         assert!(front.memory.bytes(DATA + (1 << 20), 8192).iter().all(|byte| *byte == value));
     }
     let expected = if align > 8 { 4 } else { 0 };
-    until("it is counted", || served.device.counters().bounced == expected);
+    wait_until("it is counted", || served.device.counters().bounced == expected);
 }
 
 #[test]
@@ -89,7 +90,7 @@ fn misaligned_requests_outlive_a_switch_to_direct_io() {
         front.submit(0, IN, number * 8, DATA + 8, 4096);
     }
     front.kick(0);
-    until("requests are in flight", || served.device.front_end().unwrap().in_flight > 0);
+    wait_until("requests are in flight", || served.device.front_end().unwrap().in_flight > 0);
     served.disk.set_driver(&LoopSetting::DirectIo(DirectIo::On)).unwrap();
     assert!(front.wait(0, 8).iter().all(|(_, status, _)| *status == 0));
 }
@@ -107,7 +108,7 @@ fn a_stopped_ring_is_drained_and_goes_on_where_it_was() {
             front.kick(ring);
         }
         // Some have been taken, and those complete first.
-        until("a request is in flight", || served.device.front_end().unwrap().in_flight > 0);
+        wait_until("a request is in flight", || served.device.front_end().unwrap().in_flight > 0);
         let bases = [front.stop(0), front.stop(1)];
         for (ring, base) in bases.into_iter().enumerate() {
             assert_eq!(front.used_index(ring), base, "all that was taken has completed");
@@ -262,13 +263,13 @@ fn a_full_call_eventfd_stops_nothing() {
         let _ = rustix::io::write(&front.rings[0].call, &1u64.to_ne_bytes());
         front.submit(0, OUT, 0, DATA, 512);
         front.kick(0);
-        until("it completes", || !front.completed(0).is_empty());
+        wait_until("it completes", || !front.completed(0).is_empty());
         rustix::io::read(&front.rings[0].call, &mut [0; 8]).unwrap();
     }
     rustix::io::write(&front.rings[0].call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     front.submit(0, OUT, 0, DATA, 512);
     front.kick(0);
-    until("it completes", || !front.completed(0).is_empty());
+    wait_until("it completes", || !front.completed(0).is_empty());
     served.device.stop(true).unwrap();
 }
 
@@ -314,7 +315,7 @@ fn a_call_may_be_a_socket_and_may_be_full_or_closed() {
     let completes = |front: &mut FrontEnd| {
         front.submit(0, OUT, 0, DATA, 512);
         front.kick(0);
-        until("it completes", || !front.completed(0).is_empty());
+        wait_until("it completes", || !front.completed(0).is_empty());
     };
     completes(&mut front);
     front.rings[0].call = eventfd(0, EventfdFlags::empty()).unwrap();
@@ -382,7 +383,7 @@ fn a_ring_that_stops_begins_what_was_in_flight_first() {
     front.prepare(0, 0);
     (1..=BUSY).for_each(|ring| front.start(ring, 0));
     let in_flight = || served.device.front_end().unwrap().in_flight;
-    until("requests wait for room", || in_flight() > u64::from(SIZE / 2));
+    wait_until("requests wait for room", || in_flight() > u64::from(SIZE / 2));
     // Started and stopped by messages that arrive as one.
     let start = [words(&[SET_VRING_ENABLE, 1, 8, 0, 1]), words(&[GET_VRING_BASE, 1, 8, 0, 0])].concat();
     front.connection.bytes(&start, &[]);
@@ -457,11 +458,11 @@ fn a_ring_stops_while_another_one_holds_requests() {
         let mut front = FrontEnd::started(&served.path, FEATURES, 2);
         front.submit(1, OUT, 0, DATA, 4096);
         front.kick(1);
-        until("the write is held", || served.disk.held() == 1);
+        wait_until("the write is held", || served.disk.held() == 1);
         // It waits for that write.
         front.submit(0, FLUSH, 0, 0, 0);
         front.kick(0);
-        until("the flush is there", || served.device.counters().requests == requests);
+        wait_until("the flush is there", || served.device.counters().requests == requests);
         if !disconnects {
             assert_eq!((front.stop(0), front.stop(1)), (1, 1));
             assert_eq!(front.wait(0, 1)[0].1, 0);
@@ -475,5 +476,5 @@ fn a_ring_stops_while_another_one_holds_requests() {
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     front.submit(0, OUT, 0, DATA, 4096);
     front.kick(0);
-    until("the write is held", || served.disk.held() == 1);
+    wait_until("the write is held", || served.disk.held() == 1);
 }

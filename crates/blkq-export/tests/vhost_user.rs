@@ -4,6 +4,7 @@
 mod vhost;
 
 use blkq::drivers::r#loop::DirectIo;
+use blkq::testing::wait_until;
 use blkq::{Driver, ErrorKind};
 use blkq_export::vhost_user::VhostUserDevice;
 use proptest::prelude::*;
@@ -189,7 +190,7 @@ fn compare(memory: &SharedMemory, at: usize, model: &[Option<u8>], block: u64) {
 fn finish(device: VhostUserDevice, client: Client) {
     assert!(device.stop(false).is_err(), "a front end is connected");
     drop(client);
-    vhost::until("it has gone", || device.connection_count() == 0);
+    wait_until("it has gone", || device.connection_count() == 0);
     device.stop(false).unwrap();
 }
 

@@ -59,10 +59,21 @@ pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static
 ///
 /// With `what`, if the condition does not hold.
 #[track_caller]
-pub fn assert_stays(what: &str, mut condition: impl FnMut() -> bool) {
+pub fn assert_stays(what: &str, condition: impl FnMut() -> bool) {
+    assert_stays_for(STAYS, what, condition);
+}
+
+/// Checks for `time` that `condition` keeps holding, as [`assert_stays`] does: for an event that could happen only
+/// later.
+///
+/// # Panics
+///
+/// With `what`, if the condition does not hold.
+#[track_caller]
+pub fn assert_stays_for(time: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let begin = Instant::now();
     loop {
-        let is_over = begin.elapsed() >= STAYS;
+        let is_over = begin.elapsed() >= time;
         assert!(condition(), "not any more: {what}");
         if is_over {
             return;

@@ -430,26 +430,24 @@ impl Nodes {
 
 #[cfg(test)]
 mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
     use std::fs::{File, OpenOptions};
     use std::process::{Child, Command, Stdio};
 
-    use rustix::event::{EventfdFlags, eventfd};
-
     use super::*;
+    use blkq::testing::{assert_stays_for, wait_until};
 
     fn user(file: File) -> Child {
         Command::new("sleep").arg("60").stdin(Stdio::from(file)).spawn().unwrap()
     }
 
-    fn notified(idle: &OwnedFd, within: Duration) -> bool {
-        let until = Instant::now() + within;
-        while Instant::now() < until {
-            if rustix::io::read(idle, &mut [0; 8]).is_ok() {
-                return true;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        false
+    fn is_notified(idle: &OwnedFd) -> bool {
+        rustix::io::read(idle, &mut [0; 8]).is_ok()
+    }
+
+    /// Nothing is reported for longer than idle nodes have to be idle.
+    fn assert_never_notified(idle: &OwnedFd, why: &str) {
+        assert_stays_for(IDLE_INTERVAL * 2, why, || !is_notified(idle));
     }
 
     fn event() -> OwnedFd {
@@ -469,28 +467,29 @@ mod tests {
         assert_eq!(watch.start(2).unwrap_err().kind(), io::ErrorKind::NotFound);
         watch.start(1).unwrap();
         drop(File::open(&path).unwrap());
-        assert!(!notified(&idle, IDLE_INTERVAL * 2), "a probe is no use");
+        assert_never_notified(&idle, "a probe is no use");
         let partition = directory.join("ublkb1p1");
         fs::write(directory.join("ublkb10"), "").unwrap();
         fs::write(&partition, "").unwrap();
         // The maker of a node writes it: only from then on it is watched.
         let mut child = user(File::open(&partition).unwrap());
-        assert!(!notified(&idle, IDLE_INTERVAL * 2), "it is in use");
+        assert_never_notified(&idle, "it is in use");
         watch.pause();
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(!notified(&idle, IDLE_INTERVAL * 2), "it is paused");
+        assert_never_notified(&idle, "it is paused");
         watch.resume();
-        assert!(notified(&idle, Duration::from_secs(20)), "nobody uses it any more");
-        assert!(notified(&idle, Duration::from_secs(20)), "and that is reported again");
+        wait_until("nobody uses it any more", || is_notified(&idle));
+        wait_until("and that is reported again", || is_notified(&idle));
         watch.stop();
-        while notified(&idle, SETTLE) {}
+        // It may have been reported once more before.
+        is_notified(&idle);
         drop(OpenOptions::new().write(true).open(&path).unwrap());
-        assert!(!notified(&idle, IDLE_INTERVAL * 2), "it is not watched");
+        assert_never_notified(&idle, "it is not watched");
         watch.start(1).unwrap();
-        assert!(!notified(&idle, IDLE_INTERVAL * 2), "earlier users do not count");
+        assert_never_notified(&idle, "earlier users do not count");
         drop(OpenOptions::new().write(true).open(&path).unwrap());
-        assert!(notified(&idle, Duration::from_secs(20)), "a short write does");
+        wait_until("a short write does", || is_notified(&idle));
         drop(watch);
         fs::remove_dir_all(&directory).unwrap();
     }

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
 use blkq::drivers::ram::Ram;
@@ -91,14 +91,6 @@ impl Drop for Served {
         if !std::thread::panicking() {
             assert_eq!(self.disk.stats().in_flight, [0, 0]);
         }
-    }
-}
-
-pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !condition() {
-        assert!(Instant::now() < end, "{what}: not within a minute");
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
 
 use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
+use blkq::testing::wait_until;
 use blkq::{Disk, Driver, EngineThread, ErrorKind};
 use blkq_export::nbd::Listen;
 use blkq_export::vhost_user::{Event, RegistrationLimits, Report, VhostUserDevice, VhostUserOptions};
@@ -43,7 +43,7 @@ pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
 pub fn open_image(path: &Path, direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
     let options = LoopOptions { direct_io, logical_block_bytes: sector_size, ..LoopOptions::new(path) };
     let mut device = LoopDevice::open(&options);
-    until("nobody has the image", || {
+    wait_until("nobody has the image", || {
         let is_busy = device.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
         if is_busy {
             device = LoopDevice::open(&options);
@@ -95,7 +95,7 @@ impl Served {
     /// Waits for what the device reports next.
     pub fn report(&self) -> Report {
         let mut reports = Vec::new();
-        until("a report", || {
+        wait_until("a report", || {
             reports.extend(self.device.take_reports());
             !reports.is_empty()
         });
@@ -110,16 +110,7 @@ impl Served {
     }
 
     pub fn until_idle(&self) {
-        until("the front end is gone", || self.device.connection_count() == 0);
-    }
-}
-
-/// Waits until `holds`.
-pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !holds() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "waited too long: {what}");
-        std::thread::sleep(Duration::from_millis(1));
+        wait_until("the front end is gone", || self.device.connection_count() == 0);
     }
 }
 

@@ -1,4 +1,5 @@
 use blkq::drivers::null::{Null, NullOptions};
+use blkq::testing::assert_stays;
 use blkq::{Disk, EngineThread};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
@@ -133,8 +134,7 @@ fn buffers_that_the_kernel_has_live_as_long_as_the_engine() {
     let handle = engine.handle().clone();
     let source = handle.add_source(move || Box::new(Armed(QueueSource::new(options)))).unwrap();
     let stop = std::thread::spawn(move || handle.stop_source(source, true));
-    std::thread::sleep(std::time::Duration::from_millis(100));
-    assert!(!stop.is_finished(), "it was dropped");
+    assert_stays("the source is kept", || !stop.is_finished());
     drop(engine);
     stop.join().unwrap();
 }
