@@ -178,7 +178,7 @@ mod tests {
         state.ublk = None;
 
         let claim = dir.claim("kept").unwrap();
-        let open = |_| Ok(open_driver(&options, false, Duration::ZERO, None, None)?);
+        let open = |_| Ok(open_driver(&options, false, None, Duration::ZERO, None, None)?);
         let sockets = Sockets::default();
         let plan = Plan { options: &options, claim: &claim, sockets, state, is_successor: true };
         let device = Device::serve(plan, open, |_, _, _, _| Ok(None)).unwrap();
@@ -234,7 +234,7 @@ mod tests {
         let serve = |is_successor| {
             let mut state = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap();
             (state.ublk, state.settings) = (None, Vec::new());
-            let open = |_| Ok(open_driver(&options, false, Duration::ZERO, None, None)?);
+            let open = |_| Ok(open_driver(&options, false, None, Duration::ZERO, None, None)?);
             let attach = |_: &_, _: &[_], _, _| Ok(None);
             let sockets = Sockets::default();
             let plan = Plan { options: &options, claim: &claim, sockets, state, is_successor };
