@@ -1,0 +1,94 @@
+//! No source of work keeps the others from the device, or a thread from all else.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+
+use blkq::{Bio, LocalQueue, QueueLimits, Sector};
+use common::{Behaviour, Device, Finish, filled, plain_limits};
+
+fn held(limits: QueueLimits) -> Device {
+    Device::new(limits, Behaviour { finish: Finish::Held, ..Behaviour::default() })
+}
+
+/// A read that no other touches.
+fn read(mark: u64) -> Bio {
+    Bio::read(Sector(mark * 2 % 2048), filled(512, 0), mark)
+}
+
+/// Keeps `count` reads of the owner in flight.
+fn keep(queue: &mut LocalQueue, count: usize, marks: &mut u64) {
+    while queue.in_flight() < count {
+        *marks += 1;
+        queue.submit(read(*marks)).unwrap();
+    }
+}
+
+// Contract: non-blocking
+#[test]
+fn bios_of_other_threads_get_tags_that_the_owner_wants_too() {
+    for shared in [false, true] {
+        for bio in [Bio::flush(0), read(0), Bio::discard(Sector(0), 8, 0)] {
+            let device = held(QueueLimits { write_cache: true, ..plain_limits() });
+            let disk = device.builder().depth(4).shared_tags(shared).build().unwrap();
+            let mut queue = disk.open_queue(0).unwrap();
+            let mut marks = 0;
+            keep(&mut queue, 32, &mut marks);
+            queue.poll();
+            let operation = bio.operation;
+            let done = Arc::new(AtomicBool::new(false));
+            let is_done = done.clone();
+            disk.submitter().submit(bio, move |result, _| {
+                assert_eq!(result, Ok(()));
+                is_done.store(true, SeqCst);
+            });
+            let begin = marks;
+            while !done.load(SeqCst) {
+                assert!(marks - begin < 500, "{operation:?}, shared tags {shared}: it starves");
+                device.release(1);
+                queue.poll();
+                queue.completions().for_each(|completion| assert_eq!(completion.result, Ok(())));
+                keep(&mut queue, 32, &mut marks);
+            }
+            device.release_all();
+            common::drain(&mut queue);
+            device.assert_legal();
+        }
+    }
+}
+
+// Contract: non-blocking
+#[test]
+fn bios_of_the_owner_get_tags_that_other_threads_want_too() {
+    let device = held(plain_limits());
+    let disk = device.builder().depth(4).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let (staged, completed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let mut submitter = disk.submitter();
+    let mut stage = |marks: &mut u64| {
+        while staged.load(SeqCst) - completed.load(SeqCst) < 4 {
+            *marks += 1;
+            let completed = completed.clone();
+            let callback = Box::new(move |_, _| _ = completed.fetch_add(1, SeqCst));
+            if submitter.try_submit(read(*marks), callback).is_err() {
+                break;
+            }
+            staged.fetch_add(1, SeqCst);
+        }
+    };
+    let mut marks = 1;
+    stage(&mut marks);
+    queue.poll();
+    queue.submit(read(0)).unwrap();
+    while queue.completions().count() == 0 {
+        assert!(completed.load(SeqCst) < 500, "it starves");
+        device.release(1);
+        queue.poll();
+        stage(&mut marks);
+    }
+    device.release_all();
+    common::drain(&mut queue);
+    device.assert_legal();
+}
