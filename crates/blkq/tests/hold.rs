@@ -376,3 +376,33 @@ fn flushes_that_are_ignored_do_not_reach_the_driver() {
     assert!(device.log().iter().all(|seen| !seen.flags.contains(BioFlags::FUA)));
     assert!(!disk.limits().write_cache);
 }
+
+// Contract: errors
+#[test]
+fn held_requests_keep_no_other_from_the_driver() {
+    for scheduler in SchedulerKind::ALL {
+        let limits = QueueLimits { write_cache: true, ..plain_limits() };
+        let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
+        let disk = device.builder().depth(256).scheduler(scheduler).error_policy(ErrorPolicy::Hold);
+        let disk = disk.build().unwrap();
+        let mut queue = disk.open_queue(0).unwrap();
+        device.state().bad.push((0..1024, Status::NoSpace));
+        // More of each operation than kyber has in the driver at a time.
+        for mark in 0..140 {
+            queue.submit(write(mark * 2, mark)).unwrap();
+        }
+        for mark in 140..180 {
+            queue
+                .submit(Bio::write_zeroes(Sector(mark * 2), 1, mark).with_flags(BioFlags::NO_MERGE))
+                .unwrap();
+        }
+        hold(&disk, &mut queue, 180);
+        queue.submit(write(1100, 1000)).unwrap();
+        queue.submit(Bio::write_zeroes(Sector(1200), 1, 1001)).unwrap();
+        assert_eq!(settle(&mut queue), [(1000, Ok(())), (1001, Ok(()))], "{scheduler}");
+        device.state().bad.clear();
+        disk.resume(Resume::Reissue);
+        assert!(drain(&mut queue).iter().all(|one| one.result.is_ok()));
+        device.assert_legal();
+    }
+}

@@ -30,6 +30,12 @@ impl DeviceTime {
         tags.iter().for_each(|tag| self.issued_ns[tag.index()] = now_ns);
     }
 
+    /// It has failed these, which are held instead of being completed, and has `left`.
+    pub fn held(&mut self, tags: &[Tag], left: u64) {
+        let issued = tags.iter().filter(|tag| std::mem::take(&mut self.issued_ns[tag.index()]) != 0).count();
+        self.times.completed(issued as u64, left);
+    }
+
     /// It has completed these, and has `left`.
     pub fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], now_ns: u64, left: u64) {
         let mut issued = 0;

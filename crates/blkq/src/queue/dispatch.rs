@@ -494,6 +494,18 @@ impl Dispatch {
         }
     }
 
+    /// The driver has failed `tags`, which are held instead of being completed: it no longer has them.
+    #[cold]
+    pub fn hold(&mut self, tags: &[Tag]) {
+        self.started -= tags.len() as u32;
+        if let Some(scheduler) = &mut self.scheduler {
+            tags.iter().for_each(|&tag| scheduler.requeued(tag));
+        }
+        if let Some(device_time) = &mut self.device_time {
+            device_time.held(tags, u64::from(self.started));
+        }
+    }
+
     /// So many requests complete that the driver no longer had.
     pub fn claim(&mut self, count: u32) {
         self.started += count;

@@ -52,7 +52,8 @@ impl Queue {
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.requests(EventKind::Requeue, &tags, self.in_flight.requests(), &mut self.clock);
         }
-        self.dispatch.release(count as u32);
+        self.dispatch.hold(&tags);
+        self.tags.hold(count);
         self.stats.held(self.hold.len() as u64);
         self.stats.count(Counter::HeldRequests, count as u64);
         if self.disk.is_frozen() {
@@ -69,6 +70,7 @@ impl Queue {
             Some(Resume::Fail) => self.fail_held(|_| true),
             Some(Resume::Reissue) => {
                 let held = self.hold.take();
+                self.tags.resume(held.len());
                 self.dispatch.requeue(held.into_iter());
                 self.stats.held(0);
             }
@@ -111,6 +113,7 @@ impl Queue {
     /// Completes those of the held requests with their errors that `which` names.
     fn fail_held(&mut self, which: impl Fn(Tag) -> bool) {
         let failed = self.hold.take_if(which);
+        self.tags.resume(failed.len());
         self.stats.held(self.hold.len() as u64);
         if !failed.is_empty() {
             self.dispatch.claim(failed.len() as u32);

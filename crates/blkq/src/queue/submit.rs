@@ -324,11 +324,8 @@ impl Queue {
         if !self.disk.is_entered() || self.disk.is_frozen() {
             return None;
         }
-        let tag = self.tags.next().or_else(|| self.tags.next_shared(self.in_flight.in_use()));
-        if tag.is_none() {
-            self.stats.count(Counter::TagWaits, 1);
-        }
-        tag
+        let Queue { tags, in_flight, hold, .. } = self;
+        tags.next().or_else(|| tags.next_shared(in_flight.in_use(), hold.len() as u32))
     }
 
     /// Puts a request under the plug; flushes it when it is full or the request large.

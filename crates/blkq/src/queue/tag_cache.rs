@@ -98,13 +98,20 @@ impl TagCache {
         self.free.extend_from_slice(tags);
     }
 
-    /// A tag of the shared set for a queue with `in_use` requests: never more than the fair share,
-    /// and a queue that finds none is woken when another returns some.
+    /// A tag of the shared set for a queue with `in_use` requests, of which some are `held` after errors: never more than
+    /// the fair share. A queue that finds none is woken when another returns some. One that has its
+    /// share tries again at its next completion; if no completion is to come, it is woken when the share grows.
     #[cold]
-    pub fn next_shared(&mut self, in_use: u32) -> Option<Tag> {
+    pub fn next_shared(&mut self, in_use: u32, held: u32) -> Option<Tag> {
         let SharedTags { set, hint, waiter } = self.shared.as_mut()?;
         if !set.may_get(in_use) {
-            return None;
+            if in_use > held {
+                return None;
+            }
+            set.await_share();
+            if !set.may_get(in_use) {
+                return None;
+            }
         }
         let mut tag = set.get_batch(hint, 1).next();
         if tag.is_none() {
@@ -129,6 +136,20 @@ impl TagCache {
     fn cancel_shared_wait(&mut self) {
         if let Some(SharedTags { set, waiter, .. }) = &mut self.shared {
             set.cancel_wait(waiter);
+        }
+    }
+
+    /// So many requests of the queue are held after errors: their tags do not come back for now.
+    pub fn hold(&self, count: usize) {
+        if let Some(SharedTags { set, .. }) = &self.shared {
+            set.hold(count as u32);
+        }
+    }
+
+    /// So many of them are no longer held.
+    pub fn resume(&self, count: usize) {
+        if let Some(SharedTags { set, .. }) = &self.shared {
+            set.resume(count as u32);
         }
     }
 

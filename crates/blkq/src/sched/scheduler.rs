@@ -50,6 +50,10 @@ pub(crate) trait Scheduler: Send {
     /// How many requests are queued.
     fn len(&self) -> usize;
 
+    /// The driver has failed the request, and it is held instead of being completed (the kernel's `requeue_request`). If
+    /// it is reissued, it does not come through here a second time.
+    fn requeued(&mut self, _tag: Tag) {}
+
     /// The driver completed these requests, whether all of them came through here or not.
     fn completed(&mut self, _completed: &[(Tag, IoResult)], _now_ns: u64) {}
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use crate::kick::Wake;
 use crate::layout::{CachePadded, HotField, Writer};
-use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::sync::seq_cst_for_loom;
 
 #[cfg(all(test, not(model_check)))]
@@ -55,6 +55,10 @@ pub struct TagSet {
     hints: AtomicU32,
     /// Active queues: written each time that one becomes idle, and read by all for each tag.
     users: CachePadded<AtomicU32>,
+    /// Tags in use whose requests are held after errors: they come back only when somebody resumes the disk.
+    held: AtomicU32,
+    /// A queue that has its share, and no request that will complete, waits for the share to grow.
+    share_awaited: AtomicBool,
     waiters: wait::Waiters,
 }
 
@@ -147,6 +151,8 @@ impl TagSet {
             depth: AtomicU32::new(0),
             hints: AtomicU32::new(0),
             users: CachePadded::new(AtomicU32::new(0)),
+            held: AtomicU32::new(0),
+            share_awaited: AtomicBool::new(false),
             waiters: wait::Waiters::new(),
         };
         set.free_first(depth);
@@ -169,13 +175,16 @@ impl TagSet {
     /// The fields that the owners of queues use, with their addresses. Those that they write have
     /// the numbers from `first` on.
     pub(crate) fn hot_fields(&self, first: usize, fields: &mut Vec<HotField>) {
-        let TagSet { words, shift, depth_max, depth, hints, users, waiters } = self;
+        let TagSet { words, shift, depth_max, depth, hints, users, held, share_awaited, waiters } = self;
         fields.push(HotField::of("tag words", Writer::Nobody, words));
         fields.push(HotField::of("tag shift", Writer::Nobody, shift));
         fields.push(HotField::of("most tags", Writer::Nobody, depth_max));
         fields.push(HotField::of("tag depth", Writer::Nobody, depth));
         // Written when a queue opens.
         fields.push(HotField::of("tag hints", Writer::Nobody, hints));
+        // Written when requests fail.
+        fields.push(HotField::of("held tags", Writer::Nobody, held));
+        fields.push(HotField::of("awaited share", Writer::Nobody, share_awaited));
         fields.push(HotField::of("tag users", Writer::Everybody(first), &**users));
         fields.push(HotField::of("tag waiters", Writer::Everybody(first + 1), waiters.waiting()));
         for (index, word) in words.iter().enumerate() {
@@ -303,7 +312,22 @@ impl TagSet {
     #[cold]
     fn freed_with_waiters(&self, count: u32) {
         let batch = self.wake_batch();
-        self.waiters.freed(count, batch, || self.in_use() < batch);
+        self.waiters
+            .freed(count, batch, || self.in_use().saturating_sub(self.held.load(Ordering::SeqCst)) < batch);
+    }
+
+    /// The requests of `count` tags in use are held after errors: a batch of wake-ups does not wait for these tags.
+    #[cold]
+    pub fn hold(&self, count: u32) {
+        self.held.fetch_add(count, Ordering::SeqCst);
+        self.freed(0);
+    }
+
+    /// The requests of `count` tags are no longer held.
+    #[cold]
+    pub fn resume(&self, count: u32) {
+        let before = self.held.fetch_sub(count, Ordering::SeqCst);
+        debug_assert!(before >= count, "more tags resumed than held");
     }
 
     /// How many waiters are woken together: an eighth of a user's share, 1 to 8.
@@ -321,15 +345,36 @@ impl TagSet {
     pub fn leave(&self) {
         let before = self.users.fetch_sub(1, Ordering::SeqCst);
         debug_assert!(before > 0, "more users left than joined");
+        seq_cst_for_loom();
+        if self.share_awaited.load(Ordering::SeqCst) {
+            self.announce_share();
+        }
+    }
+
+    /// Queues that wait for their share to grow try again.
+    #[cold]
+    fn announce_share(&self) {
+        if self.share_awaited.swap(false, Ordering::SeqCst) {
+            self.waiters.wake_registered();
+        }
+    }
+
+    /// Has all registered waiters woken when the next user leaves. Having its share, a user calls this, checks
+    /// [`TagSet::may_get`] *once more*, and only then sleeps.
+    #[cold]
+    pub fn await_share(&self) {
+        self.share_awaited.swap(true, Ordering::SeqCst);
+        seq_cst_for_loom();
     }
 
     /// Whether a user with `active` tags may take another: less than its share, which
     /// is the depth divided by the users, rounded up, at least [`SHARE_MIN`]. A single user,
-    /// and a single tag, are not divided. A user that gets none has tags itself, so its
-    /// next completion is when to ask again; it need not wait for others.
+    /// and a single tag, are not divided. A user that gets none has tags itself, so it need not wait for others:
+    /// it tries again at its next completion, or, if all its requests are held after errors, when its share grows
+    /// ([`TagSet::await_share`]).
     #[inline]
     pub fn may_get(&self, active: u32) -> bool {
-        let users = self.users.load(Ordering::Relaxed);
+        let users = self.users.load(Ordering::SeqCst);
         let depth = u32::from(self.depth());
         users <= 1 || depth == 1 || active < depth.div_ceil(users).max(SHARE_MIN)
     }

@@ -179,6 +179,47 @@ fn the_last_put_wakes(holders: usize) {
     join(threads);
 }
 
+/// A waiter is woken though all tags but the one that comes back become held, and no batch of wake-ups fills.
+fn held_tags_fill_no_batch() {
+    let checked = Checked::new(16);
+    let mut taken = Vec::new();
+    while taken.len() < 16 {
+        taken.extend(checked.take(&mut checked.set.hint(), 16));
+    }
+    let waits = checked.clone();
+    let waiter = thread::spawn(move || {
+        let (mut id, sleeper) = waits.waiter();
+        let tags = waits.take_waiting(&mut waits.set.hint(), &mut id, &sleeper);
+        waits.put(&tags);
+        waits.set.unregister(id);
+    });
+    checked.put(&taken[..1]);
+    checked.set.hold(15);
+    waiter.join().expect("a thread panicked");
+}
+
+/// A user that has its share, and no request that completes, is woken by those that leave.
+fn a_share_grows(others: usize) {
+    let checked = Checked::new(16);
+    let (id, sleeper) = checked.waiter();
+    (0..=others).for_each(|_| checked.set.join());
+    let share = 16_u32.div_ceil(others as u32 + 1);
+    let threads =
+        (0..others).map(|_| checked.clone()).map(|c| thread::spawn(move || c.set.leave())).collect();
+    loop {
+        if checked.set.may_get(share) {
+            break;
+        }
+        checked.set.await_share();
+        if checked.set.may_get(share) {
+            break;
+        }
+        sleeper.queue.wait_until(|| sleeper.woken.swap(false, SeqCst));
+    }
+    join(threads);
+    checked.set.unregister(id);
+}
+
 #[cfg(loom)]
 mod loom_tags {
     use super::*;
@@ -207,6 +248,18 @@ mod loom_tags {
 
     // Contract: tags
     #[test]
+    fn loom_held_tags_fill_no_batch() {
+        model("wake-ups in twos, one put", 0, held_tags_fill_no_batch);
+    }
+
+    // Contract: tags
+    #[test]
+    fn loom_a_share_that_grows_wakes() {
+        model("one leaves, one waits", 0, || a_share_grows(1));
+    }
+
+    // Contract: tags
+    #[test]
     fn loom_a_wake_up_is_handed_on() {
         model("one quits, one stays", 0, || a_wake_up_is_handed_on(1));
     }
@@ -231,6 +284,16 @@ mod shuttle_tags {
     #[test]
     fn shuttle_a_batch_that_does_not_fill_wakes() {
         model("wake-ups in twos, five puts", 10_000, || the_last_put_wakes(5));
+    }
+
+    #[test]
+    fn shuttle_held_tags_fill_no_batch() {
+        model("wake-ups in twos, one put", 10_000, held_tags_fill_no_batch);
+    }
+
+    #[test]
+    fn shuttle_a_share_that_grows_wakes() {
+        model("three leave, one waits", 10_000, || a_share_grows(3));
     }
 
     #[test]

@@ -217,3 +217,42 @@ proptest! {
         }
     }
 }
+
+// Contract: tags
+#[test]
+fn a_batch_of_wake_ups_does_not_wait_for_held_tags() {
+    // Wake-ups come in twos.
+    let set = TagSet::new(16);
+    let all = take_all(&set);
+    let woken = Arc::new(Counter::default());
+    let mut id = set.register(woken.clone()).unwrap();
+    set.prepare_wait(&mut id);
+    set.put(all[0]);
+    assert_eq!(woken.0.load(SeqCst), 0, "another tag is to come back");
+    set.hold(15);
+    assert_eq!(woken.0.load(SeqCst), 1);
+    set.prepare_wait(&mut id);
+    set.resume(15);
+    set.put_batch(all[1..].iter().copied());
+    assert_eq!(woken.0.load(SeqCst), 2);
+    set.unregister(id);
+}
+
+// Contract: tags
+#[test]
+fn a_queue_whose_requests_are_all_held_is_woken_when_its_share_grows() {
+    let set = TagSet::new(16);
+    let woken = Arc::new(Counter::default());
+    let id = set.register(woken.clone()).unwrap();
+    (0..2).for_each(|_| set.join());
+    assert!(!set.may_get(8));
+    set.await_share();
+    assert!(!set.may_get(8));
+    set.leave();
+    assert_eq!(woken.0.load(SeqCst), 1);
+    assert!(set.may_get(8));
+    set.join();
+    set.leave();
+    assert_eq!(woken.0.load(SeqCst), 1, "it waits no longer");
+    set.unregister(id);
+}

@@ -150,6 +150,19 @@ impl Waiters {
         self.wake(due);
     }
 
+    /// Wakes all that are registered, whether they wait or not.
+    #[cold]
+    pub fn wake_registered(&self) {
+        for slot in &self.slots {
+            // Locked for writing only while it is free, or becomes so.
+            if let Ok(slot) = slot.try_read()
+                && let Some(wake) = &*slot
+            {
+                wake.wake();
+            }
+        }
+    }
+
     /// Wakes up to `count` waiters, queue after queue.
     pub fn wake(&self, mut count: u32) {
         let mut empty = 0;

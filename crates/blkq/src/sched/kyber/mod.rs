@@ -179,6 +179,13 @@ impl Kyber {
         Some(tag)
     }
 
+    /// Returns the token of the request, and whose domain's it was, if it has one.
+    fn return_token(&mut self, tag: Tag) -> Option<usize> {
+        let number = self.entries[tag.index()].token.take()?;
+        self.domains[number].in_flight -= 1;
+        Some(number)
+    }
+
     /// Sets the depths by the latencies seen: a domain that misses its target gets more;
     /// one that meets it gives way, but only if the device itself is slow for another domain.
     fn adjust_depths(&mut self, now_ns: u64) {
@@ -279,13 +286,14 @@ impl Scheduler for Kyber {
         self.domains.iter().map(|domain| domain.held.len()).sum()
     }
 
+    fn requeued(&mut self, tag: Tag) {
+        self.return_token(tag);
+    }
+
     fn completed(&mut self, completed: &[(Tag, IoResult)], now_ns: u64) {
         for (tag, _) in completed {
-            let entry = &mut self.entries[tag.index()];
-            if let Some(number) = entry.token.take() {
-                let domain = &mut self.domains[number];
-                domain.in_flight -= 1;
-                domain.sample(entry, now_ns);
+            if let Some(number) = self.return_token(*tag) {
+                self.domains[number].sample(&self.entries[tag.index()], now_ns);
             }
         }
         if now_ns >= *self.evaluate_at_ns.get_or_insert(now_ns + EVALUATE_AFTER_NS) {

@@ -412,3 +412,26 @@ proptest! {
         check(&bed, &queued);
     }
 }
+
+// Contract: errors
+#[test]
+fn a_request_that_is_held_returns_its_token_and_is_no_sample() {
+    let mut bed = Bed::new();
+    let depth = bed.scheduler.domains[OTHER].depth as usize;
+    for _ in 0..depth + 1 {
+        bed.insert(Operation::WriteZeroes, 0, 8);
+    }
+    let (held, _) = std::iter::from_fn(|| bed.dispatch()).collect::<Vec<_>>()[0];
+    assert_eq!(bed.count(OTHER, Place::InFlight), depth);
+    bed.scheduler.requeued(held);
+    bed.places[held.index()] = Place::Free;
+    assert!(bed.dispatch().is_some(), "no token was returned");
+    // Resumed an hour later, it is reissued without a token and completes.
+    bed.run(Operation::Read, 1, 0, 1);
+    let (write, _) = (bed.insert(Operation::Write, 0, 8).unwrap(), bed.dispatch());
+    bed.scheduler.requeued(write);
+    bed.now_ns += 3_600_000 * NS_PER_MS;
+    bed.complete(&[write]);
+    assert_eq!(bed.scheduler.domains[WRITE].samples.count, 0);
+    assert_eq!(bed.scheduler.domains[WRITE].in_flight, 0);
+}
