@@ -263,10 +263,14 @@ impl BioSlab {
         BioSlab { slots, free: (tags..tags + capacity).rev().collect(), tags, plain: 0, extra: 0 }
     }
 
-    /// Takes the completers of all bios in flight, to be notified that they failed. Their
-    /// memory stays with those that may still use it.
-    pub fn take_completers(&mut self) -> impl Iterator<Item = Completer> {
-        self.slots.iter_mut().map(BioSlot::take_completer)
+    /// Takes the completers of all bios in flight, to be notified that they failed, each with the operation of the bio
+    /// if that has an allocation of the request gate. Their memory stays with those that may still use it.
+    pub fn take_completers(&mut self) -> impl Iterator<Item = (Completer, Option<Operation>)> {
+        let in_use = self.slots.iter_mut().filter(|slot| slot.completer_kind != CompleterKind::None);
+        in_use.map(|slot| {
+            let gated = slot.slot_flags.contains(SlotFlags::GATED).then_some(slot.operation);
+            (slot.take_completer(), gated)
+        })
     }
 
     /// Bios in flight.

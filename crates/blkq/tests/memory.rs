@@ -166,3 +166,20 @@ fn a_panic_of_the_owner_loses_no_staged_bio() {
     drop(queue);
     assert_eq!(completed.iter().collect::<Vec<_>>(), [Err(Status::Offline); 4]);
 }
+
+#[test]
+fn bios_that_a_panic_leaks_take_no_room_at_the_request_gate() {
+    let driver = Panicking::default();
+    let disk = Disk::builder(Box::new(driver.clone())).depth(2).batching(false).build().unwrap();
+    let mut submitter = disk.submitter();
+    let bio = || Bio::read(Sector(0), filled(4096, 0), 0);
+    for _ in 0..4 {
+        let mut queue = disk.open_queue(0).unwrap();
+        driver.panics_with_requests.store(true, SeqCst);
+        let staged =
+            submitter.try_submit(bio(), Box::new(|result, _| assert_eq!(result, Err(Status::Offline))));
+        assert!(staged.is_ok(), "the gate is full");
+        catch_unwind(AssertUnwindSafe(|| queue.poll())).unwrap_err();
+        drop(queue);
+    }
+}

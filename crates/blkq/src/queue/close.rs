@@ -2,6 +2,7 @@
 
 use crate::buffer::Data;
 use crate::error::Status;
+use crate::remote::gate::Direction;
 use crate::ring::Ring;
 
 use super::Queue;
@@ -40,7 +41,10 @@ impl Drop for Queue {
         // drain a queue before they drop it. After a panic it is leaked, not freed.
         let leaks = self.in_flight() > 0;
         if leaks {
-            for completer in self.in_flight.leak() {
+            for (completer, gated) in self.in_flight.leak() {
+                if let Some(operation) = gated {
+                    self.disk.disk().gate.leave(Direction::of(operation), 1);
+                }
                 completer.notify(Err(Status::Offline), Data::None);
             }
         }

@@ -201,9 +201,9 @@ impl InFlight {
         self.in_use -= 1;
     }
 
-    /// Takes the completers of all bios in flight and leaks their memory, which the kernel may
-    /// still use.
-    pub fn leak(&mut self) -> Vec<Completer> {
+    /// Takes the completers of all bios in flight, as [`BioSlab::take_completers`] does, and leaks their memory, which the
+    /// kernel may still use.
+    pub fn leak(&mut self) -> Vec<(Completer, Option<Operation>)> {
         let completers = self.bios.take_completers().collect();
         std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0, 0)));
         std::mem::forget(std::mem::replace(&mut self.zeroes, IoBuffer::zeroed(0)));
