@@ -375,7 +375,11 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
         inner!(self, cx, complete_cqe, cqe);
+        let offers = !self.requeued.is_empty();
         self.offer(cx);
+        if offers {
+            self.commit(cx);
+        }
     }
 
     fn poll(&mut self, cx: &mut DriverContext<'_>) {

@@ -3,6 +3,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::bio::{BioFlags, Operation};
+use crate::driver::{Busy, DriverContext, Taken};
 use crate::drivers::harness::{CountWakes, Harness, filled, pattern};
 use crate::drivers::r#loop::{Dispatch, LoopDevice, LoopOptions, LoopSetting};
 use crate::drivers::model::{Model, ModelOptions};
@@ -10,6 +11,8 @@ use crate::drivers::ram::Ram;
 use crate::error::Status;
 use crate::random::Random;
 use crate::testing::wait_until;
+use crate::ring::Cqe;
+use crate::tags::Tag;
 
 const SIZE: u64 = 1 << 20;
 
@@ -271,6 +274,65 @@ fn what_the_device_below_is_too_busy_for_is_reissued() {
     let device = Fault::new(Box::new(Model::new(options).unwrap()), "none".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let tags: Vec<_> = (0..20).map(|n| h.read(n * 4096, &[512])).collect();
+    h.start(&tags);
+    for tag in tags {
+        assert_eq!(h.wait(tag).0, Ok(()));
+    }
+}
+
+/// Takes one request at a time, and submits it in `commit`.
+struct OneByOne {
+    accepted: Option<Tag>,
+    is_submitted: bool,
+}
+
+impl Driver for OneByOne {
+    fn name(&self) -> &'static str {
+        "one by one"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits { capacity_bytes: SIZE, ..QueueLimits::default() }
+    }
+
+    fn uses_ring(&self) -> bool {
+        true
+    }
+
+    fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(OneByOne { accepted: None, is_submitted: false }))
+    }
+}
+
+// SAFETY: nothing uses the memory of a request.
+unsafe impl DriverQueue for OneByOne {
+    fn queue_requests(&mut self, _cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        if self.accepted.is_some() {
+            return Taken::First(0, Busy::UntilCompletion);
+        }
+        self.accepted = Some(tags[0]);
+        Taken::First(1, Busy::UntilCompletion)
+    }
+
+    fn commit(&mut self, cx: &mut DriverContext<'_>) {
+        if self.accepted.is_some() && !std::mem::replace(&mut self.is_submitted, true) {
+            // SAFETY: it has no memory.
+            unsafe { cx.push(io_uring::opcode::Nop::new().build(), 0) };
+        }
+    }
+
+    fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, _cqe: Cqe) {
+        self.is_submitted = false;
+        cx.complete(self.accepted.take().expect("a request was submitted"), Ok(()));
+    }
+}
+
+#[test]
+fn what_is_offered_after_a_completion_is_committed() {
+    let device = OneByOne { accepted: None, is_submitted: false };
+    let device = Fault::new(Box::new(device), "none".parse().unwrap()).unwrap();
+    let mut h = Harness::open(&device).unwrap();
+    let tags: Vec<_> = (0..4).map(|n| h.read(n * 4096, &[512])).collect();
     h.start(&tags);
     for tag in tags {
         assert_eq!(h.wait(tag).0, Ok(()));
