@@ -5,9 +5,13 @@ mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::mpsc::{Sender, channel};
 
-use blkq::{Bio, LocalQueue, QueueLimits, Sector};
-use common::{Behaviour, Device, Finish, filled, plain_limits};
+use blkq::{
+    Bio, Completion, Cqe, EngineThread, Error, LocalQueue, QueueLimits, Sector, Source, SourceContext,
+    TURN_BUDGET,
+};
+use common::{Behaviour, Device, Finish, filled, plain_limits, within};
 
 fn held(limits: QueueLimits) -> Device {
     Device::new(limits, Behaviour { finish: Finish::Held, ..Behaviour::default() })
@@ -91,4 +95,69 @@ fn bios_of_the_owner_get_tags_that_other_threads_want_too() {
     device.release_all();
     common::drain(&mut queue);
     device.assert_legal();
+}
+
+/// Discards all of a disk at once, and counts the turns of its engine until that has completed.
+struct Discards {
+    turns: u64,
+    completed: Option<Sender<u64>>,
+}
+
+// SAFETY: it is stopped when its bio has completed.
+unsafe impl Source for Discards {
+    fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
+        cx.submit(0, Bio::discard(Sector(0), 2048, 1)).unwrap();
+        Ok(())
+    }
+
+    fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
+
+    fn on_bio(&mut self, _: &mut SourceContext<'_>, completion: Completion) {
+        assert_eq!(completion.result, Ok(()));
+        self.completed.take().unwrap().send(self.turns).unwrap();
+    }
+
+    fn on_turn(&mut self, _: &mut SourceContext<'_>) {
+        self.turns += 1;
+    }
+
+    fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
+
+    fn is_stopped(&self) -> bool {
+        self.completed.is_none()
+    }
+}
+
+// Contract: non-blocking
+#[test]
+fn a_bio_of_many_parts_takes_several_turns() {
+    within(60, || {
+        let limits = QueueLimits { max_discard_bytes: 512, ..plain_limits() };
+        let device = Device::new(limits, Behaviour::default());
+        let disk = device.builder().build().unwrap();
+        let engine = EngineThread::spawn("fairness", vec![(disk, 0)]).unwrap();
+        let (completed, turns) = channel();
+        let source = Discards { turns: 0, completed: Some(completed) };
+        engine.handle().add_source(move || Box::new(source)).unwrap();
+        let turns = turns.recv().unwrap();
+        assert!(turns >= 2048 / TURN_BUDGET.items as u64 / 2, "{turns} turns for 2048 parts");
+        drop(engine);
+        assert_eq!(device.log().len(), 2048);
+        device.assert_legal();
+    });
+}
+
+// Contract: non-blocking
+#[test]
+fn a_poll_does_no_more_than_the_budget_of_a_turn() {
+    let limits = QueueLimits { max_discard_bytes: 512, ..plain_limits() };
+    let device = Device::new(limits, Behaviour::default());
+    let (_disk, mut queue) = device.open();
+    queue.submit(Bio::discard(Sector(0), 2048, 1)).unwrap();
+    queue.poll();
+    // The submission, and each of the two halves of a poll, does a round at least.
+    assert!(device.log().len() <= 2 * TURN_BUDGET.items + 64, "{} parts", device.log().len());
+    queue.wait(1);
+    assert_eq!(queue.take_completion().unwrap().result, Ok(()));
+    assert_eq!(device.log().len(), 2048);
 }

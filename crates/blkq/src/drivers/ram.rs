@@ -18,18 +18,17 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::bio::{BioFlags, Operation};
+use crate::budget::TURN_BUDGET;
 use crate::buffer::Segment;
-use crate::driver::{Driver, DriverContext, DriverQueue, Extent, OpenContext, Taken};
+use crate::clock::monotonic_ns;
+use crate::driver::{Busy, Driver, DriverContext, DriverQueue, Extent, OpenContext, Taken};
 use crate::error::{Error, IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::tags::Tag;
 use std::sync::Arc;
 
-/// Largest discard: freeing pages takes the kernel about a tenth of a microsecond
-/// each, and the engine thread waits for it.
-const DISCARD_MAX_BYTES: u64 = 64 << 20;
-/// Largest request that fills memory.
-const ZERO_MAX_BYTES: u64 = 4 << 20;
+/// Largest request that frees pages or fills memory: the kernel needs up to 1 ms for it, and the engine's thread waits.
+const FILL_MAX_BYTES: u64 = 4 << 20;
 /// Bytes of a word of the medium.
 const WORD: usize = size_of::<u64>();
 
@@ -53,11 +52,11 @@ impl Ram {
             capacity_bytes,
             logical_block_bytes,
             physical_block_bytes: logical_block_bytes.max(page.min(65536)),
-            max_discard_bytes: DISCARD_MAX_BYTES,
+            max_discard_bytes: FILL_MAX_BYTES,
             discard_granularity: page.max(logical_block_bytes),
             discard_zeroes: true,
-            max_write_zeroes_bytes: DISCARD_MAX_BYTES,
-            max_write_zeroes_no_unmap_bytes: ZERO_MAX_BYTES,
+            max_write_zeroes_bytes: FILL_MAX_BYTES,
+            max_write_zeroes_no_unmap_bytes: FILL_MAX_BYTES,
             memory_align: WORD as u32,
             fua: true,
             read_only,
@@ -100,9 +99,18 @@ struct RamQueue {
 // SAFETY: only this thread uses the memory of a request, and before it completes.
 unsafe impl DriverQueue for RamQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
-        for &tag in tags {
+        let mut until_ns = None;
+        for (index, &tag) in tags.iter().enumerate() {
             let result = self.execute(cx, tag);
+            let fills = !cx.request(tag).operation().has_data();
             cx.complete(tag, result);
+            if fills {
+                let now_ns = monotonic_ns();
+                let budget_ns = TURN_BUDGET.time.as_nanos() as u64;
+                if now_ns >= *until_ns.get_or_insert(now_ns + budget_ns) {
+                    return Taken::First(index + 1, Busy::Resource);
+                }
+            }
         }
         Taken::All
     }

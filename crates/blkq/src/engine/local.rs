@@ -116,7 +116,8 @@ impl LocalQueue {
     #[inline]
     fn turn(&mut self, want: usize) {
         self.queue.dispatch_all(self.ring.as_deref_mut());
-        let sleeps = self.queue.completions().len() < want && !self.queue.has_completed();
+        let can_continue = self.queue.has_completed() || self.queue.is_cut_short();
+        let sleeps = self.queue.completions().len() < want && !can_continue;
         let timeout = if sleeps { self.sleep_time() } else { None };
         if sleeps {
             self.queue.idle();

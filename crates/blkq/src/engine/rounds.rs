@@ -1,6 +1,7 @@
 //! The rounds of a turn: sources get what completed, submit more, and the drivers get that.
 
 use super::Engine;
+use crate::queue::Queue;
 use crate::ring::Token;
 
 /// Rounds of a turn at most: a source whose bios complete at once shall not keep the engine from all
@@ -8,7 +9,7 @@ use crate::ring::Token;
 const TURN_ROUNDS: usize = 16;
 
 impl Engine {
-    /// Rounds until nothing completes at once.
+    /// Rounds until nothing completes at once, or a queue has spent the budget of its turn.
     pub(super) fn run_rounds(&mut self) {
         for _ in 0..TURN_ROUNDS {
             self.deliver();
@@ -18,7 +19,8 @@ impl Engine {
             for queue in &mut self.queues {
                 queue.dispatch_all(Some(&mut self.ring));
             }
-            if self.queues.iter().all(|queue| queue.completions().is_empty()) {
+            let is_over = self.queues.iter().all(|queue| queue.completions().is_empty());
+            if is_over || self.queues.iter().any(Queue::is_cut_short) {
                 break;
             }
         }

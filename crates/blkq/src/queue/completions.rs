@@ -60,6 +60,12 @@ impl Completions {
         !self.requests.is_empty()
     }
 
+    /// How many requests the driver completed.
+    #[inline]
+    pub fn request_count(&self) -> usize {
+        self.requests.len()
+    }
+
     #[inline]
     pub fn take_requests(&mut self) -> Vec<(Tag, IoResult)> {
         std::mem::take(&mut self.requests)

@@ -3,7 +3,7 @@
 //! complete in batches. No lock, no hand-over, no allocation on that way.
 //!
 //! The parts of a queue own their fields: `disk_view`, `in_flight`, `tag_cache`, `plug`, `pull_cursor`,
-//! `dispatch`, `throttle`, `device_time`, `flush`, `hold`, `completions`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
+//! `dispatch`, `throttle`, `device_time`, `flush`, `hold`, `completions`, `rounds`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
 //! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`, `resume`.
 //! Here is the turn that they make together; `change` is what a freeze brings, `scan` what is
 //! found to hang, `close` closing it.
@@ -30,6 +30,7 @@ pub mod plug;
 mod pull;
 mod pull_cursor;
 mod resume;
+mod rounds;
 mod scan;
 mod sequence;
 mod submit;
@@ -61,6 +62,7 @@ use hold::Hold;
 use in_flight::InFlight;
 use plug::Plug;
 use pull_cursor::PullCursor;
+use rounds::Rounds;
 use tag_cache::TagCache;
 
 /// Plugs of a queue that does not sleep from one check of the probes to the next.
@@ -79,6 +81,7 @@ pub(crate) struct Queue {
     flush: FlushMachine,
     hold: Hold,
     completions: Completions,
+    rounds: Rounds,
     clock: Clock,
     stats: StatsWriter,
     hang_tracker: HangTracker,
@@ -123,6 +126,7 @@ impl Queue {
             flush: FlushMachine::new(Tag(slots as u16 - 1)),
             hold: Hold::new(disk, view.index(), Tag(slots as u16 - 1), slots),
             completions: Completions::new(slots),
+            rounds: Rounds::default(),
             clock: Clock::new(view.settings().clock),
             stats: StatsWriter::over(shared.stats.clone()),
             hang_tracker: HangTracker::default(),
@@ -137,6 +141,7 @@ impl Queue {
     #[inline]
     pub fn begin_turn(&mut self, mut ring: Option<&mut Ring>) {
         self.close_lane();
+        self.rounds.begin_turn();
         let woken = self.disk.shared().kick.take_woken();
         if woken || self.has_started() {
             if woken {
@@ -158,7 +163,8 @@ impl Queue {
         self.completions.deliver_remote(&self.disk.disk().gate);
     }
 
-    /// The second part, any number of times: flushes the plug and dispatches until nothing moves any more.
+    /// The second part, any number of times: flushes the plug and dispatches until nothing moves any more, or the budget
+    /// of the turn is spent.
     #[inline]
     pub fn dispatch_all(&mut self, ring: Option<&mut Ring>) {
         self.close_lane();
@@ -172,14 +178,19 @@ impl Queue {
 
     #[inline(never)]
     fn dispatch_ready(&mut self, mut ring: Option<&mut Ring>) {
-        while self.can_dispatch() {
+        self.rounds.begin();
+        loop {
             self.kick_flush(ring.as_deref_mut());
             self.flush_plug(ring.as_deref_mut());
-            if !self.completions.has_requests() {
+            let completed = self.completions.request_count();
+            if completed == 0 {
                 break;
             }
             self.complete_batch();
             self.admit_waiting(ring.as_deref_mut());
+            if !self.can_dispatch() || self.rounds.spend(completed) {
+                break;
+            }
         }
     }
 }
@@ -342,11 +353,18 @@ impl Queue {
         [self.dispatch.deadline_ns(), flush_ns].into_iter().flatten().min()
     }
 
+    /// Whether the last turn stopped at its budget, before all was done that can be done now.
+    #[inline]
+    pub fn is_cut_short(&self) -> bool {
+        self.rounds.is_cut_short() && self.can_dispatch()
+    }
+
     /// Whether other threads have left work, or completions are waiting to be fetched.
     pub fn has_work(&self) -> bool {
         !self.completions.own().is_empty()
             || self.completions.has_requests()
             || self.disk.shared().kick.is_woken()
+            || self.is_cut_short()
             || (self.can_take() && self.disk.shared().software.has_pending())
             || (!self.disk.is_frozen() && self.can_continue_now())
             || (self.dispatch.is_blocked_by_quiesce() && !self.disk.is_quiesced())
