@@ -217,11 +217,20 @@ impl Dispatch {
 
     /// When the driver, a requeued request, or one that waits for a limit wants the queue to run at the latest.
     pub fn deadline_ns(&self) -> Option<u64> {
+        let deadlines = [self.driver.deadline_ns(), self.rerun_at_ns, self.throttled_deadline_ns()];
+        deadlines.into_iter().flatten().min()
+    }
+
+    /// When the first request that waits for a limit may begin.
+    fn throttled_deadline_ns(&self) -> Option<u64> {
         // While the driver is busy or stopped nothing begins, whatever time it is.
         let is_stopped = self.rerun_at_ns.is_some() || !self.requeued.is_empty();
-        let throttled_ns = if is_stopped { None } else { self.throttle.deadline_ns(self.has_room) };
-        let deadlines = [self.driver.deadline_ns(), self.rerun_at_ns, throttled_ns];
-        deadlines.into_iter().flatten().min()
+        if is_stopped { None } else { self.throttle.deadline_ns(self.has_room) }
+    }
+
+    /// Whether requests wait for nothing but a limit.
+    pub fn waits_for_limit(&self) -> bool {
+        self.throttled_deadline_ns().is_some()
     }
 
     /// A flush goes before all others, but obeys the limits.
@@ -394,6 +403,9 @@ impl Dispatch {
         self.has_room = room > 0;
         let now_ns = cx.clock.now_ns();
         let passes_limits = self.throttle.is_on() && !disk.is_frozen();
+        if !passes_limits {
+            self.throttle.unblock();
+        }
         while len < batch.len().min(room) {
             let open = if passes_limits && scheduler.len() > 0 { self.throttle.open() } else { [true; 2] };
             let Some(tag) = scheduler.dispatch(cx.requests, open, now_ns) else { break };

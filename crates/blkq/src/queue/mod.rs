@@ -359,28 +359,48 @@ impl Queue {
         self.rounds.is_cut_short() && self.can_dispatch()
     }
 
-    /// Whether other threads have left work, or completions are waiting to be fetched.
+    /// Whether a turn would do something now. The owner sleeps only if it would not.
+    ///
+    /// The owner checks this once more after it has announced that it sleeps, because a [`kick`](crate::kick::Kick) of
+    /// an owner that runs is not recorded: a condition that another thread changes between the step of the turn that
+    /// depends on it and the sleep is seen here or not at all. Therefore each condition that changes what a turn does has
+    /// a clause, and a turn makes each clause false, or the owner would not sleep at all. The clauses, in this order, and
+    /// the threads that change the conditions (`work_tests.rs` has a test of each):
+    ///
+    /// 1. There are completions for the owner, or requests that the driver has completed: this thread.
+    /// 2. The owner was woken: a driver that completes elsewhere, or a change of limits, of the error policy or of what
+    ///    is held. Recorded by [`Kick::is_woken`](crate::kick::Kick::is_woken).
+    /// 3. The last turn stopped at its budget: this thread.
+    /// 4. Bios are staged for which there is room: a submitter.
+    /// 5. A freeze has begun, for which no request waits for a limit any longer: a control thread.
+    /// 6. A freeze was lifted, also one that failed while this queue had requests. Then a flush may begin, the idle queue
+    ///    takes over what was changed, and waiting bios get tags.
+    /// 7. A tag of a shared set was freed, or the queue's share of the set has grown: another queue.
+    /// 8. A quiesce was lifted: a control thread.
+    ///
+    /// Writes that are held by another queue keep a flush waiting, too; the queue that completes the last of them wakes
+    /// all others (2).
     pub fn has_work(&self) -> bool {
         !self.completions.own().is_empty()
             || self.completions.has_requests()
             || self.disk.shared().kick.is_woken()
             || self.is_cut_short()
-            || (self.can_take() && self.disk.shared().software.has_pending())
-            || (!self.disk.is_frozen() && self.can_continue_now())
+            || (self.disk.shared().software.has_pending() && self.can_take())
+            || self.can_continue_now()
             || (self.dispatch.is_blocked_by_quiesce() && !self.disk.is_quiesced())
     }
 
-    /// Whether something waits although nothing blocks it now: a freeze was lifted, or another
-    /// queue returned tags, after this one had checked and before it marked itself asleep.
+    /// Whether something waits that a freeze, its absence, or tags have kept waiting, and do not now.
     fn can_continue_now(&self) -> bool {
-        let entered = self.disk.is_entered();
+        if self.disk.is_frozen() {
+            return self.dispatch.waits_for_limit();
+        }
         let may_flush = self.flush.is_due() && !self.disk.has_held_writes();
-        if !entered && (may_flush || self.disk.is_outdated()) {
+        if may_flush || (!self.disk.is_entered() && self.disk.is_outdated()) {
             return true;
         }
-        // While idle only a freeze, or missing shared tags, can have blocked what waits.
-        let may_get = self.tags.may_get_shared(self.in_flight.in_use()).unwrap_or(!entered);
-        may_get && !self.waiting.is_empty()
+        let may_get = || self.tags.may_get_shared(self.in_flight.in_use()).unwrap_or(self.tags.own() > 0);
+        !self.waiting.is_empty() && may_get()
     }
 
     /// Whether all that can complete has: of a disk that is stopped nothing else does.
@@ -389,3 +409,6 @@ impl Queue {
         self.in_flight() == 0 || (stopped && !self.has_started())
     }
 }
+
+#[cfg(all(test, not(model_check)))]
+mod work_tests;

@@ -167,6 +167,11 @@ impl QueueThrottle {
         self.waiting[direction_of(operation)].is_blocked
     }
 
+    /// The requests that the scheduler has wait for no limit now.
+    pub fn unblock(&mut self) {
+        self.waiting.iter_mut().for_each(|waiting| waiting.is_blocked = false);
+    }
+
     /// When the first request that waits may begin: here, or, if it `has_room` for one, in the scheduler.
     pub fn deadline_ns(&self, has_room: bool) -> Option<u64> {
         let may = |waiting: &&Waiting| !waiting.tags.is_empty() || (waiting.is_blocked && has_room);
@@ -381,7 +386,7 @@ impl QueueThrottle {
     /// Counts the time in which requests waited, and how many do, of so many `scheduled`.
     pub fn note_waiting(&mut self, scheduled: usize, stats: &mut StatsWriter) {
         if scheduled == 0 {
-            self.waiting.iter_mut().for_each(|waiting| waiting.is_blocked = false);
+            self.unblock();
         }
         let mut count = self.waiting.iter().map(|waiting| waiting.tags.len()).sum::<usize>();
         if self.waiting.iter().any(|waiting| waiting.is_blocked) {

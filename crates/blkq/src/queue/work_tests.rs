@@ -1,0 +1,293 @@
+//! Each clause of [`Queue::has_work`]: a condition that changes between two turns is work, and a turn makes it none.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::bio::Bio;
+use crate::buffer::IoBuffer;
+use crate::disk::Setting;
+use crate::driver::{Driver, DriverContext, Taken};
+use crate::sched::SchedulerKind;
+use crate::sector::Sector;
+
+/// Keeps what it takes until it is released.
+#[derive(Clone, Default)]
+struct Keeper {
+    is_released: Arc<AtomicBool>,
+    taken: Vec<Tag>,
+}
+
+impl Driver for Keeper {
+    fn name(&self) -> &'static str {
+        "keeper"
+    }
+
+    fn limits(&self) -> QueueLimits {
+        QueueLimits {
+            capacity_bytes: 1 << 20,
+            write_cache: true,
+            max_discard_bytes: 512,
+            discard_granularity: 512,
+            ..QueueLimits::default()
+        }
+    }
+
+    fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl Keeper {
+    fn released() -> Keeper {
+        let keeper = Keeper::default();
+        keeper.release();
+        keeper
+    }
+
+    fn release(&self) {
+        self.is_released.store(true, SeqCst);
+    }
+
+    fn disk(&self) -> crate::DiskBuilder {
+        Disk::builder(Box::new(self.clone()))
+    }
+}
+
+// SAFETY: nothing uses the memory of a request.
+unsafe impl DriverQueue for Keeper {
+    fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        self.taken.extend(tags);
+        self.poll(cx);
+        Taken::All
+    }
+
+    fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        if self.is_released.load(SeqCst) {
+            cx.complete_all(&self.taken);
+            self.taken.clear();
+        }
+    }
+}
+
+fn open(disk: &Arc<Disk>) -> Queue {
+    let mut queue = Queue::open(disk, 0, 0, None).unwrap();
+    turn(&mut queue);
+    queue
+}
+
+fn read(queue: &mut Queue, block: u64) {
+    queue.submit(Bio::read(Sector(block * 16), IoBuffer::zeroed(4096), block), None).unwrap();
+}
+
+/// One turn, in which the owner takes its completions.
+fn turn(queue: &mut Queue) -> usize {
+    queue.begin_turn(None);
+    queue.dispatch_all(None);
+    queue.completions_mut().drain(..).count()
+}
+
+/// What has changed is work, and none after a turn, which completes so many bios.
+#[track_caller]
+fn is_work_once(queue: &mut Queue, completed: usize) {
+    assert!(queue.has_work(), "the change is not seen");
+    assert_eq!(turn(queue), completed);
+    assert!(!queue.has_work(), "the owner would not sleep");
+}
+
+/// Runs `meanwhile` after a freeze of `disk` has begun, and before it fails or is lifted.
+fn during_freeze(disk: &Arc<Disk>, fails: bool, meanwhile: impl FnOnce()) {
+    let is_over = AtomicBool::new(false);
+    let until = Instant::now() + Duration::from_secs(60);
+    std::thread::scope(|scope| {
+        let freezing = scope.spawn(|| {
+            // No queue is kicked: its owner runs, and no kick would be recorded.
+            let is_futile = || fails && is_over.load(SeqCst);
+            let frozen = disk.control.freeze_timeout(Duration::from_secs(60), is_futile, |_| {});
+            assert_eq!(frozen, !fails);
+            while !is_over.load(SeqCst) {
+                assert!(Instant::now() < until);
+                std::thread::yield_now();
+            }
+            if frozen {
+                disk.control.unfreeze(|_| {});
+            }
+        });
+        while !disk.control.is_frozen() {
+            assert!(Instant::now() < until && !freezing.is_finished());
+            std::thread::yield_now();
+        }
+        meanwhile();
+        is_over.store(true, SeqCst);
+        disk.control.wake_waiters();
+    });
+}
+
+#[test]
+fn completions_are_work() {
+    let keeper = Keeper::default();
+    let disk = keeper.disk().build().unwrap();
+    let mut queue = open(&disk);
+    read(&mut queue, 0);
+    turn(&mut queue);
+    assert!(!queue.has_work());
+    keeper.release();
+    queue.poll_driver(None);
+    is_work_once(&mut queue, 1);
+    read(&mut queue, 0);
+    queue.dispatch_all(None);
+    is_work_once(&mut queue, 1);
+}
+
+#[test]
+fn being_woken_is_work() {
+    let disk = Keeper::default().disk().build().unwrap();
+    let mut queue = open(&disk);
+    disk.wake_queues();
+    is_work_once(&mut queue, 0);
+}
+
+// Contract: non-blocking
+#[test]
+fn the_rest_of_a_turn_that_is_cut_short_is_work() {
+    let disk = Keeper::released().disk().build().unwrap();
+    let mut queue = open(&disk);
+    queue.submit(Bio::discard(Sector(0), 2048, 1), None).unwrap();
+    let (mut turns, mut completed) = (0, 0);
+    while completed == 0 {
+        completed = turn(&mut queue);
+        turns += 1;
+        assert_eq!(queue.has_work(), completed == 0);
+    }
+    let parts = 2048 / crate::budget::TURN_BUDGET.items;
+    assert!((parts / 2..).contains(&turns), "{turns} turns for 2048 parts");
+}
+
+#[test]
+fn staged_bios_are_work_while_there_is_room() {
+    let keeper = Keeper::default();
+    let disk = keeper.disk().depth(1).build().unwrap();
+    let mut queue = open(&disk);
+    let mut submitter = disk.submitter();
+    let callback = Box::new(|_, _| {});
+    let bio = |block: u64| Bio::read(Sector(block * 16), IoBuffer::zeroed(4096), 0);
+    submitter.try_submit(bio(0), callback.clone()).map_err(drop).unwrap();
+    is_work_once(&mut queue, 0);
+    assert!(queue.has_started());
+    // The only tag is in use.
+    submitter
+        .submit(Bio { operation: crate::Operation::Discard, data: crate::Data::None, ..bio(1) }, |_, _| {});
+    assert!(!queue.has_work());
+    keeper.release();
+    turn(&mut queue);
+    turn(&mut queue);
+    assert!(!queue.has_work() && queue.in_flight() == 0);
+}
+
+#[test]
+fn a_freeze_is_work_while_requests_wait_for_a_limit() {
+    for scheduler in SchedulerKind::ALL {
+        let disk = Keeper::released().disk().rate_limits("read-iops=1".parse().unwrap()).scheduler(scheduler);
+        let disk = disk.build().unwrap();
+        let mut queue = open(&disk);
+        (0..8).for_each(|block| read(&mut queue, block));
+        let completed = turn(&mut queue);
+        assert!(!queue.has_work() && completed < 8, "{scheduler}");
+        during_freeze(&disk, false, || is_work_once(&mut queue, 8 - completed));
+        turn(&mut queue);
+    }
+}
+
+#[test]
+fn a_freeze_is_no_work_while_the_driver_has_all_that_it_may() {
+    let keeper = Keeper::default();
+    let limits = "read-iops=1".parse().unwrap();
+    let disk =
+        keeper.disk().depth(1).scheduler(SchedulerKind::MqDeadline).rate_limits(limits).build().unwrap();
+    let mut queue = open(&disk);
+    (0..2).for_each(|block| read(&mut queue, block));
+    turn(&mut queue);
+    during_freeze(&disk, true, || {
+        turn(&mut queue);
+        assert!(queue.has_started() && !queue.has_work());
+    });
+    keeper.release();
+    disk.set_rate_limits(&Default::default());
+    while queue.in_flight() > 0 {
+        turn(&mut queue);
+    }
+}
+
+#[test]
+fn a_freeze_that_was_lifted_is_work_for_an_idle_queue() {
+    let keeper = Keeper::released();
+    let disk = keeper.disk().build().unwrap();
+    let mut queue = open(&disk);
+    // It takes over what was changed.
+    disk.set(Setting::Merge(false)).unwrap();
+    is_work_once(&mut queue, 0);
+    for bio in [Bio::flush(1), Bio::discard(Sector(0), 1, 1)] {
+        let frozen = disk.freeze();
+        queue.submit(bio, None).unwrap();
+        turn(&mut queue);
+        assert!(!queue.has_work());
+        drop(frozen);
+        is_work_once(&mut queue, 1);
+    }
+}
+
+#[test]
+fn a_freeze_that_failed_is_work_for_a_queue_with_requests() {
+    for bio in [Bio::flush(1), Bio::discard(Sector(0), 1, 1)] {
+        let keeper = Keeper::default();
+        let disk = keeper.disk().build().unwrap();
+        let mut queue = open(&disk);
+        read(&mut queue, 0);
+        turn(&mut queue);
+        during_freeze(&disk, true, || {
+            queue.submit(bio, None).unwrap();
+            turn(&mut queue);
+            assert!(!queue.has_work());
+        });
+        is_work_once(&mut queue, 0);
+        assert_eq!(queue.dispatch.started(), 2);
+        keeper.release();
+        assert_eq!(turn(&mut queue), 2);
+    }
+}
+
+// Contract: tags
+#[test]
+fn a_shared_tag_and_a_larger_share_are_work() {
+    let keeper = Keeper::default();
+    let disk = keeper.disk().queues(2).shared_tags(true).depth(8).build().unwrap();
+    let mut queues = [0, 1].map(|index| Queue::open(&disk, index, 0, None).unwrap());
+    queues.iter_mut().for_each(|queue| _ = turn(queue));
+    let [first, second] = &mut queues;
+    read(first, 0);
+    turn(first);
+    // Of eight tags, four are its share.
+    (0..5).for_each(|block| read(second, block));
+    turn(second);
+    assert_eq!(second.dispatch.started(), 4);
+    assert!(!second.has_work());
+    keeper.release();
+    assert_eq!(turn(first), 1);
+    // It has not been notified, as its own completions are to come.
+    assert!(!disk.hardware_queue(1).kick.is_woken());
+    assert!(second.has_work());
+    assert_eq!(turn(second) + turn(second), 5);
+    assert!(!second.has_work());
+}
+
+#[test]
+fn a_quiesce_that_was_lifted_is_work() {
+    let disk = Keeper::released().disk().build().unwrap();
+    let mut queue = open(&disk);
+    let quiesced = disk.quiesce();
+    read(&mut queue, 0);
+    turn(&mut queue);
+    assert!(!queue.has_work());
+    drop(quiesced);
+    is_work_once(&mut queue, 1);
+}
