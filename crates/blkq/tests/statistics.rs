@@ -115,3 +115,32 @@ fn statistics_off_count_nothing_and_on_again_know_inflight_ios() {
     assert!(disk.stats().in_flight_max[0] <= 128, "{:?}", disk.stats().in_flight_max);
     assert_eq!(device.count(Operation::Read), 400);
 }
+
+// Contract: statistics
+#[test]
+fn each_io_that_finds_no_tag_is_counted_once() {
+    let device = Device::held();
+    let disk = device.builder().depth(1).build().unwrap();
+    let mut queue = disk.open_queue(0).unwrap();
+    let waits = || disk.stats().counter(Counter::TagWaits);
+    let read = |mark: u64| Bio::read(Sector(mark * 16), filled(4096, 0), mark);
+    (0..5).for_each(|mark| queue.submit(read(mark)).unwrap());
+    // Neither turns nor rejected I/Os change that.
+    for mark in 0..20 {
+        queue.submit(Bio::read(Sector(1 << 40), filled(512, 0), mark)).unwrap();
+        queue.poll();
+    }
+    assert_eq!(waits(), 4);
+    queue.submit(read(6).with_flags(BioFlags::NO_WAIT)).unwrap();
+    assert_eq!(waits(), 5);
+    device.release_all();
+    common::drain(&mut queue);
+    assert_eq!(waits(), 5);
+    // Of an I/O in parts each part is one; those that wait because of a freeze are none.
+    let frozen = disk.freeze();
+    queue.submit(read(7)).unwrap();
+    queue.poll();
+    drop(frozen);
+    common::drain(&mut queue);
+    assert_eq!(waits(), 5);
+}

@@ -10,8 +10,8 @@ use blkq::clock::monotonic_ns;
 use blkq::hang::{HangScan, Place, REPORTED_MAX};
 use blkq::testing::wait_until;
 use blkq::{
-    Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, Operation, QueueLimits, Sector, Source,
-    SourceContext, StatGroup, Status,
+    Bio, BioFlags, Completion, Counter, Cqe, EngineThread, Error, ErrorPolicy, Operation, QueueLimits,
+    Resume, Sector, Source, SourceContext, StatGroup, Status,
 };
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
@@ -315,4 +315,27 @@ fn an_engine_reports_the_client_and_its_own_delay() {
     device.release(1);
     drop(engine);
     assert!(disk.has_nothing_to_scan(0));
+}
+
+// Contract: statistics
+#[test]
+fn a_flush_that_waits_in_an_idle_queue_is_scanned_for() {
+    let limits = QueueLimits { write_cache: true, ..plain_limits() };
+    let device = Device::new(limits, Behaviour::default());
+    device.state().bad.push((0..8, Status::NoSpace));
+    let disk = device.builder().queues(2).error_policy(ErrorPolicy::Hold).build().unwrap();
+    let [mut first, mut second] = [0, 1].map(|queue| disk.open_queue(queue).unwrap());
+    first.submit(Bio::write(Sector(0), filled(512, 1), 1)).unwrap();
+    first.poll();
+    assert!(disk.has_nothing_to_scan(1) == (disk.held() == 0));
+    second.submit(Bio::flush(2)).unwrap();
+    second.poll();
+    assert!(!disk.has_nothing_to_scan(1));
+    let scan = second.scan_for_hangs(after(31), 30_000_000_000);
+    assert_eq!((scan.hung, &scan.hangs[0].place), (1, &Place::ForHeldWrites));
+    disk.resume(Resume::Fail);
+    first.poll();
+    assert!(disk.has_nothing_to_scan(0));
+    common::drain(&mut second);
+    assert!(disk.has_nothing_to_scan(1));
 }

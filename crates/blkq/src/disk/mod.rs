@@ -208,10 +208,11 @@ impl Disk {
     }
 
     /// Whether queue `index` has nothing to scan for ([`hang`](crate::queue::hang)): neither
-    /// requests, nor bios that a freeze or a missing tag keeps from being requests.
+    /// requests, nor bios that a freeze, a missing tag or held writes keep from being requests.
     pub fn has_nothing_to_scan(&self, index: usize) -> bool {
-        // Bios without a tag wait in a queue without requests only in these two cases.
-        !self.shared_tags && !self.control.is_frozen() && !self.control.is_active(index)
+        // Bios wait in a queue without requests only in these three cases.
+        let may_wait = self.shared_tags || self.control.is_frozen() || self.hold.has_writes();
+        !may_wait && !self.control.is_active(index)
     }
 
     /// The structures that several threads use while I/O runs, and where they lie in

@@ -87,7 +87,7 @@ impl Queue {
         self.renew_durability_of_requests();
         // All that was decided about waiting bios under the old limits is decided again.
         for _ in 0..self.waiting.len() {
-            let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) else { break };
+            let Some(index) = self.pop_waiting() else { break };
             match self.check(index) {
                 Ok(()) => {
                     self.renew_durability(index);

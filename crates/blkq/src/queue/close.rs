@@ -26,7 +26,7 @@ impl Queue {
         self.completions.extend_requests(abandoned.into_iter(), Err(Status::Offline));
         self.complete_batch();
         self.abandon_flushes(Err(Status::Offline));
-        while let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) {
+        while let Some(index) = self.pop_waiting() {
             self.reject(index, Status::Offline);
         }
         self.disk.disk().fail(self.pull_cursor.taken().drain(..));

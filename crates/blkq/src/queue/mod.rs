@@ -76,6 +76,8 @@ pub(crate) struct Queue {
     plug: Plug,
     /// Bios that have no tag yet, and parts of split bios, in order.
     waiting: BioList,
+    /// How many of these, from the first on, are counted as tag waits.
+    counted_waits: u32,
     pull_cursor: PullCursor,
     dispatch: Dispatch,
     flush: FlushMachine,
@@ -121,6 +123,7 @@ impl Queue {
             tags,
             plug: Plug::new(),
             waiting: BioList::new(),
+            counted_waits: 0,
             pull_cursor: PullCursor::default(),
             dispatch: Dispatch::new(owner, driver, &view, slots),
             flush: FlushMachine::new(Tag(slots as u16 - 1)),

@@ -130,11 +130,41 @@ impl Queue {
     #[cold]
     fn queue_or_reject(&mut self, index: u32) {
         if self.in_flight[index].flags.contains(BioFlags::NO_WAIT) {
-            self.reject(index, Status::Again);
+            self.reject_again(index);
             return self.want_no_tags();
         }
         self.close_lane();
         self.waiting.push_back(self.in_flight.bios_mut(), index);
+        self.count_tag_waits();
+    }
+
+    /// Completes a bio that found no tag and will not wait for one.
+    fn reject_again(&mut self, index: u32) {
+        if self.is_out_of_tags() {
+            self.stats.count(Counter::TagWaits, 1);
+        }
+        self.reject(index, Status::Again);
+    }
+
+    /// Whether bios that get no tag wait for a tag, and not for a freeze to be lifted.
+    fn is_out_of_tags(&self) -> bool {
+        self.disk.is_entered() && !self.disk.is_frozen()
+    }
+
+    /// Counts the bios that wait for a tag and were not counted yet.
+    fn count_tag_waits(&mut self) {
+        if self.is_out_of_tags() {
+            let waiting = self.waiting.len();
+            self.stats.count(Counter::TagWaits, u64::from(waiting - self.counted_waits));
+            self.counted_waits = waiting;
+        }
+    }
+
+    /// The first of the bios that wait.
+    pub(super) fn pop_waiting(&mut self) -> Option<u32> {
+        let index = self.waiting.pop_front(self.in_flight.bios_mut())?;
+        self.counted_waits = self.counted_waits.saturating_sub(1);
+        Some(index)
     }
 
     /// Accepts a bio that is not one legal read or write with a buffer, or is traced.
@@ -249,7 +279,7 @@ impl Queue {
         let slot = &self.in_flight[index];
         let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
         if !may_wait && (!self.waiting.is_empty() || !self.disk.is_entered()) {
-            return self.reject(index, Status::Again);
+            return self.reject_again(index);
         }
         self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
@@ -268,7 +298,9 @@ impl Queue {
         if !(self.disk.is_entered() || self.enter(ring.as_deref_mut())) {
             return;
         }
-        while let Some(index) = self.waiting.pop_front(self.in_flight.bios_mut()) {
+        while !self.waiting.is_empty() {
+            let is_counted = self.counted_waits > 0;
+            let Some(index) = self.pop_waiting() else { break };
             if self.disk.settings().iostats && self.in_flight[index].start_ns == 0 {
                 // Statistics were off when it came.
                 self.in_flight[index].start_ns = self.clock.now_ns();
@@ -281,9 +313,10 @@ impl Queue {
             let slot = &self.in_flight[index];
             if !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL {
                 self.waiting.push_front(self.in_flight.bios_mut(), index);
-                return;
+                self.counted_waits += u32::from(is_counted);
+                return self.count_tag_waits();
             }
-            self.reject(index, Status::Again);
+            self.reject_again(index);
         }
         self.want_no_tags();
     }
