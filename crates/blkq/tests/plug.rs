@@ -8,7 +8,7 @@ use blkq::{Bio, BioFlags, ClockMode, Counter, LocalQueue, Operation, Sector, Sta
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use blkq::testing::wait_until;
-use common::{Behaviour, Device, drain, filled};
+use common::{Behaviour, Device, drain, filled, plain_limits};
 
 fn read(queue: &mut LocalQueue, sector: u64, bytes: usize) {
     queue.submit(Bio::read(Sector(sector), filled(bytes, 0), sector)).unwrap();
@@ -285,4 +285,18 @@ fn waiting_for_several_sleeps_between_completions() {
     });
     assert!(released.load(SeqCst), "one completion is not enough");
     assert_eq!(queue.completions().count(), 2);
+}
+
+// Contract: declared
+#[test]
+fn a_buffer_that_is_longer_than_its_bio_may_end_anywhere() {
+    let limits = blkq::QueueLimits { memory_align: 512, ..plain_limits() };
+    let device = Device::new(limits, Behaviour::default());
+    let (_disk, mut queue) = device.open();
+    // On the fast path, and on the slow one.
+    for flags in [BioFlags::empty(), BioFlags::FUA] {
+        let bio = Bio { sectors: 8, ..Bio::write(Sector(0), filled(4097, 1), 1) };
+        assert_eq!(common::run(&mut queue, bio.with_flags(flags)).result, Ok(()), "{flags:?}");
+    }
+    device.assert_legal();
 }

@@ -271,6 +271,10 @@ impl Queue {
         }
         let length = root.sectors.checked_mul(512).filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or(Status::Invalid)?;
+        if let Data::Buffer(buffer) = &*root.data {
+            // Aligned as any device may ask, and drivers are shown no more of it than the bio's length.
+            return if buffer.len() as u64 >= length { Ok(()) } else { Err(Status::Invalid) };
+        }
         root.with_shape(|segments| split::check_memory(self.disk.limits(), segments, length))
     }
 
