@@ -406,3 +406,31 @@ fn held_requests_keep_no_other_from_the_driver() {
         device.assert_legal();
     }
 }
+
+// Contract: errors
+#[test]
+fn an_engine_that_exits_waits_for_no_writes_that_another_queue_holds() {
+    within(60, || {
+        let limits = QueueLimits { write_cache: true, ..plain_limits() };
+        let device = Device::new(limits, Behaviour::default());
+        device.state().bad.push((0..8, Status::NoSpace));
+        let disk = device.builder().queues(2).error_policy(ErrorPolicy::Hold).build().unwrap();
+        let [first, second] =
+            [0, 1].map(|queue| EngineThread::spawn("hold", vec![(disk.clone(), queue)]).unwrap());
+        let (mut flusher, mut writer) = (disk.submitter(), disk.submitter());
+        let (results, completed) = channel();
+        for (submitter, bio) in [(&mut writer, write(0, 1)), (&mut flusher, Bio::flush(2))] {
+            let results = results.clone();
+            let mark = bio.user_data;
+            submitter.submit(bio, move |result, _| results.send((mark, result)).unwrap());
+            while disk.held() == 0 {
+                std::thread::yield_now();
+            }
+        }
+        // The flush is on the first queue, and waits for the write, which the second holds.
+        drop(first);
+        assert_eq!(completed.try_iter().collect::<Vec<_>>(), [(2, Err(Status::Offline))]);
+        drop(second);
+        assert_eq!(completed.try_iter().collect::<Vec<_>>(), [(1, Err(Status::NoSpace))]);
+    });
+}

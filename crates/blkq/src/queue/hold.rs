@@ -112,6 +112,11 @@ impl Hold {
         self.reload(disk);
     }
 
+    /// Whether the queue's owner stops.
+    pub fn is_closing(&self) -> bool {
+        self.closing
+    }
+
     /// Takes out all that is held.
     pub fn take(&mut self) -> Vec<Tag> {
         self.held.drain(..).map(|(tag, _)| tag).collect()

@@ -2,7 +2,7 @@
 
 use crate::bio::{BioFlags, Operation};
 use crate::clock::monotonic_ns;
-use crate::error::IoResult;
+use crate::error::{IoResult, Status};
 use crate::limits::QueueLimits;
 use crate::request::{NIL, Request, RequestState};
 use crate::ring::Ring;
@@ -123,7 +123,14 @@ impl Queue {
 
     #[cold]
     fn issue_flush(&mut self, ring: Option<&mut Ring>) {
-        if self.flush.is_delayed(monotonic_ns()) || self.disk.is_frozen() || self.disk.has_held_writes() {
+        if self.flush.is_delayed(monotonic_ns()) || self.disk.is_frozen() {
+            return;
+        }
+        if self.disk.has_held_writes() {
+            if self.hold.is_closing() {
+                // Of another queue, which may not be resumed before this one has stopped.
+                self.abandon_flushes(Err(Status::Offline));
+            }
             return;
         }
         if !(self.disk.is_entered() || self.enter(ring)) {
