@@ -90,7 +90,7 @@ impl Queue {
     /// that nobody waits for any more. `is_abandoned` gets their `user_data`.
     pub(crate) fn fail_abandoned(&mut self, ring: Option<&mut Ring>, is_abandoned: impl Fn(u64) -> bool) {
         self.close_lane();
-        let mut failing = Vec::new();
+        let mut failing = vec![false; self.in_flight.requests().len()];
         let held: Vec<Tag> = self.hold.held().collect();
         for tag in held {
             self.in_flight.fill_plain(tag);
@@ -101,11 +101,11 @@ impl Queue {
                 bio = self.in_flight[bio].next;
             }
             if any && (all || self.in_flight[tag].operation.is_write()) {
-                failing.push(tag);
+                failing[tag.index()] = true;
             }
         }
-        if !failing.is_empty() {
-            self.fail_held(|tag| failing.contains(&tag));
+        if failing.contains(&true) {
+            self.fail_held(|tag| failing[tag.index()]);
             self.admit_waiting(ring);
         }
     }
