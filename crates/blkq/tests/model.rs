@@ -76,6 +76,7 @@ fn setup() -> impl Strategy<Value = Setup> {
         any::<u64>(),
         prop_oneof![2 => Just(0u64), 1 => 4u64..200],
         prop_oneof![4 => Just(None), 1 => (0u32..10).prop_map(Some)],
+        prop::bool::weighted(0.2),
     );
     let bad =
         (0..SECTORS, 1u64..6, prop_oneof![Just(Status::Medium), Just(Status::Io), Just(Status::NoSpace)]);
@@ -85,14 +86,14 @@ fn setup() -> impl Strategy<Value = Setup> {
     (limits(), behaviour, depth, scheduler, any::<(bool, bool, bool)>(), bad).prop_map(
         |(
             limits,
-            (finish, seed, busy_every, revoke_after),
+            (finish, seed, busy_every, revoke_after, revoke_fua),
             depth,
             scheduler,
             (merge, iostats, cached),
             bad,
         )| Setup {
             limits,
-            behaviour: Behaviour { finish, seed, busy_every, revoke_after },
+            behaviour: Behaviour { finish, seed, busy_every, revoke_after, revoke_fua },
             depth,
             scheduler,
             merge,

@@ -305,6 +305,7 @@ impl DeviceQueue {
         let (operation, flags) = (request.operation(), request.flags());
         let what = format!("{request:?} breaks ");
         let state_revoked = state.behaviour.revoke_after.is_some_and(|after| state.revocable > after);
+        let state_has_lost_fua = state.behaviour.revoke_fua;
         let mut rule = |holds: bool, name: &str| {
             if !holds {
                 state.violations.push(format!("{what}{name}"));
@@ -344,7 +345,9 @@ impl DeviceQueue {
             rule(count == 0 && request.segment_count() == 0, "no memory");
         }
         rule(!flags.contains(BioFlags::PREFLUSH), "preflush");
-        rule(!flags.contains(BioFlags::FUA) || limits.fua && operation == Operation::Write, "fua");
+        // As above.
+        let has_fua = limits.fua || state_has_lost_fua;
+        rule(!flags.contains(BioFlags::FUA) || has_fua && operation == Operation::Write, "fua");
         rule(!flags.contains(BioFlags::NO_UNMAP) || operation == Operation::WriteZeroes, "no-unmap");
         rule(!(operation.is_write() && limits.read_only), "read-only");
         rule(!state.closed, "freeze or quiesce");
