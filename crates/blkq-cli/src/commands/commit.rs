@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
@@ -18,7 +18,7 @@ use crate::control::{Committed, Dialogue, Request, ask};
 use crate::devices::named;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::{CommitInfo, DeviceInfo};
-use crate::options::{AttachOptions, Backing as BackingChain};
+use crate::options::{AttachOptions, Backing as BackingChain, Record};
 use crate::signals::{Signal, Signals};
 use crate::state::{StateDir, read_state};
 use crate::{complain, print, print_json};
@@ -92,7 +92,13 @@ impl Args {
     fn open(&self, dir: &StateDir, name: &str) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
         let state = read_state(&dir.file(name, ".json"));
         let Some(state) = state else { return Err(Failure::new("its state file cannot be read")) };
-        let base = open_base(Path::new(&state.image), self.backing_chain.into()).map_err(|e| {
+        let options = state.attach_options.as_ref().map(Record::read).transpose()?;
+        let image = match options.map(|options| options.image) {
+            // By the link that the daemon opened, if it was one.
+            Some(DriverSpec::Image(path)) => path,
+            _ => PathBuf::from(&state.image),
+        };
+        let base = open_base(&image, self.backing_chain.into()).map_err(|e| {
             let cure = "if you know who made the image, give --backing-chain allow";
             Failure::of(e, ErrorKind::BackingFile, cure)
         })?;

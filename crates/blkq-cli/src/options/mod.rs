@@ -15,6 +15,7 @@ use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::drivers::DriverSpec;
 use blkq::drivers::fault::FaultSpec;
 use blkq::drivers::r#loop::{DirectIo, Dispatch};
+use blkq::drivers::qcow2::link_elsewhere;
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
 use blkq::units::parse_bytes;
 use blkq::{ClockMode, ErrorPolicy};
@@ -283,16 +284,19 @@ impl AttachOptions {
     }
 
     /// The same options with absolute paths, of which the relative ones begin in `directory`, and the
-    /// real path of the image.
+    /// real path of the image, or that of a link to a qcow2 image in another directory.
     ///
     /// # Errors
     /// If a path is empty.
     pub fn absolute(mut self, directory: &Path) -> Outcome<AttachOptions> {
+        let is_qcow2 = self.format == Some(Format::Qcow2);
         for (key, path) in self.paths_mut() {
             *path = std::path::absolute(directory.join(&*path))
                 .map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
             if key == IMAGE {
-                *path = path.canonicalize().unwrap_or_else(|_| path.clone());
+                // A qcow2 image may find its backing file from the directory of the link.
+                let link = link_elsewhere(path).filter(|_| is_qcow2);
+                *path = link.or_else(|| path.canonicalize().ok()).unwrap_or_else(|| path.clone());
             }
         }
         Ok(self)

@@ -14,6 +14,8 @@ use rustix::fs::{
 use crate::buffer::IoBuffer;
 use crate::error::{Error, ErrorKind};
 
+use super::name::link_elsewhere;
+
 /// The operations that are submitted to the files of images, to be probed.
 pub(crate) const OPERATIONS: [(&str, u8); 8] = [
     ("IORING_OP_READ", opcode::Read::CODE),
@@ -48,8 +50,10 @@ pub(crate) struct DirectAlign {
 /// An open image and what is known about it.
 pub(crate) struct Backing {
     pub file: File,
-    /// Absolute, without symbolic links.
+    /// Absolute, without symbolic links, unless its owner prefers `link`.
     pub path: PathBuf,
+    /// The symbolic link by which it was opened, if the link is in another directory.
+    pub link: Option<PathBuf>,
     /// The numbers of its file system's device and of its inode.
     pub identity: (u64, u64),
     pub block_device: bool,
@@ -73,6 +77,7 @@ impl Backing {
     /// One line: what, why, and the cure.
     pub fn open(path: &Path, read_only: bool) -> Result<Backing, Error> {
         let shown = path.display();
+        let link = link_elsewhere(path);
         let path = std::fs::canonicalize(path).map_err(|e| {
             let cure = match e.kind() {
                 std::io::ErrorKind::NotFound => format!("create it with `truncate -s SIZE {shown}`"),
@@ -92,7 +97,7 @@ impl Backing {
             .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(&path)
             .map_err(|e| cannot_open(e, &path, read_only))?;
-        Backing::of_open(file, path)
+        Ok(Backing { link, ..Backing::of_open(file, path)? })
     }
 
     /// The image at `path`, absolute and without symbolic links, that `file` has open, with
@@ -130,6 +135,7 @@ impl Backing {
             identity: (metadata.dev(), metadata.ino()),
             file,
             path,
+            link: None,
         })
     }
 }

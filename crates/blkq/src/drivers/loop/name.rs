@@ -1,6 +1,7 @@
-//! The name of an open image, which another process may rename, on a mount that this process may leave.
+//! The name of an open image, which another process may rename, on a mount that this process may leave; and the symbolic
+//! link by which it was opened.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
@@ -16,8 +17,9 @@ pub(crate) struct ImageName {
 }
 
 impl ImageName {
-    /// Of the image at `path`, absolute and without symbolic links, on a mount that this process has.
+    /// Of the image at `path`, which is absolute, on a mount that this process has.
     pub fn new(path: &Path) -> ImageName {
+        let path = &fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let mount_point = path.ancestors().find(|path| is_mount_root(path)).unwrap_or(Path::new("/"));
         ImageName { path: path.to_owned(), mount_point: mount_point.to_owned() }
     }
@@ -38,6 +40,20 @@ impl ImageName {
         // Joined with an empty path it would be a directory.
         if below.as_os_str().is_empty() { self.mount_point.clone() } else { self.mount_point.join(below) }
     }
+}
+
+/// The symbolic link at `path` if it leads to an image in another directory: its absolute path, of which only the last
+/// part is a link.
+pub fn link_elsewhere(path: &Path) -> Option<PathBuf> {
+    if !fs::symlink_metadata(path).ok()?.is_symlink() {
+        return None;
+    }
+    let directory = match path.parent()? {
+        here if here.as_os_str().is_empty() => Path::new("."),
+        directory => directory,
+    };
+    let link = fs::canonicalize(directory).ok()?.join(path.file_name()?);
+    (fs::canonicalize(path).ok()?.parent() != link.parent()).then_some(link)
 }
 
 /// Whether something is mounted there; what cannot be inspected is no mount.

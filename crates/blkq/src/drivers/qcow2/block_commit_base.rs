@@ -15,7 +15,7 @@ use crate::sync::lock as locked;
 
 use super::Qcow2;
 use super::blocking::write_data;
-use super::chain::{LOCKED, open_one, read_header};
+use super::chain::{LOCKED, open_one, prefer_link, read_header};
 use super::commit::commit;
 use super::journal::Journals;
 use super::options::BackingChain;
@@ -50,8 +50,10 @@ pub struct OpenedBase {
 /// [`ErrorKind::Unsupported`] if there is none; [`ErrorKind::BackingFile`] for one that `allowed` does not admit;
 /// [`ErrorKind::Claimed`] if the kernel uses it; that of opening one of them.
 pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Error> {
-    let top = Backing::open(image, true)?;
-    let Some(name) = read_header(&top)?.backing else {
+    let mut top = Backing::open(image, true)?;
+    let header = read_header(&top)?;
+    prefer_link(&mut top, &header);
+    let Some(name) = header.backing else {
         let message = format!("{} cannot be committed: there is no image behind it", top.path.display());
         return Err(Error::new(ErrorKind::Unsupported, message));
     };

@@ -162,11 +162,15 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
     };
     opened.map_err(|error| match error.kind() {
         ErrorKind::NotFound => {
-            let image = image.display();
-            let message = format!("{}, the backing file of {image}, is not there", path.display());
-            Error::new(ErrorKind::NotFound, message).with_cure(format!(
-                "bring it back, or name the one that it is now with `qemu-img rebase -u -b FILE -F FORMAT {image}`"
-            ))
+            let shown = image.display();
+            let message = format!("{}, the backing file of {shown}, is not there", path.display());
+            let hint = match check_is_no_link(image) {
+                Ok(()) => format!(
+                    "bring it back, or name the one that it is now with `qemu-img rebase -u -b FILE -F FORMAT {shown}`"
+                ),
+                Err(_) => format!("{shown} is a symbolic link; name the image by its own path"),
+            };
+            Error::new(ErrorKind::NotFound, message).with_cure(hint)
         }
         _ => error,
     })
@@ -204,10 +208,40 @@ fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened
     Ok(Opened { backing, tables: None, size })
 }
 
-fn qcow2(backing: Backing) -> Result<Opened, Error> {
+fn qcow2(mut backing: Backing) -> Result<Opened, Error> {
     let tables = read_tables(&backing)?;
+    prefer_link(&mut backing, &tables.header);
     let size = tables.header.size;
     Ok(Opened { backing, tables: Some(tables), size })
+}
+
+/// Has `backing`, an image with `header`, go by the symbolic link by which it was opened if it names its own backing file
+/// relative to a directory: as in QEMU that is the directory of the link, not of the image.
+pub(super) fn prefer_link(backing: &mut Backing, header: &Header) {
+    let is_relative =
+        |name: &BackingName| backing_path(&backing.path, &name.name).is_ok_and(Path::is_relative);
+    if header.backing.as_ref().is_some_and(is_relative)
+        && let Some(link) = backing.link.take()
+    {
+        backing.path = link;
+    }
+}
+
+/// Refuses an image that goes by a symbolic link ([`prefer_link`]) as the backing file of a new image.
+///
+/// # Errors
+///
+/// Returns [`ErrorKind::Unsupported`].
+pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
+    if !std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink()) {
+        return Ok(());
+    }
+    let message = format!(
+        "{} is a symbolic link to another directory and the backing file of the image is found from there, which a new image \
+         over it cannot record",
+        path.display()
+    );
+    Err(Error::new(ErrorKind::Unsupported, message).with_cure("attach the image by its own path"))
 }
 
 /// The path that a name of a backing file is.
@@ -254,5 +288,13 @@ fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<Backing, 
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     let file = File::from(openat2(&at, within, flags, FileMode::empty(), resolve).map_err(failed)?);
     let name = backing::name_now(&file).map(PathBuf::from);
-    Backing::of_open(file, name.unwrap_or_else(|| directory.join(within)))
+    let mut backing = Backing::of_open(file, name.unwrap_or_else(|| directory.join(within)))?;
+    // The directory that the name leads to, by the kernel too: the last part of the name may be a link out of it.
+    let parent = within.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let parent = File::from(openat2(&at, parent, flags, FileMode::empty(), resolve).map_err(failed)?);
+    let link = backing::name_now(&parent).map(PathBuf::from).zip(within.file_name());
+    backing.link =
+        link.map(|(parent, name)| parent.join(name)).filter(|link| link.parent() != backing.path.parent());
+    Ok(backing)
 }

@@ -42,10 +42,13 @@ impl Base {
     /// One line: what is wrong, why, and the cure. [`ErrorKind::Format`] for an image of another format
     /// than `format`: that has what and why, the cure is the caller's.
     pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
-        let backing = Backing::open(path, true)?;
+        let mut backing = Backing::open(path, true)?;
         let file_bytes = backing::size(&backing.file, &backing.path)?;
         if format == ImageFormat::Qcow2 {
-            let size = chain::read_tables(&backing)?.header.size;
+            let header = chain::read_tables(&backing)?.header;
+            chain::prefer_link(&mut backing, &header);
+            chain::check_is_no_link(&backing.path)?;
+            let size = header.size;
             return Ok(Base { path: backing.path, qcow2: true, size });
         }
         if format == ImageFormat::Checked

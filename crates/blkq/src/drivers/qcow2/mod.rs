@@ -68,6 +68,7 @@ use crate::sync::{Mutex, lock as locked};
 use super::r#loop::backing::{self, Backing};
 use super::r#loop::lock::{self, LockKind};
 use super::r#loop::name::ImageName;
+pub use super::r#loop::name::link_elsewhere;
 use super::r#loop::options::{Mode, choose_mode};
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
@@ -129,13 +130,14 @@ fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
         let message = "a qcow2 image has one writer, and is not shared with others; open it read-only";
         return Err(Error::new(ErrorKind::Invalid, message));
     }
-    let backing = Backing::open(&options.path, options.read_only)?;
+    let mut backing = Backing::open(&options.path, options.read_only)?;
     let kind = LockKind::of(options.read_only, false);
     let warning = lock::acquire(&backing.file, &backing.path, &LOCKED, kind, options.shared)?;
     if !options.shared {
         claim::check(&backing, &LOCKED, options.read_only)?;
     }
     let tables = chain::read_tables(&backing)?;
+    chain::prefer_link(&mut backing, &tables.header);
     if !options.read_only {
         check_repaired(&tables.header, &backing.path)?;
     }

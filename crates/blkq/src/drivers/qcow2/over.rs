@@ -20,7 +20,7 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock as locked};
 
 use super::cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
-use super::chain::{LOCKED, Opened, read_tables};
+use super::chain::{self, LOCKED, Opened, read_tables};
 use super::commit::commit;
 use super::create::Base;
 use super::env::Shared;
@@ -158,7 +158,7 @@ impl Qcow2 {
             let message = format!("{} is not a new file", top.path.display());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
-        if below.files.len() > super::chain::DEPTH_MAX {
+        if below.files.len() > chain::DEPTH_MAX {
             let message =
                 format!("{} would have too many images behind it; commit some first", path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -167,6 +167,7 @@ impl Qcow2 {
         let (Some(file), Some(path_before)) = (below.files.first(), below.paths.first()) else {
             return Err(Error::new(ErrorKind::Invalid, "there is no image to be behind the new one"));
         };
+        chain::check_is_no_link(path_before)?;
         let base = path_of(file, path_before)?;
         let directory = path.parent().unwrap_or(Path::new("/"));
         Base::of_open(base, below.is_qcow2(), below.size).write_overlay(&top.file, directory)?;
@@ -265,7 +266,8 @@ impl Qcow2 {
 /// If it has none that another process could find it by.
 pub(super) fn path_of(file: &File, path: &Path) -> Result<PathBuf, Error> {
     let found = file.metadata().ok().and_then(|mine| {
-        let names = [backing::name_now(file).map(PathBuf::from), Some(path.to_owned())];
+        // First the name that it had, which may be a link that matters (`prefer_link`).
+        let names = [Some(path.to_owned()), backing::name_now(file).map(PathBuf::from)];
         let there = |path: &PathBuf| {
             std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino()))
         };

@@ -268,8 +268,7 @@ fn a_switch_to_writing_that_fails_leaves_a_readers_lock() {
         let directory = Directory::new();
         let path = directory.image(MIB);
         let reader = |offset| LoopOptions { offset, read_only: true, ..options(&path, DirectIo::Off) };
-        let device =
-            LoopDevice::open(&LoopOptions { read_only: opened_read_only, ..reader(0) }).unwrap();
+        let device = LoopDevice::open(&LoopOptions { read_only: opened_read_only, ..reader(0) }).unwrap();
         device.set_read_only(true).unwrap();
         // It overlaps the second half only.
         let other = LoopDevice::open(&reader(MIB / 2)).unwrap();

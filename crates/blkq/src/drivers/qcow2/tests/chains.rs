@@ -2,6 +2,8 @@
 
 use super::data::exercise;
 use super::*;
+use crate::drivers::ImageFormat;
+use crate::drivers::qcow2::block_commit_base::open_base;
 
 fn error(options: &Qcow2Options) -> Error {
     Qcow2::open(options).err().expect("it is refused")
@@ -62,6 +64,58 @@ fn a_base_without_direct_io_is_read_through_the_page_cache() {
     let refused = error(&Qcow2Options { direct_io: DirectIo::On, ..options });
     assert_eq!(refused.kind(), ErrorKind::NoDirectIo);
     assert!(refused.to_string().ends_with(reason), "{refused}");
+}
+
+// Contract: data
+#[test]
+fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = |name: &str| directory.0.join(name);
+    std::fs::create_dir(path("d")).unwrap();
+    for (base, byte) in [("base", 1), ("d/base", 2)] {
+        std::fs::write(path(base), vec![byte; MIB as usize]).unwrap();
+    }
+    let create = |words: &[&str]| {
+        directory.qemu_img(&[&["create", "-q", "-f", "qcow2", "-b"], words].concat());
+    };
+    create(&["base", "-F", "raw", "d/middle"]);
+    std::os::unix::fs::symlink("d/middle", path("link")).unwrap();
+    // Its backing file is the link.
+    create(&["link", "-F", "qcow2", "top"]);
+    let absolute = path("d/base").display().to_string();
+    create(&[&absolute, "-F", "raw", "d/absolute"]);
+    std::os::unix::fs::symlink("d/absolute", path("absolute-link")).unwrap();
+    for (name, byte) in [("d/middle", 2), ("link", 1), ("top", 1), ("absolute-link", 2)] {
+        directory.qemu_io(&path(name), &format!("read -P {byte} 0 1M"));
+        for backing_chain in [BackingChain::OwnDirectory, BackingChain::Allow] {
+            let options = Qcow2Options { backing_chain, ..Qcow2Options::new(path(name)) };
+            let mut h = Harness::open(&Qcow2::open(&options).unwrap()).unwrap();
+            assert!(h.read_back(0, MIB as usize).iter().all(|read| *read == byte), "{name}");
+        }
+    }
+    // A commit finds the same.
+    let base = |name| open_base(&path(name), BackingChain::OwnDirectory).unwrap().path;
+    assert_eq!([base("link"), base("d/middle"), base("top")], [path("base"), path("d/base"), path("d/middle")]);
+    // A new image cannot record the directory of the link.
+    let refused = Base::open(&path("link"), ImageFormat::Qcow2).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    for name in ["d/middle", "absolute-link", "top"] {
+        Base::open(&path(name), ImageFormat::Qcow2).unwrap();
+    }
+    let device = open(&path("link"));
+    let new = std::fs::File::options().read(true).write(true).create_new(true).open(path("new")).unwrap();
+    let below = device.below().unwrap();
+    let refused = Qcow2::over(below, new, &path("new"), None).err().unwrap();
+    assert!(refused.to_string().contains("is a symbolic link"), "{refused}");
+    drop(device);
+    // Where QEMU finds no base there is none, and the hint names the cause.
+    std::fs::remove_file(path("base")).unwrap();
+    let refused = error(&Qcow2Options::new(path("link")));
+    assert_eq!(refused.kind(), ErrorKind::NotFound);
+    assert!(refused.to_string().contains("link is a symbolic link; name the image by its own path"));
 }
 
 // Contract: data
