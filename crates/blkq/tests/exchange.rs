@@ -7,6 +7,7 @@ mod common;
 use blkq::{
     Bio, BioFlags, Data, Disk, KernelPages, LocalQueue, Operation, QueueLimits, SchedulerKind, Sector, Status,
 };
+use blkq::testing::within_limit;
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 /// The limits of a device whose writes need a flush or FUA to be durable, or not.
@@ -116,7 +117,7 @@ fn interrupt(flags: BioFlags) -> bool {
 // Contract: declared, durability
 #[test]
 fn a_write_that_an_exchange_interrupts_is_durable() {
-    common::within(60, || {
+    within_limit(|| {
         for flags in [BioFlags::FUA, BioFlags::FUA | BioFlags::PREFLUSH] {
             while !interrupt(flags) {}
         }

@@ -11,7 +11,8 @@ use blkq::{
     Bio, Completion, Cqe, EngineThread, Error, LocalQueue, QueueLimits, Sector, Source, SourceContext,
     TURN_BUDGET,
 };
-use common::{Behaviour, Device, Finish, filled, plain_limits, within};
+use blkq::testing::within_limit;
+use common::{Behaviour, Device, Finish, filled, plain_limits};
 
 fn held(limits: QueueLimits) -> Device {
     Device::new(limits, Behaviour { finish: Finish::Held, ..Behaviour::default() })
@@ -131,7 +132,7 @@ unsafe impl Source for Discards {
 // Contract: non-blocking
 #[test]
 fn a_bio_of_many_parts_takes_several_turns() {
-    within(60, || {
+    within_limit(|| {
         let limits = QueueLimits { max_discard_bytes: 512, ..plain_limits() };
         let device = Device::new(limits, Behaviour::default());
         let disk = device.builder().build().unwrap();
