@@ -51,7 +51,7 @@ fn assert_durable(device: &Device, bytes: usize, writes: impl Iterator<Item = (u
 
 // Contract: declared, durability
 #[test]
-fn writes_that_wait_during_an_exchange_are_durable_as_the_new_driver_can() {
+fn writes_that_wait_during_an_exchange_are_durable_after_it() {
     for (before, after) in [
         ((true, true), (true, false)),
         ((true, true), (false, false)),

@@ -409,7 +409,7 @@ fn held_requests_keep_no_other_from_the_driver() {
 
 // Contract: errors
 #[test]
-fn an_engine_that_exits_waits_for_no_writes_that_another_queue_holds() {
+fn an_engine_that_exits_waits_for_no_held_writes_of_others() {
     within_limit(|| {
         let limits = QueueLimits { write_cache: true, ..plain_limits() };
         let device = Device::new(limits, Behaviour::default());

@@ -4,7 +4,7 @@
 use crate::budget::TURN_BUDGET;
 use crate::clock::monotonic_ns;
 
-/// What the rounds of a turn have spent.
+/// The part of the budget that the rounds of a turn have spent.
 #[derive(Default)]
 pub(super) struct Rounds {
     completed: usize,

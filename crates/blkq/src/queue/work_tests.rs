@@ -87,7 +87,7 @@ fn turn(queue: &mut Queue) -> usize {
     queue.completions_mut().drain(..).count()
 }
 
-/// What has changed is work, and none after a turn, which completes so many bios.
+/// The change is work, and no longer after a turn, which completes `completed` bios.
 #[track_caller]
 fn is_work_once(queue: &mut Queue, completed: usize) {
     assert!(queue.has_work(), "the change is not seen");

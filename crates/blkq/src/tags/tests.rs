@@ -240,7 +240,7 @@ fn a_batch_of_wake_ups_does_not_wait_for_held_tags() {
 
 // Contract: tags
 #[test]
-fn a_queue_whose_requests_are_all_held_is_woken_when_its_share_grows() {
+fn a_queue_with_a_share_of_held_tags_is_woken_when_it_grows() {
     let set = TagSet::new(16);
     let woken = Arc::new(Counter::default());
     let id = set.register(woken.clone()).unwrap();
