@@ -11,7 +11,7 @@ use super::entry::{COPIED, table_offset};
 use super::env::Env;
 use super::header::{REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES};
 use super::io::Op;
-use super::refcounts::{refcount, refcount_place, set_refcount, set_refcounts};
+use super::refcounts::{allocate_refcounts, refcount, refcount_place, set_refcount, set_refcounts};
 use super::reserve::reserve_l1;
 use super::state::{Lack, State};
 
@@ -58,13 +58,28 @@ pub(super) async fn provide(env: &Env, lack: Lack) -> IoResult {
     }
 }
 
-/// Allocates `count` clusters that follow each other, or as many as there are together.
+/// Allocates `count` clusters that follow each other, or as many as there are together. If the process is killed before
+/// an L1 or L2 table refers to them, they are free again.
 ///
 /// # Errors
 /// [`Status::NoSpace`] if the file can have no more.
 pub(super) async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
+    find_until_provided(env, count, allocate_refcounts).await
+}
+
+/// As [`allocate`], for something that is not in the L1 and L2 tables: if the process is killed, the clusters stay
+/// allocated.
+///
+/// # Errors
+/// As [`allocate`].
+pub(super) async fn allocate_apart(env: &Env, count: u64) -> Result<Clusters, Status> {
+    find_until_provided(env, count, |state, place, first, count| set_refcounts(state, place, first, count, 1))
+        .await
+}
+
+async fn find_until_provided(env: &Env, count: u64, take: Take) -> Result<Clusters, Status> {
     loop {
-        let found = find_free(&mut env.state(), count);
+        let found = find_free(&mut env.state(), count, take);
         match found {
             Ok(clusters) => return Ok(clusters),
             Err(lack) => provide(env, lack).await?,
@@ -97,8 +112,11 @@ pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
     }
 }
 
+/// Sets the refcounts of clusters, which are at a place in a slice: the first, and how many.
+type Take = fn(&mut State, (usize, usize), u64, u64);
+
 /// Allocates up to `wanted` free clusters that follow each other.
-fn find_free(state: &mut State, wanted: u64) -> Result<Clusters, Lack> {
+fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Lack> {
     if state.writer.failed {
         return Err(Lack::Failed(Status::Io));
     }
@@ -125,7 +143,7 @@ fn find_free(state: &mut State, wanted: u64) -> Result<Clusters, Lack> {
         }
         let count = (last - first) as u64;
         state.check_target(host << bits..(host + count) << bits)?;
-        set_refcounts(state, (slot, first), host, count, 1);
+        take(state, (slot, first), host, count);
         let writer = &mut state.writer;
         writer.next_free = host + count;
         let fresh = host >= writer.fresh_from;

@@ -91,6 +91,9 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
         l1 = std::mem::take(&mut state.writer.l1_dirty);
         table = std::mem::take(&mut state.writer.refcount_table_dirty);
         released = env.shared.without_held(std::mem::take(&mut state.writer.released));
+        if turned {
+            state.note_pending(&released);
+        }
         epoch = (!released.is_empty()).then(|| env.shared.epochs.turn());
     }
     let mut rest = Rest { env, l2, l1, table, released };

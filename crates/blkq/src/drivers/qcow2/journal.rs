@@ -23,6 +23,7 @@ use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind};
 
+use super::cache::SLICE_MAX_BYTES;
 use super::mapping::Words;
 
 /// "blkqjnl" and the version of the format.
@@ -35,6 +36,9 @@ const RECORDS: usize = if cfg!(test) { 1 << 10 } else { 16 << 10 };
 const WORDS: usize = HEADER_WORDS + 2 * RECORDS * RECORD_WORDS;
 /// Records that a half has when no task should begin to change more: those that have begun need fewer than the rest.
 const CROWDED: usize = RECORDS / 4;
+
+/// Most clusters of a record: those that a slice of a table has refcounts of.
+pub(super) const CLUSTERS_MAX: u64 = SLICE_MAX_BYTES * 8;
 
 /// Tasks that may be changing tables at once, of which each adds a few records: so that there is room for those of all,
 /// and of the refcount blocks that they need, behind the last that the others leave ([`Journal::has_room`]).
@@ -102,6 +106,11 @@ pub(super) enum Record {
     L1 { index: u64, entry: u64 },
     /// An entry of the refcount table.
     RefcountTable { index: u64, entry: u64 },
+    /// `count` clusters that were free are allocated, and no table refers to them yet: as [`Record::Refcounts`] with a
+    /// refcount of 1.
+    Allocated { first: u64, count: u64 },
+    /// No table refers to `count` clusters any longer, each of which is to be counted down by 1.
+    Released { first: u64, count: u64 },
 }
 
 impl Record {
@@ -111,16 +120,26 @@ impl Record {
             Record::Refcounts { first, count, refcount } => [count << 8 | 2, first, refcount],
             Record::L1 { index, entry } => [3, index, entry],
             Record::RefcountTable { index, entry } => [4, index, entry],
+            Record::Allocated { first, count } => [count << 8 | 5, first, 0],
+            Record::Released { first, count } => [count << 8 | 6, first, 0],
         }
     }
 
+    /// The record of these words; `None` for words that no process has written, which could take any time to apply.
     fn parse([kind, place, value]: [u64; RECORD_WORDS]) -> Option<Record> {
         let count = kind >> 8;
+        // A change is within a slice of a table.
+        let count_max = if kind & 0xff == 1 { SLICE_MAX_BYTES / 8 } else { CLUSTERS_MAX };
+        if count > count_max || place > 1 << 56 {
+            return None;
+        }
         Some(match kind & 0xff {
             1 => Record::L2 { offset: place, entry: value, count },
             2 => Record::Refcounts { first: place, count, refcount: value },
             3 => Record::L1 { index: place, entry: value },
             4 => Record::RefcountTable { index: place, entry: value },
+            5 => Record::Allocated { first: place, count },
+            6 => Record::Released { first: place, count },
             _ => return None,
         })
     }
@@ -331,6 +350,17 @@ impl Journal {
     /// Whether there is room for a commit to free clusters.
     pub fn has_room(&self) -> bool {
         self.counts[self.half] < RECORDS - CROWDED
+    }
+
+    /// The file that has it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether there is room for clusters that were released. Those that are not noted are leaked if the process is
+    /// killed, which harms nobody.
+    pub fn has_room_for_released(&self) -> bool {
+        self.counts[self.half] < CROWDED / 2
     }
 
     /// A commit begins, which writes all that was changed so far: from now on the other half is written. Returns

@@ -9,7 +9,7 @@
 //! are for the control plane; `block_commit` has what the image has (`own`, found beside the queue by `slices`)
 //! go to the one behind it (`block_commit_base`), with what is written meanwhile (`changes`), and then `empty`
 //! of its own. `journal` (`mapping`) has what the file lacks when the process is killed, and `recover` applies it
-//! (`replay`) when the image is opened.
+//! (`replay`) when the image is opened, and frees the clusters that the process leaked (`leaks`, `unlinked`).
 
 mod allocate;
 mod bitmaps;
@@ -32,6 +32,7 @@ mod inflate;
 mod io;
 mod journal;
 mod keep;
+mod leaks;
 mod mapping;
 mod options;
 mod over;
@@ -48,6 +49,7 @@ mod state;
 #[cfg(test)]
 #[cfg(not(model_check))]
 mod tests;
+mod unlinked;
 mod write;
 mod zero;
 
@@ -87,6 +89,7 @@ pub(crate) use over::Below;
 use queue::{Qcow2Queue, SEGMENTS_MAX};
 use reserve::free_reserved;
 use state::{Layer, State, Writer};
+use unlinked::Unlinked;
 
 /// Largest read or write, as of the loop driver.
 const REQUEST_MAX_BYTES: u32 = 2560 << 9;
@@ -377,6 +380,7 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         extending: false,
         clusters_max: if block_device { file_bytes >> bits } else { 1 << (56 - bits) },
         released: Vec::new(),
+        unlinked: Unlinked::default(),
         locked: HashSet::new(),
         changing: 0,
         making_l2: HashSet::new(),

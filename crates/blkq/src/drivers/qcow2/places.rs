@@ -8,7 +8,7 @@ use crate::bitmap::{Bitmap, BitmapState, bytes_for};
 use crate::buffer::IoBuffer;
 use crate::error::{IoResult, Status};
 
-use super::allocate::{Clusters, allocate, change_header, free_unused};
+use super::allocate::{Clusters, allocate_apart, change_header, free_unused};
 use super::bitmaps::{DirectoryEntry, HeaderChange, Layout, entry_name, plan_extension};
 use super::commit::{commit, refcount_of, sync};
 use super::env::Env;
@@ -300,7 +300,7 @@ async fn make_place(
         if env.state().is_crowded() {
             commit(env, false).await?;
         }
-        let run = allocate(env, clusters - table.len() as u64).await?;
+        let run = allocate_apart(env, clusters - table.len() as u64).await?;
         taken.push(run);
         bits.push(run);
         table.extend((0..run.count).map(|number| run.host + number * cluster));
@@ -377,7 +377,7 @@ async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result
                 fresh_from => writer.next_free.max(fresh_from),
             };
         }
-        match allocate(env, count).await {
+        match allocate_apart(env, count).await {
             Ok(clusters) if clusters.count == count => {
                 found = Ok(clusters);
                 break;

@@ -1,10 +1,13 @@
 //! The journal of an image that is open: what a process that was killed left is applied, and another is begun.
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
 use crate::error::{Error, ErrorKind};
-use crate::sync::lock as locked;
+use crate::sync::{Mutex, lock as locked};
 
 use super::header::TAG_AT;
-use super::journal::{self, Journal, Journals, Left};
+use super::journal::{self, Journal, Journals, Left, Record};
 use super::{Qcow2, allocate, replay};
 
 impl Qcow2 {
@@ -36,6 +39,7 @@ impl Qcow2 {
         let journals = able;
         let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
         let found = found.transpose()?.flatten();
+        let mut leaked = BTreeSet::new();
         match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
             Left::Nothing if tag != 0 => {
                 let place = journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
@@ -52,7 +56,11 @@ impl Qcow2 {
             Left::Records(records) if records.is_empty() => {}
             _ if !self.writable => return Err(journal::lacking(&self.path)),
             Left::Records(records) => {
-                self.run("apply the journal", async move |env| replay::replay(&env, records).await)?;
+                let path = found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
+                leaked = self.replay(records).map_err(|error| {
+                    let message = format!("{error}; to go on without the writes in its journal, remove {path}");
+                    Error::new(error.kind(), message)
+                })?;
                 self.write_back()?;
             }
             Left::Incomplete => self.warnings.push(format!(
@@ -75,7 +83,36 @@ impl Qcow2 {
             self.set_tag(0)?;
         }
         locked(&self.shared.state).journal = journal;
-        self.empty_journal(front).map(|()| self)
+        self.empty_journal(front)?;
+        // The image `front` reads this one by the tables that it had before.
+        if front.is_none() {
+            // Not before: the old journal would have them counted down again.
+            self.release_leaked(leaked);
+        }
+        Ok(self)
+    }
+
+    /// Makes the changes of a journal in memory. Returns the clusters that the killed process leaked.
+    fn replay(&self, records: Vec<Record>) -> Result<BTreeSet<u64>, Error> {
+        let leaked = Arc::new(Mutex::new(BTreeSet::new()));
+        let found = Arc::clone(&leaked);
+        self.run("apply the journal", async move |env| {
+            let leaked = replay::replay(&env, records).await?;
+            *locked(&found) = leaked;
+            Ok(())
+        })?;
+        Ok(std::mem::take(&mut *locked(&leaked)))
+    }
+
+    /// Has the next flush of the tables free clusters that a killed process leaked.
+    fn release_leaked(&self, mut leaked: BTreeSet<u64>) {
+        let mut state = locked(&self.shared.state);
+        // A damaged journal could name any cluster.
+        let tables = state.tables_among(leaked.iter().copied());
+        leaked.retain(|host| !tables.contains(host));
+        let leaked: Vec<u64> = leaked.into_iter().collect();
+        state.note_released(&leaked);
+        state.writer.released.extend(leaked);
     }
 
     /// Ends the journal of an image whose file has all.

@@ -31,17 +31,23 @@ pub(super) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u6
 }
 
 /// Sets the refcounts of `count` clusters of the file from `first` on, in a slice where the first is at `index`.
-pub(super) fn set_refcounts(
-    state: &mut State,
-    (slot, index): (usize, usize),
-    first: u64,
-    count: u64,
-    refcount: u64,
-) {
+pub(super) fn set_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64, refcount: u64) {
+    change(state, place, count, refcount);
+    state.writer.unlinked.remove(first..first + count);
+    state.note(Record::Refcounts { first, count, refcount });
+}
+
+/// As [`set_refcounts`], to 1: of clusters that were free, and that a table is about to refer to.
+pub(super) fn allocate_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64) {
+    change(state, place, count, 1);
+    state.writer.unlinked.insert(first..first + count);
+    state.note(Record::Allocated { first, count });
+}
+
+fn change(state: &mut State, (slot, index): (usize, usize), count: u64, refcount: u64) {
     let Ok(order) = state.top().map(|tables| tables.header.refcount_order) else { return };
     let slice = state.cache.change(slot);
     (index..index + count as usize).for_each(|at| set_refcount(slice, at, order, refcount));
-    state.note(Record::Refcounts { first, count, refcount });
 }
 
 /// The slot and the index of the refcount of a cluster of the file.

@@ -10,7 +10,8 @@ use crate::error::Status;
 use super::cache::{Cache, Key, Table};
 use super::entry::{COPIED, Entry, OFFSET, table_offset};
 use super::header::{Header, u64_at};
-use super::journal::{CHANGES_MAX, Journal, Record};
+use super::journal::{CHANGES_MAX, CLUSTERS_MAX, Journal, Record};
+use super::unlinked::Unlinked;
 
 /// The thing that is missing for another to be done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -91,6 +92,8 @@ pub(super) struct Writer {
     pub clusters_max: u64,
     /// Clusters, by their offset, that nothing in memory refers to, but perhaps the file's tables.
     pub released: Vec<u64>,
+    /// Clusters that are allocated and that no table refers to yet, but those of dirty bitmaps.
+    pub unlinked: Unlinked,
     /// Clusters of the device, by their number, that are being changed.
     pub locked: HashSet<u64>,
     /// Writes to clusters that are locked.
@@ -395,6 +398,8 @@ impl State {
         }
         let offset = self.cache.entry_offset(slot, index);
         self.note(Record::L2 { offset, entry, count });
+        let first = (entry & OFFSET) >> bits;
+        self.writer.unlinked.remove(first..first + count);
     }
 
     /// Sets an entry of the L1 table of the image itself.
@@ -405,6 +410,8 @@ impl State {
         *self.top_mut()?.l1.get_mut(index).ok_or(Status::Io)? = entry;
         self.writer.l1_dirty.insert(index);
         self.note(Record::L1 { index: index as u64, entry });
+        let table = (entry & OFFSET) >> self.cluster_bits();
+        self.writer.unlinked.remove(table..table + 1);
         Ok(())
     }
 
@@ -423,6 +430,32 @@ impl State {
     pub fn note(&mut self, record: Record) {
         if let Some(journal) = &mut self.journal {
             journal.append(record);
+        }
+    }
+
+    /// Notes clusters that leak if the process is killed, in the half of the journal that a commit begins with: those
+    /// that no table refers to yet, and those at `released`, which are about to be counted down.
+    pub fn note_pending(&mut self, released: &[u64]) {
+        let Some(journal) = &mut self.journal else { return };
+        for clusters in self.writer.unlinked.ranges() {
+            journal.append(Record::Allocated { first: clusters.start, count: clusters.end - clusters.start });
+        }
+        self.note_released(released);
+    }
+
+    /// Notes clusters that no table refers to any longer, as far as the journal has room.
+    pub fn note_released(&mut self, released: &[u64]) {
+        let bits = self.cluster_bits();
+        let Some(journal) = &mut self.journal else { return };
+        let mut clusters: Vec<u64> = released.iter().map(|host| host >> bits).collect();
+        clusters.sort_unstable();
+        let runs = clusters.chunk_by(|one, next| next - one <= 1);
+        for run in runs.flat_map(|run| run.chunks(CLUSTERS_MAX as usize)) {
+            if let (Some(first), Some(last), true) =
+                (run.first(), run.last(), journal.has_room_for_released())
+            {
+                journal.append(Record::Released { first: *first, count: last - first + 1 });
+            }
         }
     }
 
