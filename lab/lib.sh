@@ -169,7 +169,7 @@ case_of() {
 clean_up() {
     limit 20 "$BLKQ" detach --all --force >/dev/null 2>&1
     daemons | xargs -r kill -9
-    sleep 0.1
+    wait_for 20 no_daemon || true
     find "$BLKQ_STATE_DIR" -mindepth 1 -delete
 }
 
@@ -265,6 +265,20 @@ daemons() {
         fi
     done 2>/dev/null < <(find /proc -maxdepth 2 -path '/proc/[0-9]*/exe' \
         -lname "$(readlink -f "$BLKQ")" -printf '%h\n' 2>/dev/null | sed 's|/proc/||')
+}
+
+no_daemon() {
+    [[ -z $(daemons) ]]
+}
+
+# Resumes a device until PROCESS, which waits for its held requests, has exited: resume_until_exited NAME PROCESS
+resume_until_exited() {
+    wait_for 200 exits_when_resumed "$@" || fail "process $2 still waits for $1"
+}
+
+exits_when_resumed() {
+    "$BLKQ" resume "$1" >/dev/null
+    ! kill -0 "$2" 2>/dev/null
 }
 
 # Nothing of a detached device is left behind, but a directory for journals of images.

@@ -10,8 +10,9 @@ import sys
 import time
 
 LAB = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(LAB / "nbd"), str(LAB / "crash.d")]
+sys.path[:0] = [str(LAB), str(LAB / "nbd"), str(LAB / "crash.d")]
 
+from clock import wait_until
 from load import Load, read_all
 from model import SECTOR, Model
 from server import Refused, Server
@@ -30,13 +31,16 @@ def verify(server, model):
 def attach(image, options):
     """The next daemon; until the cluster has noticed that the last one died, the image is locked."""
     begun = time.monotonic()
-    while True:
+
+    def attached():
         try:
-            return Server(image, *options), time.monotonic() - begun
+            return Server(image, *options)
         except Refused as refusal:
-            if "is locked by" not in str(refusal) or time.monotonic() > begun + 120:
+            if "is locked by" not in str(refusal):
                 raise
-        time.sleep(0.5)
+        return None
+
+    return wait_until(f"{image} can be attached", attached, 120), time.monotonic() - begun
 
 
 def main(image, size, kills, seed, cache, *options):

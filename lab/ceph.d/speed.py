@@ -17,6 +17,10 @@ import subprocess
 import sys
 import time
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+
+from clock import wait_until
+
 IMAGE = "speed"
 WORKLOADS = ["randread", "randwrite", "write"]
 TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")
@@ -79,10 +83,9 @@ class QemuNbd:
             [root / "usr/bin/qemu-nbd", "-f", "raw", "-t", "-k", path,
              "--cache=writeback" if cache == "on" else "--cache=none", f"rbd:rbd/{IMAGE}:conf={conf}:id=admin"],
             env={**os.environ, "QEMU_MODULE_DIR": str(root / "usr/lib/x86_64-linux-gnu/qemu")})
-        while not path.exists():
-            if self.process.poll() is not None:
-                raise SystemExit("qemu-nbd has exited")
-            time.sleep(0.05)
+        wait_until("qemu-nbd listens", lambda: path.exists() or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            raise SystemExit("qemu-nbd has exited")
         self.pid, self.environment = self.process.pid, {}
         self.arguments = ["--ioengine=nbd", f"--uri=nbd+unix:///?socket={path}"]
 

@@ -14,8 +14,10 @@ import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "nbd"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import wire
+from clock import wait_until
 from load import Load, Wrong
 from model import SECTOR, Model
 from server import Server, blkq
@@ -26,6 +28,8 @@ BYTES = 16 << 20
 STEADY_SECTORS = 4096
 FAR = STEADY_SECTORS * SECTOR
 ANON_GROWN_MAX_KIB = 2048
+# For longer than this no unused memory is kept.
+FREED_S = 2.2
 
 
 def handshake():
@@ -179,18 +183,23 @@ class Steady:
 
 def at_rest(server, clients):
     """Waits until only so many clients are left, with nothing in flight; what the process has then."""
-    deadline = time.monotonic() + 20
-    while True:
+    def is_idle():
         connected = server.show()["clients"]
-        if len(connected) == clients and not any(client["in_flight"] for client in connected):
-            break
-        if time.monotonic() > deadline:
-            raise AssertionError(f"20 s after the last client left: {connected}")
-        time.sleep(0.02)
-    time.sleep(2.2)  # unused buffers are freed after a second, maps a little later
-    with open(f"/proc/{server.pid}/status", encoding="ascii") as file:
-        anonymous = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-    return len(os.listdir(f"/proc/{server.pid}/fd")), anonymous
+        return len(connected) == clients and not any(client["in_flight"] for client in connected)
+
+    wait_until("the last client has left, and nothing is in flight", is_idle)
+    seen = []
+
+    def is_steady():
+        with open(f"/proc/{server.pid}/status", encoding="ascii") as file:
+            anonymous = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+        seen.append((time.monotonic(), (len(os.listdir(f"/proc/{server.pid}/fd")), anonymous)))
+        # Unused buffers are freed after a second, maps a little later.
+        last = [what for at, what in seen if at >= seen[-1][0] - FREED_S]
+        return seen[0][0] < seen[-1][0] - FREED_S and len(set(last)) == 1
+
+    wait_until("the process frees what it has no use for", is_steady, 60)
+    return seen[-1][1]
 
 
 def round_of(addresses, chance):
@@ -225,9 +234,7 @@ def main(image, rounds, seed="1"):
         steady = Steady(load, path)
         count += round_of(addresses, chance)
         done = steady.done()
-        time.sleep(0.2)
-        if steady.done() == done:
-            raise AssertionError(f"round {number}: the steady client has come to a halt: {steady.failure!r}")
+        wait_until(f"round {number}: the steady client makes progress", lambda: steady.failure or steady.done() > done)
         steady.finish()
     after = at_rest(server, 0)
     in_flight = blkq("stat", server.name, "--json")

@@ -11,6 +11,9 @@ import sys
 import threading
 import time
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+
+from clock import wait_until
 from server import Server, is_alive
 
 LINGERS_S = 2
@@ -34,8 +37,7 @@ def main(image):
     pid = os.fork()
     if not pid:
         linger("crash")
-    while is_alive(pid):
-        time.sleep(0.01)
+    wait_until("its first thread has exited", lambda: not is_alive(pid))
     began = time.monotonic()
     server = Server(image)
     waited = time.monotonic() - began

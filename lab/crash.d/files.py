@@ -5,7 +5,11 @@ import hashlib
 import os
 import pathlib
 import subprocess
-import time
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+
+from clock import wait_until
 
 MKFS = {"ext4": ["mkfs.ext4", "-qF", "-J", "size=4"], "xfs": ["mkfs.xfs", "-qf"]}
 ANY = "any"
@@ -32,11 +36,10 @@ class Disk:
                                         stderr=subprocess.DEVNULL)
         self.device = None
         try:
-            deadline = time.monotonic() + 20
-            while not (self.directory / "disk").exists():
-                if time.monotonic() > deadline or self.process.poll() is not None:
-                    raise AssertionError("nbdfuse did not come up")
-                time.sleep(0.01)
+            disk = self.directory / "disk"
+            wait_until("nbdfuse serves its file", lambda: disk.exists() or self.process.poll() is not None)
+            if self.process.poll() is not None:
+                raise AssertionError("nbdfuse has exited")
             self.device = run("losetup", "-f", "--show", self.directory / "disk")
         except BaseException:
             self.close()

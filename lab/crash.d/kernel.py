@@ -12,6 +12,9 @@ import subprocess
 import sys
 import time
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+
+from clock import wait_until
 from files import Mounted, run
 from model import SECTOR, Model, Operation
 
@@ -42,11 +45,7 @@ class Machine:
         """At once, with all of the processes that it is made of."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        deadline = time.monotonic() + 20
-        while members(self.process.pid):
-            if time.monotonic() > deadline:
-                raise AssertionError("the machine's processes have not exited")
-            time.sleep(0.01)
+        wait_until("the machine's processes exit", lambda: not members(self.process.pid))
 
     def console_tail(self):
         """The last lines of its console."""
@@ -98,6 +97,13 @@ def replay(model, books):
     return len(operations), promises
 
 
+def has_begun(machine, books):
+    """Whether the machine, which must be running, has written its first book."""
+    if machine.process.poll() is not None:
+        raise AssertionError(f"the machine has stopped; its console: {machine.console_tail()}")
+    return books.read_bytes()[:1].strip(b"\0")
+
+
 def main(scratch, crashes, seed="1"):
     chance = random.Random(int(seed))
     for number, (name, direct_io) in enumerate(MODES):
@@ -111,11 +117,7 @@ def main(scratch, crashes, seed="1"):
             books = sparse(pathlib.Path(scratch, "books.img"), BOOKS_BYTES)
             machine = Machine(scratch, disk, books, direct_io, crash + 1)
             try:
-                deadline = time.monotonic() + BOOT_S
-                while not books.read_bytes()[:1].strip(b"\0"):
-                    if time.monotonic() > deadline or machine.process.poll() is not None:
-                        raise AssertionError(f"the machine does nothing; its console: {machine.console_tail()}")
-                    time.sleep(0.02)
+                wait_until("the machine writes", lambda: has_begun(machine, books), BOOT_S)
                 time.sleep(0.1 + min(chance.expovariate(1 / 0.5), 3))
             finally:
                 machine.kill()

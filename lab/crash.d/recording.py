@@ -4,9 +4,11 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
 
 import log
+from clock import wait_until
 
 
 class Recording:
@@ -27,11 +29,9 @@ class Recording:
         recorder = pathlib.Path(__file__).parent / "recorder.py"
         self.process = subprocess.Popen([sys.executable, recorder, self.mountpoint, self.backing, self.log,
                                          "direct" if self.direct else ""])
-        deadline = time.monotonic() + 10
-        while not self.image.exists():
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise AssertionError("the recorder's file system did not appear")
-            time.sleep(0.01)
+        wait_until("the recorder's file system appears", lambda: self.image.exists() or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            raise AssertionError("the recorder has exited")
         self.marks = os.open(self.mountpoint / "mark", os.O_WRONLY)
         return self
 

@@ -2,9 +2,14 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
-import time
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+
+from clock import wait_until
 
 BLKQ = os.environ.get("BLKQ", "blkq")
 
@@ -44,11 +49,7 @@ class Server:
     def kill(self):
         """kill -9, and waits until the process has exited."""
         os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while is_alive(self.pid):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"process {self.pid} has not exited 30 s after kill -9")
-            time.sleep(0.0005)
+        wait_until(f"process {self.pid} exits after kill -9", lambda: not is_alive(self.pid), 30)
 
     def detach(self, *options):
         """The orderly stop."""

@@ -49,7 +49,7 @@ class Closed(Exception):
 class Wire:
     """One connection, driven message by message."""
 
-    def __init__(self, path, timeout_s=10):
+    def __init__(self, path, timeout_s=20):
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(timeout_s)
         self.socket.connect(path)
