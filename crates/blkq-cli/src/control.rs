@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::bitmaps::BitmapChange;
 use crate::complain;
 use crate::failure::{Failure, Outcome};
+use crate::info::ClientInfo;
 use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
@@ -281,21 +282,27 @@ enum Remaining {
     InFlight(u64),
     /// Requests that are held after errors: the kernel writes pages back that the last user of a block device has left.
     Held(u64),
+    /// Clients whose replies have not left.
+    Clients(Vec<String>),
     /// Its daemon does not answer.
     Unknown,
 }
 
 impl Remaining {
     fn of(dir: &StateDir, name: &str) -> Remaining {
-        let statistics = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
-            send(&stream, &Request::Stat {})?;
-            receive::<Statistics>(&stream, STATE_TIMEOUT)
-        });
-        let Ok(Reply::Ok(statistics)) = statistics else { return Remaining::Unknown };
+        let Some(statistics) = query::<Statistics>(dir, name, &Request::Stat {}) else {
+            return Remaining::Unknown;
+        };
         let snapshot = statistics.snapshot();
-        match snapshot.held {
-            0 => Remaining::InFlight(snapshot.in_flight.iter().sum()),
-            held => Remaining::Held(held),
+        let in_flight = snapshot.in_flight.iter().sum();
+        match (snapshot.held, in_flight) {
+            (0, 0) if statistics.nbd.is_some_and(|nbd| nbd.connected > 0) => {
+                let clients = query::<Clients>(dir, name, &Request::Show {}).map(|info| info.clients);
+                let waited_for = clients.into_iter().flatten().filter(|client| client.in_flight > 0);
+                Remaining::Clients(waited_for.map(|client| client.peer).collect())
+            }
+            (0, in_flight) => Remaining::InFlight(in_flight),
+            (held, _) => Remaining::Held(held),
         }
     }
 
@@ -303,6 +310,13 @@ impl Remaining {
         let plural = |count: &u64| if *count == 1 { "" } else { "s" };
         match self {
             Remaining::InFlight(0) => "the last flush".to_owned(),
+            Remaining::Clients(clients) => match &clients[..] {
+                [] => "clients to disconnect".to_owned(),
+                [client] => format!("the NBD client ({client}) to take its replies"),
+                [client, others @ ..] => {
+                    format!("the NBD client ({client}) and {} more to take their replies", others.len())
+                }
+            },
             Remaining::InFlight(count) => format!("{count} request{} in flight", plural(count)),
             Remaining::Held(count) => format!(
                 "{count} request{} held after I/O errors; blkq resume {name} reissues them, or fails them with --fail",
@@ -313,13 +327,36 @@ impl Remaining {
     }
 }
 
+/// The clients in the reply to [`Request::Show`].
+#[derive(Deserialize)]
+struct Clients {
+    clients: Vec<ClientInfo>,
+}
+
+/// Asks the daemon that is stopping; `None` if it does not answer.
+fn query<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Option<T> {
+    let reply = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
+        send(&stream, request)?;
+        receive::<T>(&stream, STATE_TIMEOUT)
+    });
+    match reply {
+        Ok(Reply::Ok(answer)) => Some(answer),
+        _ => None,
+    }
+}
+
 /// The failure of a forced stop that is not done in time.
 fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -> Failure {
     let kill = pid.map(|pid| format!(", or kill -9 {}", pid.as_raw_nonzero())).unwrap_or_default();
+    let remaining = Remaining::of(dir, name);
+    let reason = match remaining {
+        Remaining::Clients(_) => "",
+        _ => ": the image's disk does not answer (dmesg may have the reason)",
+    };
     Failure::new(format!(
-        "{name}: still waiting for {} after {} s: the image's disk does not answer (dmesg may have the reason); it stops \
-         by itself when that answers{kill} to abort the I/O in flight",
-        Remaining::of(dir, name).describe(name),
+        "{name}: still waiting for {} after {} s{reason}; the device detaches by itself when that is over{kill} to abort \
+         the I/O in flight",
+        remaining.describe(name),
         waited.as_secs()
     ))
 }
@@ -524,6 +561,45 @@ mod tests {
         assert_eq!(reported, "the last flush");
         let own = format!("kill -9 {}", std::process::id());
         assert!(failure.contains("still waiting for the last flush") && failure.contains(&own), "{failure}");
+        serve.join().unwrap();
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    // Contract: detach
+    #[test]
+    fn a_stop_that_waits_for_a_client_names_it() {
+        let dir = crate::state::tests::scratch("waits-for-client");
+        let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
+        let serve = std::thread::spawn(move || {
+            let client = |peer: &str, in_flight: u64| {
+                let (peer, seconds) = (peer.to_owned(), 0);
+                let (requests, errors, read_bytes, written_bytes) = (9, 0, 0, 0);
+                ClientInfo { peer, seconds, requests, errors, read_bytes, written_bytes, in_flight }
+            };
+            let clients = [client("idle", 0), client("pid 7, uid 0", 1), client("pid 8, uid 0", 2)];
+            let mut kept = Vec::new();
+            while kept.len() < 5 {
+                let (mut stream, _) = daemon.accept().unwrap();
+                let mut line = String::new();
+                BufReader::new(&stream).read_line(&mut line).unwrap();
+                let nbd = crate::statistics::Nbd { connected: 3, ..Default::default() };
+                if line.contains("stat") {
+                    let statistics = Statistics { nbd: Some(nbd), ..Statistics::default() };
+                    stream.write_all(&reply_line(Ok(statistics))).unwrap();
+                } else if line.contains("show") {
+                    stream.write_all(&reply_line(Ok(serde_json::json!({ "clients": clients })))).unwrap();
+                }
+                kept.push(stream);
+            }
+        });
+        let patience =
+            Patience { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
+        let mut reported = String::new();
+        let forced = Request::Detach { force: true };
+        let report = |what: &str| reported.push_str(what);
+        let failure = call_with::<()>(&dir, "a", &forced, patience, report).unwrap_err().to_string();
+        assert_eq!(reported, "the NBD client (pid 7, uid 0) and 1 more to take their replies");
+        assert!(failure.contains(&reported) && !failure.contains("disk does not answer"), "{failure}");
         serve.join().unwrap();
         std::fs::remove_dir_all(dir.path()).unwrap();
     }

@@ -69,6 +69,49 @@ fn garbage_closes_its_own_connection_only() {
     assert_eq!((after.read_bytes, after.written_bytes), (4096, 4096));
 }
 
+// Contract: detach
+#[test]
+fn clients_that_never_read_do_not_delay_a_forced_stop() {
+    let served = serve(ram(), 2, options());
+    let mut silent: Vec<_> = (0..16).map(|_| served.client(ReplyStyle::Simple)).collect();
+    for client in &mut silent {
+        (0..2).for_each(|cookie| client.send(0, 0, cookie, 0, 32 << 20, &[]));
+    }
+    // One of them has not even finished its handshake.
+    let mut early = served.raw();
+    early.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(3, &[]).repeat(100)].concat()).unwrap();
+    wait_until("replies wait for all", || {
+        let connections = served.server.connections();
+        connections.len() == 17 && connections[..16].iter().all(|client| client.in_flight > 0)
+    });
+    let begin = Instant::now();
+    served.server.stop(true).unwrap();
+    // A hang guard: each send may take a second, and without that 31 and more.
+    assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+    assert!(served.server.counters().timeouts > 0);
+}
+
+// Contract: detach
+#[test]
+fn no_engine_serves_while_a_forced_stop_waits_for_another() {
+    let served = serve(ram(), 2, options());
+    let quiesced = served.disk.quiesce();
+    let mut busy = served.client(ReplyStyle::Simple);
+    let mut idle = served.client(ReplyStyle::Simple);
+    busy.send(0, 0, 7, 0, 4096, &[]);
+    wait_until("the read is in flight", || {
+        served.server.connections().iter().any(|client| client.in_flight == 1)
+    });
+    std::thread::scope(|scope| {
+        let stop = scope.spawn(|| served.server.stop(true));
+        idle.expect_close();
+        assert!(!stop.is_finished());
+        drop(quiesced);
+        stop.join().unwrap().unwrap();
+    });
+    assert_eq!(busy.reply(|_| 4096).error, 0, "in flight, and so answered");
+}
+
 #[test]
 fn an_oversized_option_is_refused_and_skipped() {
     let served = serve(ram(), 1, options());

@@ -231,18 +231,6 @@ fn a_violation_closes_the_stream() {
     assert_eq!(one(session(ReplyStyle::Simple), &encode(ReplyStyle::Simple, 2, 0, 0, 0)), Step::Disconnect);
 }
 
-#[test]
-fn a_server_going_down_says_so() {
-    let mut transmission = Transmission::new(session(ReplyStyle::Simple));
-    transmission.shut_down();
-    let mut bytes = encode(ReplyStyle::Simple, 1, 0, 0, 512);
-    bytes.extend([0; 512]);
-    bytes.extend(encode(ReplyStyle::Simple, 2, 0, 0, 0));
-    let mut input = &bytes[..];
-    assert_eq!(transmission.next(&mut input), refused(0, NbdError::Shutdown));
-    assert_eq!(transmission.next(&mut input), Step::Disconnect);
-}
-
 const TO: ReplyTo = ReplyTo { cookie: COOKIE, offset: 0x1000 };
 
 fn written(write: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {

@@ -126,7 +126,7 @@ pub use driver::{
     Busy, Change, DepthExtent, Driver, DriverContext, DriverQueue, DriverSetting, Extent, OpenContext, Taken,
 };
 pub use engine::local::LocalQueue;
-pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, Worker};
+pub use engine::{EngineHandle, EngineThread, Source, SourceContext, SourceId, StoppingSource, Worker};
 pub use error::{Error, ErrorKind, IoResult, Status};
 pub use kick::Wake;
 pub use limits::QueueLimits;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use blkq::{Disk, EngineHandle};
 use blkq_export::nbd::{
     ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, SocketAccess,
-    TlsOptions,
+    StoppingServer, TlsOptions,
 };
-use blkq_export::vhost_user::{self, VhostUserDevice, VhostUserOptions};
+use blkq_export::vhost_user::{self, StoppingDevice, VhostUserDevice, VhostUserOptions};
 
 use super::events::Events;
 use super::listen::{Sockets, no_server, warn_of_access, warn_of_closed_directories};
@@ -136,15 +136,46 @@ impl Servers {
         Ok(paused)
     }
 
+    /// Tells all to stop, without clients unless `force` is set. None serves on while another is waited for.
+    ///
+    /// # Errors
+    /// The clients of the first one; all keep running. If another has stopped already, a client that connected in
+    /// between is dropped.
+    pub(super) fn begin_stop(&self, mut force: bool) -> Outcome<StoppingServers<'_>> {
+        let mut stopping = StoppingServers { nbd: Vec::new(), vhost: None };
+        if let Some(vhost) = &self.vhost {
+            stopping.vhost = Some(vhost.begin_stop(force).map_err(|_| busy(1))?);
+            force = true;
+        }
+        for server in &self.nbd {
+            let begun = server.begin_stop(force);
+            stopping.nbd.push(begun.map_err(|_| busy(server.connection_count().max(1)))?);
+            force = true;
+        }
+        Ok(stopping)
+    }
+
     /// Stops all, even with clients.
     pub(super) fn close(&self) {
-        for server in &self.nbd {
-            // Forced, it does not fail.
-            let _ = server.stop(true);
+        // Forced, it does not fail.
+        if let Ok(stopping) = self.begin_stop(true) {
+            stopping.wait();
         }
-        if let Some(vhost) = &self.vhost {
-            let _ = vhost.stop(true);
-        }
+    }
+}
+
+/// Servers that were told to stop.
+#[must_use = "they have stopped once this was waited for"]
+pub(super) struct StoppingServers<'a> {
+    nbd: Vec<StoppingServer<'a>>,
+    vhost: Option<StoppingDevice<'a>>,
+}
+
+impl StoppingServers<'_> {
+    /// Waits until there are no clients any more, and no sockets.
+    pub(super) fn wait(self) {
+        self.nbd.into_iter().for_each(StoppingServer::wait);
+        self.vhost.into_iter().for_each(StoppingDevice::wait);
     }
 }
 

@@ -9,7 +9,6 @@ use blkq_export::vhost_user::VhostUserDevice;
 use super::Device;
 use super::flush::flush_within;
 use super::running::Running;
-use super::servers::busy;
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
@@ -34,23 +33,17 @@ impl Device {
         }
         // Clients that are dropped wait for their I/O in flight; if the device stays, the limits count again.
         let _unlimited = running.disk.bypass_limits();
-        if let Some(ublk) = &running.ublk {
-            ublk.stop(force).map_err(Failure::unless_forced)?;
-            self.block_device.removed();
+        // To write back what a block device has takes seconds: clients that are dropped are not served meanwhile.
+        let dropping = force.then(|| running.servers.begin_stop(true)).transpose()?;
+        let removed = running.ublk.as_ref().map_or(Ok(()), |ublk| {
+            ublk.stop(force).map_err(Failure::unless_forced).inspect(|()| self.block_device.removed())
+        });
+        if let Some(dropping) = dropping {
+            dropping.wait();
+            return removed;
         }
-        // The first one that refuses keeps running, unless another has stopped already: then a
-        // client that connected in between is dropped.
-        let mut force = force || running.ublk.is_some();
-        if let Some(vhost) = &running.servers.vhost {
-            vhost.stop(force).map_err(|_| busy(1))?;
-            force = true;
-        }
-        for server in &running.servers.nbd {
-            if server.stop(force).is_err() {
-                return Err(busy(server.connection_count().max(1)));
-            }
-            force = true;
-        }
+        removed?;
+        running.servers.begin_stop(running.ublk.is_some())?.wait();
         Ok(())
     }
 
@@ -144,9 +137,51 @@ fn release(running: &Arc<Running>) -> Outcome {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
     use super::*;
     use crate::options::tests::options;
     use crate::state::tests::scratch;
+
+    // Contract: detach
+    #[test]
+    fn no_server_serves_while_a_forced_stop_waits_for_another() {
+        let dir = scratch("servers");
+        let claim = dir.claim("a").unwrap();
+        let sockets = ["x", "y"].map(|name| dir.path().join(name));
+        let [x, y] = sockets.each_ref().map(|path| format!("--listen=unix:{}", path.display()));
+        let options = options(&["ram:1M", &x, &y, "--no-sandbox"]);
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+        let running = device.running().unwrap();
+        let quiesced = running.disk.quiesce();
+        // The first server waits for a read of its client, the second one's client is idle.
+        let [mut busy, mut idle] = sockets.each_ref().map(|path| {
+            let mut client = UnixStream::connect(path).unwrap();
+            client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            client.write_all(&[&3_u32.to_be_bytes()[..], b"IHAVEOPT\0\0\0\x01\0\0\0\x01a"].concat()).unwrap();
+            client.read_exact(&mut [0; 28]).unwrap();
+            client
+        });
+        let read = [&b"\x25\x60\x95\x13"[..], &[0; 20], &512_u32.to_be_bytes()].concat();
+        busy.write_all(&read).unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
+        while running.servers.connections().all(|client| client.in_flight == 0) {
+            assert!(Instant::now() < until);
+            std::thread::yield_now();
+        }
+        std::thread::scope(|scope| {
+            let stop = scope.spawn(|| device.close(true));
+            assert_eq!(idle.read(&mut [0]).unwrap(), 0, "dropped while the other one is waited for");
+            assert!(!stop.is_finished());
+            drop(quiesced);
+            stop.join().unwrap().unwrap();
+        });
+        drop(running);
+        device.stop().unwrap();
+        drop((device, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
 
     #[test]
     fn a_device_has_stopped_when_no_command_uses_it_any_more() {

@@ -166,20 +166,23 @@ impl Connection {
         }
     }
 
-    /// The server stops: new requests are refused, or with `force` not even read.
-    pub fn stop(&mut self, force: bool) {
+    /// The server stops: no further request is read. The client has until `until_ns` to finish its handshake, and to
+    /// take what is being sent to it.
+    pub fn stop(&mut self, until_ns: u64) {
         match &mut self.phase {
-            Phase::Transmission(requests) if !force => requests.shut_down(),
             Phase::Handshake(handshake, _) => {
                 handshake.shut_down();
                 // Options that have arrived are answered; end of stream then closes the connection.
-                self.stream.shutdown(Shutdown::Read);
+                self.handshake_until_ns = self.handshake_until_ns.min(until_ns);
             }
-            _ if self.closing == Closing::No => {
-                self.closing = Closing::Drain;
-                self.stream.shutdown(Shutdown::Read);
-            }
-            _ => {}
+            Phase::Transmission(_) if self.closing == Closing::No => self.closing = Closing::Drain,
+            Phase::Transmission(_) => {}
+        }
+        if self.closing != Closing::Broken {
+            self.stream.shutdown(Shutdown::Read);
+        }
+        if self.stream.is_sending() {
+            self.send_until_ns = self.send_until_ns.min(until_ns);
         }
     }
 

@@ -48,3 +48,4 @@ pub use server::NbdServer;
 pub use server::simulated;
 pub use status::{ConnectionInfo, NbdCounters, Paused};
 pub use tls::TlsOptions;
+pub use server::{NbdServer, StoppingServer};

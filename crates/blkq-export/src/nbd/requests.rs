@@ -156,11 +156,6 @@ impl Requests {
         }
     }
 
-    /// New requests are answered with an error.
-    pub fn shut_down(&mut self) {
-        self.transmission.shut_down();
-    }
-
     /// `replies` have left, and with them `freed` bytes of buffers.
     pub fn sent(&mut self, replies: usize, freed: usize, shared: &mut EngineShared) {
         self.outstanding -= replies;

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blkq::{EngineHandle, Error, ErrorKind, SourceId};
+use blkq::{EngineHandle, Error, ErrorKind, SourceId, StoppingSource};
 
 use super::handshake::TlsPolicy;
 use super::listener::{Listen, ListenAddress, Opened, Socket};
@@ -152,11 +152,21 @@ impl NbdServer {
     }
 
     /// Stops the server: no more clients are let in, and its socket is removed when this returns.
-    /// With `force` clients are dropped when their I/O in flight has completed.
+    /// With `force` clients are dropped: no further request is read, those in flight complete, and a client that does
+    /// not take a reply within a second gets none.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server keeps running.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
+        self.begin_stop(force)?.wait();
+        Ok(())
+    }
+
+    /// As [`NbdServer::stop`], but does not wait: so that several servers stop to serve together.
+    ///
+    /// # Errors
+    /// As [`NbdServer::stop`].
+    pub fn begin_stop(&self, force: bool) -> Result<StoppingServer<'_>, Error> {
         if force {
             self.registry.close();
         } else if !self.registry.close_if_empty() {
@@ -164,11 +174,23 @@ impl NbdServer {
             return Err(Error::new(ErrorKind::Busy, message));
         }
         let sources = std::mem::take(&mut *self.sources.lock().unwrap_or_else(PoisonError::into_inner));
-        for (handle, id) in sources {
-            handle.stop_source(id, force);
-        }
-        drop(self.place.lock().unwrap_or_else(PoisonError::into_inner).take());
-        Ok(())
+        let sources = sources.into_iter().map(|(handle, id)| handle.begin_stop(id, force)).collect();
+        Ok(StoppingServer { server: self, sources })
+    }
+}
+
+/// A server that was told to stop on each of its engines ([`NbdServer::begin_stop`]).
+#[must_use = "the server has stopped once this was waited for"]
+pub struct StoppingServer<'a> {
+    server: &'a NbdServer,
+    sources: Vec<StoppingSource>,
+}
+
+impl StoppingServer<'_> {
+    /// Waits until no client is connected any more, and removes the socket.
+    pub fn wait(self) {
+        self.sources.into_iter().for_each(StoppingSource::wait);
+        drop(self.server.place.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
 

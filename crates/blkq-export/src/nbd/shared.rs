@@ -32,6 +32,8 @@ pub(super) const CANCELLED: u64 = 3;
 const RATE_MIN: u64 = 1 << 20;
 const NS_PER_SECOND: u64 = 1_000_000_000;
 
+/// The time that each send may take once the server stops.
+const STOPPING_SEND_NS: u64 = NS_PER_SECOND;
 pub(super) fn token(kind: u64, slot: u32) -> u64 {
     kind << 32 | u64::from(slot)
 }
@@ -72,6 +74,8 @@ pub(super) struct EngineShared {
     /// The earliest deadline of a connection, or earlier.
     deadline_ns: u64,
     /// Makes the signatures of handshakes.
+    /// The server stops.
+    stopping: bool,
     handshakes: Worker,
 }
 
@@ -95,6 +99,7 @@ impl EngineShared {
             clients: Vec::new(),
             deadline_ns: u64::MAX,
             handshakes: Worker::new("blkq-worker-tls"),
+            stopping: false,
         }
     }
 
@@ -118,12 +123,20 @@ impl EngineShared {
     /// When `bytes` must have left or arrived; the deadlines are checked then.
     pub fn transfer_until_ns(&mut self, bytes: u64, cx: &SourceContext<'_>) -> u64 {
         let seconds = self.options.transfer_timeout_s + bytes / RATE_MIN;
-        let until_ns = cx.now_ns() + seconds * NS_PER_SECOND;
+        let timeout_ns = if self.stopping { STOPPING_SEND_NS } else { seconds * NS_PER_SECOND };
+        let until_ns = cx.now_ns() + timeout_ns;
         self.expect_deadline(until_ns);
         until_ns
     }
 
     /// A deadline of a connection.
+    /// The server stops: sends have little time from now on, as the last flush waits for all clients. Returns when
+    /// those in flight must be done.
+    pub fn begin_stop(&mut self, cx: &SourceContext<'_>) -> u64 {
+        self.stopping = true;
+        self.transfer_until_ns(0, cx)
+    }
+
     pub fn expect_deadline(&mut self, at_ns: u64) {
         self.deadline_ns = self.deadline_ns.min(at_ns);
     }

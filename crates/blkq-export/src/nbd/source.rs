@@ -402,7 +402,8 @@ unsafe impl Source for NbdSource {
         connection.is_some_and(|connection| connection.is_closing())
     }
 
-    fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool) {
+    // Without force there are no clients: `Registry::close_if_empty` lets the server stop only then.
+    fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.stopping = true;
         if self.accept_armed && !self.cancel_armed {
             let accept = cx.token(token(ACCEPTED, 0)).0;
@@ -411,7 +412,7 @@ unsafe impl Source for NbdSource {
             unsafe { cx.push(opcode::AsyncCancel::new(accept).build(), token(CANCELLED, 0)) }
         }
         for connection in self.connections.iter_mut().flatten() {
-            connection.stop(force);
+            connection.stop(until_ns);
         }
         self.make_all_ready();
     }
@@ -427,6 +428,7 @@ unsafe impl Source for NbdSource {
 
 impl Drop for NbdSource {
     fn drop(&mut self) {
+        let until_ns = self.shared.begin_stop(cx);
         // An engine that exits without stopping its sources leaves operations to the kernel:
         // their memory is left to it too.
         for mut connection in self.connections.drain(..).flatten() {

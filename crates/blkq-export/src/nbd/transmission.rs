@@ -59,7 +59,6 @@ pub struct Transmission {
     payload: u32,
     /// Whether they belong to nobody.
     drop_payload: bool,
-    shutting_down: bool,
     over: bool,
 }
 
@@ -75,17 +74,12 @@ struct Header {
 impl Transmission {
     /// The stream after a handshake that led to `session`.
     pub fn new(session: Session) -> Transmission {
-        Transmission { session, payload: 0, drop_payload: false, shutting_down: false, over: false }
+        Transmission { session, payload: 0, drop_payload: false, over: false }
     }
 
     /// The outcome of the handshake.
     pub fn session(&self) -> &Session {
         &self.session
-    }
-
-    /// From now on every request is answered with [`NbdError::Shutdown`].
-    pub fn shut_down(&mut self) {
-        self.shutting_down = true;
     }
 
     /// Bytes of the write just found that were not yet taken. The caller takes them from the
@@ -198,9 +192,6 @@ impl Transmission {
         header: &Header,
     ) -> Result<Request, NbdError> {
         let session = &self.session;
-        if self.shutting_down {
-            return Err(NbdError::Shutdown);
-        }
         let (Some(command), Some(flags)) = (command, flags) else { return Err(NbdError::Invalid) };
         let advertised = |flag| session.flags.contains(flag);
         let (known, mut allowed) = match command {

@@ -200,13 +200,23 @@ impl VhostUserDevice {
     /// # Errors
     /// [`ErrorKind::Busy`] if a front end is connected and `force` is not set; the device goes on.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
+        self.begin_stop(force)?.wait();
+        Ok(())
+    }
+
+    /// As [`VhostUserDevice::stop`], but does not wait: so that servers of several kinds stop to serve together.
+    ///
+    /// # Errors
+    /// As [`VhostUserDevice::stop`].
+    pub fn begin_stop(&self, force: bool) -> Result<StoppingDevice<'_>, Error> {
         if force {
             self.shared.registry.close();
         } else if !self.shared.registry.close_if(|front_end| front_end.is_none()) {
             return Err(Error::new(ErrorKind::Busy, "a front end is connected"));
         }
-        self.finish();
-        Ok(())
+        // The control thread stops the rings of the front end that there is.
+        self.shared.stop();
+        Ok(StoppingDevice(self))
     }
 
     /// Stops the device for another daemon that goes on with it: as [`VhostUserDevice::stop`] with force,
@@ -219,14 +229,20 @@ impl VhostUserDevice {
         if !self.shared.registry.close_if(may_close) {
             return Err(Error::new(ErrorKind::Busy, "the front end keeps no record of requests in flight"));
         }
-        self.finish();
+        self.shared.stop();
+        StoppingDevice(self).wait();
         Ok(())
     }
+}
 
-    /// Front ends are turned away: drops the one that there is.
-    fn finish(&self) {
-        self.shared.stop();
-        let state = std::mem::replace(&mut *self.state(), State::Stopped);
+/// A device that was told to stop ([`VhostUserDevice::begin_stop`]).
+#[must_use = "the device has stopped once this was waited for"]
+pub struct StoppingDevice<'a>(&'a VhostUserDevice);
+
+impl StoppingDevice<'_> {
+    /// Waits until the front end is dropped, and its requests in flight have completed.
+    pub fn wait(self) {
+        let state = std::mem::replace(&mut *self.0.state(), State::Stopped);
         match state {
             State::Listening(listener) => close_listener(listener),
             State::Serving(thread) => {

@@ -50,7 +50,7 @@ mod truncation_tests;
 mod vring;
 mod wakeup;
 
-pub use device::{VhostUserDevice, VhostUserOptions};
+pub use device::{StoppingDevice, VhostUserDevice, VhostUserOptions};
 pub use registration::RegistrationLimits;
 pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
 

@@ -22,7 +22,7 @@ use super::message::{
 use super::registration::RegisteredTables;
 use super::shared::{Shared, VRINGS_MAX};
 use super::status::Event;
-use super::vring::{RingContext, Vring};
+use super::vring::{RingContext, Vring, stop_all};
 use crate::sync::atomic::Ordering::SeqCst;
 
 /// In the status of a virtio device: it must be reset (virtio 1.2, 2.1).
@@ -291,9 +291,7 @@ impl Session {
     fn set_memory(&mut self, memory: GuestMemory) {
         let served: Vec<u32> =
             self.vrings.iter().filter(|vring| vring.is_served()).map(Vring::index).collect();
-        for index in &served {
-            self.vrings[*index as usize].stop();
-        }
+        stop_all(&mut self.vrings);
         self.memory = Arc::new(memory);
         self.register_memory();
         served.into_iter().for_each(|index| self.start_ring(index));
@@ -314,6 +312,7 @@ impl Session {
     }
 
     fn stop_rings(&mut self) {
+        stop_all(&mut self.vrings);
         for vring in self.vrings.iter_mut() {
             vring.stop_for_base();
         }
@@ -323,6 +322,7 @@ impl Session {
     /// memory, and the write cache (virtio 1.2, 5.2.5: after a reset it may be on or off). QEMU goes on to
     /// show drivers what was last written there, and writes no more than changes.
     fn reset(&mut self) {
+        stop_all(&mut self.vrings);
         self.vrings.iter_mut().for_each(|vring| vring.reset());
         self.forget_in_flight();
         (self.features, self.status) = (0, 0);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Acquire;
 
-use blkq::{Disk, EngineHandle, SourceId};
+use blkq::{Disk, EngineHandle, SourceId, StoppingSource};
 
 use super::abi::feature;
 use super::foreign::{CallFile, Foreign};
@@ -227,13 +227,7 @@ impl Vring {
     /// Stops to serve it, when nothing of it is in flight any more. It may be started again, where it
     /// was.
     pub fn stop(&mut self) {
-        let Some(mut serving) = self.serving.take() else { return };
-        // A flush of this ring may wait for a write of another one that is held after an error, or a request
-        // for its tag: the front end waits for this ring before it stops that one.
-        let _reporting = serving.disk.report_errors();
-        serving.engine.stop_source(serving.id, true);
-        self.base = serving.status.base.load(Acquire);
-        self.rejections.extend(serving.take_rejection());
+        stop_all(std::slice::from_mut(self));
     }
 
     /// Stops it until there is another kick eventfd. Returns where it goes on.
@@ -264,6 +258,25 @@ impl Vring {
     /// Its number.
     pub fn index(&self) -> u32 {
         self.index
+    }
+}
+
+/// Stops to serve `vrings`. All are told before the first is waited for: none serves its guest meanwhile.
+pub fn stop_all(vrings: &mut [Vring]) {
+    let served = vrings.iter_mut().filter_map(|vring| vring.serving.take().map(|serving| (vring, serving)));
+    let served: Vec<(&mut Vring, Serving)> = served.collect();
+    // A flush of a ring may wait for a write of another one that is held after an error, or a request
+    // for its tag: the front end waits for the one ring before it stops the other.
+    let _reporting = served.first().map(|(_, serving)| serving.disk.report_errors());
+    let begin = |(vring, serving): (_, Serving)| {
+        let stopping = serving.engine.begin_stop(serving.id, true);
+        (vring, serving, stopping)
+    };
+    let stopping: Vec<(&mut Vring, Serving, StoppingSource)> = served.into_iter().map(begin).collect();
+    for (vring, mut serving, stopping) in stopping {
+        stopping.wait();
+        vring.base = serving.status.base.load(Acquire);
+        vring.rejections.extend(serving.take_rejection());
     }
 }
 

@@ -24,7 +24,7 @@ use crate::ring::{Cqe, ENGINE_OPERATIONS, Registrar, Ring, RingCounters, Token};
 
 #[cfg(any(simulation, fuzzing))]
 pub use simulated::SimulatedEngine;
-pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId};
+pub use source::{EngineHandle, HangScanReply, Source, SourceContext, SourceId, StoppingSource};
 use source::{FIRST_SOURCE, Message};
 use sources::{EngineParts, Sources};
 pub use thread::EngineThread;

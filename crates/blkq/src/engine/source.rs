@@ -343,12 +343,17 @@ impl EngineHandle {
         self.post(Message::Trace(disk.clone(), memory));
     }
 
-    /// Stops source `id` and waits until nothing of it is in flight and it is dropped.
-    pub fn stop_source(&self, id: SourceId, force: bool) {
+    /// Tells source `id` to stop, and does not wait. Tell all sources that serve the same clients before waiting for
+    /// the first: until then the others serve theirs.
+    pub fn begin_stop(&self, id: SourceId, force: bool) -> StoppingSource {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
-        // An error means that the engine has exited, and the source with it.
-        let _ = receive(&receiver);
+        StoppingSource(receiver)
+    }
+
+    /// Stops source `id` and waits until nothing of it is in flight and it is dropped.
+    pub fn stop_source(&self, id: SourceId, force: bool) {
+        self.begin_stop(id, force).wait();
     }
 }
 
@@ -358,3 +363,15 @@ pub(super) fn exited() -> Error {
 
 /// The receiver of the findings of a scan.
 pub type HangScanReply = Receiver<HangScan>;
+/// A source that was told to stop ([`EngineHandle::begin_stop`]).
+#[must_use = "the source may still have I/O in flight"]
+pub struct StoppingSource(Receiver<()>);
+
+impl StoppingSource {
+    /// Waits until nothing of the source is in flight and it is dropped.
+    pub fn wait(self) {
+        // An error means that the engine has exited, and the source with it.
+        let _ = receive(&self.0);
+    }
+}
+
