@@ -36,13 +36,13 @@ use crate::{log, systemd};
 
 use answer::{accept, answer};
 pub use parent::Parent;
-use shared::{Shared, Stage, Stopped};
+use shared::{Shared, Stage, Stopped, Termination};
 
 /// How long to wait when a connection cannot be taken, or waited for.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long to wait before a thread is started again that takes over the size of an image.
-const RESIZE_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How long to wait before an event is handled again for which no thread could be started.
+const THREAD_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// A device being served, and all that belongs to it.
 pub struct Daemon {
@@ -223,8 +223,8 @@ impl Daemon {
 
     /// Serves until the device is detached or a signal stops it.
     pub fn run(mut self) -> ExitCode {
-        // A change of the image's size that no thread could be started for.
-        let mut resize_due = false;
+        // Events for which no thread could be started.
+        let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
         loop {
             let mut fds = [
                 PollFd::new(&self.control, PollFlags::IN),
@@ -236,17 +236,22 @@ impl Daemon {
                 PollFd::new(self.shared.device().size_event(), PollFlags::IN),
             ];
             // Interrupted, or out of memory: poll again. The signal is in its pipe.
-            let until = resize_due.then_some(&RESIZE_PAUSE);
+            let until = (resize_due || idle_due || signal_due.is_some()).then_some(&THREAD_PAUSE);
             if poll(&mut fds, until).is_err_and(|e| e != Errno::INTR) {
                 std::thread::sleep(ACCEPT_PAUSE);
             }
             let [commands, signals, stopped, idle, rejections, failed, resized] =
                 fds.map(|fd| !fd.revents().is_empty());
-            if signals {
-                for signal in self.signals.take() {
-                    if self.on_signal(signal) {
-                        return self.exit_at_once();
-                    }
+            let mut arrived = if signals { self.signals.take() } else { Vec::new() };
+            if arrived.is_empty() {
+                arrived.extend(signal_due);
+            }
+            for signal in arrived {
+                match self.on_signal(signal) {
+                    None => {}
+                    Some(Termination::Begun) => signal_due = None,
+                    Some(Termination::NoThread) => signal_due = Some(signal),
+                    Some(Termination::ExitAtOnce) => return self.exit_at_once(),
                 }
             }
             if failed && let Some(failure) = self.shared.device().take_failure() {
@@ -269,12 +274,9 @@ impl Daemon {
             }
             if idle {
                 self.shared.device().autoclear().take_event();
-                self.shared.spawn(|shared| {
-                    if shared.close_idle() {
-                        log::line("stopping: the last client has disconnected");
-                        shared.stop(None);
-                    }
-                });
+            }
+            if idle || idle_due {
+                idle_due = !self.shared.clients_left();
             }
             if commands {
                 match self.control.accept() {
@@ -286,8 +288,8 @@ impl Daemon {
         }
     }
 
-    /// Does what a signal asks for; returns whether the process is to exit at once.
-    fn on_signal(&mut self, signal: Signal) -> bool {
+    /// Does what a signal asks for.
+    fn on_signal(&self, signal: Signal) -> Option<Termination> {
         match signal {
             Signal::Hangup => {
                 self.shared.spawn(move |shared| {
@@ -300,11 +302,11 @@ impl Daemon {
                     };
                     log::line(&format!("{}: {done}", signal.name()));
                 });
-                false
+                None
             }
-            Signal::Terminate | Signal::Interrupt => self.shared.terminate(signal),
+            Signal::Terminate | Signal::Interrupt => Some(self.shared.terminate(signal)),
             // They have no handlers here.
-            Signal::Quit | Signal::Stop | Signal::Continue | Signal::Resize => false,
+            Signal::Quit | Signal::Stop | Signal::Continue | Signal::Resize => None,
         }
     }
 

@@ -44,6 +44,8 @@ pub(super) struct Shared {
     answered: AtomicUsize,
     /// Changes of the image's size that a thread takes over, and those that came meanwhile.
     size_changes: AtomicUsize,
+    /// Departures of last clients that a thread checks, and those that came meanwhile.
+    departures: AtomicUsize,
     /// A signal has asked to stop, which is on its way.
     signalled: AtomicBool,
     stopped: Sender<Stopped>,
@@ -69,6 +71,16 @@ impl Stage {
             Stage::Stopping => Err(Failure::new("the device is stopping")),
         }
     }
+}
+
+/// What a signal to stop led to.
+pub(super) enum Termination {
+    /// A thread stops the device.
+    Begun,
+    /// No thread could be started: the caller has to try again.
+    NoThread,
+    /// The device was stopping already, and another signal does not wait for that.
+    ExitAtOnce,
 }
 
 /// The device has stopped.
@@ -100,6 +112,7 @@ impl Shared {
             answering: AtomicUsize::new(0),
             answered: AtomicUsize::new(0),
             size_changes: AtomicUsize::new(0),
+            departures: AtomicUsize::new(0),
             signalled: AtomicBool::new(false),
             stopped,
             waker,
@@ -160,8 +173,26 @@ impl Shared {
         self.close(Stage::Leaving, Device::leave)
     }
 
-    /// Closes a device that is to detach with its last client, if that has disconnected.
-    pub(super) fn close_idle(&self) -> bool {
+    /// Has a thread detach a device that detaches with its last client, which has disconnected. Returns `false` if no
+    /// thread can be started: then the caller has to try again.
+    pub(super) fn clients_left(self: &Arc<Shared>) -> bool {
+        // Clients come and go as they like. Most devices stay, and need no thread.
+        if !self.device.autoclear().is_on() {
+            return true;
+        }
+        self.run_once(
+            |shared| &shared.departures,
+            |shared| {
+                if shared.close_idle() {
+                    log::line("stopping: the last client has disconnected");
+                    shared.stop(None);
+                }
+            },
+        )
+    }
+
+    /// Closes a device that detaches with its last client, if no client is connected.
+    fn close_idle(&self) -> bool {
         let close = |device: &Device| match device.autoclear().is_on() {
             true => device.close(false),
             false => Err(Failure::new("it stays")),
@@ -169,30 +200,43 @@ impl Shared {
         self.close(Stage::Stopping, close).is_ok()
     }
 
-    /// Has a thread take over the size of an image that may have changed it: only one, as the image's clients may
-    /// change it any number of times while that waits for their cluster, and commands want threads too. Returns whether
-    /// there is one: if not, the change is to be announced again.
+    /// Has a thread take over the size of an image that may have changed it. Returns `false` if no thread can be
+    /// started: then the caller has to try again.
     pub(super) fn size_changed(self: &Arc<Shared>) -> bool {
-        if self.size_changes.fetch_add(1, Ordering::SeqCst) > 0 {
-            return true;
-        }
-        let follow = |shared: &Shared| {
-            let mut seen = shared.size_changes.load(Ordering::SeqCst);
-            loop {
+        self.run_once(
+            |shared| &shared.size_changes,
+            |shared| {
                 let (mut waiting, mut pause) = (None, SIZE_RETRY);
                 while !shared.follow_size(&mut waiting) {
                     std::thread::sleep(pause);
                     pause = (pause * 2).min(SIZE_RETRY_MAX);
                 }
-                match shared.size_changes.compare_exchange(seen, 0, Ordering::SeqCst, Ordering::SeqCst) {
-                    Ok(_) => return,
-                    Err(now) => seen = now,
-                }
+            },
+        )
+    }
+
+    /// Runs `job` for an event that clients cause, on one thread for all events of its kind: an event that arrives
+    /// while `job` runs has that thread run it again. A thread per event would leave none for commands, while the
+    /// first one waits for the stage. `events` has the events since the thread started; returns whether there is a
+    /// thread.
+    fn run_once(
+        self: &Arc<Shared>,
+        events: fn(&Shared) -> &AtomicUsize,
+        job: impl Fn(&Shared) + Send + 'static,
+    ) -> bool {
+        if events(self).fetch_add(1, Ordering::SeqCst) > 0 {
+            return true;
+        }
+        let run = move |shared: &Shared| loop {
+            let seen = events(shared).load(Ordering::SeqCst);
+            job(shared);
+            if events(shared).compare_exchange(seen, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+                return;
             }
         };
-        let spawned = self.spawn(move |shared| shared.without_answer(|| follow(shared)));
+        let spawned = self.spawn(move |shared| shared.without_answer(|| run(shared)));
         if !spawned {
-            self.size_changes.store(0, Ordering::SeqCst);
+            events(self).store(0, Ordering::SeqCst);
         }
         spawned
     }
@@ -263,13 +307,13 @@ impl Shared {
         spawned.is_ok()
     }
 
-    /// Detaches the device because of a signal; returns whether the process is to exit at once.
-    pub(super) fn terminate(self: &Arc<Shared>, signal: Signal) -> bool {
+    /// Has a thread detach the device because of a signal.
+    pub(super) fn terminate(self: &Arc<Shared>, signal: Signal) -> Termination {
         if self.signalled.swap(true, Ordering::SeqCst) {
             log::line("exiting at once: another signal asked for it; what was in flight may be lost");
-            return true;
+            return Termination::ExitAtOnce;
         }
-        self.spawn(move |shared| {
+        let spawned = self.spawn(move |shared| {
             match shared.close(Stage::Stopping, |device| device.close(true)) {
                 Ok(()) => {
                     log::line(&format!("stopping: {} asked for it", signal.name()));
@@ -282,7 +326,12 @@ impl Shared {
                 }
             }
         });
-        false
+        if spawned {
+            return Termination::Begun;
+        }
+        // The device has not begun to stop: another signal must not skip the last flush.
+        self.signalled.store(false, Ordering::SeqCst);
+        Termination::NoThread
     }
 
     pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {
@@ -387,6 +436,7 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
     use std::sync::mpsc::channel;
 
     use rustix::process::geteuid;
@@ -465,16 +515,52 @@ mod tests {
 
     #[test]
     fn one_thread_follows_all_changes_of_a_size() {
-        let dir = scratch("sizes");
+        events_share_one_thread("sizes", &["ram:1M"], Shared::size_changed, |shared| &shared.size_changes);
+    }
+
+    #[test]
+    fn one_thread_checks_all_departures_of_clients() {
+        let words = ["ram:1M", "--autoclear"];
+        events_share_one_thread("departures", &words, Shared::clients_left, |shared| &shared.departures);
+    }
+
+    #[test]
+    fn a_device_that_stays_starts_no_thread_when_clients_leave() {
+        let dir = scratch("stays");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
         let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
+        let stage = shared.stage();
+        assert!(shared.clients_left());
+        assert_eq!(shared.answering(), 0);
+        drop(stage);
+        shared.device.close(true).unwrap();
+        shared.device.stop().unwrap();
+        drop((shared, claim));
+        std::fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    fn events_share_one_thread(
+        name: &str,
+        words: &[&str],
+        announce: fn(&Arc<Shared>) -> bool,
+        events: fn(&Shared) -> &AtomicUsize,
+    ) {
+        let dir = scratch(name);
+        let claim = dir.claim("a").unwrap();
+        let options = options(&[words, &["--export", "nbd", "--no-sandbox"]].concat());
+        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
+        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
+        // A client keeps a device that would detach.
+        let mut client = UnixStream::connect(claim.file(".nbd")).unwrap();
+        client.read_exact(&mut [0; 18]).unwrap();
         for _ in 0..2 {
             let stage = shared.stage();
             for _ in 0..20 {
-                shared.size_changed();
+                assert!(announce(&shared));
             }
             assert_eq!(shared.answering(), 1, "it waits for the stage");
             while shared.unanswered() > 0 {
@@ -484,11 +570,11 @@ mod tests {
             while shared.answering() > 0 {
                 std::thread::yield_now();
             }
-            assert_eq!(shared.size_changes.load(Ordering::SeqCst), 0);
+            assert_eq!(events(&shared).load(Ordering::SeqCst), 0);
         }
         shared.device.close(true).unwrap();
         shared.device.stop().unwrap();
-        drop((shared, claim));
+        drop((client, shared, claim));
         std::fs::remove_dir_all(dir.path()).unwrap();
     }
 }
