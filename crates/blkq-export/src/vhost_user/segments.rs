@@ -15,6 +15,9 @@ const IDLE_MAX: usize = 1024;
 /// Most segments that one of these has room for: more than a request as advertised has. Others would
 /// keep the memory of the largest request that a guest ever made.
 const IDLE_SEGMENTS_MAX: usize = 2 * SEGMENTS_MAX as usize;
+/// Most segments that all of these have room for together, 512 KiB: for 260 requests as large as advertised. A guest
+/// may have 64 rings.
+const IDLE_SEGMENTS_TOTAL_MAX: usize = 32 << 10;
 
 /// Pieces of guest memory, which stay mapped as long as the value has them.
 #[derive(Default)]
@@ -102,6 +105,8 @@ impl GuestSegments {
 pub struct SegmentPool {
     #[allow(clippy::vec_box, reason = "the boxes that bios carry")]
     idle: Vec<Box<Box<dyn SegmentOwner>>>,
+    /// Segments that they have room for.
+    idle_segments: usize,
     cursor: Cursor,
 }
 
@@ -134,13 +139,15 @@ impl SegmentPool {
             // Only such are kept.
             return Err(RingError::MemoryLost);
         };
+        // A fresh one has room for none.
+        self.idle_segments -= segments.segments.capacity();
         match segments.fill(memory, &mut self.cursor, buffers, skip, bytes) {
             Ok(unaligned) => {
                 let registered_pieces = segments.registered_pieces();
                 Ok(Gathered { data: Data::Segments(owner), unaligned, registered_pieces })
             }
             Err(error) => {
-                self.idle.push(owner);
+                self.keep(owner);
                 Err(error)
             }
         }
@@ -149,10 +156,17 @@ impl SegmentPool {
     /// Keeps what a completion returned, if it came from [`SegmentPool::gather`].
     #[inline]
     pub fn recycle(&mut self, data: Data) {
-        if let Data::Segments(mut owner) = data
-            && self.idle.len() < IDLE_MAX
-            && segments_of(&mut owner).is_some_and(|it| it.segments.capacity() <= IDLE_SEGMENTS_MAX)
-        {
+        if let Data::Segments(owner) = data {
+            self.keep(owner);
+        }
+    }
+
+    #[inline]
+    fn keep(&mut self, mut owner: Box<Box<dyn SegmentOwner>>) {
+        let Some(room) = segments_of(&mut owner).map(|it| it.segments.capacity()) else { return };
+        let total = self.idle_segments + room;
+        if self.idle.len() < IDLE_MAX && room <= IDLE_SEGMENTS_MAX && total <= IDLE_SEGMENTS_TOTAL_MAX {
+            self.idle_segments = total;
             self.idle.push(owner);
         }
     }
@@ -182,5 +196,14 @@ mod tests {
             pool.recycle(Data::Segments(Box::new(Box::new(owner))));
             assert_eq!(pool.idle.len(), kept, "{capacity}");
         }
+        for _ in 0..IDLE_MAX {
+            let owner = GuestSegments { segments: Vec::with_capacity(IDLE_SEGMENTS_MAX), memory: None };
+            pool.recycle(Data::Segments(Box::new(Box::new(owner))));
+        }
+        let room = |pool: &mut SegmentPool| -> usize {
+            pool.idle.iter_mut().map(|owner| segments_of(owner).unwrap().segments.capacity()).sum()
+        };
+        assert!(room(&mut pool) <= IDLE_SEGMENTS_TOTAL_MAX);
+        assert_eq!(room(&mut pool), pool.idle_segments);
     }
 }
