@@ -393,6 +393,27 @@ fn a_ring_that_stops_begins_what_was_in_flight_first() {
     assert_eq!(done, heads[..base as usize], "all that was taken has completed");
 }
 
+/// As QEMU's microvm: the record that it asks for is for smaller rings than those that its driver then uses.
+#[test]
+fn a_driver_may_use_larger_rings_than_the_record_was_asked_for() {
+    for features in [FEATURES, FEATURES | F_PACKED] {
+        let served = serve(ram(), 1);
+        let mut front = FrontEnd::new(&served.path, features, 2);
+        let record = front.keep_record_of(SIZE / 4);
+        front.start_all();
+        for ring in 0..2 {
+            // Enough requests to use every descriptor.
+            (0..SIZE).for_each(|_| assert_eq!(front.run(ring, 1, 0, DATA, 512), 0));
+        }
+        assert_eq!(served.device.front_end().unwrap().rings[1].rejected, None);
+        // The next daemon takes the record for what it is.
+        served.device.stop(true).unwrap();
+        let next = serve(ram(), 1);
+        front.reconnect(&next.path, features, &record);
+        (0..2).for_each(|ring| assert_eq!(front.run(ring, 1, 0, DATA, 512), 0));
+    }
+}
+
 /// As crosvm does: it asks for no acknowledgement, has the device's channel before the features, keeps no
 /// record, and stops a ring by disabling it first.
 #[test]

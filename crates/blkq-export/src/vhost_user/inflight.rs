@@ -33,6 +33,12 @@ const TRAILER_BYTES: u64 = 64;
 const TRAILER_MARK: u64 = u64::from_le_bytes(*b"blkq-wce");
 const WRITE_CACHE_AT: usize = 8;
 
+/// Descriptors for each queue in a new record, for a front end that asks for `size`. QEMU asks for as many as its
+/// option queue-size says, by default 128, but on virtio-mmio the driver may use rings of 1024.
+pub fn recorded_size(size: u16) -> u16 {
+    size.max(1024)
+}
+
 /// Bytes of a queue's region.
 fn queue_bytes(size: u16, packed: bool) -> u64 {
     let (header, record) = if packed { PACKED } else { SPLIT };
@@ -93,6 +99,14 @@ impl InflightRegion {
         let mapping = Arc::new(Mapping::new(file.as_fd(), offset, mapped)?);
         let trailer = has_trailer.then(|| trailer_of(&mapping, mapped));
         Ok(InflightRegion { mapping, queues, size, packed, trailer })
+    }
+
+    /// The descriptors for each queue in a record of `bytes` that the front end kept, which says `size`: those of
+    /// [`recorded_size`] if this program made it.
+    pub fn kept_size(bytes: u64, queues: u16, size: u16, packed: bool) -> u16 {
+        let recorded = recorded_size(size);
+        let is_own = bytes == u64::from(queues) * queue_bytes(recorded, packed) + TRAILER_BYTES;
+        if is_own { recorded } else { size }
     }
 
     /// Its length.

@@ -13,7 +13,7 @@ use super::abi::feature;
 use super::channel::{Incoming, send_some};
 use super::config::{FEATURES_OF_LIMITS, WRITEBACK_AT, config, features};
 use super::foreign::Foreign;
-use super::inflight::InflightRegion;
+use super::inflight::{InflightRegion, recorded_size};
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
 use super::message::{
     ConfigRange, F_PROTOCOL_FEATURES, InflightArea, Refusal, Region, Reply, Request, VringState, code,
@@ -364,7 +364,8 @@ impl Session {
         self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
         check_inflight(&area)?;
         let packed = self.features & feature::RING_PACKED != 0;
-        let (inflight, file) = InflightRegion::create(area.queues, area.queue_size, packed)?;
+        let queue_size = recorded_size(area.queue_size);
+        let (inflight, file) = InflightRegion::create(area.queues, queue_size, packed)?;
         let area = InflightArea { size: inflight.bytes(), offset: 0, ..area };
         // As long as the request: some front ends have padding.
         let payload = &zerocopy::IntoBytes::as_bytes(&area)[..payload_bytes];
@@ -379,6 +380,7 @@ impl Session {
         }
         let packed = self.features & feature::RING_PACKED != 0;
         let InflightArea { size, offset, queues, queue_size, .. } = area;
+        let queue_size = InflightRegion::kept_size(size, queues, queue_size, packed);
         let file = file.into_memory()?;
         self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
         self.shared.registry.set_recorded(true);

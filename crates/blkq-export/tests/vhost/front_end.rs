@@ -404,7 +404,12 @@ impl FrontEnd {
 
     /// Asks for a record of what is in flight, and has it kept.
     pub fn keep_record(&mut self) -> Reply {
-        let sizes = [self.rings.len() as u16, SIZE].map(u16::to_ne_bytes).concat();
+        self.keep_record_of(SIZE)
+    }
+
+    /// As [`FrontEnd::keep_record`], of rings of `size` descriptors.
+    pub fn keep_record_of(&mut self, size: u16) -> Reply {
+        let sizes = [self.rings.len() as u16, size].map(u16::to_ne_bytes).concat();
         let record = self.connection.ask(GET_INFLIGHT_FD, &[longs(&[0, 0]), sizes, vec![0; 4]].concat());
         let file = record.file.as_ref().unwrap().as_fd();
         self.connection.done(SET_INFLIGHT_FD, &record.payload, &[file]);
