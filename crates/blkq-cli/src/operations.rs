@@ -2,13 +2,14 @@
 
 use io_uring::opcode;
 
-/// Operations of io_uring: name, number, what they are for. A confined daemon can do no others.
-pub const OPERATIONS: [(&str, u8, &str); 19] = [
+/// Operations of io_uring: name, number, what they are for. A confined daemon can do no others. None of them takes an
+/// address: SEND and SENDMSG would connect a socket (MSG_FASTOPEN), or send a datagram to any path.
+pub const OPERATIONS: [(&str, u8, &str); 17] = [
     ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
     ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),
     ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE, "direct reads into registered buffers"),
-    ("IORING_OP_WRITE", opcode::Write::CODE, "writing files"),
-    ("IORING_OP_WRITEV", opcode::Writev::CODE, "writing from several buffers"),
+    ("IORING_OP_WRITE", opcode::Write::CODE, "writing files, NBD under TLS"),
+    ("IORING_OP_WRITEV", opcode::Writev::CODE, "writing from several buffers, NBD replies"),
     ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE, "direct writes from registered buffers"),
     ("IORING_OP_READV_FIXED", opcode::ReadvFixed::CODE, "reading into several pieces of registered memory"),
     ("IORING_OP_WRITEV_FIXED", opcode::WritevFixed::CODE, "writing from several pieces of registered memory"),
@@ -21,6 +22,4 @@ pub const OPERATIONS: [(&str, u8, &str); 19] = [
     ("IORING_OP_ACCEPT", opcode::Accept::CODE, "NBD connections"),
     ("IORING_OP_RECV", opcode::Recv::CODE, "NBD requests"),
     ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE, "NBD payloads"),
-    ("IORING_OP_SEND", opcode::Send::CODE, "NBD under TLS"),
-    ("IORING_OP_SENDMSG", opcode::SendMsg::CODE, "NBD replies"),
 ];

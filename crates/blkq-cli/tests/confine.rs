@@ -110,11 +110,11 @@ fn engine() {
     // Its threads have no more than it has.
     let opened = std::thread::spawn(move || errno(File::open(&files.image)));
     assert_eq!(opened.join().unwrap(), Some(libc::ENOSYS));
-    // And its ring does not open files either, nor does it make sockets.
+    // And its ring does not open files either, nor does it make sockets or send to addresses.
     let engine = EngineThread::spawn("engine", vec![(disk.clone(), 0)]).unwrap();
     let (results, received) = channel();
     engine.handle().add_source(move || Box::new(Opener(results))).unwrap();
-    assert_eq!([received.recv(), received.recv()], [Ok(-libc::EACCES); 2]);
+    assert_eq!([(); 4].map(|()| received.recv()), [Ok(-libc::EACCES); 4]);
     // It has no fences from the kernel, so that it changes nothing; the device does not stop for that.
     let changed = disk.clone();
     let _ = std::thread::spawn(move || changed.set(Setting::Merge(false))).join();
@@ -124,7 +124,7 @@ fn engine() {
     assert_eq!(completed.recv_timeout(Duration::from_secs(60)), Ok(Ok(())));
 }
 
-/// Has the ring of its engine open a file and make a socket.
+/// Has the ring of its engine open a file, make a socket, and send by the operations that take an address.
 struct Opener(Sender<i32>);
 
 // SAFETY: it is the only source of its engine.
@@ -133,8 +133,12 @@ unsafe impl Source for Opener {
         let path = c"/etc/passwd";
         let open = opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build();
         let socket = opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build();
-        for entry in [open, socket] {
-            // SAFETY: the path lives as long as the program.
+        let send = opcode::Send::new(types::Fd(0), path.as_ptr().cast(), 1).build();
+        // SAFETY: a msghdr of zeroes is an empty message.
+        let message = Box::leak(Box::new(unsafe { std::mem::zeroed::<libc::msghdr>() }));
+        let send_message = opcode::SendMsg::new(types::Fd(0), &raw const *message).build();
+        for entry in [open, socket, send, send_message] {
+            // SAFETY: path and message live as long as the program.
             unsafe { cx.push(entry, 0) };
         }
         Ok(())

@@ -69,6 +69,22 @@ fn garbage_closes_its_own_connection_only() {
     assert_eq!((after.read_bytes, after.written_bytes), (4096, 4096));
 }
 
+/// The signal would end a program that does not ignore it, as those with another main function than Rust's do not.
+#[test]
+fn a_reply_to_a_client_that_has_disconnected_raises_no_signal() {
+    // SAFETY: sets the default action, and no handler.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    let served = serve(slow(50_000_000..=60_000_000), 1, options());
+    for _ in 0..3 {
+        let mut client = served.client(ReplyStyle::Simple);
+        client.send(0, 0, 7, 0, 4096, &[]);
+        wait_until("the read is in flight", || served.disk.stats().in_flight[0] == 1);
+        drop(client);
+        wait_until("the reply was in vain", || served.server.connection_count() == 0);
+    }
+    assert_serves(&served);
+}
+
 // Contract: detach
 #[test]
 fn clients_that_never_read_do_not_delay_a_forced_stop() {

@@ -100,8 +100,20 @@ struct Pending {
     slot: i32,
     /// Writes of the file when it was submitted.
     writes_before: u64,
-    /// Bytes already sent of a message that must go whole.
-    sent: usize,
+}
+
+impl Pending {
+    /// Whether it is one of the image: all its operations name a registered file.
+    fn is_of_file(&self) -> bool {
+        match self.sqe.opcode {
+            opcode::PollAdd::CODE
+            | opcode::AsyncCancel::CODE
+            | opcode::Recv::CODE
+            | opcode::RecvMsg::CODE => false,
+            opcode::Write::CODE | opcode::Writev::CODE => self.slot >= 0,
+            _ => true,
+        }
+    }
 }
 
 /// The outcome of trying one.
@@ -170,7 +182,7 @@ impl Kernel {
                 self.complete(sqe.user_data, -libc::ECANCELED, 0);
             } else {
                 let writes_before = self.file.writes();
-                self.pending.push(Pending { sqe, slot, writes_before, sent: 0 });
+                self.pending.push(Pending { sqe, slot, writes_before });
             }
         }
     }
@@ -187,13 +199,13 @@ impl Kernel {
     }
 
     fn execute(&mut self, index: usize, chance: &mut Random) {
-        let mut pending = self.pending.swap_remove(index);
-        match self.try_one(&mut pending, chance) {
+        let pending = self.pending.swap_remove(index);
+        match self.try_one(&pending, chance) {
             Tried::Completed(result, flags) => {
                 self.executed += 1;
                 let what = u64::from(pending.sqe.opcode) << 32 | u64::from(result as u32);
                 self.digest = mix(self.digest.rotate_left(5) ^ what ^ pending.sqe.off);
-                let of_file = is_of_file(pending.sqe.opcode);
+                let of_file = pending.is_of_file();
                 if of_file && self.has_defect(Defect::NeverCompleted, chance) {
                     return;
                 }
@@ -231,9 +243,9 @@ impl Kernel {
     pub fn kill(&mut self, chance: &mut Random) {
         let mut left = std::mem::take(&mut self.pending);
         while !left.is_empty() {
-            let mut pending = left.swap_remove(chance.below(left.len() as u64) as usize);
-            let result = match is_of_file(pending.sqe.opcode) && chance.one_in(2) {
-                true => match self.try_one(&mut pending, chance) {
+            let pending = left.swap_remove(chance.below(left.len() as u64) as usize);
+            let result = match pending.is_of_file() && chance.one_in(2) {
+                true => match self.try_one(&pending, chance) {
                     Tried::Completed(result, _) => result,
                     Tried::Blocked => -libc::ECANCELED,
                 },
@@ -250,9 +262,9 @@ impl Kernel {
         fails
     }
 
-    fn try_one(&mut self, pending: &mut Pending, chance: &mut Random) -> Tried {
+    fn try_one(&mut self, pending: &Pending, chance: &mut Random) -> Tried {
         let (sqe, slot) = (pending.sqe, pending.slot);
-        if is_of_file(sqe.opcode) && chance.one_in(self.faults.again) {
+        if pending.is_of_file() && chance.one_in(self.faults.again) {
             return Tried::Completed(-[libc::EINTR, libc::EAGAIN][chance.below(2) as usize], 0);
         }
         let completed = |result| Tried::Completed(result, 0);
@@ -264,6 +276,11 @@ impl Kernel {
             opcode::Readv::CODE | opcode::ReadvFixed::CODE => {
                 completed(self.read(slot, sqe.off as usize, vectors(&sqe), chance))
             }
+            opcode::Write::CODE if slot < 0 => {
+                let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
+                send(sqe.fd, &[vector], chance)
+            }
+            opcode::Writev::CODE if slot < 0 => send(sqe.fd, vectors(&sqe), chance),
             opcode::Write::CODE | opcode::WriteFixed::CODE => {
                 let vector = libc::iovec { iov_base: sqe.addr as *mut _, iov_len: sqe.len as usize };
                 completed(self.write(slot, &sqe, &[vector], chance))
@@ -285,7 +302,6 @@ impl Kernel {
                 receive(sqe.fd, &[vector], chance)
             }
             opcode::RecvMsg::CODE => receive(sqe.fd, message(&sqe), chance),
-            opcode::SendMsg::CODE => send(sqe.fd, message(&sqe), &mut pending.sent, chance),
             other => panic!("the simulated kernel has no operation {other}"),
         }
     }
@@ -454,17 +470,6 @@ fn sectors(offset: usize, bytes: usize) -> Range<usize> {
     offset / SECTOR_BYTES..(offset + bytes).div_ceil(SECTOR_BYTES)
 }
 
-fn is_of_file(code: u8) -> bool {
-    !matches!(
-        code,
-        opcode::PollAdd::CODE
-            | opcode::AsyncCancel::CODE
-            | opcode::Recv::CODE
-            | opcode::RecvMsg::CODE
-            | opcode::SendMsg::CODE
-    )
-}
-
 fn vectors(sqe: &Sqe) -> &[libc::iovec] {
     // SAFETY: arguments of an operation in flight, which its submitter keeps valid.
     unsafe { std::slice::from_raw_parts(sqe.addr as *const libc::iovec, sqe.len as usize) }
@@ -541,20 +546,17 @@ fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Random) -> Tried {
     }
 }
 
-/// With MSG_WAITALL the kernel continues until all is sent.
-fn send(fd: i32, vectors: &[libc::iovec], sent: &mut usize, chance: &mut Random) -> Tried {
+/// A write to a socket, which may be short.
+fn send(fd: i32, vectors: &[libc::iovec], chance: &mut Random) -> Tried {
     let total: usize = vectors.iter().map(|vector| vector.iov_len).sum();
     let most = if chance.one_in(2) { total } else { 1 + chance.below(total as u64) as usize };
-    let mut parts = cut(vectors, *sent, most);
+    let mut parts = cut(vectors, 0, most);
     let header = header(&mut parts);
     // SAFETY: memory of an operation in flight.
     let now = unsafe { libc::sendmsg(fd, &raw const header, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
     match (now, last_errno()) {
         (-1, libc::EAGAIN) => Tried::Blocked,
         (-1, errno) => Tried::Completed(-errno, 0),
-        (bytes, _) => {
-            *sent += bytes as usize;
-            if *sent == total { Tried::Completed(total as i32, 0) } else { Tried::Blocked }
-        }
+        (bytes, _) => Tried::Completed(bytes as i32, 0),
     }
 }

@@ -108,7 +108,8 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_getpeername),
     call!(SYS_shutdown),
     call!(SYS_ioctl).only(1, ALL, libc::TIOCOUTQ as u32 as u64),
-    // User-mode Linux is called through a socket, which is connected.
+    // User-mode Linux is called through a socket, and the control plane answers and notifies through some: all are
+    // connected, and none is sent to another address.
     call!(SYS_sendto).only(4, ADDRESS, 0),
     // A clock that has no vDSO; keys; waiting for a lock; a panic, and its message.
     call!(SYS_clock_gettime).seldom(),
@@ -128,7 +129,6 @@ const MORE: &[Call] = &[
     call!(SYS_accept4),
     call!(SYS_ppoll),
     call!(SYS_recvfrom),
-    call!(SYS_sendto),
     call!(SYS_ioctl),
     call!(SYS_openat),
     call!(SYS_ftruncate),

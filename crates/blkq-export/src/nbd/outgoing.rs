@@ -31,7 +31,6 @@ pub struct Outgoing {
     iovecs: Vec<libc::iovec>,
     /// Of the iovecs, those that have left.
     sent: usize,
-    message: libc::msghdr,
 }
 
 impl Outgoing {
@@ -44,8 +43,6 @@ impl Outgoing {
             extents_bytes: 0,
             iovecs: Vec::new(),
             sent: 0,
-            // SAFETY: a msghdr of zeroes is an empty message.
-            message: unsafe { std::mem::zeroed() },
         }
     }
 
@@ -105,13 +102,10 @@ impl Outgoing {
         self.iovecs.iter().map(|iovec| iovec.iov_len).sum()
     }
 
-    /// The message that is to be sent next, maybe not all that is left. Valid until the next call of anything here.
-    pub fn message(&mut self) -> *const libc::msghdr {
-        let rest = &mut self.iovecs[self.sent..];
-        self.message.msg_iov = rest.as_mut_ptr();
-        // Its type is the C library's choice; the number is small.
-        self.message.msg_iovlen = rest.len().min(IOVECS_MAX) as _;
-        &raw const self.message
+    /// What is to be sent next, as much of it as the kernel takes at once.
+    pub fn unsent(&self) -> &[libc::iovec] {
+        let rest = &self.iovecs[self.sent..];
+        &rest[..rest.len().min(IOVECS_MAX)]
     }
 
     /// Notes that `bytes` more have left. True if that was all.

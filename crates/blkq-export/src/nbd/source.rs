@@ -19,7 +19,7 @@ use super::proto::TransmissionFlags;
 use super::rejections::Reason;
 use super::shared::{ACCEPTED, CANCELLED, EngineShared, Message, SENT, token};
 use super::status::Registry;
-use super::stream::ConnectionBuffers;
+use super::stream::{ConnectionBuffers, block_sigpipe};
 use super::unaligned::RangesChanged;
 
 /// How long nothing is accepted after that failed.
@@ -270,11 +270,10 @@ unsafe impl Source for NbdSource {
             ("IORING_OP_ACCEPT", opcode::Accept::CODE),
             ("IORING_OP_RECV", opcode::Recv::CODE),
             ("IORING_OP_RECVMSG", opcode::RecvMsg::CODE),
-            ("IORING_OP_SENDMSG", opcode::SendMsg::CODE),
+            ("IORING_OP_WRITE", opcode::Write::CODE),
+            ("IORING_OP_WRITEV", opcode::Writev::CODE),
         ])?;
-        if self.shared.options.tls.is_some() {
-            cx.registrar().require(&[("IORING_OP_SEND", opcode::Send::CODE)])?;
-        }
+        block_sigpipe();
         self.shared.join(cx);
         if let ClientOrigin::Client(client) = &mut self.client_origin
             && let Some(socket) = client.take()

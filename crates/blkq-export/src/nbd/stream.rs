@@ -240,18 +240,25 @@ impl Stream {
     }
 
     /// Sends what was prepared and has not left. False if it cannot be encrypted.
+    ///
+    /// WRITE and WRITEV send to the peer of the connection only. SEND and SENDMSG take an address: with MSG_FASTOPEN a
+    /// thread that was taken over could connect a socket to any host, which the restrictions of the ring do not see.
+    /// Neither has flags: a short write is submitted again for the rest ([`Stream::sent`]), and engines that serve
+    /// clients block SIGPIPE ([`block_sigpipe`]).
     #[must_use]
     pub fn push_send(&mut self, cx: &mut SourceContext<'_>) -> bool {
         let fd = types::Fd(self.socket.as_raw_fd());
-        let flags = (libc::MSG_WAITALL | libc::MSG_NOSIGNAL) as u32;
         let entry = match self.tls.as_mut().filter(|_| !self.clear) {
-            None => opcode::SendMsg::new(fd, self.sending.message()).flags(flags).build(),
+            None => {
+                let iovecs = self.sending.unsent();
+                opcode::Writev::new(fd, iovecs.as_ptr(), iovecs.len() as u32).build()
+            }
             Some(tls) => {
                 if tls.unsent().is_empty() && tls.encrypt(&mut self.sending).is_err() {
                     return false;
                 }
                 let piece = tls.unsent();
-                opcode::Send::new(fd, piece.as_ptr(), piece.len() as u32).flags(flags as i32).build()
+                opcode::Write::new(fd, piece.as_ptr(), piece.len() as u32).build()
             }
         };
         self.send_armed = true;
@@ -345,6 +352,18 @@ impl Stream {
     pub fn release(&mut self, pool: &mut BufferPool) {
         self.gathering.recycle(pool);
         self.sending.recycle(pool);
+    }
+}
+
+/// Blocks SIGPIPE on this thread: a write to a socket whose peer has closed raises it, and would end a process that does
+/// not ignore it. Threads that the kernel writes on have all signals blocked.
+pub(super) fn block_sigpipe() {
+    let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: the set is initialized by the first call; the last one reads it and changes this thread's mask.
+    unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        libc::sigaddset(set.as_mut_ptr(), libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
     }
 }
 
