@@ -15,10 +15,10 @@ use std::sync::{Arc, Mutex};
 use blkq::testing::wait_until;
 use blkq::{Driver, DriverQueue, Error, Extent, OpenContext, QueueLimits};
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{NbdOptions, TlsCertificates, TlsOptions};
+use blkq_export::nbd::{NbdOptions, Reason, TlsCertificates, TlsOptions};
 use nbd::pki::Pki;
 use nbd::{option_bytes, options, ram, serve};
-use rustls::pki_types::CertificateDer;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
@@ -143,6 +143,88 @@ fn certificates_are_reloaded_as_a_whole_or_not_at_all() {
     let why = certificates.reload().unwrap_err().to_string();
     assert!(why.contains("ca-cert.pem: it was there before"), "{why}");
     assert!(certificates.verifies_clients());
+}
+
+#[test]
+fn a_file_of_authorities_has_nothing_else_in_it() {
+    let pki = Pki::new();
+    pki.certificate(None, "leaf", &["basicConstraints=critical,CA:FALSE"]);
+    pki.certificate(None, "nosign", &["keyUsage=critical,digitalSignature"]);
+    pki.openssl(&["x509", "-in", "ca-cert.pem", "-signkey", "ca-key.pem", "-days", "-1", "-out", "old-cert.pem"]);
+    for (name, why) in [
+        ("client", "is not of an authority (basicConstraints=CA:TRUE)"),
+        ("leaf", "is not of an authority (basicConstraints=CA:TRUE)"),
+        ("nosign", "may not sign others: its keyUsage lacks keyCertSign"),
+        ("old", "has expired; remove or replace it"),
+    ] {
+        let file = format!("{name}-cert.pem");
+        let directory = pki.gather(name, &[&SERVER[..], &[(&*file, "ca-cert.pem")]].concat());
+        let refused = refusal(&directory);
+        assert!(refused.contains(&format!("ca-cert.pem: certificate 1 of the file {why}")), "{refused}");
+        // Beside a good one it is refused all the same.
+        let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
+        std::fs::write(directory.join("ca-cert.pem"), read("ca-cert.pem") + &read(&file)).unwrap();
+        assert!(refusal(&directory).contains("certificate 2"), "{}", refusal(&directory));
+    }
+}
+
+/// Whether a client with the certificates in `files` gets through the handshake, and how it fails.
+fn shake_hands(pki: &Pki, served: &nbd::Served, name: &str, chain: &[&str]) -> Result<(), String> {
+    let mut stream = served.raw();
+    let take = |bytes| std::io::Read::read_exact(&mut &stream, &mut vec![0; bytes]);
+    take(18).unwrap();
+    (&stream).write_all(&[&3u32.to_be_bytes()[..], &option_bytes(5, &[])].concat()).unwrap();
+    take(20).unwrap();
+    let read = |name: &&str| CertificateDer::from_pem_file(pki.file(&format!("{name}-cert.pem"))).unwrap();
+    let mut roots = RootCertStore::empty();
+    roots.add(read(&"ca")).unwrap();
+    let key = PrivateKeyDer::from_pem_file(pki.file(&format!("{name}-key.pem"))).unwrap();
+    let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_client_auth_cert(std::iter::once(&name).chain(chain).map(read).collect(), key)
+        .unwrap();
+    let mut tls = ClientConnection::new(Arc::new(config), "localhost".try_into().unwrap()).unwrap();
+    while tls.is_handshaking() {
+        tls.complete_io(&mut stream).map_err(|e| e.to_string())?;
+    }
+    // The server has checked the certificate when it answers.
+    let mut secure = StreamOwned::new(tls, stream);
+    secure.write_all(&option_bytes(3, &[])).map_err(|e| e.to_string())?;
+    std::io::Read::read_exact(&mut secure, &mut [0; 20]).map_err(|e| e.to_string())
+}
+
+#[test]
+fn certificates_are_used_for_what_their_key_usage_allows() {
+    let pki = Pki::new();
+    let client = ["basicConstraints=critical,CA:FALSE", "extendedKeyUsage=clientAuth"];
+    let with = |usage: &'static str| [&client[..], &[usage]].concat();
+    pki.certificate(Some("ca"), "signs", &with("keyUsage=critical,digitalSignature"));
+    pki.certificate(Some("ca"), "enciphers", &with("keyUsage=critical,keyEncipherment"));
+    pki.certificate(Some("ca"), "between", &["keyUsage=critical,keyCertSign"]);
+    pki.certificate(Some("between"), "below", &client);
+    pki.certificate(Some("ca"), "nosign", &["keyUsage=critical,digitalSignature"]);
+    pki.certificate(Some("nosign"), "issued", &client);
+    let directory = pki.gather("usages", &[&SERVER[..], &[AUTHORITY]].concat());
+    let certificates = TlsCertificates::load(&directory).unwrap();
+    let tls = Some(TlsOptions { certificates, required: true });
+    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+    let served = serve(ram(), 1, NbdOptions { tls, rejection_event: Some(Arc::new(event)), ..options() });
+    for (name, chain, refused) in [
+        ("client", &[][..], None),
+        ("signs", &[], None),
+        ("below", &["between"], None),
+        ("enciphers", &[], Some("the keyUsage of its certificate lacks digitalSignature")),
+        ("issued", &["nosign"], Some("the keyUsage of an intermediate certificate lacks keyCertSign")),
+    ] {
+        let outcome = shake_hands(&pki, &served, name, chain);
+        assert_eq!(outcome.is_err(), refused.is_some(), "{name}: {outcome:?}");
+        wait_until("it has disconnected", || served.server.connection_count() == 0);
+        let reasons: Vec<_> = served.server.take_rejections().into_iter().map(|it| it.reason).collect();
+        let expected: Vec<_> = refused.map(|why| Reason::Tls(why.to_owned())).into_iter().collect();
+        assert_eq!(reasons, expected, "{name}");
+    }
 }
 
 /// A RAM disk that finds out its extents when it is let.

@@ -9,12 +9,15 @@ use std::sync::{Arc, PoisonError, RwLock};
 use blkq::{Error, ErrorKind};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, UnixTime};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{CertificateError, InconsistentKeys, RootCertStore, ServerConfig};
 use webpki::{BorrowedCertRevocationList, CertRevocationList};
+
+use super::verifier::UsageVerifier;
+use super::x509::CertificateUse;
 
 /// Files of a directory of certificates, by the names that QEMU, libvirt and nbdkit use.
 const CERTIFICATE: &str = "server-cert.pem";
@@ -191,10 +194,7 @@ fn verifier(
         let alone = format_args!("there is no {AUTHORITY} whose certificates it could revoke");
         return if is_there(&revoked) { Err(invalid(&revoked, &alone)) } else { Ok(None) };
     }
-    let mut roots = RootCertStore::empty();
-    for certificate in read_all(&authority)? {
-        roots.add(certificate).map_err(|e| invalid(&authority, &unusable(&e)))?;
-    }
+    let roots = authorities(read_all(&authority)?, UnixTime::now()).map_err(|why| invalid(&authority, &why))?;
     let roots = Arc::new(roots);
     let mut builder = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
     if is_there(&revoked) {
@@ -211,7 +211,31 @@ fn verifier(
         VerifierBuilderError::InvalidCrl(_) => invalid(&revoked, &e),
         _ => invalid(&authority, &e),
     })?;
-    Ok(Some(verifier))
+    Ok(Some(Arc::new(UsageVerifier(verifier))))
+}
+
+/// The authorities that may sign the certificates of clients, of what a file has for such. webpki takes whatever it is
+/// given: with the certificate of a client in the file, that client could sign those of others.
+///
+/// # Errors
+/// Why one cannot be used, in words.
+pub fn authorities(certificates: Vec<CertificateDer<'static>>, now: UnixTime) -> Result<RootCertStore, String> {
+    let now = now.as_secs() as i64;
+    let mut roots = RootCertStore::empty();
+    for (number, certificate) in (1..).zip(certificates) {
+        let named = |why: &str| format!("certificate {number} of the file {why}");
+        let parsed = CertificateUse::parse(&certificate);
+        roots.add(certificate).map_err(|e| named(&format!("cannot be used: {}", unusable(&e))))?;
+        let why = match parsed.ok_or_else(|| named("is malformed"))? {
+            it if !it.is_authority => "is not of an authority (basicConstraints=CA:TRUE)",
+            it if !it.may_sign_certificates() => "may not sign others: its keyUsage lacks keyCertSign",
+            it if it.not_after < now => "has expired; remove or replace it",
+            it if it.not_before > now => "is not valid yet; check the clock of this machine",
+            _ => continue,
+        };
+        return Err(named(why));
+    }
+    Ok(roots)
 }
 
 /// Whether `list` is of one of `roots`, by its name. An unreadable one is rejected elsewhere.

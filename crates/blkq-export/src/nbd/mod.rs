@@ -30,10 +30,14 @@ mod stream;
 mod tls;
 pub mod transmission;
 mod unaligned;
+mod verifier;
+mod x509;
 
 /// The parts of TLS that a fuzzer drives.
 #[cfg(fuzzing)]
 pub mod fuzzing {
+    pub use super::certificates::authorities;
+    pub use super::x509::CertificateUse;
     pub use super::outgoing::Outgoing;
     pub use super::tls::{Tls, TlsEnd};
 }
@@ -43,9 +47,8 @@ pub use listener::{Listen, Listener, SocketAccess};
 pub use options::{NbdExport, NbdOptions, NbdSwitches};
 pub use ranges::RangeLock;
 pub use rejections::{Reason, Rejection};
-pub use server::NbdServer;
 #[cfg(simulation)]
 pub use server::simulated;
+pub use server::{NbdServer, StoppingServer};
 pub use status::{ConnectionInfo, NbdCounters, Paused};
 pub use tls::TlsOptions;
-pub use server::{NbdServer, StoppingServer};

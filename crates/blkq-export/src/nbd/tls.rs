@@ -11,6 +11,7 @@ use crate::buffers::try_zeroed;
 
 use super::certificates::TlsCertificates;
 use super::outgoing::Outgoing;
+use super::verifier::UsageError;
 
 /// Bytes received that are not decrypted yet: several records of 16 KiB.
 const INCOMING_BYTES: usize = 128 << 10;
@@ -189,6 +190,9 @@ impl Tls {
             Some(Error::InvalidCertificate(Revoked)) => "its certificate is revoked",
             Some(Error::InvalidCertificate(InvalidPurpose | InvalidPurposeContext { .. })) => {
                 "its certificate is not one for clients (extendedKeyUsage=clientAuth)"
+            }
+            Some(Error::InvalidCertificate(CertificateError::Other(other))) if other.0.is::<UsageError>() => {
+                return other.0.to_string();
             }
             Some(Error::AlertReceived(alert)) => {
                 return format!(

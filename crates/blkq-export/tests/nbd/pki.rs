@@ -41,6 +41,15 @@ impl Pki {
         self.request(name, &[&extensions[..], &name_of_host].concat());
     }
 
+    /// A certificate with these extensions, signed by `authority`, or by itself without one.
+    pub fn certificate(&self, authority: Option<&str>, name: &str, extensions: &[&str]) {
+        let of = authority.map(|it| [format!("{it}-cert.pem"), format!("{it}-key.pem")]);
+        let signed = of.iter().flat_map(|[cert, key]| ["-CA", cert, "-CAkey", key]);
+        let words: Vec<&str> =
+            extensions.iter().flat_map(|extension| ["-addext", extension]).chain(signed).collect();
+        self.request(name, &words);
+    }
+
     fn request(&self, name: &str, words: &[&str]) {
         let [cert, key] = [format!("{name}-cert.pem"), format!("{name}-key.pem")];
         let subject = format!("/CN={name}");

@@ -1,0 +1,245 @@
+//! The fields of an X.509 certificate that decide what it may be used for (RFC 5280, 4.1 and 4.2.1). The verifier of
+//! certificates, webpki, takes whatever is configured for an authority, and does not read keyUsage.
+//!
+//! Certificates are what clients send: each length is checked against what is there, nothing is copied, and a
+//! certificate that cannot be read is rejected.
+
+const BOOLEAN: u8 = 0x01;
+const INTEGER: u8 = 0x02;
+const BIT_STRING: u8 = 0x03;
+const OCTET_STRING: u8 = 0x04;
+const OBJECT_IDENTIFIER: u8 = 0x06;
+const UTC_TIME: u8 = 0x17;
+const GENERALIZED_TIME: u8 = 0x18;
+const SEQUENCE: u8 = 0x30;
+/// Context-specific and constructed: the version, and the extensions.
+const VERSION: u8 = 0xa0;
+const EXTENSIONS: u8 = 0xa3;
+
+/// `id-ce-keyUsage` and `id-ce-basicConstraints`.
+const KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x0f];
+const BASIC_CONSTRAINTS: &[u8] = &[0x55, 0x1d, 0x13];
+
+/// The first bits of a key usage.
+const DIGITAL_SIGNATURE: u8 = 0x80;
+const KEY_CERT_SIGN: u8 = 0x04;
+
+/// What a certificate may be used for, and when.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CertificateUse {
+    /// Seconds since 1970.
+    pub not_before: i64,
+    /// The same.
+    pub not_after: i64,
+    /// basicConstraints says that it is of an authority.
+    pub is_authority: bool,
+    /// The first byte of keyUsage, if there is one.
+    key_usage: Option<u8>,
+}
+
+impl CertificateUse {
+    /// Reads a certificate; `None` if it is malformed.
+    pub fn parse(der: &[u8]) -> Option<CertificateUse> {
+        let mut certificate = Reader(Reader(der).take(SEQUENCE)?);
+        let mut fields = Reader(certificate.take(SEQUENCE)?);
+        fields.take_if(VERSION)?;
+        fields.take(INTEGER)?; // its serial number
+        fields.take(SEQUENCE)?; // the algorithm of its signature
+        fields.take(SEQUENCE)?; // its issuer
+        let mut validity = Reader(fields.take(SEQUENCE)?);
+        let (not_before, not_after) = (time(validity.element()?)?, time(validity.element()?)?);
+        fields.take(SEQUENCE)?; // its subject
+        fields.take(SEQUENCE)?; // its key
+        let mut parsed = CertificateUse { not_before, not_after, is_authority: false, key_usage: None };
+        let mut has_constraints = false;
+        while !fields.0.is_empty() {
+            let (tag, content) = fields.element()?;
+            if tag != EXTENSIONS {
+                continue; // unique identifiers
+            }
+            let mut extensions = Reader(Reader(content).take(SEQUENCE)?);
+            while !extensions.0.is_empty() {
+                let mut extension = Reader(extensions.take(SEQUENCE)?);
+                let name = extension.take(OBJECT_IDENTIFIER)?;
+                extension.take_if(BOOLEAN)?; // whether it is critical
+                let value = extension.take(OCTET_STRING)?;
+                match name {
+                    BASIC_CONSTRAINTS if !std::mem::replace(&mut has_constraints, true) => {
+                        let is_authority = Reader(Reader(value).take(SEQUENCE)?).take_if(BOOLEAN)?;
+                        parsed.is_authority = is_authority.is_some_and(|value| value != [0]);
+                    }
+                    KEY_USAGE if parsed.key_usage.is_none() => {
+                        // After the number of unused bits.
+                        parsed.key_usage = Some(*Reader(value).take(BIT_STRING)?.get(1).unwrap_or(&0));
+                    }
+                    // Twice: it may mean anything.
+                    BASIC_CONSTRAINTS | KEY_USAGE => return None,
+                    _ => {}
+                }
+            }
+        }
+        Some(parsed)
+    }
+
+    /// Whether its key may sign certificates.
+    pub fn may_sign_certificates(&self) -> bool {
+        self.key_usage.is_none_or(|usage| usage & KEY_CERT_SIGN != 0)
+    }
+
+    /// Whether its key may sign a handshake.
+    pub fn may_sign(&self) -> bool {
+        self.key_usage.is_none_or(|usage| usage & DIGITAL_SIGNATURE != 0)
+    }
+}
+
+/// The elements of DER that are left.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    /// The tag and the content of the next one.
+    fn element(&mut self) -> Option<(u8, &'a [u8])> {
+        let (&[tag, first], rest) = self.0.split_first_chunk()?;
+        let (length, rest) = match first {
+            0..0x80 => (usize::from(first), rest),
+            // Larger ones do not fit into a file, or a message.
+            0x81..=0x83 => {
+                let (bytes, rest) = rest.split_at_checked(usize::from(first & 3))?;
+                (bytes.iter().fold(0, |length, byte| length << 8 | usize::from(*byte)), rest)
+            }
+            _ => return None,
+        };
+        let (content, rest) = rest.split_at_checked(length)?;
+        self.0 = rest;
+        Some((tag, content))
+    }
+
+    /// The content of the next one, which must have that tag.
+    fn take(&mut self, tag: u8) -> Option<&'a [u8]> {
+        let (found, content) = self.element()?;
+        (found == tag).then_some(content)
+    }
+
+    /// The content of the next one if it has that tag; the outer `None` if it is malformed.
+    fn take_if(&mut self, tag: u8) -> Option<Option<&'a [u8]>> {
+        if self.0.first() == Some(&tag) { self.take(tag).map(Some) } else { Some(None) }
+    }
+}
+
+/// Seconds since 1970 of a time, which DER has in UTC and without fractions.
+fn time((tag, text): (u8, &[u8])) -> Option<i64> {
+    let digits = text.strip_suffix(b"Z")?;
+    let (year, rest) = match tag {
+        UTC_TIME if digits.len() == 12 => {
+            let year = number(&digits[..2])?;
+            (if year < 50 { 2000 + year } else { 1900 + year }, &digits[2..])
+        }
+        GENERALIZED_TIME if digits.len() == 14 => (number(&digits[..4])?, &digits[4..]),
+        _ => return None,
+    };
+    let field = |index: usize| number(&rest[2 * index..2 * index + 2]);
+    let (month, day) = (field(0)?, field(1)?);
+    if !(1..=12).contains(&month) || !(1..=31).contains(&day) {
+        return None;
+    }
+    // Years begin in March, so that the leap day is the last one.
+    let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
+    let days = 365 * year + year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
+    let days = days + (153 * month + 2) / 5 + day - 1 - 719_468;
+    Some(((days * 24 + field(2)?) * 60 + field(3)?) * 60 + field(4)?)
+}
+
+fn number(digits: &[u8]) -> Option<i64> {
+    digits.iter().try_fold(0, |number, digit| {
+        digit.is_ascii_digit().then(|| number * 10 + i64::from(digit - b'0'))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn element(tag: u8, content: &[u8]) -> Vec<u8> {
+        let length = content.len();
+        let head = if length < 0x80 { vec![tag, length as u8] } else { vec![tag, 0x82, (length >> 8) as u8, length as u8] };
+        [head, content.to_vec()].concat()
+    }
+
+    fn extension(name: &[u8], value: &[u8]) -> Vec<u8> {
+        let parts = [element(OBJECT_IDENTIFIER, name), element(BOOLEAN, &[0xff]), element(OCTET_STRING, value)];
+        element(SEQUENCE, &parts.concat())
+    }
+
+    fn certificate(extensions: &[Vec<u8>]) -> Vec<u8> {
+        let validity = [element(UTC_TIME, b"700101000000Z"), element(GENERALIZED_TIME, b"20280229123456Z")];
+        let empty = element(SEQUENCE, &[]);
+        let fields = [
+            element(VERSION, &element(INTEGER, &[2])),
+            element(INTEGER, &[1]),
+            empty.clone(),
+            empty.clone(),
+            element(SEQUENCE, &validity.concat()),
+            empty.clone(),
+            empty.clone(),
+            element(EXTENSIONS, &element(SEQUENCE, &extensions.concat())),
+        ];
+        element(SEQUENCE, &[element(SEQUENCE, &fields.concat()), empty, element(BIT_STRING, &[0])].concat())
+    }
+
+    fn usage(bits: u8) -> Vec<u8> {
+        extension(KEY_USAGE, &element(BIT_STRING, &[1, bits]))
+    }
+
+    fn constraints(content: &[u8]) -> Vec<u8> {
+        extension(BASIC_CONSTRAINTS, &element(SEQUENCE, content))
+    }
+
+    #[test]
+    fn uses_follow_from_the_extensions() {
+        let parse = |extensions: &[Vec<u8>]| CertificateUse::parse(&certificate(extensions)).unwrap();
+        let plain = parse(&[extension(&[0x55, 0x1d, 0x11], &[1])]);
+        assert!(!plain.is_authority && plain.may_sign() && plain.may_sign_certificates());
+        assert_eq!((plain.not_before, plain.not_after), (0, 1_835_440_496));
+        assert!(parse(&[constraints(&element(BOOLEAN, &[0xff]))]).is_authority);
+        assert!(!parse(&[constraints(&element(BOOLEAN, &[0]))]).is_authority);
+        assert!(!parse(&[constraints(&element(INTEGER, &[1]))]).is_authority);
+        let signs = parse(&[usage(DIGITAL_SIGNATURE)]);
+        assert!(signs.may_sign() && !signs.may_sign_certificates());
+        let issues = parse(&[usage(KEY_CERT_SIGN)]);
+        assert!(!issues.may_sign() && issues.may_sign_certificates());
+        // What is there twice decides nothing.
+        assert_eq!(CertificateUse::parse(&certificate(&[usage(4), usage(0x80)])), None);
+        assert_eq!(CertificateUse::parse(&certificate(&[constraints(&[]), constraints(&[])])), None);
+    }
+
+    #[test]
+    fn times_are_read_as_utc() {
+        let utc = |text: &[u8]| time((UTC_TIME, text));
+        assert_eq!(utc(b"491231235959Z"), Some(2_524_607_999));
+        assert_eq!(utc(b"500101000000Z"), Some(-631_152_000));
+        assert_eq!(time((GENERALIZED_TIME, b"20000301000000Z")), Some(951_868_800));
+        for wrong in [&b"4912312359Z"[..], b"491331235959Z", b"491200235959Z", b"49123123595xZ", b"491231235959", b""] {
+            assert_eq!(utc(wrong), None);
+        }
+        assert_eq!(time((SEQUENCE, b"491231235959Z")), None);
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_is_sent_leads_to_a_panic(at in 0..500_usize, byte: u8, cut in 0..500_usize) {
+            let mut der = certificate(&[usage(4), constraints(&element(BOOLEAN, &[0xff]))]);
+            let length = der.len();
+            der[at % length] = byte;
+            let _ = CertificateUse::parse(&der);
+            der.truncate(cut % length);
+            prop_assert_eq!(CertificateUse::parse(&der), None);
+        }
+
+        #[test]
+        fn nor_does_anything_else(der: Vec<u8>, content: Vec<u8>) {
+            let _ = CertificateUse::parse(&der);
+            let _ = CertificateUse::parse(&certificate(&[extension(KEY_USAGE, &content)]));
+        }
+    }
+}
