@@ -32,3 +32,4 @@ mod slots;
 mod sync;
 pub mod ublk;
 pub mod vhost_user;
+mod work;

@@ -3,7 +3,7 @@
 
 use blkq_export::nbd::contexts::{Contexts, OfferedBitmap};
 use blkq_export::nbd::handshake::{
-    Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX, TlsPolicy,
+    Export, Handshake, Next, OPTION_MAX_BYTES, OPTION_SKIP_MAX_BYTES, OPTIONS_MAX, QUERIES_MAX, TlsPolicy,
 };
 use blkq_export::nbd::proto::{TransmissionFlags, option, option_reply};
 use blkq_export::nbd::reply::ReplyStyle;
@@ -101,6 +101,31 @@ impl Client {
     fn acknowledged(&mut self, option: u32, data: &[u8]) {
         assert_eq!(self.option(option, data), (reply_bytes(option, option_reply::ACK, &[]), Next::Receive));
     }
+}
+
+#[test]
+fn queries_of_contexts_are_bounded_and_take_several_turns() {
+    let mut client = Client::new(3);
+    client.acknowledged(option::STRUCTURED_REPLY, &[]);
+    let queries = |count: u32| context_data(b"disk", &vec![&b"qemu:x"[..]; count as usize]);
+    client.refused(option::LIST_META_CONTEXT, &queries(QUERIES_MAX + 1), option_reply::ERR_TOO_BIG);
+    client.handshake.take_work();
+    let (options, mut replies, mut turns) = (20, 0, 0);
+    let bytes = option_bytes(option::LIST_META_CONTEXT, &queries(QUERIES_MAX)).repeat(options);
+    let (mut output, mut next) = client.send(&bytes);
+    loop {
+        turns += 1;
+        replies += output.len();
+        // The last option may begin when the budget is all but spent.
+        assert!(client.handshake.take_work() <= blkq::TURN_BUDGET.items + QUERIES_MAX as usize);
+        if next == Next::Receive {
+            break;
+        }
+        assert_eq!(next, Next::Later);
+        (output, next) = client.send(&[]);
+    }
+    assert_eq!(replies, options * reply_bytes(option::LIST_META_CONTEXT, option_reply::ACK, &[]).len());
+    assert!(turns >= options, "{turns} turns for {options} options");
 }
 
 #[test]

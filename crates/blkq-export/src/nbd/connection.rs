@@ -26,6 +26,20 @@ enum Phase {
     Transmission(Requests),
 }
 
+/// The items of the turn's budget that a step of decryption costs: a client may send records of one byte each.
+const DECRYPT_ITEMS: usize = 4;
+
+/// What parsing needs to continue.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wish {
+    /// More bytes.
+    Receive,
+    /// The next turn.
+    Later,
+    /// A completion.
+    Nothing,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Closing {
     /// Not in sight.
@@ -192,11 +206,12 @@ impl Connection {
         self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Does all that can be done now: parses, submits, sends, receives.
-    pub fn turn(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
+    /// Does all that can be done in this turn: parses, submits, sends, receives. Returns whether more of what has
+    /// arrived is to be parsed in the next turn.
+    pub fn turn(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
         self.ready = false;
         if self.stream.is_handshake_offloaded() {
-            return;
+            return false;
         }
         if let Phase::Transmission(requests) = &mut self.phase {
             match self.closing {
@@ -204,12 +219,14 @@ impl Connection {
                 _ => requests.begin_parts(self.stream.replies(), shared, cx),
             }
         }
-        let mut hungry = self.parse(shared, cx);
-        while hungry && self.decrypt() {
-            hungry = self.parse(shared, cx);
+        let mut wish = self.parse(shared, cx);
+        while wish == Wish::Receive && self.decrypt(shared) {
+            wish = self.parse(shared, cx);
         }
+        let mut hungry = wish == Wish::Receive;
         if hungry && let Some(tls) = self.stream.offload_handshake() {
-            return shared.offload_handshake(self.slot, tls, cx);
+            shared.offload_handshake(self.slot, tls, cx);
+            return false;
         }
         hungry &= !self.stream.must_send_first() && self.closing == Closing::No;
         if self.closing != Closing::No {
@@ -232,19 +249,21 @@ impl Connection {
         if let Phase::Transmission(requests) = &self.phase {
             self.status.publish(requests.counters(), requests.outstanding());
         }
+        wish == Wish::Later && self.closing == Closing::No
     }
 
-    /// Parses all that has arrived and there is room for. True if more bytes are wanted.
-    fn parse(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
+    /// Parses what has arrived, as far as there is room for it and the turn's budget allows.
+    fn parse(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> Wish {
         // While a receive is in flight the stream, or the payload, is the kernel's.
         if self.stream.is_receiving() {
-            return false;
+            return Wish::Nothing;
         }
         while self.closing == Closing::No {
             let (handshake, exports) = match &mut self.phase {
                 Phase::Transmission(requests) => {
                     match requests.parse(&mut self.stream, shared, cx) {
-                        Parsed::Receive => return true,
+                        Parsed::Receive => return Wish::Receive,
+                        Parsed::Later => return Wish::Later,
                         Parsed::Wait => {}
                         Parsed::Disconnect => self.closing = Closing::Drain,
                         Parsed::Violation => {
@@ -252,18 +271,21 @@ impl Connection {
                             self.closing = Closing::Drain;
                         }
                     }
-                    return false;
+                    return Wish::Nothing;
                 }
+                Phase::Handshake(..) if shared.work.is_over() => return Wish::Later,
                 Phase::Handshake(handshake, exports) => (handshake, exports),
             };
             let (input, replies) = self.stream.input_and_replies();
             let (taken, next) = replies.append(|output| handshake.receive(input, exports, output));
             self.stream.consume(taken);
+            shared.work.spend(handshake.take_work());
             match next {
-                Next::Receive => return true,
+                Next::Receive => return Wish::Receive,
+                Next::Later => return Wish::Later,
                 Next::StartTls => {
                     self.start_tls();
-                    return self.closing == Closing::No;
+                    return if self.closing == Closing::No { Wish::Receive } else { Wish::Nothing };
                 }
                 Next::Close => {
                     if !handshake.is_aborted() {
@@ -280,7 +302,7 @@ impl Connection {
                 }
             }
         }
-        false
+        Wish::Nothing
     }
 
     fn start_tls(&mut self) {
@@ -291,7 +313,8 @@ impl Connection {
     }
 
     /// Decrypts what has arrived to where it belongs. True if there is something to parse now.
-    fn decrypt(&mut self) -> bool {
+    fn decrypt(&mut self, shared: &mut EngineShared) -> bool {
+        shared.work.spend(DECRYPT_ITEMS);
         let payload = match &mut self.phase {
             Phase::Handshake(..) => None,
             Phase::Transmission(requests) => requests.missing_payload(),

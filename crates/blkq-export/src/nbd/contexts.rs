@@ -11,8 +11,8 @@ use super::proto::AllocationFlags;
 /// The namespace of QEMU's contexts.
 const QEMU: &[u8] = b"qemu:";
 const BASE: &[u8] = b"base:";
-const BASE_ALLOCATION: &[u8] = b"base:allocation";
-const ALLOCATION_DEPTH: &[u8] = b"qemu:allocation-depth";
+const ALLOCATION: &[u8] = b"allocation";
+const ALLOCATION_DEPTH: &[u8] = b"allocation-depth";
 const DIRTY_BITMAP: &[u8] = b"qemu:dirty-bitmap:";
 
 /// The number of the first dirty bitmap.
@@ -48,9 +48,10 @@ impl Contexts {
     /// all that is in it, if they are to be listed.
     pub(super) fn matching(query: &[u8], bitmaps: &[OfferedBitmap], listing: bool) -> Contexts {
         let all = Contexts::all(bitmaps);
+        let lists = listing && [BASE, QEMU, DIRTY_BITMAP].contains(&query);
         let is_named = |id: &u32| {
-            let name = context_name(*id, bitmaps);
-            name == query || listing && [BASE, QEMU, DIRTY_BITMAP].contains(&query) && name.starts_with(query)
+            let (namespace, leaf) = context_name(*id, bitmaps);
+            lists && namespace.starts_with(query) || query.strip_prefix(namespace) == Some(leaf)
         };
         all.ids().filter(is_named).fold(Contexts::default(), |found, id| found.with(Contexts(1 << (id - 1))))
     }
@@ -92,12 +93,12 @@ fn is_offered(bitmap: &Bitmap) -> bool {
     bitmap.state() != BitmapState::Inconsistent
 }
 
-/// The name of the context with this number, of an export with the dirty bitmaps `bitmaps`.
-pub(super) fn context_name(id: u32, bitmaps: &[OfferedBitmap]) -> Vec<u8> {
+/// The name of the context with this number, of an export with the dirty bitmaps `bitmaps`: its namespace, and the rest.
+pub(super) fn context_name(id: u32, bitmaps: &[OfferedBitmap]) -> (&'static [u8], &[u8]) {
     match id {
-        1 => BASE_ALLOCATION.to_vec(),
-        2 => ALLOCATION_DEPTH.to_vec(),
-        _ => [DIRTY_BITMAP, bitmaps[(id - BITMAPS_ID) as usize].name.as_bytes()].concat(),
+        1 => (BASE, ALLOCATION),
+        2 => (QEMU, ALLOCATION_DEPTH),
+        _ => (DIRTY_BITMAP, bitmaps[(id - BITMAPS_ID) as usize].name.as_bytes()),
     }
 }
 

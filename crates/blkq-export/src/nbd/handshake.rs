@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use blkq::TURN_BUDGET;
 use zerocopy::byteorder::big_endian::{U16, U32};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -19,6 +20,8 @@ pub const OPTIONS_MAX: u32 = 128;
 pub const OPTION_MAX_BYTES: usize = 64 << 10;
 /// Longest option that is answered with an error, in bytes; longer ones close the session.
 pub const OPTION_SKIP_MAX_BYTES: usize = 1 << 20;
+/// Queries of one option; a client needs one per context, of which an export has at most 66.
+pub const QUERIES_MAX: u32 = 256;
 /// Least size of the caller's buffer, in bytes.
 pub const INPUT_BYTES: usize = size_of::<OptionHeader>() + OPTION_MAX_BYTES;
 
@@ -81,6 +84,8 @@ pub enum TlsPolicy {
 pub enum Next {
     /// With more bytes.
     Receive,
+    /// With the bytes that were not consumed, in the next turn: these took a turn's budget.
+    Later,
     /// With more bytes, under TLS: send what was written in clear, then encrypt both ways. Bytes
     /// that were received and not consumed cannot be trusted: if there are any,
     /// close.
@@ -115,6 +120,8 @@ pub struct Handshake {
     aborted: bool,
     lacks_tls: bool,
     shutting_down: bool,
+    /// Options, and queries and replies of them, since [`Handshake::take_work`].
+    work: usize,
 }
 
 impl Handshake {
@@ -136,6 +143,7 @@ impl Handshake {
             aborted: false,
             lacks_tls: false,
             shutting_down: false,
+            work: 0,
         }
     }
 
@@ -154,11 +162,17 @@ impl Handshake {
         self.lacks_tls && !self.encrypted
     }
 
-    /// Takes what the client sent and was not yet consumed. Appends what is to be sent to
+    /// The options, and queries and replies of them, since the last call: a client chooses how many there are.
+    pub fn take_work(&mut self) -> usize {
+        std::mem::take(&mut self.work)
+    }
+
+    /// Takes what the client sent and was not yet consumed, as far as a turn's budget allows. Appends what is to be sent to
     /// `output`; returns how many bytes were consumed, and what comes next. The first of
     /// `exports`, which stays the same all along, is also the default one (empty name).
     pub fn receive(&mut self, input: &[u8], exports: &[Export], output: &mut Vec<u8>) -> (usize, Next) {
         let mut rest = input;
+        let work_before = self.work;
         let next = loop {
             match self.state {
                 State::ClientFlags => {
@@ -178,6 +192,7 @@ impl Handshake {
                     }
                     self.state = State::Options;
                 }
+                State::Options if self.work - work_before >= TURN_BUDGET.items => break Next::Later,
                 State::Options => {
                     let Ok((header, after)) = OptionHeader::read_from_prefix(rest) else {
                         break Next::Receive;
@@ -211,13 +226,14 @@ impl Handshake {
                 State::Over => break Next::Close,
             }
         };
-        if !matches!(next, Next::Receive | Next::StartTls) {
+        if !matches!(next, Next::Receive | Next::Later | Next::StartTls) {
             self.state = State::Over;
         }
         (input.len() - rest.len(), next)
     }
 
     fn option(&mut self, option: u32, data: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
+        self.work += 1;
         let mut reply = Reply { option, output };
         if self.shutting_down && option != option::ABORT {
             if option == option::EXPORT_NAME {
@@ -277,6 +293,7 @@ impl Handshake {
                 reply.error(option_reply::ERR_INVALID, "this option has no data");
             }
             option::LIST => {
+                self.work += exports.len();
                 for export in exports {
                     let name = export.name.as_bytes();
                     let length = U32::new(name.len() as u32);
@@ -391,20 +408,25 @@ impl Handshake {
         let mut data = Fields(data);
         let name = data.string()?;
         let queries = data.take::<U32>()?.get();
+        if queries > QUERIES_MAX {
+            return Err((option_reply::ERR_TOO_BIG, "too many queries"));
+        }
         let export = find(exports, name);
         let bitmaps = export.map_or(&[][..], |export| &exports[export].bitmaps);
         let mut found = if queries == 0 && !set { Contexts::all(bitmaps) } else { Contexts::default() };
+        self.work += queries as usize;
         for _ in 0..queries {
-            // Every query takes four bytes at least, so the option's length bounds the loop.
             found = found.with(Contexts::matching(data.string()?, bitmaps, !set));
         }
         if !data.0.is_empty() {
             return Err(INVALID);
         }
         let export = export.ok_or(UNKNOWN)?;
+        self.work += found.count();
         for id in found.ids() {
             let number = U32::new(if set { id } else { 0 });
-            reply.send(option_reply::META_CONTEXT, &[number.as_bytes(), &context_name(id, bitmaps)]);
+            let (namespace, leaf) = context_name(id, bitmaps);
+            reply.send(option_reply::META_CONTEXT, &[number.as_bytes(), namespace, leaf]);
         }
         if set {
             self.contexts = Some((export, found));

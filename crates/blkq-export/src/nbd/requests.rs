@@ -36,6 +36,8 @@ pub(super) enum Parsed {
     Receive,
     /// Nothing is, until something has completed or left.
     Wait,
+    /// Nothing is in this turn, whose budget is spent.
+    Later,
     /// The client disconnects.
     Disconnect,
     /// The client broke the protocol.
@@ -208,6 +210,8 @@ impl Requests {
                 self.begin(request, stream.replies(), shared, cx);
             } else if self.outstanding >= shared.options.requests_max {
                 return Parsed::Wait;
+            } else if shared.work.is_over() {
+                return Parsed::Later;
             } else {
                 let input = stream.input();
                 let mut rest = input;
@@ -217,11 +221,11 @@ impl Requests {
                 match step {
                     Step::Receive => return Parsed::Receive,
                     Step::Request(request) => {
-                        self.count_request();
+                        self.count_request(shared);
                         self.parsed = Some(request);
                     }
                     Step::Rejected { cookie, offset, error } => {
-                        self.count_request();
+                        self.count_request(shared);
                         self.counters.refused_requests += 1;
                         self.error(ReplyTo { cookie, offset }, error, stream.replies());
                     }
@@ -232,7 +236,8 @@ impl Requests {
         }
     }
 
-    fn count_request(&mut self) {
+    fn count_request(&mut self, shared: &mut EngineShared) {
+        shared.work.spend(1);
         self.outstanding += 1;
         self.counters.requests += 1;
     }

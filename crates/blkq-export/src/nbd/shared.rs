@@ -12,6 +12,7 @@ use blkq::{Bio, Completion, SourceContext, Worker};
 
 use crate::buffers::BufferPool;
 use crate::client_kind;
+use crate::work::TurnWork;
 
 use super::budget::Budget;
 use super::contexts::{ChosenContexts, ContextStatus};
@@ -31,9 +32,9 @@ pub(super) const CANCELLED: u64 = 3;
 /// Bytes that a client must at least take, or send of a payload, per second.
 const RATE_MIN: u64 = 1 << 20;
 const NS_PER_SECOND: u64 = 1_000_000_000;
-
 /// The time that each send may take once the server stops.
 const STOPPING_SEND_NS: u64 = NS_PER_SECOND;
+
 pub(super) fn token(kind: u64, slot: u32) -> u64 {
     kind << 32 | u64::from(slot)
 }
@@ -73,9 +74,11 @@ pub(super) struct EngineShared {
     clients: Vec<u32>,
     /// The earliest deadline of a connection, or earlier.
     deadline_ns: u64,
-    /// Makes the signatures of handshakes.
     /// The server stops.
     stopping: bool,
+    /// What the clients of this engine had done in this turn.
+    pub work: TurnWork,
+    /// Makes the signatures of handshakes.
     handshakes: Worker,
 }
 
@@ -98,8 +101,9 @@ impl EngineShared {
             delays: DelayCounters::default(),
             clients: Vec::new(),
             deadline_ns: u64::MAX,
-            handshakes: Worker::new("blkq-worker-tls"),
             stopping: false,
+            work: TurnWork::default(),
+            handshakes: Worker::new("blkq-worker-tls"),
         }
     }
 
@@ -129,7 +133,6 @@ impl EngineShared {
         until_ns
     }
 
-    /// A deadline of a connection.
     /// The server stops: sends have little time from now on, as the last flush waits for all clients. Returns when
     /// those in flight must be done.
     pub fn begin_stop(&mut self, cx: &SourceContext<'_>) -> u64 {
@@ -137,6 +140,7 @@ impl EngineShared {
         self.transfer_until_ns(0, cx)
     }
 
+    /// A deadline of a connection.
     pub fn expect_deadline(&mut self, at_ns: u64) {
         self.deadline_ns = self.deadline_ns.min(at_ns);
     }

@@ -1,6 +1,7 @@
 //! The server's part on one engine: accepts clients, and passes completions to their connections.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -52,7 +53,8 @@ pub(super) struct NbdSource {
     loads: Arc<Loads>,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
-    ready: Vec<u32>,
+    /// Connections that have something to do, in order.
+    ready: VecDeque<u32>,
     accept_armed: bool,
     cancel_armed: bool,
     accept_at_ns: u64,
@@ -78,7 +80,7 @@ impl NbdSource {
             loads,
             engine,
             connections: Vec::new(),
-            ready: Vec::new(),
+            ready: VecDeque::new(),
             accept_armed: false,
             cancel_armed: false,
             accept_at_ns: 0,
@@ -207,8 +209,20 @@ impl NbdSource {
         if let Some(Some(connection)) = self.connections.get_mut(slot as usize)
             && connection.make_ready()
         {
-            self.ready.push(slot);
+            self.ready.push_back(slot);
         }
+    }
+
+    /// When a time limit of a connection, or a pause, is over at the earliest.
+    fn timers_ns(&self) -> Option<u64> {
+        let mut at_ns = self.shared.deadline_ns();
+        if let Some(since_ns) = self.idle_since_ns {
+            at_ns = at_ns.min(since_ns + IDLE_NS);
+        }
+        if self.accept_at_ns > 0 && !self.stopping {
+            at_ns = at_ns.min(self.accept_at_ns);
+        }
+        (at_ns < u64::MAX).then_some(at_ns)
     }
 
     fn make_all_ready(&mut self) {
@@ -217,7 +231,7 @@ impl NbdSource {
 
     /// Reads the clock when a deadline may have passed.
     fn check_deadlines(&mut self, cx: &mut SourceContext<'_>) {
-        let Some(deadline_ns) = self.deadline_ns() else { return };
+        let Some(deadline_ns) = self.timers_ns() else { return };
         let now_ns = cx.now_ns();
         if now_ns < deadline_ns {
             return;
@@ -248,6 +262,17 @@ impl NbdSource {
                 connection.complete_ordered(finished, &mut self.shared);
                 self.make_ready(slot);
             }
+        }
+    }
+
+    /// Gives a connection its turn; it goes to the end of those that are ready if it has more to do.
+    fn turn_of(&mut self, slot: u32, cx: &mut SourceContext<'_>) {
+        let Some(connection) = &mut self.connections[slot as usize] else { return };
+        let has_more = connection.turn(&mut self.shared, cx);
+        if connection.is_over() {
+            self.drop_connection(slot);
+        } else if has_more {
+            self.make_ready(slot);
         }
     }
 
@@ -344,22 +369,21 @@ unsafe impl Source for NbdSource {
     }
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
+        self.shared.work.begin(cx);
         self.check_deadlines(cx);
         if self.shared.resubmit_requeued(cx) {
             self.make_all_ready();
         }
         self.shared.submit_waiting(cx);
         self.order_writes(cx);
-        while !self.ready.is_empty() {
-            let mut ready = std::mem::take(&mut self.ready);
-            for slot in ready.drain(..) {
-                let Some(connection) = &mut self.connections[slot as usize] else { continue };
-                connection.turn(&mut self.shared, cx);
-                if connection.is_over() {
-                    self.drop_connection(slot);
+        while !self.ready.is_empty() && !self.shared.work.is_over() {
+            for _ in 0..self.ready.len() {
+                let Some(slot) = self.ready.pop_front() else { break };
+                self.turn_of(slot, cx);
+                if self.shared.work.is_over() {
+                    break;
                 }
             }
-            self.ready = ready;
             self.order_writes(cx);
             // A connection that waited for memory may have its turn now.
             if let Some(slot) = self.shared.budget.next() {
@@ -378,14 +402,8 @@ unsafe impl Source for NbdSource {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        let mut deadline_ns = self.shared.deadline_ns();
-        if let Some(since_ns) = self.idle_since_ns {
-            deadline_ns = deadline_ns.min(since_ns + IDLE_NS);
-        }
-        if self.accept_at_ns > 0 && !self.stopping {
-            deadline_ns = deadline_ns.min(self.accept_at_ns);
-        }
-        (deadline_ns < u64::MAX).then_some(deadline_ns)
+        // The budget of the last turn was spent.
+        if self.ready.is_empty() { self.timers_ns() } else { Some(0) }
     }
 
     fn client_of(&self, user_data: u64) -> Option<String> {
@@ -410,6 +428,7 @@ unsafe impl Source for NbdSource {
             // SAFETY: no memory and no descriptor is passed.
             unsafe { cx.push(opcode::AsyncCancel::new(accept).build(), token(CANCELLED, 0)) }
         }
+        let until_ns = self.shared.begin_stop(cx);
         for connection in self.connections.iter_mut().flatten() {
             connection.stop(until_ns);
         }
@@ -427,7 +446,6 @@ unsafe impl Source for NbdSource {
 
 impl Drop for NbdSource {
     fn drop(&mut self) {
-        let until_ns = self.shared.begin_stop(cx);
         // An engine that exits without stopping its sources leaves operations to the kernel:
         // their memory is left to it too.
         for mut connection in self.connections.drain(..).flatten() {

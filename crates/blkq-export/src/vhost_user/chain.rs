@@ -60,6 +60,12 @@ impl Chain {
         &self.buffers[self.readable..]
     }
 
+    /// How many buffers there are: the descriptors that were read for them.
+    #[inline]
+    pub fn descriptors(&self) -> usize {
+        self.buffers.len()
+    }
+
     #[inline]
     pub(super) fn clear(&mut self) {
         self.buffers.clear();

@@ -62,7 +62,6 @@ mod tests;
 /// The device's side of a ring. Each head is in flight once at a time.
 pub struct Ring {
     kind: Kind,
-    layout: Layout,
     /// By head.
     in_flight: Box<[bool]>,
     count: usize,
@@ -116,14 +115,7 @@ impl Ring {
         if is_unsound {
             return Err(RingError::Inflight { what: "a chain is in it twice" });
         }
-        Ok(Ring {
-            kind,
-            layout,
-            in_flight: vec![false; usize::from(spec.size)].into(),
-            count: 0,
-            memory,
-            record,
-        })
+        Ok(Ring { kind, in_flight: vec![false; usize::from(spec.size)].into(), count: 0, memory, record })
     }
 
     /// Takes the next chain into `chain`. Returns which, or `None` if none is available.
@@ -198,11 +190,6 @@ impl Ring {
             Kind::Split(ring) => ring.base().into(),
             Kind::Packed(ring) => ring.base(),
         }
-    }
-
-    /// Descriptors of the ring; more than any [`Head::index`].
-    pub fn size(&self) -> u16 {
-        self.layout.size
     }
 
     /// Whether memory of the ring, of the data or of the record was truncated: then it must stop.

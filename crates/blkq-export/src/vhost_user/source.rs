@@ -1,5 +1,5 @@
-//! A ring on its engine: takes all requests that are available, submits them under one plug, and calls
-//! the guest at most once per turn. It stops when nothing of it is in flight any more.
+//! A ring on its engine: takes the requests that are available, as far as the budget of a turn allows, submits them
+//! under one plug, and calls the guest at most once per turn. It stops when nothing of it is in flight any more.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -10,12 +10,14 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use blkq::trace::TraceClient;
 use blkq::{
-    Bio, BioFlags, Completion, Cqe, Data, Error, IoResult, Operation, Sector, Source, SourceContext, Status,
+    Bio, BioFlags, Completion, Cqe, Data, Error, IoBuffer, IoResult, Operation, Sector, Source,
+    SourceContext, Status,
 };
 use io_uring::{opcode, types};
 
 use crate::client_kind;
 use crate::slots::Slots;
+use crate::work::TurnWork;
 
 use super::abi::{S_IOERR, S_OK};
 use super::bounce::{Bounces, copy_in, copy_out};
@@ -81,6 +83,13 @@ struct Slot {
     bounced: Option<Data>,
 }
 
+/// Data that was read into a buffer, on its way to the guest.
+struct CopyOut {
+    slot: u64,
+    guest: Data,
+    buffer: IoBuffer,
+}
+
 /// A ring that is served.
 pub struct VringSource {
     start: VringStart,
@@ -90,6 +99,9 @@ pub struct VringSource {
     /// Bios for which the queue had no room.
     refused: VecDeque<Bio>,
     bounces: Bounces,
+    /// Reads whose bios have completed.
+    copies: VecDeque<CopyOut>,
+    work: TurnWork,
     idle_since_ns: Option<u64>,
     counters: RingCounters,
     /// Requests have completed that the guest does not see yet.
@@ -119,6 +131,8 @@ impl VringSource {
             slots: Slots::default(),
             refused: VecDeque::new(),
             bounces: Bounces::new(),
+            copies: VecDeque::new(),
+            work: TurnWork::default(),
             idle_since_ns: None,
             counters: RingCounters::default(),
             unpublished: false,
@@ -171,11 +185,11 @@ impl VringSource {
         !self.rejected && !self.engine_exits && self.start.ring.has_recovered()
     }
 
-    /// Takes what is available, up to as many requests as the ring has descriptors; once it stops, what was
-    /// in flight before.
+    /// Takes what is available, as far as the turn's budget allows; once it stops, what was in flight before. The guest
+    /// chooses how many descriptors a request has, many requests may share one table of them, and requests that
+    /// complete immediately are limited by nothing else.
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.more = false;
-        let mut left = self.start.ring.size();
         loop {
             if self.rejected || !self.refused.is_empty() || self.bounces.is_exhausted() {
                 return;
@@ -183,17 +197,15 @@ impl VringSource {
             if self.stopping && !self.has_recovered() {
                 return;
             }
+            if self.work.is_over() {
+                self.more = true;
+                return;
+            }
             match self.start.ring.pop(&mut self.chain) {
                 Ok(Some(head)) => {
                     self.kicks_enabled = false;
-                    if left == 0 {
-                        self.more = true;
-                    }
-                    left = left.saturating_sub(1);
+                    self.work.spend(self.chain.descriptors());
                     self.begin(cx, head);
-                    if self.more {
-                        return;
-                    }
                 }
                 Ok(None) if self.kicks_enabled => return,
                 Ok(None) => {
@@ -258,6 +270,7 @@ impl VringSource {
                     return self.reject(&RingError::MemoryLost);
                 }
                 let ranges = std::mem::take(&mut self.parser.ranges);
+                self.work.spend(ranges.len());
                 slot.bios = ranges.len() as u32;
                 let user_data = self.slots.insert(slot);
                 for range in &ranges {
@@ -287,6 +300,7 @@ impl VringSource {
             };
             self.counters.bounced += 1;
             if !slot.read {
+                self.work.spend_bytes(slot.bytes as usize);
                 copy_in(&data, &mut buffer[..slot.bytes as usize]);
             }
             slot.bounced = Some(data);
@@ -329,6 +343,34 @@ impl VringSource {
             if let Err(bio) = self.submit_now(cx, bio) {
                 return self.refused.push_front(bio);
             }
+        }
+    }
+
+    /// Copies data that was read to the guest, as far as the turn's budget allows.
+    fn copy_reads(&mut self) {
+        while !self.work.is_over()
+            && let Some(CopyOut { slot: number, guest, buffer }) = self.copies.pop_front()
+        {
+            let bytes = self.slots.get(number).map_or(0, |slot| slot.bytes as usize);
+            copy_out(&buffer[..bytes], &guest);
+            self.work.spend_bytes(bytes);
+            self.bounces.put(buffer);
+            self.parser.recycle(guest);
+            self.complete_bio(number, Ok(()));
+        }
+    }
+
+    /// A bio of the request in slot `number` is done.
+    #[inline]
+    fn complete_bio(&mut self, number: u64, result: IoResult) {
+        let Some(slot) = self.slots.get_mut(number) else { return };
+        slot.result = slot.result.and(result);
+        slot.bios -= 1;
+        if slot.bios == 0
+            && let Some(slot) = self.slots.take(number)
+        {
+            let status = status_of(slot.result);
+            self.finish(slot, status);
         }
     }
 
@@ -435,23 +477,16 @@ unsafe impl Source for VringSource {
             return;
         }
         match (slot.bounced.take(), completion.data) {
+            (Some(guest), Data::Buffer(buffer)) if slot.read && completion.result.is_ok() => {
+                return self.copies.push_back(CopyOut { slot: number, guest, buffer });
+            }
             (Some(guest), Data::Buffer(buffer)) => {
-                if slot.read && completion.result.is_ok() {
-                    copy_out(&buffer[..slot.bytes as usize], &guest);
-                }
                 self.bounces.put(buffer);
                 self.parser.recycle(guest);
             }
             (_, data) => self.parser.recycle(data),
         }
-        slot.result = slot.result.and(completion.result);
-        slot.bios -= 1;
-        if slot.bios == 0
-            && let Some(slot) = self.slots.take(number)
-        {
-            let status = status_of(slot.result);
-            self.finish(slot, status);
-        }
+        self.complete_bio(number, completion.result);
     }
 
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
@@ -466,7 +501,9 @@ unsafe impl Source for VringSource {
         if self.start.ring.is_broken() {
             self.reject(&RingError::MemoryLost);
         }
+        self.work.begin(cx);
         self.retry_refused(cx);
+        self.copy_reads();
         self.publish();
         if !self.stopping || self.has_recovered() {
             self.take_requests(cx);
@@ -489,11 +526,17 @@ unsafe impl Source for VringSource {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        if self.stopping || self.rejected {
+        if !self.copies.is_empty() {
+            return Some(0);
+        }
+        if self.rejected || self.stopping && !self.has_recovered() {
             return None;
         }
         if self.more {
             return Some(0);
+        }
+        if self.stopping {
+            return None;
         }
         let poll_ns = self.start.kick.is_none().then_some(self.next_poll_ns);
         let idle_ns = self.idle_since_ns.map(|since_ns| since_ns + IDLE_NS);

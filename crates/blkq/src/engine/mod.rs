@@ -57,6 +57,8 @@ struct Engine {
     cqes: Vec<Cqe>,
     /// The ring's counters when they were last added to the statistics.
     counted: RingCounters,
+    /// The number of the present turn.
+    turn: u64,
     exit: bool,
 }
 
@@ -83,6 +85,7 @@ impl Engine {
             messages: Vec::new(),
             cqes: Vec::with_capacity(RING_ENTRIES as usize * 4),
             counted: RingCounters::default(),
+            turn: 0,
             exit: false,
         };
         (0..engine.kicks.len()).for_each(|index| engine.arm_kick(index));
@@ -114,6 +117,7 @@ impl Engine {
     }
 
     fn turn(&mut self) {
+        self.turn += 1;
         let mut cqes = std::mem::take(&mut self.cqes);
         self.ring.reap_all(&mut cqes);
         for cqe in cqes.drain(..) {
@@ -158,8 +162,8 @@ impl Engine {
     /// The sources, and the rest of the engine.
     #[inline]
     fn split(&mut self) -> (&mut Sources, EngineParts<'_>) {
-        let Engine { ring, queues, sources, handle, exit, .. } = self;
-        (sources, EngineParts { ring, queues, handle, exits: *exit })
+        let Engine { ring, queues, sources, handle, turn, exit, .. } = self;
+        (sources, EngineParts { ring, queues, handle, turn: *turn, exits: *exit })
     }
 
     fn take_messages(&mut self) {

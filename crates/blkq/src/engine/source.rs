@@ -49,8 +49,9 @@ pub unsafe trait Source {
         let _ = (cx, message);
     }
 
-    /// Once per turn, after everything above: submit what was parsed, send what is ready.
-    /// Bios submitted in one turn share a plug.
+    /// In every turn, after everything above: submit what was parsed, send what is ready. Called again in the same turn
+    /// when bios complete immediately. Bios submitted in one turn share a plug. A source whose clients choose how much
+    /// there is to do stops at [`TURN_BUDGET`](crate::TURN_BUDGET), and has [`Source::deadline_ns`] return 0 for the rest.
     fn on_turn(&mut self, cx: &mut SourceContext<'_>);
 
     /// When [`Source::on_turn`] must be called at the latest, in nanoseconds of the
@@ -102,6 +103,7 @@ pub struct SourceContext<'a> {
     pub(super) id: SourceId,
     pub(super) handle: &'a EngineHandle,
     pub(super) worker: &'a mut Worker,
+    pub(super) turn: u64,
     pub(super) exits: bool,
 }
 
@@ -156,6 +158,13 @@ impl SourceContext<'_> {
     #[inline]
     pub fn set_trace_client(&mut self, queue: usize, client: impl FnOnce() -> TraceClient) {
         self.queues[queue].set_trace_client(client);
+    }
+
+    /// The number of the engine's turn. In one turn [`Source::on_turn`] may be called several times: what a source does
+    /// in all of them counts for its [`TURN_BUDGET`](crate::TURN_BUDGET).
+    #[inline]
+    pub fn turn(&self) -> u64 {
+        self.turn
     }
 
     /// Whether the engine exits, and its ring with it.
@@ -361,8 +370,6 @@ pub(super) fn exited() -> Error {
     Error::new(ErrorKind::System, "the engine has exited")
 }
 
-/// The receiver of the findings of a scan.
-pub type HangScanReply = Receiver<HangScan>;
 /// A source that was told to stop ([`EngineHandle::begin_stop`]).
 #[must_use = "the source may still have I/O in flight"]
 pub struct StoppingSource(Receiver<()>);
@@ -375,3 +382,5 @@ impl StoppingSource {
     }
 }
 
+/// The receiver of the findings of a scan.
+pub type HangScanReply = Receiver<HangScan>;

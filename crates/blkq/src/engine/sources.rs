@@ -14,6 +14,7 @@ pub(super) struct EngineParts<'a> {
     pub ring: &'a mut Ring,
     pub queues: &'a mut [Queue],
     pub handle: &'a EngineHandle,
+    pub turn: u64,
     pub exits: bool,
 }
 
@@ -80,6 +81,7 @@ impl Sources {
             id: attached.id,
             handle: parts.handle,
             worker: &mut self.worker,
+            turn: parts.turn,
             exits: parts.exits,
         };
         Some(call(&mut *attached.source, &mut cx))
