@@ -75,7 +75,7 @@ fn a_signal_stops_a_daemon_whichever_thread_gets_it() {
 
 // Contract: detach
 #[test]
-fn a_signal_stops_a_daemon_that_can_start_no_thread_as_soon_as_it_can() {
+fn a_signal_stops_a_daemon_once_it_can_start_a_thread() {
     let place = Place::new("no-thread");
     place.done(&["attach", "ram:1M", "--name", "d", "--export", "nbd"]);
     let pid = place.pid("d");

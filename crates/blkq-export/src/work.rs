@@ -5,7 +5,7 @@ use blkq::{SourceContext, TURN_BUDGET};
 /// Bytes that are copied in about the time of one item.
 const BYTES_PER_ITEM: usize = 32 << 10;
 
-/// The items that a source has done in the present turn. What a client chooses is counted: requests, descriptors,
+/// The items that a source has done in the present turn. Everything that a client chooses is counted: requests, descriptors,
 /// options, bytes that are copied.
 #[derive(Default)]
 pub struct TurnWork {

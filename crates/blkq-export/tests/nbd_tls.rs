@@ -18,8 +18,8 @@ use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, Reason, TlsCertificates, TlsOptions};
 use nbd::pki::Pki;
 use nbd::{option_bytes, options, ram, serve};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 const SERVER: [(&str, &str); 2] =
@@ -150,7 +150,17 @@ fn a_file_of_authorities_has_nothing_else_in_it() {
     let pki = Pki::new();
     pki.certificate(None, "leaf", &["basicConstraints=critical,CA:FALSE"]);
     pki.certificate(None, "nosign", &["keyUsage=critical,digitalSignature"]);
-    pki.openssl(&["x509", "-in", "ca-cert.pem", "-signkey", "ca-key.pem", "-days", "-1", "-out", "old-cert.pem"]);
+    pki.openssl(&[
+        "x509",
+        "-in",
+        "ca-cert.pem",
+        "-signkey",
+        "ca-key.pem",
+        "-days",
+        "-1",
+        "-out",
+        "old-cert.pem",
+    ]);
     for (name, why) in [
         ("client", "is not of an authority (basicConstraints=CA:TRUE)"),
         ("leaf", "is not of an authority (basicConstraints=CA:TRUE)"),

@@ -1,4 +1,5 @@
 //! The work of a turn that clients choose: an engine does no more than its budget for each source.
+// Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 #[path = "vhost/front_end.rs"]

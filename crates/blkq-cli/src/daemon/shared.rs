@@ -73,7 +73,7 @@ impl Stage {
     }
 }
 
-/// What a signal to stop led to.
+/// The outcome of a signal to stop.
 pub(super) enum Termination {
     /// A thread stops the device.
     Begun,

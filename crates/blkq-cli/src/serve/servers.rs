@@ -136,7 +136,7 @@ impl Servers {
         Ok(paused)
     }
 
-    /// Tells all to stop, without clients unless `force` is set. None serves on while another is waited for.
+    /// Has all servers begin to stop, without clients unless `force` is set, and waits for none.
     ///
     /// # Errors
     /// The clients of the first one; all keep running. If another has stopped already, a client that connected in
@@ -164,7 +164,7 @@ impl Servers {
     }
 }
 
-/// Servers that were told to stop.
+/// Servers that are stopping.
 #[must_use = "they have stopped once this was waited for"]
 pub(super) struct StoppingServers<'a> {
     nbd: Vec<StoppingServer<'a>>,

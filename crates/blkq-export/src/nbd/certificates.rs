@@ -194,7 +194,8 @@ fn verifier(
         let alone = format_args!("there is no {AUTHORITY} whose certificates it could revoke");
         return if is_there(&revoked) { Err(invalid(&revoked, &alone)) } else { Ok(None) };
     }
-    let roots = authorities(read_all(&authority)?, UnixTime::now()).map_err(|why| invalid(&authority, &why))?;
+    let roots =
+        authorities(read_all(&authority)?, UnixTime::now()).map_err(|why| invalid(&authority, &why))?;
     let roots = Arc::new(roots);
     let mut builder = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
     if is_there(&revoked) {
@@ -219,7 +220,10 @@ fn verifier(
 ///
 /// # Errors
 /// Why one cannot be used, in words.
-pub fn authorities(certificates: Vec<CertificateDer<'static>>, now: UnixTime) -> Result<RootCertStore, String> {
+pub fn authorities(
+    certificates: Vec<CertificateDer<'static>>,
+    now: UnixTime,
+) -> Result<RootCertStore, String> {
     let now = now.as_secs() as i64;
     let mut roots = RootCertStore::empty();
     for (number, certificate) in (1..).zip(certificates) {

@@ -29,7 +29,7 @@ enum Phase {
 /// The items of the turn's budget that a step of decryption costs: a client may send records of one byte each.
 const DECRYPT_ITEMS: usize = 4;
 
-/// What parsing needs to continue.
+/// The thing that parsing needs to continue.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wish {
     /// More bytes.

@@ -37,9 +37,9 @@ mod x509;
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::certificates::authorities;
-    pub use super::x509::CertificateUse;
     pub use super::outgoing::Outgoing;
     pub use super::tls::{Tls, TlsEnd};
+    pub use super::x509::CertificateUse;
 }
 
 pub use certificates::{PreparedCertificates, TlsCertificates};

@@ -102,7 +102,7 @@ impl Outgoing {
         self.iovecs.iter().map(|iovec| iovec.iov_len).sum()
     }
 
-    /// What is to be sent next, as much of it as the kernel takes at once.
+    /// The bytes that are sent next: as many of those that are left as the kernel takes at once.
     pub fn unsent(&self) -> &[libc::iovec] {
         let rest = &self.iovecs[self.sent..];
         &rest[..rest.len().min(IOVECS_MAX)]

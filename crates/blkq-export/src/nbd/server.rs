@@ -179,7 +179,7 @@ impl NbdServer {
     }
 }
 
-/// A server that was told to stop on each of its engines ([`NbdServer::begin_stop`]).
+/// A server that is stopping on each of its engines ([`NbdServer::begin_stop`]).
 #[must_use = "the server has stopped once this was waited for"]
 pub struct StoppingServer<'a> {
     server: &'a NbdServer,

@@ -76,7 +76,7 @@ pub(super) struct EngineShared {
     deadline_ns: u64,
     /// The server stops.
     stopping: bool,
-    /// What the clients of this engine had done in this turn.
+    /// The work for the clients of this engine in the present turn.
     pub work: TurnWork,
     /// Makes the signatures of handshakes.
     handshakes: Worker,

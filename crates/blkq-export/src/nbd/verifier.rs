@@ -7,7 +7,9 @@ use std::sync::Arc;
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, SignatureScheme};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, SignatureScheme,
+};
 
 use super::x509::CertificateUse;
 
@@ -36,7 +38,10 @@ impl StdError for UsageError {}
 pub(super) struct UsageVerifier(pub Arc<dyn ClientCertVerifier>);
 
 /// Checks what the client's certificate and those of intermediate authorities may be used for.
-fn check_usage(own: &CertificateDer<'_>, intermediates: &[CertificateDer<'_>]) -> Result<(), CertificateError> {
+fn check_usage(
+    own: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+) -> Result<(), CertificateError> {
     let parse = |der: &CertificateDer<'_>| CertificateUse::parse(der).ok_or(CertificateError::BadEncoding);
     let refuse = |error| Err(CertificateError::Other(OtherError(Arc::new(error))));
     if !parse(own)?.may_sign() {

@@ -24,7 +24,7 @@ const BASIC_CONSTRAINTS: &[u8] = &[0x55, 0x1d, 0x13];
 const DIGITAL_SIGNATURE: u8 = 0x80;
 const KEY_CERT_SIGN: u8 = 0x04;
 
-/// What a certificate may be used for, and when.
+/// The purposes and the time for which a certificate may be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CertificateUse {
     /// Seconds since 1970.
@@ -149,9 +149,9 @@ fn time((tag, text): (u8, &[u8])) -> Option<i64> {
 }
 
 fn number(digits: &[u8]) -> Option<i64> {
-    digits.iter().try_fold(0, |number, digit| {
-        digit.is_ascii_digit().then(|| number * 10 + i64::from(digit - b'0'))
-    })
+    digits
+        .iter()
+        .try_fold(0, |number, digit| digit.is_ascii_digit().then(|| number * 10 + i64::from(digit - b'0')))
 }
 
 #[cfg(test)]
@@ -162,12 +162,17 @@ mod tests {
 
     fn element(tag: u8, content: &[u8]) -> Vec<u8> {
         let length = content.len();
-        let head = if length < 0x80 { vec![tag, length as u8] } else { vec![tag, 0x82, (length >> 8) as u8, length as u8] };
+        let head = if length < 0x80 {
+            vec![tag, length as u8]
+        } else {
+            vec![tag, 0x82, (length >> 8) as u8, length as u8]
+        };
         [head, content.to_vec()].concat()
     }
 
     fn extension(name: &[u8], value: &[u8]) -> Vec<u8> {
-        let parts = [element(OBJECT_IDENTIFIER, name), element(BOOLEAN, &[0xff]), element(OCTET_STRING, value)];
+        let parts =
+            [element(OBJECT_IDENTIFIER, name), element(BOOLEAN, &[0xff]), element(OCTET_STRING, value)];
         element(SEQUENCE, &parts.concat())
     }
 
@@ -208,7 +213,7 @@ mod tests {
         assert!(signs.may_sign() && !signs.may_sign_certificates());
         let issues = parse(&[usage(KEY_CERT_SIGN)]);
         assert!(!issues.may_sign() && issues.may_sign_certificates());
-        // What is there twice decides nothing.
+        // An extension that is there twice decides nothing.
         assert_eq!(CertificateUse::parse(&certificate(&[usage(4), usage(0x80)])), None);
         assert_eq!(CertificateUse::parse(&certificate(&[constraints(&[]), constraints(&[])])), None);
     }
@@ -219,7 +224,9 @@ mod tests {
         assert_eq!(utc(b"491231235959Z"), Some(2_524_607_999));
         assert_eq!(utc(b"500101000000Z"), Some(-631_152_000));
         assert_eq!(time((GENERALIZED_TIME, b"20000301000000Z")), Some(951_868_800));
-        for wrong in [&b"4912312359Z"[..], b"491331235959Z", b"491200235959Z", b"49123123595xZ", b"491231235959", b""] {
+        for wrong in
+            [&b"4912312359Z"[..], b"491331235959Z", b"491200235959Z", b"49123123595xZ", b"491231235959", b""]
+        {
             assert_eq!(utc(wrong), None);
         }
         assert_eq!(time((SEQUENCE, b"491231235959Z")), None);

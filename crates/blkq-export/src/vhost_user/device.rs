@@ -235,7 +235,7 @@ impl VhostUserDevice {
     }
 }
 
-/// A device that was told to stop ([`VhostUserDevice::begin_stop`]).
+/// A device that is stopping ([`VhostUserDevice::begin_stop`]).
 #[must_use = "the device has stopped once this was waited for"]
 pub struct StoppingDevice<'a>(&'a VhostUserDevice);
 

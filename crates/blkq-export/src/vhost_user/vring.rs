@@ -261,7 +261,7 @@ impl Vring {
     }
 }
 
-/// Stops to serve `vrings`. All are told before the first is waited for: none serves its guest meanwhile.
+/// Stops to serve `vrings`. All begin to stop before the first is waited for: none serves its guest meanwhile.
 pub fn stop_all(vrings: &mut [Vring]) {
     let served = vrings.iter_mut().filter_map(|vring| vring.serving.take().map(|serving| (vring, serving)));
     let served: Vec<(&mut Vring, Serving)> = served.collect();

@@ -352,8 +352,8 @@ impl EngineHandle {
         self.post(Message::Trace(disk.clone(), memory));
     }
 
-    /// Tells source `id` to stop, and does not wait. Tell all sources that serve the same clients before waiting for
-    /// the first: until then the others serve theirs.
+    /// Has source `id` begin to stop, and does not wait. A caller that stops several sources begins with all of them
+    /// before it waits for the first: otherwise the others serve their clients meanwhile.
     pub fn begin_stop(&self, id: SourceId, force: bool) -> StoppingSource {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
@@ -370,7 +370,7 @@ pub(super) fn exited() -> Error {
     Error::new(ErrorKind::System, "the engine has exited")
 }
 
-/// A source that was told to stop ([`EngineHandle::begin_stop`]).
+/// A source that is stopping ([`EngineHandle::begin_stop`]).
 #[must_use = "the source may still have I/O in flight"]
 pub struct StoppingSource(Receiver<()>);
 
