@@ -45,10 +45,6 @@ pub enum Metric {
     ReceivesPerIo,
     /// Its send operations per I/O.
     SendsPerIo,
-    /// Mean number of requests that its pacing delayed.
-    PacedMean,
-    /// Share of the time in which its pacing delayed any.
-    PacedShare,
     /// Times that it received later, as its client was busy reading, per I/O.
     ReceiveBackoffsPerIo,
     /// Calls of io_uring_enter per I/O.
@@ -116,8 +112,6 @@ impl Metric {
             Metric::CallsPerIo => "calls/IO",
             Metric::ReceivesPerIo => "receives/IO",
             Metric::SendsPerIo => "sends/IO",
-            Metric::PacedMean => "paced mean",
-            Metric::PacedShare => "paced share",
             Metric::ReceiveBackoffsPerIo => "back-offs/IO",
             Metric::EntersPerIo => "enters/IO",
             Metric::SubmissionsPerIo => "sqes/IO",

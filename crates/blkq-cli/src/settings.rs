@@ -46,8 +46,6 @@ pub enum Setting {
     Merge(bool),
     /// The policy for requests that fail.
     OnError(ErrorPolicy),
-    /// Whether a device that completes in bursts is given half of the requests.
-    Pacing(bool),
     /// Whether writes are refused.
     ReadOnly(bool),
     /// Whether a connection receives later while its client is busy reading.
@@ -84,7 +82,7 @@ pub struct Key {
 }
 
 /// The keys, in the order of their names.
-pub static KEYS: [Key; 19] = [
+pub static KEYS: [Key; 18] = [
     Key::all("autoclear", |key, text| switch(key, text).map(Setting::Autoclear)),
     Key::all("batching", |key, text| switch(key, text).map(Setting::Batching)),
     Key::all("clock", |_, text| Ok(Setting::Clock(text.parse()?))),
@@ -98,13 +96,20 @@ pub static KEYS: [Key; 19] = [
     Key::all("limit", |_, text| Ok(Setting::Limit(text.parse()?))),
     Key::all("merge", |key, text| switch(key, text).map(Setting::Merge)),
     Key::all("on-error", |_, text| Ok(Setting::OnError(text.parse()?))),
-    Key::all("pacing", |key, text| switch(key, text).map(Setting::Pacing)),
     Key::all("read-only", |key, text| switch(key, text).map(Setting::ReadOnly)),
     Key::all("receive-backoff", |key, text| switch(key, text).map(Setting::ReceiveBackoff)),
     Key::all("scheduler", |_, text| Ok(Setting::Scheduler(text.parse()?))),
     Key::all("split-reads", |key, text| switch(key, text).map(Setting::SplitReads)),
     Key::new("weight", Of::Groups, |_, text| weight(text).map(Setting::Weight)),
 ];
+
+/// Settings that are accepted and ignored, for one release after their removal.
+const REMOVED: [&str; 1] = ["pacing"];
+
+/// Whether the setting `key` is ignored, as it was removed.
+pub fn is_removed(key: &str) -> bool {
+    REMOVED.contains(&key)
+}
 
 impl Key {
     const fn new(name: &'static str, of: Of, read: fn(&'static str, &str) -> Outcome<Setting>) -> Key {
@@ -146,7 +151,6 @@ impl Setting {
             Setting::Limit(_) => "limit",
             Setting::Merge(_) => "merge",
             Setting::OnError(_) => "on-error",
-            Setting::Pacing(_) => "pacing",
             Setting::ReadOnly(_) => "read-only",
             Setting::ReceiveBackoff(_) => "receive-backoff",
             Setting::Scheduler(_) => "scheduler",
@@ -163,7 +167,6 @@ impl Setting {
             | Setting::EarlySubmission(on)
             | Setting::Iostats(on)
             | Setting::Merge(on)
-            | Setting::Pacing(on)
             | Setting::ReadOnly(on)
             | Setting::ReceiveBackoff(on)
             | Setting::SplitReads(on) => if *on { "on" } else { "off" }.to_owned(),

@@ -4,7 +4,6 @@
 mod nbd;
 
 use std::collections::HashMap;
-use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
@@ -23,7 +22,7 @@ use blkq::{
     Tag, Taken,
 };
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{Listen, NbdCounters, NbdOptions, NbdServer};
+use blkq_export::nbd::{Listen, NbdOptions, NbdServer};
 use nbd::*;
 use rustix::net::{AddressFamily, SocketType};
 
@@ -524,32 +523,6 @@ fn a_silent_tcp_client_is_probed_within_half_a_minute() {
     let ticks = u64::from_str_radix(&timer()[3..], 16).unwrap();
     assert!(ticks <= 30 * 100, "{ticks} hundredths of a second");
     server.stop(true).unwrap();
-}
-
-/// Lets a client read 64 at a time from a device that completes them in bursts; what was counted.
-fn paced(pacing: bool) -> NbdCounters {
-    let options = options();
-    options.switches.pacing.store(pacing, Ordering::Relaxed);
-    let served = serve(slow(1_000_000..=1_000_000), 1, options);
-    let mut client = served.client(ReplyStyle::Simple);
-    for _ in 0..40 {
-        let requests: Vec<u8> =
-            (0..64).flat_map(|cookie| client.bytes(0, 0, cookie, cookie * 4096 * 3, 512, &[])).collect();
-        client.stream.write_all(&requests).unwrap();
-        (0..64).for_each(|_| assert_eq!(client.reply(|_| 512).error, 0));
-    }
-    served.server.counters()
-}
-
-#[test]
-fn pacing_counts_what_it_holds_back_and_can_be_turned_off() {
-    let counters = paced(true);
-    assert!(counters.paced_requests > 0);
-    // Each waits for completions, which come a millisecond after the last submission.
-    assert!(counters.pacing_ns > 1_000_000, "{counters:?}");
-    assert!(counters.paced_ns >= counters.pacing_ns, "{counters:?}");
-    let counters = paced(false);
-    assert_eq!((counters.paced_requests, counters.paced_ns, counters.pacing_ns), (0, 0, 0));
 }
 
 #[test]

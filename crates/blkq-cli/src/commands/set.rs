@@ -19,7 +19,7 @@ Examples:
   blkq set disk.img on-error=hold-enospc
   blkq set disk.img limit=read-iops=500,bps=100M
   blkq set disk.img hang-warning=5      seconds; 0 for none
-  blkq set disk.img pacing=off receive-backoff=off
+  blkq set disk.img receive-backoff=off
   blkq set disk.img fault=none          on a device attached with --fault")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev

@@ -5,7 +5,7 @@ use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};
 use toml::de::{DeTable, DeValue};
 
 use super::fault::Fault;
-use crate::options::AttachOptions;
+use crate::options::{AttachOptions, REMOVED};
 
 /// The key, and the option's name, of the argument that has no long name.
 pub const IMAGE: &str = "image";
@@ -38,7 +38,8 @@ pub fn command() -> Command {
 
 /// The argument that `key` is the name of.
 fn argument<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
-    let mut arguments = command.get_arguments().filter(|argument| !argument.is_hide_set());
+    let mut arguments =
+        command.get_arguments().filter(|argument| !argument.is_hide_set() || REMOVED.contains(&key));
     arguments.find(|argument| match argument.get_long() {
         Some(long) => long == key,
         None => argument.get_id() == key,

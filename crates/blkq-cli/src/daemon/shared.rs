@@ -13,7 +13,7 @@ use rustix::process::Uid;
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::serve::{Change, Device};
-use crate::settings::Setting;
+use crate::settings::{Setting, is_removed};
 use crate::signals::Signal;
 use crate::state::{Claim, StateDir, overwrite_state};
 use crate::{log, systemd};
@@ -423,6 +423,9 @@ impl Shared {
     }
 
     fn set_one(&self, key: &str, value: &str) -> Outcome {
+        if is_removed(key) {
+            return Ok(());
+        }
         self.change_to(&self.device.read_setting(key, value)?)
     }
 

@@ -250,11 +250,6 @@ impl Page {
             ("nbd_written_bytes", "Content received from NBD clients.", counters.written_bytes),
             ("nbd_split_reads", "NBD reads done in parts.", counters.split_reads),
             (
-                "nbd_paced_requests",
-                "NBD requests delayed, for a device that completes its work in bursts.",
-                counters.paced_requests,
-            ),
-            (
                 "nbd_receive_backoffs",
                 "How often requests were left to gather while their NBD client read replies.",
                 counters.receive_backoffs,
@@ -263,16 +258,6 @@ impl Page {
             ("nbd_sends", "Send operations on them.", counters.sends),
         ] {
             self.counter(name, help, value);
-        }
-        for (name, help, ns) in [
-            (
-                "nbd_paced_seconds",
-                "Time that NBD requests were delayed by pacing, added up.",
-                counters.paced_ns,
-            ),
-            ("nbd_pacing_seconds", "Time in which pacing delayed any.", counters.pacing_ns),
-        ] {
-            self.counter(name, help, seconds(ns));
         }
     }
 

@@ -106,7 +106,6 @@ impl AttachOptions {
             (self.export_name.is_some(), "--export-name"),
             (self.max_connections.is_some(), "--max-connections"),
             (self.handshake_timeout.is_some(), "--handshake-timeout"),
-            (!self.pacing, "--no-pacing"),
             (!self.receive_backoff, "--no-receive-backoff"),
             (!self.split_reads, "--no-split-reads"),
             (self.insecure && self.metrics.is_none(), "--insecure"),

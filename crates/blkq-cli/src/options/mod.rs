@@ -39,6 +39,9 @@ const DEPTH: RangeInclusive<u16> = 1..=DEPTH_MAX;
 const CONNECTIONS: RangeInclusive<u16> = 1..=1000;
 const HANDSHAKE_TIMEOUT_S: RangeInclusive<u16> = 1..=3600;
 
+/// Hidden options that are accepted and ignored, for one release after their removal.
+pub const REMOVED: [&str; 1] = ["no-pacing"];
+
 /// How a device is attached. [`AttachOptions::check`] has the rules between options.
 #[derive(clap::Args, Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -165,9 +168,10 @@ pub struct AttachOptions {
     /// Requests are counted and timed.
     #[arg(long = "no-iostats", action = ArgAction::SetFalse, help = "Do not count and time requests")]
     pub iostats: bool,
-    /// Bursts of completions are paced (NBD).
-    #[arg(long = "no-pacing", action = ArgAction::SetFalse, help = "Give a device that completes its work in bursts all of it at once (NBD)")]
-    pub pacing: bool,
+    /// Ignored. Earlier versions had this option, and their command lines, configuration files and records are accepted.
+    #[arg(long, hide = true)]
+    #[serde(default, rename = "pacing", skip_serializing)]
+    pub no_pacing: bool,
     /// Receiving waits for clients that are busy reading replies (NBD).
     #[arg(long = "no-receive-backoff", action = ArgAction::SetFalse, help = "Receive at once from NBD clients that are busy reading replies")]
     pub receive_backoff: bool,

@@ -102,7 +102,6 @@ mod tests {
             "--no-batching",
             "--no-early-submission",
             "--no-iostats",
-            "--no-pacing",
             "--no-receive-backoff",
             "--no-split-reads",
             "--clock=precise",
@@ -139,6 +138,14 @@ mod tests {
         ] {
             assert_eq!(record.options[key], value, "{key}");
         }
+    }
+
+    #[test]
+    fn a_removed_option_is_read_and_not_written() {
+        let mut record = Record::new(&options(&["d.img", "--no-pacing"])).unwrap();
+        assert_eq!(record.options.get("pacing"), None);
+        record.options["pacing"] = json!(false);
+        assert_eq!(record.read(), Ok(options(&["d.img"])));
     }
 
     #[test]

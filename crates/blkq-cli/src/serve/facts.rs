@@ -136,7 +136,6 @@ fn settings_in_force(running: &Running) -> Vec<Setting> {
     ];
     if !servers.nbd.is_empty() {
         now.extend([
-            Setting::Pacing(servers.switches.pacing.load(Relaxed)),
             Setting::ReceiveBackoff(servers.switches.receive_backoff.load(Relaxed)),
             Setting::SplitReads(servers.switches.split_reads.load(Relaxed)),
         ]);

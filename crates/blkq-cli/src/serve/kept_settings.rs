@@ -8,7 +8,7 @@ use blkq::{Disk, ErrorKind};
 
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
-use crate::settings::{Setting, SettingGroups};
+use crate::settings::{Setting, SettingGroups, is_removed};
 
 /// The settings of a device: those that it has, and what was changed since it was attached.
 pub(super) struct DeviceSettings {
@@ -19,7 +19,8 @@ pub(super) struct DeviceSettings {
 
 impl DeviceSettings {
     /// Those of a device with `options`, of which a daemon before has `changed` some.
-    pub(super) fn new(options: &AttachOptions, changed: Vec<(String, String)>) -> DeviceSettings {
+    pub(super) fn new(options: &AttachOptions, mut changed: Vec<(String, String)>) -> DeviceSettings {
+        changed.retain(|(key, _)| !is_removed(key));
         DeviceSettings { groups: SettingGroups::new(options), changed: Mutex::new(changed) }
     }
 
@@ -86,7 +87,6 @@ impl KeptSettings {
                 Setting::Autoclear(on) => changed.autoclear = *on,
                 Setting::HangWarning(limit) => changed.hang_warning = *limit,
                 Setting::Limit(mode) => changed.limit = *mode,
-                Setting::Pacing(on) => changed.pacing = *on,
                 Setting::ReceiveBackoff(on) => changed.receive_backoff = *on,
                 Setting::SplitReads(on) => changed.split_reads = *on,
                 _ => {}
@@ -160,7 +160,6 @@ pub(super) fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
         Setting::Fault(spec) => disk.set_driver(spec),
         Setting::Autoclear(_)
         | Setting::HangWarning(_)
-        | Setting::Pacing(_)
         | Setting::ReceiveBackoff(_)
         | Setting::SplitReads(_) => Ok(()),
     };

@@ -219,7 +219,6 @@ fn nbd_options(
         idle_event: Some(autoclear.idle_event().clone()),
         rejection_event: Some(events.rejection.clone()),
         switches: Arc::new(NbdSwitches {
-            pacing: options.pacing.into(),
             receive_backoff: options.receive_backoff.into(),
             split_reads: options.split_reads.into(),
         }),

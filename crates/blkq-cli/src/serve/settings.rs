@@ -10,7 +10,7 @@ use super::kept_settings::{check_depth, not_set, set_disk};
 use super::running::{Running, stopping};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::settings::Setting;
+use crate::settings::{Setting, is_removed};
 
 impl Device {
     /// The setting of this device that `key` and `value` say.
@@ -43,7 +43,6 @@ impl Device {
                 }
                 self.autoclear.set(*on);
             }
-            Setting::Pacing(on) => running.servers.switches.pacing.store(*on, Relaxed),
             Setting::ReceiveBackoff(on) => running.servers.switches.receive_backoff.store(*on, Relaxed),
             Setting::SplitReads(on) => running.servers.switches.split_reads.store(*on, Relaxed),
             Setting::ReadOnly(on) => {
@@ -65,7 +64,7 @@ impl Device {
         let running = self.running()?;
         let info = self.info()?;
         let mut changes = Vec::new();
-        for (key, value) in settings {
+        for (key, value) in settings.iter().filter(|(key, _)| !is_removed(key)) {
             let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
             let to = self.settings.read(key, value).map_err(during)?;
             let from = value_now(&running, &info, key).and_then(|value| self.settings.read(key, &value).ok());
@@ -110,7 +109,6 @@ fn value_now(running: &Running, info: &DeviceInfo, key: &str) -> Option<String> 
         "autoclear" => switch(info.autoclear),
         "read-only" => switch(info.read_only),
         "direct-io" => Some(info.direct_io.requested.clone()),
-        "pacing" => switch(running.servers.switches.pacing.load(Relaxed)),
         "receive-backoff" => switch(running.servers.switches.receive_backoff.load(Relaxed)),
         "split-reads" => switch(running.servers.switches.split_reads.load(Relaxed)),
         _ => {
@@ -126,9 +124,7 @@ fn check(running: &Running, setting: &Setting) -> Outcome {
         Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
             Err(Failure::new("limit=auto is for a device that shares no limits, and it is in a group"))
         }
-        Setting::Pacing(_) | Setting::ReceiveBackoff(_) | Setting::SplitReads(_)
-            if running.servers.nbd.is_empty() =>
-        {
+        Setting::ReceiveBackoff(_) | Setting::SplitReads(_) if running.servers.nbd.is_empty() => {
             Err(Failure::new("it is for NBD, over which the device is not served"))
         }
         Setting::Depth(depth) => check_depth(&running.disk, *depth),
@@ -173,7 +169,10 @@ mod tests {
         let words = [image.to_str().unwrap(), "--export", "nbd", "--no-sandbox", "--fault", "none"];
         let options = options(&words);
         let mut state = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap();
-        let kept = state.settings.clone();
+        assert!(state.settings.iter().any(|(key, _)| key == "pacing"));
+        let mut kept = state.settings.clone();
+        // A setting that was removed is dropped without a warning.
+        kept.retain(|(key, _)| !is_removed(key));
         // There is no such block device here.
         state.ublk = None;
 
@@ -195,7 +194,6 @@ mod tests {
                 "read-only" => assert!(info.read_only),
                 "direct-io" => assert_eq!(info.direct_io.requested, value),
                 // Without a server it is not reported.
-                "pacing" => assert!(!switches.pacing.load(Relaxed)),
                 "receive-backoff" => assert!(!switches.receive_backoff.load(Relaxed)),
                 "split-reads" => assert!(!switches.split_reads.load(Relaxed)),
                 "colour" | "depth-of-sea" | "scheduler-of-old" => {

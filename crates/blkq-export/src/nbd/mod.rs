@@ -12,7 +12,6 @@ mod in_flight;
 mod listener;
 mod options;
 mod outgoing;
-mod pacing;
 mod payload;
 mod plan;
 pub mod proto;

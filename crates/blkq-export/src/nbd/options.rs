@@ -76,9 +76,6 @@ pub struct NbdOptions {
 /// them.
 #[derive(Debug)]
 pub struct NbdSwitches {
-    /// A device that completes its work in bursts is given half of it at a time
-    /// ([`NbdCounters::paced_requests`](super::NbdCounters::paced_requests)).
-    pub pacing: AtomicBool,
     /// Requests of a client that is busy reading replies are left to gather for a moment
     /// ([`NbdCounters::receive_backoffs`](super::NbdCounters::receive_backoffs)).
     pub receive_backoff: AtomicBool,
@@ -92,7 +89,7 @@ impl Default for NbdSwitches {
     /// All on.
     fn default() -> NbdSwitches {
         let on = || AtomicBool::new(true);
-        NbdSwitches { pacing: on(), receive_backoff: on(), split_reads: on() }
+        NbdSwitches { receive_backoff: on(), split_reads: on() }
     }
 }
 

@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::trace::TraceClient;
 use blkq::{Bio, Completion, SourceContext, Worker};
@@ -18,8 +17,7 @@ use super::budget::Budget;
 use super::contexts::{ChosenContexts, ContextStatus};
 use super::in_flight::{InFlight, InFlightTable};
 use super::options::NbdOptions;
-use super::pacing::Pacing;
-use super::status::{DelayCounters, Registry};
+use super::status::Registry;
 use super::tls::Tls;
 use super::unaligned::{BufferSource, Finished, OrderedWrite, OrderingResults, Unaligned};
 
@@ -62,14 +60,8 @@ pub(super) struct EngineShared {
     ready: OrderingResults,
     /// Bios for which the queue had no room, with the queue.
     requeued: VecDeque<(usize, Bio)>,
-    pacing: Pacing,
-    /// Bios that wait for room in the pacing, with the queue.
-    waiting: VecDeque<(usize, Bio)>,
-    /// How many they were, and when, as of the last turn.
-    delayed: u64,
-    delayed_ns: u64,
-    /// The counts that are not in the registry yet.
-    delays: DelayCounters,
+    /// Receive back-offs of this turn, which the registry does not count yet.
+    receive_backoffs: u64,
     /// The number of the client of each connection, by its slot: for a trace.
     clients: Vec<u32>,
     /// The earliest deadline of a connection, or earlier.
@@ -94,11 +86,7 @@ impl EngineShared {
             ready: OrderingResults::default(),
             options,
             requeued: VecDeque::new(),
-            pacing: Pacing::default(),
-            waiting: VecDeque::new(),
-            delayed: 0,
-            delayed_ns: 0,
-            delays: DelayCounters::default(),
+            receive_backoffs: 0,
             clients: Vec::new(),
             deadline_ns: u64::MAX,
             stopping: false,
@@ -161,7 +149,7 @@ impl EngineShared {
 
     /// Counts a connection that receives later.
     pub fn count_backoff(&mut self) {
-        self.delays.receive_backoffs += 1;
+        self.receive_backoffs += 1;
     }
 
     /// Whether writes of whole blocks have to be ordered now.
@@ -188,21 +176,6 @@ impl EngineShared {
 
     /// Submits `bio`, which has its `user_data`, now or as soon as there is room.
     fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
-        if self.waiting.is_empty() && self.has_room() {
-            self.submit_now(queue, bio, cx);
-        } else {
-            self.delays.paced += 1;
-            self.waiting.push_back((queue, bio));
-        }
-    }
-
-    /// Whether the block layer may have one more bio.
-    fn has_room(&self) -> bool {
-        self.pacing.has_room() || !self.options.switches.pacing.load(Relaxed)
-    }
-
-    fn submit_now(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
-        self.pacing.submit();
         self.name_client(queue, &bio, cx);
         if let Err(bio) = cx.submit(queue, bio) {
             self.requeued.push_back((queue, bio));
@@ -242,24 +215,6 @@ impl EngineShared {
         true
     }
 
-    /// Submits the bios that waited for others to complete, and lets the device begin with them before
-    /// the data of reads is copied to their clients.
-    pub fn submit_waiting(&mut self, cx: &mut SourceContext<'_>) {
-        if !self.pacing.has_news() {
-            return;
-        }
-        self.pacing.update(self.waiting.len(), cx.now_ns());
-        let before = self.waiting.len();
-        while self.has_room()
-            && let Some((queue, bio)) = self.waiting.pop_front()
-        {
-            self.submit_now(queue, bio, cx);
-        }
-        if self.waiting.len() < before {
-            cx.dispatch();
-        }
-    }
-
     /// Begins the ordered writes whose ranges were granted. [`EngineShared::next_finished`] comes next.
     pub fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
         let mut memory = BufferSource { buffers: &mut self.buffers, cx };
@@ -274,7 +229,6 @@ impl EngineShared {
         completion: Completion,
         cx: &mut SourceContext<'_>,
     ) -> Option<(InFlight, Completion)> {
-        self.pacing.complete();
         if !Unaligned::is_ordered(completion.user_data) {
             return Some((self.in_flight.recall(completion.user_data as u32), completion));
         }
@@ -334,25 +288,8 @@ impl EngineShared {
         self.in_flight.recall(index)
     }
 
-    /// Finishes a turn: updates the pacing, and has `registry` count what waited.
-    pub fn finish_turn(&mut self, registry: &Registry, cx: &SourceContext<'_>) {
-        self.pacing.turn(|| cx.now_ns());
-        self.measure_delays(cx);
-        registry.count_delays(&mut self.delays);
-    }
-
-    /// Adds the time since the last turn for the bios that pacing delayed meanwhile.
-    fn measure_delays(&mut self, cx: &SourceContext<'_>) {
-        let delayed = self.waiting.len() as u64;
-        if delayed == 0 && self.delayed == 0 {
-            return;
-        }
-        let now_ns = cx.now_ns();
-        if self.delayed > 0 {
-            let passed_ns = now_ns.saturating_sub(self.delayed_ns);
-            self.delays.pacing_ns += passed_ns;
-            self.delays.paced_ns += passed_ns * self.delayed;
-        }
-        (self.delayed, self.delayed_ns) = (delayed, now_ns);
+    /// Ends a turn of the engine: adds what it counted to the counters of `registry`.
+    pub fn finish_turn(&mut self, registry: &Registry) {
+        registry.count_backoffs(std::mem::take(&mut self.receive_backoffs));
     }
 }

@@ -374,7 +374,6 @@ unsafe impl Source for NbdSource {
         if self.shared.resubmit_requeued(cx) {
             self.make_all_ready();
         }
-        self.shared.submit_waiting(cx);
         self.order_writes(cx);
         while !self.ready.is_empty() && !self.shared.work.is_over() {
             for _ in 0..self.ready.len() {
@@ -390,7 +389,7 @@ unsafe impl Source for NbdSource {
                 self.make_ready(slot);
             }
         }
-        self.shared.finish_turn(&self.registry, cx);
+        self.shared.finish_turn(&self.registry);
         match (self.shared.buffers.is_idle(), self.idle_since_ns) {
             (true, None) => self.idle_since_ns = Some(cx.now_ns()),
             (false, Some(_)) => self.idle_since_ns = None,

@@ -61,16 +61,6 @@ pub struct NbdCounters {
     /// Reads that were done in parts.
     #[serde(default)]
     pub split_reads: u64,
-    /// Requests that pacing delayed, because the device completes its work in bursts.
-    #[serde(default)]
-    pub paced_requests: u64,
-    /// The time that those waited, in nanoseconds, added up. By the time that passed meanwhile it is
-    /// the mean number of requests that pacing delays.
-    #[serde(default)]
-    pub paced_ns: u64,
-    /// The time in which pacing delayed any, in nanoseconds, added up over the engines.
-    #[serde(default)]
-    pub pacing_ns: u64,
     /// How often a connection received later, because its client was busy reading replies.
     #[serde(default)]
     pub receive_backoffs: u64,
@@ -96,9 +86,6 @@ impl NbdCounters {
             read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
             written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
             split_reads: self.split_reads.saturating_sub(earlier.split_reads),
-            paced_requests: self.paced_requests.saturating_sub(earlier.paced_requests),
-            paced_ns: self.paced_ns.saturating_sub(earlier.paced_ns),
-            pacing_ns: self.pacing_ns.saturating_sub(earlier.pacing_ns),
             receive_backoffs: self.receive_backoffs.saturating_sub(earlier.receive_backoffs),
             receives: self.receives.saturating_sub(earlier.receives),
             sends: self.sends.saturating_sub(earlier.sends),
@@ -133,9 +120,6 @@ impl std::ops::AddAssign for NbdCounters {
         self.read_bytes += other.read_bytes;
         self.written_bytes += other.written_bytes;
         self.split_reads += other.split_reads;
-        self.paced_requests += other.paced_requests;
-        self.paced_ns += other.paced_ns;
-        self.pacing_ns += other.pacing_ns;
         self.receive_backoffs += other.receive_backoffs;
         self.receives += other.receives;
         self.sends += other.sends;
@@ -173,18 +157,6 @@ pub(super) struct RequestCounters {
     pub split_reads: u64,
     pub receives: u64,
     pub sends: u64,
-}
-
-/// The delays of the requests of an engine, counted in a turn and published after it.
-#[derive(Default)]
-pub(super) struct DelayCounters {
-    /// Requests that pacing delayed.
-    pub paced: u64,
-    /// The time that they waited, added up, and the time in which there were any.
-    pub paced_ns: u64,
-    pub pacing_ns: u64,
-    /// Times that a connection received later.
-    pub receive_backoffs: u64,
 }
 
 impl ConnectionStatus {
@@ -244,9 +216,6 @@ pub(super) struct Registry {
     paused: AtomicUsize,
     accepted: AtomicU64,
     refused: AtomicU64,
-    paced_requests: AtomicU64,
-    paced_ns: AtomicU64,
-    pacing_ns: AtomicU64,
     receive_backoffs: AtomicU64,
     /// A client chose an export and has disconnected.
     served: AtomicBool,
@@ -275,9 +244,6 @@ impl Registry {
             paused: AtomicUsize::new(0),
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
-            paced_requests: AtomicU64::new(0),
-            paced_ns: AtomicU64::new(0),
-            pacing_ns: AtomicU64::new(0),
             receive_backoffs: AtomicU64::new(0),
             served: AtomicBool::new(false),
             established: Arc::default(),
@@ -386,18 +352,10 @@ impl Registry {
         self.open.load(Ordering::SeqCst)
     }
 
-    /// Adds what an engine counted in a turn, and resets it.
-    pub fn count_delays(&self, counted: &mut DelayCounters) {
-        let DelayCounters { paced, paced_ns, pacing_ns, receive_backoffs } = std::mem::take(counted);
-        for (counter, counted) in [
-            (&self.paced_requests, paced),
-            (&self.paced_ns, paced_ns),
-            (&self.pacing_ns, pacing_ns),
-            (&self.receive_backoffs, receive_backoffs),
-        ] {
-            if counted > 0 {
-                counter.fetch_add(counted, Ordering::Relaxed);
-            }
+    /// Adds the receive back-offs of a turn of an engine.
+    pub fn count_backoffs(&self, count: u64) {
+        if count > 0 {
+            self.receive_backoffs.fetch_add(count, Ordering::Relaxed);
         }
     }
 
@@ -418,9 +376,6 @@ impl Registry {
         drop(connections);
         sum.connections = self.accepted.load(Ordering::Relaxed);
         sum.refused_connections = self.refused();
-        sum.paced_requests = self.paced_requests.load(Ordering::Relaxed);
-        sum.paced_ns = self.paced_ns.load(Ordering::Relaxed);
-        sum.pacing_ns = self.pacing_ns.load(Ordering::Relaxed);
         sum.receive_backoffs = self.receive_backoffs.load(Ordering::Relaxed);
         sum
     }

@@ -147,13 +147,6 @@ impl SourceContext<'_> {
         refused.map_err(|bio| Bio { user_data, ..bio })
     }
 
-    /// Hands all that was submitted to the drivers and the kernel now, not at the end of the
-    /// turn: what takes long begins before the turn continues.
-    pub fn dispatch(&mut self) {
-        self.queues.iter_mut().for_each(|queue| queue.dispatch_all(Some(self.ring)));
-        self.ring.submit();
-    }
-
     /// Names the client that submits the next bio to queue number `queue`, in case that is traced.
     #[inline]
     pub fn set_trace_client(&mut self, queue: usize, client: impl FnOnce() -> TraceClient) {

@@ -319,7 +319,7 @@ impl Peer {
                 let counted = nbd_counters(place)?;
                 let counts =
                     std::array::from_fn(|index| counted[index].saturating_sub(counted_before[index]));
-                run = with_nbd_counts(run, counts, Duration::from_secs_f64(report.ios as f64 / report.iops));
+                run = with_nbd_counts(run, counts);
             }
             let switches = child.stop().since(before).context_switches;
             run = run
@@ -343,7 +343,7 @@ impl Peer {
 }
 
 /// Counters of a server of this program, in `nbd` of `blkq stat --json`.
-const NBD_COUNTERS: [&str; 5] = ["receives", "sends", "paced_ns", "pacing_ns", "receive_backoffs"];
+const NBD_COUNTERS: [&str; 3] = ["receives", "sends", "receive_backoffs"];
 
 /// The counts of this program's server so far.
 fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
@@ -359,14 +359,11 @@ fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
     Ok(counters)
 }
 
-/// Adds what the server of this program counted in `run`, which took `length`.
-fn with_nbd_counts(run: Run, counts: [u64; NBD_COUNTERS.len()], length: Duration) -> Run {
-    let [receives, sends, paced_ns, pacing_ns, receive_backoffs] = counts;
-    let by_length = |ns: u64| ns as f64 / length.as_nanos() as f64;
+/// Adds what the server of this program counted in `run`.
+fn with_nbd_counts(run: Run, counts: [u64; NBD_COUNTERS.len()]) -> Run {
+    let [receives, sends, receive_backoffs] = counts;
     run.per_io(Metric::ReceivesPerIo, receives)
         .per_io(Metric::SendsPerIo, sends)
-        .with(Metric::PacedMean, by_length(paced_ns))
-        .with(Metric::PacedShare, by_length(pacing_ns))
         .per_io(Metric::ReceiveBackoffsPerIo, receive_backoffs)
 }
 

@@ -177,14 +177,11 @@ fn row(name: &str, text: String) -> Row {
     [name.to_owned(), text]
 }
 
-fn nbd_rows(nbd: &Nbd) -> [Row; 4] {
+fn nbd_rows(nbd: &Nbd) -> [Row; 3] {
     let Nbd { connected, counters } = nbd;
     let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
     let NbdCounters { requests, errors, refused_requests, .. } = counters;
-    let NbdCounters { paced_requests, paced_ns, pacing_ns, receive_backoffs, .. } = counters;
-    let NbdCounters { receives, sends, split_reads, .. } = counters;
-    let paced_us = *paced_ns as f64 / 1e3 / (*paced_requests).max(1) as f64;
-    let pacing_s = *pacing_ns as f64 / 1e9;
+    let NbdCounters { receives, sends, split_reads, receive_backoffs, .. } = counters;
     [
         row(
             "nbd",
@@ -196,10 +193,9 @@ fn nbd_rows(nbd: &Nbd) -> [Row; 4] {
         row(
             "",
             format!(
-                "{paced_requests} delayed by pacing for {paced_us:.1} us each, in {pacing_s:.3} s, {receive_backoffs} receive back-offs"
+                "{receives} receives, {sends} sends, {split_reads} reads in parts, {receive_backoffs} receive back-offs"
             ),
         ),
-        row("", format!("{receives} receives, {sends} sends, {split_reads} reads in parts")),
     ]
 }
 
