@@ -4,10 +4,10 @@
 
 mod common;
 
+use blkq::testing::within_limit;
 use blkq::{
     Bio, BioFlags, Data, Disk, KernelPages, LocalQueue, Operation, QueueLimits, SchedulerKind, Sector, Status,
 };
-use blkq::testing::within_limit;
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 /// The limits of a device whose writes need a flush or FUA to be durable, or not.

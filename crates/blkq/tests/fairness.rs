@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Sender, channel};
 
+use blkq::testing::within_limit;
 use blkq::{
     Bio, Completion, Cqe, EngineThread, Error, LocalQueue, QueueLimits, Sector, Source, SourceContext,
     TURN_BUDGET,
 };
-use blkq::testing::within_limit;
 use common::{Behaviour, Device, Finish, filled, plain_limits};
 
 fn held(limits: QueueLimits) -> Device {

@@ -10,9 +10,9 @@ use crate::drivers::model::{Model, ModelOptions};
 use crate::drivers::ram::Ram;
 use crate::error::Status;
 use crate::random::Random;
-use crate::testing::wait_until;
 use crate::ring::Cqe;
 use crate::tags::Tag;
+use crate::testing::wait_until;
 
 const SIZE: u64 = 1 << 20;
 
