@@ -151,15 +151,23 @@ impl Image {
             Operation::Flush => self.sync_entry(cx),
             Operation::Read | Operation::Write => self.transfer_entry(cx, tags, offset, done),
             Operation::WriteZeroes if done > 0 => self.end_entry(cx, cx.request(first), offset),
-            Operation::Discard if shared.discard_by_command.load(Relaxed) => {
+            Operation::Discard => {
+                let range = shared.discard_range(request.offset(), bytes);
+                let bytes = range.end - range.start;
+                if !shared.discard_by_command.load(Relaxed) {
+                    return opcode::Fallocate::new(file, bytes).offset(range.start).mode(punch_hole).build();
+                }
                 let mut length = [0; 16];
                 length[..8].copy_from_slice(&bytes.to_ne_bytes());
-                opcode::UringCmd16::new(file, BLOCK_URING_CMD_DISCARD).addr(Some(offset)).cmd(length).build()
+                opcode::UringCmd16::new(file, BLOCK_URING_CMD_DISCARD)
+                    .addr(Some(range.start))
+                    .cmd(length)
+                    .build()
             }
             Operation::WriteZeroes if flags.contains(BioFlags::NO_UNMAP) => {
                 fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE)
             }
-            Operation::Discard | Operation::WriteZeroes => fallocate(punch_hole),
+            Operation::WriteZeroes => fallocate(punch_hole),
         }
     }
 

@@ -189,11 +189,12 @@ impl LoopDevice {
     fn assemble(backing: Backing, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
         let Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings } = chosen;
         let partial = tail.is_some();
-        // A block device whose block is larger than the sector does neither on odd blocks.
+        // A block device whose block is larger than the sector zeroes no parts of blocks.
         let able = !backing.block_device || backing.logical_block <= logical_block_bytes;
         let shared = Shared {
             offset: options.offset,
             logical_block_bytes,
+            discard_unit: if able { 1 } else { u64::from(backing.logical_block) },
             cache_unit: u64::from(backing.physical_block).max(rustix::param::page_size() as u64),
             block_device: backing.block_device,
             synced,
@@ -213,7 +214,7 @@ impl LoopDevice {
             counters: Arc::new(LoopCounters::new()),
             discard_by_command: AtomicBool::new(backing.block_device),
             writeback_failed: AtomicBool::new(false),
-            discards: AtomicBool::new(able && backing.discards),
+            discards: AtomicBool::new(backing.discards),
             zeroes: AtomicBool::new(able),
             zeroes_no_unmap: AtomicBool::new(able),
         };
@@ -419,7 +420,10 @@ impl Driver for LoopDevice {
             // Padding is zeroed by this thread.
             kernel_pages: !self.partial,
             max_discard_bytes: most(&self.shared.discards),
-            discard_granularity: self.discard_granularity.max(self.shared.logical_block_bytes),
+            discard_granularity: self
+                .discard_granularity
+                .max(self.shared.logical_block_bytes)
+                .max(self.shared.discard_unit as u32),
             discard_zeroes: !self.shared.block_device,
             max_write_zeroes_bytes: most(&self.shared.zeroes),
             max_write_zeroes_no_unmap_bytes: most(&self.shared.zeroes_no_unmap),

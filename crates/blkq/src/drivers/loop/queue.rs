@@ -106,6 +106,11 @@ impl LoopQueue {
         })
     }
 
+    /// Whether a discard has no whole unit of the block device: it is advice.
+    fn discards_nothing(&self, request: &Request) -> bool {
+        self.shared.discard_range(request.offset(), self.image.bytes(request)).is_empty()
+    }
+
     fn waits_for_its_turn(&self, operation: Operation) -> bool {
         match self.turns {
             Turns::None => false,
@@ -289,6 +294,8 @@ unsafe impl DriverQueue for LoopQueue {
                 cx.complete(tag, Err(Status::ReadOnly));
             } else if maybe_slow {
                 cx.complete(tag, Err(Status::NotSupported));
+            } else if operation == Operation::Discard && self.discards_nothing(request) {
+                cx.complete(tag, Ok(()));
             } else if self.waits_for_its_turn(operation) {
                 self.waiting.push_back(tag);
             } else {

@@ -1,6 +1,7 @@
 //! The state that a loop device and its queues share: the image, and how it is used.
 
 use std::fs::File;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use crate::kick::Wake;
@@ -37,6 +38,9 @@ pub(super) struct Shared {
     /// Where in the file the device begins.
     pub offset: u64,
     pub logical_block_bytes: u32,
+    /// The unit in which discards are passed on, in bytes: the sector of a block device, if that of this device is
+    /// smaller, else 1.
+    pub discard_unit: u64,
     /// In what the page cache reads and writes, in bytes: a power of two.
     pub cache_unit: u64,
     pub block_device: bool,
@@ -113,6 +117,14 @@ impl Shared {
             read_only: state.read_only,
             turns,
         }
+    }
+
+    /// The whole units of a discard of `bytes` from byte `offset` of the device on, as bytes of the file; maybe none.
+    pub fn discard_range(&self, offset: u64, bytes: u64) -> Range<u64> {
+        let start = self.offset + offset;
+        let end = start + bytes;
+        let first = start.next_multiple_of(self.discard_unit);
+        first..(end - end % self.discard_unit).max(first)
     }
 
     pub fn wake(&self, queue: u16) {

@@ -386,11 +386,28 @@ fn the_sector_follows_the_block_of_a_block_device() {
     let small = LoopOptions { direct_io: DirectIo::Auto, ..small };
     let device = LoopDevice::open(&small).unwrap();
     let limits = device.limits();
-    assert_eq!(
-        (limits.logical_block_bytes, limits.max_discard_bytes, limits.max_write_zeroes_bytes),
-        (512, 0, 0)
-    );
+    assert_eq!((limits.logical_block_bytes, limits.max_write_zeroes_bytes), (512, 0));
+    limits.validate().unwrap();
     let mut h = Harness::open(&device).unwrap();
+    // What is whole blocks of the block device is discarded, and the edges stay.
+    for by_command in [true, false] {
+        device.shared.discard_by_command.store(by_command, Relaxed);
+        let write = h.write(0, vec![filled(65536, 7)]);
+        assert_eq!(h.run(write).0, Ok(()));
+        let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+        assert_eq!(h.run(flush).0, Ok(()));
+        let before = allocated(&block.image);
+        for (offset, bytes) in [(0, 512), (512, 4096), (4096 - 512, 1024), (8192 - 512, 8192)] {
+            let discard = h.bare(Operation::Discard, BioFlags::empty(), offset, bytes);
+            assert_eq!(h.run(discard).0, Ok(()), "{offset} {bytes}");
+        }
+        assert_eq!(allocated(&block.image), before - 4096, "by command: {by_command}");
+        let content = h.read_back(0, 65536);
+        assert!(content[..8192].iter().chain(&content[12288..]).all(|byte| *byte == 7));
+        let discard = h.bare(Operation::Discard, BioFlags::empty(), 512, 65536 - 1024);
+        assert_eq!(h.run(discard).0, Ok(()));
+        assert_eq!(allocated(&block.image), before - 65536 + 8192);
+    }
     let write = h.write(512, vec![pattern(512, 1)]);
     assert_eq!(h.run(write).0, Ok(()));
     assert_eq!(h.read_back(512, 512), pattern(512, 1).to_vec());
