@@ -36,6 +36,11 @@ const EXT_MAGIC: i64 = 0xef53;
 /// `FS_EXTENT_FL` of uapi/linux/fs.h: the file maps its blocks by extents.
 const EXTENT_FLAG: u32 = 0x0008_0000;
 
+/// `HUGETLBFS_MAGIC` of uapi/linux/magic.h.
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+/// `BLKROGET` of uapi/linux/fs.h.
+const BLKROGET: libc::Ioctl = 0x125e;
+
 /// The alignment that direct I/O demands of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct DirectAlign {
@@ -114,6 +119,7 @@ impl Backing {
             .map_err(|e| Error::system(format!("cannot make the image {shown} block"), e))?;
 
         let block_device = metadata.file_type().is_block_device();
+        check_writable(&file, &path, block_device)?;
         let device = if block_device { metadata.rdev() } else { metadata.dev() };
         let queue = |name| queue_attribute(device, name);
         let logical_block = if block_device { queue("logical_block_size").unwrap_or(512) } else { 512 };
@@ -175,11 +181,39 @@ pub(crate) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<(
 pub(crate) fn reopen(file: &File, path: &Path, writable: bool) -> Result<File, Error> {
     let same = format!("/proc/self/fd/{}", file.as_raw_fd());
     let what = if writable { "for writing" } else { "a second time" };
-    OpenOptions::new()
+    let again = OpenOptions::new()
         .read(true)
         .write(writable)
         .open(same)
-        .map_err(|e| Error::system(format!("cannot open the image {} {what}", path.display()), e))
+        .map_err(|e| Error::system(format!("cannot open the image {} {what}", path.display()), e))?;
+    if writable {
+        let metadata = again.metadata();
+        check_writable(&again, path, metadata.is_ok_and(|metadata| metadata.file_type().is_block_device()))?;
+    }
+    Ok(again)
+}
+
+fn is_read_only(block_device: &File) -> bool {
+    let mut read_only: libc::c_int = 0;
+    // SAFETY: the descriptor is open, and the kernel writes one int, which lives through the call.
+    let asked = unsafe { libc::ioctl(block_device.as_raw_fd(), BLKROGET, &raw mut read_only) };
+    asked == 0 && read_only != 0
+}
+
+/// Refuses an image that the kernel opened for writing although each write to it fails.
+fn check_writable(file: &File, path: &Path, block_device: bool) -> Result<(), Error> {
+    if !fcntl_getfl(file).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR) {
+        return Ok(());
+    }
+    let why = if block_device && is_read_only(file) {
+        "the kernel has set this block device to read-only"
+    } else if !block_device && fstatfs(file).is_ok_and(|stat| stat.f_type == HUGETLBFS_MAGIC) {
+        "files of hugetlbfs can only be mapped"
+    } else {
+        return Ok(());
+    };
+    let message = format!("cannot open the image {} for writing: {why}", path.display());
+    Err(Error::new(ErrorKind::Denied, message).with_cure("open it read-only"))
 }
 
 /// Checks whether this process may write to the image at `path`, without opening it.

@@ -29,10 +29,14 @@ pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> R
     }
     if !backing.block_device {
         // A file is mounted through a loop device, but for erofs and what FUSE mounts.
-        return match mounts().find(|mount| Path::new(&mount.source) == backing.path) {
-            Some(mount) => claimed(format!("it is mounted on {}", mount.point)),
-            None => Ok(()),
+        if let Some(mount) = mounts().find(|mount| Path::new(&mount.source) == backing.path) {
+            return claimed(format!("it is mounted on {}", mount.point));
+        }
+        let (device, inode) = backing.identity;
+        let is_image = |source: &str| {
+            fs::metadata(source).is_ok_and(|file| FileId::of(&file) == FileId::File { device, inode })
         };
+        return if is_swap(is_image) { claimed("it is swap space".to_owned()) } else { Ok(()) };
     }
     // The kernel's own answer, for the device that is open, whatever is at its path now.
     let same = format!("/proc/self/fd/{}", backing.file.as_raw_fd());
@@ -136,12 +140,17 @@ fn user_of_one(device: u64, directory: &str) -> Option<String> {
     if let Some(mount) = mounts().find(|mount| mount.device == number || is_source(&mount.source)) {
         return Some(format!("mounted on {}", mount.point));
     }
-    let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
-    if swaps.lines().filter_map(|line| line.split_whitespace().next()).any(is_source) {
+    if is_swap(is_source) {
         return Some("swap space".to_owned());
     }
     let holder = fs::read_dir(format!("{directory}/holders")).ok()?.flatten().next()?;
     Some(format!("part of /dev/{}", holder.file_name().display()))
+}
+
+/// Whether the kernel swaps to a file or block device that `is_it`.
+fn is_swap(is_it: impl Fn(&str) -> bool) -> bool {
+    let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+    swaps.lines().filter_map(|line| line.split_whitespace().next()).any(|path| is_it(&unescaped(path)))
 }
 
 /// A line of proc_pid_mountinfo(5).

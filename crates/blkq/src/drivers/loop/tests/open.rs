@@ -97,6 +97,45 @@ fn an_image_that_cannot_be_written_fails_with_the_cure() {
 }
 
 #[test]
+fn an_image_whose_writes_would_fail_is_opened_for_reading_only() {
+    let directory = Directory::new();
+    let path = directory.image(MIB);
+    let shown = path.to_str().unwrap();
+    let read_only = KernelLoop::set_up(&["--read-only", shown]);
+    let set_so = KernelLoop::set_up(&[shown]);
+    run("blockdev", &["--setro", &set_so.0]);
+    let huge = Directory::mount(&["-t", "hugetlbfs", "-o", "size=2M", "blkq-test"]);
+    let page = huge.image(2 * MIB);
+    for node in [Path::new(&read_only.0), Path::new(&set_so.0), &page] {
+        let message = refusal(&LoopOptions::new(node));
+        assert!(message.contains("for writing: ") && message.ends_with("; open it read-only"), "{message}");
+        let options = LoopOptions { read_only: true, ..LoopOptions::new(node) };
+        let device = LoopDevice::open(&options).unwrap();
+        assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Denied);
+    }
+}
+
+// Contract: exclusive
+#[test]
+fn a_file_that_the_kernel_swaps_to_is_refused() {
+    let directory = Directory::new();
+    let path = directory.file("swap space");
+    std::fs::write(&path, vec![0; MIB as usize]).unwrap();
+    run("chmod", &["600", path.to_str().unwrap()]);
+    run("mkswap", &[path.to_str().unwrap()]);
+    run("swapon", &[path.to_str().unwrap()]);
+    let options = LoopOptions { read_only: true, ..LoopOptions::new(&path) };
+    let refused = [&LoopOptions::new(&path), &options].map(|options| LoopDevice::open(options).err());
+    run("swapoff", &[path.to_str().unwrap()]);
+    for error in refused {
+        let error = error.unwrap();
+        assert_eq!(error.kind(), ErrorKind::Claimed, "{error}");
+        assert!(error.to_string().ends_with("it is swap space"), "{error}");
+    }
+    LoopDevice::open(&LoopOptions::new(&path)).unwrap();
+}
+
+#[test]
 fn an_image_that_its_user_may_not_open_fails_with_the_cure() {
     let directory = Directory::new();
     let path = directory.image(65536);
