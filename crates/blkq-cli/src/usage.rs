@@ -1,11 +1,13 @@
 //! Wrong usage: the name of our option for those of losetup(8) and qemu-nbd(8).
 
+use std::fmt::Display;
+
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Options of others, and what does that here.
-const OTHERS: [(&[&str], &str); 19] = [
-    (&["-r", "--readonly", "--read_only"], "to refuse writes: --read-only"),
+const OTHERS: [(&[&str], &str); 20] = [
+    (&["-r", "--ro", "--readonly", "--read_only"], "to refuse writes: --read-only"),
     (&["-o"], "where the device begins: --offset BYTES"),
     (&["--sizelimit"], "the device's size at most: --size-limit BYTES"),
     (&["-b", "--sectorsize", "--block-size"], "the logical block: --sector-size BYTES"),
@@ -19,12 +21,23 @@ const OTHERS: [(&[&str], &str); 19] = [
     (&["-e", "--clients"], "clients at a time: --max-connections N"),
     (&["-t", "--persistent"], "a device stays until blkq detach, or until its last client with --autoclear"),
     (&["--tls-creds"], "the directory of certificates: --tls-certificates DIR"),
+    (&["--daemon", "--daemonize", "--fork"], "a daemon serves the device, and attach returns"),
     (&["--show"], "where the device is is always printed"),
     (&["-v", "--verbose"], "all about the device: --json, or blkq show"),
     (&["-d", "--detach", "--disconnect", "-D", "--detach-all"], "to detach: blkq detach NAME, or --all"),
     (&["-a", "-l", "--list"], "to list devices: blkq list"),
     (&["-j", "--associated"], "the devices of a file: blkq list --backing FILE"),
 ];
+
+/// Prints a mistake in the usage of `subcommand`, with its usage, and exits.
+pub fn exit(mut command: clap::Command, subcommand: &str, kind: ErrorKind, message: impl Display) -> ! {
+    command.build();
+    match command.find_subcommand_mut(subcommand) {
+        Some(subcommand) => subcommand.error(kind, message),
+        None => command.error(kind, message),
+    }
+    .exit()
+}
 
 /// `error` with the option that does here what was asked for, if `attach` was called with one of
 /// another program's; clap takes them for values.
@@ -41,10 +54,39 @@ pub fn explain(mut error: clap::Error, subcommand: Option<&str>) -> clap::Error 
         Some((_, tip)) if subcommand == Some("attach") => Some(*tip),
         _ => None,
     };
+    if let Some(ContextValue::String(similar)) = error.get(ContextKind::SuggestedArg)
+        && (tip.is_some() || !is_similar(&word, similar))
+    {
+        error.remove(ContextKind::SuggestedArg);
+    }
     if let Some(tip) = tip {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![StyledStr::from(tip)]));
     }
     error
+}
+
+/// Whether one word is a part of the other, or differs from it in few letters: clap suggests words that have less in
+/// common.
+fn is_similar(word: &str, other: &str) -> bool {
+    let (word, other) = (word.trim_start_matches('-'), other.trim_start_matches('-'));
+    let other = other.split(' ').next().unwrap_or_default();
+    let has_part = word.len() > 2 && (word.contains(other) || other.contains(word));
+    has_part || distance(word, other) <= word.len().max(other.len()) / 3
+}
+
+/// The fewest letters to insert, remove or replace that turn one word into the other (Levenshtein).
+fn distance(one: &str, other: &str) -> usize {
+    let other: Vec<char> = other.chars().collect();
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (above, letter) in one.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], above + 1);
+        for at in 0..other.len() {
+            let replaced = diagonal + usize::from(letter != other[at]);
+            diagonal = row[at + 1];
+            row[at + 1] = replaced.min(row[at] + 1).min(diagonal + 1);
+        }
+    }
+    row[other.len()]
 }
 
 #[cfg(test)]
@@ -63,6 +105,8 @@ mod tests {
     fn options_of_others_are_answered_with_ours() {
         for (word, tip) in [
             ("-r", "--read-only"),
+            ("--ro", "to refuse writes: --read-only"),
+            ("--daemon", "attach returns"),
             ("-o", "--offset BYTES"),
             ("-v", "blkq show"),
             ("-P", "--partscan"),
@@ -71,6 +115,7 @@ mod tests {
         ] {
             let text = of(&[&["attach", "x.img"], &word.split(' ').collect::<Vec<_>>()[..]].concat());
             assert!(text.contains(tip) && text.contains("tip: ") && !text.contains("as a value"), "{text}");
+            assert_eq!(text.matches("tip: ").count(), 1, "{text}");
         }
         for words in [
             &["attach", "x.img", "--offset", "-1"][..],
@@ -81,6 +126,21 @@ mod tests {
         }
         // An option that means something else there is not touched.
         assert!(of(&["show", "-r"]).contains("as a value"));
+    }
+
+    #[test]
+    fn only_similar_options_are_suggested() {
+        for (word, similar) in [("--read-onyl", "--read-only"), ("--connections", "--max-connections")] {
+            assert!(of(&["attach", "x.img", word]).contains(similar), "{word}");
+        }
+        for word in ["--verify", "--daemonic", "--rx"] {
+            assert!(
+                !of(&["attach", "x.img", word]).contains("similar"),
+                "{}",
+                of(&["attach", "x.img", word])
+            );
+        }
+        assert_eq!((distance("kitten", "sitting"), distance("", "ab"), distance("ab", "ab")), (3, 2, 0));
     }
 
     #[test]

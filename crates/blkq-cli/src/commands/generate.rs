@@ -169,7 +169,8 @@ fn write_page(
     man.render_title(&mut page)?;
     man.render_name_section(&mut page)?;
     page.extend(format!(".SH SYNOPSIS\n{}", synopsis(command)).bytes());
-    man.render_description_section(&mut page)?;
+    let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+    page.extend(format!(".SH DESCRIPTION\n{}.\n.PP\n", roff(&about)).bytes());
     page.extend(help.text.iter().flat_map(|line| (roff(line) + "\n").into_bytes()));
     man.render_options_section(&mut page)?;
     if command.has_subcommands() {

@@ -93,6 +93,14 @@ impl ConfigFile {
         self.keys.iter().flat_map(|key| &key.words).filter_map(setting).chain(unset).collect()
     }
 
+    fn has_image(&self) -> bool {
+        self.keys.iter().any(|key| key.key == words::IMAGE)
+    }
+
+    fn no_image(&self) -> Fault {
+        Fault { line: 0, text: "there is no image; add a line such as image = \"/srv/disk.img\"".into() }
+    }
+
     /// The word for the name, if there is no key for it.
     fn implied_name(&self) -> Option<String> {
         let has_name = self.keys.iter().any(|key| key.key == "name");
@@ -112,11 +120,8 @@ impl ConfigFile {
     /// # Errors
     /// The mistake.
     pub fn attach_options(&self) -> Result<AttachOptions, Fault> {
-        if !self.keys.iter().any(|key| key.key == words::IMAGE) {
-            return Err(Fault {
-                line: 0,
-                text: "there is no image; add a line such as image = \"/srv/disk.img\"".into(),
-            });
+        if !self.has_image() {
+            return Err(self.no_image());
         }
         let words = self.keys.iter().flat_map(|key| key.words.iter().cloned());
         let all = self.implied_name().into_iter().chain(words);
@@ -263,6 +268,9 @@ pub fn expand(words: Vec<OsString>, command: impl FnOnce() -> Command) -> Outcom
     };
     let Some(path) = given.get_one::<PathBuf>("config") else { return Ok(words) };
     let file = ConfigFile::read(path).map_err(|faults| first(&faults, path).during("attach"))?;
+    if !given.contains_id(words::IMAGE) && !file.has_image() {
+        return Err(file.no_image().failure(path).during("attach"));
+    }
     let is_given = |id: &Id| given.value_source(id.as_str()) == Some(ValueSource::CommandLine);
     let argument = |id: &Id| attach.get_arguments().find(|argument| argument.get_id() == id);
     let excludes =

@@ -16,6 +16,7 @@ use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 use crate::timestamp::rfc3339;
+use crate::usage;
 use crate::{complain, print, print_json};
 
 use overview::overview;
@@ -130,8 +131,7 @@ impl Args {
     /// is complained of on the way and only the exit code remains.
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let plan = self.plan().unwrap_or_else(|why| {
-            let error = clap::error::ErrorKind::ValueValidation;
-            command().error(error, format!("stat: {why}")).exit()
+            usage::exit(command(), "stat", clap::error::ErrorKind::ValueValidation, why)
         });
         let dir = StateDir::locate()?;
         // A word that means no device stays, to be reported as such.
