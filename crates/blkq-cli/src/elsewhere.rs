@@ -5,11 +5,19 @@ use std::path::Path;
 
 use crate::backing::{FileId, Window};
 use crate::info::StateFile;
+use crate::options::Format;
 use crate::state::{StateDir, read_state};
 
-/// Where bytes of the image at `path` are locked, as far as this user may see: a device in the same
-/// state directory by its name, and else processes.
-pub fn describe(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64>) -> Option<String> {
+/// Those that have locked bytes of an image.
+pub struct Holders {
+    /// Devices of the same state directory by their names, or else processes.
+    pub text: String,
+    /// Whether all of them could be attached with --shared, as far as is known: the files of a qcow2 image cannot.
+    pub can_share: bool,
+}
+
+/// Those that have locked bytes of the image at `path`, as far as this user may see.
+pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64>) -> Option<Holders> {
     let file = FileId::of(path)?;
     let holders = holders(path, file, Window { offset, size_limit });
     // Not asked: a daemon that is just starting may be the one that asks here.
@@ -23,16 +31,23 @@ pub fn describe(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64
         }
         false => holders.contains(&state.pid),
     };
-    let devices: Vec<&str> = states.iter().filter(serves).map(|state| state.name.as_str()).collect();
+    let devices: Vec<&StateFile> = states.iter().filter(serves).collect();
     if !devices.is_empty() {
-        return Some(format!("as {}", devices.join(", ")));
+        let is_raw = |state: &&StateFile| {
+            let options = state.attach_options.as_ref().and_then(|record| record.read().ok());
+            options.is_none_or(|options| options.format != Some(Format::Qcow2))
+        };
+        let names: Vec<&str> = devices.iter().map(|state| state.name.as_str()).collect();
+        let can_share = devices.iter().all(|state| is_raw(state));
+        return Some(Holders { text: format!("as {}", names.join(", ")), can_share });
     }
     let process = |pid: &u32| {
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         format!("process {pid} ({})", name.trim())
     };
     let processes: Vec<String> = holders.iter().map(process).collect();
-    (!processes.is_empty()).then(|| format!("by {}", processes.join(", ")))
+    let text = format!("by {}", processes.join(", "));
+    (!processes.is_empty()).then_some(Holders { text, can_share: true })
 }
 
 /// The processes that have locked bytes of `window` of the file. The lock of an open file has no owner

@@ -4,6 +4,7 @@ use std::fmt;
 use std::process::ExitCode;
 
 use blkq::ErrorKind;
+use blkq::text::escaped;
 
 /// Exit code of a command that was refused or failed.
 pub const EXIT_FAILED: u8 = 1;
@@ -25,11 +26,10 @@ pub struct Failure {
 pub type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {
-    /// A failure in one line of the form `what: why; cure`. Control characters of
-    /// names that came from outside are replaced, so that it stays one line.
+    /// A failure in one line of the form `what: why; cure`. Control characters of names that came from outside are
+    /// escaped, so that it stays one line.
     pub fn new(line: impl AsRef<str>) -> Failure {
-        let line = line.as_ref().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        Failure { line, busy: false }
+        Failure { line: escaped(line.as_ref()), busy: false }
     }
 
     /// Whether the block layer or an attachment was busy, so that the same may succeed later.
@@ -52,9 +52,14 @@ impl Failure {
         Failure::new(format!("{requests} {are} held after I/O errors; {HELD_CURE}"))
     }
 
-    /// The same failure, as part of doing `what`.
+    /// The same failure, as part of doing `what`. An object that ends `what` and begins the failure is named once.
     pub fn during(self, what: impl fmt::Display) -> Failure {
-        Failure::new(format!("{what}: {self}"))
+        let what = escaped(&what.to_string());
+        let repeated = self.line.split_once(": ").filter(|(object, _)| {
+            what.strip_suffix(object).is_some_and(|before| before.is_empty() || before.ends_with(' '))
+        });
+        let why = repeated.map_or(self.line.as_str(), |(_, why)| why);
+        Failure::new(format!("{what}: {why}"))
     }
 
     /// Why a device that is not to be in use could not be stopped or shrunk, with the cure.
@@ -141,8 +146,18 @@ mod tests {
     }
 
     #[test]
+    fn an_object_is_named_once() {
+        let of = |line: &str, what: &str| Failure::new(line).during(what).to_string();
+        assert_eq!(of("nosuch: no such device", "commit nosuch"), "commit nosuch: no such device");
+        assert_eq!(of("a b: no such device", "commit a b"), "commit a b: no such device");
+        assert_eq!(of("data: no", "data"), "data: no");
+        assert_eq!(of("b: no", "commit ab"), "commit ab: b: no");
+        assert_eq!(of("--create: no", "attach a"), "attach a: --create: no");
+    }
+
+    #[test]
     fn a_failure_is_one_line_whatever_it_quotes() {
         let failure = Failure::new("open evil\nname\x1b[31m: no").during("attach");
-        assert_eq!(failure.to_string(), "attach: open evil name [31m: no");
+        assert_eq!(failure.to_string(), "attach: open evil\\x0aname\\x1b[31m: no");
     }
 }

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::descriptors::inherit_standard_only;
 use crate::failure::{Failure, Outcome};
 use crate::info::{DeviceInfo, ordered};
 use crate::options::{AttachOptions, Record};
-use crate::print;
+use crate::print_line;
 
 /// How long a daemon that did not come up may take to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -164,7 +164,7 @@ fn last_line(text: &[u8]) -> (&[u8], &[u8]) {
 /// If it cannot be printed.
 pub fn report(info: &DeviceInfo) -> Outcome {
     warn(info);
-    print(&info.exports.iter().map(|export| format!("{export}\n")).collect::<String>())
+    info.exports.iter().try_for_each(|export| print_line(export))
 }
 
 /// Puts the warnings on stderr.
@@ -175,7 +175,9 @@ pub fn warn(info: &DeviceInfo) {
 }
 
 fn failure(error: std::io::Error) -> Failure {
-    Failure::new(format!("cannot start the daemon: {error}"))
+    let has_proc = Path::new("/proc/self").exists();
+    let hint = if has_proc { "" } else { "; mount a proc file system on /proc" };
+    Failure::new(format!("cannot start the daemon: {error}{hint}"))
 }
 
 #[cfg(test)]

@@ -103,6 +103,14 @@ pub fn print(text: &str) -> Outcome {
     }
 }
 
+/// Puts a line on stdout, in which control characters are escaped.
+///
+/// # Errors
+/// As [`print()`].
+pub fn print_line(text: &str) -> Outcome {
+    print(&format!("{}\n", blkq::text::escaped(text)))
+}
+
 /// Puts a value on stdout as one line of JSON.
 ///
 /// # Errors

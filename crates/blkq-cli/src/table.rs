@@ -1,5 +1,7 @@
 //! Tables of text whose columns line up.
 
+use blkq::text::escaped;
+
 /// On which side of its column a cell stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Align {
@@ -14,19 +16,21 @@ pub fn render(align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> Stri
     render_apart(2, align, rows)
 }
 
-/// The same, the columns `gap` spaces apart.
+/// The same, the columns `gap` spaces apart. Control characters, of a path for one, are escaped: a row is one line.
 pub fn render_apart(gap: usize, align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
     let align = align.as_ref();
+    let row = |row: &dyn AsRef<[String]>| row.as_ref().iter().map(|cell| escaped(cell)).collect::<Vec<_>>();
+    let rows: Vec<Vec<String>> = rows.iter().map(|cells| row(cells)).collect();
     let mut widths = vec![0; align.len()];
-    for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row.as_ref()) {
+    for row in &rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
             *width = cell.chars().count().max(*width);
         }
     }
     let mut text = String::new();
-    for row in rows {
+    for row in &rows {
         let mut line = String::new();
-        for ((cell, width), align) in row.as_ref().iter().zip(&widths).zip(align) {
+        for ((cell, width), align) in row.iter().zip(&widths).zip(align) {
             match align {
                 Align::Left => line.push_str(&format!("{cell:<width$}{:gap$}", "")),
                 Align::Right => line.push_str(&format!("{cell:>width$}{:gap$}", "")),
@@ -47,5 +51,7 @@ mod tests {
         let rows = [["name", "size"], ["a", "1"], ["long-name", "1000"]].map(|row| row.map(str::to_owned));
         let text = render([Align::Left, Align::Right], &rows);
         assert_eq!(text, "name       size\na             1\nlong-name  1000\n");
+        let rows = [["a\nb\x1b[31m".to_owned(), "1".to_owned()]];
+        assert_eq!(render([Align::Left, Align::Right], &rows), "a\\x0ab\\x1b[31m  1\n");
     }
 }

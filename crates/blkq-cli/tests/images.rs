@@ -38,7 +38,12 @@ fn an_image_in_another_format_is_rejected_with_the_cure() {
             [&["attach"][..], &["attach", "--read-only"], &["attach", "--shared"], &["losetup", "-f"]]
         {
             let line = place.refused(&[words, &[&image]].concat());
-            let cure = if kind == "qcow2" { "attach with --format qcow2" } else { "convert it" };
+            let cure = match (kind, words[0]) {
+                ("qcow2", "attach") => "attach with --format qcow2",
+                // Which has no such option.
+                ("qcow2", _) => "blkq attach with --format qcow2",
+                _ => "convert it",
+            };
             assert!(line.contains(&format!("is a {kind} image, not raw data; {cure}")), "{line}");
             assert!(line.contains("attach with --format raw"), "{line}");
         }
@@ -66,9 +71,9 @@ fn a_created_image_stays_only_with_its_device() {
     fs::File::options().write(true).open(&path).unwrap().write_all_at(b"data", 0).unwrap();
     // It is in use, and would be there without its device, too.
     let used = place.refused(&["attach", image, "--create", "1G", "--name", "other"]);
-    assert!(used.contains("it is there already, and nothing is overwritten"), "{used}");
+    assert!(used.contains("new.img: already exists and --create never overwrites"), "{used}");
     place.done(&["detach", "new.img"]);
-    assert!(place.refused(&["attach", image, "--create", "1G"]).contains("there already"));
+    assert!(place.refused(&["attach", image, "--create", "1G"]).contains("already exists"));
     let content = fs::read(&path).unwrap();
     assert!(content.len() == 64 << 20 && content.starts_with(b"data"));
 
@@ -79,7 +84,7 @@ fn a_created_image_stays_only_with_its_device() {
         assert!(!path.exists(), "{words:?}");
     }
     assert!(place.refused(&["attach", "ram:1M", "--create", "1M"]).contains("makes image files"));
-    assert!(place.refused(&["attach", "/dev/null", "--create", "1M"]).contains("there already"));
+    assert!(place.refused(&["attach", "/dev/null", "--create", "1M"]).contains("already exists"));
     // The device was there; its command fails later.
     let run = place.run(&["attach", image, "--create", "1M", "--run", "exit 7"]);
     assert_eq!((run.status.code(), path.exists()), (Some(7), true));
@@ -134,6 +139,62 @@ fn attached_elsewhere_says_where() {
 }
 
 #[test]
+fn paths_reach_neither_the_terminal_nor_a_shell_as_they_are() {
+    let place = Place::new("hostile");
+    let image = place.image("x\nvm 1T rw on 0 \x1b[31mred\x1b]0;title\x07.img", 1 << 20);
+    place.done(&["attach", &image, "--name", "a"]);
+    for words in
+        [&["list"][..], &["show", "a"], &["losetup", "-a"], &["losetup", "-l"], &["list", "-o", "image"]]
+    {
+        let text = place.done(words);
+        assert!(
+            !text.contains(['\x1b', '\x07']) && text.contains("x\\x0avm 1T rw on 0 \\x1b[31mred"),
+            "{text}"
+        );
+    }
+    assert_eq!(place.done(&["list"]).lines().count(), 2);
+    assert_eq!(place.json(&["list", "--json"])[0]["image"], image.as_str());
+    place.done(&["detach", "a"]);
+    place.done(&["attach", &place.image("plain", 1 << 20), "--name", "a"]);
+    let to = place.dir.join("new\n.qcow2");
+    assert!(place.done(&["snapshot", "a", "--to", to.to_str().unwrap()]).ends_with("/new\\x0a.qcow2\n"));
+    place.done(&["detach", "a"]);
+
+    // The command of a hint, run by a shell in the directory of the images.
+    let follow = |line: &str| {
+        let hint = line.split('`').nth(1).unwrap().replace("SIZE", "1M");
+        let hint = hint.replace("blkq ", concat!(env!("CARGO_BIN_EXE_blkq"), " "));
+        let mut shell = std::process::Command::new("bash");
+        shell
+            .args(["-c", &hint])
+            .current_dir(&place.dir)
+            .env("BLKQ_STATE_DIR", place.state())
+            .output()
+            .unwrap()
+    };
+    let missing = place.dir.join("my 'disk';touch OWNED.img");
+    let line = place.refused(&["attach", missing.to_str().unwrap()]);
+    assert!(line.contains("; create it with `blkq attach "), "{line}");
+    assert!(follow(&line).status.success() && missing.exists());
+    place.done(&["detach", "--all"]);
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    let (base, top) = (path("b;touch OWNED;.qcow2"), path("t.qcow2"));
+    let qemu_img = |words: &[&str]| run("qemu-img", words);
+    qemu_img(&["create", "-q", "-f", "qcow2", &base, "1M"]);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "qcow2", &top]);
+    // Without the extension that has the format of the backing file.
+    let mut bytes = fs::read(&top).unwrap();
+    let at = bytes.windows(4).position(|window| window == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+    bytes[at..at + 4].copy_from_slice(&[0x11, 0x22, 0x33, 0x44]);
+    fs::write(&top, bytes).unwrap();
+    let line = place.refused(&["attach", &top, "--format", "qcow2"]);
+    assert!(line.contains("qemu-img rebase -u"), "{line}");
+    assert!(follow(&line).status.success(), "{line}");
+    place.done(&["attach", &top, "--format", "qcow2"]);
+    assert!(!place.dir.join("OWNED").exists() && !place.dir.join("OWNED.img").exists());
+}
+
+#[test]
 fn a_device_is_named_by_whatever_its_user_has_in_hand() {
     let place = Place::new("named");
     let image = place.image("disk.img", 4 << 20);
@@ -161,10 +222,13 @@ fn a_device_is_named_by_whatever_its_user_has_in_hand() {
     place.done(&["show", &moved]);
     place.image("disk.img", 1 << 20);
     assert!(place.refused(&["show", &image]).contains("no such device"));
-    // A name that is one comes first.
+    // A word that is the name of another device is refused where it is the image.
     place.done(&["attach", "ram:1M", "--name", "moved.img"]);
-    let output = place.command(&["show", "--json", "moved.img"]).current_dir(&place.dir).output().unwrap();
-    assert!(String::from_utf8(output.stdout).unwrap().contains("\"ram:1M\""));
+    let show =
+        |word: &str| place.command(&["show", "--json", word]).current_dir(&place.dir).output().unwrap();
+    assert_eq!(show("moved.img").status.code(), Some(1));
+    assert!(String::from_utf8(show("./moved.img").stdout).unwrap().contains("\"data\""));
+    assert!(place.done(&["show", "--json", "moved.img"]).contains("\"ram:1M\""));
     // Which of two, only the user knows.
     place.done(&["detach", "data"]);
     place.done(&["attach", "--name", "low", "--size-limit", "1M", &moved]);
@@ -352,7 +416,7 @@ fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
     for (words, reason) in [
         (
             &["attach", "/nowhere/x"][..],
-            "cannot find the image /nowhere/x: No such file or directory (os error 2); create it",
+            "cannot find the image /nowhere/x: No such file or directory (os error 2); create it with `blkq attach /nowhere/x --create SIZE`\n",
         ),
         (
             &["attach", &tiny, "--sector-size", "512"],

@@ -125,7 +125,7 @@ fn an_overlay_is_a_clone_that_leaves_its_base_as_it_is() {
         let expected = ["read -P 1 0 1M", "read -P 2 1M 4k", "read -P 0 2M 64k"];
         qemu_io("raw", &uri, &expected);
         let line = place.refused(&attach);
-        assert!(line.contains("is there already") && line.contains("--format qcow2"), "{line}");
+        assert!(line.contains("already exists") && line.contains("--format qcow2"), "{line}");
         place.done(&["detach", "c"]);
         assert!(fs::read(base).unwrap() == before, "the base is as it was");
         run("qemu-img", &["check", "-f", "qcow2", &clone]);

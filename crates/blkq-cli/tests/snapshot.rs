@@ -107,7 +107,7 @@ fn several_devices_have_snapshots_together_or_none() {
     place.done(&["set", "b", "read-only=off"]);
     fs::write(path("b.1"), "x").unwrap();
     let line = place.refused(&["snapshot", &a, &b]);
-    assert!(line.contains("b.1 is there already"), "{line}");
+    assert!(line.contains("b.1: already exists"), "{line}");
     assert_eq!(fs::read(path("b.1")).unwrap(), b"x");
     fs::remove_file(path("b.1")).unwrap();
     assert!(!fs::exists(path("a.1")).unwrap());
@@ -254,7 +254,7 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
     fs::create_dir(path("e")).unwrap();
     let (new, elsewhere) = (path("new"), path("e/new"));
     for (words, more, why) in [
-        (&[image.as_str()][..], &[][..], "is there already"),
+        (&[image.as_str()][..], &[][..], "already exists"),
         (&[&image, "--read-only"], &[], "read-only"),
         (&[&image, "--offset", "4096"], &[], "--offset"),
         (&[&image, "--size-limit", "4096"], &[], "--size-limit"),
@@ -268,7 +268,7 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
         (&[&image], &["a"], "give it with --to FILE"),
     ] {
         place.done(&[&["attach"], words, &["--name", "n"]].concat());
-        let to = if why == "is there already" { &image } else { &new };
+        let to = if why == "already exists" { &image } else { &new };
         let more = if more.is_empty() { &["--to", to][..] } else { more };
         let line = place.refused(&[&["snapshot", "n"], more].concat());
         assert!(line.contains(why), "{line}");

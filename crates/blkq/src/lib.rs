@@ -109,6 +109,7 @@ mod submitter;
 mod sync;
 mod tags;
 pub mod testing;
+pub mod text;
 pub mod throttle;
 pub mod trace;
 pub mod units;

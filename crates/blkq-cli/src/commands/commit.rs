@@ -21,7 +21,7 @@ use crate::info::{CommitInfo, DeviceInfo};
 use crate::options::{AttachOptions, Backing as BackingChain, Record};
 use crate::signals::{Signal, Signals};
 use crate::state::{StateDir, read_state};
-use crate::{complain, print, print_json};
+use crate::{complain, print_json, print_line};
 
 /// When the progress is printed first, and how often then: on a terminal, and elsewhere.
 const FIRST_LINE: Duration = Duration::from_secs(2);
@@ -84,7 +84,7 @@ impl Args {
         let done = reply.and_then(|done| done).map_err(of)?;
         done.warnings.iter().for_each(|why| complain(&Failure::new(format!("{name}: warning: {why}"))));
         warn_of_configuration(&name, &done, &path);
-        if self.json { print_json(&done) } else { print(&format!("{}\n", done.image)) }
+        if self.json { print_json(&done) } else { print_line(&done.image) }
     }
 
     /// Opens the image behind that of the device, and the file with the bitmaps of a raw one: as the header of the

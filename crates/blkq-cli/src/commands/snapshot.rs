@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use blkq::drivers::DriverSpec;
+use blkq::drivers::r#loop::Dispatch;
 
 use super::attach::create::{NewImage, directory_of};
 use crate::backing::{Backing, FileId, shown_path};
@@ -18,7 +19,7 @@ use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use crate::state::StateDir;
-use crate::{complain, print};
+use crate::{complain, print_line};
 
 /// Options of `snapshot`.
 #[derive(clap::Args, Debug)]
@@ -84,7 +85,7 @@ impl Args {
         let mut failures = Vec::new();
         for (wanted, done) in done {
             match done {
-                Ok(()) => print(&format!("{}\n", wanted.path.display()))?,
+                Ok(()) => print_line(&wanted.path.display().to_string())?,
                 Err(failure) => failures.push(failure.during(format_args!("snapshot {}", wanted.name))),
             }
         }
@@ -143,6 +144,7 @@ impl Args {
             )));
         }
         check_configuration(&name, &info.image, &path)?;
+        check_fits_qcow2(&options)?;
         let backing_chain = match self.backing_chain {
             BackingChain::OwnDirectory => options.backing_chain,
             BackingChain::Allow => BackingChain::Allow,
@@ -156,6 +158,23 @@ impl Args {
         };
         options.check()?;
         Ok(Wanted { name, image: info.image, path, options: Record::new(&options)? })
+    }
+}
+
+/// Refuses a device with options that its new image could not have.
+fn check_fits_qcow2(options: &AttachOptions) -> Outcome {
+    let unfit = [
+        (options.queues > 1, "several queues", "--queues"),
+        (options.threads_per_queue > 1, "several threads for each queue", "--threads-per-queue"),
+        (options.offset != 0, "an offset", "--offset"),
+        (options.size_limit.is_some(), "a size limit", "--size-limit"),
+        (options.dispatch == Dispatch::Serial, "serial dispatch", "--dispatch serial"),
+    ];
+    match unfit.iter().find(|(has, ..)| *has) {
+        Some((_, what, option)) => Err(Failure::new(format!(
+            "the device has {what}, and its new image, in qcow2, cannot have that; detach it and attach it without {option}"
+        ))),
+        None => Ok(()),
     }
 }
 
@@ -227,9 +246,8 @@ impl<'a> Begun<'a> {
     fn new(dir: &StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
         let Wanted { name, path, options, .. } = wanted;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
-        let there =
-            format!("{} is there already, and nothing is overwritten; choose another name", path.display());
-        let file = NewImage::make(path, &there, |_| Ok(())).map_err(of)?;
+        let there = "already exists and is never overwritten; choose another name";
+        let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
         let request = Request::Snapshot { options: options.clone() };
         let dialogue = Dialogue::begin(dir, name, &request).map_err(of)?;
         Ok(Begun { wanted, dialogue, file })

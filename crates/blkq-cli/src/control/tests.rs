@@ -109,7 +109,8 @@ fn a_stop_that_waits_for_a_client_names_it() {
             BufReader::new(&stream).read_line(&mut line).unwrap();
             let nbd = crate::statistics::Nbd { connected: 3, ..Default::default() };
             if line.contains("stat") {
-                let statistics = Statistics { nbd: Some(nbd), ..Statistics::default() };
+                let mut statistics = Statistics::default();
+                statistics.nbd = Some(nbd);
                 stream.write_all(&reply_line(Ok(statistics))).unwrap();
             } else if line.contains("show") {
                 stream.write_all(&reply_line(Ok(serde_json::json!({ "clients": clients })))).unwrap();

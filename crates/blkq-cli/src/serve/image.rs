@@ -6,8 +6,11 @@ use std::time::{Duration, Instant};
 
 use blkq::drivers::qcow2::Journals;
 use blkq::drivers::{self, DriverOptions, DriverSpec, ImageFormat};
+use blkq::text::shell_word;
+use blkq::units::parse_bytes;
 use blkq::{Driver, ErrorKind};
 
+use crate::complain;
 use crate::confine;
 use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
@@ -104,17 +107,21 @@ pub(super) fn open_driver(
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
     let cure = match error.kind() {
         ErrorKind::Busy => {
-            let place = match &options.image {
+            let holders = match &options.image {
                 DriverSpec::Image(path) => {
-                    elsewhere::describe(claim.dir(), path, options.offset, options.size_limit)
+                    elsewhere::holders_of(claim.dir(), path, options.offset, options.size_limit)
                 }
                 _ => None,
             };
-            let place = place.map(|place| format!(" {place}")).unwrap_or_default();
+            let place = holders.as_ref().map(|holders| format!(" {}", holders.text)).unwrap_or_default();
+            let can_share = options.format != Some(Format::Qcow2)
+                && holders.as_ref().is_none_or(|holders| holders.can_share);
             match &options.image {
                 DriverSpec::Rbd(_) => "; detach it there first, or attach with --read-only".to_owned(),
-                _ if options.format == Some(Format::Qcow2) => format!("{place}; detach it there first"),
-                _ => format!("{place}; detach it there first, or attach with --shared on both sides"),
+                _ if can_share => {
+                    format!("{place}; detach it there first, or attach with --shared on both sides")
+                }
+                _ => format!("{place}; detach it there first"),
             }
         }
         ErrorKind::Claimed => "; release it there first, or attach with --shared: file systems that do not \
@@ -134,9 +141,22 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
         ErrorKind::Format => "; convert it with `qemu-img convert -O raw`, or attach with --format raw to \
              serve its bytes as they are"
             .to_owned(),
+        ErrorKind::NotFound if !error.has_cure() => match &options.image {
+            DriverSpec::Image(path) => format!("; {}", not_found(path)),
+            _ => return error.into(),
+        },
         _ => return error.into(),
     };
     Failure::new(format!("{error}{cure}"))
+}
+
+/// The hint of an image that does not exist.
+fn not_found(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    match name.rsplit_once(':').map(|(_, size)| parse_bytes(size)) {
+        Some(Ok(_)) => "a device without an image is ram:SIZE or null:SIZE".to_owned(),
+        _ => format!("create it with `blkq attach {} --create SIZE`", shell_word(path)),
+    }
 }
 
 fn has_qcow2(image: &DriverSpec) -> bool {
@@ -161,7 +181,7 @@ pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     };
     if let Some(format) = options.format {
         let name = if format == Format::Raw { "raw" } else { "qcow2" };
-        eprintln!("blkq: {} is served as {name}", path.display());
+        complain(&Failure::new(format!("{} is served as {name}", path.display())));
     }
     options.check().map(|()| options)
 }

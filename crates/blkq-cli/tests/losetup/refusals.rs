@@ -58,6 +58,11 @@ fn partition_scan_is_kept_and_over_nbd_left_to_the_client() {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(stdout(&output), format!("{}\n", place.uri("disk.img")));
     assert!(text.contains("the kernel of its client scans them"), "{text}");
+    // Hints have the names that losetup gives the options.
+    assert!(text.contains("use --offset and --sizelimit") && !text.contains("--size-limit"), "{text}");
+    let _client = client(&place.uri("disk.img"));
+    let line = place.losetup_refused(&["-d", &place.uri("disk.img")]);
+    assert!(line.contains("or use blkq detach --force"), "{line}");
     assert_eq!(place.column("disk.img", "PARTSCAN"), "1");
 }
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use blkq::drivers::DriverSpec;
+use blkq::units::format_bytes;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::image_text;
@@ -32,18 +33,21 @@ impl NewImage {
             let text = image_text(image);
             return Err(Failure::new(format!("--create makes image files, and {text} is none; omit it")));
         };
-        let there = "it is there already, and nothing is overwritten; omit --create to attach it";
-        let fill = |file: &File| file.set_len(bytes).map_err(|e| Failure::new(e.to_string()));
-        NewImage::make(path, there, fill).map_err(|e| e.during("--create"))
+        let there = "already exists and --create never overwrites; omit --create to attach it";
+        let fill = |file: &File| {
+            let failed = |e| Failure::new(format!("cannot create an image of {}: {e}", format_bytes(bytes)));
+            file.set_len(bytes).map_err(failed)
+        };
+        NewImage::make(path, there, fill)
     }
 
     /// Makes the file at `path`, with what `fill` writes; durable, as is its name. Fails with `there` if there is
-    /// something of that name.
+    /// something of that name. The failure does not name the path.
     ///
     /// # Errors
     /// If it cannot be made; it is removed again then.
     pub fn make(path: &Path, there: &str, fill: impl FnOnce(&File) -> Outcome) -> Outcome<NewImage> {
-        let failure = |e: io::Error| Failure::new(e.to_string());
+        let failure = |e: io::Error| Failure::new(format!("cannot create the file: {e}"));
         let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(MODE).open(path);
         let file = opened.map_err(|e| match e.kind() {
             io::ErrorKind::AlreadyExists => Failure::new(there),
@@ -118,7 +122,7 @@ mod tests {
         NewImage::create(&image, 512).unwrap().keep();
         assert!(path.exists());
         let refused = NewImage::create(&image, 1024).unwrap_err().to_string();
-        assert!(refused.contains("there already"), "{refused}");
+        assert!(refused.contains("already exists"), "{refused}");
         assert_eq!(fs::metadata(&path).unwrap().len(), 512, "as it was");
         fs::remove_dir_all(dir.path()).unwrap();
     }

@@ -45,7 +45,8 @@ pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
         Some(Format::Auto) | None => ImageFormat::Checked,
     };
     let base = Base::open(path, format).map_err(refusal)?;
-    let there = "it is there already, and nothing is overwritten; attach it with --format qcow2, or choose another name";
+    let there =
+        "already exists and is never overwritten; attach it with --format qcow2, or choose another name";
     let fill = |new: &std::fs::File| {
         let directory = directory_of(file).canonicalize().map_err(|e| Failure::new(e.to_string()))?;
         Ok(base.write_overlay(new, &directory)?)

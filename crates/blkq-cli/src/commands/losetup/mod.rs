@@ -1,5 +1,6 @@
 //! `blkq losetup`: the command line of losetup(8) of util-linux, done with blkq's devices.
 
+mod hints;
 mod output;
 
 use std::ffi::{OsStr, OsString};
@@ -9,6 +10,7 @@ use std::process::ExitCode;
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::DirectIo;
+use blkq::text::escaped;
 use blkq::units::parse_bytes;
 use clap::error::ErrorKind;
 
@@ -25,8 +27,10 @@ use crate::launch::warn;
 use crate::options::{AttachOptions, SectorSize};
 use crate::settings::Setting;
 use crate::state::StateDir;
+use crate::usage;
 use crate::{complain, print};
 
+use hints::translated;
 use output::Style;
 
 /// Exit code if the state of a device that was asked for is not known.
@@ -168,9 +172,9 @@ impl Args {
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let action = self.action().and_then(|action| self.check_options(&action).map(|()| action));
         let action = action.unwrap_or_else(|message| {
-            command().error(ErrorKind::ArgumentConflict, format!("losetup: {message}")).exit()
+            usage::exit(command(), "losetup", ErrorKind::ArgumentConflict, message)
         });
-        self.act(action).map_err(|e| e.during("losetup"))
+        self.act(action, command).map_err(|e| failed(&e, command))
     }
 
     fn action(&self) -> Result<Action<'_>, String> {
@@ -219,7 +223,7 @@ impl Args {
         Ok(())
     }
 
-    fn act(&self, action: Action) -> Outcome<ExitCode> {
+    fn act(&self, action: Action, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         match action {
             Action::List => self.list(&dir, |_| true),
@@ -227,7 +231,7 @@ impl Args {
                 self.list(&dir, |info| is_behind(file, info) && begins_at(info, self.offset))
             }
             Action::Show(device) => self.show(&dir, device),
-            Action::Attach { device, file } => self.attach(device, file),
+            Action::Attach { device, file } => self.attach(device, file, command),
             Action::FindUnused => Err(Failure::new(
                 "-f without a file: no device waits unused, and a name found free may be taken a moment later; \
                  give the file as well: -f --show FILE",
@@ -239,12 +243,12 @@ impl Args {
                     .map(|_| ExitCode::SUCCESS)
                     .map_err(|e| e.during(format_args!("set capacity of {name}")))
             }
-            Action::Detach(devices) => self.detach(devices, |device| {
+            Action::Detach(devices) => self.detach(devices, command, |device| {
                 let name = name_of(&dir, &device.to_string_lossy())?;
                 detach::detach(&dir, &name.ok_or_else(|| no_such_device(device))?, false).map(drop)
             }),
             Action::DetachAll => {
-                self.detach(dir.names()?, |name| detach::detach(&dir, name, false).map(drop))
+                self.detach(dir.names()?, command, |name| detach::detach(&dir, name, false).map(drop))
             }
             Action::Remove => Err(Failure::new(
                 "--remove: a device that is detached leaves nothing that could be removed; use -d",
@@ -301,10 +305,16 @@ impl Args {
         print(&output::table(&columns, devices, style, !self.noheadings))
     }
 
-    fn attach(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<ExitCode> {
+    fn attach(
+        &self,
+        device: Option<&OsStr>,
+        file: &OsStr,
+        command: fn() -> clap::Command,
+    ) -> Outcome<ExitCode> {
         let options = self.attach_options(device, file)?;
         attach(&options, self.nooverlap)?.report(|info| {
-            warn(info);
+            let warnings = info.warnings.iter().map(|warning| translated(warning, &command()));
+            warn(&DeviceInfo { warnings: warnings.collect(), ..info.clone() });
             if self.verbose {
                 note(format_args!("{}: {} as {}", device_word(info), info.image, info.exports.join(" ")));
             }
@@ -374,14 +384,19 @@ impl Args {
     }
 
     /// Detaches one after the other, also after failures.
-    fn detach<T: AsRef<OsStr>>(&self, devices: Vec<T>, detach: impl Fn(&T) -> Outcome) -> Outcome<ExitCode> {
+    fn detach<T: AsRef<OsStr>>(
+        &self,
+        devices: Vec<T>,
+        command: fn() -> clap::Command,
+        detach: impl Fn(&T) -> Outcome,
+    ) -> Outcome<ExitCode> {
         let mut code = ExitCode::SUCCESS;
         for device in &devices {
             match detach(device) {
                 Ok(()) if self.verbose => note(format_args!("{}: detached", device.as_ref().display())),
                 Ok(()) => {}
                 Err(failure) => {
-                    complain(&failure.during("losetup"));
+                    complain(&failed(&failure, command));
                     code = ExitCode::from(EXIT_FAILED);
                 }
             }
@@ -390,8 +405,13 @@ impl Args {
     }
 }
 
+/// A failure with hints that a user of losetup can type.
+fn failed(failure: &Failure, command: fn() -> clap::Command) -> Failure {
+    Failure::new(translated(&failure.to_string(), &command())).during("losetup")
+}
+
 fn note(text: impl std::fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", escaped(&text.to_string()));
 }
 
 fn sector_size(bytes: u64) -> Outcome<SectorSize> {

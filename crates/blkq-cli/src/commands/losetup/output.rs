@@ -1,5 +1,7 @@
 //! The output of losetup, in its formats: those of libsmartcols, and the older lines.
 
+use blkq::text::{escape, escaped, is_control};
+
 use crate::backing::{Backing, shown_path};
 use crate::columns::{Cell, Column, device_word};
 use crate::info::DeviceInfo;
@@ -22,7 +24,7 @@ pub fn lines(devices: &[DeviceInfo]) -> String {
 }
 
 fn line(info: &DeviceInfo) -> String {
-    let (device, path) = (device_word(info), escaped(&shown_path(info), char::is_control));
+    let (device, path) = (device_word(info), escaped(&shown_path(info)));
     let Some(Backing { file, window }) = Backing::of(info) else {
         return format!("{device}: []: ({path})\n");
     };
@@ -44,8 +46,8 @@ pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings
     }
     let heading = columns.iter().map(|column| column.name.to_owned()).collect();
     let text = |cell: &Cell| match style {
-        Style::Raw => escaped(cell.text().trim(), |c| c.is_whitespace() || c.is_control() || c == '\\'),
-        _ => escaped(&cell.text(), char::is_control),
+        Style::Raw => escape(cell.text().trim(), |c| c.is_whitespace() || is_control(c) || c == '\\'),
+        _ => cell.text(),
     };
     let mut lines: Vec<Vec<String>> = vec![heading];
     lines.extend(rows.iter().map(|row| row.iter().map(text).collect()));
@@ -56,21 +58,6 @@ pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings
     // The original makes room for headings that it leaves out.
     let left_out = if headings { 0 } else { table.find('\n').map_or(0, |end| end + 1) };
     table[left_out..].to_owned()
-}
-
-/// `text`, with `\x` and its bytes in place of each character that is `special`.
-fn escaped(text: &str, special: impl Fn(char) -> bool) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for character in text.chars() {
-        if special(character) {
-            let mut bytes = [0; 4];
-            let bytes = character.encode_utf8(&mut bytes).bytes();
-            escaped.extend(bytes.map(|byte| format!("\\x{byte:02x}")));
-        } else {
-            escaped.push(character);
-        }
-    }
-    escaped
 }
 
 /// Laid out as libsmartcols does it, so that texts can be compared.
@@ -84,15 +71,4 @@ fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
     };
     let objects: Vec<String> = rows.iter().map(object).collect();
     format!("{{\n   \"loopdevices\": [\n{}\n   ]\n}}\n", objects.join(",\n"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_would_break_a_line_or_a_column_is_escaped() {
-        assert_eq!(escaped("a b\\\n", |c| c.is_whitespace() || c == '\\'), "a\\x20b\\x5c\\x0a");
-        assert_eq!(escaped("\u{85}ä", char::is_control), "\\xc2\\x85ä");
-    }
 }

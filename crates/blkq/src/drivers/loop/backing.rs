@@ -83,13 +83,8 @@ impl Backing {
     pub fn open(path: &Path, read_only: bool) -> Result<Backing, Error> {
         let shown = path.display();
         let link = link_elsewhere(path);
-        let path = std::fs::canonicalize(path).map_err(|e| {
-            let cure = match e.kind() {
-                std::io::ErrorKind::NotFound => format!("create it with `truncate -s SIZE {shown}`"),
-                _ => String::new(),
-            };
-            Error::system(format!("cannot find the image {shown}"), e).with_cure(cure)
-        })?;
+        let path = std::fs::canonicalize(path)
+            .map_err(|e| Error::system(format!("cannot find the image {shown}"), e))?;
         let metadata = std::fs::metadata(&path)
             .map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
         // Before it is opened, because opening a device may do something; and after, because
@@ -236,6 +231,8 @@ fn cannot_open(error: std::io::Error, path: &Path, read_only: bool) -> Error {
         return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
     }
     let (what, cure) = match error.raw_os_error() {
+        // fcntl(2), F_SETLEASE.
+        Some(libc::EAGAIN) => ("", "another process holds a lease on the file; stop that process"),
         Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
             (" for writing", "give write permission, or open it read-only")
         }

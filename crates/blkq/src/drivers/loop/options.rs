@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::driver::DriverSetting;
 use crate::drivers::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 use crate::error::{Error, ErrorKind};
+use crate::text::shell_word;
 
 use super::backing::{Backing, DirectAlign};
 
@@ -158,7 +159,8 @@ impl Window<'_> {
         let (path, offset, logical_block_bytes) =
             (self.path.display(), self.offset, u64::from(self.logical_block_bytes));
         if file_size == 0 {
-            return Err(invalid(format!("{path} is empty; give it a size with `truncate -s SIZE {path}`")));
+            let word = shell_word(self.path);
+            return Err(invalid(format!("{path} is empty; give it a size with `truncate -s SIZE {word}`")));
         }
         let there = file_size.saturating_sub(offset);
         if there == 0 {

@@ -13,6 +13,7 @@ use crate::drivers::r#loop::backing::{self, Backing};
 use crate::drivers::r#loop::format;
 use crate::drivers::r#loop::lock::{self, LockKind};
 use crate::error::{Error, ErrorKind};
+use crate::text::shell_word;
 
 use super::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
 use super::journal::{self, Journals};
@@ -166,7 +167,8 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
             let message = format!("{}, the backing file of {shown}, is not there", path.display());
             let hint = match check_is_no_link(image) {
                 Ok(()) => format!(
-                    "bring it back, or name the one that it is now with `qemu-img rebase -u -b FILE -F FORMAT {shown}`"
+                    "bring it back, or name the one that it is now with `qemu-img rebase -u -b FILE -F FORMAT {}`",
+                    shell_word(image)
                 ),
                 Err(_) => format!("{shown} is a symbolic link; name the image by its own path"),
             };
@@ -187,10 +189,12 @@ fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened
         Some("qcow2") => return qcow2(backing),
         // A guest that wrote to a raw image may have put it there, to have other files read.
         None if magic == MAGIC => {
-            let (file, image) = (backing.path.display(), image.display());
             let message = format!(
-                "{image} does not record the format of its backing file, which begins as qcow2; if it is, \
-                 record that with `qemu-img rebase -u -b {file} -F qcow2 {image}`"
+                "{} does not record the format of its backing file, which begins as qcow2; if it is, \
+                 record that with `qemu-img rebase -u -b {} -F qcow2 {}`",
+                image.display(),
+                shell_word(&backing.path),
+                shell_word(image)
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }

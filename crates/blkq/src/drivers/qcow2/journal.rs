@@ -22,6 +22,7 @@ use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, fallocate, ftruncate, openat
 use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind};
+use crate::text::shell_word;
 
 use super::cache::SLICE_MAX_BYTES;
 use super::mapping::Words;
@@ -441,10 +442,11 @@ pub(super) fn check_behind(
 
 /// The warning of an image that can have no journal.
 pub(super) fn none_in_version_2(path: &Path) -> String {
-    let path = path.display();
     format!(
-        "what is not flushed is lost if this process is killed: {path} is of version 2; `qemu-img amend -o compat=1.1 \
-         {path}` changes that"
+        "what is not flushed is lost if this process is killed: {} is of version 2; `qemu-img amend -o compat=1.1 {}` \
+         changes that",
+        path.display(),
+        shell_word(path)
     )
 }
 

@@ -66,6 +66,7 @@ use crate::limits::QueueLimits;
 use crate::sync::atomic::AtomicBool;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock as locked};
+use crate::text::shell_word;
 
 use super::r#loop::backing::{self, Backing};
 use super::r#loop::lock::{self, LockKind};
@@ -156,8 +157,10 @@ fn check_repaired(header: &Header, path: &Path) -> Result<(), Error> {
         _ => return Ok(()),
     };
     let shown = path.display();
-    let message =
-        format!("{shown} {why}; repair it with `qemu-img check -r all {shown}`, or open it read-only");
+    let message = format!(
+        "{shown} {why}; repair it with `qemu-img check -r all {}`, or open it read-only",
+        shell_word(path)
+    );
     Err(Error::new(ErrorKind::Unsupported, message))
 }
 

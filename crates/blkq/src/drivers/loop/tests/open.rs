@@ -61,7 +61,7 @@ fn what_is_no_image_is_rejected_and_a_pipe_does_not_hang() {
         (&fifo, "is a pipe: an image must be", ErrorKind::Invalid),
         (&socket, "is a socket: an image must be", ErrorKind::Invalid),
         (Path::new("/dev/null"), "is a character device: an image must be", ErrorKind::Invalid),
-        (&directory.file("missing"), "create it with `truncate -s SIZE", ErrorKind::NotFound),
+        (&directory.file("missing"), "cannot find the image", ErrorKind::NotFound),
         (&dangling, "cannot find the image", ErrorKind::NotFound),
         (&empty, "is empty; give it a size with `truncate", ErrorKind::Invalid),
         (&tiny, "less than a sector of 512; extend it", ErrorKind::Invalid),

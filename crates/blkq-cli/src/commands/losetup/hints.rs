@@ -1,0 +1,89 @@
+//! Hints of other commands in the words of losetup.
+
+use clap::Command;
+
+/// Options that losetup has under another name.
+const RENAMED: [(&str, &str); 2] = [("size-limit", "--sizelimit"), ("name", "--loop-ref")];
+/// Options of blkq that losetup lacks, by the command that has them.
+const COMMANDS: [&str; 2] = ["attach", "detach"];
+
+/// `text` with the options of `attach` and `detach` as the user of losetup can give them: under its name in losetup, or
+/// with the command that has it. What is in backquotes is a whole command already.
+pub(super) fn translated(text: &str, blkq: &Command) -> String {
+    let quoted = text.split('`').enumerate();
+    let parts = quoted.map(|(at, part)| if at % 2 == 0 { options(part, blkq) } else { part.to_owned() });
+    parts.collect::<Vec<_>>().join("`")
+}
+
+fn options(text: &str, blkq: &Command) -> String {
+    let mut translated = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find("--") {
+        let (before, option) = rest.split_at(at);
+        let end = option[2..].find(|c: char| !c.is_ascii_lowercase() && c != '-');
+        let (option, after) = option.split_at(end.map_or(option.len(), |end| end + 2));
+        translated.push_str(before);
+        push(&mut translated, option, blkq);
+        rest = after;
+    }
+    translated + rest
+}
+
+/// Appends an option to the text before it.
+fn push(text: &mut String, option: &str, blkq: &Command) {
+    let name = &option[2..];
+    let has = |command: &str| {
+        let command = blkq.find_subcommand(command);
+        command
+            .is_some_and(|command| command.get_arguments().any(|argument| argument.get_long() == Some(name)))
+    };
+    if let Some((_, renamed)) = RENAMED.iter().find(|(renamed, _)| *renamed == name) {
+        text.push_str(renamed);
+        return;
+    }
+    if let Some(command) = COMMANDS.iter().find(|command| has(command))
+        && !has("losetup")
+    {
+        let verb = format!("{command} with ");
+        match text.strip_suffix(&verb).map(str::len) {
+            Some(before) => text.insert_str(before, "blkq "),
+            None => text.push_str(&format!("blkq {command} ")),
+        }
+    }
+    text.push_str(option);
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+    use crate::commands::Cli;
+
+    #[test]
+    fn every_option_of_a_hint_can_be_typed() {
+        let blkq = Cli::command();
+        let of = |text: &str| translated(text, &blkq);
+        assert_eq!(of("use --export nbd"), "use blkq attach --export nbd");
+        assert_eq!(of("use --offset and --size-limit"), "use --offset and --sizelimit");
+        assert_eq!(of("or use --force"), "or use blkq detach --force");
+        assert_eq!(
+            of("no; attach with --shared on both sides"),
+            "no; blkq attach with --shared on both sides"
+        );
+        assert_eq!(
+            of("`blkq attach x --create SIZE`; --shared"),
+            "`blkq attach x --create SIZE`; blkq attach --shared"
+        );
+        assert_eq!(of("omit --read-only, --partscan"), "omit --read-only, --partscan");
+        assert_eq!(of("a -- b"), "a -- b");
+        let losetup = blkq.find_subcommand("losetup").unwrap();
+        for option in
+            blkq.find_subcommand("attach").unwrap().get_arguments().filter_map(|option| option.get_long())
+        {
+            let text = of(&format!("--{option}"));
+            let is_own = losetup.get_arguments().any(|own| own.get_long() == text.strip_prefix("--"));
+            assert!(is_own || text == format!("blkq attach --{option}"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Names and paths as text for people: on a terminal, and in commands that are pasted into a shell.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
+/// `text` with `\x` and its bytes in place of each control character: a name with a newline or an escape sequence
+/// stays in its line and does not reach the terminal.
+pub fn escaped(text: &str) -> String {
+    escape(text, is_control)
+}
+
+/// As [`escaped`], of all characters for which `is_special` holds.
+pub fn escape(text: &str, is_special: impl Fn(char) -> bool) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        if is_special(character) {
+            push_bytes(&mut escaped, character.encode_utf8(&mut [0; 4]).as_bytes());
+        } else {
+            escaped.push(character);
+        }
+    }
+    escaped
+}
+
+/// Whether a terminal obeys the character instead of showing it: control characters, line separators, and those that
+/// change the direction of the text.
+pub fn is_control(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// A path or name as one word of a shell's command line, which a program does not take for an option. Every hint that
+/// contains one uses this: another user may have chosen the name.
+pub fn shell_word(word: impl AsRef<OsStr>) -> String {
+    let bytes = word.as_ref().as_bytes();
+    let prefix = if bytes.starts_with(b"-") { "./" } else { "" };
+    let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"/._-+=:,@%".contains(byte);
+    match str::from_utf8(bytes) {
+        Ok(text) if !text.is_empty() && bytes.iter().all(is_plain) => format!("{prefix}{text}"),
+        Ok(text) if !text.contains(is_control) => format!("'{prefix}{}'", text.replace('\'', r"'\''")),
+        _ => format!("$'{prefix}{}'", ansi_c(bytes)),
+    }
+}
+
+/// The text between `$'` and `'` that a shell reads as these bytes.
+fn ansi_c(bytes: &[u8]) -> String {
+    let mut quoted = String::new();
+    for chunk in bytes.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            match character {
+                '\'' | '\\' => quoted.extend(['\\', character]),
+                c if is_control(c) => push_bytes(&mut quoted, c.encode_utf8(&mut [0; 4]).as_bytes()),
+                c => quoted.push(c),
+            }
+        }
+        push_bytes(&mut quoted, chunk.invalid());
+    }
+    quoted
+}
+
+fn push_bytes(text: &mut String, bytes: &[u8]) {
+    text.extend(bytes.iter().map(|byte| format!("\\x{byte:02x}")));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_would_break_a_line_or_a_column_is_escaped() {
+        assert_eq!(escape("a b\\\n", |c| c.is_whitespace() || c == '\\'), "a\\x20b\\x5c\\x0a");
+        assert_eq!(escaped("\u{85}ä\x1b[31m\u{202e}"), "\\xc2\\x85ä\\x1b[31m\\xe2\\x80\\xae");
+    }
+
+    #[test]
+    fn a_shell_reads_a_word_as_it_is() {
+        for word in [
+            &b"/srv/disk-1.img"[..],
+            b"my disk.img",
+            b"b;touch OWNED;.qcow2",
+            b"$(touch OWNED)`touch OWNED`",
+            b"it's \"one\" \\ word",
+            b"two\nlines\x1b[31m'\\",
+            b"\xff not text \xc3",
+            "ü \u{202e}gmi".as_bytes(),
+            b"-rf",
+            b"- a\n",
+            b"",
+            b"*?[a]~!#&|<>(){}",
+        ] {
+            let quoted = shell_word(OsStr::from_bytes(word));
+            assert!(!quoted.contains(is_control), "{quoted}");
+            let script = format!("printf %s {quoted}");
+            let read = std::process::Command::new("bash").args(["-c", &script]).output().unwrap().stdout;
+            let read = if word.starts_with(b"-") { read.strip_prefix(b"./").unwrap() } else { &read };
+            assert_eq!(read, word, "{quoted}");
+        }
+        assert_eq!(shell_word("/srv/disk-1.img"), "/srv/disk-1.img");
+    }
+}
