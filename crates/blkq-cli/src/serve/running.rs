@@ -6,7 +6,7 @@ use blkq::{Disk, EngineHandle, EngineThread};
 use blkq_export::ublk::{Claimed, UblkDevice};
 
 use super::kept_bitmaps::KeptBitmaps;
-use super::servers::{PausedServers, Servers, busy};
+use super::servers::{Connected, PausedServers, Servers};
 use crate::failure::{Failure, Outcome};
 
 /// The running parts of a device, in the order in which they stop.
@@ -43,7 +43,7 @@ impl Running {
     pub(super) fn check_no_clients(&self) -> Outcome {
         match self.servers.client_count() {
             0 => Ok(()),
-            clients => Err(busy(clients)),
+            clients => Err(Connected(clients).unless_forced()),
         }
     }
 
@@ -55,7 +55,7 @@ impl Running {
         if let Some(user) = user {
             return Err(Failure::new(user));
         }
-        let paused = self.servers.pause()?;
+        let paused = self.servers.pause().map_err(Connected::unless_forced)?;
         let claimed = self.ublk.as_ref().map(UblkDevice::claim).transpose();
         Ok(Unused(paused, claimed.map_err(Failure::unless_forced)?))
     }

@@ -119,9 +119,9 @@ impl Servers {
     ///
     /// # Errors
     /// If there are some.
-    pub(super) fn pause_nbd(&self) -> Outcome<PausedServers<'_>> {
+    pub(super) fn pause_nbd(&self) -> Result<PausedServers<'_>, Connected> {
         let paused = self.nbd.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
-        let paused = paused.ok_or_else(|| busy(self.connections().count().max(1)))?;
+        let paused = paused.ok_or_else(|| Connected(self.connections().count().max(1)))?;
         Ok(PausedServers(paused, None))
     }
 
@@ -129,9 +129,9 @@ impl Servers {
     ///
     /// # Errors
     /// If there are some.
-    pub(super) fn pause(&self) -> Outcome<PausedServers<'_>> {
+    pub(super) fn pause(&self) -> Result<PausedServers<'_>, Connected> {
         let mut paused = self.pause_nbd()?;
-        let guest = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or_else(|| busy(1)));
+        let guest = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or(Connected(1)));
         paused.1 = guest.transpose()?;
         Ok(paused)
     }
@@ -144,12 +144,14 @@ impl Servers {
     pub(super) fn begin_stop(&self, mut force: bool) -> Outcome<StoppingServers<'_>> {
         let mut stopping = StoppingServers { nbd: Vec::new(), vhost: None };
         if let Some(vhost) = &self.vhost {
-            stopping.vhost = Some(vhost.begin_stop(force).map_err(|_| busy(1))?);
+            stopping.vhost = Some(vhost.begin_stop(force).map_err(|_| Connected(1).unless_forced())?);
             force = true;
         }
         for server in &self.nbd {
             let begun = server.begin_stop(force);
-            stopping.nbd.push(begun.map_err(|_| busy(server.connection_count().max(1)))?);
+            stopping
+                .nbd
+                .push(begun.map_err(|_| Connected(server.connection_count().max(1)).unless_forced())?);
             force = true;
         }
         Ok(stopping)
@@ -179,10 +181,28 @@ impl StoppingServers<'_> {
     }
 }
 
-/// Refuses because of clients that are connected.
-pub(super) fn busy(clients: usize) -> Failure {
-    let are = if clients == 1 { "client is" } else { "clients are" };
-    Failure::new(format!("{clients} {are} connected; disconnect first, or use --force"))
+/// The number of clients that are connected, for which a command is refused.
+pub(super) struct Connected(pub(super) usize);
+
+impl Connected {
+    fn describe(&self) -> String {
+        let are = if self.0 == 1 { "client is" } else { "clients are" };
+        format!("{} {are} connected", self.0)
+    }
+
+    /// For a command that has the option --force.
+    pub(super) fn unless_forced(self) -> Failure {
+        Failure::new(format!("{}; disconnect first, or use --force", self.describe()))
+    }
+
+    /// For an upgrade, which leaves no connection to the next daemon.
+    pub(super) fn not_handed_over(self) -> Failure {
+        let them = if self.0 == 1 { "it" } else { "them" };
+        Failure::new(format!(
+            "{} and cannot be handed to another daemon; disconnect {them} first",
+            self.describe()
+        ))
+    }
 }
 
 fn vhost_options(options: &AttachOptions, access: SocketAccess, context: &ServerContext) -> VhostUserOptions {

@@ -64,7 +64,7 @@ impl Device {
             ));
         }
         // A client that connects from here on is turned away.
-        let _unused = running.servers.pause()?;
+        let _unused = running.servers.pause().map_err(Connected::not_handed_over)?;
         let _unlimited = running.disk.bypass_limits();
         running.servers.close();
         if let Some(ublk) = &running.ublk {
@@ -81,7 +81,7 @@ impl Device {
             ));
         }
         // A client that connects from here on is turned away.
-        let _unused = running.servers.pause_nbd()?;
+        let _unused = running.servers.pause_nbd().map_err(Connected::not_handed_over)?;
         let _unlimited = running.disk.bypass_limits();
         vhost.stop_for_next().map_err(|_| {
             Failure::new(

@@ -191,8 +191,14 @@ impl Claim {
         let create = taker != Taker::Cleaner;
         let path = dir.file(name, ".lock");
         let failure = |e: io::Error| {
-            let cure = format!("make the directory writable, or set {STATE_DIR_VARIABLE} to one that is");
-            Failure::new(format!("lock {}: {e}; {cure}", path.display()))
+            let cure = match e.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free space in its file system",
+                _ => "make the directory writable",
+            };
+            Failure::new(format!(
+                "lock {}: {e}; {cure}, or set {STATE_DIR_VARIABLE} to another directory",
+                path.display()
+            ))
         };
         loop {
             let lock = match OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(&path)
