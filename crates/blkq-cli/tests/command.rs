@@ -79,7 +79,7 @@ fn names_are_unique_checked_and_bounded() {
 
 // Contract: detach
 #[test]
-fn a_word_that_is_a_name_and_the_image_of_another_device_is_refused() {
+fn a_name_that_is_the_image_of_another_device_is_refused() {
     let place = Place::new("name-or-path");
     for directory in ["a", "b", "c"] {
         fs::create_dir(place.dir.join(directory)).unwrap();
@@ -396,7 +396,13 @@ fn what_this_build_lacks_is_refused() {
     let listen = ["--export", "ublk", "--listen", "tcp:localhost:0"];
     assert!(place.refused(&[&["attach", "ram:1M"][..], &listen].concat()).contains("--export nbd"));
     if !Path::new("/dev/ublk-control").exists() {
-        assert!(place.refused(&["attach", "ram:1M", "--export", "ublk"]).contains("modprobe ublk_drv"));
+        // The doctor has the same hint.
+        let line = place.refused(&["attach", "ram:1M", "--export", "ublk"]);
+        let doctor: serde_json::Value =
+            serde_json::from_slice(&place.run(&["doctor", "--json"]).stdout).unwrap();
+        let ublk = doctor["checks"].as_array().unwrap().iter().find(|check| check["name"] == "ublk").unwrap();
+        let hint = ublk["cure"].as_str().unwrap().split(':').next().unwrap();
+        assert!(line.contains(&format!("; {hint}, or use --export nbd")), "{line} {hint}");
     }
     let copy = ["attach", "ram:1M", "--export", "nbd", "--copy", "user"];
     assert!(place.refused(&copy).contains("omit it"));
@@ -452,6 +458,25 @@ fn wrong_usage_and_refusals_have_exit_codes_of_their_own() {
     {
         assert!(place.refused(words).contains("no such device"), "{words:?}");
     }
+    // A device is named once.
+    for words in [&["commit", "nosuch"][..], &["snapshot", "nosuch", "--to", "new"]] {
+        assert_eq!(place.refused(words).matches("nosuch").count(), 1, "{words:?}");
+    }
+    let unwritable = place.refused(&["attach", "/proc/new.img", "--create", "1M"]);
+    assert_eq!(unwritable.matches("/proc/new.img").count(), 1, "{unwritable}");
+    // The usage is that of the command.
+    for (words, usage) in [
+        (&["stat", "a", "0"][..], "Usage: blkq stat "),
+        (&["stat", "--histogram"], "Usage: blkq stat "),
+        (&["losetup", "-o", "1", "a"], "Usage: blkq losetup "),
+    ] {
+        let error = String::from_utf8(place.run(words).stderr).unwrap();
+        assert!(error.contains(usage), "{words:?}: {error}");
+    }
+    let doctor = place.run(&["doctor", "--tls-certificates", "nosuch"]);
+    let page = String::from_utf8(doctor.stdout).unwrap();
+    assert!(page.ends_with("Images can be served over NBD, but not with these certificates.\n"), "{page}");
+    assert_eq!(doctor.status.code(), Some(1));
 }
 
 #[test]
@@ -483,6 +508,13 @@ fn manuals_and_completions_come_from_the_command_line() {
         let text = fs::read_to_string(place.dir.join(file)).unwrap();
         assert!(text.contains(holds), "{file}: {holds}");
     }
+    let page = fs::read_to_string(place.dir.join("blkq-detach.1")).unwrap();
+    assert!(page.contains(".SH DESCRIPTION\nFlush a device and detach it.\n.PP\nReturns when"), "{page}");
+    // Only files of an earlier command are replaced.
+    place.done(&["generate", "man", dir]);
+    fs::write(place.dir.join("blkq.1"), "notes").unwrap();
+    assert!(place.refused(&["generate", "man", dir]).contains("blkq.1: contains something else"));
+    fs::remove_file(place.dir.join("blkq.1")).unwrap();
     let page = fs::read_to_string(place.dir.join("blkq-stat.1")).unwrap();
     for section in ["SYNOPSIS", "OPTIONS", "EXAMPLES", "ENVIRONMENT", "FILES", "EXIT STATUS", "SEE ALSO"] {
         assert_eq!(

@@ -277,6 +277,11 @@ impl Error {
         !self.cure.is_empty()
     }
 
+    /// The cure; empty if it has none.
+    pub fn cure(&self) -> &str {
+        &self.cure
+    }
+
     /// The kind of this error.
     pub fn kind(&self) -> ErrorKind {
         self.kind

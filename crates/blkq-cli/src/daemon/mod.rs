@@ -359,7 +359,7 @@ impl Daemon {
 
 /// Takes what the user is allowed: descriptors for connections, locked memory for
 /// registered buffers. A limit that cannot be raised fails where it is needed, not here.
-fn raise_limits() {
+pub fn raise_limits() {
     for resource in [Resource::Nofile, Resource::Memlock] {
         let maximum = getrlimit(resource).maximum;
         let _ = setrlimit(resource, Rlimit { current: maximum, maximum });

@@ -4,6 +4,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
@@ -72,7 +73,8 @@ impl ControlDevice {
     pub fn open() -> Result<ControlDevice, Error> {
         let file = OpenOptions::new().read(true).write(true).open(CONTROL_PATH).map_err(|e| {
             let cure = match e.kind() {
-                io::ErrorKind::NotFound => "load the driver with modprobe ublk_drv",
+                io::ErrorKind::NotFound if has_module() => "modprobe ublk_drv, as root",
+                io::ErrorKind::NotFound => "boot a kernel with ublk (CONFIG_BLK_DEV_UBLK)",
                 io::ErrorKind::PermissionDenied => {
                     "become root, or have the administrator install the udev rules"
                 }
@@ -361,6 +363,13 @@ impl ControlDevice {
         self.plain(abi::Control::UpdateSize, id, sectors, ANSWER_TIMEOUT)
             .map_err(|e| failed("changing the size of a device", e))
     }
+}
+
+/// Whether the running kernel has the driver as a module, which need not be loaded.
+fn has_module() -> bool {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let module = format!("/lib/modules/{}/kernel/drivers/block/ublk_drv.ko", release.trim());
+    ["", ".xz", ".zst", ".gz"].iter().any(|end| Path::new(&format!("{module}{end}")).exists())
 }
 
 /// Why no device was made.

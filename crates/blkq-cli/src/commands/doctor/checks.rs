@@ -6,6 +6,7 @@ use std::path::Path;
 use blkq::ErrorKind;
 use blkq::drivers::rbd;
 use blkq::ring;
+use blkq::text::shell_word;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};
 use rustix::fs::{Access, access};
@@ -13,12 +14,15 @@ use rustix::process::{Resource, geteuid, getrlimit};
 
 use super::finding::Finding;
 use crate::confine;
+use crate::daemon::raise_limits;
 use crate::state::StateDir;
 
 /// The oldest kernel with all that engines need.
 const KERNEL_MIN: (u32, u32) = (6, 1);
 /// Locked memory of which buffers that are registered are a part; with less, some of a deep queue are not.
 const LOCKED_BYTES: u64 = 64 << 20;
+/// Locked memory of the ring of a device with one queue.
+const LOCKED_BYTES_PER_DEVICE: u64 = 68 << 10;
 /// Open files with which a device has its most connections.
 const FILES: u64 = 2048;
 
@@ -28,7 +32,7 @@ pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
         kernel(&kernel_release()),
         io_uring(),
         state_directory(),
-        locked_memory(getrlimit(Resource::Memlock).maximum, geteuid().is_root()),
+        locked_memory(locked_memory_limit(), geteuid().is_root()),
         open_files(getrlimit(Resource::Nofile).maximum),
         landlock(confine::landlock_abi()),
         seccomp(confine::filter::is_there()),
@@ -116,9 +120,11 @@ fn state_directory() -> Finding {
         // Of one that is there it only checks whose it is.
         return match dir.create() {
             Ok(()) => Finding::ok(name, shown.to_string()),
-            Err(failure) => {
-                Finding::missing(name, failure.to_string(), format!("chmod 700 {shown}, as its owner"))
-            }
+            Err(failure) => Finding::missing(
+                name,
+                failure.to_string(),
+                format!("chmod 700 {}, as its owner", shell_word(dir.path())),
+            ),
         }
         .needed();
     }
@@ -128,28 +134,38 @@ fn state_directory() -> Finding {
         Err(e) => Finding::missing(
             name,
             format!("{shown} cannot be made in {}: {e}", above.display()),
-            format!("install -d -m 700 -o $USER {shown}, as root"),
+            format!("install -d -m 700 -o $USER {}, as root", shell_word(dir.path())),
         ),
     }
     .needed()
 }
 
-/// The limit that a daemon raises its own to; `None` is none.
+/// The limit that a daemon has after it has raised its own. The kernel lets only processes with CAP_SYS_RESOURCE in the
+/// first user namespace raise it further, and root of a container often is not one; so it is tried.
+fn locked_memory_limit() -> Option<u64> {
+    raise_limits();
+    getrlimit(Resource::Memlock).current
+}
+
+/// All daemons of a user share the limit, whatever namespaces they are in.
 fn locked_memory(limit: Option<u64>, is_root: bool) -> Finding {
     let name = "locked memory";
-    match limit {
-        _ if is_root => Finding::ok(name, "no limit for root"),
-        None => Finding::ok(name, "no limit"),
-        Some(bytes) if bytes >= LOCKED_BYTES => Finding::ok(name, format!("{} MiB", bytes >> 20)),
-        Some(bytes) => Finding::limited(
-            name,
-            format!(
-                "{} KiB: a 16th of it is for buffers that need not be mapped for each I/O, and none for guests' memory",
-                bytes >> 10
-            ),
-            "echo '* - memlock unlimited' >>/etc/security/limits.d/blkq.conf, and log in again; LimitMEMLOCK=infinity of systemd",
-        ),
+    let Some(bytes) = limit else { return Finding::ok(name, "no limit") };
+    let amount =
+        if bytes < 1 << 20 { format!("{} KiB", bytes >> 10) } else { format!("{} MiB", bytes >> 20) };
+    let devices = bytes / LOCKED_BYTES_PER_DEVICE;
+    let found = format!("{amount} for all devices of this user: enough for about {devices}");
+    if bytes >= LOCKED_BYTES {
+        return Finding::ok(name, found);
     }
+    let hint = match is_root {
+        true => "in a container, --ulimit memlock=-1 of Docker and Podman; LimitMEMLOCK=infinity of systemd",
+        false => {
+            "echo '* - memlock unlimited' >>/etc/security/limits.d/blkq.conf, and log in again; in a container, \
+             --ulimit memlock=-1 of Docker and Podman; LimitMEMLOCK=infinity of systemd"
+        }
+    };
+    Finding::limited(name, format!("{found}, and not for guests' memory"), hint)
 }
 
 fn open_files(limit: Option<u64>) -> Finding {
@@ -219,26 +235,14 @@ fn block_devices() -> Finding {
             "boot Linux 6.5 or newer",
         ),
         Err(e) => {
-            let release = kernel_release();
-            let modules = format!("/lib/modules/{release}");
-            let has_module = [".ko", ".ko.xz", ".ko.zst", ".ko.gz"]
-                .iter()
-                .any(|end| Path::new(&format!("{modules}/kernel/drivers/block/ublk_drv{end}")).exists());
-            Finding::missing(name, reason(&e), ublk_cure(e.kind(), has_module))
+            // As attach has it, with what is known besides.
+            let more = match e.kind() {
+                ErrorKind::NotFound => ": Debian 13 has it, and Debian 12 in backports; NBD needs none",
+                ErrorKind::Denied => ": packaging/udev/60-blkq-ublk.rules; then usermod -aG ublk $USER",
+                _ => "",
+            };
+            Finding::missing(name, reason(&e), format!("{}{more}", e.cure()))
         }
-    }
-}
-
-fn ublk_cure(kind: ErrorKind, has_module: bool) -> &'static str {
-    match kind {
-        ErrorKind::NotFound if has_module => "modprobe ublk_drv, as root",
-        ErrorKind::NotFound => {
-            "boot a kernel with ublk (CONFIG_BLK_DEV_UBLK): Debian 13's, or Debian 12's of backports; NBD needs none"
-        }
-        ErrorKind::Denied => {
-            "become root; or install packaging/udev/60-blkq-ublk.rules, and join the group: usermod -aG ublk $USER"
-        }
-        _ => "see docs/ublk.md",
     }
 }
 
@@ -268,7 +272,7 @@ fn tls(directory: &Path) -> Finding {
         Ok(_) => Finding::ok("TLS", "the certificates can be used; clients need none"),
         Err(e) => Finding::missing("TLS", e.to_string(), "docs/nbd.md has the commands that make them"),
     }
-    .needed()
+    .asked()
 }
 
 #[cfg(test)]
@@ -293,7 +297,13 @@ mod tests {
     #[test]
     fn limits_are_judged_by_what_a_daemon_can_raise() {
         let state = |limit, is_root| locked_memory(limit, is_root).state;
-        assert_eq!((state(Some(8 << 20), false), state(Some(8 << 20), true)), (State::Limited, State::Ok));
+        assert_eq!(
+            (state(Some(8 << 20), false), state(Some(8 << 20), true)),
+            (State::Limited, State::Limited)
+        );
+        let of_root = locked_memory(Some(8 << 20), true);
+        assert!(of_root.found.contains("8 MiB") && of_root.found.contains("about 120"), "{}", of_root.found);
+        assert!(of_root.cure.is_some_and(|cure| cure.contains("--ulimit memlock")));
         assert_eq!((state(None, false), state(Some(1 << 30), false)), (State::Ok, State::Ok));
         assert!(locked_memory(Some(65536), false).found.starts_with("64 KiB"));
         assert_eq!(open_files(Some(1024)).state, State::Limited);
@@ -305,13 +315,13 @@ mod tests {
         assert!(io_uring_cure("2").starts_with("sysctl"));
         assert!(io_uring_cure("1").contains("io_uring_group"));
         assert!(io_uring_cure("0").contains("seccomp") && io_uring_cure("").contains("seccomp"));
-        assert!(ublk_cure(ErrorKind::NotFound, true).starts_with("modprobe"));
-        assert!(ublk_cure(ErrorKind::NotFound, false).starts_with("boot"));
-        assert!(ublk_cure(ErrorKind::Denied, true).contains("udev"));
         assert!(landlock(0).cure.is_some_and(|cure| cure.contains("lsm=landlock,")));
         assert_eq!((landlock(4).state, seccomp(false).state), (State::Ok, State::Limited));
         let certificates = tls(Path::new("/nowhere"));
-        assert_eq!((certificates.state, certificates.needed), (State::Missing, true));
+        assert_eq!(
+            (certificates.state, certificates.needed, certificates.asked),
+            (State::Missing, false, true)
+        );
         assert!(huge_pages("always [madvise] never").found.contains("madvise"));
     }
 }

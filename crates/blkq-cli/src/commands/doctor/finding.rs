@@ -29,6 +29,9 @@ pub struct Finding {
     pub state: State,
     /// Whether nothing can be served without it.
     pub needed: bool,
+    /// Whether the user asked for this part.
+    #[serde(skip)]
+    pub asked: bool,
     pub found: String,
     /// The command that changes it, or where that is explained.
     pub cure: Option<String>,
@@ -36,7 +39,7 @@ pub struct Finding {
 
 impl Finding {
     pub fn ok(name: &'static str, found: impl Into<String>) -> Finding {
-        Finding { name, state: State::Ok, needed: false, found: found.into(), cure: None }
+        Finding { name, state: State::Ok, needed: false, asked: false, found: found.into(), cure: None }
     }
 
     pub fn limited(name: &'static str, found: impl Into<String>, cure: impl Into<String>) -> Finding {
@@ -49,5 +52,13 @@ impl Finding {
 
     pub fn needed(self) -> Finding {
         Finding { needed: true, ..self }
+    }
+
+    pub fn asked(self) -> Finding {
+        Finding { asked: true, ..self }
+    }
+
+    pub fn is_missing(&self) -> bool {
+        self.state == State::Missing
     }
 }

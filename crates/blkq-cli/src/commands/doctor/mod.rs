@@ -47,8 +47,13 @@ struct Page {
 
 impl Page {
     fn new(checks: Vec<Finding>) -> Page {
-        let works = !checks.iter().any(|check| check.needed && check.state == State::Missing);
+        let works = !checks.iter().any(|check| check.needed && check.is_missing());
         Page { version: env!("CARGO_PKG_VERSION"), kernel: kernel_release(), works, checks }
+    }
+
+    /// Whether a part is missing for which the user asked.
+    fn lacks_asked(&self) -> bool {
+        self.checks.iter().any(|check| check.asked && check.is_missing())
     }
 
     fn text(&self) -> String {
@@ -57,10 +62,12 @@ impl Page {
             rows.push([(*name).to_owned(), state.name().to_owned(), found.clone()]);
             rows.extend(cure.iter().map(|cure| [String::new(), String::new(), format!("cure: {cure}")]));
         }
-        let verdict = match (self.works, self.checks.iter().all(|check| check.state == State::Ok)) {
-            (true, true) => "All of blkq works here.",
-            (true, false) => "Images can be served over NBD. The lines above have what else there could be.",
-            (false, _) => "Images cannot be served here: see what is missing above.",
+        let all_ok = self.checks.iter().all(|check| check.state == State::Ok);
+        let verdict = match (self.works, self.lacks_asked(), all_ok) {
+            (true, false, true) => "All of blkq works here.",
+            (true, false, false) => "Images can be served over NBD. What is not marked ok above is optional.",
+            (true, true, _) => "Images can be served over NBD, but not with these certificates.",
+            (false, ..) => "Images cannot be served here: see what is missing above.",
         };
         let Page { version, kernel, .. } = self;
         format!("blkq {version} on Linux {kernel}\n\n{}\n{verdict}\n", render([Align::Left; 3], &rows))
@@ -79,7 +86,7 @@ impl Args {
         } else {
             print(&page.text())?;
         }
-        Ok(if page.works { ExitCode::SUCCESS } else { ExitCode::from(EXIT_FAILED) })
+        Ok(if page.works && !page.lacks_asked() { ExitCode::SUCCESS } else { ExitCode::from(EXIT_FAILED) })
     }
 }
 
@@ -103,6 +110,8 @@ mod tests {
             ["a ok there", "b limited less", "cure: raise it", "c missing not there", "cure: install it"]
         );
         assert!(Page::new(vec![Finding::ok("a", "there")]).text().ends_with("All of blkq works here.\n"));
+        let page = Page::new(vec![Finding::missing("TLS", "not there", "make it").asked()]);
+        assert!(page.works && page.lacks_asked() && page.text().contains("but not with these certificates"));
         let page = Page::new(vec![Finding::missing("c", "not there", "install it").needed()]);
         assert!(!page.works && page.text().contains("cannot be served"));
     }
