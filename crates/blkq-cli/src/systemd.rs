@@ -57,6 +57,39 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
     .collect()
 }
 
+/// The instance of a template unit that is for the device `name`, as systemctl escapes it (systemd.unit(5)).
+pub fn escape_instance(name: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@".contains(&byte);
+    let escape = |byte: u8| match is_plain(byte) {
+        true => char::from(byte).to_string(),
+        false => format!("\\x{byte:02x}"),
+    };
+    name.bytes().map(escape).collect()
+}
+
+/// The name of the device that an instance is for (`%i`). No name contains a backslash, so that one which is not
+/// escaped stays as it is.
+pub fn unescape_instance(instance: &str) -> String {
+    let mut bytes = Vec::with_capacity(instance.len());
+    let mut rest = instance;
+    while let Some((before, after)) = rest.split_once("\\x") {
+        bytes.extend(before.bytes());
+        let digits = after.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()));
+        match digits.map(|digits| u8::from_str_radix(digits, 16)) {
+            Some(Ok(byte)) => {
+                bytes.push(byte);
+                rest = &after[2..];
+            }
+            _ => {
+                bytes.extend(b"\\x");
+                rest = after;
+            }
+        }
+    }
+    bytes.extend(rest.bytes());
+    String::from_utf8(bytes).unwrap_or_else(|_| instance.to_owned())
+}
+
 fn is_open(fd: RawFd) -> bool {
     // SAFETY: F_GETFD reads the descriptor table only.
     unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
@@ -97,6 +130,26 @@ fn connect(address: &OsStr) -> std::io::Result<UnixDatagram> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn instances_are_escaped_as_systemctl_does() {
+        for (name, instance) in [
+            ("a+b", "a\\x2bb"),
+            ("ü", "\\xc3\\xbc"),
+            ("a-b", "a-b"),
+            ("a@b.c_d", "a@b.c_d"),
+            ("data", "data"),
+        ] {
+            assert_eq!(escape_instance(name), instance);
+            assert_eq!(
+                (unescape_instance(instance), unescape_instance(name)),
+                (name.to_owned(), name.to_owned())
+            );
+        }
+        for other in ["\\x", "\\xzz", "a\\x2", "\\xff"] {
+            assert_eq!(unescape_instance(other), other);
+        }
+    }
 
     #[test]
     fn the_manager_is_notified_though_its_path_was_removed() {

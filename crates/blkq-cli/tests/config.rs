@@ -56,7 +56,13 @@ fn a_device_is_attached_as_its_file_says() {
 #[test]
 fn services_come_after_the_mounts_of_their_files() {
     let data = "image = \"/srv/a b.img\"\nexport = \"nbd\"\nlisten = \"tcp:127.0.0.1:0\"\ntls-certificates = \"/net/tls\"\n";
-    let files = [("data.toml", data), ("ram.toml", "image = \"ram:1M\"\n"), ("bad.toml", "image = 1\n")];
+    let escaped = "image = \"/srv/ü.img\"\n";
+    let files = [
+        ("data.toml", data),
+        ("ram.toml", "image = \"ram:1M\"\n"),
+        ("bad.toml", "image = 1\n"),
+        ("a+ü.toml", escaped),
+    ];
     let place = configured("generator", &files);
     let units = place.dir.join("units");
     let words = ["systemd-generator", units.to_str().unwrap(), "/none", "/none"];
@@ -66,7 +72,28 @@ fn services_come_after_the_mounts_of_their_files() {
     assert!(String::from_utf8(output.stderr).unwrap().contains("bad.toml:1"));
     let text = fs::read_to_string(units.join("blkq@data.service.d/50-blkq-mounts.conf")).unwrap();
     assert!(text.ends_with("RequiresMountsFor=\"/srv/a b.img\" \"/net/tls\"\n"), "{text}");
-    assert_eq!(fs::read_dir(&units).unwrap().count(), 1);
+    // As systemctl escapes the instance.
+    let escaped = r"blkq@a\x2b\xc3\xbc.service.d/50-blkq-mounts.conf";
+    assert!(fs::read_to_string(units.join(escaped)).unwrap().contains("/srv/ü.img"));
+    assert_eq!(fs::read_dir(&units).unwrap().count(), 2);
+}
+
+#[test]
+fn a_service_finds_its_device_by_the_escaped_instance() {
+    let place = configured("escaped", &[("a+ü.toml", "image = \"ram:1M\"\nexport = \"nbd\"\n")]);
+    let mut command = place.command(&["service", r"a\x2b\xc3\xbc"]);
+    let mut child = command.env("BLKQ_CONFIG_DIR", place.dir.join("c")).spawn().unwrap();
+    wait_until("it is served", || place.run(&["show", "a+ü"]).status.success());
+    let file = place.dir.join(r"c/a\x2b\xc3\xbc.toml");
+    fs::write(place.dir.join("c/a+ü.toml"), "image = \"ram:1M\"\nexport = \"nbd\"\ndepth = 4\n").unwrap();
+    printed(run(&place, &["config", "apply", file.to_str().unwrap()]));
+    assert_eq!(place.json(&["show", "a+ü", "--json"])["settings"]["depth"], 4);
+    place.done(&["detach", "a+ü"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    // A file without an image is named, and not the usage.
+    fs::write(place.dir.join("c/empty.toml"), "depth = 4\n").unwrap();
+    let line = place.refused(&["attach", "--config", place.dir.join("c/empty.toml").to_str().unwrap()]);
+    assert!(line.contains("empty.toml: there is no image; add a line"), "{line}");
 }
 
 #[test]

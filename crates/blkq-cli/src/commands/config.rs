@@ -1,5 +1,6 @@
 //! `blkq config`: the files with the options of devices.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -11,6 +12,7 @@ use crate::control::{Request, ask};
 use crate::failure::{EXIT_FAILED, Outcome, for_each};
 use crate::settings::SettingGroups;
 use crate::state::StateDir;
+use crate::systemd::unescape_instance;
 
 /// Options of `config`.
 #[derive(clap::Args, Debug)]
@@ -51,6 +53,13 @@ fn apply(path: &Path) -> Outcome {
     ask::<()>(&dir, &name, &Request::Apply { settings }).map_err(|e| e.during(&name))
 }
 
+/// The file of a unit's instance, which has the name of the device escaped: `/etc/blkq/%i.toml`.
+fn unescaped(path: &Path) -> PathBuf {
+    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    let name = unescape_instance(name);
+    if name.contains('/') { path.to_owned() } else { path.with_file_name(name) }
+}
+
 impl Args {
     /// Does it: 1 if there is a mistake, or a setting is refused.
     ///
@@ -59,7 +68,7 @@ impl Args {
     pub fn run(self) -> Outcome<ExitCode> {
         let files = if self.files.is_empty() { files()? } else { self.files };
         if self.action == Action::Apply {
-            return for_each(&files, |path| apply(path));
+            return for_each(&files, |path| apply(&unescaped(path)));
         }
         let mut code = ExitCode::SUCCESS;
         for path in &files {

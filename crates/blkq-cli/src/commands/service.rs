@@ -9,7 +9,7 @@ use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::launch::warn;
 use crate::state::{Fate, Found, StateDir, check_name, read_state};
-use crate::systemd;
+use crate::systemd::{self, unescape_instance};
 
 /// Options of `service`.
 #[derive(clap::Args, Debug)]
@@ -32,46 +32,47 @@ impl Args {
     /// # Errors
     /// Why it cannot be served.
     pub fn run(self) -> Outcome<ExitCode> {
-        self.start().map(Daemon::run).map_err(|e| e.during(format_args!("service {}", self.name)))
+        // The instance of a unit is escaped.
+        let name = unescape_instance(&self.name);
+        start(&name).map(Daemon::run).map_err(|e| e.during(format_args!("service {name}")))
     }
+}
 
-    fn start(&self) -> Outcome<Daemon> {
-        let name = &self.name;
-        check_name(name).map_err(|rule| Failure::new(format!("{name:?} is no name of a device: {rule}")))?;
-        // Before any other descriptor is there.
-        let inherited = systemd::take_listeners()?;
-        let dir = StateDir::locate()?;
-        // The one before, which a service manager has seen exit.
-        dir.wait_for_dying(name);
-        let before = match dir.inspect(name)? {
-            Found::Remains(remains) => Some(remains.state),
-            _ => None,
-        };
-        let options = config::named(name);
-        let parent = &mut Parent::none();
-        let daemon = match (before, options) {
-            // Its I/O waits, and how it was attached is in its state file.
-            (Some(Fate::Orphan), options) => {
-                if let Err(failure) = options {
-                    complain(&failure.during(format_args!("{name}: warning: the next start will fail")));
-                }
-                recover::take_over(name, inherited, parent)?
+fn start(name: &str) -> Outcome<Daemon> {
+    check_name(name).map_err(|rule| Failure::new(format!("{name:?} is no name of a device: {rule}")))?;
+    // Before any other descriptor is there.
+    let inherited = systemd::take_listeners()?;
+    let dir = StateDir::locate()?;
+    // The one before, which a service manager has seen exit.
+    dir.wait_for_dying(name);
+    let before = match dir.inspect(name)? {
+        Found::Remains(remains) => Some(remains.state),
+        _ => None,
+    };
+    let options = config::named(name);
+    let parent = &mut Parent::none();
+    let daemon = match (before, options) {
+        // Its I/O waits, and how it was attached is in its state file.
+        (Some(Fate::Orphan), options) => {
+            if let Err(failure) = options {
+                complain(&failure.during(format_args!("{name}: warning: the next start will fail")));
             }
-            // Killed, or it has left the device to this one, which has its settings.
-            (Some(Fate::Dead), options) => {
-                let state = read_state(&dir.file(name, ".json"));
-                let settings = state.map(|state| state.settings).unwrap_or_default();
-                Daemon::succeed(name, &options?, settings, inherited, parent)?
-            }
-            (None, options) => Daemon::start(&options?, inherited, parent)?,
-        };
-        match daemon.info() {
-            Ok(info) => warn(&info),
-            Err(failure) => {
-                daemon.give_up();
-                return Err(Failure::new(format!("{failure}; the device is detached again")));
-            }
+            recover::take_over(name, inherited, parent)?
         }
-        Ok(daemon)
+        // Killed, or it has left the device to this one, which has its settings.
+        (Some(Fate::Dead), options) => {
+            let state = read_state(&dir.file(name, ".json"));
+            let settings = state.map(|state| state.settings).unwrap_or_default();
+            Daemon::succeed(name, &options?, settings, inherited, parent)?
+        }
+        (None, options) => Daemon::start(&options?, inherited, parent)?,
+    };
+    match daemon.info() {
+        Ok(info) => warn(&info),
+        Err(failure) => {
+            daemon.give_up();
+            return Err(Failure::new(format!("{failure}; the device is detached again")));
+        }
     }
+    Ok(daemon)
 }

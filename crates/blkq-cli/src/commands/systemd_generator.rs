@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::complain;
 use crate::config::{ConfigFile, files, first};
 use crate::failure::{Failure, Outcome};
+use crate::systemd::escape_instance;
 
 /// Read after what other generators could write, and before what an administrator wrote.
 const DROP_IN: &str = "50-blkq-mounts.conf";
@@ -45,12 +46,11 @@ fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
     let mut options = file.options().map_err(|fault| fault.failure(path))?;
     let name = file.name();
     let paths: Vec<String> = options.paths_mut().into_iter().filter_map(|(_, path)| quoted(path)).collect();
-    // Others are escaped in the name of the unit, and systemctl does that.
-    if paths.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "_.-@".contains(c)) {
+    if paths.is_empty() {
         return Ok(());
     }
     let text = format!("[Unit]\nSourcePath={}\nRequiresMountsFor={}\n", specifiers(path), paths.join(" "));
-    let unit = directory.join(format!("blkq@{name}.service.d"));
+    let unit = directory.join(format!("blkq@{}.service.d", escape_instance(&name)));
     let written = fs::create_dir_all(&unit).and_then(|()| fs::write(unit.join(DROP_IN), text));
     written.map_err(|e| Failure::new(format!("{}: {e}", unit.display())))
 }
