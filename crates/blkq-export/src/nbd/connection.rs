@@ -314,18 +314,19 @@ impl Connection {
 
     /// Decrypts what has arrived to where it belongs. True if there is something to parse now.
     fn decrypt(&mut self, shared: &mut EngineShared) -> bool {
-        shared.work.spend(DECRYPT_ITEMS);
         let payload = match &mut self.phase {
             Phase::Handshake(..) => None,
             Phase::Transmission(requests) => requests.missing_payload(),
         };
         match self.stream.decrypt(payload) {
+            Ok(0) => return false,
             Ok(bytes) => {
+                shared.work.spend(DECRYPT_ITEMS);
                 // Of a payload, if one is on its way; else for the parser.
                 if let Phase::Transmission(requests) = &mut self.phase {
                     requests.took_payload(bytes);
                 }
-                return bytes > 0;
+                return true;
             }
             Err(TlsEnd::Closed) => self.closing = Closing::Drain,
             Err(TlsEnd::Broken) => {

@@ -100,7 +100,7 @@ impl<'a> Reader<'a> {
     fn element(&mut self) -> Option<(u8, &'a [u8])> {
         let (&[tag, first], rest) = self.0.split_first_chunk()?;
         let (length, rest) = match first {
-            0..0x80 => (usize::from(first), rest),
+            0..=0x7f => (usize::from(first), rest),
             // Larger ones do not fit into a file, or a message.
             0x81..=0x83 => {
                 let (bytes, rest) = rest.split_at_checked(usize::from(first & 3))?;
