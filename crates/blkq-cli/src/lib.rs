@@ -66,7 +66,7 @@ pub fn main() -> ExitCode {
         }
     };
     let cli = Cli::try_parse_from(words)
-        .unwrap_or_else(|error| usage::explain(error, subcommand.as_deref()).exit());
+        .unwrap_or_else(|error| usage::explain(error, Cli::command, subcommand.as_deref()).exit());
     match cli.command.run() {
         Ok(code) => code,
         Err(failure) => {

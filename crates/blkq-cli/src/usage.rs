@@ -40,8 +40,13 @@ pub fn exit(mut command: clap::Command, subcommand: &str, kind: ErrorKind, messa
 }
 
 /// `error` with the option that does here what was asked for, if `attach` was called with one of
-/// another program's; clap takes them for values.
-pub fn explain(mut error: clap::Error, subcommand: Option<&str>) -> clap::Error {
+/// another program's; clap takes them for values. A suggestion of clap that is not similar is left out, and so is the
+/// usage that clap makes with it.
+pub fn explain(
+    mut error: clap::Error,
+    command: fn() -> clap::Command,
+    subcommand: Option<&str>,
+) -> clap::Error {
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else { return error };
     let tip = match OTHERS.iter().find(|(words, _)| words.contains(&word.as_str())) {
         _ if error.kind() != ErrorKind::UnknownArgument => None,
@@ -58,6 +63,11 @@ pub fn explain(mut error: clap::Error, subcommand: Option<&str>) -> clap::Error 
         && (tip.is_some() || !is_similar(&word, similar))
     {
         error.remove(ContextKind::SuggestedArg);
+        let mut command = command();
+        command.build();
+        if let Some(subcommand) = subcommand.and_then(|name| command.find_subcommand_mut(name)) {
+            error.insert(ContextKind::Usage, ContextValue::StyledStr(subcommand.render_usage()));
+        }
     }
     if let Some(tip) = tip {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![StyledStr::from(tip)]));
@@ -98,7 +108,7 @@ mod tests {
 
     fn of(words: &[&str]) -> String {
         let error = Cli::try_parse_from([&["blkq"], words].concat()).unwrap_err();
-        explain(error, words.first().copied()).to_string()
+        explain(error, Cli::command, words.first().copied()).to_string()
     }
 
     #[test]
@@ -133,11 +143,11 @@ mod tests {
         for (word, similar) in [("--read-onyl", "--read-only"), ("--connections", "--max-connections")] {
             assert!(of(&["attach", "x.img", word]).contains(similar), "{word}");
         }
-        for word in ["--verify", "--daemonic", "--rx"] {
+        for word in ["--verify", "--daemonic", "--rx", "--ro"] {
+            let text = of(&["attach", "x.img", word]);
             assert!(
-                !of(&["attach", "x.img", word]).contains("similar"),
-                "{}",
-                of(&["attach", "x.img", word])
+                !text.contains("similar") && text.contains("Usage: blkq attach [OPTIONS] <IMAGE"),
+                "{text}"
             );
         }
         assert_eq!((distance("kitten", "sitting"), distance("", "ab"), distance("ab", "ab")), (3, 2, 0));

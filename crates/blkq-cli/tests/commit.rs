@@ -267,6 +267,11 @@ fn a_configuration_with_the_emptied_image_is_reported() {
     place.done(&["detach", "d"]);
     // It shows what the other has.
     assert!(run(&["attach", "--config", &config]).status.success());
+    // With a mistake in the file it is not known which image the file names.
+    fs::write(&config, format!("image = {top:?}\nformat = \"auto\"\n")).unwrap();
+    let done = run(&["commit", "d"]);
+    let line = String::from_utf8(done.stderr).unwrap();
+    assert!(done.status.success() && line.contains("has a mistake; if it names"), "{line}");
 }
 
 /// The files that come with a byte.

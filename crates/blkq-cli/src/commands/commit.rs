@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
-use blkq::drivers::DriverSpec;
 use blkq::drivers::qcow2::{BaseFiles, OpenedBase, open_base};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -18,7 +17,7 @@ use crate::control::{Committed, Dialogue, Request, ask};
 use crate::devices::named;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::{CommitInfo, DeviceInfo};
-use crate::options::{AttachOptions, Backing as BackingChain, Record};
+use crate::options::{Backing as BackingChain, Record};
 use crate::signals::{Signal, Signals};
 use crate::state::{StateDir, read_state};
 use crate::{complain, print_json, print_line};
@@ -187,7 +186,17 @@ pub fn shown_progress(commit: &CommitInfo) -> String {
 /// Its next start would have the empty image again, over the other: no data would be missing, but it would not be where
 /// it is now.
 fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
-    let Ok(AttachOptions { image: DriverSpec::Image(configured), .. }) = config::named(name) else { return };
+    let configured = match config::image_of(name) {
+        Ok(Some(configured)) => configured,
+        Ok(None) => return,
+        Err(mistake) => {
+            return complain(&Failure::new(format!(
+                "{name}: warning: the configuration file of the device has a mistake; if it names {}, change that to \
+                 {base:?}, and the format with it, before you remove the image: {mistake}",
+                done.emptied
+            )));
+        }
+    };
     if configured.canonicalize().is_ok_and(|configured| configured == Path::new(&done.emptied)) {
         complain(&Failure::new(format!(
             "{name}: the next start of its service would go on in {} again, over {}; in {} write image = {base:?}, and its \

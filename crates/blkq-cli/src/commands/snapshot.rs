@@ -1,7 +1,5 @@
 //! `blkq snapshot`: devices go on in new images, and what they had stays as it was.
 
-use std::fs;
-use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
@@ -220,22 +218,17 @@ fn is_process(peer: &str, pid: &str) -> bool {
 /// Refuses a device whose configuration has the old image: a service manager that starts it again, perhaps because its
 /// daemon was killed, would have that written to. Refuses one, too, whose configuration cannot be read.
 fn check_configuration(name: &str, image: &str, new: &Path) -> Outcome {
-    let path = config::path_of(name);
-    // Not `exists()`, to which a file that may not be inspected does not exist.
-    if fs::symlink_metadata(&path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
-        return Ok(());
-    }
-    let AttachOptions { image: configured, .. } = config::named(name).map_err(|mistake| {
+    let configured = config::image_of(name).map_err(|mistake| {
         Failure::new(format!(
             "the configuration file of the device has a mistake, and its service might later write to {image}; correct \
              the file first: {mistake}"
         ))
     })?;
-    let DriverSpec::Image(configured) = configured else { return Ok(()) };
+    let Some(configured) = configured else { return Ok(()) };
     if configured.canonicalize().is_ok_and(|configured| configured == Path::new(image)) {
         return Err(Failure::new(format!(
             "{} names {image}; first change it to image = {new:?} and format = \"qcow2\"",
-            path.display()
+            config::path_of(name).display()
         )));
     }
     Ok(())

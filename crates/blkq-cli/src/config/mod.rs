@@ -11,6 +11,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use blkq::drivers::DriverSpec;
 use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;
@@ -241,6 +242,21 @@ pub fn named(name: &str) -> Outcome<AttachOptions> {
     let path = path_of(name);
     let file = ConfigFile::read(&path).map_err(|faults| first(&faults, &path))?;
     file.options().map_err(|fault| fault.failure(&path))
+}
+
+/// The image file that `NAME.toml` of the directory names; `None` if there is no such file, or it names none.
+///
+/// # Errors
+/// The first mistake in it.
+pub fn image_of(name: &str) -> Outcome<Option<PathBuf>> {
+    // Not `exists()`, to which a file that may not be inspected does not exist.
+    if fs::symlink_metadata(path_of(name)).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+        return Ok(None);
+    }
+    match named(name)?.image {
+        DriverSpec::Image(image) => Ok(Some(image)),
+        _ => Ok(None),
+    }
 }
 
 /// The first of several mistakes.

@@ -8,7 +8,7 @@ const RENAMED: [(&str, &str); 2] = [("size-limit", "--sizelimit"), ("name", "--l
 const COMMANDS: [&str; 2] = ["attach", "detach"];
 
 /// `text` with the options of `attach` and `detach` as the user of losetup can give them: under its name in losetup, or
-/// with the command that has it. What is in backquotes is a whole command already.
+/// with the command that has it. Text in backquotes is a whole command and stays.
 pub(super) fn translated(text: &str, blkq: &Command) -> String {
     let quoted = text.split('`').enumerate();
     let parts = quoted.map(|(at, part)| if at % 2 == 0 { options(part, blkq) } else { part.to_owned() });
