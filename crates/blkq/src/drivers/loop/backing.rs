@@ -154,6 +154,17 @@ pub(crate) fn size(file: &File, path: &Path) -> Result<u64, Error> {
         .map_err(|e| Error::system(format!("cannot find the size of {}", path.display()), e))
 }
 
+/// When the file was created, in nanoseconds; 0 if its file system does not know. Another file may have the same inode
+/// once this one was removed.
+pub(crate) fn birth(file: &File) -> u64 {
+    let stat = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();
+    let stat = stat.filter(|stat| stat.stx_mask & StatxFlags::BTIME.bits() != 0);
+    stat.map_or(0, |stat| {
+        let seconds = u64::try_from(stat.stx_btime.tv_sec).unwrap_or(0);
+        seconds.wrapping_mul(1_000_000_000).wrapping_add(stat.stx_btime.tv_nsec.into())
+    })
+}
+
 /// Makes durable what was written to the file.
 pub(crate) fn sync(file: &File) -> std::io::Result<()> {
     #[cfg(simulation)]

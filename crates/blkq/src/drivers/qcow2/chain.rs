@@ -134,7 +134,11 @@ pub(super) fn open_behind(
         if let (Some(tables), Some(all)) = (&opened.tables, journals) {
             let (path, identity) = (&opened.backing.path, opened.backing.identity);
             let tag = tables.header.tag;
-            warnings.extend(journal::check_behind(all, path, (identity, tag), last.backing.identity)?);
+            journal::check_behind(all, path, (identity, tag), last.backing.identity)?;
+            if tag == 0 {
+                let file = (identity, backing::birth(&opened.backing.file));
+                warnings.extend(journal::find_ignored(all, path, file));
+            }
         }
         chain.push(opened);
         let l1_bytes = |one: &Opened| one.tables.as_ref().map_or(0, |tables| tables.l1.len() as u64 * 8);

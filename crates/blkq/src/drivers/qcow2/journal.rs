@@ -56,6 +56,8 @@ const COUNTS_AT: usize = 8;
 const FRONT_AT: usize = 10;
 /// The tag that is about to be the image's, while [`TAG_AT`] may still be.
 const NEXT_TAG_AT: usize = 12;
+/// When the image's file was created.
+const BIRTH_AT: usize = 13;
 
 /// The directory in which the journals of images are.
 #[derive(Debug)]
@@ -240,10 +242,18 @@ impl Journal {
     }
 
     /// Whether a process was killed that had written to the image's own device, and its writes are only in this
-    /// journal, which an image without a tag does not belong to.
-    fn has_ignored_writes(&self) -> bool {
-        let has_tag = [TAG_AT, NEXT_TAG_AT].iter().any(|at| self.word(*at).load(Acquire) != 0);
-        has_tag && self.is_of_image() && self.front() == (0, 0) && self.records().have_data()
+    /// journal, which an image without a tag does not belong to. The image's file was created at `birth`.
+    fn has_ignored_writes(&self, birth: u64) -> bool {
+        let word = |at: usize| self.word(at).load(Acquire);
+        let has_tag = word(TAG_AT) != 0 || word(NEXT_TAG_AT) != 0;
+        // A new file may have the inode of one that was removed.
+        let is_same_file = [0, birth].contains(&word(BIRTH_AT)) || birth == 0;
+        has_tag && is_same_file && self.is_of_image() && self.front() == (0, 0) && self.records().have_data()
+    }
+
+    /// Notes when the image's file was created.
+    pub fn set_birth(&self, birth: u64) {
+        self.word(BIRTH_AT).store(birth, Release);
     }
 
     fn records(&self) -> Left {
@@ -410,9 +420,13 @@ pub(super) fn find(journals: &Journals, path: &Path, identity: (u64, u64)) -> Re
 }
 
 /// The warning that the image at `path`, which has no tag, has a journal with writes that it lacks.
-pub(super) fn find_ignored(journals: &Journals, path: &Path, identity: (u64, u64)) -> Option<String> {
+pub(super) fn find_ignored(
+    journals: &Journals,
+    path: &Path,
+    (identity, birth): ((u64, u64), u64),
+) -> Option<String> {
     let journal = Journal::find(journals, identity).ok().flatten()?;
-    journal.has_ignored_writes().then(|| {
+    journal.has_ignored_writes(birth).then(|| {
         format!(
             "the journal of {} is ignored, because another program opened the image for writing after its process was \
              killed: writes that were not flushed then are lost",
@@ -422,7 +436,7 @@ pub(super) fn find_ignored(journals: &Journals, path: &Path, identity: (u64, u64
 }
 
 /// Rejects an image at `path` behind the image `front`, if it lacks writes in its journal, which has that tag: a later
-/// commit would bring them back under what the other has by then. Returns a warning if such a journal is ignored.
+/// commit would bring them back under what the other has by then.
 ///
 /// # Errors
 /// As [`find`], and [`lacking`].
@@ -431,13 +445,13 @@ pub(super) fn check_behind(
     path: &Path,
     (identity, tag): ((u64, u64), u32),
     front: (u64, u64),
-) -> Result<Option<String>, Error> {
+) -> Result<(), Error> {
     if tag == 0 {
-        return Ok(find_ignored(journals, path, identity));
+        return Ok(());
     }
-    let Some(journal) = find(journals, path, identity)? else { return Ok(None) };
+    let Some(journal) = find(journals, path, identity)? else { return Ok(()) };
     let lacks = journal.left(tag).have_data();
-    if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(None) }
+    if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(()) }
 }
 
 /// The warning of an image that can have no journal.

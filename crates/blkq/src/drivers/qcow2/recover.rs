@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use crate::drivers::r#loop::backing;
 use crate::error::{Error, ErrorKind};
 use crate::sync::{Mutex, lock as locked};
 
@@ -50,7 +51,8 @@ impl Qcow2 {
                 ));
             }
             Left::Nothing => {
-                let ignored = journals.and_then(|all| journal::find_ignored(all, &self.path, identity));
+                let file = (identity, self.birth());
+                let ignored = journals.and_then(|all| journal::find_ignored(all, &self.path, file));
                 self.warnings.extend(ignored);
             }
             Left::Records(records) if records.is_empty() => {}
@@ -79,8 +81,9 @@ impl Qcow2 {
             self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
         }
         let journal = journal.unwrap_or_default();
-        if journal.is_none() {
-            self.set_tag(0)?;
+        match &journal {
+            Some(journal) => journal.set_birth(self.birth()),
+            None => self.set_tag(0)?,
         }
         locked(&self.shared.state).journal = journal;
         self.empty_journal(front)?;
@@ -90,6 +93,10 @@ impl Qcow2 {
             self.release_leaked(leaked);
         }
         Ok(self)
+    }
+
+    fn birth(&self) -> u64 {
+        self.files.first().map_or(0, |file| backing::birth(file))
     }
 
     /// Makes the changes of a journal in memory. Returns the clusters that the killed process leaked.

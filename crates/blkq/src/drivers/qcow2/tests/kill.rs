@@ -13,7 +13,7 @@ use crate::drivers::qcow2::blocking::perform;
 use crate::drivers::qcow2::commit::commit;
 use crate::drivers::qcow2::env::Env;
 use crate::drivers::qcow2::io::{Executor, Memory};
-use crate::drivers::qcow2::journal::Left;
+use crate::drivers::qcow2::journal::{self, Left};
 use crate::drivers::qcow2::write::{Source, write};
 use crate::drivers::qcow2::zero::{Wanted, clear};
 use crate::drivers::{DriverOptions, DriverSpec, ImageFormat, check};
@@ -401,6 +401,23 @@ fn a_journal_of_a_backing_file_that_is_ignored_is_reported() {
     let warnings = Qcow2::open(&options("top.qcow2")).unwrap().warnings();
     let expected = format!("the journal of {} is ignored", base.display());
     assert!(warnings.iter().any(|line| line.starts_with(&expected)), "{warnings:?}");
+}
+
+#[test]
+fn a_journal_of_a_file_that_was_removed_is_not_reported() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(Arc::clone(&journals)), ..Qcow2Options::new(&path) };
+    let device = Qcow2::open(&options).unwrap();
+    write_and_die(&device);
+    let birth = backing::birth(&device.files[0]);
+    assert_ne!(birth, 0, "the file system knows when a file was created");
+    let is_found = |birth| journal::find_ignored(&journals, &path, (device.identity, birth)).is_some();
+    assert_eq!([birth, 0, birth + 1].map(is_found), [true, true, false]);
 }
 
 // Contract: durability
