@@ -58,7 +58,7 @@ impl Args {
     /// # Errors
     /// Why a new one could not serve the device, the old one does not release it, or another upgrade of it
     /// runs: the old one keeps running then. Why the new one did not start: one of the old program serves
-    /// the device again then, if it can. Or, the device being an orphan, why the new one cannot take it over.
+    /// the device again then, if it can.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;

@@ -461,7 +461,7 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
 /// The kernel reports the error once to the open file description that the syncs of the commit share.
 // Contract: durability
 #[test]
-fn a_block_commit_fails_if_the_copied_data_cannot_be_written_back() {
+fn a_block_commit_reports_data_that_cannot_be_written_back() {
     if !has_qemu() {
         return;
     }
