@@ -150,7 +150,7 @@ pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
     if let DriverSpec::Image(path) = spec
         && !options.read_only
     {
-        backing::check_writable(path)?;
+        backing::check_write_access(path)?;
     }
     let options = DriverOptions { read_only: true, journals: None, predecessor: None, ..options.clone() };
     match open_plain(spec, &options) {

@@ -226,7 +226,7 @@ fn check_writable(file: &File, path: &Path, block_device: bool) -> Result<(), Er
 ///
 /// # Errors
 /// As [`Backing::open`].
-pub(crate) fn check_writable(path: &Path) -> Result<(), Error> {
+pub(crate) fn check_write_access(path: &Path) -> Result<(), Error> {
     accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS).map_err(|e| cannot_open(e.into(), path, false))
 }
 
