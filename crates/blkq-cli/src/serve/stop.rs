@@ -9,6 +9,7 @@ use blkq_export::vhost_user::VhostUserDevice;
 use super::Device;
 use super::flush::flush_within;
 use super::running::Running;
+use super::servers::Connected;
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
