@@ -1,5 +1,6 @@
 //! A state directory with arbitrary files: names are found, the dead are cleared, nothing else is
-//! touched, and what a state file has on a block device is understood or rejected in one line.
+//! touched, and what a state file has on a block device is understood or rejected in one line. A state file that an
+//! engine wrote which was taken over chooses one of the images that a command recorded, or none, and gives no other right.
 //!
 //! Input: files, each `[kind, length, length, content]`: of a device `a` or `b`, or under a name of
 //! the input's own, not so long that its socket would have no place. By the kind, the content is as
@@ -10,6 +11,7 @@
 
 use std::ffi::OsString;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
@@ -17,18 +19,34 @@ use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::recover::attach_options;
 use blkq_cli::devices::{Entry, all};
 use blkq_cli::options::Record;
-use blkq_cli::state::{Dead, STATE_DIR_VARIABLE, StateDir, check_name, parse_state};
+use blkq_cli::settings::SettingGroups;
+use blkq_cli::state::{
+    Dead, OptionsFile, STATE_DIR_VARIABLE, StateDir, check_name, parse_daemon_state, parse_state,
+};
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, Value, json};
 
-const ENDINGS: [&str; 7] = [".lock", ".json", ".json.new", ".log", ".control", ".nbd", ".other"];
+const ENDINGS: [&str; 9] =
+    [".lock", ".json", ".json.new", ".log", ".control", ".nbd", ".options", ".options.new", ".other"];
 
 static DIRECTORY: LazyLock<PathBuf> = LazyLock::new(|| {
     let directory = std::env::temp_dir().join(format!("blkq-fuzz-state-{}", std::process::id()));
     // SAFETY: nothing else runs yet.
     unsafe { std::env::set_var(STATE_DIR_VARIABLE, &directory) };
     directory
+});
+
+/// A recorded device with two images and a block device of the kernel.
+static RECORDED: LazyLock<(Value, Vec<Record>)> = LazyLock::new(|| {
+    let record = |image: &str| {
+        let words = [image, "--export", "vhost-user-blk", "--fault", "none"].map(OsString::from);
+        let options = Args::options_from_words(&words).expect("options");
+        Record::new(&options).expect("options are JSON")
+    };
+    let records = vec![record("/first"), record("/second")];
+    let image = |number: usize| json!({ "number": number, "path": "/image", "options": records[number] });
+    (json!({ "version": 1, "ublk": 7, "images": [image(0), image(1)] }), records)
 });
 
 /// A value of any type, of few.
@@ -71,8 +89,27 @@ fn damage(u: &mut Unstructured<'_>, object: &mut Map<String, Value>) -> Result<(
     Ok(())
 }
 
+/// The text of a state file whose options are in another one.
+fn made_by_daemon(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
+    let settings = (0..u.int_in_range(0..=3)?).map(|_| Ok((text(u)?, json!(text(u)?))));
+    let settings: Map<String, Value> = settings.collect::<Result<_>>()?;
+    let mut state = Map::from_iter([
+        ("pid".to_owned(), json!(u.arbitrary::<u32>()?)),
+        ("image".to_owned(), json!(u.int_in_range(0..=2)?)),
+        ("exports".to_owned(), json!([text(u)?])),
+        ("settings".to_owned(), json!(settings)),
+    ]);
+    for _ in 0..u.int_in_range(0..=2)? {
+        damage(u, &mut state)?;
+    }
+    Ok(serde_json::to_vec(&state).expect("strings and numbers"))
+}
+
 /// A state file's text.
 fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
+    if u.ratio(1, 3)? {
+        return made_by_daemon(u);
+    }
     let settings = (0..u.int_in_range(0..=3)?).map(|_| Ok((text(u)?, json!(text(u)?))));
     let settings: Map<String, Value> = settings.collect::<Result<_>>()?;
     let mut state = Map::from_iter([
@@ -110,7 +147,29 @@ fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(text)
 }
 
+/// A state file of a daemon that may have been taken over.
+fn hostile_state(text: &[u8]) {
+    let (recorded, records) = &*RECORDED;
+    let recorded = OptionsFile::parse(recorded.to_string().as_bytes()).expect("whole");
+    let state = recorded.with_state("a", parse_daemon_state(text));
+    assert_eq!((state.name.as_str(), state.ublk.as_ref().map(|ublk| ublk.cookie)), ("a", Some(7)));
+    assert!(state.exports.len() <= 64 && state.settings.len() <= 64);
+    let Some(record) = &state.attach_options else { return };
+    assert!(records.contains(record));
+    let options = record.read().expect("a record of ours");
+    for (key, value) in &state.settings {
+        if let Err(failure) = SettingGroups::new(&options).read(key, value) {
+            assert!(!failure.to_string().contains('\n'));
+        }
+    }
+}
+
 fn state(text: &[u8]) {
+    hostile_state(text);
+    if let Ok(options) = OptionsFile::parse(text) {
+        let state = options.with_state("a", parse_daemon_state(br#"{"pid":1,"image":0,"exports":[]}"#));
+        let _ = state.guest_options();
+    }
     let Some(state) = parse_state(text) else { return };
     let again = serde_json::to_vec(&state).expect("a state");
     assert_eq!(parse_state(&again).as_ref(), Some(&state));
@@ -141,7 +200,12 @@ fuzz_target!(|data: &[u8]| {
             _ => String::from_utf8_lossy(&content[..content.len().min(40)]).replace(['/', '\0'], "_"),
         };
         let file = dir.file(&name, ending);
-        if fs::write(&file, content).is_ok() && (ending == ".other" || check_name(&name).is_err()) {
+        let written = fs::write(&file, content).is_ok();
+        // As that of a daemon whose options are in another file.
+        if ending == ".json" && kind & 32 != 0 {
+            let _ = fs::set_permissions(&file, fs::Permissions::from_mode(0o400));
+        }
+        if written && (ending == ".other" || check_name(&name).is_err()) {
             kept.push(file);
         }
     }
@@ -157,7 +221,7 @@ fuzz_target!(|data: &[u8]| {
     }
     assert_eq!(dir.names().expect("as before"), <[String; 0]>::default());
     for name in names {
-        for ending in &ENDINGS[..6] {
+        for ending in &ENDINGS[..8] {
             assert!(!dir.file(&name, ending).exists(), "{name}{ending} is left");
         }
         // Its name is free, and leaves nothing.

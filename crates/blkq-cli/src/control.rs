@@ -3,7 +3,7 @@
 
 mod dialogue;
 
-pub use dialogue::{Committed, Dialogue, FILES_MAX};
+pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX};
 
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -100,11 +100,20 @@ pub enum Request {
     Snapshot {
         /// The options of the device with the new image.
         options: Record,
+        /// The number of the new image in `NAME.options`, where the command has recorded it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<u64>,
     },
     /// Have what the image has go to the one behind it, and go on in that. The daemon replies when it is to get that
     /// one, takes it with one byte, open for writing, once more for syncs, and perhaps the file with its bitmaps, and
-    /// replies again when it is done ([`Committed`]). It stops if the connection is closed: see [`Dialogue`].
-    Commit {},
+    /// replies again when it is done ([`Committed`]). It stops if the connection is closed: see [`Dialogue`]. Before it
+    /// sends the byte, the command records the image in `NAME.options`, with sectors as the first reply says
+    /// ([`BegunCommit`]).
+    Commit {
+        /// The number under which the command will do that.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<u64>,
+    },
     /// Stop the daemon, and leave the kernel's block device to the next one.
     Leave {},
     /// Detach the device.
@@ -243,6 +252,20 @@ fn call_with<T: DeserializeOwned>(
         }
         Reply::Error(message) => Err(Failure::new(message)),
     }
+}
+
+/// The process that listens for commands for `name`, by the kernel's record.
+///
+/// # Errors
+/// If there is none, or it cannot be seen.
+pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
+    let stream = dir.connect(name, ANSWER_TIMEOUT)?;
+    let peer = Peer::of(&stream)?;
+    // The reply is that of a daemon that may have been taken over.
+    send(&stream, &Request::Ping {})?;
+    receive::<serde_json::Value>(&stream, ANSWER_TIMEOUT)?;
+    let pid = peer.pid.map(|pid| pid.as_raw_nonzero().get());
+    pid.and_then(|pid| pid.try_into().ok()).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
 /// Waits until a daemon that is to stop answers on `stream`, and reports what it waits for if that

@@ -9,7 +9,7 @@ use crate::config::{Configured, configured};
 use crate::control::{Called, Request, call, no_such_device};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::state::{Fate, Found, Remains, StateDir, check_name, read_state};
+use crate::state::{Fate, Found, Remains, StateDir, check_name};
 
 /// One that there is.
 #[derive(Serialize, Debug)]
@@ -165,7 +165,7 @@ impl Target<'_> {
         match call::<DeviceInfo>(dir, name, &Request::Show {}) {
             Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
             // It is dead, or does not answer: then its state file counts.
-            _ => read_state(&dir.file(name, ".json")).is_some_and(|state| {
+            _ => dir.read_state(name).is_some_and(|state| {
                 is_at(&state.exports) || self.file.is_some() && FileId::of(&state.image) == self.file
             }),
         }

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::backing::{FileId, Window};
 use crate::info::StateFile;
 use crate::options::Format;
-use crate::state::{StateDir, read_state};
+use crate::state::StateDir;
 
 /// Those that have locked bytes of an image.
 pub struct Holders {
@@ -22,8 +22,7 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
     let holders = holders(path, file, Window { offset, size_limit });
     // Not asked: a daemon that is just starting may be the one that asks here.
     let names = dir.names().unwrap_or_default();
-    let states: Vec<StateFile> =
-        names.iter().filter_map(|name| read_state(&dir.file(name, ".json"))).collect();
+    let states: Vec<StateFile> = names.iter().filter_map(|name| dir.read_state(name)).collect();
     let serves = |state: &&StateFile| match holders.is_empty() {
         // Locks of other processes are hidden from this one.
         true => {

@@ -90,7 +90,26 @@ pub struct CommitInfo {
     pub total_bytes: u64,
 }
 
-/// The state file of a device: for a command that finds its files without a daemon.
+/// The part of a device's state that its daemon writes (`NAME.json`), and which an engine that was taken over can write,
+/// too: nothing here may give the next daemon a right.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct DaemonState {
+    /// Its process.
+    pub pid: u32,
+    /// The number of the image that it serves, of those in `NAME.options`.
+    pub image: u64,
+    /// Where clients find the device.
+    pub exports: Vec<String>,
+    /// The daemon as the image's backing store knows it, if that keeps other writers away.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
+    /// The settings changed since it was attached, in order.
+    #[serde(default, with = "ordered")]
+    pub settings: Vec<(String, String)>,
+}
+
+/// The state of a device, for a command that finds its files without a daemon: of [`DaemonState`] and `NAME.options`, or
+/// the `NAME.json` of a program that wrote all of it there.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StateFile {
     /// Its name.
@@ -113,9 +132,17 @@ pub struct StateFile {
     /// The settings changed since it was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
+    /// The number of the image in `NAME.options`.
+    #[serde(skip)]
+    pub number: Option<u64>,
 }
 
 impl StateFile {
+    /// Whether the next daemon can know how the device was attached.
+    pub fn has_options(&self) -> bool {
+        self.attach_options.is_some() || self.ublk.as_ref().is_some_and(|ublk| !ublk.words.is_empty())
+    }
+
     /// How the device was attached, if it is served to a virtual machine and is no block device: its front end
     /// connects to the next daemon by itself, and has the requests in flight.
     ///

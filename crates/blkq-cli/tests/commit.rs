@@ -223,7 +223,7 @@ fn a_commit_that_cannot_be_changes_nothing() {
     // A client that sends no files.
     let mut stream = UnixStream::connect(place.state().join("d.control")).unwrap();
     let mut reply = [0; 512];
-    stream.write_all(b"{\"command\":\"commit\"}\n").unwrap();
+    stream.write_all(b"{\"command\":\"commit\",\"image\":7}\n").unwrap();
     let length = stream.read(&mut reply).unwrap();
     assert!(reply[..length].starts_with(b"{\"ok\":"));
     stream.write_all(b"\n").unwrap();
@@ -304,7 +304,7 @@ fn liar(socket: &Path, victim: String) -> Receiver<Vec<fs::File>> {
                 let mut request = String::new();
                 BufReader::new(&stream).read_line(&mut request).unwrap();
                 match request.trim() {
-                    r#"{"command":"commit"}"# => {
+                    commit if commit.starts_with(r#"{"command":"commit","image":"#) => {
                         send_file(&stream, b"{\"ok\":null}\n", &victim);
                         sender.send(receive_files(&stream)).unwrap();
                     }
@@ -322,11 +322,11 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
     let place = Place::new("commit-liar");
     fs::create_dir(path(&place, "dir")).unwrap();
     let (base, top) = (place.image("dir/base", 1 << 20), path(&place, "dir/top"));
-    let (victim, state) = (place.image("victim", 1 << 20), place.state().join("d.json"));
+    let victim = place.image("victim", 1 << 20);
     place.done(&["attach", &base, "--overlay", &top, "--name", "d"]);
-    let text = fs::read(&state).unwrap();
+    let kept = place::client::keep_state(&place, "d");
     place.done(&["detach", "d"]);
-    fs::write(&state, text).unwrap();
+    kept.restore();
     fs::write(place.state().join("d.lock"), "").unwrap();
     let brought = liar(&place.state().join("d.control"), victim.clone());
     let inodes = |words: &[&str]| {

@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
@@ -59,7 +59,9 @@ impl Files {
         let image = File::options().read(true).custom_flags(libc::O_PATH).open(&self.image).unwrap();
         let removed = vec![self.dir.join("state/x.lock")];
         fs::create_dir(self.dir.join("state")).unwrap();
-        fs::write(&removed[0], "").unwrap();
+        for name in ["x.lock", "x.options", "x.json"] {
+            fs::write(self.dir.join("state").join(name), "").unwrap();
+        }
         Needs { image: Some(OwnedFd::from(image)), removed, ..Needs::default() }
     }
 }
@@ -179,6 +181,13 @@ fn control() {
     }
     assert_eq!(errno(File::create(files.dir.join("state/new"))), Some(libc::EACCES));
     assert_eq!(errno(fs::remove_file(&files.image)), Some(libc::EACCES));
+    // The next daemon believes these.
+    let [options, json] = ["state/x.options", "state/x.json"].map(|name| files.dir.join(name));
+    assert_eq!(errno(File::options().write(true).open(&options)), Some(libc::EACCES));
+    assert_eq!(errno(fs::rename(&json, &options)), Some(libc::EACCES));
+    assert_eq!(errno(fs::hard_link(&json, files.dir.join("state/new"))), Some(libc::ENOSYS));
+    let mode = fs::Permissions::from_mode(0o600);
+    assert_eq!(errno(fs::set_permissions(&json, mode)), Some(libc::ENOSYS));
     // Nor are there new sockets.
     assert_eq!(errno(std::os::unix::net::UnixDatagram::unbound()), Some(libc::ENOSYS));
     assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), Some(libc::ENOSYS));

@@ -3,6 +3,7 @@
 
 mod place;
 
+use place::client::Client;
 use place::killing::{Victim, kill_at};
 use place::{Place, kill, wait_until};
 use serde_json::json;
@@ -28,7 +29,7 @@ fn check_served(place: &Place, at: usize) {
     assert_eq!(info["settings"]["hang-warning"], json!(7), "step {at}: {info}");
 }
 
-// Contract: upgrade
+// Contract: live-changes
 #[test]
 fn an_upgrade_is_killed_at_any_step() {
     let place = Place::new("kill-upgrade");
@@ -85,4 +86,78 @@ fn an_attach_is_killed_at_any_step() {
             break;
         }
     }
+}
+
+/// A client of the device over NBD.
+fn connect(place: &Place) -> Client {
+    let info = place.json(&["show", "d", "--json"]);
+    let mut exports = info["exports"].as_array().unwrap().iter().filter_map(|export| export.as_str());
+    Client::new(exports.find(|export| export.starts_with("nbd")).unwrap(), "d")
+}
+
+/// Writes a block, and makes it durable.
+fn write(place: &Place, block: u64, byte: u8) {
+    let mut client = connect(place);
+    client.write(block, byte);
+    client.flush();
+}
+
+/// Kills the daemon, starts the next one, and checks that it serves the image that the last one did.
+fn check_next(place: &Place, at: usize, byte: u8) {
+    // The daemon may go on with what the command began.
+    wait_until("no commit is under way", || place.json(&["show", "d", "--json"])["commit"].is_null());
+    write(place, 2, byte);
+    kill(place.pid("d"));
+    place.done(&["recover", "d"]);
+    let mut client = connect(place);
+    assert_eq!([0, 1, 2].map(|block| client.read(block)), [1, 2, byte], "step {at}");
+}
+
+fn attach_with_data(place: &Place) -> String {
+    let image = place.image("image", 1 << 20);
+    place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--export", "nbd"]);
+    write(place, 0, 1);
+    write(place, 1, 2);
+    image
+}
+
+// Contract: live-changes
+#[test]
+fn a_snapshot_is_killed_at_any_step() {
+    let place = Place::new("kill-snapshot");
+    attach_with_data(&place);
+    for at in 0.. {
+        let new = place.dir.join(format!("{at}.qcow2"));
+        let snapshot = place.command(&["snapshot", "d", "--to", new.to_str().unwrap()]);
+        let killed = kill_at(snapshot, Victim::Command, at);
+        check_next(&place, at, at as u8);
+        if !killed {
+            assert!(at > 3, "{at} steps");
+            break;
+        }
+        // Chains do not become long.
+        while place.run(&["commit", "d"]).status.success() {}
+    }
+    place.done(&["detach", "d"]);
+}
+
+// Contract: live-changes
+#[test]
+fn a_commit_is_killed_at_any_step() {
+    let place = Place::new("kill-commit");
+    let image = attach_with_data(&place);
+    for at in 0.. {
+        if place.json(&["show", "d", "--json"])["image"] == image.as_str() {
+            let new = place.dir.join(format!("{at}.qcow2"));
+            place.done(&["snapshot", "d", "--to", new.to_str().unwrap()]);
+        }
+        write(&place, 1, 2);
+        let killed = kill_at(place.command(&["commit", "d"]), Victim::Command, at);
+        check_next(&place, at, at as u8);
+        if !killed {
+            assert!(at > 3, "{at} steps");
+            break;
+        }
+    }
+    place.done(&["detach", "d"]);
 }

@@ -366,9 +366,9 @@ fn a_daemon_gets_and_keeps_typed_options() {
     let pid = place.pid("disk.img");
     assert_eq!(fs::read_link(format!("/proc/{pid}/fd/0")).unwrap().to_str(), Some("/dev/null"));
 
-    let text = fs::read(place.state().join("disk.img.json")).unwrap();
+    let text = fs::read(place.state().join("disk.img.options")).unwrap();
     let state: serde_json::Value = serde_json::from_slice(&text).unwrap();
-    let record = &state["attach_options"];
+    let record = &state["images"][0]["options"];
     assert_eq!(record["version"], 1);
     let options = &record["options"];
     assert_eq!((&options["depth"], options["image"].as_str()), (&64.into(), Some(image.as_str())));

@@ -130,7 +130,9 @@ fn begin(place: &Place, name: &str, path: &str) -> UnixStream {
     let new = fs::File::options().read(true).write(true).create_new(true).open(path).unwrap();
     let mut stream = UnixStream::connect(place.state().join(format!("{name}.control"))).unwrap();
     let mut reply = [0; 64];
-    writeln!(stream, "{}", serde_json::json!({"command": "snapshot", "options": options})).unwrap();
+    let image = record_image(place, name, path, &options);
+    let request = serde_json::json!({"command": "snapshot", "options": options, "image": image});
+    writeln!(stream, "{request}").unwrap();
     let length = stream.read(&mut reply).unwrap();
     assert_eq!(&reply[..length], b"{\"ok\":null}\n");
     send_files(&stream, &[new.as_fd()]);
@@ -158,7 +160,7 @@ fn a_commit_that_begins_in_a_snapshot_keeps_the_new_image() {
     client.flush();
     let mut commit = UnixStream::connect(place.state().join("d.control")).unwrap();
     let mut reply = [0; 512];
-    commit.write_all(b"{\"command\":\"commit\"}\n").unwrap();
+    commit.write_all(b"{\"command\":\"commit\",\"image\":7}\n").unwrap();
     let length = commit.read(&mut reply).unwrap();
     assert!(reply[..length].starts_with(b"{\"ok\":"));
     let mut snapshot = begin(&place, "d", &new);

@@ -6,10 +6,13 @@ mod place;
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use place::{Place, wait_until};
+use place::client::{keep_state, kept_image};
+use place::{Place, kill, wait_until};
 use serde_json::json;
 
 const SET: [&str; 6] =
@@ -124,8 +127,6 @@ while not left:
         with open(state, "r+b") as file:
             file.write(open(after, "rb").read())
             file.truncate()
-        # Somebody has cleared what a dead daemon left.
-        os.unlink(state)
         os.unlink(control)
     client.sendall(b'{"ok":null}\n' if left else shown.encode())
     client.close()
@@ -146,8 +147,10 @@ fn a_snapshot_before_the_old_daemon_leaves_is_not_lost() {
     let before = fs::read(&state).unwrap();
     place.done(&["snapshot", "d", "--to", &new]);
     fs::copy(&state, path("after")).unwrap();
+    let kept = keep_state(&place, "d");
     place.done(&["detach", "d"]);
-    fs::write(&state, before).unwrap();
+    kept.restore();
+    overwrite(&state, &before);
     fs::write(place.state().join("d.lock"), "").unwrap();
     let words = [control.to_str().unwrap(), &shown, state.to_str().unwrap(), &path("after")];
     let mut old = Command::new("python3").args(["-c", OLD]).args(words).spawn().unwrap();
@@ -179,4 +182,113 @@ fn of_two_upgrades_at_once_none_leaves_the_disk_alone() {
     }
     assert!(done >= 8, "{done}");
     place.done(&["detach", "d"]);
+}
+
+/// Writes a state file in place, as a daemon does: it stays the same file, with the same mode.
+fn overwrite(path: &Path, text: &[u8]) {
+    let mode = fs::metadata(path).unwrap().permissions();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, mode).unwrap();
+}
+
+#[test]
+fn a_daemon_that_was_taken_over_gives_the_next_one_no_rights() {
+    let place = Place::new("upgrade-hostile");
+    attach(&place);
+    let secret = place.image("secret", 1 << 20);
+    let state = place.state().join("d.json");
+    let shown = || {
+        let info = place.json(&["show", "d", "--json"]);
+        (info["image"].clone(), info["attach_options"].clone(), info["exports"].clone())
+    };
+    let before = shown();
+    let good: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+    let mut options = before.1.clone();
+    for (key, value) in [
+        ("image", json!(secret)),
+        ("exports", json!(["nbd", "vhost-user-blk"])),
+        ("listen", json!(["tcp:127.0.0.1:0"])),
+        ("sandbox", json!(false)),
+        ("insecure", json!(true)),
+    ] {
+        options["options"][key] = value;
+    }
+    // As the program before would have obeyed it; with what this one reads; with another pid and bad settings.
+    let mut all = good.clone();
+    all["attach_options"] = options.clone();
+    all["name"] = json!("e");
+    all["ublk"] = json!({"id": 0, "cookie": 1});
+    let old = json!({
+        "name": "d", "pid": 1, "image": secret, "exports": [], "settings": {}, "attach_options": options,
+    });
+    let mut settings = all.clone();
+    settings["pid"] = json!(1);
+    settings["settings"]["sandbox"] = json!("off");
+    settings["settings"]["depth"] = json!("-1");
+    for hostile in [all, settings] {
+        overwrite(&state, hostile.to_string().as_bytes());
+        let output = place.run(&["upgrade", "d"]);
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(shown(), before, "{hostile}");
+        overwrite(&state, hostile.to_string().as_bytes());
+        kill(place.pid("d"));
+        let output = place.run(&["recover", "d"]);
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(shown(), before, "{hostile}");
+    }
+    let mut beyond = good.clone();
+    beyond["image"] = json!(1);
+    for hostile in [old.to_string(), beyond.to_string(), "[".repeat(1000), String::new()] {
+        overwrite(&state, hostile.as_bytes());
+        // A new daemon would not know what to serve; the old one stays.
+        place.refused(&["upgrade", "d"]);
+        assert_eq!(shown(), before, "{hostile}");
+    }
+    overwrite(&state, old.to_string().as_bytes());
+    kill(place.pid("d"));
+    place.refused(&["recover", "d"]);
+    overwrite(&state, good.to_string().as_bytes());
+    place.done(&["recover", "d"]);
+    assert_eq!(shown(), before);
+    place.done(&["detach", "d"]);
+}
+
+#[test]
+fn a_daemon_does_not_have_its_options_open() {
+    let place = Place::new("upgrade-open");
+    attach(&place);
+    place.done(&["upgrade", "d"]);
+    let open = fs::read_dir(format!("/proc/{}/fd", place.pid("d"))).unwrap();
+    let paths: Vec<_> = open.filter_map(|file| fs::read_link(file.unwrap().path()).ok()).collect();
+    assert!(paths.contains(&place.state().join("d.json")), "{paths:?}");
+    assert!(!paths.iter().any(|path| path.to_str().unwrap().contains(".options")), "{paths:?}");
+    place.done(&["detach", "d"]);
+}
+
+/// The state file is one that the program before wrote, with the options of the device.
+#[test]
+fn a_device_of_the_program_before_is_served_by_this_one() {
+    let place = Place::new("upgrade-before");
+    attach(&place);
+    let image = kept_image(&place, "d");
+    let state = place.state().join("d.json");
+    let shown = place.json(&["show", "d", "--json"]);
+    let mut old: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+    old["name"] = json!("d");
+    old["image"] = json!(image);
+    old["attach_options"] = shown["attach_options"].clone();
+    for command in ["upgrade", "recover"] {
+        let _ = fs::remove_file(place.state().join("d.options"));
+        fs::remove_file(&state).unwrap();
+        fs::write(&state, old.to_string()).unwrap();
+        if command == "recover" {
+            kill(place.pid("d"));
+        }
+        place.done(&[command, "d"]);
+        check_settings(&place);
+        assert_eq!(kept_image(&place, "d"), image);
+    }
+    place.done(&["detach", "d"]);
+    assert_eq!(place.files(), <[String; 0]>::default());
 }

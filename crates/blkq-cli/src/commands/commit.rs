@@ -11,16 +11,17 @@ use blkq::drivers::qcow2::{BaseFiles, OpenedBase, open_base};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::bitmap_file::BitmapFile;
+use super::recorded_image::RecordedImage;
 use crate::bitmaps::BitmapInfo;
 use crate::completion;
 use crate::config;
-use crate::control::{Committed, Dialogue, Request, ask};
+use crate::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
 use crate::devices::named;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
-use crate::info::{CommitInfo, DeviceInfo};
-use crate::options::{Backing as BackingChain, Record};
+use crate::info::{CommitInfo, DeviceInfo, StateFile};
+use crate::options::{AttachOptions, Backing as BackingChain, Record};
 use crate::signals::{Signal, Signals};
-use crate::state::{StateDir, read_state};
+use crate::state::StateDir;
 use crate::{complain, print_json, print_line};
 
 /// When the progress is printed first, and how often then: on a terminal, and elsewhere.
@@ -66,8 +67,15 @@ impl Args {
         // A daemon that died is reported as every command does.
         ask::<()>(&dir, &name, &Request::Ping {})?;
         let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate])?;
-        let dialogue = Dialogue::begin(&dir, &name, &Request::Commit {}).map_err(of)?;
-        let (base, bitmaps) = self.open(&dir, &name).map_err(of)?;
+        let number = dir.next_image(&name);
+        let request = Request::Commit { image: number };
+        let (dialogue, begun, _) =
+            Dialogue::begin_with_file::<Option<BegunCommit>>(&dir, &name, &request, CHANGE_TIMEOUT)
+                .map_err(of)?;
+        let state = dir.read_state(&name).ok_or_else(|| of(Failure::new("its state file cannot be read")))?;
+        let (base, bitmaps) = self.open(&dir, &state).map_err(of)?;
+        // First: this command may be killed, and the daemon go on in the other image.
+        let recorded = record(&dir, &state, number, &base, begun).map_err(of)?;
         let OpenedBase { path, files: BaseFiles { image, synced, .. }, .. } = base;
         let files = [Some(&image), Some(&synced), bitmaps.as_ref().and_then(BitmapFile::file)];
         let files: Vec<_> = files.into_iter().flatten().map(AsFd::as_fd).collect();
@@ -78,8 +86,9 @@ impl Args {
         progress.clear();
         let reply = dialogue.reply::<Committed>();
         // Without a reply the device may be in that image by now.
-        if let (Some(bitmaps), Ok(Ok(_)) | Err(_)) = (bitmaps, &reply) {
-            bitmaps.keep();
+        if let Ok(Ok(_)) | Err(_) = &reply {
+            bitmaps.into_iter().for_each(BitmapFile::keep);
+            recorded.keep();
         }
         let done = reply.and_then(|done| done).map_err(of)?;
         done.warnings.iter().for_each(|why| complain(&Failure::new(format!("{name}: warning: {why}"))));
@@ -89,9 +98,7 @@ impl Args {
 
     /// Opens the image behind that of the device, and the file with the bitmaps of a raw one: as the header of the
     /// device's image has it, which the state file names, and not as its daemon says.
-    fn open(&self, dir: &StateDir, name: &str) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
-        let state = read_state(&dir.file(name, ".json"));
-        let Some(state) = state else { return Err(Failure::new("its state file cannot be read")) };
+    fn open(&self, dir: &StateDir, state: &StateFile) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
         let options = state.attach_options.as_ref().map(Record::read).transpose()?;
         let image = match options.map(|options| options.image) {
             // By the link that the daemon opened, if it was one.
@@ -105,7 +112,7 @@ impl Args {
         if !base.has_bitmap_file {
             return Ok((base, None));
         }
-        let bitmaps: Vec<BitmapInfo> = ask(dir, name, &Request::Bitmaps {})?;
+        let bitmaps: Vec<BitmapInfo> = ask(dir, &state.name, &Request::Bitmaps {})?;
         let file = match bitmaps.is_empty() {
             // As at attach, one that cannot be opened is left as it is.
             true => BitmapFile::open(&base.path).unwrap_or_default(),
@@ -113,6 +120,21 @@ impl Args {
         };
         Ok((base, file))
     }
+}
+
+/// Records the backing file `base` for the next daemon of the device of `state`, under `number`.
+fn record<'a>(
+    dir: &'a StateDir,
+    state: &'a StateFile,
+    number: Option<u64>,
+    base: &OpenedBase,
+    begun: Option<BegunCommit>,
+) -> Outcome<RecordedImage<'a>> {
+    let Some(options) = &state.attach_options else { return Err(Failure::new("its state file is damaged")) };
+    let options = options.read()?;
+    let sector_bytes = begun.map_or(512, |begun| begun.sector_size);
+    let options = options.committed_into(&base.path, base.qcow2, sector_bytes)?;
+    RecordedImage::add(dir, &state.name, number, &base.path.display().to_string(), &Record::new(&options)?)
 }
 
 /// Waits for the reply. The first signal has the daemon stop; the second one makes this process exit.

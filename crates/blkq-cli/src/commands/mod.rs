@@ -20,6 +20,7 @@ pub mod generate;
 pub mod group;
 pub mod list;
 pub mod losetup;
+mod recorded_image;
 pub mod recover;
 pub mod resize;
 pub mod resume;

@@ -13,7 +13,7 @@ use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
-use crate::state::{Dead, Fate, Found, StateDir, check_name, read_state};
+use crate::state::{Fate, Found, StateDir, check_name};
 use blkq::drivers::DriverSpec;
 
 /// Options of `recover`.
@@ -44,7 +44,7 @@ impl Args {
         let name = named(&dir, &self.name)?;
         let during = |e: Failure| e.during(format_args!("recover {name}"));
         // An upgrade that is at work starts a daemon itself.
-        let _lock = dir.lock_upgrade(&name).map_err(during)?;
+        let _lock = dir.lock_upgrade(&name, true).map_err(during)?;
         let Launched { info, .. } = Program::This.launch_recover(&name).map_err(during)?;
         report(&info)?;
         Ok(ExitCode::SUCCESS)
@@ -68,7 +68,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     let busy = || Failure::new("another process has the device just now; try again");
     match dir.inspect(name)? {
         Found::Remains(remains) if remains.state == Fate::Dead => {
-            let Some(state) = read_state(&dir.file(name, ".json")) else { return Err(remains.failure()) };
+            let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
             let Some(options) = state.guest_options()? else { return Err(remains.failure()) };
             return Daemon::succeed(name, &options, state.settings, inherited, parent);
         }
@@ -76,8 +76,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
         Found::Busy => return Err(busy()),
         Found::Nothing => return Err(no_such_device(name)),
     }
-    let Dead::Orphan(orphan) = dir.clear_dead(name)? else { return Err(busy()) };
-    let orphan = *orphan;
+    let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;
     let options = attach_options(&orphan.state)?;
     Daemon::recover(&options, orphan, inherited, parent)
 }
@@ -90,6 +89,12 @@ pub fn attach_options(state: &StateFile) -> Outcome<AttachOptions> {
     let Some(ublk) = &state.ublk else { return Err(no_such_device(&state.name)) };
     if let Some(record) = &state.attach_options {
         return record.read();
+    }
+    if ublk.words.is_empty() {
+        return Err(Failure::new(format!(
+            "its state file is damaged; blkq detach {} removes the block device",
+            state.name
+        )));
     }
     let words: Vec<OsString> = ublk.words.iter().map(Into::into).collect();
     let options = attach::Args::options_from_words(&words).and_then(|mut options| {
@@ -154,10 +159,13 @@ mod tests {
             }),
             owner: None,
             settings: Vec::new(),
+            number: None,
         };
         let options = attach_options(&state(&["a.img", "--queues", "2", "--run", "true"])).unwrap();
         assert_eq!((&options.image, options.queues), (&DriverSpec::Image("/images/a.img".into()), 2));
-        for words in [&["a.img", "--gone"][..], &["a.img", "--depth", "x"], &["--help"], &[]] {
+        let why = attach_options(&state(&[])).unwrap_err().to_string();
+        assert!(why.contains("damaged; blkq detach a"), "{why}");
+        for words in [&["a.img", "--gone"][..], &["a.img", "--depth", "x"], &["--help"]] {
             let why = attach_options(&state(words)).unwrap_err().to_string();
             assert!(why.starts_with("its options are not understood any more: "), "{why}");
             assert!(why.len() < 200 && !why.contains("Usage"), "{why}");

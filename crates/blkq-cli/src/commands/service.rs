@@ -8,7 +8,7 @@ use crate::config;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::launch::warn;
-use crate::state::{Fate, Found, StateDir, check_name, read_state};
+use crate::state::{Fate, Found, StateDir, check_name};
 use crate::systemd::{self, unescape_instance};
 
 /// Options of `service`.
@@ -61,7 +61,7 @@ fn start(name: &str) -> Outcome<Daemon> {
         }
         // Killed, or it has left the device to this one, which has its settings.
         (Some(Fate::Dead), options) => {
-            let state = read_state(&dir.file(name, ".json"));
+            let state = dir.read_state(name);
             let settings = state.map(|state| state.settings).unwrap_or_default();
             Daemon::succeed(name, &options?, settings, inherited, parent)?
         }

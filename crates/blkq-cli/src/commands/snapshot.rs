@@ -7,6 +7,7 @@ use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::Dispatch;
 
 use super::attach::create::{NewImage, directory_of};
+use super::recorded_image::RecordedImage;
 use crate::backing::{Backing, FileId, shown_path};
 use crate::completion;
 use crate::config;
@@ -58,6 +59,7 @@ struct Begun<'a> {
     wanted: &'a Wanted,
     dialogue: Dialogue,
     file: NewImage,
+    recorded: RecordedImage<'a>,
 }
 
 impl Args {
@@ -113,11 +115,14 @@ impl Args {
 
     fn wanted(&self, dir: &StateDir, device: &str, file: &Path) -> Outcome<Wanted> {
         let name = named(dir, device)?;
-        let info: DeviceInfo = ask(dir, &name, &Request::Show {})?;
-        let options = info.attach_options.as_ref().map(Record::read).transpose()?;
-        let Some(options) = options else {
-            return Err(Failure::new("its daemon is of an older blkq; detach it, and attach it again"));
+        let mut info: DeviceInfo = ask(dir, &name, &Request::Show {})?;
+        // Not as its daemon says, which may have been taken over: the next daemon gets what is made of this.
+        let state = dir.read_state(&name);
+        let options = state.as_ref().and_then(|state| state.attach_options.as_ref());
+        let (Some(state), Some(options)) = (&state, options.map(Record::read).transpose()?) else {
+            return Err(Failure::new("its state file cannot be read; detach it, and attach it again"));
         };
+        info.image.clone_from(&state.image);
         let (Some(last), DriverSpec::Image(_)) = (file.file_name(), &options.image) else {
             return Err(Failure::new(format!(
                 "{} is no image that another could have behind it",
@@ -236,14 +241,18 @@ fn check_configuration(name: &str, image: &str, new: &Path) -> Outcome {
 
 impl<'a> Begun<'a> {
     /// Makes the file, and has the daemon flush the device.
-    fn new(dir: &StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
+    fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
         let Wanted { name, path, options, .. } = wanted;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
         let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
-        let request = Request::Snapshot { options: options.clone() };
+        // First: this command may be killed, and the daemon go on in the new image.
+        let number = dir.next_image(name);
+        let recorded =
+            RecordedImage::add(dir, name, number, &path.display().to_string(), options).map_err(of)?;
+        let request = Request::Snapshot { options: options.clone(), image: number };
         let dialogue = Dialogue::begin(dir, name, &request).map_err(of)?;
-        Ok(Begun { wanted, dialogue, file })
+        Ok(Begun { wanted, dialogue, file, recorded })
     }
 
     fn failed(&self, failure: Failure) -> Failure {
@@ -278,12 +287,15 @@ fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<(&Wanted, Outcome)>> {
     begun.iter().try_for_each(Begun::check)?;
     // Without a reply in between: a command that is killed here leaves some as they were.
     let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(&[])).collect();
-    let done = begun.into_iter().zip(sent).map(|(Begun { wanted, dialogue, file }, sent)| {
+    let done = begun.into_iter().zip(sent).map(|(Begun { wanted, dialogue, file, recorded }, sent)| {
         let done = sent.and_then(|()| dialogue.reply());
         match &done {
             Ok(Err(_)) => drop(file),
             // Without a reply it may be the image by now.
-            Ok(Ok(())) | Err(_) => file.keep(),
+            Ok(Ok(())) | Err(_) => {
+                file.keep();
+                recorded.keep();
+            }
         }
         (wanted, done.and_then(|done| done))
     });

@@ -1,13 +1,12 @@
 //! `blkq upgrade`: hands a block device in use from its daemon to a new one, of this program.
 
-use std::fs::File;
 use std::io;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use super::recover::attach_options;
 use crate::completion;
-use crate::control::{Called, Request, ask, call};
+use crate::control::{Called, Request, ask, call, daemon_of};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome};
 use crate::info::{DeviceInfo, StateFile};
@@ -15,7 +14,7 @@ use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
 use crate::serve::{check_successor, check_take_over};
 use crate::session::in_own_session;
-use crate::state::{StateDir, read_open_state, read_state};
+use crate::state::StateDir;
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -69,16 +68,17 @@ impl Args {
     }
 
     fn hand_over(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
-        let _lock = dir.lock_upgrade(name)?;
+        // The service may start a daemon that does not know of this one.
+        let _lock = dir.lock_upgrade(name, !self.service)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
         check(dir, name)?;
         // As it is now: the daemon may have started just before it answered.
-        let state = read_state(&dir.file(name, ".json"));
-        let guest = state.map(|state| state.guest_options()).transpose()?.flatten();
+        let state = dir.read_state(name).filter(StateFile::has_options).ok_or_else(|| lost(name))?;
+        let guest = state.guest_options()?;
         if let Some(options) = &guest {
             check_successor(dir, options, before.size)?;
         }
-        let left = LeftDevice::of(dir, name, &before, guest)?;
+        let left = LeftDevice::of(dir, name, guest)?;
         match self.service {
             true => left.started_by_service(dir, &before, Duration::from_secs(self.start_timeout)),
             false => left.start(),
@@ -99,19 +99,12 @@ struct LeftDevice<'a> {
 
 impl LeftDevice<'_> {
     /// Has the daemon of `name` exit.
-    fn of<'a>(
-        dir: &StateDir,
-        name: &'a str,
-        before: &DeviceInfo,
-        guest: Option<AttachOptions>,
-    ) -> Outcome<LeftDevice<'a>> {
-        let old = Program::of_process(before.pid);
-        let path = dir.file(name, ".json");
-        // The next daemon of the name removes it, perhaps before it is read; that of a guest writes it in place.
-        let of_guest_open = guest.as_ref().and_then(|_| File::open(&path).ok());
+    fn of<'a>(dir: &StateDir, name: &'a str, guest: Option<AttachOptions>) -> Outcome<LeftDevice<'a>> {
+        // The kernel's record of its process: the daemon may have been taken over, and name another.
+        let old = daemon_of(dir, name).and_then(Program::of_process);
         ask::<()>(dir, name, &Request::Leave {})?;
-        // From here on the old daemon changes nothing.
-        let state = of_guest_open.map_or_else(|| read_state(&path), read_open_state);
+        // From here on the old daemon changes nothing, and nobody removes what it has left.
+        let state = dir.read_state(name);
         // Before, a snapshot or a commit may have given it another image.
         let now = state.as_ref().map(StateFile::guest_options).transpose()?.flatten();
         let guest = guest.map(|_| now.ok_or_else(|| lost(name))).transpose()?;
@@ -191,12 +184,12 @@ impl LeftDevice<'_> {
 
 /// It cannot be attached as it was.
 fn lost(name: &str) -> Failure {
-    Failure::new(format!("the state file of {name} cannot be read any more: attach its image again"))
+    Failure::new(format!("the state file of {name} cannot be read; detach it, and attach it again"))
 }
 
 /// Checks whether this program could serve the device `name`, if it is a block device.
 fn check(dir: &StateDir, name: &str) -> Outcome {
-    let Some(state) = read_state(&dir.file(name, ".json")) else { return Ok(()) };
+    let Some(state) = dir.read_state(name) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };
     check_take_over(&attach_options(&state)?, block_device)
 }

@@ -33,9 +33,8 @@ pub struct Needs {
     pub journals: Option<PathBuf>,
     /// Directories whose files are read again: certificates.
     pub read: Vec<PathBuf>,
-    /// The number of the block device, if there is one, and the state directory: what is set is
-    /// kept there for its next daemon.
-    pub block_device: Option<(u32, PathBuf)>,
+    /// The number of the block device, if there is one.
+    pub block_device: Option<u32>,
 }
 
 /// The privileges that the control plane of a daemon has dropped.
@@ -124,8 +123,7 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     for directory in &needs.read {
         landlock.allow_reading(directory)?;
     }
-    if let Some((id, state)) = &needs.block_device {
-        landlock.allow_replacing(state)?;
+    if let Some(id) = &needs.block_device {
         landlock.allow_device(Path::new(CONTROL_PATH))?;
         landlock.allow_device(Path::new(&ublk::block_path(*id)))?;
     }

@@ -36,6 +36,13 @@ pub struct Committed {
     pub warnings: Vec<String>,
 }
 
+/// A block commit for which the daemon waits for the files.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct BegunCommit {
+    /// The logical block of the device, which stays.
+    pub sector_size: u32,
+}
+
 /// A command in several steps: each reply of the daemon is followed by one byte of the client, perhaps with a file.
 #[derive(Debug)]
 pub struct Dialogue {

@@ -26,8 +26,8 @@ fn requests_survive_the_way() {
         Request::Trace { ring_bytes: 1 << 24 },
         Request::Apply { settings: vec![("depth".into(), "64".into())] },
         Request::ReloadCertificates {},
-        Request::Snapshot { options },
-        Request::Commit {},
+        Request::Snapshot { options, image: Some(3) },
+        Request::Commit { image: Some(3) },
         Request::Leave {},
         Request::Detach { force: true },
     ] {

@@ -11,7 +11,7 @@ use super::commit::serve_commit;
 use super::shared::{Shared, Stage};
 use super::snapshot::{receive_file, serve_snapshot};
 use super::trace::serve_trace;
-use crate::control::{LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
+use crate::control::{BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
 use blkq::units::format_bytes;
@@ -88,13 +88,13 @@ fn serve(shared: &Shared, stream: UnixStream) {
             Ok(()) => return,
             Err(failure) => reply_line::<()>(Err(failure)),
         },
-        Request::Snapshot { options } => {
+        Request::Snapshot { options, image } => {
             let next = || answer(&stream, &reply_line(Ok(())));
-            reply_line(serve_snapshot(shared, &stream, &options, next).inspect_err(refused))
+            reply_line(serve_snapshot(shared, &stream, &options, image, next).inspect_err(refused))
         }
-        Request::Commit {} => {
-            let next = || answer(&stream, &reply_line(Ok(())));
-            reply_line(serve_commit(shared, &stream, next).inspect_err(refused))
+        Request::Commit { image } => {
+            let next = |begun: BegunCommit| answer(&stream, &reply_line(Ok(begun)));
+            reply_line(serve_commit(shared, &stream, image, next).inspect_err(refused))
         }
         Request::Leave {} => match shared.leave() {
             Ok(()) => {

@@ -6,23 +6,29 @@ use blkq::drivers::qcow2::BaseFiles;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::shared::Shared;
-use super::snapshot::receive_files;
+use super::snapshot::{receive_files, recorded};
 use super::trace::client_of;
-use crate::control::Committed;
+use crate::control::{BegunCommit, Committed};
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// Has the device's image go to the one behind it, unless the client closes the connection, or sends anything. `next`
-/// asks for the files.
+/// Has the device's image go to the one behind it, which the command records as `image`, unless the client closes the
+/// connection, or sends anything. `next` asks for the files.
 ///
 /// # Errors
 /// Why it does not; the device goes on as it was.
-pub(super) fn serve_commit(shared: &Shared, stream: &UnixStream, next: impl FnOnce()) -> Outcome<Committed> {
+pub(super) fn serve_commit(
+    shared: &Shared,
+    stream: &UnixStream,
+    image: Option<u64>,
+    next: impl FnOnce(BegunCommit),
+) -> Outcome<Committed> {
+    let number = recorded(image)?;
     let client = client_of(stream);
     shared.stage().check()?;
     let device = shared.device();
     device.check_committable()?;
-    next();
+    next(BegunCommit { sector_size: device.info()?.sector_size });
     let mut files = receive_files(stream)?.into_iter();
     let (Some(image), Some(synced)) = (files.next(), files.next()) else {
         return Err(Failure::new("the image behind was not opened"));
@@ -44,7 +50,7 @@ pub(super) fn serve_commit(shared: &Shared, stream: &UnixStream, next: impl FnOn
         closed()?;
         shared.try_stage().map(|stage| stage.check().map(|()| stage)).transpose()
     };
-    let done = device.commit(files, &client, &stop, last, |state| shared.write_state(state))?;
+    let done = device.commit(files, number, &client, &stop, last, |state| shared.write_state(state))?;
     log::line(&format!("commit: the image is {} now, and {} is empty", done.image, done.emptied));
     Ok(done)
 }

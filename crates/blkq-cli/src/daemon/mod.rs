@@ -167,9 +167,7 @@ impl Daemon {
             claim.keep(true);
         }
         let mut announce = || -> Outcome<(Option<PidFile>, File)> {
-            claim.write_state(&device.state_file()?)?;
-            let state_file = File::options().write(true).open(claim.file(".json"));
-            let state_file = state_file.map_err(system("state file"))?;
+            let state_file = claim.write_state(&device.state()?)?;
             let pid_file = PidFile::write(options)?;
             if parent.waits() {
                 log::redirect(&claim.file(".log"))?;
@@ -209,7 +207,7 @@ impl Daemon {
                 return Err(failure);
             }
         };
-        let shared = Shared::new(owner, device, &claim, sender, waker, Some(state_file));
+        let shared = Shared::new(owner, device, sender, waker, state_file);
         Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
     }
 

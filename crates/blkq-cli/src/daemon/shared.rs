@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use rustix::process::Uid;
 
 use crate::failure::{Failure, Outcome};
-use crate::info::StateFile;
+use crate::info::DaemonState;
 use crate::serve::{Change, Device};
 use crate::settings::{Setting, is_removed};
 use crate::signals::Signal;
-use crate::state::{Claim, StateDir, overwrite_state};
+use crate::state::overwrite_state;
 use crate::{log, systemd};
 use blkq::units::format_bytes;
 
@@ -35,10 +35,8 @@ pub(super) struct Shared {
     device: Device,
     /// Locked while its change is decided, and while the state file is written along with it.
     stage: Mutex<Stage>,
-    dir: StateDir,
-    name: String,
-    /// Where the directory may not be written to.
-    state_file: Option<File>,
+    /// Open for writing: a confined daemon may open nothing in its directory.
+    state_file: File,
     answering: AtomicUsize,
     /// Threads of those that have no command, or have answered it.
     answered: AtomicUsize,
@@ -97,17 +95,14 @@ impl Shared {
     pub(super) fn new(
         owner: Uid,
         device: Device,
-        claim: &Claim,
         stopped: Sender<Stopped>,
         waker: UnixStream,
-        state_file: Option<File>,
+        state_file: File,
     ) -> Arc<Shared> {
         Arc::new(Shared {
             owner,
             device,
             stage: Mutex::new(Stage::Serving),
-            dir: claim.dir().clone(),
-            name: claim.name().to_owned(),
             state_file,
             answering: AtomicUsize::new(0),
             answered: AtomicUsize::new(0),
@@ -393,20 +388,16 @@ impl Shared {
         }
     }
 
-    /// Writes the state file, as far as this process may.
+    /// Writes the state file.
     ///
     /// # Errors
     /// That of the file.
-    pub(super) fn write_state(&self, state: &StateFile) -> Outcome {
-        match &self.state_file {
-            Some(file) if state.ublk.is_none() => overwrite_state(file, state),
-            _ => self.dir.write_state(&self.name, state),
-        }
+    pub(super) fn write_state(&self, state: &DaemonState) -> Outcome {
+        overwrite_state(&self.state_file, state)
     }
 
     fn write_settings(&self) -> Outcome {
-        let state = self.device.state_file()?;
-        self.write_state(&state)
+        self.write_state(&self.device.state()?)
     }
 
     fn change(&self, settings: &[(String, String)]) -> Outcome {
@@ -455,7 +446,7 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
+        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
         let depth = || {
             let settings = shared.device.info().unwrap().settings;
             settings.into_iter().find(|(key, _)| key == "depth").unwrap().1
@@ -490,26 +481,27 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
-        let apply = |settings: &[(&str, &str)]| {
+        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
+        let apply = |shared: &Shared, settings: &[(&str, &str)]| {
             let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
             shared.apply(&settings.iter().map(owned).collect::<Vec<_>>())
         };
-        let now = || (shared.device.info().unwrap().settings, shared.device.state_file().unwrap().settings);
-        apply(&[("depth", "64"), ("read-only", "off")]).unwrap();
-        let before = now();
+        let now = |device: &Device| (device.info().unwrap().settings, device.state().unwrap().settings);
+        apply(&shared, &[("depth", "64"), ("read-only", "off")]).unwrap();
+        let before = now(&shared.device);
         assert_eq!(before.1, [("depth".to_owned(), "64".to_owned())], "what it is already is not set");
         let changed = [("scheduler", "kyber"), ("limit", "iops=9"), ("depth", "32")];
-        let late = apply(&[&changed[..], &[("depth", "10240")]].concat()).unwrap_err().to_string();
+        let late = apply(&shared, &[&changed[..], &[("depth", "10240")]].concat()).unwrap_err().to_string();
         assert!(late.starts_with("depth=10240: "), "{late}");
-        assert_eq!(now(), before);
+        assert_eq!(now(&shared.device), before);
         // Each can be set, and none can be written down.
-        let state = dir.file("a", ".json");
-        std::fs::remove_file(&state).unwrap();
-        std::fs::create_dir(&state).unwrap();
-        let unkept = apply(&changed).unwrap_err().to_string();
+        let read_only = File::open(dir.file("a", ".json")).unwrap();
+        let device = Arc::into_inner(shared).unwrap().device;
+        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
+        let shared = Shared::new(geteuid(), device, sender, waker, read_only);
+        let unkept = apply(&shared, &changed).unwrap_err().to_string();
         assert!(unkept.starts_with("it cannot be kept for the next daemon: "), "{unkept}");
-        assert_eq!(now(), before);
+        assert_eq!(now(&shared.device), before);
         shared.device.close(true).unwrap();
         shared.device.stop().unwrap();
         drop((shared, claim));
@@ -534,7 +526,7 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
+        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
         let stage = shared.stage();
         assert!(shared.clients_left());
         assert_eq!(shared.answering(), 0);
@@ -556,7 +548,7 @@ mod tests {
         let options = options(&[words, &["--export", "nbd", "--no-sandbox"]].concat());
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, &claim, sender, waker, None);
+        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
         // A client keeps a device that would detach.
         let mut client = UnixStream::connect(claim.file(".nbd")).unwrap();
         client.read_exact(&mut [0; 18]).unwrap();

@@ -26,8 +26,10 @@ pub(super) fn serve_snapshot(
     shared: &Shared,
     stream: &UnixStream,
     options: &Record,
+    image: Option<u64>,
     reply: impl Fn(),
 ) -> Outcome {
+    let image = recorded(image)?;
     let options = options.read()?;
     shared.stage().check()?;
     // Most of it while I/O goes on, before any device of the snapshot is stopped; and not under the lock: a flush may
@@ -42,9 +44,18 @@ pub(super) fn serve_snapshot(
         reply();
         wait(stream)
     };
-    shared.device().snapshot(file, &options, ready, |state| shared.write_state(state))?;
+    shared.device().snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
     log::line(&format!("snapshot: the image is {} now", shared.device().image()));
     Ok(())
+}
+
+/// The number of the image that the command has recorded for the next daemon.
+///
+/// # Errors
+/// If it has recorded none.
+pub(super) fn recorded(image: Option<u64>) -> Outcome<u64> {
+    let of_older = "the command is of an older blkq than the daemon; run the blkq that attached the device, or a later one";
+    image.ok_or_else(|| Failure::new(of_older))
 }
 
 /// The file that comes with the next byte.

@@ -306,6 +306,22 @@ impl AttachOptions {
         Ok(self)
     }
 
+    /// Those of the device when its overlay is committed into the backing file at `base`, with logical blocks as before.
+    ///
+    /// # Errors
+    /// If the device cannot be attached to that.
+    pub fn committed_into(self, base: &Path, qcow2: bool, sector_bytes: u32) -> Outcome<AttachOptions> {
+        let options = AttachOptions {
+            image: DriverSpec::Image(base.to_owned()),
+            format: Some(if qcow2 { Format::Qcow2 } else { Format::Raw }),
+            // A raw image names no other.
+            backing_chain: if qcow2 { self.backing_chain } else { Backing::OwnDirectory },
+            sector_size: self.sector_size.keep(sector_bytes),
+            ..self
+        };
+        options.check().map(|()| options)
+    }
+
     /// All paths, each with the long name of its option.
     pub fn paths_mut(&mut self) -> Vec<(&'static str, &mut PathBuf)> {
         let mut paths = Vec::new();

@@ -1,40 +1,26 @@
-//! The kernel's block device as the state file has it: it may outlive its daemon.
+//! Whether the kernel's block device outlives its daemon.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 
-use blkq_export::ublk::UblkDevice;
-
-use crate::info::BlockDevice;
-
-/// The block device of a device, if it has one, for its next daemon.
+/// The block device of a device, if it has one, which the next daemon takes over.
 pub(super) struct KeptBlockDevice {
-    device: Option<BlockDevice>,
-    is_removed: AtomicBool,
+    is_kept: AtomicBool,
 }
 
 impl KeptBlockDevice {
-    /// Of a device that is served now.
-    pub(super) fn new(device: Option<BlockDevice>) -> KeptBlockDevice {
-        KeptBlockDevice { device, is_removed: AtomicBool::new(false) }
+    /// Of a device that is served now, and may have one.
+    pub(super) fn new(is_kept: bool) -> KeptBlockDevice {
+        KeptBlockDevice { is_kept: AtomicBool::new(is_kept) }
     }
 
     /// Notes that it no longer exists.
     pub(super) fn removed(&self) {
-        self.is_removed.store(true, SeqCst);
+        self.is_kept.store(false, SeqCst);
     }
 
     /// Whether it outlives this process, as far as that is known.
     pub(super) fn outlives_daemon(&self) -> bool {
-        self.device.is_some() && !self.is_removed.load(SeqCst)
-    }
-
-    /// As the state file has it, with the number that the kernel gave to `ublk`.
-    pub(super) fn for_state_file(&self, ublk: Option<&UblkDevice>) -> Option<BlockDevice> {
-        let mut device = self.device.clone()?;
-        if let Some(ublk) = ublk {
-            device.id = ublk.identity().id;
-        }
-        Some(device)
+        self.is_kept.load(SeqCst)
     }
 }

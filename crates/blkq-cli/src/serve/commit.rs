@@ -4,8 +4,8 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use blkq::drivers::bitmaps;
 use blkq::drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, base_of, free};
-use blkq::drivers::{DriverSpec, bitmaps};
 use blkq::{Disk, Driver, ErrorKind};
 use blkq_export::ublk::UblkDevice;
 
@@ -15,9 +15,9 @@ use super::snapshot::log_broken;
 use super::{Device, Served, flush_unless_stopped};
 use crate::control::Committed;
 use crate::failure::{Failure, Outcome};
-use crate::info::{CommitInfo, StateFile};
+use crate::info::{CommitInfo, DaemonState};
 use crate::log;
-use crate::options::{AttachOptions, Backing, Format, Record};
+use crate::options::Record;
 
 /// Passes in which clients go first.
 const POLITE_PASSES: u32 = 3;
@@ -79,7 +79,7 @@ impl Device {
     }
 
     /// Has all that the image has go to the one behind it, which `files` are, as
-    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, for `client`, and the device go on in that, with its
+    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, and which gets that `number` in `NAME.options`, for `client`, and the device go on in that, with its
     /// dirty bitmaps. Most of it is copied while I/O goes on. `stop` is asked again and again whether to go on. I/O
     /// waits for the rest, while `last` is asked too, and while `keep` writes the state file. Its value is kept until
     /// that is over; if there is none, I/O goes on before it is asked again.
@@ -89,10 +89,11 @@ impl Device {
     pub fn commit<G>(
         &self,
         files: BaseFiles,
+        number: u64,
         client: &str,
         stop: &dyn Fn() -> Outcome,
         last: impl Fn() -> Outcome<Option<G>>,
-        keep: impl FnOnce(&StateFile) -> Outcome,
+        keep: impl FnOnce(&DaemonState) -> Outcome,
     ) -> Outcome<Committed> {
         let running = self.running()?;
         self.check_not_held()?;
@@ -101,7 +102,7 @@ impl Device {
             // Another change is over, or finds this one reported.
             let _changing = self.begin_change();
             top = running.disk.driver();
-            served = self.served_in(&running, &base_of(&*top)?)?;
+            served = self.served_in(&running, &base_of(&*top)?, number)?;
             reported = self.report_commit(client, &served.image)?;
             let size = running.disk.limits().size_bytes();
             let journals = self.journals.as_deref();
@@ -116,11 +117,7 @@ impl Device {
             let most = copy_passes(&running, commit, &reported.progress, stop, &mut rounds)?;
             let changing = self.begin_change();
             self.check_not_held()?;
-            let state = StateFile {
-                image: served.image.clone(),
-                attach_options: served.attach_options.clone(),
-                ..self.state_file()?
-            };
+            let state = DaemonState { image: number, ..self.state()? };
             let emptied = self.image();
             let exchange = running.disk.begin_exchange()?;
             check_same(&running.disk, &top)?;
@@ -147,22 +144,15 @@ impl Device {
     }
 
     /// The device as it is served in `base`.
-    fn served_in(&self, running: &Running, base: &BaseImage) -> Outcome<Served> {
+    fn served_in(&self, running: &Running, base: &BaseImage, number: u64) -> Outcome<Served> {
         let options = self.served().attach_options.as_ref().map(Record::read).transpose()?;
         let Some(options) = options else {
             return Err(Failure::new("its options are not known; detach it, and attach it again"));
         };
-        let sector = running.disk.limits().logical_block_bytes;
-        let options = AttachOptions {
-            image: DriverSpec::Image(base.path.clone()),
-            format: Some(if base.qcow2 { Format::Qcow2 } else { Format::Raw }),
-            // A raw image names no other.
-            backing_chain: if base.qcow2 { options.backing_chain } else { Backing::OwnDirectory },
-            sector_size: options.sector_size.keep(sector),
-            ..options
-        };
-        options.check()?;
-        Ok(Served { image: base.path.display().to_string(), attach_options: Some(Record::new(&options)?) })
+        let options =
+            options.committed_into(&base.path, base.qcow2, running.disk.limits().logical_block_bytes)?;
+        let attach_options = Some(Record::new(&options)?);
+        Ok(Served { image: base.path.display().to_string(), number, attach_options })
     }
 
     fn report_commit(&self, client: &str, into: &str) -> Outcome<Reported<'_>> {

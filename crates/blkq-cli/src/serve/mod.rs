@@ -39,7 +39,7 @@ use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 use crate::autoclear::Autoclear;
 use crate::failure::{Failure, Outcome};
 use crate::group::Joined;
-use crate::info::StateFile;
+use crate::info::DaemonState;
 use crate::options::Record;
 use crate::statistics::Statistics;
 use blkq::units::format_bytes;
@@ -106,6 +106,8 @@ impl Attached {
 #[derive(Clone)]
 struct Served {
     image: String,
+    /// Its number in `NAME.options`.
+    number: u64,
     /// How it was attached, or would be now.
     attach_options: Option<Record>,
 }
@@ -232,16 +234,12 @@ impl Device {
     ///
     /// # Errors
     /// If the device has stopped.
-    pub fn state_file(&self) -> Outcome<StateFile> {
+    pub fn state(&self) -> Outcome<DaemonState> {
         let running = self.running()?;
-        let info = self.info()?;
-        Ok(StateFile {
-            name: info.name,
-            pid: info.pid,
-            image: info.image,
-            exports: info.exports,
-            attach_options: info.attach_options,
-            ublk: self.block_device.for_state_file(running.ublk.as_ref()),
+        Ok(DaemonState {
+            pid: std::process::id(),
+            image: self.served().number,
+            exports: running.exports(),
             owner: running.disk.driver().owner(),
             settings: self.settings.changed(),
         })

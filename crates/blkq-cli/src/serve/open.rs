@@ -26,7 +26,7 @@ use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
 use crate::autoclear::Autoclear;
 use crate::failure::{Failure, Outcome};
-use crate::info::{BlockDevice, StateFile};
+use crate::info::{DaemonState, StateFile};
 use crate::metrics::Endpoint;
 use crate::options::{AttachOptions, Export, Record};
 use crate::state::{Claim, DYING_WAIT};
@@ -66,16 +66,9 @@ impl Device {
             opened.map_err(|error| refusal(error, options, claim))
         };
         let identity = Identity::of_new();
-        let intent = StateFile {
-            name: claim.name().to_owned(),
-            pid: std::process::id(),
-            image: image_name(&options.image),
-            exports: Vec::new(),
-            attach_options: Some(Record::new(&absolute(options)?)?),
-            ublk: exports.ublk.then(|| BlockDevice::new(identity)),
-            owner: None,
-            settings,
-        };
+        let served = Served::record(options, claim, exports.ublk.then_some(identity))?;
+        let number = served.number;
+        let intent = settings.clone();
         let mut options = options.clone();
         let fewer_threads = if exports.ublk { limit_threads(&mut options)? } else { None };
         let options = &options;
@@ -84,7 +77,13 @@ impl Device {
                 let Some((setup, users)) = children else { return Ok(None) };
                 // Written before there is one: if this daemon is killed meanwhile, there is nothing
                 // that no state file has.
-                claim.write_state(&StateFile { owner: disk.driver().owner(), ..intent.clone() })?;
+                claim.write_state(&DaemonState {
+                    pid: std::process::id(),
+                    image: number,
+                    exports: Vec::new(),
+                    owner: disk.driver().owner(),
+                    settings: intent.clone(),
+                })?;
                 let copy = options.copy.mode();
                 let options = UblkOptions {
                     identity,
@@ -100,7 +99,8 @@ impl Device {
                 Ok(Some(started.map_err(|error| no_block_device(error, copy))?))
             };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(options, claim)? };
-        let plan = Plan { options, claim, sockets, state: intent.clone(), is_successor: false };
+        let has_block_device = exports.ublk;
+        let plan = Plan { options, claim, sockets, served, has_block_device, settings, is_successor: false };
         let mut device = Device::serve(plan, open, attach)?;
         device.attached.fallback = exports.no_ublk;
         device.attached.warnings.extend(fewer_threads);
@@ -115,16 +115,15 @@ impl Device {
     pub fn recover(
         options: &AttachOptions,
         claim: &Claim,
-        mut state: StateFile,
+        state: StateFile,
         inherited: Vec<OwnedFd>,
     ) -> Outcome<Device> {
-        let Some(block_device) = state.ublk.take() else {
+        let Some(block_device) = state.ublk else {
             return Err(Failure::new("there is no block device to take over"));
         };
         let options = &with_ceph_files(options);
         let identity = block_device.identity();
-        state.ublk = Some(BlockDevice::new(identity));
-        state.attach_options = Some(Record::new(&absolute(options)?)?);
+        let served = Served::record(options, claim, Some(identity))?;
         let mut options = options.clone();
         let fewer_threads = limit_threads(&mut options)?;
         let threads = options.threads_per_queue;
@@ -140,13 +139,22 @@ impl Device {
                     UblkDevice::take_over(identity, disk, engines, threads, children, failure_event);
                 Ok(Some(taken_over.map_err(not_taken_over)?))
             };
-        let predecessor = state.owner.take();
+        let predecessor = state.owner;
         let open = |journals| {
             let opened = open_driver(&options, true, Some(bytes), DYING_WAIT, predecessor.clone(), journals);
             opened.map_err(|error| refusal(error, &options, claim))
         };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };
-        let plan = Plan { options: &options, claim, sockets, state, is_successor: true };
+        let settings = state.settings;
+        let plan = Plan {
+            options: &options,
+            claim,
+            sockets,
+            served,
+            has_block_device: true,
+            settings,
+            is_successor: true,
+        };
         let mut device = Device::serve(plan, open, attach)?;
         device.attached.warnings.extend(fewer_threads);
         Ok(device)
@@ -167,9 +175,7 @@ impl Device {
             Arc<OwnedFd>,
         ) -> Outcome<Option<UblkDevice>>,
     ) -> Outcome<Device> {
-        let Plan { options, claim, sockets, state, is_successor } = plan;
-        let StateFile { attach_options, ublk: block_device, settings, .. } = state;
-        let has_block_device = block_device.is_some();
+        let Plan { options, claim, sockets, mut served, has_block_device, settings, is_successor } = plan;
         let settings = DeviceSettings::new(options, settings);
         let mut kept = settings.kept();
         let mut options = options.clone();
@@ -183,10 +189,10 @@ impl Device {
 
         let partscan = has_block_device && !options.partscan.refused;
         let start = DiskStart { is_successor, partscan };
-        let served = ServedDisk::new(options, claim, driver, &mut kept, &start)?;
-        let handles = served.handles();
+        let of_disk = ServedDisk::new(options, claim, driver, &mut kept, &start)?;
+        let handles = of_disk.handles();
         // Engines stop first if the rest fails: this thread closes the image, which they have no right to.
-        let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = served;
+        let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = of_disk;
         let events = Events::new(&*disk.driver())?;
         let metrics = metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?;
         let background = BackgroundThreads::new(options, &disk, handles.clone(), metrics, group_watch);
@@ -205,8 +211,8 @@ impl Device {
         let mut running = Running { servers, ublk: None, engines, bitmaps, disk };
         running.ublk = attach(&running.disk, &handles, children, events.failure.clone())
             .inspect_err(|_| running.servers.close())?;
-        needs.block_device =
-            running.ublk.as_ref().map(|ublk| (ublk.identity().id, claim.dir().path().to_owned()));
+        needs.block_device = running.ublk.as_ref().map(|ublk| ublk.identity().id);
+        served.image = image;
 
         warnings.extend(no_journals);
         warnings.extend(kept.warnings);
@@ -231,7 +237,7 @@ impl Device {
         Ok(Device {
             meter: Meter::new(claim.name(), &running, background.hangs(), attached.group_name()),
             attached,
-            served: Mutex::new(Served { image, attach_options }),
+            served: Mutex::new(served),
             running: Mutex::new(Some(running)),
             background: Mutex::new(Some(background)),
             events,
@@ -240,11 +246,21 @@ impl Device {
             certificates,
             journals,
             sandbox: Sandbox::new(options.sandbox.then_some(needs)),
-            block_device: KeptBlockDevice::new(block_device),
+            block_device: KeptBlockDevice::new(has_block_device),
             changing: Mutex::new(()),
             commit: Mutex::new(None),
             traced_by: Mutex::new(None),
         })
+    }
+}
+
+impl Served {
+    /// Records how the device is attached, and with which block device, for the next daemon: while nothing here has read
+    /// what clients send.
+    fn record(options: &AttachOptions, claim: &Claim, ublk: Option<Identity>) -> Outcome<Served> {
+        let (image, options) = (image_name(&options.image), Record::new(&absolute(options)?)?);
+        let number = claim.write_options(&image, &options, ublk.map(|identity| identity.cookie))?;
+        Ok(Served { image, number, attach_options: Some(options) })
     }
 }
 
@@ -253,8 +269,11 @@ pub(super) struct Plan<'a> {
     pub(super) options: &'a AttachOptions,
     pub(super) claim: &'a Claim,
     pub(super) sockets: Sockets,
-    /// With its block device, if it is to have one, and the settings of its last daemon.
-    pub(super) state: StateFile,
+    pub(super) served: Served,
+    /// Whether it is to have one, or has it.
+    pub(super) has_block_device: bool,
+    /// Those of its last daemon.
+    pub(super) settings: Vec<(String, String)>,
     /// It goes on where another daemon has stopped: without its group if it cannot join.
     pub(super) is_successor: bool,
 }

@@ -150,6 +150,7 @@ fn set_read_only(running: &Running, on: bool) -> Outcome {
 mod tests {
     use std::time::Duration;
 
+    use super::super::Served;
     use super::super::listen::Sockets;
     use super::super::open::Plan;
     use super::*;
@@ -168,18 +169,24 @@ mod tests {
         std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
         let words = [image.to_str().unwrap(), "--export", "nbd", "--no-sandbox", "--fault", "none"];
         let options = options(&words);
-        let mut state = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap();
-        assert!(state.settings.iter().any(|(key, _)| key == "pacing"));
-        let mut kept = state.settings.clone();
+        let mut kept = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap().settings;
+        assert!(kept.iter().any(|(key, _)| key == "pacing"));
         // A setting that was removed is dropped without a warning.
         kept.retain(|(key, _)| !is_removed(key));
-        // There is no such block device here.
-        state.ublk = None;
-
         let claim = dir.claim("kept").unwrap();
         let open = |_| Ok(open_driver(&options, false, None, Duration::ZERO, None, None)?);
         let sockets = Sockets::default();
-        let plan = Plan { options: &options, claim: &claim, sockets, state, is_successor: true };
+        let served = Served { image: String::new(), number: 0, attach_options: None };
+        let settings = kept.clone();
+        let plan = Plan {
+            options: &options,
+            claim: &claim,
+            sockets,
+            served,
+            has_block_device: false,
+            settings,
+            is_successor: true,
+        };
         let device = Device::serve(plan, open, |_, _, _, _| Ok(None)).unwrap();
         let info = device.info().unwrap();
         let now = |key: &str| {
@@ -211,9 +218,9 @@ mod tests {
         let warned = info.warnings.iter().filter(|line| line.contains("was set before")).count();
         assert_eq!(warned, 3, "{:?}", info.warnings);
         // The next daemon reads what this one did not understand, and what is set from now on.
-        assert_eq!(device.state_file().unwrap().settings, kept);
+        assert_eq!(device.state().unwrap().settings, kept);
         device.set(&device.read_setting("depth", "16").unwrap()).unwrap();
-        let mut settings = device.state_file().unwrap().settings;
+        let mut settings = device.state().unwrap().settings;
         assert_eq!(settings.pop(), Some(("depth".to_owned(), "16".to_owned())));
         assert!(kept.iter().filter(|(key, _)| key != "depth").eq(&settings));
 
@@ -230,12 +237,19 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox", "--group", "g"]);
         let claim = dir.claim("groupless").unwrap();
         let serve = |is_successor| {
-            let mut state = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap();
-            (state.ublk, state.settings) = (None, Vec::new());
             let open = |_| Ok(open_driver(&options, false, None, Duration::ZERO, None, None)?);
             let attach = |_: &_, _: &[_], _, _| Ok(None);
             let sockets = Sockets::default();
-            let plan = Plan { options: &options, claim: &claim, sockets, state, is_successor };
+            let served = Served { image: String::new(), number: 0, attach_options: None };
+            let plan = Plan {
+                options: &options,
+                claim: &claim,
+                sockets,
+                served,
+                has_block_device: false,
+                settings: Vec::new(),
+                is_successor,
+            };
             Device::serve(plan, open, attach)
         };
         // There is none; it is empty.

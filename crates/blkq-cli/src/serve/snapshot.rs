@@ -11,7 +11,7 @@ use super::image::image_name;
 use super::running::Running;
 use super::{Device, Served, flush_unless_held};
 use crate::failure::{Failure, Outcome};
-use crate::info::StateFile;
+use crate::info::DaemonState;
 use crate::log;
 use crate::options::{AttachOptions, Record};
 
@@ -26,7 +26,8 @@ impl Device {
         self.flush()
     }
 
-    /// Makes `file`, which is empty, the image over the present one, with which the device is as `options` say. All I/O
+    /// Makes `file`, which is empty, the image over the present one, with which the device is as `options` say, and which
+    /// has that number in `NAME.options`. All I/O
     /// waits while `ready` waits for other devices, and while `keep` writes the state file: if either fails, the
     /// device goes on as it was.
     ///
@@ -36,8 +37,9 @@ impl Device {
         &self,
         file: File,
         options: &AttachOptions,
+        number: u64,
         ready: impl FnOnce() -> Outcome,
-        keep: impl FnOnce(&StateFile) -> Outcome,
+        keep: impl FnOnce(&DaemonState) -> Outcome,
     ) -> Outcome {
         let running = self.running()?;
         let DriverSpec::Image(path) = &options.image else {
@@ -49,17 +51,13 @@ impl Device {
                  it with --copy kernel",
             ));
         }
-        let served =
-            Served { image: image_name(&options.image), attach_options: Some(Record::new(options)?) };
+        let attach_options = Some(Record::new(options)?);
+        let served = Served { image: image_name(&options.image), number, attach_options };
         self.check_not_held()?;
         // The state file has the settings of now, and no block commit begins.
         let _changing = self.begin_change();
         self.check_not_changed()?;
-        let state = StateFile {
-            image: served.image.clone(),
-            attach_options: served.attach_options.clone(),
-            ..self.state_file()?
-        };
+        let state = DaemonState { image: number, ..self.state()? };
         let exchange = running.disk.begin_exchange()?;
         let before = running.disk.driver();
         let driver = prepare(&*before, file, path, self.journals.as_deref())?;

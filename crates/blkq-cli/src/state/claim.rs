@@ -11,9 +11,10 @@ use rustix::fs::{FlockOperation, flock};
 use super::dying::DYING_WAIT;
 use super::orphan::{self, orphan};
 use super::remains::last_lines;
-use super::{OLD_LOG, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, read_state, remove};
+use super::{OLD_LOG, OPTIONS, STATE_DIR_VARIABLE, SUFFIXES, StateDir, check_name, name_from, remove};
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
+use crate::options::Record;
 
 /// How long an attach waits for a name whose owner is just exiting.
 const CLAIM_WAIT: Duration = Duration::from_millis(200);
@@ -103,7 +104,19 @@ impl StateDir {
         Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
     }
 
-    /// Clears up after a daemon that died: takes its name and drops it, unless it left an orphan.
+    /// Takes the orphan `name`, for its next daemon; `None` if another process has it, or there is none.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
+    pub fn take_orphan(&self, name: &str) -> Outcome<Option<Orphan>> {
+        Ok(match Claim::take(self, name, Taker::Successor)? {
+            Attempt::Orphan(orphan) => Some(*orphan),
+            Attempt::Claim(_) | Attempt::Locked => None,
+        })
+    }
+
+    /// Clears up after a daemon that died: takes its name and drops it, unless it left an orphan, or the device is being
+    /// handed over to another daemon.
     ///
     /// # Errors
     /// If the directory cannot be written.
@@ -212,13 +225,17 @@ impl Claim {
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Attempt::Locked),
                 Err(e) => return Err(failure(e.into())),
             }
+            // A device that is being handed over is its next daemon's.
+            if taker != Taker::Successor && StateDir::is_reserved(&lock) {
+                return Ok(Attempt::Locked);
+            }
             // The owner before us may have removed the file between our open and our lock.
             let ours = lock.metadata().map_err(failure)?;
             match fs::symlink_metadata(&path) {
                 Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
                 _ => continue,
             }
-            let state = read_state(&dir.file(name, ".json"));
+            let state = dir.read_state(name);
             let before =
                 |state: &StateFile| Before { image: state.image.clone(), owner: state.owner.clone() };
             let after = state.as_ref().map(before);
@@ -228,14 +245,15 @@ impl Claim {
                     keep_log(dir, name).map_err(failure)?;
                 }
                 let stays = |suffix: &str| {
-                    [".lock", OLD_LOG].contains(&suffix) || taker == Taker::Successor && suffix == ".json"
+                    [".lock", OLD_LOG].contains(&suffix)
+                        || taker == Taker::Successor && [".json", OPTIONS].contains(&suffix)
                 };
                 for suffix in SUFFIXES.iter().filter(|suffix| !stays(suffix)) {
                     remove(&dir.file(name, suffix)).map_err(failure)?;
                 }
             }
             // From here on a failure leaves nothing behind, unless another daemon can serve the device.
-            let kept = orphan.is_some() || taker == Taker::Successor && dir.file(name, ".json").exists();
+            let kept = orphan.is_some() || taker == Taker::Successor && dir.read_state(name).is_some();
             let claim =
                 Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, after, lock };
             let pid = format!("{}\n", std::process::id());
@@ -291,7 +309,7 @@ impl Claim {
     /// Whether the state file names a block device that the kernel has and nobody serves. The
     /// remains of one that was not started are removed. If the kernel cannot be asked there may be one.
     pub fn has_orphan(&self) -> bool {
-        !matches!(orphan(read_state(&self.file(".json"))), Ok(None))
+        !matches!(orphan(self.dir.read_state(&self.name)), Ok(None))
     }
 
     /// Removes a socket on which nobody listens any more.
@@ -306,9 +324,18 @@ impl Claim {
     /// As [`StateDir::write_state`].
     ///
     /// # Errors
-    /// As there.
-    pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome {
+    /// As [`StateDir::write_state`].
+    pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome<File> {
         self.dir.write_state(&self.name, state)
+    }
+
+    /// Records how the device is attached: with `options` to the image at `path`, and with the kernel's block device of
+    /// the cookie `ublk`. Returns the number of the image. To be called before there are clients.
+    ///
+    /// # Errors
+    /// If the directory cannot be written.
+    pub fn write_options(&self, path: &str, options: &Record, ublk: Option<u64>) -> Outcome<u64> {
+        self.dir.write_options(&self.name, path, options, ublk)
     }
 }
 

@@ -1,35 +1,36 @@
 //! The state directory: which devices there are, and their names' owners.
 //!
-//! A device NAME has up to six files there. `NAME.lock` is locked by its daemon for as
+//! A device NAME has up to seven files there. `NAME.lock` is locked by its daemon for as
 //! long as that lives, so a daemon that was killed owns nothing any more: its other files
-//! (`.json`, `.control`, `.nbd`, `.vhost`, `.log`) are leftovers, and the process that gets the lock next
-//! removes them before it does anything else; the log becomes `NAME.log.1` when the name is attached
+//! (`.json`, `.options`, `.control`, `.nbd`, `.vhost`, `.log`) are leftovers, and the process that gets the lock next
+//! removes them before it does anything else, unless it is the next daemon of the device; the log becomes `NAME.log.1` when the name is attached
 //! anew, and stays until it is detached. But a kernel's block device outlives its daemon:
 //! then it is an orphan, and its files stay until it is recovered or detached.
 
 mod claim;
 mod dying;
+mod files;
 mod orphan;
 mod remains;
 mod upgrade;
 
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
+use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::failure::{Failure, Outcome};
-use crate::info::StateFile;
 
 pub use claim::{Claim, Dead, Orphan};
 pub use dying::DYING_WAIT;
+pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
 pub use remains::{Fate, Found, Remains};
 
 /// Overrides the place of the state directory.
@@ -39,7 +40,10 @@ pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// The longest of the suffixes, which a name must leave room for.
 const LONGEST_SUFFIX: &str = ".control";
 /// Everything a device may leave behind, the lock last.
-const SUFFIXES: [&str; 8] = [".control", ".nbd", ".vhost", ".json", ".json.new", ".log", OLD_LOG, ".lock"];
+const SUFFIXES: [&str; 10] =
+    [".control", ".nbd", ".vhost", ".json", ".json.new", OPTIONS, ".options.new", ".log", OLD_LOG, ".lock"];
+/// How the device is attached, for its next daemon.
+const OPTIONS: &str = ".options";
 /// The log of the daemon before, if that died.
 const OLD_LOG: &str = ".log.1";
 
@@ -164,58 +168,6 @@ impl StateDir {
         // NAME_MAX is no limit of its own: SOCKET_PATH_BYTES_MAX is smaller.
         room.min(SOCKET_PATH_BYTES_MAX)
     }
-
-    /// Writes a device's state file, as a whole or not at all. For its daemon alone, one at a time.
-    ///
-    /// # Errors
-    /// If the directory cannot be written.
-    pub fn write_state(&self, name: &str, state: &impl serde::Serialize) -> Outcome {
-        let path = self.file(name, ".json");
-        let new = self.file(name, ".json.new");
-        let failure = |e: io::Error| Failure::new(format!("state file {}: {e}", path.display()));
-        let mut text = serde_json::to_vec(state).map_err(|e| failure(e.into()))?;
-        text.push(b'\n');
-        let mut file = File::create(&new).map_err(failure)?;
-        file.write_all(&text).map_err(failure)?;
-        fs::rename(&new, &path).map_err(failure)
-    }
-}
-
-/// Writes a state file anew that is open, for a daemon that may write to no directory: in one piece, and not shorter,
-/// so that there is a whole one whenever this process is killed. Its space is reserved before, so that a full file
-/// system leaves the old one.
-///
-/// # Errors
-/// If there is no space for it, or it cannot be written.
-pub fn overwrite_state(file: &File, state: &impl serde::Serialize) -> Outcome {
-    let failure = |e: io::Error| Failure::new(format!("state file: {e}"));
-    let mut text = serde_json::to_vec(state).map_err(|e| failure(e.into()))?;
-    let before = file.metadata().map_err(failure)?.len() as usize;
-    text.resize(before.max(text.len() + 1) - 1, b' ');
-    text.push(b'\n');
-    match fallocate(file, FallocateFlags::KEEP_SIZE, 0, text.len() as u64) {
-        // Not every file system can.
-        Ok(()) | Err(Errno::OPNOTSUPP) => {}
-        Err(e) => return Err(failure(e.into())),
-    }
-    file.write_all_at(&text, 0).map_err(failure)
-}
-
-/// Reads a device's state file; `None` if it cannot be read.
-pub fn read_state(path: &Path) -> Option<StateFile> {
-    read_open_state(File::open(path).ok()?)
-}
-
-/// As [`read_state`], of a file that is open.
-pub fn read_open_state(file: File) -> Option<StateFile> {
-    let mut text = Vec::new();
-    file.take(1 << 20).read_to_end(&mut text).ok()?;
-    parse_state(&text)
-}
-
-/// Parses a state file; `None` if it is none.
-pub fn parse_state(text: &[u8]) -> Option<StateFile> {
-    serde_json::from_slice(text).ok()
 }
 
 fn remove(path: &Path) -> io::Result<()> {
@@ -294,19 +246,6 @@ pub(crate) mod tests {
         assert_eq!(name_from("Büro (alt) - 備份.img", 50), "Büro_alt_-_備份.img");
         assert_eq!(name_from(" \u{202e}\n", 50), "disk");
         assert_eq!((name_from("abcdef", 3), name_from("aéé", 4)), ("abc".to_owned(), "aé".to_owned()));
-    }
-
-    #[test]
-    fn a_state_file_is_whole_when_it_becomes_shorter() {
-        let dir = scratch("overwrite");
-        dir.write_state("a", &"a long one").unwrap();
-        let path = dir.file("a", ".json");
-        let file = File::options().write(true).open(&path).unwrap();
-        for state in ["short", "one that is longer than the first"] {
-            overwrite_state(&file, &state).unwrap();
-            assert_eq!(serde_json::from_slice::<String>(&fs::read(&path).unwrap()).unwrap(), state);
-        }
-        fs::remove_dir_all(&dir.0).unwrap();
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::{StateDir, read_state};
+use super::StateDir;
 use crate::failure::{Failure, Outcome};
 
 /// Lines of a log that are shown, and bytes in which they are searched.
@@ -91,8 +91,9 @@ impl StateDir {
         if is_new || owner.is_some_and(lives) {
             return Ok(Found::Busy);
         }
-        let state = read_state(&self.file(name, ".json"));
-        let (pid, mut image, mut exports) = (state.as_ref().map(|state| state.pid).or(owner), None, None);
+        let state = self.read_state(name);
+        let (pid, mut image, mut exports) =
+            (state.as_ref().map(|state| state.pid).filter(|pid| *pid != 0).or(owner), None, None);
         let is_guest = state.as_ref().is_some_and(|state| matches!(state.guest_options(), Ok(Some(_))));
         let mut fate = Fate::Dead;
         if let Some(state) = state {

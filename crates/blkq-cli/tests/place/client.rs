@@ -135,7 +135,46 @@ pub fn assert_blocks(found: &[u8], expected: &[u8]) {
     }
 }
 
+/// A file of the state directory, as JSON.
+pub fn state(place: &Place, file: &str) -> serde_json::Value {
+    serde_json::from_slice(&fs::read(place.state().join(file)).unwrap()).unwrap()
+}
+
+/// The image that the next daemon of the device would serve.
 pub fn kept_image(place: &Place, name: &str) -> String {
-    let state = fs::read(place.state().join(format!("{name}.json"))).unwrap();
-    serde_json::from_slice::<serde_json::Value>(&state).unwrap()["image"].as_str().unwrap().to_owned()
+    let number = &state(place, &format!("{name}.json"))["image"];
+    let options = state(place, &format!("{name}.options"));
+    let image = options["images"].as_array().unwrap().iter().find(|image| image["number"] == *number);
+    image.unwrap()["path"].as_str().unwrap().to_owned()
+}
+
+/// Records an image for the next daemon, as a command does. Returns its number.
+pub fn record_image(place: &Place, name: &str, path: &str, options: &serde_json::Value) -> usize {
+    let mut file = state(place, &format!("{name}.options"));
+    let images = file["images"].as_array_mut().unwrap();
+    let number = images.len();
+    images.push(serde_json::json!({"number": number, "path": path, "options": options}));
+    fs::write(place.state().join(format!("{name}.options")), file.to_string()).unwrap();
+    number
+}
+
+/// The state of a device, to be there again after its daemon.
+pub struct KeptState(Vec<(std::path::PathBuf, Vec<u8>, fs::Permissions)>);
+
+pub fn keep_state(place: &Place, name: &str) -> KeptState {
+    let files = [".json", ".options"].map(|suffix| place.state().join(format!("{name}{suffix}")));
+    KeptState(
+        files
+            .map(|path| (path.clone(), fs::read(&path).unwrap(), path.metadata().unwrap().permissions()))
+            .into(),
+    )
+}
+
+impl KeptState {
+    pub fn restore(self) {
+        for (path, text, permissions) in self.0 {
+            fs::write(&path, text).unwrap();
+            fs::set_permissions(path, permissions).unwrap();
+        }
+    }
 }

@@ -37,6 +37,8 @@ pub struct BaseFiles {
 pub struct OpenedBase {
     /// Absolute, without symbolic links.
     pub path: PathBuf,
+    /// Whether it is a qcow2 image; else it is raw.
+    pub qcow2: bool,
     /// Its dirty bitmaps would be in a file beside it.
     pub has_bitmap_file: bool,
     /// Without that file.
@@ -62,9 +64,11 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
     let synced = backing::reopen(&found.file, &found.path, false)?;
     let backing = Backing::of_open(writable, found.path)?;
     claim::check(&backing, &LOCKED, false)?;
+    let qcow2 = name.format.as_deref() == Some("qcow2");
     Ok(OpenedBase {
         path: backing.path,
-        has_bitmap_file: name.format.as_deref() != Some("qcow2") && !backing.block_device,
+        qcow2,
+        has_bitmap_file: !qcow2 && !backing.block_device,
         files: BaseFiles { image: backing.file, synced, bitmaps: None },
     })
 }
