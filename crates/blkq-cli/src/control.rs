@@ -3,7 +3,7 @@
 
 mod dialogue;
 
-pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX};
+pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX, Snapshotted};
 
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -95,8 +95,8 @@ pub enum Request {
         ring_bytes: u64,
     },
     /// Go on in a new image over the present one. The daemon replies when it has flushed and is to get the new file,
-    /// when it has prepared that and waits with all I/O, and, after one more byte, when it goes on: see
-    /// [`Dialogue`].
+    /// when it has prepared that and waits with all I/O, and, after one more byte, when it goes on ([`Snapshotted`]):
+    /// see [`Dialogue`].
     Snapshot {
         /// The options of the device with the new image.
         options: Record,

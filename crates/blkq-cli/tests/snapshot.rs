@@ -171,7 +171,7 @@ fn a_commit_that_begins_in_a_snapshot_keeps_the_new_image() {
     std::thread::sleep(std::time::Duration::from_millis(300));
     snapshot.write_all(b"\n").unwrap();
     let length = snapshot.read(&mut reply).unwrap();
-    assert_eq!(&reply[..length], b"{\"ok\":null}\n");
+    assert_eq!(&reply[..length], b"{\"ok\":{\"warnings\":[]}}\n");
     client.write(2, 2);
     client.flush();
     let length = commit.read(&mut reply).unwrap();
@@ -344,4 +344,20 @@ fn a_configuration_names_the_new_image_before_the_device_has_it() {
     assert!(run(&["snapshot", "d", "--to", &new]).status.success());
     place.done(&["detach", "d"]);
     assert!(run(&["attach", "--config", &path("c/d.toml")]).status.success());
+}
+
+#[test]
+fn a_snapshot_without_a_journal_warns() {
+    let place = Place::new("snapshot-journal");
+    let (base, new) = (place.image("base.img", 1 << 20), place.dir.join("new"));
+    place.done(&["attach", &base, "--name", "d"]);
+    // There is no place for one any more.
+    fs::remove_dir(place.state().join("journals")).unwrap();
+    let output = place.run(&["snapshot", "d", "--to", new.to_str().unwrap()]);
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{line}");
+    assert!(line.contains("d: warning: ") && line.contains("killed"), "{line}");
+    let shown = place.json(&["show", "d", "--json"])["warnings"][0].as_str().unwrap().to_owned();
+    assert!(line.contains(&shown), "{line}");
+    assert!(fs::read_to_string(place.state().join("d.log")).unwrap().contains(&format!("warning: {shown}")));
 }

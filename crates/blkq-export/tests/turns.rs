@@ -100,7 +100,7 @@ fn a_turn_reads_no_more_descriptors_than_its_budget() {
         front.rings[0].make_available(&front.memory, head);
     }
     rustix::io::write(&front.rings[0].kick, &1u64.to_ne_bytes()).unwrap();
-    vhost::until("all are done", || device.counters().requests - before == u64::from(SIZE));
+    wait_until("all are done", || device.counters().requests - before == u64::from(SIZE));
     assert_eq!(most.load(SeqCst), 1, "each of them is more than the budget");
     drop(front);
     device.stop(true).unwrap();

@@ -11,7 +11,7 @@ use super::recorded_image::RecordedImage;
 use crate::backing::{Backing, FileId, shown_path};
 use crate::completion;
 use crate::config;
-use crate::control::{Dialogue, Request, ask};
+use crate::control::{Dialogue, Request, Snapshotted, ask};
 use crate::devices::named;
 use crate::disks::{SYSFS, disks_under};
 use crate::failure::{Failure, Outcome};
@@ -85,7 +85,12 @@ impl Args {
         let mut failures = Vec::new();
         for (wanted, done) in done {
             match done {
-                Ok(()) => print_line(&wanted.path.display().to_string())?,
+                Ok(warnings) => {
+                    warnings.iter().for_each(|why| {
+                        complain(&Failure::new(format!("{}: warning: {why}", wanted.name)));
+                    });
+                    print_line(&wanted.path.display().to_string())?;
+                }
                 Err(failure) => failures.push(failure.during(format_args!("snapshot {}", wanted.name))),
             }
         }
@@ -278,26 +283,28 @@ impl<'a> Begun<'a> {
     }
 }
 
-/// Stops the devices, each in turn, and when all wait has them go on in their new images.
+/// Stops the devices, each in turn, and when all wait has them go on in their new images. Returns the warnings of each.
 ///
 /// # Errors
 /// That of the first which cannot: then none has another image.
-fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<(&Wanted, Outcome)>> {
+fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<(&Wanted, Outcome<Vec<String>>)>> {
     begun.iter().try_for_each(Begun::stop)?;
     begun.iter().try_for_each(Begun::check)?;
     // Without a reply in between: a command that is killed here leaves some as they were.
     let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(&[])).collect();
     let done = begun.into_iter().zip(sent).map(|(Begun { wanted, dialogue, file, recorded }, sent)| {
-        let done = sent.and_then(|()| dialogue.reply());
+        // An older daemon replies without warnings.
+        let done = sent.and_then(|()| dialogue.reply::<Option<Snapshotted>>());
         match &done {
             Ok(Err(_)) => drop(file),
             // Without a reply it may be the image by now.
-            Ok(Ok(())) | Err(_) => {
+            Ok(Ok(_)) | Err(_) => {
                 file.keep();
                 recorded.keep();
             }
         }
-        (wanted, done.and_then(|done| done))
+        let warnings = |done: Option<Snapshotted>| done.map(|done| done.warnings).unwrap_or_default();
+        (wanted, done.and_then(|done| done.map(warnings)))
     });
     Ok(done.collect())
 }

@@ -36,6 +36,13 @@ pub struct Committed {
     pub warnings: Vec<String>,
 }
 
+/// The outcome of a snapshot.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Snapshotted {
+    /// Warnings of the new image that the one before did not have, one line each.
+    pub warnings: Vec<String>,
+}
+
 /// A block commit for which the daemon waits for the files.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BegunCommit {

@@ -52,6 +52,7 @@ pub(super) fn serve_commit(
     };
     let done = device.commit(files, number, &client, &stop, last, |state| shared.write_state(state))?;
     log::line(&format!("commit: the image is {} now, and {} is empty", done.image, done.emptied));
+    done.warnings.iter().for_each(|warning| log::line(&format!("warning: {warning}")));
     Ok(done)
 }
 

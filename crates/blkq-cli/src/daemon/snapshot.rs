@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::shared::Shared;
-use crate::control::{CHANGE_TIMEOUT, FILES_MAX};
+use crate::control::{CHANGE_TIMEOUT, FILES_MAX, Snapshotted};
 use crate::failure::{Failure, Outcome};
 use crate::log;
 use crate::options::Record;
@@ -28,7 +28,7 @@ pub(super) fn serve_snapshot(
     options: &Record,
     image: Option<u64>,
     reply: impl Fn(),
-) -> Outcome {
+) -> Outcome<Snapshotted> {
     let image = recorded(image)?;
     let options = options.read()?;
     shared.stage().check()?;
@@ -44,9 +44,11 @@ pub(super) fn serve_snapshot(
         reply();
         wait(stream)
     };
-    shared.device().snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
+    let warnings =
+        shared.device().snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
     log::line(&format!("snapshot: the image is {} now", shared.device().image()));
-    Ok(())
+    warnings.iter().for_each(|warning| log::line(&format!("warning: {warning}")));
+    Ok(Snapshotted { warnings })
 }
 
 /// The number of the image that the command has recorded for the next daemon.

@@ -11,7 +11,7 @@ use blkq_export::ublk::UblkDevice;
 
 use super::commit_progress::CommitProgress;
 use super::running::Running;
-use super::snapshot::log_broken;
+use super::snapshot::{log_broken, new_warnings};
 use super::{Device, Served, flush_unless_stopped};
 use crate::control::Committed;
 use crate::failure::{Failure, Outcome};
@@ -129,9 +129,7 @@ impl Device {
             }
             let Some(stage) = last()? else { continue };
             let (image, copied_bytes) = (served.image.clone(), commit.progress().0);
-            let known = top.warnings();
-            let mut warnings = commit.driver()?.warnings();
-            warnings.retain(|warning| !known.contains(warning));
+            let warnings = new_warnings(commit.driver()?, &*top);
             exchange.replace(commit.finish(|| keep(&state))?)?;
             *self.served() = served;
             drop(exchange);

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::sync::Arc;
 
+use blkq::Driver;
 use blkq::drivers::snapshot::{prepare, supersede};
 use blkq::drivers::{DriverSpec, bitmaps};
 use blkq_export::ublk::UblkDevice;
@@ -29,7 +30,7 @@ impl Device {
     /// Makes `file`, which is empty, the image over the present one, with which the device is as `options` say, and which
     /// has that number in `NAME.options`. All I/O
     /// waits while `ready` waits for other devices, and while `keep` writes the state file: if either fails, the
-    /// device goes on as it was.
+    /// device goes on as it was. Returns what the user should know of the new image, and not of the one before.
     ///
     /// # Errors
     /// Why the device can have no other image.
@@ -40,7 +41,7 @@ impl Device {
         number: u64,
         ready: impl FnOnce() -> Outcome,
         keep: impl FnOnce(&DaemonState) -> Outcome,
-    ) -> Outcome {
+    ) -> Outcome<Vec<String>> {
         let running = self.running()?;
         let DriverSpec::Image(path) = &options.image else {
             return Err(Failure::new("the new image is none in a file"));
@@ -74,14 +75,21 @@ impl Device {
         bitmaps::reserve(&*driver, &running.disk.bitmaps())?;
         ready()?;
         keep(&state)?;
+        let warnings = new_warnings(&*driver, &*before);
         exchange.replace(driver)?;
         running.bitmaps.leave_in(&*before);
         supersede(&*before);
         *self.served() = served;
         drop(exchange);
         log_broken(&running);
-        Ok(())
+        Ok(warnings)
     }
+}
+
+/// The warnings of the driver `next` that the user has not had from the one before.
+pub(super) fn new_warnings(next: &dyn Driver, before: &dyn Driver) -> Vec<String> {
+    let known = before.warnings();
+    next.warnings().into_iter().filter(|warning| !known.contains(warning)).collect()
 }
 
 /// Logs why a queue could not go on with the driver that its disk has got.
