@@ -89,9 +89,7 @@ pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
     }
     Ok(match dir.inspect(name)? {
         Found::Nothing => None,
-        Found::Busy => {
-            Some(Entry::Silent { name: name.to_owned(), error: "starting or stopping".to_owned() })
-        }
+        Found::Busy(busy) => Some(Entry::Silent { name: name.to_owned(), error: busy.describe() }),
         Found::Remains(remains) => Some(Entry::Remains(remains)),
     })
 }

@@ -4,12 +4,14 @@
 mod place;
 
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use place::*;
+use rustix::process::Signal;
 use serde_json::Value;
 
 // Contract: detach
@@ -598,4 +600,19 @@ fn a_ceiling_is_searched_when_that_is_asked_for() {
     let line = place.refused(&["set", "b", "limit=auto"]);
     assert!(line.contains("it is in a group"), "{line}");
     place.refused(&["attach", "ram:1M", "--name", "c", "--export", "nbd", "--group", "g", "--limit", "auto"]);
+}
+
+#[test]
+fn a_daemon_whose_sockets_were_removed_is_named() {
+    let place = Place::new("no-socket");
+    place.done(&["attach", "ram:1M", "--name", "r"]);
+    let pid = place.pid("r");
+    fs::remove_file(place.state().join("r.control")).unwrap();
+    for words in [&["list"][..], &["detach", "r"]] {
+        let output = place.run(words);
+        let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        assert!(text.contains(&format!("control socket was removed: then kill {pid} detaches it")), "{text}");
+    }
+    signal(pid, Signal::TERM);
+    wait_until("it is detached", || place.files().is_empty());
 }

@@ -1,6 +1,7 @@
 //! `blkq detach`: detaches devices, and returns when their daemons have exited.
 
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use blkq_export::ublk::{self, SetupProcess};
 
@@ -9,8 +10,12 @@ use crate::control::{Called, Request, call, no_such_device};
 use crate::devices::named;
 use crate::failure::{Failure, Outcome, for_each};
 use crate::info::DeviceInfo;
-use crate::state::{Dead, Orphan, StateDir, check_name};
+use crate::state::{Dead, Found, Orphan, StateDir, check_name};
 use crate::{complain, print};
+
+/// How long a device is waited for that is just starting, stopping or handed over.
+const SETTLE_WAIT: Duration = Duration::from_secs(2);
+const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Options of `detach`.
 #[derive(clap::Args, Debug)]
@@ -78,13 +83,28 @@ fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     if check_name(name).is_err() {
         return Ok(Detached::NotThere);
     }
-    dir.wait_for_dying(name);
-    if !force && let Called::Answered(info) = call(dir, name, &Request::Show {})? {
-        check_unopened(&info)?;
-    }
-    match call::<()>(dir, name, &Request::Detach { force })? {
-        Called::Answered(()) => Ok(Detached::Done),
-        Called::Nobody => clear(dir, name, force),
+    let until = Instant::now() + SETTLE_WAIT;
+    loop {
+        dir.wait_for_dying(name);
+        if !force && let Called::Answered(info) = call(dir, name, &Request::Show {})? {
+            check_unopened(&info)?;
+        }
+        if let Called::Answered(()) = call::<()>(dir, name, &Request::Detach { force })? {
+            return Ok(Detached::Done);
+        }
+        match clear(dir, name, force)? {
+            Detached::NotThere => {}
+            detached => return Ok(detached),
+        }
+        let busy = match dir.inspect(name)? {
+            Found::Busy(busy) => busy.describe(),
+            _ if dir.is_handed_over(name) => "being handed over to a new daemon; try again".to_owned(),
+            _ => return Ok(Detached::NotThere),
+        };
+        if Instant::now() >= until {
+            return Err(Failure::new(format!("it is {busy}")));
+        }
+        std::thread::sleep(SETTLE_POLL_INTERVAL);
     }
 }
 

@@ -117,6 +117,7 @@ impl Args {
 /// Removes the files of daemons that died.
 fn clean(dir: &StateDir) -> Outcome {
     for name in dir.names()? {
+        dir.wait_for_dying(&name);
         let is_orphan =
             matches!(dir.inspect(&name)?, Found::Remains(remains) if remains.state == Fate::Orphan);
         if !is_orphan && let Dead::Cleared(last_words) = dir.clear_dead(&name)? {

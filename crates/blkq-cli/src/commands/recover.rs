@@ -73,7 +73,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
             return Daemon::succeed(name, &options, state.settings, inherited, parent);
         }
         Found::Remains(_) => {}
-        Found::Busy => return Err(busy()),
+        Found::Busy(busy) => return Err(Failure::new(format!("it is {}", busy.describe()))),
         Found::Nothing => return Err(no_such_device(name)),
     }
     let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;

@@ -446,7 +446,9 @@ mod tests {
         let mut claim = dir.claim("a").unwrap();
         claim.keep(false);
         assert_eq!(fs::read_to_string(dir.file("a", ".log.1")).unwrap(), "what happened\n");
-        assert!(matches!(dir.inspect("a"), Ok(Found::Busy)), "this process has it");
+        let Ok(Found::Busy(busy)) = dir.inspect("a") else { panic!("this process has it") };
+        let own = std::process::id();
+        assert!(busy.describe().contains(&format!("socket was removed: then kill {own} detaches it")));
         drop(claim);
         assert!(files(&dir).is_empty());
         fs::remove_dir_all(&dir.0).unwrap();

@@ -27,16 +27,28 @@ impl StateDir {
     }
 }
 
+/// Whether all of the process has exited, and only its parent has not waited for it yet: it has nothing open any more.
+pub(super) fn has_exited(pid: u32) -> bool {
+    is_exited(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default())
+}
+
+fn field<'a>(status: &'a str, name: &str) -> &'a str {
+    status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim()
+}
+
+fn is_exited(status: &str) -> bool {
+    field(status, "State:").starts_with(['Z', 'X']) && field(status, "Threads:") == "1"
+}
+
 /// Whether proc_pid_status(5) and proc_pid_stat(5) describe a process of which a part has exited or is
 /// to be killed, and a part is there. A zombie without other threads has nothing open any more, however
 /// long its parent takes to wait for it.
 fn is_dying(status: &str, stat: &str) -> bool {
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim();
     let killed = |signals: &str| u64::from_str_radix(signals, 16).is_ok_and(|set| set >> 8 & 1 != 0);
-    if field("State:").starts_with(['Z', 'X']) {
-        return field("Threads:") != "1";
+    if field(status, "State:").starts_with(['Z', 'X']) {
+        return !is_exited(status);
     }
-    killed(field("SigPnd:")) || killed(field("ShdPnd:")) || is_exiting(stat)
+    killed(field(status, "SigPnd:")) || killed(field(status, "ShdPnd:")) || is_exiting(stat)
 }
 
 /// Whether proc_pid_stat(5) shows a process whose first thread exits.
@@ -52,6 +64,7 @@ fn is_exiting(stat: &str) -> bool {
 mod tests {
     use super::*;
     use crate::state::tests::scratch;
+    use crate::state::{Fate, Found};
 
     // Contract: detach
     #[test]
@@ -85,6 +98,8 @@ mod tests {
         let begin = Instant::now();
         dir.wait_for_dying("a");
         assert!(begin.elapsed() < DYING_WAIT);
+        let Ok(Found::Remains(remains)) = dir.inspect("a") else { panic!("nobody has the device") };
+        assert_eq!((remains.state, remains.pid), (Fate::Dead, Some(child.id())));
         child.wait().unwrap();
         fs::remove_dir_all(&dir.0).unwrap();
     }

@@ -31,7 +31,7 @@ use crate::failure::{Failure, Outcome};
 pub use claim::{Claim, Dead, Orphan};
 pub use dying::DYING_WAIT;
 pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
-pub use remains::{Fate, Found, Remains};
+pub use remains::{Busy, Fate, Found, Remains};
 
 /// Overrides the place of the state directory.
 pub const STATE_DIR_VARIABLE: &str = "BLKQ_STATE_DIR";

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::StateDir;
+use super::dying::has_exited;
 use crate::failure::{Failure, Outcome};
 
 /// Lines of a log that are shown, and bytes in which they are searched.
@@ -19,10 +20,32 @@ const TAIL_BYTES: u64 = 8 << 10;
 pub enum Found {
     /// There is no device of that name.
     Nothing,
-    /// A process has the name: its daemon starts or stops.
-    Busy,
+    /// A process has the name, and does not answer.
+    Busy(Busy),
     /// Its daemon died.
     Remains(Box<Remains>),
+}
+
+/// A process that has a device's name, and does not answer.
+#[derive(Debug)]
+pub struct Busy {
+    /// The process; `None` if it has just begun.
+    pid: Option<u32>,
+    /// Whether there is a socket for commands.
+    has_socket: bool,
+}
+
+impl Busy {
+    /// The state of the device, as far as it can be seen, with a hint.
+    pub fn describe(&self) -> String {
+        let process = self.pid.map(|pid| format!(" (process {pid})")).unwrap_or_default();
+        match self {
+            Busy { pid: Some(pid), has_socket: false } => format!(
+                "starting or stopping{process}, or its control socket was removed: then kill {pid} detaches it"
+            ),
+            _ => format!("starting or stopping{process}"),
+        }
+    }
 }
 
 /// The remains of a device after its daemon.
@@ -85,11 +108,12 @@ impl StateDir {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
             Err(e) => return Err(Failure::new(format!("lock {}: {e}", lock.display()))),
         };
-        let lives = |owner| has_open(owner, &lock) && !self.holder_is_dying(name);
+        let lives = |owner| !has_exited(owner) && has_open(owner, &lock) && !self.holder_is_dying(name);
         let is_new = owner.is_empty();
         let owner = owner.trim().parse::<u32>().ok();
         if is_new || owner.is_some_and(lives) {
-            return Ok(Found::Busy);
+            let has_socket = self.control_socket(name).exists();
+            return Ok(Found::Busy(Busy { pid: owner, has_socket }));
         }
         let state = self.read_state(name);
         let (pid, mut image, mut exports) =
