@@ -616,3 +616,27 @@ fn a_daemon_whose_sockets_were_removed_is_named() {
     signal(pid, Signal::TERM);
     wait_until("it is detached", || place.files().is_empty());
 }
+
+/// A daemon that is stopped, and gets the command when it continues.
+#[test]
+fn a_command_that_has_exited_changes_nothing() {
+    let place = Place::new("exited");
+    place.done(&["attach", "ram:1M", "--name", "r"]);
+    let pid = place.pid("r");
+    let depth = || place.json(&["show", "r", "--json"])["settings"]["depth"].clone();
+    let before = depth();
+    signal(pid, Signal::STOP);
+    for line in [
+        &b"{\"command\":\"set\",\"settings\":[[\"depth\",\"3\"]]}\n"[..],
+        b"{\"command\":\"detach\",\"force\":true}\n",
+    ] {
+        let mut stream = UnixStream::connect(place.state().join("r.control")).unwrap();
+        stream.write_all(line).unwrap();
+    }
+    signal(pid, Signal::CONT);
+    let refused = "refused: the command that asked for something has exited";
+    let log = || fs::read_to_string(place.state().join("r.log")).unwrap_or_default();
+    wait_until("both are refused", || log().matches(refused).count() == 2);
+    assert_eq!(depth(), before);
+    place.done(&["detach", "r"]);
+}

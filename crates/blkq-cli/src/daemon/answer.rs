@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blkq_export::peer::Peer;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::commit::serve_commit;
 use super::shared::{Shared, Stage};
@@ -40,6 +41,11 @@ fn serve(shared: &Shared, stream: UnixStream) {
         Err(failure) => return answer(&stream, &reply_line::<()>(Err(failure))),
     };
     let refused = |failure: &Failure| log::line(&format!("refused: {failure}"));
+    // The command has reported a failure: this daemon was stopped, or did not accept the connection in time.
+    if has_hung_up(&stream) {
+        refused(&Failure::new("the command that asked for something has exited"));
+        return;
+    }
     let reply = match request {
         Request::Ping {} => reply_line(Ok(())),
         Request::Show {} => reply_line(shared.device().info()),
@@ -116,6 +122,13 @@ fn serve(shared: &Shared, stream: UnixStream) {
         },
     };
     answer(&stream, &reply);
+}
+
+/// Whether the client has closed the connection. One that only sends nothing more waits for an answer.
+fn has_hung_up(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::empty())];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok()
+        && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
 /// Reads one line, bounded in length and time.
