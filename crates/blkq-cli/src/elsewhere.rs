@@ -49,6 +49,11 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
     (!processes.is_empty()).then_some(Holders { text, can_share: true })
 }
 
+/// Whether a process has locked these bytes of the image at `path`, as far as this user may see.
+pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
+    FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
+}
+
 /// The processes that have locked bytes of `window` of the file. The lock of an open file has no owner
 /// in the kernel's list; but each open file shows its own.
 fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {

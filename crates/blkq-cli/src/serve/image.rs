@@ -17,6 +17,9 @@ use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use crate::state::{Claim, DYING_WAIT};
 
+/// How long the kernel may keep the files of a daemon that was killed, after that has exited.
+const RELEASE_WAIT: Duration = Duration::from_secs(5);
+
 /// How long to wait for the lock of an RBD client that was killed: its cluster takes it for alive for 30 s.
 const CLIENT_DYING_WAIT: Duration = Duration::from_secs(40);
 
@@ -89,18 +92,29 @@ pub(super) fn open_driver(
         DriverSpec::Rbd(_) => (Duration::ZERO, Duration::ZERO),
         _ => (wait, Duration::from_millis(10)),
     };
-    let until = Instant::now() + wait;
+    let mut until = Instant::now() + wait;
+    let mut release = Some(RELEASE_WAIT).filter(|_| !wait.is_zero());
     loop {
-        match open_confined(options, &driver_options) {
+        let error = match open_confined(options, &driver_options) {
             // Others also open a block device for a moment to learn whether it is in use.
-            Err(error)
-                if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) && Instant::now() < until =>
-            {
-                std::thread::sleep(retry);
-            }
+            Err(error) if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) => error,
             opened => return opened,
+        };
+        if Instant::now() >= until {
+            match release.take() {
+                Some(more) if is_held_by_kernel(options, &error) => until = Instant::now() + more,
+                _ => return Err(error),
+            }
         }
+        std::thread::sleep(retry);
     }
+}
+
+/// Whether the image is locked and no process has the lock: the kernel has not released the files of a daemon yet that
+/// was killed.
+fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
+    let DriverSpec::Image(path) = &options.image else { return false };
+    error.kind() == ErrorKind::Busy && !elsewhere::has_holder(path, options.offset, options.size_limit)
 }
 
 /// Why the image was not opened, with the cure.
@@ -279,6 +293,26 @@ pub(super) fn image_name(image: &DriverSpec) -> String {
 mod tests {
     use super::*;
     use crate::options::tests::options;
+
+    /// The lock is this process's, and it sees no other that has it: so it is with files that the kernel has not released.
+    #[test]
+    fn a_lock_without_a_process_is_waited_for() {
+        let path = std::env::temp_dir().join(format!("blkq-released-{}", std::process::id()));
+        let file = std::fs::File::create(&path).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let options = options(&[path.to_str().unwrap(), "--export", "nbd", "--format", "raw"]);
+        let open = |wait| open_driver(&options, false, wait, None, None);
+        let holder = open(Duration::ZERO).unwrap();
+        assert_eq!(open(Duration::ZERO).err().unwrap().kind(), ErrorKind::Busy);
+        let release = std::thread::spawn(move || {
+            // Longer than it is waited for a process.
+            std::thread::sleep(Duration::from_millis(100));
+            drop(holder);
+        });
+        open(Duration::from_millis(1)).unwrap();
+        release.join().unwrap();
+        std::fs::remove_file(path).unwrap();
+    }
 
     #[test]
     fn mounts_that_a_ceph_client_reads_are_kept() {
