@@ -4,10 +4,12 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 use crate::info::DeviceInfo;
 
 /// A file, whatever it is called.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FileId {
     /// Major and minor number of its file system's device.
     pub device: (u32, u32),

@@ -1,12 +1,15 @@
 //! Where an image is attached that is in use: the device, or the process that has the lock.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+use blkq::drivers::DriverSpec;
 
 use crate::backing::{FileId, Window};
+use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
-use crate::options::Format;
-use crate::state::StateDir;
+use crate::options::{AttachOptions, Format, image_text};
+use crate::state::{Fate, Found, StateDir};
 
 /// Those that have locked bytes of an image.
 pub struct Holders {
@@ -52,6 +55,58 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
 /// Whether a process has locked these bytes of the image at `path`, as far as this user may see.
 pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
+}
+
+/// Refuses the image of `options` for the device `name` if it belongs to a device of any other name that waits for its
+/// next daemon: no lock keeps writers from it, and that daemon reissues I/O over what they write.
+///
+/// # Errors
+/// The device, and what can be done.
+pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) -> Outcome {
+    for other in dir.names()?.into_iter().filter(|other| other != name) {
+        let Some(state) = dir.read_state(&other) else { continue };
+        // Of a program that kept no options there, only the path is known.
+        let theirs = state.attach_options.as_ref().and_then(|record| record.read().ok());
+        let theirs = theirs.unwrap_or_else(|| AttachOptions {
+            image: DriverSpec::Image(PathBuf::from(&state.image)),
+            offset: 0,
+            size_limit: None,
+            shared: false,
+            read_only: false,
+            ..options.clone()
+        });
+        if !excludes(&theirs, state.file, options) {
+            continue;
+        }
+        if dir.is_handed_over(&other) {
+            return Err(Failure::new(format!(
+                "{} belongs to {other}, which is being handed over to a new daemon; detach that first",
+                image_text(&options.image)
+            )));
+        }
+        match dir.inspect(&other)? {
+            Found::Remains(remains) if remains.state == Fate::Orphan => {
+                return Err(remains.failure().during(image_text(&options.image)));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Whether two devices may not have their images at a time. That of `a` may have been moved since, and was `file`.
+fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool {
+    let same = match (&a.image, &b.image) {
+        (DriverSpec::Image(one), DriverSpec::Image(other)) => {
+            let window =
+                |options: &AttachOptions| Window { offset: options.offset, size_limit: options.size_limit };
+            FileId::of(other).is_some_and(|other| [file, FileId::of(one)].contains(&Some(other)))
+                && window(a).overlaps(window(b))
+        }
+        (DriverSpec::Rbd(one), DriverSpec::Rbd(other)) => one == other && a.ceph_conf == b.ceph_conf,
+        _ => false,
+    };
+    same && !(a.shared && b.shared || a.read_only && b.read_only)
 }
 
 /// The processes that have locked bytes of `window` of the file. The lock of an open file has no owner
@@ -117,6 +172,54 @@ impl Lock {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::info::DaemonState;
+    use crate::options::Record;
+    use crate::options::tests::options;
+
+    #[test]
+    fn a_file_has_one_device_by_whatever_name() {
+        let dir = crate::state::tests::scratch("waiting");
+        let (image, link) = (dir.path().join("image"), dir.path().join("link"));
+        fs::write(&image, "x").unwrap();
+        fs::hard_link(&image, &link).unwrap();
+        let with = |image: &Path, more: &[&str]| {
+            options(&[&[image.to_str().unwrap(), "--export", "nbd"], more].concat())
+        };
+        let (one, other) = (with(&image, &[]), with(&link, &[]));
+        assert!(excludes(&one, None, &other));
+        let shared = ["--shared"];
+        assert!(excludes(&with(&image, &shared), None, &other));
+        assert!(!excludes(&with(&image, &shared), None, &with(&link, &shared)));
+        let readers = ["--read-only"];
+        assert!(excludes(&one, None, &with(&link, &readers)));
+        assert!(!excludes(&with(&image, &readers), None, &with(&link, &readers)));
+        assert!(!excludes(
+            &with(&image, &["--offset", "4096"]),
+            None,
+            &with(&link, &["--size-limit", "4096"])
+        ));
+        let gone = with(&dir.path().join("gone"), &[]);
+        assert!(!excludes(&one, None, &gone));
+        assert!(excludes(&gone, FileId::of(&image), &other), "it was moved");
+        let rbd = |image| options(&[image, "--export", "nbd"]);
+        assert!(
+            excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/i"))
+                && !excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/j"))
+        );
+
+        // While it is handed over nobody has a lock on it.
+        let claim = dir.claim("a").unwrap();
+        let number = claim.write_options("image", &Record::new(&one).unwrap(), None).unwrap();
+        let state = DaemonState { pid: 1, image: number, exports: vec![], owner: None, settings: vec![] };
+        claim.write_state(&state).unwrap();
+        assert_eq!(check_not_waiting(&dir, "b", &other), Ok(()));
+        let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();
+        let why = check_not_waiting(&dir, "b", &other).unwrap_err().to_string();
+        assert!(why.contains("belongs to a, which is being handed over"), "{why}");
+        assert_eq!(check_not_waiting(&dir, "a", &other), Ok(()), "it is the next daemon");
+        drop(claim);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
 
     #[test]
     fn locks_are_read_as_the_kernel_shows_them() {

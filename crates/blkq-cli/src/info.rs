@@ -6,6 +6,7 @@ use blkq::drivers::DriverSpec;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
+use crate::backing::FileId;
 use crate::confine::Confinement;
 use crate::failure::Outcome;
 use crate::options::{AttachOptions, Export, Record};
@@ -135,6 +136,9 @@ pub struct StateFile {
     /// The number of the image in `NAME.options`.
     #[serde(skip)]
     pub number: Option<u64>,
+    /// The file of the image, if that is recorded.
+    #[serde(skip)]
+    pub file: Option<FileId>,
 }
 
 impl StateFile {

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
 
+use blkq::testing::wait_until;
 use blkq::{Completion, Cqe, Disk, EngineHandle, Error, Source, SourceContext, TURN_BUDGET};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{Listen, NbdServer};

@@ -114,7 +114,7 @@ pub enum Command {
     Detach(detach::Args),
     /// Measure what each idea is worth on this machine, and blkq beside its peers
     Bench(bench::Args),
-    /// Serve a block device again after its daemon died
+    /// Serve a block device or a virtual machine's disk again after its daemon died
     Recover(recover::Args),
     /// Hand a block device in use to a new daemon, of this program
     Upgrade(upgrade::Args),

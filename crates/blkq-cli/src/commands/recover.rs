@@ -160,6 +160,7 @@ mod tests {
             owner: None,
             settings: Vec::new(),
             number: None,
+            file: None,
         };
         let options = attach_options(&state(&["a.img", "--queues", "2", "--run", "true"])).unwrap();
         assert_eq!((&options.image, options.queues), (&DriverSpec::Image("/images/a.img".into()), 2));

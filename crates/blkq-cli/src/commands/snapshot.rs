@@ -244,6 +244,9 @@ fn check_configuration(name: &str, image: &str, new: &Path) -> Outcome {
     Ok(())
 }
 
+/// A device, and the warnings of its new image.
+type Done<'a> = (&'a Wanted, Outcome<Vec<String>>);
+
 impl<'a> Begun<'a> {
     /// Makes the file, and has the daemon flush the device.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
@@ -287,7 +290,7 @@ impl<'a> Begun<'a> {
 ///
 /// # Errors
 /// That of the first which cannot: then none has another image.
-fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<(&Wanted, Outcome<Vec<String>>)>> {
+fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<Done<'_>>> {
     begun.iter().try_for_each(Begun::stop)?;
     begun.iter().try_for_each(Begun::check)?;
     // Without a reply in between: a command that is killed here leaves some as they were.

@@ -105,9 +105,10 @@ impl LeftDevice<'_> {
         ask::<()>(dir, name, &Request::Leave {})?;
         // From here on the old daemon changes nothing, and nobody removes what it has left.
         let state = dir.read_state(name);
-        // Before, a snapshot or a commit may have given it another image.
-        let now = state.as_ref().map(StateFile::guest_options).transpose()?.flatten();
-        let guest = guest.map(|_| now.ok_or_else(|| lost(name))).transpose()?;
+        // Before, a snapshot or a commit may have given it another image. The virtual machine waits: if nothing can be
+        // read any more, it gets the image that it had.
+        let now = state.as_ref().and_then(|state| state.guest_options().ok().flatten());
+        let guest = guest.map(|before| now.unwrap_or(before));
         let settings = state.map(|state| state.settings).unwrap_or_default();
         Ok(LeftDevice { name, guest, settings, old })
     }

@@ -25,6 +25,7 @@ use super::sandbox::Sandbox;
 use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
 use crate::autoclear::Autoclear;
+use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
 use crate::info::{DaemonState, StateFile};
 use crate::metrics::Endpoint;
@@ -60,10 +61,14 @@ impl Device {
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
+        let check = || elsewhere::check_not_waiting(claim.dir(), claim.name(), options);
+        // Before it is opened, which may change it; and once it is locked, as a daemon may have exited meanwhile.
+        check()?;
         let open = |journals| {
             let predecessor = claim.owner_before(&image_name(&options.image));
             let opened = open_driver(options, exports.ublk, None, wait, predecessor, journals);
-            opened.map_err(|error| refusal(error, options, claim))
+            let opened = opened.map_err(|error| refusal(error, options, claim))?;
+            check().map(|()| opened)
         };
         let identity = Identity::of_new();
         let served = Served::record(options, claim, exports.ublk.then_some(identity))?;

@@ -23,6 +23,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{StateDir, remove};
+use crate::backing::FileId;
 use crate::failure::{Failure, Outcome};
 use crate::info::{BlockDevice, DaemonState, StateFile};
 use crate::options::Record;
@@ -59,8 +60,17 @@ struct ImageEntry {
     number: u64,
     /// Its path, or `null:SIZE`, `ram:SIZE`.
     path: String,
+    /// The file, which may be moved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    file: Option<FileId>,
     /// How the device is attached to it.
     options: Record,
+}
+
+impl ImageEntry {
+    fn new(number: u64, path: &str, options: &Record) -> ImageEntry {
+        ImageEntry { number, path: path.to_owned(), file: FileId::of(path), options: options.clone() }
+    }
 }
 
 impl OptionsFile {
@@ -101,6 +111,7 @@ impl OptionsFile {
             None => (0, None, Vec::new(), None, Vec::new()),
         };
         let image = self.images.into_iter().find(|image| Some(image.number) == number);
+        let file = image.as_ref().and_then(|image| image.file);
         let (image, attach_options) = image.map(|image| (image.path, image.options)).unzip();
         StateFile {
             name: name.to_owned(),
@@ -113,6 +124,7 @@ impl OptionsFile {
             owner,
             settings,
             number,
+            file,
         }
     }
 }
@@ -170,8 +182,7 @@ impl StateDir {
             if file.next_number() > number {
                 return Err(Failure::new("another command gives it a new image just now; try again"));
             }
-            let entry = ImageEntry { number, path: path.to_owned(), options: options.clone() };
-            file.add(entry, current);
+            file.add(ImageEntry::new(number, path, options), current);
             Ok(())
         })
     }
@@ -246,15 +257,14 @@ impl StateDir {
         if let Some(before) = &before
             && before.ublk == ublk
             && let Some(same) = before.images.iter().find(|image| Some(image.number) == current)
-            && (same.path.as_str(), &same.options) == (path, options)
+            && *same == ImageEntry::new(same.number, path, options)
         {
             return Ok(same.number);
         }
         let mut file = before.unwrap_or(OptionsFile { version: VERSION, ublk: None, images: Vec::new() });
         file.ublk = ublk;
         let number = file.next_number();
-        let entry = ImageEntry { number, path: path.to_owned(), options: options.clone() };
-        file.add(entry, current);
+        file.add(ImageEntry::new(number, path, options), current);
         let (path, new) = (self.file(name, ".options"), self.file(name, ".options.new"));
         let written = write_new(&new, &file).and_then(|()| fs::rename(&new, &path));
         written.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
