@@ -427,10 +427,10 @@ fn only_a_block_device_is_recovered_or_handed_over() {
     place.done(&["show", "ram"]);
     // A state file with a block device that the kernel does not know stops no attach.
     kill(place.pid("ram"));
-    let state = place.state().join("ram.json");
-    let mut left: Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
-    left["ublk"] = serde_json::json!({"id": 0, "cookie": 1, "words": [], "directory": "/"});
-    fs::write(&state, left.to_string()).unwrap();
+    let options = place.state().join("ram.options");
+    let mut left: Value = serde_json::from_slice(&fs::read(&options).unwrap()).unwrap();
+    left["ublk"] = serde_json::json!(1);
+    fs::write(&options, left.to_string()).unwrap();
     assert!(place.refused(&["recover", "ram"]).contains("its daemon (process "));
     place.run(&["list", "--clean"]);
     assert!(place.files().is_empty());

@@ -159,7 +159,9 @@ fn sockets_and_files_are_the_owners_alone() {
     assert_eq!(mode(&place.state()), 0o700);
     assert_eq!(mode(&custom), 0o600);
     for file in place.files() {
-        assert_eq!(mode(&place.state().join(&file)), 0o600, "{file}");
+        // The state file is only written through the descriptor that it was made with.
+        let expected = if file == "ram.json" { 0o400 } else { 0o600 };
+        assert_eq!(mode(&place.state().join(&file)), expected, "{file}");
     }
     place.done(&["detach", "ram"]);
     assert!(!custom.exists());
