@@ -167,13 +167,15 @@ impl Daemon {
             claim.keep(true);
         }
         let mut announce = || -> Outcome<(Option<PidFile>, File)> {
-            let state_file = claim.write_state(&device.state()?)?;
             let pid_file = PidFile::write(options)?;
             if parent.waits() {
                 log::redirect(&claim.file(".log"))?;
                 // Not to keep a file system busy that has nothing to do with the device.
                 std::env::set_current_dir("/").map_err(system("chdir"))?;
             }
+            // As late as can be: if an older program serves a device again that this one could not take over, it reads
+            // its own state file.
+            let state_file = claim.write_state(&device.state()?)?;
             // Nothing below opens a file, or needs a privilege that is not kept.
             let removed = pid_file.iter().map(|file| file.path().to_owned());
             device.confine(removed.chain([claim.file(".lock")]))?;
