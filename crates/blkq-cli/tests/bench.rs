@@ -2,11 +2,11 @@
 //! No speed is asserted: mechanisms are counters.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -194,11 +194,10 @@ fn an_interrupt_removes_the_file_and_exits_with_130() {
     let place = Place::new("interrupt");
     let words = ["peak", "--quick", "--size", "64M"];
     let mut child = place.command(&words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while place.files().is_empty() {
-        assert!(Instant::now() < deadline && child.try_wait().unwrap().is_none(), "no file was made");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("a file is made", || {
+        assert!(child.try_wait().unwrap().is_none(), "it has exited");
+        !place.files().is_empty()
+    });
     // SAFETY: the process is a child that was not waited for.
     assert_eq!(unsafe { libc::kill(child.id() as i32, libc::SIGINT) }, 0);
     assert_eq!(child.wait().unwrap().code(), Some(130));

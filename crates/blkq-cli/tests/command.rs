@@ -3,12 +3,12 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use place::*;
 use rustix::process::Signal;
@@ -221,7 +221,10 @@ fn a_daemon_that_is_killed_while_it_is_asked_has_died() {
     signal(pid, rustix::process::Signal::STOP);
     let mut show = place.command(&["show", "a"]);
     let show = show.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(300)); // it waits for the answer
+    // The daemon's own socket, and that of the connection which it does not accept.
+    let control = place.state().join("a.control").display().to_string();
+    let sockets = || std::fs::read_to_string("/proc/net/unix").unwrap().matches(&control).count();
+    wait_until("the command has connected", || sockets() == 2);
     signal(pid, rustix::process::Signal::KILL);
     let line = String::from_utf8(show.wait_with_output().unwrap().stderr).unwrap();
     assert!(line.contains("its daemon (process ") && line.contains(" died, last in its log: "), "{line}");

@@ -3,6 +3,7 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::AsFd;

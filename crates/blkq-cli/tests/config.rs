@@ -3,6 +3,7 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -139,10 +140,10 @@ fn wait_for_device(place: &Place, child: &mut Child) {
         let info: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         info["pid"] == pid
     };
-    while !of_child(&place.run(&["show", "data", "--json"])) {
+    wait_until("the service has its device", || {
         assert_eq!(child.try_wait().unwrap(), None, "it has exited");
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+        of_child(&place.run(&["show", "data", "--json"]))
+    });
 }
 
 #[test]
@@ -170,10 +171,10 @@ fn a_service_is_upgraded_by_its_manager() {
 
     let mut upgrade =
         place.command(&["upgrade", "data", "--service"]).stdout(Stdio::piped()).spawn().unwrap();
-    while child.try_wait().unwrap().is_none() {
+    wait_until("the old daemon exits", || {
         assert!(upgrade.try_wait().unwrap().is_none_or(|status| status.success()), "it is not upgraded");
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+        child.try_wait().unwrap().is_some()
+    });
     assert_eq!(child.wait().unwrap().code(), Some(3));
     let mut next = service(&place);
     let output = upgrade.wait_with_output().unwrap();

@@ -3,6 +3,7 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;

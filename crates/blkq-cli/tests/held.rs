@@ -3,10 +3,11 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::io::Read;
 use std::time::Duration;
 
-use place::{Place, has_exited, kill, reply, request, session, wait_until};
+use place::{Place, has_exited, kill, reply, request, session};
 
 const FAULT: &str = "error=ENOSPC,op=write";
 

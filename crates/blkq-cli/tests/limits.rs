@@ -3,7 +3,8 @@
 
 mod place;
 
-use place::{Place, reply, request, session, wait_until};
+use blkq::testing::wait_until;
+use place::{Place, reply, request, session};
 
 #[test]
 fn requests_that_wait_for_a_limit_are_logged_as_no_hangs() {

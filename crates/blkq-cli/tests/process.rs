@@ -3,6 +3,7 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -39,12 +40,7 @@ fn foreground(place: &Place, words: &[&str]) -> Child {
 }
 
 fn wait_for_exit(child: &mut Child, what: &str) {
-    let exited = std::cell::Cell::new(false);
-    let child = std::cell::RefCell::new(child);
-    wait_until(what, || {
-        exited.set(child.borrow_mut().try_wait().unwrap().is_some());
-        exited.get()
-    });
+    wait_until(what, || child.try_wait().unwrap().is_some());
 }
 
 // Contract: detach

@@ -3,6 +3,7 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
-
+use blkq::testing::assert_stays;
 use std::fs;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -168,7 +168,9 @@ fn a_commit_that_begins_in_a_snapshot_keeps_the_new_image() {
     let files = files.map(Result::unwrap);
     send_files(&commit, &files.each_ref().map(AsFd::as_fd));
     // It is past what it checks first.
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    commit.set_nonblocking(true).unwrap();
+    assert_stays("the commit waits for the snapshot", || commit.read(&mut reply).is_err());
+    commit.set_nonblocking(false).unwrap();
     snapshot.write_all(b"\n").unwrap();
     let length = snapshot.read(&mut reply).unwrap();
     assert_eq!(&reply[..length], b"{\"ok\":{\"warnings\":[]}}\n");

@@ -5,6 +5,7 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpListener;

@@ -4,6 +4,7 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +13,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use place::client::{keep_state, kept_image};
-use place::{Place, kill, wait_until};
+use place::{Place, kill};
 use serde_json::json;
 
 const SET: [&str; 6] =

@@ -5,6 +5,7 @@
 mod front_end;
 mod place;
 
+use blkq::testing::{assert_stays, wait_until};
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::PermissionsExt;
@@ -136,7 +137,7 @@ fn kill_under_load(test: &str, options: &[&str]) {
     let image = place.image("image", 8 << 20);
     let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--queues", "2"];
     // Some complete before the daemon dies, and others do not.
-    let slow = [&attach[..], options, &["--fault", "delay=60ms,op=write,rate=50%;seed=3"]].concat();
+    let slow = [&attach[..], options, &["--fault", "delay=400ms,op=write,rate=50%;seed=3"]].concat();
     // It warns of the faults.
     let attached = || assert!(place.run(&slow).status.success());
     attached();
@@ -172,9 +173,7 @@ fn kill_under_load(test: &str, options: &[&str]) {
         }
     }
     assert!(resubmitted > 0, "the daemon died in the middle");
-    // Nothing comes after that.
-    std::thread::sleep(std::time::Duration::from_millis(200));
-    assert!(front.completed(0).is_empty() && front.completed(1).is_empty());
+    assert_stays("nothing completes twice", || (0..2).all(|ring| front.completed(ring).is_empty()));
     let bytes = fs::read(&image).unwrap();
     for number in 0..next as usize {
         let block = &bytes[number * 4096..][..4096];

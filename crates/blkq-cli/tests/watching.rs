@@ -4,6 +4,7 @@
 mod exposition;
 mod place;
 
+use blkq::testing::{assert_stays, wait_until};
 use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -47,8 +48,7 @@ fn a_hang_is_logged_with_its_client_and_its_completion() {
         let client = format!("nbd client 1 (pid {}, uid ", std::process::id());
         assert!(line.contains(&client) && parts.iter().all(|part| line.contains(part)), "{line}");
     }
-    std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(lines_with(&place, " hang: #").len(), 3, "once each");
+    assert_stays("each is logged once", || lines_with(&place, " hang: #").len() == 3);
     let stat = place.json(&["stat", "ram", "--json"]);
     assert_eq!((&stat["hangs"]["now"], &stat["hangs"]["found"]), (&3.into(), &3.into()));
     assert_eq!(stat["hangs"]["warning_seconds"], 0.2);
@@ -77,8 +77,7 @@ fn the_warning_is_a_live_setting_and_works_without_statistics() {
     // A device in memory has nothing to flush: reads do.
     place.done(&["set", "ram", "fault=stuck,op=read"]);
     request(&mut client, 0, 5, 0, 512);
-    std::thread::sleep(Duration::from_millis(300));
-    assert!(lines_with(&place, "hang:").is_empty());
+    assert_stays("the warning is off", || lines_with(&place, "hang:").is_empty());
     for bad in ["hang-warning=x", "hang-warning=-1", "hang-warning=0.01", "hang-warning=1e9"] {
         assert!(place.refused(&["set", "ram", bad]).contains("seconds from 0.1"));
     }
@@ -262,15 +261,24 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
         request(&mut client, 0, 1, 0, 4096);
         assert_eq!(reply(&mut client, 4096), (0, 1));
     };
+    assert_eq!(scrape(&metrics).value("blkq_metrics_refused_total", &[]), Some(6.0));
+    // A busy machine may need more than one attempt to be faster than the time that a slow client has.
+    let in_time = |what: &str, attempt: &mut dyn FnMut()| {
+        wait_until(what, || {
+            let begin = Instant::now();
+            attempt();
+            begin.elapsed() < SLOW_CLIENT
+        });
+    };
     // A client that sends nothing, or too slowly, keeps no other out.
-    let begin = Instant::now();
-    let mut slow: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
-    slow.iter_mut().for_each(|stream| _ = stream.write_all(b"GET /met"));
-    serve();
-    assert!(begin.elapsed() < SLOW_CLIENT, "none of them has had its time");
+    let mut slow = Vec::new();
+    in_time("others are served while slow clients are connected", &mut || {
+        slow = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect::<Vec<_>>();
+        slow.iter_mut().for_each(|stream| _ = stream.write_all(b"GET /met"));
+        serve();
+    });
     let page = scrape(&metrics);
     assert!(page.value("blkq_metrics_shed_total", &[]).unwrap() >= 80.0, "84 had no place");
-    assert_eq!(page.value("blkq_metrics_refused_total", &[]), Some(6.0));
     // The ones that still have a place have five seconds.
     let begin = Instant::now();
     let mut late = TcpStream::connect(&address).unwrap();
@@ -278,23 +286,28 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
     assert_eq!(late.read(&mut [0]).unwrap(), 0);
     assert!(begin.elapsed() >= SLOW_CLIENT, "{:?}", begin.elapsed());
     // A client that does not read its answer occupies a place, not a thread.
-    let begin = Instant::now();
-    let greedy: Vec<TcpStream> = (0..16)
-        .map(|_| {
-            let mut stream = TcpStream::connect(&address).unwrap();
-            stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
-            stream
-        })
-        .collect();
-    serve();
-    assert!(begin.elapsed() < SLOW_CLIENT, "none of them has had its time");
+    let mut greedy = Vec::new();
+    in_time("others are served while answers are not read", &mut || {
+        greedy = (0..16)
+            .map(|_| {
+                let mut stream = TcpStream::connect(&address).unwrap();
+                stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
+                stream
+            })
+            .collect::<Vec<_>>();
+        serve();
+    });
     drop((slow, greedy));
     // The daemon has kept no descriptors of them.
     let descriptors = || fs::read_dir(format!("/proc/{}/fd", place.pid("ram"))).unwrap().count();
     wait_until("all are closed", || descriptors() < 40);
     assert_eq!(log(&place, "ram").lines().count(), 1, "{}", log(&place, "ram"));
-    let begin = Instant::now();
-    let _held = TcpStream::connect(&address).unwrap();
     place.done(&["detach", "ram"]);
-    assert!(begin.elapsed() < SLOW_CLIENT, "a scraper does not delay the exit");
+    in_time("a device with a slow client is detached", &mut || {
+        place.done(&["attach", "ram:1M", "--metrics", "tcp:127.0.0.1:0"]);
+        let metrics = metrics_uri(&place, "ram");
+        let address = metrics.strip_prefix("http://").unwrap().strip_suffix("/metrics").unwrap();
+        let _held = TcpStream::connect(address).unwrap();
+        place.done(&["detach", "ram"]);
+    });
 }

@@ -22,7 +22,7 @@ fn engine(disk: &Arc<Disk>) -> EngineThread {
     EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()
 }
 
-/// What the threads of a load share.
+/// The state that the threads of a load share.
 #[derive(Default)]
 struct Load {
     stop: AtomicBool,

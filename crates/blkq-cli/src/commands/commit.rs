@@ -19,7 +19,7 @@ use crate::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, 
 use crate::devices::named;
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::{CommitInfo, DeviceInfo, StateFile};
-use crate::options::{AttachOptions, Backing as BackingChain, Record};
+use crate::options::{Backing as BackingChain, Record};
 use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
 use crate::{complain, print_json, print_line};

@@ -301,7 +301,7 @@ mod tests {
         let file = std::fs::File::create(&path).unwrap();
         file.set_len(1 << 20).unwrap();
         let options = options(&[path.to_str().unwrap(), "--export", "nbd", "--format", "raw"]);
-        let open = |wait| open_driver(&options, false, wait, None, None);
+        let open = |wait| open_driver(&options, false, None, wait, None, None);
         let holder = open(Duration::ZERO).unwrap();
         assert_eq!(open(Duration::ZERO).err().unwrap().kind(), ErrorKind::Busy);
         let release = std::thread::spawn(move || {

@@ -1,5 +1,6 @@
 //! Attaching at the same moment, and what overlaps.
 
+use blkq::testing::wait_until;
 use std::fs;
 
 use super::place::*;

@@ -1,5 +1,6 @@
 //! A client that writes blocks of one byte, and what tests of images need besides.
 
+use blkq::testing::wait_until;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
 
-use super::{Place, kill, reply, request, session, wait_until};
+use super::{Place, kill, reply, request, session};
 
 pub const BLOCK: usize = 4096;
 

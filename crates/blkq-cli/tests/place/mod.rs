@@ -6,12 +6,12 @@ pub mod client;
 pub mod killing;
 pub mod qemu;
 
+use blkq::testing::{wait_for, wait_until};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -68,10 +68,9 @@ impl Place {
     /// repeated: the server notices a little later that they have exited.
     pub fn done(&self, words: &[&str]) -> String {
         let has_clients = |output: &Output| String::from_utf8_lossy(&output.stderr).contains(" connected; ");
-        let (until, mut output) = (Instant::now() + Duration::from_secs(60), self.run(words));
-        while has_clients(&output) && Instant::now() < until {
-            output = self.run(words);
-        }
+        let output = wait_for(&format!("no client is connected: {words:?}"), || {
+            Some(self.run(words)).filter(|output| !has_clients(output))
+        });
         let errors = without_waiting(output.stderr);
         // losetup has no option to choose NBD, and reports what this machine's kernel lacks.
         let is_said = |line: &&str| words[0] == "losetup" && line.contains("served over NBD, without a node");
@@ -129,14 +128,6 @@ impl Drop for Place {
 
 pub fn signal(pid: i32, signal: rustix::process::Signal) {
     rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), signal).unwrap();
-}
-
-pub fn wait_until(what: &str, done: impl Fn() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
-    while !done() {
-        assert!(Instant::now() < until, "{what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// Whether a process has exited; what it had is free then, though its parent may not

@@ -150,7 +150,7 @@ mod tests {
     fn the_error_of_a_failed_process_is_returned() {
         let child =
             Child::start(shell("echo first >&2; echo no such disk >&2; exit 3"), Stdio::null()).unwrap();
-        let error = child.wait(Duration::from_secs(10)).unwrap_err().to_string();
+        let error = child.wait(Duration::from_secs(60)).unwrap_err().to_string();
         assert_eq!(error, "sh exited: no such disk");
         assert!(Child::start(Command::new("/no/such/program"), Stdio::null()).is_err());
     }
