@@ -77,7 +77,7 @@ pub fn is_behind(path: &Path, info: &DeviceInfo) -> bool {
         Some(file) => Backing::of(info).is_some_and(|backing| backing.file == file),
         None => {
             Backing::of(info).is_some()
-                && std::path::absolute(path).is_ok_and(|path| path == Path::new(&info.image))
+                && std::path::absolute(path).is_ok_and(|path| path == info.image_path())
         }
     }
 }

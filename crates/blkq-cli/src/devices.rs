@@ -1,7 +1,9 @@
 //! The devices that there are, as their daemons describe them.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use serde::Serialize;
 
 use crate::backing::{FileId, is_behind};
@@ -164,7 +166,7 @@ impl Target<'_> {
             Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
             // It is dead, or does not answer: then its state file counts.
             _ => dir.read_state(name).is_some_and(|state| {
-                is_at(&state.exports) || self.file.is_some() && FileId::of(&state.image) == self.file
+                is_at(&state.exports) || self.file.is_some() && FileId::of(state.image_path()) == self.file
             }),
         }
     }
@@ -175,6 +177,27 @@ impl Target<'_> {
         names.retain(|name| self.is(dir, name));
         Ok(names)
     }
+}
+
+/// The word that means a device as text. One that is not UTF-8 can only be the path of an image, and becomes the name of
+/// the device that has the image.
+pub fn word_of(word: &OsStr) -> String {
+    let name_of_image = || {
+        let (dir, file) = (StateDir::locate().ok()?, FileId::of(word)?);
+        let has_image = |name: &String| {
+            dir.read_state(name).is_some_and(|state| FileId::of(state.image_path()) == Some(file))
+        };
+        dir.names().ok()?.into_iter().find(has_image)
+    };
+    match word.to_str() {
+        Some(text) => text.to_owned(),
+        None => name_of_image().unwrap_or_else(|| word.to_string_lossy().into_owned()),
+    }
+}
+
+/// Parses a word that means a device ([`word_of`]).
+pub fn device_parser() -> impl TypedValueParser<Value = String> {
+    OsStringValueParser::new().map(|word| word_of(&word))
 }
 
 /// As [`name_of`], for a device that must be there.

@@ -29,7 +29,8 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
     let serves = |state: &&StateFile| match holders.is_empty() {
         // Locks of other processes are hidden from this one.
         true => {
-            FileId::of(&state.image) == Some(file) && Path::new("/proc").join(state.pid.to_string()).exists()
+            FileId::of(state.image_path()) == Some(file)
+                && Path::new("/proc").join(state.pid.to_string()).exists()
         }
         false => holders.contains(&state.pid),
     };

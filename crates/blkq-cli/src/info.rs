@@ -317,6 +317,29 @@ mod typed {
     pairs!(facts, ["true", "false"]);
 }
 
+impl DeviceInfo {
+    /// The path of the image, also if it is not UTF-8.
+    pub fn image_path(&self) -> PathBuf {
+        image_path(&self.image, self.attach_options.as_ref())
+    }
+}
+
+impl StateFile {
+    /// The path of the image, also if it is not UTF-8.
+    pub fn image_path(&self) -> PathBuf {
+        image_path(&self.image, self.attach_options.as_ref())
+    }
+}
+
+/// The path that `text` shows. Where text cannot have all of its bytes, the options with which it was attached do.
+fn image_path(text: &str, options: Option<&Record>) -> PathBuf {
+    let options = options.filter(|_| text.contains(char::REPLACEMENT_CHARACTER)).map(Record::read);
+    match options {
+        Some(Ok(AttachOptions { image: DriverSpec::Image(path), .. })) => path,
+        _ => PathBuf::from(text),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

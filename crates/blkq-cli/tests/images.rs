@@ -3,7 +3,9 @@
 
 mod place;
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::process::{Command, Stdio};
 
@@ -448,4 +450,65 @@ fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
         assert!(line.contains(reason), "{words:?}: {line}");
     }
     assert!(place.files().is_empty());
+}
+
+/// The standard output of a command that must succeed, whose last words are not text.
+fn done(place: &Place, words: &[&str], paths: &[&OsStr]) -> Vec<u8> {
+    let output = place.command(words).args(paths).output().unwrap();
+    let errors = without_waiting(output.stderr);
+    assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""), "{words:?} {paths:?}");
+    output.stdout
+}
+
+// Contract: data
+#[test]
+fn an_image_whose_path_is_not_text_is_known_to_every_command() {
+    let place = Place::new("not-text");
+    let directory = place.dir.join(OsStr::from_bytes(b"d\xe9p\xf4t"));
+    fs::create_dir(&directory).unwrap();
+    let path = |name: &str| directory.join(name).into_os_string();
+    let [raw, new, clone] = ["i.img", "s.qcow2", "c.qcow2"].map(path);
+    fs::write(&raw, vec![0; 1 << 20]).unwrap();
+    let attach = ["attach", "--export", "nbd", "--name"];
+    done(&place, &[&attach[..], &["a"]].concat(), &[&raw]);
+    // Its file is beside the image.
+    place.done(&["bitmap", "add", "a", "b"]);
+    assert!(directory.join("i.img.bitmaps").exists());
+    done(&place, &["set"], &[&raw, OsStr::new("merge=off")]);
+    let listed = done(&place, &["losetup", "-j"], &[&raw]);
+    assert!(!listed.is_empty());
+    done(&place, &["snapshot", "a", "--to"], &[&new]);
+    done(&place, &["resize"], &[&new, OsStr::new("2M")]);
+    assert!(done(&place, &["show"], &[&new]).windows(7).any(|text| text == b"s.qcow2"));
+    place.done(&["upgrade", "a"]);
+    done(&place, &["commit"], &[&new]);
+    done(&place, &["detach"], &[&raw]);
+    assert_eq!(fs::metadata(&raw).unwrap().len(), 2 << 20);
+    done(&place, &[&attach[..], &["c"], &["--overlay"]].concat(), &[&clone, &raw]);
+    done(&place, &["commit", "c"], &[]);
+    done(&place, &["detach"], &[&raw]);
+    let unknown = place.command(&["show"]).arg(&raw).output().unwrap();
+    assert_eq!(unknown.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("no such device"));
+}
+
+// Contract: data
+#[test]
+fn a_linked_image_keeps_the_backing_file_that_its_link_finds() {
+    let place = Place::new("linked");
+    let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
+    fs::create_dir(path("d")).unwrap();
+    for name in ["base", "d/base"] {
+        place.image(name, 1 << 20);
+    }
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", &path("d/top")]);
+    std::os::unix::fs::symlink("d/top", path("link")).unwrap();
+    for (image, base) in [("link", "base"), ("d/top", "d/base")] {
+        place.done(&["attach", &path(image), "--format", "qcow2", "--export", "nbd", "--name", "a"]);
+        place.done(&["upgrade", "a"]);
+        let shown = place.json(&["show", "a", "--json"]);
+        assert_eq!((&shown["image"], &shown["driver"]), (&path("d/top").into(), &"qcow2".into()));
+        assert_eq!(place.done(&["commit", "a"]), format!("{}\n", path(base)));
+        place.done(&["detach", "a"]);
+    }
 }

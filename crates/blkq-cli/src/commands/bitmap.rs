@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::fd::AsFd;
-use std::path::Path;
 
 use blkq::drivers::DriverSpec;
 use blkq::units::parse_bytes;
@@ -12,7 +11,7 @@ use super::bitmap_file::BitmapFile;
 use crate::bitmaps::{BitmapChange, BitmapInfo};
 use crate::completion;
 use crate::control::{Dialogue, Request, ask};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::options::{AttachOptions, Format, Record};
@@ -104,7 +103,7 @@ enum Command {
 #[derive(clap::Args, Debug)]
 struct Device {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     device: String,
 }
 
@@ -147,11 +146,11 @@ fn bring_file(dir: &StateDir, name: &str) -> Outcome {
     let is_raw = |options: AttachOptions| {
         matches!(options.image, DriverSpec::Image(_)) && options.format != Some(Format::Qcow2)
     };
-    let is_file = fs::metadata(&info.image).is_ok_and(|image| image.is_file());
+    let is_file = fs::metadata(info.image_path()).is_ok_and(|image| image.is_file());
     if info.read_only || !is_file || !options.is_some_and(is_raw) {
         return Ok(());
     }
-    let file = BitmapFile::open_or_make(Path::new(&info.image))?;
+    let file = BitmapFile::open_or_make(&info.image_path())?;
     let files: Vec<_> = file.file().map(AsFd::as_fd).into_iter().collect();
     Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&files).and_then(|done| done)?;
     file.keep();

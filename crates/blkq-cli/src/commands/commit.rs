@@ -16,7 +16,7 @@ use crate::bitmaps::BitmapInfo;
 use crate::completion;
 use crate::config;
 use crate::control::{BegunCommit, CHANGE_TIMEOUT, Committed, Dialogue, Request, ask};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::{CommitInfo, DeviceInfo, StateFile};
 use crate::options::{Backing as BackingChain, Record};
@@ -44,7 +44,7 @@ Examples:
   blkq commit disk.2.qcow2 --json")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(value_name = "DEVICE", add = completion::devices())]
+    #[arg(value_name = "DEVICE", value_parser = device_parser(), add = completion::devices())]
     device: String,
     /// The backing files that an image may name: allow admits an image behind in another directory than that
     /// of the device's image

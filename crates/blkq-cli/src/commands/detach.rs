@@ -7,7 +7,7 @@ use blkq_export::ublk::{self, SetupProcess};
 
 use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome, for_each};
 use crate::info::DeviceInfo;
 use crate::state::{Dead, Found, Orphan, StateDir, check_name};
@@ -34,7 +34,7 @@ Examples:
   blkq detach --all --force")]
 pub struct Args {
     /// The devices: name, image, URI or node in /dev of each
-    #[arg(add = completion::devices(), value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
     devices: Vec<String>,
     /// Every device; reports of each what became of it
     #[arg(long)]

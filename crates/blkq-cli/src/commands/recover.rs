@@ -8,7 +8,7 @@ use super::attach;
 use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
 use crate::daemon::{Daemon, Parent};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::launch::{Launched, Program, report};
@@ -30,7 +30,7 @@ Examples:
       /dev/ublkb0")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
 }
 

@@ -5,7 +5,7 @@ use blkq::units::parse_bytes;
 use crate::commands::detach::check_unopened;
 use crate::completion;
 use crate::control::{Request, ask};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::Outcome;
 use crate::print;
 use crate::state::StateDir;
@@ -24,7 +24,7 @@ Examples:
   blkq resize disk.img 10G")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// The new size; without it, what the image now has
     #[arg(value_parser = parse_bytes)]

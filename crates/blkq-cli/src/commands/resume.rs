@@ -2,7 +2,7 @@
 
 use crate::completion;
 use crate::control::{Request, ask};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::Outcome;
 use crate::print;
 use crate::state::StateDir;
@@ -20,7 +20,7 @@ Examples:
   blkq resume disk.img --fail           their clients get the errors")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// Fail the held requests with their errors instead of reissuing them
     #[arg(long)]

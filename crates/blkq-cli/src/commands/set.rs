@@ -2,7 +2,7 @@
 
 use crate::completion;
 use crate::control::{Request, ask};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::Outcome;
 use crate::state::StateDir;
 
@@ -23,7 +23,7 @@ Examples:
   blkq set disk.img fault=none          on a device attached with --fault")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// Settings, changed in this order up to the first that fails
     #[arg(required = true, value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]

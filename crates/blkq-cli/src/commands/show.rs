@@ -7,7 +7,7 @@ use crate::columns::Cell;
 use crate::commands::commit::shown_progress;
 use crate::completion;
 use crate::control::no_such_device;
-use crate::devices::{Entry, inspect, named};
+use crate::devices::{Entry, device_parser, inspect, named};
 use crate::failure::{Failure, Outcome, for_each};
 use crate::info::{ClientInfo, DeviceInfo};
 use crate::state::{Remains, StateDir};
@@ -24,7 +24,7 @@ Examples:
   blkq show disk.img --json | jq .direct_io")]
 pub struct Args {
     /// The devices: name, image, URI or node in /dev of each
-    #[arg(add = completion::devices(), value_name = "DEVICE", required = true)]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE", required = true)]
     devices: Vec<String>,
     /// One JSON object per device and line
     #[arg(long)]
@@ -62,7 +62,7 @@ impl Args {
 }
 
 fn page_of_remains(remains: &Remains) -> String {
-    let Remains { name, state, pid, image, exports, log, log_lines, error: _ } = remains;
+    let Remains { name, state, pid, image, file: _, exports, log, log_lines, error: _ } = remains;
     let mut rows = vec![["name".to_owned(), name.clone()], ["state".to_owned(), state.name().to_owned()]];
     let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
     row("image", image.clone());

@@ -143,15 +143,14 @@ impl Args {
         let path = directory.join(last);
         check_in_place(&info)?;
         check_not_on_device(&info, &directory)?;
-        if self.backing_chain == BackingChain::OwnDirectory && !Path::new(&info.image).starts_with(&directory)
-        {
+        if self.backing_chain == BackingChain::OwnDirectory && !info.image_path().starts_with(&directory) {
             return Err(Failure::new(format!(
                 "{} is not in the directory of {}; choose another, or allow it with --backing-chain allow",
                 info.image,
                 path.display()
             )));
         }
-        check_configuration(&name, &info.image, &path)?;
+        check_configuration(&name, &info.image_path(), &path)?;
         check_fits_qcow2(&options)?;
         let backing_chain = match self.backing_chain {
             BackingChain::OwnDirectory => options.backing_chain,
@@ -188,7 +187,7 @@ fn check_fits_qcow2(options: &AttachOptions) -> Outcome {
 
 /// Refuses an image that is no longer where it was attached: the new one would name another file, or none.
 fn check_in_place(info: &DeviceInfo) -> Outcome {
-    let there = FileId::of(&info.image);
+    let there = FileId::of(info.image_path());
     if there.is_some() && there == Backing::of(info).map(|backing| backing.file) {
         return Ok(());
     }
@@ -227,18 +226,20 @@ fn is_process(peer: &str, pid: &str) -> bool {
 
 /// Refuses a device whose configuration has the old image: a service manager that starts it again, perhaps because its
 /// daemon was killed, would have that written to. Refuses one, too, whose configuration cannot be read.
-fn check_configuration(name: &str, image: &str, new: &Path) -> Outcome {
+fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
     let configured = config::image_of(name).map_err(|mistake| {
         Failure::new(format!(
-            "the configuration file of the device has a mistake, and its service might later write to {image}; correct \
-             the file first: {mistake}"
+            "the configuration file of the device has a mistake, and its service might later write to {}; correct the \
+             file first: {mistake}",
+            image.display()
         ))
     })?;
     let Some(configured) = configured else { return Ok(()) };
-    if configured.canonicalize().is_ok_and(|configured| configured == Path::new(image)) {
+    if configured.canonicalize().is_ok_and(|configured| configured == image) {
         return Err(Failure::new(format!(
-            "{} names {image}; first change it to image = {new:?} and format = \"qcow2\"",
-            config::path_of(name).display()
+            "{} names {}; first change it to image = {new:?} and format = \"qcow2\"",
+            config::path_of(name).display(),
+            image.display()
         )));
     }
     Ok(())

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::complain;
 use crate::completion;
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
@@ -51,7 +51,7 @@ Examples:
   blkq trace disk.img --chrome trace.json --for 5     open it in ui.perfetto.dev")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// Write lines to standard output
     #[arg(long)]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::recover::attach_options;
 use crate::completion;
 use crate::control::{Called, Request, ask, call, daemon_of};
-use crate::devices::named;
+use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome};
 use crate::info::{DeviceInfo, StateFile};
 use crate::launch::{Launched, Program, report};
@@ -39,7 +39,7 @@ Examples:
       /dev/ublkb0")]
 pub struct Args {
     /// The device: its name, its image, its URI or its node in /dev
-    #[arg(add = completion::devices(), value_name = "DEVICE")]
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// A service manager has started the daemon, and starts the new one: the old one exits with code 3, for
     /// which the service is to be restarted, as blkq@.service is

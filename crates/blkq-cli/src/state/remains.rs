@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::StateDir;
 use super::dying::has_exited;
+use crate::backing::FileId;
 use crate::failure::{Failure, Outcome};
 
 /// Lines of a log that are shown, and bytes in which they are searched.
@@ -79,6 +80,9 @@ pub struct Remains {
     pub pid: Option<u32>,
     /// The image behind it; empty if the daemon died before it wrote that down.
     pub image: String,
+    /// The file that is at the path of the image.
+    #[serde(skip)]
+    pub file: Option<FileId>,
     /// Where clients found it.
     pub exports: Vec<String>,
     /// The daemon's log.
@@ -119,8 +123,10 @@ impl StateDir {
         let (pid, mut image, mut exports) =
             (state.as_ref().map(|state| state.pid).filter(|pid| *pid != 0).or(owner), None, None);
         let is_guest = state.as_ref().is_some_and(|state| matches!(state.guest_options(), Ok(Some(_))));
+        let mut file = None;
         let mut fate = Fate::Dead;
         if let Some(state) = state {
+            file = FileId::of(state.image_path());
             (image, exports) = (Some(state.image), Some(state.exports));
             let block_device = state.ublk.map(|ublk| ublk.identity().waiting()).transpose()?.flatten();
             if let Some(block_device) = block_device {
@@ -145,6 +151,7 @@ impl StateDir {
             state,
             pid,
             image,
+            file,
             exports,
             log,
             log_lines,

@@ -77,7 +77,7 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
         let info = match entry {
             Entry::Device(info) => info,
             // Which of its bytes it has, only its daemon knew.
-            Entry::Remains(it) if it.state == Fate::Orphan && FileId::of(&it.image) == Some(file) => {
+            Entry::Remains(it) if it.state == Fate::Orphan && it.file == Some(file) => {
                 return Err(it.failure());
             }
             Entry::Remains(_) | Entry::Configured(_) => continue,

@@ -20,7 +20,7 @@ use super::{detach, resize};
 use crate::backing::is_behind;
 use crate::columns::{self, device_word};
 use crate::control::{Request, ask};
-use crate::devices::{Entry, all, find, name_of};
+use crate::devices::{Entry, all, find, name_of, word_of};
 use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::warn;
@@ -244,7 +244,7 @@ impl Args {
                     .map_err(|e| e.during(format_args!("set capacity of {name}")))
             }
             Action::Detach(devices) => self.detach(devices, command, |device| {
-                let name = name_of(&dir, &device.to_string_lossy())?;
+                let name = name_of(&dir, &word_of(device))?;
                 detach::detach(&dir, &name.ok_or_else(|| no_such_device(device))?, false).map(drop)
             }),
             Action::DetachAll => {
@@ -274,7 +274,7 @@ impl Args {
     }
 
     fn show(&self, dir: &StateDir, device: &OsStr) -> Outcome<ExitCode> {
-        match find(dir, &device.to_string_lossy()) {
+        match find(dir, &word_of(device)) {
             Ok(Some(info)) => self.print(&[info], false).map(|()| ExitCode::SUCCESS),
             Ok(None) => Err(no_such_device(device)),
             Err(failure) => {
@@ -420,7 +420,7 @@ fn sector_size(bytes: u64) -> Outcome<SectorSize> {
 }
 
 fn existing(dir: &StateDir, device: &OsStr) -> Outcome<DeviceInfo> {
-    find(dir, &device.to_string_lossy())?.ok_or_else(|| no_such_device(device))
+    find(dir, &word_of(device))?.ok_or_else(|| no_such_device(device))
 }
 
 fn no_such_device(device: &OsStr) -> Failure {

@@ -14,8 +14,6 @@ use rustix::fs::{
 use crate::buffer::IoBuffer;
 use crate::error::{Error, ErrorKind};
 
-use super::name::link_elsewhere;
-
 /// The operations that are submitted to the files of images, to be probed.
 pub(crate) const OPERATIONS: [(&str, u8); 8] = [
     ("IORING_OP_READ", opcode::Read::CODE),
@@ -142,9 +140,22 @@ impl Backing {
 }
 
 /// The path that the file has now; one that was removed is marked, as the kernel does it.
-pub(crate) fn name_now(file: &File) -> Option<String> {
-    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
-    Some(std::fs::read_link(link).ok()?.display().to_string())
+pub(crate) fn name_now(file: &File) -> Option<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
+}
+
+/// The symbolic link at `path` if it leads to an image in another directory: its absolute path, of which only the last
+/// part is a link.
+pub fn link_elsewhere(path: &Path) -> Option<PathBuf> {
+    if !std::fs::symlink_metadata(path).ok()?.is_symlink() {
+        return None;
+    }
+    let directory = match path.parent()? {
+        here if here.as_os_str().is_empty() => Path::new("."),
+        directory => directory,
+    };
+    let link = std::fs::canonicalize(directory).ok()?.join(path.file_name()?);
+    (std::fs::canonicalize(path).ok()?.parent() != link.parent()).then_some(link)
 }
 
 /// The size of the image in bytes.

@@ -1,5 +1,4 @@
-//! The name of an open image, which another process may rename, on a mount that this process may leave; and the symbolic
-//! link by which it was opened.
+//! The name of an open image, which another process may rename, on a mount that this process may leave.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -26,7 +25,7 @@ impl ImageName {
 
     /// The name that `file`, the image, has now.
     pub fn now(&self, file: &File) -> String {
-        let now = name_now(file).map_or_else(|| self.path.clone(), |name| self.path_of(Path::new(&name)));
+        let now = name_now(file).map_or_else(|| self.path.clone(), |name| self.path_of(&name));
         now.display().to_string()
     }
 
@@ -40,20 +39,6 @@ impl ImageName {
         // Joined with an empty path it would be a directory.
         if below.as_os_str().is_empty() { self.mount_point.clone() } else { self.mount_point.join(below) }
     }
-}
-
-/// The symbolic link at `path` if it leads to an image in another directory: its absolute path, of which only the last
-/// part is a link.
-pub fn link_elsewhere(path: &Path) -> Option<PathBuf> {
-    if !fs::symlink_metadata(path).ok()?.is_symlink() {
-        return None;
-    }
-    let directory = match path.parent()? {
-        here if here.as_os_str().is_empty() => Path::new("."),
-        directory => directory,
-    };
-    let link = fs::canonicalize(directory).ok()?.join(path.file_name()?);
-    (fs::canonicalize(path).ok()?.parent() != link.parent()).then_some(link)
 }
 
 /// Whether something is mounted there; what cannot be inspected is no mount.

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
@@ -295,13 +295,13 @@ fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<Backing, 
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     let file = File::from(openat2(&at, within, flags, FileMode::empty(), resolve).map_err(failed)?);
-    let name = backing::name_now(&file).map(PathBuf::from);
+    let name = backing::name_now(&file);
     let mut backing = Backing::of_open(file, name.unwrap_or_else(|| directory.join(within)))?;
     // The directory that the name leads to, by the kernel too: the last part of the name may be a link out of it.
     let parent = within.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let parent = File::from(openat2(&at, parent, flags, FileMode::empty(), resolve).map_err(failed)?);
-    let link = backing::name_now(&parent).map(PathBuf::from).zip(within.file_name());
+    let link = backing::name_now(&parent).zip(within.file_name());
     backing.link =
         link.map(|(parent, name)| parent.join(name)).filter(|link| link.parent() != backing.path.parent());
     Ok(backing)

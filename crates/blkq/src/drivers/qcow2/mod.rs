@@ -68,10 +68,10 @@ use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock as locked};
 use crate::text::shell_word;
 
+pub use super::r#loop::backing::link_elsewhere;
 use super::r#loop::backing::{self, Backing};
 use super::r#loop::lock::{self, LockKind};
 use super::r#loop::name::ImageName;
-pub use super::r#loop::name::link_elsewhere;
 use super::r#loop::options::{Mode, choose_mode};
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;

@@ -267,7 +267,7 @@ impl Qcow2 {
 pub(super) fn path_of(file: &File, path: &Path) -> Result<PathBuf, Error> {
     let found = file.metadata().ok().and_then(|mine| {
         // First the name that it had, which may be a link that matters (`prefer_link`).
-        let names = [Some(path.to_owned()), backing::name_now(file).map(PathBuf::from)];
+        let names = [Some(path.to_owned()), backing::name_now(file)];
         let there = |path: &PathBuf| {
             std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino()))
         };
