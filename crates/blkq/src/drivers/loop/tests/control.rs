@@ -389,7 +389,7 @@ fn the_sector_follows_the_block_of_a_block_device() {
     assert_eq!((limits.logical_block_bytes, limits.max_write_zeroes_bytes), (512, 0));
     limits.validate().unwrap();
     let mut h = Harness::open(&device).unwrap();
-    // What is whole blocks of the block device is discarded, and the edges stay.
+    // Only whole blocks of the block device are discarded.
     for by_command in [true, false] {
         device.shared.discard_by_command.store(by_command, Relaxed);
         let write = h.write(0, vec![filled(65536, 7)]);

@@ -311,6 +311,8 @@ impl KernelLoop {
 
 impl Drop for KernelLoop {
     fn drop(&mut self) {
+        // The kernel keeps this for the next user of the device.
+        run("blockdev", &["--setrw", &self.0]);
         run("losetup", &["-d", &self.0]);
     }
 }
