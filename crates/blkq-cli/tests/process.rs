@@ -71,30 +71,6 @@ fn a_signal_stops_a_daemon_whichever_thread_gets_it() {
 
 // Contract: detach
 #[test]
-fn a_signal_stops_a_daemon_once_it_can_start_a_thread() {
-    let place = Place::new("no-thread");
-    place.done(&["attach", "ram:1M", "--name", "d", "--export", "nbd"]);
-    let pid = place.pid("d");
-    let limit = |maximum: libc::rlim_t| {
-        let limits = libc::rlimit { rlim_cur: maximum, rlim_max: libc::RLIM_INFINITY };
-        // SAFETY: the structure lives through the call.
-        let set = unsafe { libc::prlimit(pid, libc::RLIMIT_AS, &raw const limits, std::ptr::null_mut()) };
-        assert_eq!(set, 0);
-    };
-    let log = || fs::read_to_string(place.state().join("d.log")).unwrap();
-    // No memory for the stack of another thread.
-    limit(1 << 20);
-    signal(pid, Signal::TERM);
-    wait_until("the signal is noted", || log().contains("cannot start a thread"));
-    signal(pid, Signal::TERM);
-    wait_until("and tried again", || log().matches("cannot start a thread").count() > 2);
-    limit(libc::RLIM_INFINITY);
-    wait_until("the daemon stops", || has_exited(pid));
-    assert!(place.files().is_empty(), "{:?}", place.files());
-}
-
-// Contract: detach
-#[test]
 fn a_signal_stops_a_daemon_at_any_moment() {
     let place = Place::new("moments");
     for round in 0..40 {

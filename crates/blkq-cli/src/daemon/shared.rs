@@ -72,6 +72,7 @@ impl Stage {
 }
 
 /// The outcome of a signal to stop.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Termination {
     /// A thread stops the device.
     Begun,
@@ -304,11 +305,7 @@ impl Shared {
 
     /// Has a thread detach the device because of a signal.
     pub(super) fn terminate(self: &Arc<Shared>, signal: Signal) -> Termination {
-        if self.signalled.swap(true, Ordering::SeqCst) {
-            log::line("exiting at once: another signal asked for it; what was in flight may be lost");
-            return Termination::ExitAtOnce;
-        }
-        let spawned = self.spawn(move |shared| {
+        let stop = move |shared: &Shared| {
             match shared.close(Stage::Stopping, |device| device.close(true)) {
                 Ok(()) => {
                     log::line(&format!("stopping: {} asked for it", signal.name()));
@@ -320,8 +317,17 @@ impl Shared {
                     shared.signalled.store(false, Ordering::SeqCst);
                 }
             }
-        });
-        if spawned {
+        };
+        self.begin_termination(|| self.spawn(stop))
+    }
+
+    /// Has `start` start the thread that stops the device, unless that runs already.
+    fn begin_termination(&self, start: impl FnOnce() -> bool) -> Termination {
+        if self.signalled.swap(true, Ordering::SeqCst) {
+            log::line("exiting at once: another signal asked for it; what was in flight may be lost");
+            return Termination::ExitAtOnce;
+        }
+        if start() {
             return Termination::Begun;
         }
         // The device has not begun to stop: another signal must not skip the last flush.
@@ -431,22 +437,47 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use std::io::Read;
-    use std::sync::mpsc::channel;
+    use std::sync::mpsc::{Receiver, channel};
 
     use rustix::process::geteuid;
 
     use super::*;
     use crate::options::tests::options;
     use crate::state::tests::scratch;
+    use crate::state::{Claim, StateDir};
+
+    /// A device that is served.
+    struct Served {
+        dir: StateDir,
+        claim: Claim,
+        shared: Arc<Shared>,
+        _woken: (UnixStream, Receiver<Stopped>),
+    }
+
+    impl Served {
+        fn new(name: &str, words: &[&str]) -> Served {
+            let dir = scratch(name);
+            let claim = dir.claim("a").unwrap();
+            let options = options(&[words, &["--export", "nbd", "--no-sandbox"]].concat());
+            let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
+            let ((wake, waker), (sender, stopped)) = (UnixStream::pair().unwrap(), channel());
+            let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
+            Served { dir, claim, shared, _woken: (wake, stopped) }
+        }
+
+        fn stop(self) {
+            let Served { dir, claim, shared, .. } = self;
+            shared.device.close(true).unwrap();
+            shared.device.stop().unwrap();
+            drop((shared, claim));
+            std::fs::remove_dir_all(dir.path()).unwrap();
+        }
+    }
 
     #[test]
     fn a_change_that_the_next_daemon_would_miss_is_refused() {
-        let dir = scratch("handover");
-        let claim = dir.claim("a").unwrap();
-        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
-        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
+        let served = Served::new("handover", &["ram:1M"]);
+        let shared = &served.shared;
         let depth = || {
             let settings = shared.device.info().unwrap().settings;
             settings.into_iter().find(|(key, _)| key == "depth").unwrap().1
@@ -468,20 +499,12 @@ mod tests {
         assert_eq!(shared.keep(Ok(()), ""), Ok(()));
         assert!(set("8").unwrap_err().to_string().contains("stopping"));
 
-        shared.device.close(true).unwrap();
-        shared.device.stop().unwrap();
-        drop((shared, claim));
-        std::fs::remove_dir_all(dir.path()).unwrap();
+        served.stop();
     }
 
     #[test]
     fn settings_are_applied_all_or_none() {
-        let dir = scratch("apply");
-        let claim = dir.claim("a").unwrap();
-        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
-        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
+        let Served { dir, claim, shared, _woken } = Served::new("apply", &["ram:1M"]);
         let apply = |shared: &Shared, settings: &[(&str, &str)]| {
             let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
             shared.apply(&settings.iter().map(owned).collect::<Vec<_>>())
@@ -502,10 +525,20 @@ mod tests {
         let unkept = apply(&shared, &changed).unwrap_err().to_string();
         assert!(unkept.starts_with("it cannot be kept for the next daemon: "), "{unkept}");
         assert_eq!(now(&shared.device), before);
-        shared.device.close(true).unwrap();
-        shared.device.stop().unwrap();
-        drop((shared, claim));
-        std::fs::remove_dir_all(dir.path()).unwrap();
+        Served { dir, claim, shared, _woken }.stop();
+    }
+
+    // Contract: detach
+    #[test]
+    fn a_signal_that_starts_no_thread_is_not_the_first_one() {
+        let served = Served::new("no-thread", &["ram:1M"]);
+        let shared = &served.shared;
+        for _ in 0..2 {
+            assert_eq!(shared.begin_termination(|| false), Termination::NoThread);
+        }
+        assert_eq!(shared.begin_termination(|| true), Termination::Begun);
+        assert_eq!(shared.begin_termination(|| unreachable!()), Termination::ExitAtOnce);
+        served.stop();
     }
 
     #[test]
@@ -521,20 +554,13 @@ mod tests {
 
     #[test]
     fn a_device_that_stays_starts_no_thread_when_clients_leave() {
-        let dir = scratch("stays");
-        let claim = dir.claim("a").unwrap();
-        let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
-        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
-        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
+        let served = Served::new("stays", &["ram:1M"]);
+        let shared = &served.shared;
         let stage = shared.stage();
         assert!(shared.clients_left());
         assert_eq!(shared.answering(), 0);
         drop(stage);
-        shared.device.close(true).unwrap();
-        shared.device.stop().unwrap();
-        drop((shared, claim));
-        std::fs::remove_dir_all(dir.path()).unwrap();
+        served.stop();
     }
 
     fn events_share_one_thread(
@@ -543,19 +569,15 @@ mod tests {
         announce: fn(&Arc<Shared>) -> bool,
         events: fn(&Shared) -> &AtomicUsize,
     ) {
-        let dir = scratch(name);
-        let claim = dir.claim("a").unwrap();
-        let options = options(&[words, &["--export", "nbd", "--no-sandbox"]].concat());
-        let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
-        let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
-        let shared = Shared::new(geteuid(), device, sender, waker, claim.write_state(&"").unwrap());
+        let served = Served::new(name, words);
+        let shared = &served.shared;
         // A client keeps a device that would detach.
-        let mut client = UnixStream::connect(claim.file(".nbd")).unwrap();
+        let mut client = UnixStream::connect(served.claim.file(".nbd")).unwrap();
         client.read_exact(&mut [0; 18]).unwrap();
         for _ in 0..2 {
             let stage = shared.stage();
             for _ in 0..20 {
-                assert!(announce(&shared));
+                assert!(announce(shared));
             }
             assert_eq!(shared.answering(), 1, "it waits for the stage");
             while shared.unanswered() > 0 {
@@ -565,11 +587,8 @@ mod tests {
             while shared.answering() > 0 {
                 std::thread::yield_now();
             }
-            assert_eq!(events(&shared).load(Ordering::SeqCst), 0);
+            assert_eq!(events(shared).load(Ordering::SeqCst), 0);
         }
-        shared.device.close(true).unwrap();
-        shared.device.stop().unwrap();
-        drop((client, shared, claim));
-        std::fs::remove_dir_all(dir.path()).unwrap();
+        served.stop();
     }
 }
