@@ -435,3 +435,27 @@ fn an_engine_that_exits_waits_for_no_held_writes_of_others() {
         assert_eq!(completed.try_iter().collect::<Vec<_>>(), [(1, Err(Status::NoSpace))]);
     });
 }
+
+// Contract: errors
+#[test]
+fn a_flush_of_another_thread_needs_none_of_the_held_tags() {
+    let (device, disk, mut queue) = device(ErrorPolicy::Hold);
+    disk.set(Setting::Depth(2)).unwrap();
+    device.state().bad.push((0..1024, Status::Medium));
+    for mark in 0..4 {
+        queue.submit(Bio::read(Sector(mark * 8), filled(512, 0), mark)).unwrap();
+    }
+    hold(&disk, &mut queue, 2);
+    let (results, completed) = channel();
+    let mut submitter = disk.submitter();
+    // Behind a read that has to wait for a tag.
+    for bio in [Bio::read(Sector(0), filled(512, 0), 0), Bio::flush(0)] {
+        let (results, operation) = (results.clone(), bio.operation);
+        submitter.submit(bio, move |result, _| results.send((operation, result)).unwrap());
+    }
+    assert_eq!(settle(&mut queue), []);
+    assert_eq!(completed.try_iter().collect::<Vec<_>>(), [(Operation::Flush, Ok(()))]);
+    device.state().bad.clear();
+    disk.resume(Resume::Reissue);
+    assert_eq!(drain(&mut queue).len(), 4);
+}

@@ -63,8 +63,12 @@ impl Queue {
         if self.pull_cursor.is_closed() || !self.in_flight.bios().has_room() || self.disk.is_frozen() {
             return 0;
         }
-        let free =
-            u32::from(self.disk.settings().requests()).saturating_sub(self.in_flight.in_use()) as usize;
+        let in_use = self.in_flight.in_use();
+        let free = u32::from(self.disk.settings().requests()).saturating_sub(in_use) as usize;
+        if free == 0 {
+            // If all requests are held, none completes and frees its tag; but a flush needs none.
+            return usize::from(in_use == self.hold.len() as u32);
+        }
         let is_idle = self.waiting.is_empty() && !self.dispatch.has_requeued();
         if is_idle { free } else { free.div_ceil(2) }
     }
