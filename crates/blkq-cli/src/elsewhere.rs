@@ -41,7 +41,7 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
             options.is_none_or(|options| options.format != Some(Format::Qcow2))
         };
         let names: Vec<&str> = devices.iter().map(|state| state.name.as_str()).collect();
-        let can_share = devices.iter().all(|state| is_raw(state));
+        let can_share = devices.iter().all(is_raw);
         return Some(Holders { text: format!("as {}", names.join(", ")), can_share });
     }
     let process = |pid: &u32| {

@@ -5,6 +5,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use blkq::drivers::DriverSpec;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -13,6 +14,7 @@ use rustix::io::Errno;
 use crate::backing::FileId;
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
+use crate::state::{DYING_WAIT, is_process_dying};
 
 /// Symbolic links that are followed before they count as a loop, as in the kernel.
 const LINKS_MAX: usize = 40;
@@ -132,16 +134,22 @@ fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     if image.is_some() && image == Some(FileId::from(&metadata)) {
         return Err(refused("is the image of the device"));
     }
-    let mut file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).map_err(failed)?;
-    if !lock(&file).map_err(failed)? {
-        return Err(refused("belongs to another running device"));
-    }
+    let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).map_err(failed)?;
     let mut text = Vec::new();
-    Read::take(&mut file, TEXT_BYTES_MAX).read_to_end(&mut text).map_err(failed)?;
+    Read::take(&file, TEXT_BYTES_MAX).read_to_end(&mut text).map_err(failed)?;
     // An empty one has nothing to lose: a power loss, or mktemp(1), leaves such files.
     let is_pid = text.trim_ascii().iter().all(u8::is_ascii_digit) && (text.len() as u64) < TEXT_BYTES_MAX;
     if !is_pid {
         return Err(refused("contains something other than a process ID, and is not overwritten"));
+    }
+    // The daemon before may be exiting: its name is free a moment before its pid file.
+    let holder = String::from_utf8_lossy(&text);
+    let begin = Instant::now();
+    while !lock(&file).map_err(failed)? {
+        if !is_process_dying(&holder) || begin.elapsed() > DYING_WAIT {
+            return Err(refused("belongs to another running device"));
+        }
+        std::thread::sleep(Duration::from_millis(5));
     }
     Ok(Some(file))
 }

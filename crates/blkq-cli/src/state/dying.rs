@@ -13,9 +13,7 @@ impl StateDir {
     /// Whether the daemon of that name was killed, or exits, and has not exited yet: it has I/O in flight.
     pub(super) fn holder_is_dying(&self, name: &str) -> bool {
         let pid = fs::read_to_string(self.file(name, ".lock")).ok();
-        let Some(pid) = pid.and_then(|pid| pid.trim().parse::<u32>().ok()) else { return false };
-        let of_process = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
-        is_dying(&of_process("status"), &of_process("stat"))
+        pid.is_some_and(|pid| is_process_dying(&pid))
     }
 
     /// Waits until the daemon of that name, if it was killed, has exited; for a bounded time.
@@ -38,6 +36,13 @@ fn field<'a>(status: &'a str, name: &str) -> &'a str {
 
 fn is_exited(status: &str) -> bool {
     field(status, "State:").starts_with(['Z', 'X']) && field(status, "Threads:") == "1"
+}
+
+/// Whether the process with the ID that a file contains was killed, or exits, and has not exited yet.
+pub fn is_process_dying(pid: &str) -> bool {
+    let Ok(pid) = pid.trim().parse::<u32>() else { return false };
+    let of_process = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    is_dying(&of_process("status"), &of_process("stat"))
 }
 
 /// Whether proc_pid_status(5) and proc_pid_stat(5) describe a process of which a part has exited or is

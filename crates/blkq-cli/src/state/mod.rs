@@ -29,7 +29,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use crate::failure::{Failure, Outcome};
 
 pub use claim::{Claim, Dead, Orphan};
-pub use dying::DYING_WAIT;
+pub use dying::{DYING_WAIT, is_process_dying};
 pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
 pub use remains::{Busy, Fate, Found, Remains};
 
