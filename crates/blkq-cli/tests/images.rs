@@ -469,7 +469,7 @@ fn an_image_whose_path_is_not_text_is_known_to_every_command() {
     let path = |name: &str| directory.join(name).into_os_string();
     let [raw, new, clone] = ["i.img", "s.qcow2", "c.qcow2"].map(path);
     fs::write(&raw, vec![0; 1 << 20]).unwrap();
-    let attach = ["attach", "--export", "nbd", "--name"];
+    let attach = ["attach", "--export", "nbd", "--export", "vhost-user-blk", "--name"];
     done(&place, &[&attach[..], &["a"]].concat(), &[&raw]);
     // Its file is beside the image.
     place.done(&["bitmap", "add", "a", "b"]);
@@ -504,7 +504,9 @@ fn a_linked_image_keeps_the_backing_file_that_its_link_finds() {
     run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", &path("d/top")]);
     std::os::unix::fs::symlink("d/top", path("link")).unwrap();
     for (image, base) in [("link", "base"), ("d/top", "d/base")] {
-        place.done(&["attach", &path(image), "--format", "qcow2", "--export", "nbd", "--name", "a"]);
+        let exports = ["--export", "nbd", "--export", "vhost-user-blk"];
+        let attach = ["attach", &path(image), "--format", "qcow2", "--name", "a"];
+        place.done(&[&attach[..], &exports].concat());
         place.done(&["upgrade", "a"]);
         let shown = place.json(&["show", "a", "--json"]);
         assert_eq!((&shown["image"], &shown["driver"]), (&path("d/top").into(), &"qcow2".into()));
