@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
@@ -82,14 +82,7 @@ impl HangWatch {
     pub fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, limit: Duration) -> HangWatch {
         let counters = HangCounters::default();
         counters.set_limit(limit);
-        let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
-        let watcher = Watcher {
-            disk,
-            queues: watched.collect(),
-            counters: counters.clone(),
-            logged_held: false,
-            log_held_from: Instant::now(),
-        };
+        let watcher = Watcher::new(disk, engines, counters.clone(), Box::new(monotonic_ns));
         HangWatch { counters, watcher: Some(watcher), thread: None }
     }
 
@@ -127,11 +120,15 @@ struct Watcher {
     disk: Arc<Disk>,
     queues: Vec<Watched>,
     counters: HangCounters,
+    now_ns: Clock,
     /// It was logged that requests are held.
     logged_held: bool,
     /// When that may be logged next.
-    log_held_from: Instant,
+    log_held_from_ns: u64,
 }
+
+/// The time in nanoseconds: the monotonic clock, or that of a test.
+type Clock = Box<dyn Fn() -> u64 + Send>;
 
 /// One queue, and the engine that owns it.
 struct Watched {
@@ -148,6 +145,12 @@ struct Watched {
 }
 
 impl Watcher {
+    fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, counters: HangCounters, now_ns: Clock) -> Watcher {
+        let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
+        let queues = watched.collect();
+        Watcher { disk, queues, counters, now_ns, logged_held: false, log_held_from_ns: 0 }
+    }
+
     /// How long until the next scan.
     fn interval(&self) -> Duration {
         match self.counters.limit() {
@@ -182,28 +185,28 @@ impl Watcher {
                 log("held: no request is held any more");
                 self.logged_held = false;
             }
-            (1.., false) if Instant::now() >= self.log_held_from => {
+            (1.., false) if (self.now_ns)() >= self.log_held_from_ns => {
                 let requests = if held == 1 { "request is" } else { "requests are" };
                 let cure = cure(&self.disk);
                 log(&format!("held: {held} {requests} held after I/O errors, and clients wait; {cure}"));
                 self.logged_held = true;
-                self.log_held_from = Instant::now() + HELD_LOG_INTERVAL;
+                self.log_held_from_ns = (self.now_ns)() + HELD_LOG_INTERVAL.as_nanos() as u64;
             }
             _ => {}
         }
     }
 
     fn scan(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
-        let Watcher { disk, queues, counters, .. } = self;
+        let Watcher { disk, queues, counters, now_ns: clock, .. } = self;
         for watched in queues.iter_mut() {
             if watched.asked.is_none() {
                 if watched.hung == 0 && disk.has_nothing_to_scan(watched.queue) {
                     continue;
                 }
-                let now_ns = monotonic_ns();
+                let now_ns = clock();
                 watched.asked = Some((watched.engine.scan_for_hangs(now_ns, limit_ns), now_ns));
             }
-            watched.take_reply(disk, limit_ns, &counters.stalls, log);
+            watched.take_reply(disk, limit_ns, clock, &counters.stalls, log);
         }
     }
 }
@@ -215,7 +218,14 @@ impl Watched {
     }
 
     /// Takes the answer of the engine, if there is one by now.
-    fn take_reply(&mut self, disk: &Disk, limit_ns: u64, stalls: &AtomicU64, log: &dyn Fn(&str)) {
+    fn take_reply(
+        &mut self,
+        disk: &Disk,
+        limit_ns: u64,
+        now_ns: &dyn Fn() -> u64,
+        stalls: &AtomicU64,
+        log: &dyn Fn(&str),
+    ) {
         let Some((reply, asked_ns)) = &self.asked else { return };
         let answer = match self.stalled {
             // It has been waited for.
@@ -225,7 +235,7 @@ impl Watched {
                 RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
             }),
         };
-        let age_ns = monotonic_ns().saturating_sub(*asked_ns);
+        let age_ns = now_ns().saturating_sub(*asked_ns);
         let (queue, age) = (self.queue, seconds(age_ns));
         match answer {
             Ok(scan) => {
@@ -324,9 +334,12 @@ fn state_in(status: &File) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::thread::JoinHandle;
 
     use blkq::drivers::fault::FaultSpec;
     use blkq::drivers::{DriverOptions, DriverSpec, open};
+    use blkq::testing::{assert_stays, wait_for, wait_until};
     use blkq::{Bio, Completion, Cqe, EngineThread, Error, ErrorPolicy, Resume, Source, SourceContext};
 
     use super::*;
@@ -345,119 +358,163 @@ mod tests {
             self.0.lock().unwrap().iter().filter(|line| line.contains(what)).cloned().collect()
         }
 
-        fn wait(&self, what: &str, count: usize) -> Vec<String> {
-            let until = Instant::now() + Duration::from_secs(60);
-            while self.with(what).len() < count {
-                assert!(Instant::now() < until, "{count} x {what:?} in {:?}", self.0.lock().unwrap());
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            self.with(what)
+        fn wait(&self, what: &str) -> String {
+            wait_for(what, || self.with(what).pop())
         }
     }
 
-    /// A watched device, on which nothing completes while `fault` is in force.
-    fn device(fault: &str, limit: Duration) -> (Arc<Disk>, EngineThread, HangWatch, Lines) {
+    /// A device, on which nothing completes while `fault` is in force.
+    fn device(fault: &str) -> (Arc<Disk>, EngineThread) {
         let options = DriverOptions { fault: Some(fault.parse().unwrap()), ..DriverOptions::default() };
         let opened = open(&DriverSpec::Ram(1 << 20), &options).unwrap();
         let disk = Disk::builder(opened).build().unwrap();
         let engine = EngineThread::spawn("blkq-queue-0", vec![(disk.clone(), 0)]).unwrap();
-        let lines = Lines::default();
-        let handles = vec![engine.handle().clone()];
-        let mut watch = HangWatch::new(disk.clone(), handles, limit);
-        watch.start(lines.log()).unwrap();
-        (disk, engine, watch, lines)
+        (disk, engine)
     }
+
+    /// Begins to watch a device.
+    fn watch(disk: &Arc<Disk>, engine: &EngineThread, limit: Duration) -> (HangWatch, Lines) {
+        let lines = Lines::default();
+        let mut watch = HangWatch::new(disk.clone(), vec![engine.handle().clone()], limit);
+        watch.start(lines.log()).unwrap();
+        (watch, lines)
+    }
+
+    /// A watcher that scans when the test wants it. Its time stands still, unless the test adds to it.
+    struct Scans {
+        watcher: Watcher,
+        lines: Lines,
+        added_ns: Arc<AtomicU64>,
+    }
+
+    impl Scans {
+        fn new(disk: &Arc<Disk>, engine: &EngineThread, limit: Duration) -> Scans {
+            let counters = HangCounters::default();
+            counters.set_limit(limit);
+            let (begin_ns, added_ns) = (monotonic_ns(), Arc::new(AtomicU64::new(0)));
+            let added = added_ns.clone();
+            let clock = Box::new(move || begin_ns + added.load(Ordering::SeqCst));
+            let watcher = Watcher::new(disk.clone(), vec![engine.handle().clone()], counters, clock);
+            Scans { watcher, lines: Lines::default(), added_ns }
+        }
+
+        fn add(&self, time: Duration) {
+            self.added_ns.fetch_add(time.as_nanos() as u64, Ordering::SeqCst);
+        }
+
+        fn scan(&mut self) {
+            self.watcher.watch(Wakeup::Due, &self.lines.log());
+        }
+
+        /// Scans until there is such a line: an engine may answer later than a scan waits for it.
+        fn wait(&mut self, what: &str) -> String {
+            wait_for(what, || {
+                self.scan();
+                self.lines.with(what).pop()
+            })
+        }
+    }
+
+    /// Submits a write, which waits for the fault to be over.
+    fn write(disk: &Arc<Disk>) -> JoinHandle<std::io::Result<()>> {
+        let mut submitter = disk.submitter();
+        std::thread::spawn(move || submitter.write_at(&[1; 4096], 8192))
+    }
+
+    const LIMIT: Duration = Duration::from_secs(30);
+    /// More than any test takes.
+    const HOUR: Duration = Duration::from_secs(3600);
 
     #[test]
     fn a_stuck_request_is_logged_once_and_its_completion_too() {
-        let (disk, engine, watch, lines) = device("stuck,op=write,count=1", Duration::from_millis(100));
-        let writer = std::thread::spawn({
-            let mut submitter = disk.submitter();
-            move || submitter.write_at(&[1; 4096], 8192)
-        });
-        let hang = &lines.wait("hang: #", 1)[0];
+        let (disk, engine) = device("stuck,op=write,count=1");
+        let mut scans = Scans::new(&disk, &engine, LIMIT);
+        let writer = write(&disk);
+        wait_until("the write is in flight", || !disk.has_nothing_to_scan(0));
+        scans.scan();
+        assert!(scans.lines.with("hang").is_empty(), "it is not in flight for too long");
+        scans.add(HOUR);
+        let hang = scans.wait("hang: #");
         for part in
             ["write sector 16 + 8, queue 0, tag ", "stuck by a fault rule", "a thread of this process"]
         {
             assert!(hang.contains(part), "{hang}");
         }
-        std::thread::sleep(Duration::from_millis(400));
-        assert_eq!(lines.with("hang: #").len(), 1, "once");
+        (0..5).for_each(|_| scans.scan());
+        assert_eq!(scans.lines.with("hang: #").len(), 1, "once");
         assert_eq!(disk.stats().hung, 1);
         disk.set_driver(&FaultSpec::default()).unwrap();
         assert!(writer.join().unwrap().is_ok());
-        let over = &lines.wait("hang over: #", 1)[0];
+        let over = scans.wait("hang over: #");
         assert!(over.contains("write sector 16 + 8") && over.contains("completed after "), "{over}");
         assert_eq!(disk.stats().hung, 0);
-        drop((watch, engine));
     }
 
     #[test]
     fn held_requests_are_logged_at_once_and_with_their_cure() {
-        let (disk, engine, watch, lines) = device("error=ENOSPC,op=write", Duration::from_secs(3));
+        let (disk, engine) = device("error=ENOSPC,op=write");
+        let (watch, lines) = watch(&disk, &engine, Duration::from_secs(3));
         disk.set_error_policy(ErrorPolicy::HoldNoSpace);
-        let name = disk.name().to_owned();
-        let writer = std::thread::spawn({
-            let mut submitter = disk.submitter();
-            move || submitter.write_at(&[1; 4096], 8192)
-        });
-        let cure = format!("; blkq resume {name} reissues them");
-        let held = &lines.wait("held: 1 request is held after I/O errors", 1)[0];
+        let writer = write(&disk);
+        let cure = format!("; blkq resume {} reissues them", disk.name());
+        let held = lines.wait("held: 1 request is held after I/O errors");
         assert!(held.ends_with(&cure), "{held}");
-        let hang = &lines.wait("hang: #", 1)[0];
+        let hang = lines.wait("hang: #");
         assert!(hang.contains("held: no space left") && hang.ends_with(&cure), "{hang}");
         disk.set_driver(&FaultSpec::default()).unwrap();
         assert_eq!(disk.resume(Resume::Reissue), 1);
         assert!(writer.join().unwrap().is_ok());
-        lines.wait("hang over: #", 1);
-        lines.wait("held: no request is held any more", 1);
+        lines.wait("hang over: #");
+        lines.wait("held: no request is held any more");
         drop((watch, engine));
     }
 
     #[test]
     fn held_requests_are_logged_without_hang_warnings_too() {
-        let (disk, engine, watch, lines) = device("error=ENOSPC,op=write", Duration::ZERO);
+        let (disk, engine) = device("error=ENOSPC,op=write");
+        let mut scans = Scans::new(&disk, &engine, Duration::ZERO);
         disk.set_error_policy(ErrorPolicy::Hold);
         let hold = || {
-            let mut submitter = disk.submitter();
-            std::thread::spawn(move || submitter.write_at(&[1; 4096], 8192))
+            let writer = write(&disk);
+            wait_until("the write is held", || disk.held() == 1);
+            writer
         };
+        let fail = |writer: JoinHandle<std::io::Result<()>>| {
+            disk.resume(Resume::Fail);
+            assert!(writer.join().unwrap().is_err());
+        };
+        let count = |scans: &Scans| scans.lines.with("held: ").len();
         let writer = hold();
-        lines.wait("held: 1 request is held after I/O errors", 1);
-        disk.resume(Resume::Fail);
-        assert!(writer.join().unwrap().is_err());
-        lines.wait("held: no request is held any more", 1);
-        // The next ones are within the time of that line.
+        scans.scan();
+        assert_eq!(scans.lines.with("held: 1 request is held after I/O errors").len(), 1);
+        fail(writer);
+        scans.scan();
+        assert_eq!((scans.lines.with("held: no request is held any more").len(), count(&scans)), (1, 2));
+        // The next ones are within the time of that line, and then later.
         let writer = hold();
-        let until = Instant::now() + HELD_INTERVAL * 3 / 2;
-        while Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        disk.resume(Resume::Fail);
-        assert!(writer.join().unwrap().is_err());
-        assert_eq!(lines.with("held: ").len(), 2, "{:?}", lines.with("held: "));
-        assert!(lines.with("hang").is_empty());
-        drop((watch, engine));
+        scans.scan();
+        assert_eq!(count(&scans), 2);
+        scans.add(HELD_LOG_INTERVAL);
+        scans.scan();
+        assert_eq!(count(&scans), 3);
+        fail(writer);
+        assert!(scans.lines.with("hang").is_empty());
     }
 
     #[test]
     fn the_warning_can_be_changed_and_switched_off() {
-        let (disk, engine, watch, lines) = device("stuck,op=read", Duration::ZERO);
+        let (disk, engine) = device("stuck,op=read");
+        let (watch, lines) = watch(&disk, &engine, Duration::ZERO);
         let reader = std::thread::spawn({
             let mut submitter = disk.submitter();
             move || submitter.read_at(&mut [0; 512], 0)
         });
-        std::thread::sleep(Duration::from_millis(250));
-        assert!(lines.with("hang").is_empty(), "it is off");
+        assert_stays("it is off", || lines.with("hang").is_empty());
         watch.set(Duration::from_millis(100));
         assert_eq!(watch.limit(), Duration::from_millis(100));
-        lines.wait("hang: #", 1);
+        lines.wait("hang: #");
         watch.set(Duration::ZERO);
-        let until = Instant::now() + Duration::from_secs(60);
-        while disk.stats().hung != 0 {
-            assert!(Instant::now() < until, "nothing counts as hung without scans");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_until("nothing counts as hung without scans", || disk.stats().hung == 0);
         for bad in ["", "-1", "x", "0.01", "inf", "NaN", "1e9"] {
             assert!(parse(bad).is_err(), "{bad:?}");
         }
@@ -466,7 +523,8 @@ mod tests {
         drop((watch, engine));
     }
 
-    /// Submits a read, and sleeps on the engine's thread for the time that a message has.
+    /// Submits a read. A message has two ends of channels: it drops the first, and blocks the engine's thread until the
+    /// other end of the second is dropped.
     struct Sleeper;
 
     // SAFETY: it is the only source of its engine.
@@ -477,8 +535,10 @@ mod tests {
         }
         fn on_cqe(&mut self, _: &mut SourceContext<'_>, _: Cqe) {}
         fn on_bio(&mut self, _: &mut SourceContext<'_>, _: Completion) {}
-        fn on_message(&mut self, _: &mut SourceContext<'_>, time: Box<dyn std::any::Any + Send>) {
-            std::thread::sleep(*time.downcast::<Duration>().unwrap());
+        fn on_message(&mut self, _: &mut SourceContext<'_>, wait: Box<dyn std::any::Any + Send>) {
+            let (begun, end) = *wait.downcast::<(Sender<()>, Receiver<()>)>().unwrap();
+            drop(begun);
+            assert!(end.recv().is_err());
         }
         fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
         fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
@@ -490,14 +550,24 @@ mod tests {
     // Contract: errors
     #[test]
     fn an_engine_that_does_not_answer_is_logged() {
-        let (disk, engine, watch, lines) = device("stuck", Duration::from_millis(200));
+        let (disk, engine) = device("stuck");
+        let mut scans = Scans::new(&disk, &engine, LIMIT);
         let source = engine.handle().add_source(|| Box::new(Sleeper)).unwrap();
-        engine.handle().send(source, Box::new(Duration::from_millis(900)));
-        let line = &lines.wait("its thread has not answered", 1)[0];
+        wait_until("the read is in flight", || !disk.has_nothing_to_scan(0));
+        let ((begun, begins), (wake, end)) = (channel::<()>(), channel::<()>());
+        engine.handle().send(source, Box::new((begun, end)));
+        assert!(begins.recv().is_err());
+        let status = thread_status("blkq-queue-0").unwrap();
+        wait_until("its thread sleeps", || state_in(&status).is_some_and(|state| state.starts_with('S')));
+        scans.scan();
+        assert!(scans.lines.with("hang").is_empty(), "it may take longer");
+        scans.add(HOUR);
+        scans.scan();
+        let line = scans.lines.with("its thread has not answered").pop().unwrap();
         assert!(line.contains("queue 0") && line.contains("; it is S (sleeping)"), "{line}");
-        lines.wait("answers again", 1);
-        assert_eq!((watch.counters().stalls(), lines.with("not answered").len()), (1, 1));
+        drop(wake);
+        scans.wait("answers again");
+        assert_eq!((scans.watcher.counters.stalls(), scans.lines.with("not answered").len()), (1, 1));
         disk.set_driver(&FaultSpec::default()).unwrap();
-        drop((watch, engine));
     }
 }

@@ -3,9 +3,10 @@
 
 mod place;
 
+use blkq::testing::wait_until;
 use place::client::Client;
 use place::killing::{Victim, kill_at};
-use place::{Place, kill, wait_until};
+use place::{Place, kill};
 use serde_json::json;
 
 /// A virtual machine's disk with settings that were changed since it was attached.

@@ -439,6 +439,7 @@ mod tests {
     use std::io::Read;
     use std::sync::mpsc::{Receiver, channel};
 
+    use blkq::testing::wait_until;
     use rustix::process::geteuid;
 
     use super::*;
@@ -580,13 +581,9 @@ mod tests {
                 assert!(announce(shared));
             }
             assert_eq!(shared.answering(), 1, "it waits for the stage");
-            while shared.unanswered() > 0 {
-                std::thread::yield_now();
-            }
+            wait_until("nothing is left to answer", || shared.unanswered() == 0);
             drop(stage);
-            while shared.answering() > 0 {
-                std::thread::yield_now();
-            }
+            wait_until("the thread is done", || shared.answering() == 0);
             assert_eq!(events(shared).load(Ordering::SeqCst), 0);
         }
         served.stop();

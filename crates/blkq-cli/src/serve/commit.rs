@@ -1,7 +1,7 @@
 //! A device goes on in the image behind its own, which gets all that this has.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
-use std::thread::sleep;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use blkq::drivers::bitmaps;
@@ -235,7 +235,7 @@ fn copy_passes(
                 let now = activity(&running.disk);
                 if pass < POLITE_PASSES && now != seen {
                     // As much of the time for them.
-                    sleep(took);
+                    thread::sleep(took);
                 }
                 seen = now;
             }

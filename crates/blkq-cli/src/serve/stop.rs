@@ -144,6 +144,7 @@ mod tests {
     use super::*;
     use crate::options::tests::options;
     use crate::state::tests::scratch;
+    use blkq::testing::wait_until;
 
     // Contract: detach
     #[test]
@@ -193,13 +194,15 @@ mod tests {
         device.close(true).unwrap();
         let used = device.running().unwrap();
         let disk = Arc::downgrade(&used.disk);
-        let user = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(100));
-            drop(used);
+        std::thread::scope(|scope| {
+            let device = &device;
+            scope.spawn(move || {
+                wait_until("the device stops", || device.running.lock().unwrap().is_none());
+                drop(used);
+            });
+            device.stop().unwrap();
+            assert!(disk.upgrade().is_none(), "the image is closed");
         });
-        device.stop().unwrap();
-        assert!(disk.upgrade().is_none(), "the image is closed");
-        user.join().unwrap();
         drop((device, claim));
         std::fs::remove_dir_all(dir.path()).unwrap();
     }

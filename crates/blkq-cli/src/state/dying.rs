@@ -70,6 +70,7 @@ mod tests {
     use super::*;
     use crate::state::tests::scratch;
     use crate::state::{Fate, Found};
+    use blkq::testing::wait_until;
 
     // Contract: detach
     #[test]
@@ -97,9 +98,7 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         fs::write(dir.file("a", ".lock"), format!("{}\n", child.id())).unwrap();
         let status = format!("/proc/{}/status", child.id());
-        while !fs::read_to_string(&status).unwrap().contains("State:\tZ") {
-            std::thread::yield_now();
-        }
+        wait_until("it is a zombie", || fs::read_to_string(&status).unwrap().contains("State:\tZ"));
         let begin = Instant::now();
         dir.wait_for_dying("a");
         assert!(begin.elapsed() < DYING_WAIT);
