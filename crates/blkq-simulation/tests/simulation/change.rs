@@ -73,10 +73,12 @@ pub fn grow(world: &Rc<RefCell<World>>) {
 fn make(world: &Rc<RefCell<World>>, change: Change) {
     let (disk, change, begun) = {
         let mut world = world.borrow_mut();
-        let World { common, sectors_max, limited, .. } = &mut *world;
+        let throttled = world.disk().stats().throttled;
+        let World { common, sectors_max, limited, seen, .. } = &mut *world;
         if let Some(limited) = limited {
             limited.freeze();
         }
+        seen.limited_freezes += u64::from(throttled > 0);
         let begun = common.tick();
         common.check_read_only();
         match change {

@@ -39,13 +39,15 @@ struct Outstanding {
     denied: bool,
     /// Of a flush the writes that were held when it was sent.
     held_writes: Vec<u64>,
+    /// A flush follows it, if it has FUA, or may follow it.
+    may_flush: bool,
     /// Hits that it may have had.
     hits: Vec<Rc<Noticed>>,
 }
 
 impl Outstanding {
     fn is_flushed(&self) -> bool {
-        self.command == Command::Flush || self.fua && self.command != Command::Write
+        self.command == Command::Flush || self.fua && self.may_flush
     }
 
     /// Whether it relies on a flush that was none.
@@ -132,6 +134,8 @@ pub struct Common {
     pub errors_allowed: bool,
     /// The fault driver may make requests last for longer than a change waits.
     pub slow: bool,
+    /// The driver may not declare FUA.
+    pub exchanges: bool,
     /// The fault driver has rules.
     pub ruled: bool,
     /// Reads of clients that have disconnected.
@@ -378,6 +382,7 @@ impl Client {
             wrong,
             denied,
             held_writes: if command == Command::Flush { held_writes() } else { Vec::new() },
+            may_flush: common.exchanges || command != Command::Write,
             hits: Vec::new(),
         };
         self.outstanding.insert(cookie, outstanding);

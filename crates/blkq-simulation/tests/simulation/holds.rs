@@ -1,21 +1,22 @@
 //! A device whose requests are held after errors, until it is resumed: no client sees an error that the policy holds,
 //! no flush overtakes a write that is held, and nothing waits for ever once it is resumed and nothing fails.
 
-use std::fs::File;
-use std::mem::ManuallyDrop;
-use std::os::fd::{FromRawFd, RawFd};
-use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
+use blkq::engine::SimulatedEngine;
+use blkq::hang::Place;
 use blkq::random::Random;
 use blkq::simulation::forget_held_writes;
-use blkq::{Disk, ErrorPolicy, Resume, Status};
+use blkq::{Disk, ErrorPolicy, Resume, SchedulerKind, Status};
 use blkq_export::nbd::proto::NbdError;
+use blkq_simulation as simulation;
 
 use super::client::History;
 
 /// Resumes after which nothing is held, where nothing fails any more: what had failed before is noticed later.
 const RESUMES_MAX: u64 = 8;
+/// Turns after which, if nothing fails any more, only held requests and what waits for them are left.
+const SETTLED_TURNS: u64 = 4_000;
 
 /// Errors that are reported whatever the policy is.
 const REPORTED: [Status; 4] = [Status::NotSupported, Status::Invalid, Status::ReadOnly, Status::Again];
@@ -34,6 +35,8 @@ pub struct Holding {
     pub held: u64,
     pub reissued: u64,
     pub failed: u64,
+    /// Whether requests were held with each scheduler.
+    pub held_with: [bool; SchedulerKind::ALL.len()],
 }
 
 impl Holding {
@@ -47,6 +50,7 @@ impl Holding {
             held: 0,
             reissued: 0,
             failed: 0,
+            held_with: Default::default(),
         }
     }
 
@@ -91,6 +95,9 @@ impl Holding {
     pub fn note(&mut self, disk: &Disk, ghosts: bool, now: u64) {
         self.policy.settle(now, disk.error_policy());
         self.held = self.held.max(disk.held());
+        if disk.held() > 0 {
+            self.held_with[disk.settings().scheduler as usize] = true;
+        }
         match (ghosts, self.abandoned_since) {
             (true, None) => self.abandoned_since = Some(now),
             (false, Some(_)) => (self.abandoned_since, self.abandoned_until) = (None, now),
@@ -115,27 +122,38 @@ impl Holding {
     }
 }
 
-/// Whether the server, of whose `sockets` these are descriptors and inodes, has more than its `clients`: some have
-/// gone.
-pub fn has_ghosts(sockets: &[(RawFd, u64)], clients: usize) -> bool {
-    let is_open = |&&(socket, inode): &&(RawFd, u64)| {
-        // SAFETY: it is read only, and not closed.
-        let file = ManuallyDrop::new(unsafe { File::from_raw_fd(socket) });
-        file.metadata().is_ok_and(|metadata| metadata.ino() == inode)
-    };
-    sockets.iter().filter(is_open).count() > clients
+/// Checks that held requests keep no other from completing: nothing fails any more, and the engine has had its turns.
+fn check_settled(engine: &mut SimulatedEngine) {
+    // Without statistics, the first scan writes the times from which the second counts.
+    let scans = [1, 2].map(|after_ns| {
+        let reply = engine.handle().scan_for_hangs(simulation::time_ns() + after_ns, 0);
+        engine.turn();
+        reply.try_recv().expect("an engine that runs scans in its turn")
+    });
+    for hang in scans.iter().flat_map(|scan| &scan.hangs) {
+        let waits =
+            matches!(hang.place, Place::Held(_) | Place::ForHeldWrites | Place::ForFlush | Place::ForTag(_));
+        assert!(waits, "a request does not get on while others are held: {hang:?}");
+    }
 }
 
-/// Resumes a device on which nothing fails any more.
+/// Resumes a device on which nothing fails any more, after it has checked what held requests keep waiting.
 #[derive(Default)]
-pub struct Resumer(u64);
+pub struct Resumer {
+    turns: u64,
+    resumes: u64,
+}
 
 impl Resumer {
-    pub fn turn(&mut self, disk: &Arc<Disk>) {
-        if disk.held() > 0 {
+    /// Before a turn of `engine`.
+    pub fn turn(&mut self, disk: &Arc<Disk>, engine: &mut SimulatedEngine) {
+        self.turns += 1;
+        if self.turns == SETTLED_TURNS {
+            check_settled(engine);
+        } else if self.turns > SETTLED_TURNS && disk.held() > 0 {
             disk.resume(Resume::Reissue);
-            self.0 += 1;
-            assert!(self.0 <= RESUMES_MAX, "requests are held again, though nothing fails");
+            self.resumes += 1;
+            assert!(self.resumes <= RESUMES_MAX, "requests are held again, though nothing fails");
         }
     }
 }

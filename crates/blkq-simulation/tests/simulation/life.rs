@@ -4,8 +4,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
@@ -23,10 +22,12 @@ use blkq_simulation::{Defect, Faults, Panicked};
 
 use super::change;
 use super::client::{Client, Common, History};
+use super::exchange;
 use super::hits::KINDS;
-use super::holds::{Holding, Resumer, has_ghosts};
+use super::holds::{Holding, Resumer};
 use super::limits::Limited;
 use super::model::Model;
+use super::sockets::{close_sockets, has_ghosts};
 use super::vhost::Machine;
 use super::worlds::Worlds;
 
@@ -140,6 +141,9 @@ pub struct Seen {
     pub operations: u64,
     pub changes: u64,
     pub refused_changes: u64,
+    /// Changes under a freeze that began while requests waited for a limit.
+    pub limited_freezes: u64,
+    pub exchanges: u64,
     /// Requests that limits let through, and that had to wait for one.
     pub admitted: u64,
     pub throttled: u64,
@@ -149,6 +153,8 @@ pub struct Seen {
     pub held: u64,
     pub reissued: u64,
     pub failed: u64,
+    /// With which schedulers, in the order of [`SchedulerKind::ALL`].
+    pub held_with: [bool; SchedulerKind::ALL.len()],
     pub digest: u64,
     /// Requests that the fault driver hit: error, short, torn, misdirect, corrupt, lose, stuck.
     pub hits: [u64; KINDS],
@@ -158,24 +164,13 @@ pub struct Seen {
 pub struct Server {
     pub disk: Arc<Disk>,
     pub engine: SimulatedEngine,
+    /// The driver that the disk was made with.
+    pub first_driver: Arc<dyn Driver>,
     /// That of NBD's server, which a machine has no use for.
     source: Option<SourceId>,
     clients: Vec<Client>,
     /// Of the clients' sockets the server's side: descriptor and inode.
     sockets: Vec<(RawFd, u64)>,
-}
-
-impl Server {
-    /// Closes what a panic leaks, as the exit of the process would.
-    fn close_sockets(sockets: Vec<(RawFd, u64)>) {
-        for (socket, inode) in sockets {
-            // SAFETY: it is read only, and closed only if it is that socket: then its owner was leaked.
-            let file = ManuallyDrop::new(unsafe { File::from_raw_fd(socket) });
-            if file.metadata().is_ok_and(|metadata| metadata.ino() == inode) {
-                drop(ManuallyDrop::into_inner(file));
-            }
-        }
-    }
 }
 
 /// All that a seed is about, but for the kernel and the file.
@@ -185,7 +180,7 @@ pub struct World {
     pub sectors_max: u64,
     pub seen: Seen,
     faults: Faults,
-    worlds: Worlds,
+    pub worlds: Worlds,
     /// The choice of worlds, apart from all else.
     pub extra: Random,
     image: PathBuf,
@@ -234,6 +229,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
             sectors: History::new(0, setup.sectors),
             writes_seen: 0,
             slow: false,
+            exchanges: worlds.exchanges,
             ruled: false,
             ghosts: Vec::new(),
             must_fail: BTreeSet::new(),
@@ -289,6 +285,7 @@ pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
         held: holding.map_or(0, |holding| holding.held),
         reissued: holding.map_or(0, |holding| holding.reissued),
         failed: holding.map_or(0, |holding| holding.failed),
+        held_with: holding.map_or_else(Default::default, |holding| holding.held_with),
         faults: simulation::faults_seen(),
         operations,
         digest,
@@ -309,6 +306,7 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
         if faulty && world.borrow_mut().chance.one_in(15) {
             change::make_faults(world);
         }
+        exchange::by_chance(world);
         world.borrow_mut().change_limits();
     }
     // Soon there is a sync again: what a size is that had none is seen at the end.
@@ -349,7 +347,9 @@ impl World {
         if let Some(holding) = &mut self.common.holding {
             holding.begin(&disk, self.common.now);
         }
-        self.server = Some(Server { disk, engine, source, clients: Vec::new(), sockets: Vec::new() });
+        let first_driver = disk.driver();
+        let (clients, sockets) = (Vec::new(), Vec::new());
+        self.server = Some(Server { disk, engine, first_driver, source, clients, sockets });
         (changing, faulty)
     }
 
@@ -400,7 +400,7 @@ impl World {
         self.waited = 0;
         self.toggle_trigger();
         let World { chance, common, server, extra, worlds, machine, limited, .. } = self;
-        let Some(Server { disk, engine, source, clients, sockets }) = server else { return };
+        let Some(Server { disk, engine, source, clients, sockets, .. }) = server else { return };
         let Some(source) = *source else {
             return machine.as_mut().unwrap().step(chance, common, engine);
         };
@@ -421,7 +421,7 @@ impl World {
         }
         common.step_held(disk);
         for _ in 0..chance.below(4) {
-            engine.turn();
+            engine.turn_as_woken();
             common.note(take_injections(), clients);
             if let Some(limited) = limited {
                 limited.note(disk);
@@ -488,7 +488,7 @@ impl World {
                     // The kernel's part of it is over; its memory is taken apart as it is.
                     common.note(take_injections(), &mut clients);
                     drop((clients, engine));
-                    Server::close_sockets(sockets);
+                    close_sockets(sockets);
                     seen.panics += 1;
                 } else {
                     simulation::kill();
@@ -570,7 +570,7 @@ fn drain(
             return;
         }
         if common.holding.is_some() {
-            resumer.turn(disk);
+            resumer.turn(disk, engine);
         }
         engine.turn();
         common.note(take_injections(), clients);

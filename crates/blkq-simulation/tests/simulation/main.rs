@@ -10,11 +10,13 @@
 
 mod change;
 mod client;
+mod exchange;
 mod hits;
 mod holds;
 mod life;
 mod limits;
 mod model;
+mod sockets;
 mod vhost;
 mod worlds;
 
@@ -22,6 +24,7 @@ use std::ops::Range;
 use std::sync::Once;
 use std::time::Instant;
 
+use blkq::SchedulerKind;
 use blkq_simulation::Defect;
 
 use life::{Seen, live};
@@ -40,6 +43,7 @@ const SEEDS: &str = "seeds";
 const MACHINES: &str = "machines";
 const LIMITS: &str = "limits_hold";
 const HOLDS: &str = "held_requests";
+const EXCHANGES: &str = "exchanged_drivers";
 
 /// Runs a seed so that a failure names it, and says how to keep it.
 fn run_named<T: Send + 'static>(seed: u64, world: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
@@ -88,6 +92,7 @@ fn seeds() {
         all.operations += seen.operations;
         all.changes += seen.changes;
         all.refused_changes += seen.refused_changes;
+        all.limited_freezes += seen.limited_freezes;
         all.admitted += seen.admitted;
         all.throttled += seen.throttled;
         all.hits.iter_mut().zip(seen.hits).for_each(|(all, seen)| *all += seen);
@@ -127,17 +132,18 @@ fn machines() {
 fn limits_hold() {
     let Range { start: first, end } = chosen_seeds();
     let count = end - first;
-    let (mut admitted, mut throttled, mut found) = (0, 0, 0);
+    let (mut admitted, mut throttled, mut found, mut freezes) = (0, 0, 0, 0);
     for seed in first..end {
         let seen = run(seed, LIMITS, Worlds::of(seed).with_limits());
         (admitted, throttled) = (admitted + seen.admitted, throttled + seen.throttled);
         found += seen.found;
+        freezes += seen.limited_freezes;
     }
     println!(
         "{count} seeds with limits from {first}: {throttled} of {admitted} requests had to wait; \
-         {found} limits were found"
+         {found} limits were found; {freezes} freezes while requests waited"
     );
-    assert!(count < 100 || (throttled > 0 && found > 0));
+    assert!(count < 100 || (throttled > 0 && found > 0 && freezes > 0));
 }
 
 /// Lives whose devices hold requests that fail, and are resumed.
@@ -146,12 +152,30 @@ fn held_requests() {
     let Range { start: first, end } = chosen_seeds();
     let count = end - first;
     let (mut held, mut reissued, mut failed) = (0, 0, 0);
+    let mut held_with = [0; SchedulerKind::ALL.len()];
     for seed in first..end {
         let seen = run(seed, HOLDS, Worlds::of(seed).with_holds());
         (held, reissued, failed) = (held + seen.held, reissued + seen.reissued, failed + seen.failed);
+        held_with.iter_mut().zip(seen.held_with).for_each(|(count, held)| *count += u64::from(held));
     }
-    println!("{count} seeds with holds from {first}: {held} held, {reissued} reissued, {failed} failed");
-    assert!(count < 100 || [held, reissued, failed].iter().all(|count| *count > 0));
+    println!(
+        "{count} seeds with holds from {first}: {held} held, {reissued} reissued, {failed} failed; seeds with each \
+         scheduler: {held_with:?}"
+    );
+    assert!(count < 100 || [held, reissued, failed].iter().chain(&held_with).all(|count| *count > 0));
+}
+
+/// Lives whose devices change to a driver that declares FUA, or that does not, while clients write with FUA.
+#[test]
+fn exchanged_drivers() {
+    let Range { start: first, end } = chosen_seeds();
+    let count = end - first;
+    let mut exchanges = 0;
+    for seed in first..end {
+        exchanges += run(seed, EXCHANGES, Worlds::of(seed).with_exchanges()).exchanges;
+    }
+    println!("{count} seeds with exchanges from {first}: {exchanges} exchanges");
+    assert!(count < 100 || exchanges > 0);
 }
 
 // Contract: accepted-once, durability
@@ -167,6 +191,7 @@ fn known_seeds() {
             SEEDS => Worlds::of(seed),
             LIMITS => Worlds::of(seed).with_limits(),
             HOLDS => Worlds::of(seed).with_holds(),
+            EXCHANGES => Worlds::of(seed).with_exchanges(),
             MACHINES => {
                 run_machine(seed);
                 continue;
@@ -181,8 +206,12 @@ fn known_seeds() {
 fn a_seed_has_one_fate() {
     for seed in (0..16).chain([1 << 40]) {
         let worlds = Worlds::of(seed);
-        for (world, worlds) in [(SEEDS, worlds), (LIMITS, worlds.with_limits()), (HOLDS, worlds.with_holds())]
-        {
+        for (world, worlds) in [
+            (SEEDS, worlds),
+            (LIMITS, worlds.with_limits()),
+            (HOLDS, worlds.with_holds()),
+            (EXCHANGES, worlds.with_exchanges()),
+        ] {
             assert_eq!(run(seed, world, worlds), run(seed, world, worlds));
         }
         assert_eq!(run_machine(seed), run_machine(seed));

@@ -20,6 +20,8 @@ pub struct Worlds {
     pub limits: bool,
     /// Its requests are held after errors, now and then.
     pub holds: bool,
+    /// Its driver is exchanged for one that declares FUA or does not, now and then.
+    pub exchanges: bool,
 }
 
 impl Worlds {
@@ -31,6 +33,7 @@ impl Worlds {
         triggers: false,
         limits: false,
         holds: false,
+        exchanges: false,
     };
     /// Every life stops by a panic.
     pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
@@ -45,6 +48,11 @@ impl Worlds {
     /// With requests that are held after errors, and without limits.
     pub const fn with_holds(self) -> Worlds {
         Worlds { holds: true, limits: false, ..self }
+    }
+
+    /// With drivers that are exchanged, and without limits.
+    pub const fn with_exchanges(self) -> Worlds {
+        Worlds { exchanges: true, limits: false, ..self }
     }
 
     /// Those of a seed whose client is a virtual machine.
@@ -63,6 +71,7 @@ impl Worlds {
             triggers: chance.one_in(2),
             limits: chance.one_in(2),
             holds: false,
+            exchanges: false,
         }
     }
 }

@@ -41,6 +41,34 @@ impl SimulatedEngine {
         self.0.enter();
     }
 
+    /// As [`SimulatedEngine::turn`], of an engine whose sources depend on nothing but the ring, messages and deadlines.
+    ///
+    /// # Panics
+    /// If the turn issues requests though the engine had no work, no completion and no deadline: an engine on a thread
+    /// would sleep instead.
+    #[cfg(simulation)]
+    pub fn turn_as_woken(&mut self) {
+        let (had_work, deadline_ns, (reaped, batches)) =
+            (self.0.has_work(), self.0.deadline_ns(), self.counts());
+        let disk = self.0.queues[0].disk();
+        // Requests that wait for a limit may begin before their time, when the limit of a group has changed.
+        let may_be_early = disk.stats().throttled > 0 && !disk.control.is_frozen();
+        self.0.turn();
+        let (reaped_now, batches_now) = self.counts();
+        if batches_now != batches && !had_work && !may_be_early && reaped_now == reaped {
+            let is_due = deadline_ns.is_some_and(|deadline_ns| deadline_ns <= crate::clock::monotonic_ns());
+            assert!(is_due, "an engine that sleeps would have missed what a turn does");
+        }
+        self.0.enter();
+    }
+
+    /// Completions reaped from the ring, and batches issued to drivers.
+    #[cfg(simulation)]
+    fn counts(&self) -> (u64, u64) {
+        let batches = self.0.queues[0].disk().stats().counter(crate::stats::Counter::DispatchBatches);
+        (self.0.ring.counters().completions, batches)
+    }
+
     /// One turn, and what the kernel has for the next one: waits for nothing.
     #[cfg(fuzzing)]
     pub fn poll(&mut self) {
