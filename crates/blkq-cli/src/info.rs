@@ -6,9 +6,9 @@ use blkq::drivers::DriverSpec;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 
-use crate::backing::FileId;
 use crate::confine::Confinement;
 use crate::failure::Outcome;
+use crate::file_id::FileId;
 use crate::options::{AttachOptions, Export, Record};
 
 /// A device. Sizes in bytes.

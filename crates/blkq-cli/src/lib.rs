@@ -26,6 +26,7 @@ pub mod devices;
 pub mod disks;
 pub mod elsewhere;
 pub mod failure;
+mod file_id;
 pub mod group;
 pub mod hangs;
 pub mod info;

@@ -23,8 +23,8 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{StateDir, remove};
-use crate::backing::FileId;
 use crate::failure::{Failure, Outcome};
+use crate::file_id::FileId;
 use crate::info::{BlockDevice, DaemonState, StateFile};
 use crate::options::Record;
 

@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::StateDir;
 use super::dying::has_exited;
-use crate::backing::FileId;
 use crate::failure::{Failure, Outcome};
+use crate::file_id::FileId;
 
 /// Lines of a log that are shown, and bytes in which they are searched.
 const LINES: usize = 10;
