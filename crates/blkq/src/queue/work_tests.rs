@@ -71,13 +71,13 @@ unsafe impl DriverQueue for Keeper {
 }
 
 fn open(disk: &Arc<Disk>) -> Queue {
-    let mut queue = Queue::open(disk, 0, 0, None).unwrap();
+    let mut queue = Queue::open(disk, 0, 0, None).expect("a queue that is not open");
     turn(&mut queue);
     queue
 }
 
 fn read(queue: &mut Queue, block: u64) {
-    queue.submit(Bio::read(Sector(block * 16), IoBuffer::zeroed(4096), block), None).unwrap();
+    queue.submit(Bio::read(Sector(block * 16), IoBuffer::zeroed(4096), block), None).expect("room for a bio");
 }
 
 /// One turn, in which the owner takes its completions.
