@@ -260,10 +260,10 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
     for (words, more, why) in [
         (&[image.as_str()][..], &[][..], "already exists"),
         (&[&image, "--read-only"], &[], "read-only"),
-        (&[&image, "--offset", "4096"], &[], "--offset"),
-        (&[&image, "--size-limit", "4096"], &[], "--size-limit"),
+        (&[&image, "--offset", "4096"], &[], "attach it without --offset"),
+        (&[&image, "--size-limit", "4096"], &[], "attach it without --size-limit"),
         (&[&image, "--shared"], &[], "others may write to it"),
-        (&[&image, "--queues", "2"], &[], "--queues"),
+        (&[&image, "--queues", "2"], &[], "the device has several queues"),
         (&[&image, "--fault", "none"], &[], "fault"),
         (&["ram:1M"], &[], "is no image"),
         (&[&image], &["--to", &elsewhere], "--backing-chain allow"),

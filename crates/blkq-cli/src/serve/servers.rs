@@ -245,3 +245,20 @@ fn nbd_options(
         ..NbdOptions::default()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_upgrade_does_not_recommend_force() {
+        let upgrade = Connected(2).not_handed_over().to_string();
+        assert_eq!(
+            upgrade,
+            "2 clients are connected and cannot be handed to another daemon; disconnect them first"
+        );
+        assert!(
+            Connected(1).unless_forced().to_string().contains("1 client is connected; disconnect first, or")
+        );
+    }
+}
