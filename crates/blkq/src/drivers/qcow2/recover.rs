@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::drivers::r#loop::backing;
 use crate::error::{Error, ErrorKind};
+use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::{Mutex, lock as locked};
 
 use super::header::TAG_AT;
@@ -60,6 +61,8 @@ impl Qcow2 {
             Left::Records(records) => {
                 let path = found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
                 leaked = self.replay(records).map_err(|error| {
+                    // The image stays as it is: a part of the changes would be written with the tables.
+                    self.superseded.store(true, Relaxed);
                     let message = format!("{error}; to go on without the writes in its journal, remove {path}");
                     Error::new(error.kind(), message)
                 })?;

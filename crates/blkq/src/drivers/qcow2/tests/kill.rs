@@ -13,7 +13,7 @@ use crate::drivers::qcow2::blocking::perform;
 use crate::drivers::qcow2::commit::commit;
 use crate::drivers::qcow2::env::Env;
 use crate::drivers::qcow2::io::{Executor, Memory};
-use crate::drivers::qcow2::journal::{self, Left};
+use crate::drivers::qcow2::journal::{self, Left, Record};
 use crate::drivers::qcow2::write::{Source, write};
 use crate::drivers::qcow2::zero::{Wanted, clear};
 use crate::drivers::{DriverOptions, DriverSpec, ImageFormat, check};
@@ -401,6 +401,33 @@ fn a_journal_of_a_backing_file_that_is_ignored_is_reported() {
     let warnings = Qcow2::open(&options("top.qcow2")).unwrap().warnings();
     let expected = format!("the journal of {} is ignored", base.display());
     assert!(warnings.iter().any(|line| line.starts_with(&expected)), "{warnings:?}");
+}
+
+// Contract: durability, errors
+#[test]
+fn a_journal_that_cannot_be_applied_leaves_the_image_as_it_is() {
+    if !has_qemu() {
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.image("d.qcow2", "cluster_size=64k", 4 * MIB);
+    let journals = Journals::open(&directory.0.join("journals")).unwrap();
+    let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
+    let device = Qcow2::open(&options).unwrap();
+    write_and_die(&device);
+    // An entry of the refcount table that it does not have.
+    let damaged = Record::RefcountTable { index: 1 << 40, entry: 0 };
+    locked(&device.shared.state).journal.as_mut().unwrap().append(damaged);
+    drop(device);
+    let before = std::fs::read(&path).unwrap();
+    let journal = std::fs::read_dir(directory.0.join("journals")).unwrap().next().unwrap().unwrap().path();
+    for _ in 0..2 {
+        let refused = Qcow2::open(&options).err().unwrap().to_string();
+        assert!(refused.ends_with(&format!("remove {}", journal.display())), "{refused}");
+        assert!(std::fs::read(&path).unwrap() == before);
+    }
+    std::fs::remove_file(&journal).unwrap();
+    Qcow2::open(&options).unwrap();
 }
 
 #[test]
