@@ -20,7 +20,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
 };
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, prlimit};
 
 fn path(place: &Place, name: &str) -> String {
     place.dir.join(name).to_str().unwrap().to_owned()
@@ -245,6 +245,35 @@ fn a_commit_that_cannot_be_changes_nothing() {
     run("qemu-img", &["snapshot", "-c", "s", &other]);
     place.done(&["attach", &other, "--format", "qcow2", "--name", "d"]);
     refused("internal snapshots");
+}
+
+/// With fewer and fewer descriptors until one of the backing file cannot be duplicated.
+// Contract: exclusive
+#[test]
+fn a_commit_without_descriptors_keeps_the_backing_file_locked() {
+    let place = Place::new("commit-descriptors");
+    let base = place.image("base.img", 1 << 20);
+    place.done(&["attach", &base, "--overlay", &path(&place, "top"), "--name", "d"]);
+    let pid = rustix::process::Pid::from_raw(place.pid("d"));
+    let number = |entry: fs::DirEntry| entry.file_name().to_str().unwrap().parse::<u64>().unwrap();
+    let image = fs::File::options().read(true).write(true).open(&base).unwrap();
+    for more in (0..32).rev() {
+        let open = fs::read_dir(format!("/proc/{}/fd", place.pid("d"))).unwrap();
+        let next = open.map(|entry| number(entry.unwrap())).max().unwrap() + 1;
+        let few = Rlimit { current: Some(next + more), ..getrlimit(Resource::Nofile) };
+        let limit = prlimit(pid, Resource::Nofile, few).unwrap();
+        let committed = place.run(&["commit", "d"]);
+        prlimit(pid, Resource::Nofile, limit).unwrap();
+        if committed.status.success() {
+            place.done(&["snapshot", "d", "--to", &path(&place, &format!("top{more}"))]);
+            continue;
+        }
+        assert!(!is_free(&image), "another process can write to the backing file");
+        if without_waiting(committed.stderr).contains("cannot duplicate") {
+            return;
+        }
+    }
+    panic!("there were enough descriptors");
 }
 
 #[test]

@@ -31,7 +31,7 @@ pub fn kill_and_wait(pid: i32, images: &[&str]) {
 }
 
 /// Whether no other open file has a lock on it.
-fn is_free(file: &fs::File) -> bool {
+pub fn is_free(file: &fs::File) -> bool {
     let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
     let mut lock = libc::flock { l_type, l_whence, l_start: 0, l_len: 0, l_pid: 0 };
     // SAFETY: the descriptor is open, the structure lives through the call.
