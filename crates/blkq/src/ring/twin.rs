@@ -59,8 +59,6 @@ impl Ring {
         false
     }
 
-    pub fn submit(&mut self) {}
-
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
         match &self.watched {
