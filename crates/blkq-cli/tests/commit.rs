@@ -269,7 +269,7 @@ fn a_commit_without_descriptors_keeps_the_backing_file_locked() {
             continue;
         }
         assert!(!is_free(&image), "another process can write to the backing file");
-        if without_waiting(committed.stderr).contains("cannot duplicate") {
+        if without_progress(committed.stderr).contains("cannot duplicate") {
             return;
         }
     }

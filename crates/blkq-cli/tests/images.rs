@@ -455,7 +455,7 @@ fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
 /// The standard output of a command that must succeed, whose last words are not text.
 fn done(place: &Place, words: &[&str], paths: &[&OsStr]) -> Vec<u8> {
     let output = place.command(words).args(paths).output().unwrap();
-    let errors = without_waiting(output.stderr);
+    let errors = without_progress(output.stderr);
     assert_eq!((output.status.code(), errors.as_str()), (Some(0), ""), "{words:?} {paths:?}");
     output.stdout
 }

@@ -268,7 +268,7 @@ fn without_journals_raw_images_are_attached_with_a_warning() {
     fs::create_dir(place.state()).unwrap();
     fs::write(place.state().join("journals"), "").unwrap();
     let attached = place.run(&["attach", &raw, "--format", "raw", "--name", "r"]);
-    let warned = without_waiting(attached.stderr);
+    let warned = without_progress(attached.stderr);
     assert!(attached.status.success() && warned.contains("after a snapshot"), "{warned}");
     let line = place.refused(&["attach", image, "--format", "qcow2", "--name", "q"]);
     assert!(line.contains("journals"), "{line}");

@@ -108,7 +108,7 @@ fn the_old_program_serves_again_if_the_service_does_not_start() {
     let image = place.dir.join("image");
     place.done(&["attach", "--name", "d", image.to_str().unwrap(), "--export", "vhost-user-blk"]);
     let output = upgrade.wait_with_output().unwrap();
-    assert!(output.status.success(), "{}", place::without_waiting(output.stderr));
+    assert!(output.status.success(), "{}", place::without_progress(output.stderr));
     place.done(&["detach", "d"]);
 }
 
@@ -173,7 +173,7 @@ fn of_two_upgrades_at_once_none_leaves_the_disk_alone() {
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
         });
         for output in both.map(|child| child.wait_with_output().unwrap()) {
-            let errors = place::without_waiting(output.stderr);
+            let errors = place::without_progress(output.stderr);
             done += usize::from(output.status.success());
             assert_eq!(errors.lines().count(), usize::from(!output.status.success()), "{errors}");
             let why = "upgrade d: another blkq upgrade of it is at work";

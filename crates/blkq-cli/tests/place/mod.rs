@@ -15,10 +15,12 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// Standard error without the line that a command prints while a busy machine makes it wait.
-pub fn without_waiting(stderr: Vec<u8>) -> String {
+/// Standard error without the lines that a command prints when it takes long: what it waits for, and the progress of a
+/// commit.
+pub fn without_progress(stderr: Vec<u8>) -> String {
     let text = String::from_utf8(stderr).unwrap();
-    text.split_inclusive('\n').filter(|line| !line.contains(": waiting for ")).collect()
+    let is_progress = |line: &&str| line.contains(": waiting for ") || line.ends_with(" MiB copied\n");
+    text.split_inclusive('\n').filter(|line| !is_progress(line)).collect()
 }
 
 /// A directory with images and a state directory of its own; its devices are detached with it.
@@ -71,7 +73,7 @@ impl Place {
         let output = wait_for(&format!("no client is connected: {words:?}"), || {
             Some(self.run(words)).filter(|output| !has_clients(output))
         });
-        let errors = without_waiting(output.stderr);
+        let errors = without_progress(output.stderr);
         // losetup has no option to choose NBD, and reports what this machine's kernel lacks.
         let is_said = |line: &&str| words[0] == "losetup" && line.contains("served over NBD, without a node");
         let errors: String = errors.lines().filter(|line| !is_said(line)).collect();
@@ -82,7 +84,7 @@ impl Place {
     /// The one line of a command that must fail.
     pub fn refused(&self, words: &[&str]) -> String {
         let output = self.run(words);
-        let line = without_waiting(output.stderr);
+        let line = without_progress(output.stderr);
         assert_eq!(output.status.code(), Some(1), "{words:?}: {line}");
         assert!(output.stdout.is_empty(), "{words:?}");
         assert!(line.starts_with("blkq: ") && line.ends_with('\n') && line.lines().count() == 1, "{line}");
