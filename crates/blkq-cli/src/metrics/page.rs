@@ -60,7 +60,7 @@ pub fn render(sample: &Sample, served: &Served) -> String {
 
 impl Page {
     fn device(&mut self, size_bytes: u64, statistics: &Statistics) {
-        self.family("info", "gauge", "Always 1; the label has the version that serves the device.");
+        self.family("info", "gauge", "Always 1; the label is the version of the daemon.");
         self.sample("info", &[("version", env!("CARGO_PKG_VERSION"))], 1);
         self.gauge("size_bytes", "Size of the device.", size_bytes);
         self.gauge("uptime_seconds", "Time since the device was attached.", seconds(statistics.uptime_ns));
@@ -71,7 +71,7 @@ impl Page {
         let groups = || StatGroup::ALL.iter().map(|group| (group.name(), &snapshot[*group]));
         self.family("ios_total", "counter", "Requests completed, with or without an error.");
         groups().for_each(|(op, group)| self.sample("ios_total", &[("op", op)], group.ios));
-        self.family("merges_total", "counter", "I/Os that became part of another's request.");
+        self.family("merges_total", "counter", "I/Os merged into the request of another I/O.");
         groups().for_each(|(op, group)| self.sample("merges_total", &[("op", op)], group.merges));
         self.family("transferred_bytes_total", "counter", "Bytes of the completed requests.");
         groups().filter(|(op, _)| *op != StatGroup::Flush.name()).for_each(|(op, group)| {
@@ -84,14 +84,14 @@ impl Page {
                 self.sample("errors_total", &labels, group.failed_with(status));
             }
         }
-        self.family("refused_total", "counter", "I/Os rejected before they were requests.");
+        self.family("refused_total", "counter", "I/Os rejected before they became requests.");
         for (op, group) in groups() {
             for status in Status::ALL {
                 let labels = [("op", op), ("status", status.name())];
                 self.sample("refused_total", &labels, group.refused_with(status));
             }
         }
-        self.family("latency_seconds", "histogram", "Time from submission to completion, queueing included.");
+        self.family("latency_seconds", "histogram", "Time from submission to completion, with queueing.");
         let (from, to) = LATENCY_BITS;
         for (op, group) in groups() {
             for (edge_ns, count) in group.latency.below_powers(from, to) {
@@ -104,7 +104,7 @@ impl Page {
             self.sample("latency_seconds_sum", &[("op", op)], seconds(group.nanoseconds));
             self.sample("latency_seconds_count", &[("op", op)], count);
         }
-        self.family("latency_max_seconds", "gauge", "The longest time of all since the device was attached.");
+        self.family("latency_max_seconds", "gauge", "Longest latency since the device was attached.");
         groups().for_each(|(op, group)| {
             self.sample("latency_max_seconds", &[("op", op)], seconds(group.latency.max_ns));
         });
@@ -113,62 +113,58 @@ impl Page {
         for (direction, count) in directions.iter().zip(snapshot.in_flight) {
             self.sample("in_flight", &[("direction", direction)], count);
         }
-        self.family("in_flight_max", "gauge", "The most that ever were in flight, in a single queue.");
+        self.family("in_flight_max", "gauge", "Most requests ever in flight in a single queue.");
         for (direction, count) in directions.iter().zip(snapshot.in_flight_max) {
             self.sample("in_flight_max", &[("direction", direction)], count);
         }
-        self.counter("busy_seconds", "Time with anything in flight.", seconds(snapshot.busy_ns));
+        self.counter("busy_seconds", "Time with requests in flight.", seconds(snapshot.busy_ns));
     }
 
     fn layer(&mut self, statistics: &Statistics) {
         let snapshot = statistics.snapshot();
         let counted = [
             (Counter::FlushesAsked, "flushes_asked", "I/Os that needed a flush."),
-            (Counter::FlushesSent, "flushes_sent", "Flushes given to the driver."),
-            (Counter::FlushesCoalesced, "flushes_coalesced", "Flushes served by one that others needed too."),
-            (Counter::PlugFlushes, "plug_flushes", "Batches of requests that left the plug."),
-            (Counter::DispatchBatches, "dispatch_batches", "Batches of requests given to the driver."),
-            (Counter::Requeues, "requeues", "Requests that found the driver busy, and were requeued."),
-            (Counter::Splits, "splits", "Parts of I/Os that were larger than the limits."),
+            (Counter::FlushesSent, "flushes_sent", "Flushes sent to the driver."),
+            (Counter::FlushesCoalesced, "flushes_coalesced", "I/Os that shared their flush with other I/Os."),
+            (Counter::PlugFlushes, "plug_flushes", "Batches of requests that left a plug."),
+            (Counter::DispatchBatches, "dispatch_batches", "Batches of requests dispatched to the driver."),
+            (Counter::Requeues, "requeues", "Requests requeued because the driver was busy."),
+            (Counter::Splits, "splits", "Splits of I/Os that exceeded the queue limits."),
             (Counter::TagWaits, "tag_waits", "I/Os that found no free tag."),
             (Counter::Enters, "enters", "Calls of io_uring_enter by engines."),
             (
                 Counter::EarlySubmissions,
                 "early_submissions",
-                "Calls of io_uring_enter that submitted a part of a batch.",
+                "Calls of io_uring_enter for a part of a batch.",
             ),
-            (Counter::ClockReads, "clock_reads", "Readings of the clock."),
-            (
-                Counter::NegativeLatencies,
-                "negative_latencies",
-                "Requests that completed before they began, by their time stamps.",
-            ),
+            (Counter::ClockReads, "clock_reads", "Clock readings."),
+            (Counter::NegativeLatencies, "negative_latencies", "Requests with a negative latency."),
         ];
         for (counter, name, help) in counted {
             self.counter(name, help, snapshot.counter(counter));
         }
         let age = seconds(snapshot.clock_age_max_ns);
-        self.gauge("clock_age_max_seconds", "The longest that a cached reading of the clock was used.", age);
+        self.gauge("clock_age_max_seconds", "Longest use of a cached clock reading.", age);
         let gate = &statistics.gate;
         self.family("gate_waiting", "gauge", "Threads that wait at the request gate.");
         for (direction, count) in ["read", "other"].iter().zip(gate.waiting) {
             self.sample("gate_waiting", &[("direction", direction)], count);
         }
-        self.counter("gate_waits", "How often a thread had to wait at the request gate.", gate.waits);
-        self.counter("gate_wakeups", "How often one was woken there.", gate.wakeups);
-        self.counter("gate_grants", "Batches of requests granted there.", gate.grants);
-        self.gauge("gate_largest_grant", "The most requests of one such batch.", gate.largest_grant);
+        self.counter("gate_waits", "Times that a thread had to wait at the request gate.", gate.waits);
+        self.counter("gate_wakeups", "Wake-ups of threads at the request gate.", gate.wakeups);
+        self.counter("gate_grants", "Batches of requests granted at the request gate.", gate.grants);
+        self.gauge(
+            "gate_largest_grant",
+            "Most requests of a batch granted at the request gate.",
+            gate.largest_grant,
+        );
     }
 
     fn hangs(&mut self, statistics: &Statistics) {
         let snapshot = statistics.snapshot();
         let limit = seconds(statistics.hang_warning_ns);
-        self.gauge(
-            "hang_warning_seconds",
-            "How long a request may take before it counts as hung; 0: hangs are not watched for.",
-            limit,
-        );
-        self.counter("hangs", "Requests found to hang.", snapshot.counter(Counter::Hangs));
+        self.gauge("hang_warning_seconds", "Time after which a request counts as hung; 0 if off.", limit);
+        self.counter("hangs", "Requests that were found to hang.", snapshot.counter(Counter::Hangs));
         self.gauge("hung", "Requests that hung in the last scan.", snapshot.hung);
         self.counter(
             "throttled_requests",
@@ -177,55 +173,39 @@ impl Page {
         );
         self.counter(
             "throttled_seconds",
-            "Time in which requests waited for a limit, of all queues together.",
+            "Time in which requests waited, summed over queues.",
             seconds(snapshot.counter(Counter::ThrottledNs)),
         );
-        self.gauge("held", "Requests that are held after errors now.", snapshot.held);
+        self.gauge("held", "Requests held after errors now.", snapshot.held);
         self.counter(
             "held_requests",
-            "Requests that were held after errors, as often as they were.",
+            "Times that a request was held after an error.",
             snapshot.counter(Counter::HeldRequests),
         );
         self.gauge("throttled", "Requests that wait for a limit now.", snapshot.throttled);
-        self.counter(
-            "stalls",
-            "How often the thread of a queue did not answer for as long.",
-            statistics.stalls,
-        );
+        self.counter("stalls", "Times that the thread of a queue did not answer in time.", statistics.stalls);
     }
 
     fn vhost_user(&mut self, vhost: &VhostUser) {
         self.gauge("vhost_user_connected", "Virtual machines connected.", vhost.connected);
         let counters = &vhost.counters;
         for (name, help, value) in [
-            ("vhost_user_connections", "Front ends let in.", counters.connections),
-            ("vhost_user_refused_connections", "Front ends turned away.", counters.refused_connections),
-            (
-                "vhost_user_violations",
-                "Front ends dropped because they broke the protocol.",
-                counters.violations,
-            ),
+            ("vhost_user_connections", "Front ends accepted.", counters.connections),
+            ("vhost_user_refused_connections", "Front ends refused.", counters.refused_connections),
+            ("vhost_user_violations", "Front ends dropped after a protocol violation.", counters.violations),
             (
                 "vhost_user_rejected_rings",
-                "Rings stopped because of what a guest put into them.",
+                "Rings stopped because of invalid contents.",
                 counters.rejected_rings,
             ),
-            ("vhost_user_kicks", "Kicks of guests.", counters.kicks),
-            ("vhost_user_calls", "Calls of guests.", counters.calls),
-            ("vhost_user_requests", "Requests taken from rings.", counters.requests),
+            ("vhost_user_kicks", "Kicks received from guests.", counters.kicks),
+            ("vhost_user_calls", "Calls sent to guests.", counters.calls),
+            ("vhost_user_requests", "Requests received from guests.", counters.requests),
             ("vhost_user_errors", "Requests that completed with an error.", counters.errors),
-            ("vhost_user_read_bytes", "Content read for guests.", counters.read_bytes),
-            ("vhost_user_written_bytes", "Content written for guests.", counters.written_bytes),
-            (
-                "vhost_user_bounced",
-                "Requests copied, because memory of the guest is not aligned as the disk needs it.",
-                counters.bounced,
-            ),
-            (
-                "vhost_user_registered",
-                "Requests whose data is in registered memory of the guest.",
-                counters.registered,
-            ),
+            ("vhost_user_read_bytes", "Bytes read by guests.", counters.read_bytes),
+            ("vhost_user_written_bytes", "Bytes written by guests.", counters.written_bytes),
+            ("vhost_user_bounced", "Requests copied because of their alignment.", counters.bounced),
+            ("vhost_user_registered", "Requests with data in registered memory.", counters.registered),
         ] {
             self.counter(name, help, value);
         }
@@ -235,27 +215,27 @@ impl Page {
         self.gauge("nbd_connected", "NBD clients connected.", nbd.connected);
         let counters = &nbd.counters;
         for (name, help, value) in [
-            ("nbd_connections", "NBD connections let in.", counters.connections),
-            ("nbd_refused_connections", "NBD connections turned away.", counters.refused_connections),
-            (
-                "nbd_violations",
-                "NBD connections closed because the protocol was broken.",
-                counters.violations,
-            ),
-            ("nbd_timeouts", "NBD connections closed because the client was late.", counters.timeouts),
+            ("nbd_connections", "NBD connections accepted.", counters.connections),
+            ("nbd_refused_connections", "NBD connections refused.", counters.refused_connections),
+            ("nbd_violations", "NBD connections closed after a protocol violation.", counters.violations),
+            ("nbd_timeouts", "NBD connections closed after a timeout.", counters.timeouts),
             ("nbd_requests", "NBD requests received.", counters.requests),
             ("nbd_errors", "NBD requests answered with an error.", counters.errors),
-            ("nbd_refused_requests", "Those that never reached the block layer.", counters.refused_requests),
-            ("nbd_read_bytes", "Content sent to NBD clients.", counters.read_bytes),
-            ("nbd_written_bytes", "Content received from NBD clients.", counters.written_bytes),
-            ("nbd_split_reads", "NBD reads done in parts.", counters.split_reads),
+            (
+                "nbd_refused_requests",
+                "NBD requests rejected before they became I/Os.",
+                counters.refused_requests,
+            ),
+            ("nbd_read_bytes", "Bytes read by NBD clients.", counters.read_bytes),
+            ("nbd_written_bytes", "Bytes written by NBD clients.", counters.written_bytes),
+            ("nbd_split_reads", "NBD reads served in parts.", counters.split_reads),
             (
                 "nbd_receive_backoffs",
-                "How often requests were left to gather while their NBD client read replies.",
+                "Receives delayed while the client read replies.",
                 counters.receive_backoffs,
             ),
             ("nbd_receives", "Receive operations on the sockets of NBD clients.", counters.receives),
-            ("nbd_sends", "Send operations on them.", counters.sends),
+            ("nbd_sends", "Send operations on the sockets of NBD clients.", counters.sends),
         ] {
             self.counter(name, help, value);
         }
