@@ -24,9 +24,9 @@ Returns when the data is flushed, the daemon has exited, and its sockets and fil
 removed. With clients connected, or the block device mounted or open, it refuses, unless
 --force closes their connections and makes their I/O fail: requests in flight are
 answered, and clients that do not take an answer within a second are dropped. It reports
-what it waits for when that takes more than 2 seconds; with --force it gives up waiting
-after a minute, and the device detaches by itself when its disk answers. The device of a daemon that died (an
-orphan), or what else was left of one, is removed too.
+what it waits for when that takes more than 2 seconds; with --force it stops waiting after a
+minute, and the device is detached when its disk answers. The device of a daemon that was killed
+(an orphan), or what else it left, is removed too.
 
 Examples:
   blkq detach disk.img
