@@ -164,7 +164,11 @@ fn write_page(
     common: &[&Section],
     see_also: &[String],
 ) -> io::Result<()> {
-    let man = Man::new(command.clone());
+    // The heading that sets `-h` of `attach` apart would be a second section OPTIONS.
+    let man = Man::new(command.clone().mut_args(|arg| match arg.get_id() == "help" {
+        true => arg.help_heading(None),
+        false => arg,
+    }));
     let mut page = Vec::new();
     man.render_title(&mut page)?;
     man.render_name_section(&mut page)?;
@@ -172,7 +176,7 @@ fn write_page(
     let about = command.get_about().map(ToString::to_string).unwrap_or_default();
     page.extend(format!(".SH DESCRIPTION\n{}.\n.PP\n", roff(&about)).bytes());
     page.extend(help.text.iter().flat_map(|line| (roff(line) + "\n").into_bytes()));
-    man.render_options_section(&mut page)?;
+    page.extend(options(&man)?.bytes());
     if command.has_subcommands() {
         man.render_subcommands_section(&mut page)?;
     }
@@ -184,6 +188,25 @@ fn write_page(
     let see_also: Vec<String> = see_also.iter().map(|page| format!(".BR {} (1)", roff(page))).collect();
     page.extend(format!(".SH SEE ALSO\n{}\n", see_also.join(",\n")).bytes());
     write(&dir.join(format!("{}.1", page_name(command))), &page)
+}
+
+/// The section of the options. Their headings are subsections of it.
+fn options(man: &Man) -> io::Result<String> {
+    let mut section = Vec::new();
+    man.render_options_section(&mut section)?;
+    let section = String::from_utf8_lossy(&section).into_owned();
+    let lines = section.lines().map(|line| match line.strip_prefix(".SH ") {
+        Some(heading) if heading != "OPTIONS" => format!(".SS {}\n", capitalized(heading)),
+        _ => format!("{line}\n"),
+    });
+    Ok(lines.collect())
+}
+
+/// A word in capitals, with only its first letter as one.
+fn capitalized(word: &str) -> String {
+    let mut letters = word.chars();
+    let first = letters.next().into_iter();
+    first.chain(letters.flat_map(char::to_lowercase)).collect()
 }
 
 /// The command with its options and their values.

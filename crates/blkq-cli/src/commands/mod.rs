@@ -84,7 +84,7 @@ pub struct Cli {
 /// The subcommands.
 #[derive(Subcommand, Debug)]
 pub enum Command {
-    /// Make an image usable as a block device
+    /// Serve an image as a block device
     Attach(Box<attach::Args>),
     /// List the devices
     List(list::Args),

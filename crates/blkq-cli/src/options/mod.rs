@@ -2,6 +2,7 @@
 //! state file, `recover`, `upgrade` and `show --json` have the same, by way of a [`Record`].
 
 mod check;
+pub mod headings;
 mod json;
 mod record;
 mod values;
@@ -32,7 +33,9 @@ pub use values::{
     Address, Backing, Copying, Export, Format, PartitionScan, Scheduler, SectorSize, Tls, image_text,
     parse_group_name, parse_listen,
 };
-use values::{one_of, parse_ceph_user, parse_export_name, parse_image};
+use values::{
+    CLOCK, DIRECT_IO, DISPATCH, IMAGE_HELP, ON_ERROR, one_of, parse_ceph_user, parse_export_name, parse_image,
+};
 
 const QUEUES: RangeInclusive<u16> = 1..=QUEUES_MAX as u16;
 const DEPTH: RangeInclusive<u16> = 1..=DEPTH_MAX;
@@ -43,213 +46,270 @@ const HANDSHAKE_TIMEOUT_S: RangeInclusive<u16> = 1..=3600;
 pub const REMOVED: [&str; 1] = ["no-pacing"];
 
 /// How a device is attached. [`AttachOptions::check`] has the rules between options.
+///
+/// The fields have the order of the headings in `blkq attach --help`, and of the options below each. An option of the
+/// command itself (`Args` of `attach`) whose `display_order` is small precedes the ones here.
 #[derive(clap::Args, Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttachOptions {
     /// The image, or the device without one.
+    #[arg(value_name = "IMAGE", value_parser = OsStringValueParser::new().try_map(parse_image))]
     #[arg(
-        help = "An image file or block device; rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT] is in a Ceph cluster (docs/rbd.md); null:SIZE reads zeroes and forgets what is written, ram:SIZE keeps it in memory"
+        help = "An image to serve: PATH, ram:SIZE, null:SIZE or rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]",
+        long_help = IMAGE_HELP
     )]
-    #[arg(value_name = "IMAGE|rbd:POOL/IMAGE|null:SIZE|ram:SIZE", value_parser = OsStringValueParser::new().try_map(parse_image))]
     #[serde(with = "json")]
     pub image: DriverSpec,
-    /// The name of the device [default: the image's file name, made unique]
-    #[arg(long)]
-    pub name: Option<String>,
-    /// How to serve it; may be given several times [default: ublk where the kernel has it and
-    /// the user may use it, else nbd; nbd with --listen]
-    #[arg(long = "export", value_enum)]
-    pub exports: Vec<Export>,
-    /// Where NBD listens, unix:PATH or tcp:HOST:PORT; may be given several times
-    /// [default: a socket in the state directory, or those that systemd hands over]
-    #[arg(long = "listen", value_name = "ADDRESS", value_parser = parse_listen)]
-    pub listen: Vec<Address>,
-    /// Where vhost-user-blk listens for a virtual machine [default: NAME.vhost in the state
-    /// directory]
-    #[arg(long, value_name = "PATH")]
-    #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
-    pub vhost_socket: Option<PathBuf>,
-    /// Pin the memory of a virtual machine for as long as it is connected, so that direct I/O need not
-    /// do it for each request (vhost-user-blk). All of it is then taken, and the guest must not free it:
-    /// no balloon, no free page reporting (docs/vhost-user.md)
-    #[arg(long)]
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub register_memory: bool,
-    /// The mode of the sockets of --listen unix:PATH and --vhost-socket, as of chmod: 660 for the
-    /// members of the group, 666 for all users of this machine [default: 600, or 660 with
-    /// --socket-group]
-    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
-    #[serde(with = "json::octal")]
-    pub socket_mode: Option<u32>,
-    /// The group of the same sockets, such as that of libvirt's QEMU
-    #[arg(long, value_name = "GROUP")]
-    pub socket_group: Option<String>,
-    /// Refuse writes
-    #[arg(long)]
-    pub read_only: bool,
-    /// Share the bytes with others that have this option too, and attach what the kernel's loop driver has
-    /// or what is mounted; file systems that do not know of each other destroy the data
-    #[arg(long)]
-    pub shared: bool,
-    /// The image's format: without it its bytes are the device's, and one that has the magic of
-    /// qcow2, VMDK, VHD, VHDX, VDI, QED, Parallels or LUKS is rejected (docs/qcow2.md)
-    #[arg(long, value_enum)]
+
+    /// Set the format of the image
+    ///
+    /// Without this option the image is raw, and an image with the magic number of qcow2, VMDK, VHD, VHDX, VDI, QED,
+    /// Parallels or LUKS is refused (docs/qcow2.md).
+    #[arg(long, value_enum, help_heading = headings::IMAGE)]
     pub format: Option<Format>,
-    /// The backing files that a qcow2 image may name: another may have written their paths
-    #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
+    /// Choose which backing files a qcow2 image may name
+    ///
+    /// The image contains these names, and its author has chosen them.
+    #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory", help_heading = headings::IMAGE)]
     #[serde(default, skip_serializing_if = "is_default")]
     pub backing_chain: Backing,
-    /// The configuration of the Ceph cluster of rbd:POOL/IMAGE [default: where Ceph's programs find it,
-    /// such as /etc/ceph/ceph.conf]
-    #[arg(long, value_name = "FILE")]
+    /// Begin the device at this offset in the image (raw images only)
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "0", help_heading = headings::IMAGE)]
+    pub offset: u64,
+    /// Serve only this many bytes of the image (raw images only) [default: up to its end]
+    ///
+    /// The bytes must be within the image.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, help_heading = headings::IMAGE)]
+    pub size_limit: Option<u64>,
+    /// Set the logical block size
+    ///
+    /// With `auto`, NBD clients may access single bytes, unless the device also has an export of another kind. In all
+    /// other cases they must access whole blocks.
+    #[arg(long, value_enum, value_name = "SIZE", default_value = "auto", help_heading = headings::IMAGE)]
+    pub sector_size: SectorSize,
+    /// Bypass the page cache
+    #[arg(long, value_name = "MODE", default_value = "auto", value_parser = one_of::<DirectIo>(DIRECT_IO), help_heading = headings::IMAGE)]
+    #[serde(with = "json")]
+    pub direct_io: DirectIo,
+    /// Complete flushes and FUA writes without making data durable
+    ///
+    /// A crash of this machine or a power loss then destroys the image. Use it for disks that may be lost, such as
+    /// those of test machines.
+    #[arg(long, help_heading = headings::IMAGE)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unsafe_flush_ignore: bool,
+    /// Inject faults into the I/O of the device, to test the programs that use it (docs/fault.md)
+    #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>, help_heading = headings::IMAGE)]
+    #[serde(with = "json")]
+    pub fault: Option<FaultSpec>,
+
+    /// Choose how to serve the device; may be given several times
+    ///
+    /// By default, the device is a ublk device if the kernel and your privileges allow it, and is exported over NBD
+    /// otherwise. It is exported over NBD if --listen is given, or if systemd passes sockets.
+    #[arg(long = "export", value_enum, value_name = "EXPORT", help_heading = headings::EXPORTS)]
+    pub exports: Vec<Export>,
+    /// Listen for NBD at unix:PATH or tcp:HOST:PORT; may be given several times [default: the sockets passed by
+    /// systemd, or else NAME.nbd in the state directory]
+    ///
+    /// A TCP address that other machines can reach needs `--tls require` (the default with --tls-certificates) or
+    /// --insecure.
+    #[arg(long = "listen", value_name = "ADDRESS", value_parser = parse_listen, help_heading = headings::EXPORTS)]
+    pub listen: Vec<Address>,
+    /// Set the NBD export name [default: the name of the device]
+    ///
+    /// Clients that ask for no name get the device, too.
+    #[arg(long, value_name = "NAME", value_parser = parse_export_name, help_heading = headings::EXPORTS)]
+    pub export_name: Option<String>,
+    /// Limit the number of NBD connections [default: 64]
+    #[arg(long, value_name = "N", value_parser = in_range(CONNECTIONS), help_heading = headings::EXPORTS)]
+    pub max_connections: Option<u16>,
+    /// Limit the time of an NBD handshake [default: 10]
+    #[arg(long, value_name = "SECONDS", value_parser = in_range(HANDSHAKE_TIMEOUT_S), help_heading = headings::EXPORTS)]
+    pub handshake_timeout: Option<u16>,
+    /// Listen for the virtual machine at this path [default: NAME.vhost in the state directory]
+    #[arg(long, value_name = "PATH", help_heading = headings::EXPORTS)]
     #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
-    pub ceph_conf: Option<PathBuf>,
-    /// The keyring of the user of the Ceph cluster [default: the one that $CEPH_KEYRING or the configuration
-    /// names]
-    #[arg(long, value_name = "FILE")]
-    #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
-    pub ceph_keyring: Option<PathBuf>,
-    /// The user of the Ceph cluster, without its client. [default: admin]
-    #[arg(long, value_name = "NAME", value_parser = parse_ceph_user)]
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ceph_user: Option<String>,
-    /// Detach when the last client has disconnected. A block device's clients are mounts, and
-    /// processes that write to it or have it open for a while
-    #[arg(long)]
-    pub autoclear: bool,
+    pub vhost_socket: Option<PathBuf>,
     /// Whether the kernel scans for partitions.
     #[command(flatten)]
     pub partscan: PartitionScan,
-    /// Where in the image the device begins
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "0")]
-    pub offset: u64,
-    /// The device's size at most
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
-    pub size_limit: Option<u64>,
-    /// The logical block; auto takes the smallest that works, and NBD alone serves every byte
-    #[arg(long, value_enum, default_value = "auto")]
-    pub sector_size: SectorSize,
-    /// Bypass the page cache: on or an error, off, or auto where the file allows it
-    #[arg(long, default_value = "auto", value_parser = one_of::<DirectIo>(&["on", "off", "auto"]))]
+
+    /// Open the image read-only and refuse writes
+    #[arg(long, help_heading = headings::ACCESS, display_order = 0)]
+    pub read_only: bool,
+    /// Allow others to use the same bytes of the image at the same time
+    ///
+    /// The other devices need this option, too. This option also permits an image that is mounted or used by the
+    /// kernel's loop driver. A file system that is mounted twice is destroyed, unless it is a cluster file system. An
+    /// RBD image is opened without its exclusive lock.
+    #[arg(long, help_heading = headings::ACCESS, display_order = 1)]
+    pub shared: bool,
+    /// Set the permissions of the sockets of --listen unix:PATH and --vhost-socket, as for chmod(1): 660 for the group,
+    /// 666 for all users [default: 600, or 660 with --socket-group]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = headings::ACCESS)]
+    #[serde(with = "json::octal")]
+    pub socket_mode: Option<u32>,
+    /// Set the group of the sockets of --listen unix:PATH and --vhost-socket
+    #[arg(long, value_name = "GROUP", help_heading = headings::ACCESS)]
+    pub socket_group: Option<String>,
+    /// Serve NBD with TLS, using server-cert.pem and server-key.pem in DIR
+    ///
+    /// If DIR also contains ca-cert.pem, clients need a certificate signed by that authority (docs/nbd.md).
+    #[arg(long, value_name = "DIR", help_heading = headings::ACCESS)]
     #[serde(with = "json")]
-    pub direct_io: DirectIo,
-    /// How the file is read and written: serial is one request at a time, to compare with
-    #[arg(long, default_value = "concurrent", value_parser = one_of::<Dispatch>(&["concurrent", "serial"]))]
-    #[serde(with = "json")]
-    pub dispatch: Dispatch,
-    /// Hardware queues, each with a thread of its own
-    #[arg(long, value_name = "N", default_value = "1", value_parser = in_range(QUEUES))]
+    pub tls_certificates: Option<PathBuf>,
+    /// Choose whether NBD clients must use TLS [default: require if --tls-certificates is given, otherwise off]
+    #[arg(long, value_enum, value_name = "MODE", help_heading = headings::ACCESS)]
+    pub tls: Option<Tls>,
+    /// Allow other machines to reach NBD without TLS, and --metrics
+    ///
+    /// They can then read and change the device, or read its metrics.
+    #[arg(long, help_heading = headings::ACCESS)]
+    pub insecure: bool,
+    /// Whether the daemon drops the privileges and system calls that it does not need.
+    #[arg(
+        long = "no-sandbox", action = ArgAction::SetFalse, help_heading = headings::ACCESS,
+        help = "Keep all privileges of the daemon and do not filter its system calls, for debugging"
+    )]
+    pub sandbox: bool,
+
+    /// Set the number of hardware queues, each with its own thread
+    #[arg(long, value_name = "N", default_value = "1", value_parser = in_range(QUEUES), help_heading = headings::PERFORMANCE)]
     pub queues: u16,
-    /// Requests in flight per queue
-    #[arg(long, value_name = "N", default_value = "128", value_parser = in_range(DEPTH))]
+    /// Set the number of requests in flight per queue
+    #[arg(long, value_name = "N", default_value = "128", value_parser = in_range(DEPTH), help_heading = headings::PERFORMANCE)]
     pub depth: u16,
-    /// Threads for each queue of a ublk device, which share its tags, so that a client that runs on few
-    /// processors may use several threads. More than 1 needs Linux 6.16; with --queues at most 64 in all
-    #[arg(long, value_name = "N", default_value = "1", value_parser = in_range(QUEUES))]
+    /// Set the number of threads per queue of a ublk device
+    ///
+    /// The threads share the tags of their queue, so that a client on few processors can use several threads. More
+    /// than 1 needs Linux 6.16. At most 64 threads for all --queues.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = in_range(QUEUES), help_heading = headings::PERFORMANCE)]
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub threads_per_queue: u16,
-    /// The one that copies the data of a ublk device between the kernel and the daemon: none, which
-    /// needs Linux 6.16 and an image, or the kernel, or the daemon. auto takes the first that works
-    #[arg(long, value_enum, default_value = "auto")]
-    pub copy: Copying,
-    /// The order in which requests reach the driver
-    #[arg(long, value_enum, default_value = "none")]
+    /// Choose the order in which requests reach the driver
+    #[arg(long, value_enum, default_value = "none", help_heading = headings::PERFORMANCE)]
     pub scheduler: Scheduler,
-    /// Adjacent requests are joined.
-    #[arg(long = "no-merge", action = ArgAction::SetFalse, help = "Do not join adjacent requests")]
+    /// Choose how the image file is accessed
+    #[arg(long, value_name = "MODE", default_value = "concurrent", value_parser = one_of::<Dispatch>(DISPATCH), help_heading = headings::PERFORMANCE)]
+    #[serde(with = "json")]
+    pub dispatch: Dispatch,
+    /// Choose who copies the data of a ublk device between the kernel and the daemon
+    #[arg(long, value_enum, value_name = "MODE", default_value = "auto", help_heading = headings::PERFORMANCE)]
+    pub copy: Copying,
+    /// Pin the memory of a virtual machine, so that direct I/O need not pin it for each request
+    ///
+    /// All of the memory is taken as soon as the machine connects. The guest must not free memory: use no balloon and
+    /// no free page reporting (docs/vhost-user.md).
+    #[arg(long, help_heading = headings::PERFORMANCE)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub register_memory: bool,
+    /// Choose how often the clock is read for time stamps
+    #[arg(long, value_name = "MODE", default_value = "cached", value_parser = one_of::<ClockMode>(CLOCK), help_heading = headings::PERFORMANCE)]
+    #[serde(with = "json")]
+    pub clock: ClockMode,
+    /// Whether adjacent requests are merged.
+    #[arg(
+        long = "no-merge", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
+        help = "Do not merge adjacent requests"
+    )]
     pub merge: bool,
-    /// Tags are handed out in batches.
-    #[arg(long = "no-batching", action = ArgAction::SetFalse, help = "Do not hand out tags in batches")]
+    /// Whether a thread that waits for a tag gets several.
+    #[arg(
+        long = "no-batching", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
+        help = "Let threads that wait for a full device submit one request per wake-up, not up to 32"
+    )]
     pub batching: bool,
-    /// I/O reaches the kernel a few at a time.
-    #[arg(long = "no-early-submission", action = ArgAction::SetFalse, help = "Submit the I/O of a batch all at once, not a few at a time")]
+    /// Whether I/O is submitted to the kernel a few at a time.
+    #[arg(
+        long = "no-early-submission", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
+        help = "Submit the I/O of a batch to the kernel at its end, not four at a time"
+    )]
     #[serde(default = "on", skip_serializing_if = "is_on")]
     pub early_submission: bool,
-    /// Requests are counted and timed.
-    #[arg(long = "no-iostats", action = ArgAction::SetFalse, help = "Do not count and time requests")]
+    /// Whether requests are counted and timed.
+    #[arg(
+        long = "no-iostats", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
+        help = "Do not count and time requests"
+    )]
     pub iostats: bool,
     /// Ignored. Earlier versions had this option, and their command lines, configuration files and records are accepted.
     #[arg(long, hide = true)]
     #[serde(default, rename = "pacing", skip_serializing)]
     pub no_pacing: bool,
-    /// Receiving waits for clients that are busy reading replies (NBD).
-    #[arg(long = "no-receive-backoff", action = ArgAction::SetFalse, help = "Receive at once from NBD clients that are busy reading replies")]
+    /// Whether a connection of NBD waits before it receives from a client that is busy reading replies.
+    #[arg(
+        long = "no-receive-backoff", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
+        help = "Receive from NBD clients immediately, even while they are busy reading replies"
+    )]
     pub receive_backoff: bool,
-    /// Large reads are done in parts (NBD).
-    #[arg(long = "no-split-reads", action = ArgAction::SetFalse, help = "Do large reads of NBD clients in one part")]
+    /// Whether large reads of NBD clients are served in parts.
+    #[arg(
+        long = "no-split-reads", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
+        help = "Serve large NBD reads in one piece, not in parts of 128 KiB"
+    )]
     #[serde(default = "on", skip_serializing_if = "is_on")]
     pub split_reads: bool,
-    /// Time stamps: one reading of the clock per batch, or one each
-    #[arg(long, default_value = "cached", value_parser = one_of::<ClockMode>(&["cached", "precise"]))]
-    #[serde(with = "json")]
-    pub clock: ClockMode,
-    /// Make things go wrong on purpose, for testing what uses the device (docs/fault.md)
-    #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>)]
-    #[serde(with = "json")]
-    pub fault: Option<FaultSpec>,
-    /// Limits of I/Os and bytes per second: KEY=RATE, ... with the keys iops, read-iops, write-iops, bps,
-    /// read-bps, write-bps; burst=RATExLENGTH for the key before it; iops-size=BYTES; or auto: just under the
-    /// device's own ceiling, which is searched (docs/limits.md)
-    #[arg(long, value_name = "LIMITS", value_parser = str::parse::<LimitMode>, default_value = "none")]
+
+    /// Limit the rate of I/Os or bytes: KEY=RATE,... or auto
+    ///
+    /// The keys are iops, read-iops, write-iops, bps, read-bps and write-bps. burst=RATExLENGTH belongs to the key
+    /// before it. With iops-size=BYTES, a larger I/O counts as several. With auto, the ceiling of the device is
+    /// searched, and the limit is kept just below it (docs/limits.md).
+    #[arg(long, value_name = "LIMITS", value_parser = str::parse::<LimitMode>, default_value = "none", help_heading = headings::LIMITS)]
     #[serde(default, with = "json", skip_serializing_if = "LimitMode::is_none")]
     pub limit: LimitMode,
-    /// The group whose limits the device shares with others; `blkq group set` makes it
-    #[arg(long, value_name = "NAME", value_parser = parse_group_name)]
+    /// Share the limits of this group; create it with `blkq group set`
+    #[arg(long, value_name = "NAME", value_parser = parse_group_name, help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
-    /// The share that the device has of its group's limits, beside the weights of the others
-    /// [default: 100]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)))]
+    /// Set the weight of the device in its group, relative to the other members [default: 100]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)), help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight: Option<u32>,
-    /// Report the error of a request that fails, or hold it until `blkq resume`; hold-enospc
-    /// holds those for which the image's file system has no room (docs/durability.md)
-    #[arg(long, value_name = "POLICY", default_value = "report", value_parser = one_of::<ErrorPolicy>(&["report", "hold", "hold-enospc"]))]
+
+    /// Read the configuration of the cluster from FILE [default: as other Ceph clients, such as /etc/ceph/ceph.conf]
+    #[arg(long, value_name = "FILE", help_heading = headings::CEPH)]
+    #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
+    pub ceph_conf: Option<PathBuf>,
+    /// Connect as this user; omit the prefix `client.` [default: admin]
+    #[arg(long, value_name = "NAME", value_parser = parse_ceph_user, help_heading = headings::CEPH)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ceph_user: Option<String>,
+    /// Read the keyring of the user from FILE [default: $CEPH_KEYRING, or as configured]
+    #[arg(long, value_name = "FILE", help_heading = headings::CEPH)]
+    #[serde(default, with = "json", skip_serializing_if = "Option::is_none")]
+    pub ceph_keyring: Option<PathBuf>,
+
+    /// Name the device [default: the file name of the image, made unique]
+    #[arg(long, help_heading = headings::SERVICE, display_order = 0)]
+    pub name: Option<String>,
+    /// Detach when the last client has disconnected
+    ///
+    /// The clients of a block device are its mounts, and the processes that write to it or keep it open for a while.
+    #[arg(long, help_heading = headings::SERVICE)]
+    pub autoclear: bool,
+    /// Choose what happens to a request that fails
+    ///
+    /// Errors that are the request's own fault, and errors of flushes, are always reported (docs/durability.md).
+    #[arg(long, value_name = "POLICY", default_value = "report", value_parser = one_of::<ErrorPolicy>(ON_ERROR), help_heading = headings::SERVICE)]
     #[serde(default, with = "json", skip_serializing_if = "is_report")]
     pub on_error: ErrorPolicy,
-    /// Answer flushes, and writes with FUA, before the data is safe: a crash of this machine destroys
-    /// the image. For disks that are thrown away, such as those of a test machine
-    #[arg(long)]
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub unsafe_flush_ignore: bool,
-    /// Report requests in flight for longer than so many seconds in the daemon's log, once each;
-    /// 0 for never (docs/watching.md)
-    #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse)]
+    /// Log requests that are in flight for longer; 0 turns this off
+    ///
+    /// Each request is logged once, with its state (docs/watching.md).
+    #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse, help_heading = headings::SERVICE)]
     #[serde(with = "json")]
     pub hang_warning: Duration,
-    /// Serve metrics for Prometheus over HTTP at unix:PATH or tcp:HOST:PORT, which must be of
-    /// this machine (docs/watching.md)
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_listen)]
+    /// Serve metrics for Prometheus over HTTP at unix:PATH or tcp:HOST:PORT
+    ///
+    /// An address that other machines can reach needs --insecure (docs/watching.md).
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_listen, help_heading = headings::SERVICE)]
     pub metrics: Option<Address>,
-    /// NBD connections at a time [default: 64]
-    #[arg(long, value_name = "N", value_parser = in_range(CONNECTIONS))]
-    pub max_connections: Option<u16>,
-    /// How long the handshake of an NBD client may take [default: 10]
-    #[arg(long, value_name = "SECONDS", value_parser = in_range(HANDSHAKE_TIMEOUT_S))]
-    pub handshake_timeout: Option<u16>,
-    /// TLS for NBD: clients may use it, or must; a directory of certificates is needed [default:
-    /// require with --tls-certificates, else off]
-    #[arg(long, value_enum)]
-    pub tls: Option<Tls>,
-    /// The directory of server-cert.pem and server-key.pem; with ca-cert.pem, clients must have
-    /// certificates that it signed
-    #[arg(long, value_name = "DIR")]
-    #[serde(with = "json")]
-    pub tls_certificates: Option<PathBuf>,
-    /// Let NBD without TLS, and --metrics, listen where other machines reach them: they can then
-    /// read and change the device, or read its metrics
-    #[arg(long)]
-    pub insecure: bool,
-    /// The daemon gives up privileges and system calls that it does not need.
-    #[arg(long = "no-sandbox", action = ArgAction::SetFalse, help = "Keep all privileges, and do not filter system calls, to search for an error")]
-    pub sandbox: bool,
-    /// The name by which NBD clients ask for the device; those that name none get it too [default:
-    /// the device's name]
-    #[arg(long, value_name = "NAME", value_parser = parse_export_name)]
-    pub export_name: Option<String>,
-    /// Write the number of the daemon's process to a file when the device is usable; it is removed
-    /// when the device is detached
-    #[arg(long, value_name = "FILE")]
+    /// Write the process ID of the daemon to FILE when the device is ready
+    ///
+    /// FILE is removed at detach.
+    #[arg(long, value_name = "FILE", help_heading = headings::SERVICE)]
     #[serde(with = "json")]
     pub pid_file: Option<PathBuf>,
     /// Over NBD, serve whole sectors only, as losetup does
@@ -395,56 +455,4 @@ fn in_range(range: RangeInclusive<u16>) -> RangedI64ValueParser<u16> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
-
-    /// The options that `words` make.
-    pub fn options(words: &[&str]) -> AttachOptions {
-        #[derive(Parser)]
-        struct Line {
-            #[command(flatten)]
-            options: AttachOptions,
-        }
-        Line::parse_from([&["attach"], words].concat()).options
-    }
-
-    #[test]
-    fn the_files_of_ceph_are_found_as_its_client_finds_them() {
-        let home = std::env::temp_dir().join(format!("blkq-ceph-home-{}", std::process::id()));
-        std::fs::create_dir_all(home.join(".ceph")).unwrap();
-        let of_user = home.join(".ceph/ceph.conf");
-        std::fs::write(&of_user, "").unwrap();
-        let found = |words: &[&str], environment: &[(&str, &str)]| {
-            let mut options = options(words);
-            find_ceph_files(&mut options, |name| {
-                environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
-            });
-            (options.ceph_conf, options.ceph_keyring)
-        };
-        let path = |path: &str| Some(PathBuf::from(path));
-        let named = [("CEPH_CONF", "/c"), ("CEPH_KEYRING", "/k"), ("HOME", home.to_str().unwrap())];
-        assert_eq!(found(&["rbd:p/i"], &named), (path("/c"), path("/k")));
-        let given = ["rbd:p/i", "--ceph-conf=/o", "--ceph-keyring=/r"];
-        assert_eq!(found(&given, &named), (path("/o"), path("/r")));
-        let usual = Path::new("/etc/ceph/ceph.conf");
-        let expected = if usual.is_file() { usual.to_owned() } else { of_user };
-        assert_eq!(found(&["rbd:p/i"], &named[2..]), (Some(expected), None));
-        assert_eq!(found(&["d.img"], &named), (None, None));
-        std::fs::remove_dir_all(home).unwrap();
-    }
-
-    #[test]
-    fn relative_paths_begin_in_the_directory() {
-        let words = ["d.img", "--listen=unix:./s", "--listen=tcp:h:1", "--metrics=unix:m", "--pid-file=/p"];
-        let words = [&words[..], &["--tls-certificates=../tls"]].concat();
-        let absolute = options(&words).absolute(Path::new("/nowhere")).unwrap();
-        assert_eq!(absolute.image, DriverSpec::Image("/nowhere/d.img".into()));
-        let unix = |path: &str| Address::Unix(path.into());
-        assert_eq!(absolute.listen, [unix("/nowhere/s"), Address::Tcp("h".into(), 1)]);
-        assert_eq!(
-            (absolute.metrics.clone(), absolute.pid_file.clone()),
-            (Some(unix("/nowhere/m")), Some("/p".into()))
-        );
-        assert_eq!(absolute.tls_certificates, Some("/nowhere/../tls".into()));
-    }
-}
+pub(crate) mod tests;

@@ -8,22 +8,24 @@ use blkq::drivers::qcow2::BackingChain;
 use blkq::{ErrorKind, SchedulerKind};
 use blkq_export::ublk::CopyMode;
 use clap::ValueEnum;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
 
 use blkq::units::format_bytes;
+
+use super::headings;
 
 /// `--copy`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Copying {
-    /// The first of these that works
+    /// none if it works, otherwise kernel
     Auto,
-    /// Nobody: the driver reads and writes the kernel's pages
+    /// No copy: the driver uses the kernel's pages. Needs Linux 6.16, root, and a raw image without --fault
     None,
     /// The kernel
     Kernel,
-    /// The daemon
+    /// The daemon. Needs Linux 6.5 and root
     User,
 }
 
@@ -43,12 +45,13 @@ impl Copying {
 #[derive(clap::Args, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(from = "Option<bool>", into = "Option<bool>")]
 pub struct PartitionScan {
-    /// Have the kernel scan for partitions on the device's node in /dev, which is the default for
-    /// ublk devices of root; over NBD the client's kernel does
-    #[arg(long = "partscan")]
+    /// Scan the block device for partitions
+    ///
+    /// This is the default for ublk devices of root. The kernel of an NBD client decides for itself.
+    #[arg(long = "partscan", help_heading = headings::EXPORTS)]
     pub wanted: bool,
-    /// Keep the kernel from scanning for partitions, now and later
-    #[arg(long = "no-partscan", conflicts_with = "wanted")]
+    /// Keep the kernel from scanning the block device for partitions, now and on request
+    #[arg(long = "no-partscan", conflicts_with = "wanted", help_heading = headings::EXPORTS)]
     pub refused: bool,
 }
 
@@ -79,23 +82,23 @@ pub enum Address {
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Export {
-    /// A server of the NBD protocol
+    /// Network block device, over a unix socket or TCP (docs/nbd.md)
     Nbd,
-    /// A kernel block device
+    /// Block device of this kernel, /dev/ublkbN (docs/ublk.md)
     Ublk,
-    /// A disk for virtual machines
+    /// Disk of a virtual machine (docs/vhost-user.md)
     VhostUserBlk,
 }
 
-/// `--format`: without it, an image that has the magic of another format is rejected.
+/// `--format`: without it, an image that has the magic number of another format is refused.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// The bytes as they are, whatever their magic
+    /// The bytes of the image are those of the device, whatever they begin with
     Raw,
-    /// QEMU's format, with the images behind it
+    /// QEMU's format, with backing files
     Qcow2,
-    /// qcow2 if the image has its magic, raw if it has none; prints which
+    /// qcow2 if the image has its magic number, raw if it has none; prints which
     Auto,
 }
 
@@ -103,10 +106,10 @@ pub enum Format {
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backing {
-    /// Those in the directory of the image that names them, or below it
+    /// Files in the directory of the image that names them, or below it
     #[default]
     OwnDirectory,
-    /// All that the user may read
+    /// All files that you may read
     Allow,
 }
 
@@ -123,11 +126,11 @@ impl From<Backing> for BackingChain {
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tls {
-    /// Not offered
+    /// TLS is not offered
     Off,
-    /// Offered
+    /// Clients may use TLS
     On,
-    /// Demanded
+    /// Clients must use TLS
     Require,
 }
 
@@ -151,7 +154,7 @@ pub enum SectorSize {
     #[value(name = "4096")]
     #[serde(rename = "4096")]
     Bytes4096,
-    /// The smallest that works
+    /// The smallest size that works
     Auto,
 }
 
@@ -185,11 +188,11 @@ impl SectorSize {
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Scheduler {
-    /// As they come
+    /// The order of submission
     None,
-    /// By place, with deadlines
+    /// The order of positions, with a deadline for each request
     MqDeadline,
-    /// By latency targets
+    /// A share for each kind of request, so that latencies stay near their targets
     Kyber,
 }
 
@@ -204,12 +207,46 @@ impl Scheduler {
     }
 }
 
-/// One of `names`, as the block layer reads it.
-pub(super) fn one_of<T>(names: &'static [&'static str]) -> impl TypedValueParser<Value = T>
+/// A value of an option, and its description in the help.
+type Described = (&'static str, &'static str);
+
+/// The values of `--direct-io`.
+pub(super) const DIRECT_IO: &[Described] = &[
+    ("on", "Always; the attach fails if the image does not allow it"),
+    ("off", "Never"),
+    ("auto", "If the image allows it; otherwise the attach prints why not"),
+];
+/// The values of `--dispatch`.
+pub(super) const DISPATCH: &[Described] = &[
+    ("concurrent", "Many requests at the same time"),
+    ("serial", "One request at a time, for comparison (raw images only)"),
+];
+/// The values of `--clock`.
+pub(super) const CLOCK: &[Described] = &[("cached", "Once per batch"), ("precise", "Once per time stamp")];
+/// The values of `--on-error`.
+pub(super) const ON_ERROR: &[Described] = &[
+    ("report", "The client gets the error"),
+    ("hold", "The request is held, and its client waits, until `blkq resume`"),
+    ("hold-enospc", "As hold, but only if the file system of the image has no space"),
+];
+
+/// The long help of the image. The indentation keeps each kind on a line in the manual page.
+pub(super) const IMAGE_HELP: &str = "\
+What to serve:
+
+  PATH        an image file, or a block device
+  ram:SIZE    a RAM disk, which is freed at detach
+  null:SIZE   a device that reads zeroes and discards writes, for measurements
+  rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]
+              an image in a Ceph cluster (docs/rbd.md)";
+
+/// Parses one of `values` as the block layer does.
+pub(super) fn one_of<T>(values: &[Described]) -> impl TypedValueParser<Value = T> + use<T>
 where
     T: std::str::FromStr<Err = blkq::Error> + Clone + Send + Sync + 'static,
 {
-    PossibleValuesParser::new(names).try_map(|name| name.parse::<T>())
+    let values = values.iter().map(|(name, help)| PossibleValue::new(*name).help(*help));
+    PossibleValuesParser::new(values).try_map(|name| name.parse::<T>())
 }
 
 pub(super) fn parse_image(text: OsString) -> Result<DriverSpec, blkq::Error> {

@@ -12,13 +12,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use blkq::units::parse_bytes;
-use clap::Parser;
+use clap::{ArgAction, Parser};
 
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::{Launched, Program, report, warn};
-use crate::options::{AttachOptions, Export};
+use crate::options::{AttachOptions, Export, headings};
 use crate::serve::find_format;
 use crate::{parent, print_json, systemd};
 
@@ -26,12 +26,19 @@ pub use attached::Attached;
 use attached::not_reported;
 use create::NewImage;
 
-/// Options of `attach`: those of the device, and what this command does.
+/// Options of `attach`: of the device, and of the command itself.
+///
+/// `create` and `overlay` precede [`AttachOptions`], so that the first heading is that of the image. A small
+/// `display_order` places an option before those of its heading that have none.
 #[derive(clap::Args, Debug)]
-#[command(after_help = "\
-Returns when the device is usable and prints one line per export; a daemon of its own
-serves it until `blkq detach`. Sizes take K, M, G, T or KiB, MiB, ... (powers of 1024), or KB, MB.
-(powers of 1000), and fractions: 1.5G.
+#[command(
+    disable_help_flag = true,
+    after_help = "\
+Prints one line per export when the device is ready: the node in /dev, or a URI. A daemon serves the
+device until `blkq detach`.
+
+Sizes are bytes, or have a unit: K, M, G, T and KiB, MiB, ... are powers of 1024, KB, MB, ... are
+powers of 1000. Fractions are allowed: 1.5G.
 
 Examples:
   blkq attach disk.img
@@ -46,43 +53,58 @@ Examples:
   blkq attach base.img --overlay clone.qcow2
   blkq attach ram:1G --name scratch
   blkq attach disk.img --run 'nbdcopy $uri copy.img'
-  blkq attach null:1T --foreground      stops with Ctrl-C
-  blkq attach --config /etc/blkq/data.toml")]
+  blkq attach null:1T --foreground      # stop with Ctrl-C
+  blkq attach --config /etc/blkq/data.toml"
+)]
 pub struct Args {
-    /// How the device is attached.
+    /// Create the image first, as a sparse file of SIZE bytes
+    ///
+    /// Only its owner may access the file (mode 600). An existing file is never overwritten. The new file is removed
+    /// again if the device cannot be attached.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with_all = ["read_only", "nooverlap"], help_heading = headings::IMAGE)]
+    create: Option<u64>,
+    /// Create FILE as a qcow2 overlay of the image, and attach FILE
+    ///
+    /// The image stays as it is, and becomes the backing file of FILE. --format is the format of the image. An
+    /// existing file is never overwritten. FILE is removed again if the device cannot be attached (docs/qcow2.md).
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["create", "read_only", "shared", "nooverlap"], help_heading = headings::IMAGE)]
+    overlay: Option<PathBuf>,
+    /// The options of the device.
     #[command(flatten)]
     options: AttachOptions,
-    /// Make the image first, a sparse file of so many bytes for its owner alone. Nothing is ever
-    /// overwritten; if the device cannot be attached, the file is removed again
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with_all = ["read_only", "nooverlap"])]
-    create: Option<u64>,
-    /// Leave the image as it is, and attach a new qcow2 image FILE that reads from it what was not written yet.
-    /// --format is that of the image. Nothing is ever overwritten; if the device cannot be attached, FILE
-    /// is removed again (docs/qcow2.md)
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["create", "read_only", "shared", "nooverlap"])]
-    overlay: Option<PathBuf>,
-    /// If these bytes of the image are attached already, reuse that device and print where it
-    /// is; if others that overlap them are, refuse. Of several at once, one attaches
-    #[arg(long, conflicts_with_all = ["shared", "foreground"])]
+    /// Reuse the device that already serves these bytes of the image, if there is one
+    ///
+    /// Its exports are printed. If the bytes of another device only overlap, the attach fails. Of several such
+    /// commands at the same time, one attaches.
+    #[arg(long, conflicts_with_all = ["shared", "foreground"], help_heading = headings::ACCESS, display_order = 2)]
     nooverlap: bool,
-    /// Run CMD in a shell, with $uri (and $unixsocket or $port, $nbd, $exportname, $tls, as nbdkit has
-    /// them), $device (the node in /dev) and $name in its environment; detach when it has exited,
-    /// and exit with its code. Without --export, over NBD
-    #[arg(long, value_name = "CMD", conflicts_with_all = ["foreground", "json", "nooverlap", "exit_with_parent"])]
-    run: Option<String>,
-    /// Serve it in this process, until SIGINT or SIGTERM
-    #[arg(long)]
-    foreground: bool,
-    /// As --foreground, and detach when the process that started this one exits
-    #[arg(long)]
-    exit_with_parent: bool,
-    /// Take the image, and options that are not given here, from a file (docs/service.md). The name is that
-    /// of the file, unless it is given
-    #[arg(long, value_name = "FILE")]
+    /// Read the image, and options that are not given here, from a TOML file
+    ///
+    /// The device is named after the file, unless --name is given (docs/service.md).
+    #[arg(long, value_name = "FILE", help_heading = headings::SERVICE, display_order = 1)]
     config: Option<PathBuf>,
-    /// Print one JSON object, as `blkq show --json`, in place of the exports
-    #[arg(long)]
+    /// Run CMD while the device is attached, then detach and exit with its exit code
+    ///
+    /// CMD runs in a shell. Its environment has $uri, $unixsocket or $port, $nbd, $exportname and $tls as for
+    /// `nbdkit --run`, and also $name and $device (the node in /dev). The device is exported over NBD unless --export
+    /// is given.
+    #[arg(long, value_name = "CMD", conflicts_with_all = ["foreground", "json", "nooverlap", "exit_with_parent"], help_heading = headings::SERVICE, display_order = 2)]
+    run: Option<String>,
+    /// Serve in this process, until SIGINT or SIGTERM
+    #[arg(long, help_heading = headings::SERVICE, display_order = 3)]
+    foreground: bool,
+    /// Serve in this process, and detach when the parent process exits
+    #[arg(long, help_heading = headings::SERVICE, display_order = 4)]
+    exit_with_parent: bool,
+    /// Print the device as one JSON object, as `blkq show --json` does, instead of its exports
+    #[arg(long, help_heading = headings::SERVICE)]
     json: bool,
+    /// Print help. Defined here, so that its heading is the last one.
+    #[arg(
+        long, short, action = ArgAction::Help, help_heading = "Options",
+        help = "Print help (see more with '--help')", long_help = "Print help (see a summary with '-h')"
+    )]
+    help: Option<bool>,
 }
 
 impl Args {
