@@ -74,7 +74,7 @@ fn manuals_and_completions_come_from_the_command_line() {
         assert!(text.contains(holds), "{file}: {holds}");
     }
     let page = fs::read_to_string(place.dir.join("blkq-detach.1")).unwrap();
-    assert!(page.contains(".SH DESCRIPTION\nFlush a device and detach it.\n.PP\nReturns when"), "{page}");
+    assert!(page.contains(".SH DESCRIPTION\nFlush devices and detach them.\n.PP\nReturns when"), "{page}");
     // Only files of an earlier command are replaced.
     place.done(&["generate", "man", dir]);
     fs::write(place.dir.join("blkq.1"), "notes").unwrap();

@@ -12,8 +12,18 @@ use clap_mangen::Man;
 use crate::completion::VARIABLE;
 use crate::failure::{Failure, Outcome};
 
-/// Headings of the sections that a command's help has behind its text, each at the beginning of a line.
-const HEADINGS: &[&str] = &["Examples:", "Environment:", "Files:", "Exit status:"];
+/// Headings of the sections that a command's help has after its text, each on a line of its own in the help. They become
+/// sections of the manual page.
+const HEADINGS: &[&str] = &[
+    "Keys:",
+    "Events:",
+    "Columns:",
+    "Examples:",
+    "Environment:",
+    "Files:",
+    "Files in the state directory:",
+    "Exit status:",
+];
 
 /// Options of `generate`.
 #[derive(clap::Args, Debug)]
@@ -25,16 +35,16 @@ Examples:
 pub struct Args {
     /// The kind of files to write
     kind: Kind,
-    /// An existing directory to write into
+    /// The directory to write to, which must exist
     dir: PathBuf,
 }
 
 /// The kinds of files that can be generated.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
-    /// blkq.1 and one page per subcommand
+    /// Manual pages: blkq.1, and a page per command
     Man,
-    /// For bash, elvish, fish, powershell and zsh; they run blkq for the names of devices
+    /// Completions for bash, elvish, fish, PowerShell and zsh, which run blkq to complete device names
     Completions,
 }
 
@@ -138,17 +148,18 @@ impl Section {
         self.heading == "Examples:"
     }
 
-    /// The section as a page has it: examples as they are, all else as terms with what they are.
+    /// The section in roff(7): examples unchanged, other lines as terms with descriptions.
     fn rendered(&self) -> String {
         let lines = self.lines.iter().filter(|line| self.is_examples() || !line.is_empty());
         if self.is_examples() {
             let lines: String = lines.map(|line| roff(line) + "\n").collect();
             return format!(".SH EXAMPLES\n.nf\n{}\n.fi\n", lines.trim_end());
         }
+        // A line without a term continues the description before it.
         let terms: String = lines
-            .map(|line| {
-                let (term, what) = line.trim_start().split_once("  ").unwrap_or((line, ""));
-                format!(".TP\n{}\n{}\n", roff(term), roff(what.trim_start()))
+            .map(|line| match line.trim_start().split_once("  ") {
+                Some((term, what)) => format!(".TP\n{}\n{}\n", roff(term), roff(what.trim_start())),
+                None => format!("{}\n", roff(line.trim_start())),
             })
             .collect();
         format!(".SH {}\n{terms}", self.heading.trim_end_matches(':').to_uppercase())

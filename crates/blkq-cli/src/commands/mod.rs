@@ -35,7 +35,7 @@ pub mod trace;
 pub mod ublk_owner;
 pub mod upgrade;
 
-/// The multi-queue block layer in user space: serves image files as fast block devices.
+/// Serve disk images as block devices: to the kernel (ublk), to NBD clients and to virtual machines
 #[derive(Parser, Debug)]
 #[command(
     name = "blkq",
@@ -43,35 +43,37 @@ pub mod upgrade;
     max_term_width = 100,
     after_help = "\
 Examples:
-  blkq attach disk.img                 serve an image; prints /dev/ublkb0, or an NBD URI
-  blkq list                            what is attached
-  blkq stat disk.img 1                 what it is doing, every second
-  blkq detach disk.img                 flush it and detach it
+  blkq attach disk.img        serve an image; prints /dev/ublkb0, or an NBD URI
+  blkq list                   list the devices
+  blkq stat disk.img 1        print what a device does, every second
+  blkq detach disk.img        flush the device and detach it
 
 Environment:
-  BLKQ_STATE_DIR     the state directory
-  BLKQ_CONFIG_DIR    the directory of configuration files
-  XDG_RUNTIME_DIR    it is blkq in there for other users than root
+  BLKQ_STATE_DIR      the state directory [default: /run/blkq for root, $XDG_RUNTIME_DIR/blkq for
+                      other users]
+  BLKQ_CONFIG_DIR     the directory of configuration files [default: /etc/blkq]
 
 Files:
-  /etc/blkq/NAME.toml  the options of a device, for `blkq attach --config` and service blkq@NAME
-  /run/blkq          the state directory of root, which `blkq show NAME` names; it has
-  NAME.log           the daemon's log; NAME.log.1 the one before
-  NAME.json          what is kept for `blkq recover`
-  NAME.nbd           the NBD socket, unless --listen gives its place
-  NAME.vhost         the socket for virtual machines, unless --vhost-socket gives its place
-  NAME.control       the socket on which the daemon takes commands
-  NAME.lock          locked as long as the daemon lives
-  journals/          what qcow2 images lack if their daemon is killed
-  groups/GROUP       the limits that a group's devices share
+  /etc/blkq/NAME.toml  options of a device, for `blkq attach --config` and for the service blkq@NAME
+
+Files in the state directory:
+  NAME.control        socket for commands to the daemon
+  NAME.nbd            NBD socket, unless --listen is given
+  NAME.vhost          vhost-user socket, unless --vhost-socket is given
+  NAME.log            log of the daemon; NAME.log.1 is the log of the previous daemon
+  NAME.json           the device as it is served, with its settings, for `blkq recover`
+  NAME.options        the options of the device, for `blkq recover`
+  NAME.lock           locked while the daemon is running
+  journals/           changes that qcow2 images would lack if their daemons were killed
+  groups/GROUP        the limits and the members of a group
 
 Exit status:
-  0  done
-  1  refused or failed; one line on stderr has what, why, and the cure
+  0  success
+  1  refused or failed; one line on standard error says what, why, and what to do
   2  wrong usage
-  3  a daemon in the foreground left its device to the next one, as `upgrade` asked
-  4  a daemon in the foreground detached, but its last flush failed, so data may be lost, or its
-     dirty bitmaps could not be kept
+  3  a daemon in the foreground handed its device to the next one, for `blkq upgrade`
+  4  a daemon in the foreground detached its device, but the last flush failed, so data may be lost,
+     or the dirty bitmaps could not be saved
 
 See also: `blkq COMMAND --help`; nbd-client(8), nbdcopy(1), qemu-nbd(8), losetup(8), iostat(1)"
 )]
@@ -88,56 +90,56 @@ pub enum Command {
     Attach(Box<attach::Args>),
     /// List the devices
     List(list::Args),
-    /// Show all about devices
+    /// Show the settings, clients and warnings of devices
     Show(show::Args),
-    /// Print what devices did, or are doing
+    /// Show I/O statistics of devices: totals, or one report per interval
     Stat(stat::Args),
-    /// Watch what all devices do, on the terminal
+    /// Show the activity of all devices, live
     Top(top::Args),
-    /// Follow each I/O of a device through the block layer
+    /// Trace each I/O of a device through the block layer
     Trace(trace::Args),
-    /// Change settings of a device while it is in use
+    /// Change settings of a device in use
     Set(set::Args),
-    /// List, make and change groups of devices that share limits
+    /// List, create, change and remove groups of devices that share rate limits
     Group(group::Args),
-    /// Change the size of a device, or take over that of its image
+    /// Change the size of a device, or adopt the new size of its image
     Resize(resize::Args),
-    /// Keep a device as it is now, and go on in a new image
+    /// Take an external snapshot: new writes go to a new qcow2 overlay
     Snapshot(snapshot::Args),
-    /// List, add, clear and remove dirty bitmaps of a device, for incremental backups
+    /// List, add, clear, merge and remove dirty bitmaps, for incremental backups
     Bitmap(bitmap::Args),
-    /// Bring what a device's image has into the one behind it, and go on in that
+    /// Merge the active overlay into its backing file and switch the device to it
     Commit(commit::Args),
-    /// Reissue the requests that a device holds after errors, or fail them
+    /// Reissue the requests that are held after I/O errors, or fail them
     Resume(resume::Args),
-    /// Flush a device and detach it
+    /// Flush devices and detach them
     Detach(detach::Args),
-    /// Measure what each idea is worth on this machine, and blkq beside its peers
+    /// Measure what each mechanism gains on this machine, and compare blkq with other servers
     Bench(bench::Args),
-    /// Serve a block device or a virtual machine's disk again after its daemon died
+    /// Start a new daemon for a block device or a virtual machine's disk whose daemon has died
     Recover(recover::Args),
-    /// Hand a block device in use to a new daemon, of this program
+    /// Hand a device in use to a new daemon of this program, without I/O errors
     Upgrade(upgrade::Args),
-    /// The command line of losetup(8), for scripts and habits that have it
+    /// Accept the command line of losetup(8)
     Losetup(Box<losetup::Args>),
-    /// Check the configuration files of devices, or apply them
+    /// Check configuration files, or apply them to attached devices
     Config(config::Args),
-    /// Check what this machine can do, with the command that changes it
+    /// Check what this machine supports, and print the commands that enable the rest
     Doctor(doctor::Args),
-    /// Serve a configured device, for a service manager
+    /// Serve a configured device in this process, for a service manager
     Service(service::Args),
-    /// Print what this kernel offers and what is missing
+    /// List the kernel features that blkq uses, and which of them are missing
     Features(features::Args),
     /// Serve a device, for the command that starts this process
     #[command(hide = true)]
     Daemon(daemon::Args),
-    /// Print the user that made a ublk device, for udev
+    /// Print the user who created a ublk device, for udev
     #[command(hide = true)]
     UblkOwner(ublk_owner::Args),
     /// Order services after the mounts of their images, for systemd
     #[command(hide = true)]
     SystemdGenerator(systemd_generator::Args),
-    /// Write manual pages or shell completions into a directory
+    /// Write manual pages or shell completions
     Generate(generate::Args),
 }
 
