@@ -43,37 +43,39 @@ pub type Result<T = ()> = std::result::Result<T, Error>;
 /// Options of `bench`.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "\
-Each table switches one idea off and on, in turn, and prints the median of several rounds, how far
-the rounds lie apart, and the counters that explain the figure, beside what was published for the
-idea. A ratio marked with ~ is no larger than its spread: measure longer, or on a quieter machine.
+A table compares a mechanism of blkq, off and on, or blkq with other programs: in turn, for several
+rounds. It prints the median, the spread of the rounds, the counters that explain the result, and
+the published result for comparison. A ratio marked with ~ is not larger than its spread: measure
+longer, or on a machine with less load.
 
 Examples:
-  blkq bench all --quick             everything, in under two minutes
-  blkq bench clock                   what reading the clock once per batch is worth
-  blkq bench peers --file /data/x    beside qemu-nbd, nbdkit, the kernel, on that file system
-  blkq bench all --report out        out/index.html: a page with plots, and the raw figures
-  blkq bench clock --json - | jq .   the figures of every round, as in schema.json of blkq-bench")]
+  blkq bench all --quick             # all tables, in less than two minutes
+  blkq bench clock                   # the gain from reading the clock once per batch
+  blkq bench peers --file /data/x    # a comparison with other servers, on this file system
+  blkq bench all --report out        # writes out/index.html, with plots, and the raw figures
+  blkq bench clock --json - | jq .   # the figures of each round (schema.json of blkq-bench)")]
 pub struct Arguments {
-    /// Which table
+    /// The table to measure
     #[arg(value_enum)]
     pub what: What,
-    /// Fewer and shorter rounds: under two minutes for all
+    /// Measure fewer and shorter rounds: all tables take less than two minutes
     #[arg(long)]
     pub quick: bool,
-    /// Write the figures to a file as JSON; - is the standard output
+    /// Write the figures to FILE as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Write a page with plots, and the raw figures, into a directory
+    /// Write a page with plots, and the raw figures, to DIR
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
-    /// The file to measure on. If it is not there, it is made, and removed afterwards
-    /// [default: a temporary file in the current directory]
+    /// Measure on this file [default: a temporary file in the current directory]
+    ///
+    /// If the file does not exist, it is created, and removed afterwards.
     #[arg(long, value_name = "PATH")]
     pub file: Option<PathBuf>,
-    /// Take a file that has content, and overwrite that
+    /// Overwrite the content of --file
     #[arg(long, requires = "file")]
     pub overwrite: bool,
-    /// Size of that file [default: 1G, with --quick 256M]
+    /// Set the size of the file [default: 1G, or 256M with --quick]
     #[arg(long, value_name = "BYTES", value_parser = blkq::units::parse_bytes)]
     pub size: Option<u64>,
 }
@@ -83,23 +85,23 @@ pub struct Arguments {
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum What {
-    /// Loop driver, cold page cache: one request at a time against concurrent reads and one writer
+    /// Loop driver, cold page cache: one request at a time vs concurrent reads and one writer
     Dispatch,
-    /// Loop driver: through the page cache against direct, asynchronous I/O
+    /// Loop driver: the page cache vs direct, asynchronous I/O
     Direct,
-    /// 64 submitters, 128 tags: one request per wake-up against up to 32
+    /// 64 submitters, 128 tags: one request per wake-up vs up to 32
     Batching,
-    /// Null driver: a clock reading per time stamp against one per batch
+    /// Null driver: the clock read once per time stamp vs once per batch
     Clock,
-    /// Counters and limits: in shared cache lines against lines of their own
+    /// Counters and limits: in shared cache lines vs separate cache lines
     Layout,
-    /// A modelled disk of limited rate, and the file: no limit against one just under the ceiling
+    /// A modelled disk of limited rate, and the file: no limit vs a limit just below the ceiling
     Limit,
-    /// The work that one core and several do, against raw io_uring
+    /// The I/O rate of one core and of several, vs raw io_uring
     Peak,
-    /// blkq beside the kernel's loop device, qemu-nbd, qemu-storage-daemon and nbdkit
+    /// blkq vs the kernel's loop device, qemu-nbd, qemu-storage-daemon and nbdkit
     Peers,
-    /// All of them
+    /// All tables
     All,
 }
 
