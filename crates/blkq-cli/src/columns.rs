@@ -84,13 +84,13 @@ macro_rules! columns {
 pub static LIST: [Column; 9] = columns! {
     Left "NAME" "device name" |info| Cell::Text(info.name.clone());
     Right "SIZE" "size of the device" |info| Cell::Bytes(info.size);
-    Left "MODE" "rw, or ro: no writes; unsafe: flushes are ignored; held: requests wait for resume" |info| Cell::Text(mode(info));
+    Left "MODE" "rw or ro; unsafe: flushes are ignored; held: requests wait for `blkq resume`" |info| Cell::Text(mode(info));
     Left "DIRECT" "whether direct I/O is on or off" |info| Cell::Text(info.direct_io.effective.clone());
-    Right "CLIENTS" "clients that are connected" |info| Cell::Number(info.clients.len() as u64);
-    Left "IMAGE" "image, null:SIZE or ram:SIZE" |info| Cell::Text(shown_path(info));
-    Left "EXPORT" "where clients find it" |info| Cell::Text(info.exports.join(" "));
-    Right "PID" "process of its daemon" |info| Cell::Number(info.pid.into());
-    Right "UPTIME" "for how long its daemon has served it" |info| Cell::Seconds(info.uptime_seconds);
+    Right "CLIENTS" "number of connected clients" |info| Cell::Number(info.clients.len() as u64);
+    Left "IMAGE" "image, as for `blkq attach`" |info| Cell::Text(shown_path(info));
+    Left "EXPORT" "node in /dev, or URI" |info| Cell::Text(info.exports.join(" "));
+    Right "PID" "process ID of the daemon" |info| Cell::Number(info.pid.into());
+    Right "UPTIME" "time since the daemon began to serve the device" |info| Cell::Seconds(info.uptime_seconds);
 };
 
 /// How many of them `blkq list` shows by itself.

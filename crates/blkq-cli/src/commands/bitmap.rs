@@ -23,10 +23,10 @@ use blkq::units::format_bytes;
 /// Options of `bitmap`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A bitmap has the parts of a device that were written to since it was added or cleared. NBD clients
-read it as the metadata context qemu:dirty-bitmap:BITMAP. It is kept in a qcow2 image, and beside
-a raw one as IMAGE.bitmaps; after a daemon was killed it is inconsistent: remove it, add it again,
-and make a full backup (docs/backup.md).
+A dirty bitmap records which parts of a device were written since the bitmap was added or cleared.
+NBD clients read it as the metadata context qemu:dirty-bitmap:BITMAP. It is saved in a qcow2 image,
+or in IMAGE.bitmaps beside a raw image. If the daemon is killed, the bitmap becomes inconsistent:
+remove it, add it again, and make a full backup (docs/backup.md).
 
 Examples:
   blkq bitmap add vm.qcow2 monday
@@ -40,13 +40,13 @@ pub struct Args {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Add a bitmap of the writes from now on
+    /// Add a bitmap, which records the writes from now on
     Add {
         #[command(flatten)]
         device: Device,
-        /// Its name, at most 1023 bytes
+        /// The name of the bitmap, at most 1023 bytes
         bitmap: String,
-        /// The bytes that one bit stands for: a power of two from 512 to 2G
+        /// Set the number of bytes that each bit represents: a power of two from 512 to 2G
         #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "64K")]
         granularity: u64,
     },
@@ -54,38 +54,38 @@ enum Command {
     Remove {
         #[command(flatten)]
         device: Device,
-        /// Its name
+        /// The name of the bitmap
         bitmap: String,
     },
-    /// Have a bitmap begin anew
+    /// Clear a bitmap, so that it records the writes from now on
     Clear {
         #[command(flatten)]
         device: Device,
-        /// Its name
+        /// The name of the bitmap
         bitmap: String,
     },
-    /// Have writes set the bits of a bitmap again; those made while it was disabled are missing
+    /// Record writes in a bitmap again; it lacks the writes made while it was disabled
     Enable {
         #[command(flatten)]
         device: Device,
-        /// Its name
+        /// The name of the bitmap
         bitmap: String,
     },
-    /// Have a bitmap stay as it is
+    /// Stop recording writes in a bitmap
     Disable {
         #[command(flatten)]
         device: Device,
-        /// Its name
+        /// The name of the bitmap
         bitmap: String,
     },
-    /// Add all that is dirty in some bitmaps to another one
+    /// Add the dirty parts of some bitmaps to another bitmap
     Merge {
         #[command(flatten)]
         device: Device,
-        /// The bitmaps that stay as they are
+        /// The bitmaps to read, which are not changed
         #[arg(required = true)]
         from: Vec<String>,
-        /// The bitmap that gets it all
+        /// The bitmap to add to
         #[arg(required = true)]
         into: String,
     },
@@ -93,7 +93,7 @@ enum Command {
     List {
         #[command(flatten)]
         device: Device,
-        /// One JSON array of objects
+        /// Print one JSON array of objects
         #[arg(long)]
         json: bool,
     },
@@ -102,7 +102,7 @@ enum Command {
 /// The device of all subcommands.
 #[derive(clap::Args, Debug)]
 struct Device {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     device: String,
 }

@@ -34,23 +34,24 @@ const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 /// Options of `commit`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-All that the qcow2 image of a device has is copied into the image behind it, while clients go on,
-and then the device goes on in that one. Clients notice a pause at the end. The image that it had
-is empty then, and shows what the other has; it can be removed. Ctrl-C stops it: the device goes
-on as it was.
+Copies the clusters allocated in the qcow2 image of a device, the active overlay, into its backing
+file while clients use the device, then pivots the device to the backing file. Clients notice a
+short pause at the end. The overlay is then empty and can be removed. Ctrl-C cancels the commit, and
+the device continues with the overlay.
 
 Examples:
   blkq commit data
   blkq commit disk.2.qcow2 --json")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_name = "DEVICE", value_parser = device_parser(), add = completion::devices())]
     device: String,
-    /// The backing files that an image may name: allow admits an image behind in another directory than that
-    /// of the device's image
+    /// Choose which backing file is accepted
+    ///
+    /// With `allow`, the backing file may be in another directory than that of the overlay.
     #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
     backing_chain: BackingChain,
-    /// Print the outcome as one JSON object
+    /// Print the result as one JSON object
     #[arg(long)]
     json: bool,
 }

@@ -17,9 +17,10 @@ use crate::systemd::unescape_instance;
 /// Options of `config`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A file has one device: its keys are the long options of `blkq attach` without the dashes, and
-image. Switches are true, options that may be given several times are lists. The name of the device
-is that of the file. Each mistake is one line on stderr, with the number of its line.
+A file describes one device, which is named after the file. Its keys are `image` and the long
+options of `blkq attach` without the dashes. An option that has no value is true, and an option that
+may be given several times is a list. Each mistake is reported on standard error, in one line
+with its line number.
 
 Examples:
   blkq config check
@@ -27,19 +28,19 @@ Examples:
   blkq config apply /etc/blkq/data.toml
   blkq attach --config /etc/blkq/data.toml")]
 pub struct Args {
-    /// The action
+    /// The action to take
     action: Action,
-    /// The files [default: all *.toml of /etc/blkq]
+    /// The configuration files [default: all *.toml files in /etc/blkq]
     files: Vec<PathBuf>,
 }
 
 /// An action on the files.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Action {
-    /// Report the mistakes in them
+    /// Report the mistakes in the files
     Check,
-    /// Set what `blkq set` can change to what the files have, on their devices, which are attached, and have these
-    /// read their certificates anew
+    /// Set the settings of the attached devices to those in the files, as far as `blkq set` can change them, and read
+    /// the certificates again
     Apply,
 }
 

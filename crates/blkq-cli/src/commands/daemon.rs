@@ -13,13 +13,14 @@ use crate::parent;
 /// Options of `daemon`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// The name of the device, or the one that is made unique: to be seen in lists of processes
+    /// The name of the device, or the name that is made unique, for lists of processes
     name: OsString,
-    /// Take over the device of that name, after its daemon died; else the options of the device are read from
-    /// standard input
+    /// Serve the device of this name, whose daemon has died
+    ///
+    /// Without this option, the options of the device are read from standard input.
     #[arg(long)]
     recover: bool,
-    /// Detach when the process that started this one exits
+    /// Detach when the parent process exits
     #[arg(long)]
     exit_with_parent: bool,
 }

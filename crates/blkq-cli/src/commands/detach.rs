@@ -20,26 +20,29 @@ const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Options of `detach`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Returns when the data is flushed, the daemon has exited, and its sockets and files are
-removed. With clients connected, or the block device mounted or open, it refuses, unless
---force closes their connections and makes their I/O fail: requests in flight are
-answered, and clients that do not take an answer within a second are dropped. It reports
-what it waits for when that takes more than 2 seconds; with --force it stops waiting after a
-minute, and the device is detached when its disk answers. The device of a daemon that was killed
-(an orphan), or what else it left, is removed too.
+Returns when the data is flushed, the daemon has exited, and its sockets and files are removed.
+
+Refuses to detach a device while clients are connected, or while its block device is mounted or
+open. With --force, requests in flight are completed and answered, then the connections are closed;
+a client that does not accept a reply within a second is disconnected. Later I/O fails.
+
+After 2 seconds the command prints what it waits for. With --force it stops waiting after a minute;
+the device then detaches as soon as its storage responds.
+
+If the daemon has died, its stale files are removed, and its ublk device (an orphan) as well.
 
 Examples:
   blkq detach disk.img
   blkq detach ./images/a.img /dev/ublkb1
   blkq detach --all --force")]
 pub struct Args {
-    /// The devices: name, image, URI or node in /dev of each
+    /// The devices, each by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE", required_unless_present = "all", conflicts_with = "all")]
     devices: Vec<String>,
-    /// Every device; reports of each what became of it
+    /// Detach all devices, and print the result for each
     #[arg(long)]
     all: bool,
-    /// Even if clients are connected or the block device is in use
+    /// Detach even if clients are connected or the block device is in use
     #[arg(long)]
     force: bool,
 }

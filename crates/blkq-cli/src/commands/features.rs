@@ -13,6 +13,8 @@ use crate::{print, print_json};
 /// Options of `features`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Prints each feature, whether the kernel has it, and what blkq uses it for.
+
 Examples:
   blkq features | grep missing")]
 pub struct Args {

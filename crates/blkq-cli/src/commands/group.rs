@@ -22,8 +22,9 @@ const INTERVAL: Duration = Duration::from_millis(500);
 /// Options of `group`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A group has limits that its members share, by their weights when all of them want more than there
-is; what one leaves the others have. Devices join it when they are attached (docs/limits.md).
+The members of a group share its limits. If they demand more than the limits allow, each gets a
+share in proportion to its weight, and can use what the others leave unused. Devices join a group
+when they are attached (docs/limits.md).
 
 Examples:
   blkq group set tenant-a iops=2000,bps=200M
@@ -37,24 +38,24 @@ pub struct Args {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// List the groups, their members and what these do
+    /// List the groups, with their limits, their members and the I/O rates of the members
     List {
-        /// One JSON array of objects
+        /// Print one JSON array of objects
         #[arg(long)]
         json: bool,
     },
-    /// Change the limits of a group, in use too; create it if missing
+    /// Set the limits of a group, which may be in use; create it if it does not exist
     Set {
-        /// The group
+        /// The name of the group
         #[arg(value_parser = parse_group_name)]
         name: String,
-        /// KEY=RATE, ... as of `blkq attach --limit`; none for no limit
+        /// The limits, KEY=RATE,... as for `blkq attach --limit`; none removes all limits
         #[arg(value_parser = str::parse::<RateLimits>)]
         limits: RateLimits,
     },
     /// Remove a group without members
     Remove {
-        /// The group
+        /// The name of the group
         #[arg(value_parser = parse_group_name)]
         name: String,
     },

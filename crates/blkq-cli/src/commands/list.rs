@@ -19,43 +19,50 @@ use crate::{complain, print, print_json};
 #[derive(clap::Args, Debug)]
 #[command(after_help = after_help())]
 pub struct Args {
-    /// One JSON array of objects: as `show --json` prints them, or with --output of the columns.
-    /// Those of daemons that do not answer have "name" and "error" only; dead ones and orphans have
-    /// "state", "pid", "image", "exports", "log" and "log_lines" besides, configured ones "state", "image" and
-    /// "config"
-    #[arg(long, conflicts_with = "no_headings")]
-    json: bool,
-    /// The columns to show, with commas in between; with a + in front, in addition
+    /// Print these columns, separated by commas; with a + in front, in addition to the default ones
     #[arg(long, short, visible_short_alias = 'O', value_name = "COLUMNS")]
     output: Option<String>,
-    /// Leave out the line above the columns
+    /// Do not print the headings of the columns
     #[arg(long)]
     no_headings: bool,
-    /// First remove what daemons that died left, but for orphans, and report that on stderr
-    #[arg(long)]
-    clean: bool,
-    /// Also devices of the configuration files in /etc/blkq that are not attached
-    #[arg(long)]
-    configured: bool,
-    /// Only devices of this image, whatever it is called: the same file on the same file system
+    /// List only devices of this image
+    ///
+    /// The image is the same file on the same file system, whatever its name.
     #[arg(long, value_name = "FILE")]
     backing: Option<PathBuf>,
-    /// Of these only those that begin there in the image
+    /// List only devices that begin at this offset in the image of --backing
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, requires = "backing")]
     offset: Option<u64>,
+    /// List also the devices of the configuration files in /etc/blkq that are not attached
+    #[arg(long)]
+    configured: bool,
+    /// Remove the stale files of daemons that have died, before the devices are listed
+    ///
+    /// Each removal is reported on standard error. Orphans stay.
+    #[arg(long)]
+    clean: bool,
+    /// Print one JSON array of objects
+    ///
+    /// Each object is a device as `blkq show --json` prints it, or contains the columns of --output. If a daemon does
+    /// not answer, the object contains only "name" and "error". For a dead device or an orphan, it also contains
+    /// "state", "pid", "image", "exports", "log" and "log_lines". For a configured device, it contains "name", "state",
+    /// "image" and "config".
+    #[arg(long, conflicts_with = "no_headings")]
+    json: bool,
 }
 
 fn after_help() -> String {
     format!(
         "\
-A device whose daemon died is listed with the mode `dead`; `blkq show` reports what happened, and
-the next `blkq attach` of the name, `blkq detach` or --clean removes what it left. A kernel's block
-device outlives its daemon: its mode is `orphan`, for `blkq recover` or `blkq detach`. With
+A device whose daemon has died has the mode `dead`: `blkq show` prints why, and the next
+`blkq attach` with this name, `blkq detach` or --clean removes its stale files. A ublk device
+outlives its daemon and then has the mode `orphan`: run `blkq recover` or `blkq detach`. With
 --configured, a device that is not attached has the mode `configured`.
 
-Columns:
-{}and those of `blkq losetup`.
+--output also accepts the columns of `blkq losetup`.
 
+Columns:
+{}
 Examples:
   blkq list
   blkq list -o +PID,UPTIME

@@ -19,17 +19,17 @@ use blkq::drivers::DriverSpec;
 /// Options of `recover`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A ublk device outlives its daemon: I/O on it waits, and is reissued when a new daemon
-serves it. The front end of a virtual machine's disk (vhost-user-blk) waits too, and connects
-to the new daemon. The options are those of `blkq attach`, the settings and the size those of
-the old daemon.
+A ublk device outlives its daemon: its I/O waits, and is reissued when a new daemon serves the
+device. The front end of a virtual machine's disk (vhost-user-blk) waits too, and connects to the
+new daemon. The new daemon has the options of `blkq attach`, the settings and the size of the old
+one.
 
 Examples:
-  blkq list                     its mode is `orphan`
+  blkq list                     # the mode of the device is `orphan`
   blkq recover disk.img
       /dev/ublkb0")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
 }

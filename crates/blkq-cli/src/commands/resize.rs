@@ -14,22 +14,21 @@ use blkq::units::format_bytes;
 /// Options of `resize`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Prints the new size. NBD clients that are connected keep the size that they received;
-those that connect later see the new one. With clients connected, or the block device
-mounted or open, it refuses to shrink the device, unless --force is given: then I/O beyond
-the new end fails. Growing is always possible.
+Prints the new size. NBD clients that are connected keep the size that they negotiated; clients that
+connect later get the new one. A device can always grow. While clients are connected, or the block
+device is mounted or open, it shrinks only with --force, and I/O beyond the new end then fails.
 
 Examples:
   truncate -s 20G disk.img && blkq resize disk.img
   blkq resize disk.img 10G")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// The new size; without it, what the image now has
+    /// The new size [default: the size that the image has now]
     #[arg(value_parser = parse_bytes)]
     size: Option<u64>,
-    /// Shrink it even if clients are connected or the block device is in use
+    /// Shrink the device even if clients are connected or the block device is in use
     #[arg(long)]
     force: bool,
 }

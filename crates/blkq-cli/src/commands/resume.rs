@@ -10,16 +10,17 @@ use crate::state::StateDir;
 /// Options of `resume`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A device that was attached with --on-error hold or hold-enospc, or set so, keeps requests that
-fail, and its clients wait. Make room, or repair the image's disk, and resume. Prints how
-many requests it resumed; those that fail again are held again, as `blkq show` reports.
+A device with --on-error hold or hold-enospc (an option of `blkq attach`, and a setting of
+`blkq set`) holds requests that fail, and their clients wait. Free some space, or repair the storage
+of the image, then resume. Prints the number of requests. Requests that fail again are held again;
+`blkq show` prints their number.
 
 Examples:
   blkq resume disk.img
       3 held requests reissued
-  blkq resume disk.img --fail           their clients get the errors")]
+  blkq resume disk.img --fail           # the clients get the errors")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
     /// Fail the held requests with their errors instead of reissuing them

@@ -14,15 +14,15 @@ use crate::systemd::{self, unescape_instance};
 /// Options of `service`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Serves the device of /etc/blkq/NAME.toml in this process, and notifies the service manager when it
-is usable. If a block device of that name has lost its daemon, that is served again instead, with
-the options and settings that it had: I/O that waited is reissued. A mistake in the file is a
-warning then.
+Serves the device of /etc/blkq/NAME.toml in this process, and notifies the service manager when the
+device is ready. If there is a block device of this name whose daemon has died, this process serves
+that device instead, with its options and settings, and reissues the I/O that waited. A mistake in
+the file then only causes a warning.
 
 Examples:
   blkq service data")]
 pub struct Args {
-    /// The name of the file, without .toml
+    /// The name of the device: that of its file, without .toml
     name: String,
 }
 

@@ -9,8 +9,9 @@ use crate::state::StateDir;
 /// Options of `set`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Nothing in flight is lost; new I/O waits while the image, its mode or the queues change.
-`blkq show NAME` lists the settings.
+No request in flight is lost. New I/O waits while the image, its mode or the queues change.
+`blkq show DEVICE` lists the settings. Each corresponds to the option of `blkq attach` with its
+name; merge=off, for example, corresponds to --no-merge.
 
 Examples:
   blkq set disk.img direct-io=on
@@ -18,14 +19,14 @@ Examples:
   blkq set disk.img read-only=on
   blkq set disk.img on-error=hold-enospc
   blkq set disk.img limit=read-iops=500,bps=100M
-  blkq set disk.img hang-warning=5      seconds; 0 for none
+  blkq set disk.img hang-warning=5      # seconds; 0 turns it off
   blkq set disk.img receive-backoff=off
-  blkq set disk.img fault=none          on a device attached with --fault")]
+  blkq set disk.img fault=none          # for a device attached with --fault")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// Settings, changed in this order up to the first that fails
+    /// The settings to change, in this order, up to the first that fails
     #[arg(required = true, value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]
     settings: Vec<(String, String)>,
 }

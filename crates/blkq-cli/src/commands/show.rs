@@ -18,15 +18,18 @@ use blkq::units::format_bytes;
 /// Options of `show`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Prints the image, exports, clients, daemon, size, settings and warnings of each device. If the
+daemon has died, prints the last lines of its log.
+
 Examples:
   blkq show disk.img
   blkq show ./disk.img /dev/ublkb1
   blkq show disk.img --json | jq .direct_io")]
 pub struct Args {
-    /// The devices: name, image, URI or node in /dev of each
+    /// The devices, each by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE", required = true)]
     devices: Vec<String>,
-    /// One JSON object per device and line
+    /// Print one JSON object per device, each on a line
     #[arg(long)]
     json: bool,
 }

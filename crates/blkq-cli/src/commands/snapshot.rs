@@ -23,23 +23,25 @@ use crate::{complain, print_line};
 /// Options of `snapshot`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-The image that a device has stays as it is from then on: what is written goes to a new qcow2 image,
-which reads from the other what was not written yet. Clients notice a pause. Several devices are
-stopped together, so that their snapshots are of one moment; if one cannot be, none is.
-From then on attach the new image, with --format qcow2, and do not write to the old one.
+The image of the device stays as it is now, and becomes the backing file of a new qcow2 image, the
+overlay, which gets all writes from now on. Clients notice a short pause. From then on, attach the
+overlay (with --format qcow2), and do not write to the old image.
+
+The snapshots of several devices are taken at the same moment. If one of them fails, none is taken.
 
 Examples:
   blkq snapshot disk.img --to disk.2.qcow2
   blkq snapshot data=data.2.qcow2 log=log.2.qcow2")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev; or several as DEVICE=FILE
+    /// The device, by its name, image, URI or node in /dev; several devices as DEVICE=FILE
     #[arg(required = true, value_name = "DEVICE[=FILE]", add = completion::devices())]
     devices: Vec<String>,
-    /// The new image of the one device, which must not be there yet
+    /// Create the overlay of a single device as FILE, which must not exist
     #[arg(long, value_name = "FILE")]
     to: Option<PathBuf>,
-    /// The backing files that an image may name: allow admits a new one in another directory than that of
-    /// the image behind it
+    /// Choose which backing files the overlay may name
+    ///
+    /// With `allow`, the overlay may be created in another directory than that of the image.
     #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
     backing_chain: BackingChain,
 }

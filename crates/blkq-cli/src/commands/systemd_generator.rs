@@ -14,13 +14,13 @@ const DROP_IN: &str = "50-blkq-mounts.conf";
 /// Options of `systemd-generator`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-systemd runs it at boot and for each daemon-reload, by way of system-generators/blkq-generator: each
-service blkq@NAME comes after the mounts, network mounts too, on which the files are that
-/etc/blkq/NAME.toml names, and stops before them.")]
+systemd runs this command at boot and at each daemon-reload, through
+system-generators/blkq-generator. Each service blkq@NAME is ordered after the mounts, including
+network mounts, that contain the files named in /etc/blkq/NAME.toml.")]
 pub struct Args {
-    /// The directory to write into
+    /// The directory to write to
     directory: PathBuf,
-    /// Those for more and for less important units, of which there are none
+    /// The directories for units of higher and of lower priority, which are not used
     #[arg(num_args = 0..=2)]
     others: Vec<PathBuf>,
 }

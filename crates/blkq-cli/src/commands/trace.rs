@@ -34,44 +34,60 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(500);
 /// Options of `trace`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Events are those of blktrace(8): Q submitted, X split, G got a tag, M and F merged to the back and
-the front, P and U the plug began and was flushed, I inserted into the scheduler, D given to the
-driver, R requeued as that was busy, m waits for a limit, C completed. A queue of the device is a
-CPU there, and a client (`nbd 3`, `vring 0`) a process.
+Without --follow, --output and --chrome, the trace is written to standard output: as lines if that
+is a terminal, otherwise as one binary stream. Ctrl-C (SIGINT) stops the trace. A summary on
+standard error states how many events were recorded, and how many were overwritten before they were
+read.
 
-Without --follow, --output and --chrome: lines on a terminal, else one binary stream on standard
-output. SIGINT stops it; a summary on standard error has the count of events, and of those that were
-overwritten before they were read.
+The events are those of blktrace(8). A queue of the device takes the role of a CPU, and a client
+(`nbd 3`, `vring 0`) that of a process.
+
+Events:
+  Q     a bio was submitted
+  X     a bio was split
+  G     a bio got a tag and became a request
+  M, F  a bio or request was merged to the back, or to the front
+  P, U  the plug got its first request; the plug was flushed
+  I     a request was inserted into the scheduler
+  D, R  a request was given to the driver; the driver was busy and it was requeued
+  m     a request waits for a limit
+  C     a request completed
 
 Examples:
   blkq trace disk.img
   blkq trace disk.img --filter 'op=write,latency>10ms'
   blkq trace disk.img --output /tmp/run --for 10 && blkparse -i /tmp/run
   blkq trace disk.img | blkparse -i -
-  blkq trace disk.img --chrome trace.json --for 5     open it in ui.perfetto.dev")]
+  blkq trace disk.img --chrome trace.json --for 5     # for ui.perfetto.dev")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// Write lines to standard output
+    /// Write the events to standard output, one per line
     #[arg(long)]
     follow: bool,
-    /// Write blktrace's binary files PREFIX.blktrace.N, one per queue; into a directory, with the
-    /// device's name; or with - one stream to standard output
+    /// Write binary files for blkparse(1), PREFIX.blktrace.N for each queue
+    ///
+    /// If PREFIX is a directory, the files get the name of the device. If it is -, one binary stream is written to
+    /// standard output.
     #[arg(long, short, value_name = "PREFIX")]
     output: Option<PathBuf>,
-    /// Write each request as slices, as trace events in JSON, for Perfetto
+    /// Write a timeline for Perfetto to FILE, as trace events in JSON
+    ///
+    /// Each request is a slice, which contains a slice for each stage.
     #[arg(long, value_name = "FILE")]
     chrome: Option<PathBuf>,
-    /// Stop after so many seconds
+    /// Stop after SECONDS
     #[arg(long = "for", value_name = "SECONDS", value_parser = parse_seconds)]
     duration: Option<Duration>,
-    /// Only I/Os for which all of this holds, with commas in between: op=NAME, size>BYTES, size<BYTES,
-    /// latency>TIME, latency<TIME. Size is that of the largest bio or request, latency the time from
-    /// the first bio's submission to the completion
+    /// Trace only I/Os that meet all CONDITIONS, separated by commas
+    ///
+    /// The conditions are op=NAME, size>BYTES, size<BYTES, latency>TIME and latency<TIME. The size is that of the
+    /// largest bio or request of the I/O. The latency is the time from the submission of its first bio to its
+    /// completion.
     #[arg(long, value_name = "CONDITIONS")]
     filter: Option<Filter>,
-    /// Memory for the events of each queue, which the daemon keeps while it traces
+    /// Set the size of the event buffer of each queue, which the daemon allocates while it traces
     #[arg(long, value_name = "SIZE", default_value = "16M", value_parser = parse_bytes)]
     buffer: u64,
 }

@@ -8,8 +8,8 @@ use crate::print;
 /// Options of `ublk-owner`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Prints the user's and the group's number of the maker of a device, if that is not root, and
-nothing for a device of root. packaging/udev/60-blkq-ublk.rules uses it.
+Prints the user ID and the group ID of the process that created the device, or nothing if that was
+root. packaging/udev/60-blkq-ublk.rules uses this command.
 
 Examples:
   blkq ublk-owner ublkb0

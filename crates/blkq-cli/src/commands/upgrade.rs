@@ -21,31 +21,34 @@ const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Options of `upgrade`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Install the new blkq, and run it: the daemon that serves the device exits, and a new one of the
-program that you run takes over. I/O in flight is reissued; what comes meanwhile waits, and
-nothing fails. Options, image and certificates are checked first: if the new program could not
-serve them, the old one keeps running; if it does not start, one of the old program takes over. An
-interrupted upgrade (Ctrl-C, a closed session) completes without its terminal. The
-options are those of `blkq attach`, the settings and the size those of the old daemon. A virtual
-machine connects to the new one by itself, if its front end reconnects and keeps a record of
-requests in flight, as QEMU with reconnect-ms does.
+Install the new blkq, and run this command with it. The daemon that serves the device exits, and a
+daemon of the new program replaces it. Requests in flight are reissued, new ones wait, and none
+fails. The new daemon has the options of `blkq attach`, the settings and the size of the old one.
 
-With --service, one of the old program serves the device again too if the service does not start,
-but outside of the service. The service goes on trying to start; once it can, upgrade --service
-hands the device over to it.
+Options, image and certificates are checked first: if the new program cannot serve the device, the
+old daemon keeps running. If the new daemon does not start, a daemon of the old program serves the
+device again. An interrupted upgrade (Ctrl-C, a closed session) completes in the background.
+
+A virtual machine reconnects by itself if its front end reconnects and tracks requests in flight, as
+QEMU does with reconnect-ms.
+
+With --service, if the service does not start, a daemon of the old program serves the device
+outside of the service. The service keeps trying to start; once it can, run upgrade --service
+again to hand the device to it.
 
 Examples:
   blkq upgrade disk.img
       /dev/ublkb0")]
 pub struct Args {
-    /// The device: its name, its image, its URI or its node in /dev
+    /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// A service manager has started the daemon, and starts the new one: the old one exits with code 3, for
-    /// which the service is to be restarted, as blkq@.service is
+    /// Let the service manager that started the daemon start the new one
+    ///
+    /// The old daemon exits with code 3. The service must be configured to restart after it, as blkq@.service is.
     #[arg(long)]
     service: bool,
-    /// How long the service may take to start the next daemon
+    /// Limit the time in which the service must start the new daemon
     #[arg(long, value_name = "SECONDS", default_value_t = 60, requires = "service",
         value_parser = clap::value_parser!(u64).range(1..=3600))]
     start_timeout: u64,

@@ -18,16 +18,17 @@ use finding::{Finding, State};
 /// Options of `doctor`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A line for each part: `ok`, `limited` (it works, with less), or `missing`, and below it the
-command that changes that. Nothing is changed. The exit code is 0 if images can be served over
-NBD to other programs of this machine, and the certificates, if given, can be used.
+Prints a line for each part of the machine that blkq uses: `ok`, `limited` (works, with
+restrictions) or `missing`, and below it the command that enables the rest. Nothing is changed. The
+exit status is 0 if images can be served over NBD to other programs of this machine and the
+certificates, if given, can be used.
 
 Examples:
   blkq doctor
   blkq doctor --tls-certificates /etc/blkq/tls
   blkq doctor --json | jq -r '.checks[] | select(.state != \"ok\") | .cure'")]
 pub struct Args {
-    /// Check the certificates in DIR too, as `attach` has them
+    /// Check also the certificates in DIR, as for `blkq attach --tls-certificates`
     #[arg(long, value_name = "DIR")]
     tls_certificates: Option<PathBuf>,
     /// Print one JSON object

@@ -53,79 +53,79 @@ blkq losetup [-l] [-a | DEVICE]
 )]
 #[command(group = clap::ArgGroup::new("action").multiple(false))]
 pub struct Args {
-    /// List all devices, one in a line
+    /// List all devices, one per line
     #[arg(short, long, group = "action")]
     all: bool,
-    /// Detach devices; one with clients is refused, for it cannot be detached later
+    /// Detach the devices; refuse a device in use, instead of detaching it later
     #[arg(short, long, value_name = "DEVICE...", group = "action")]
     detach: Option<OsString>,
     /// Detach all devices
     #[arg(short = 'D', long, group = "action")]
     detach_all: bool,
-    /// Attach FILE under a name made from the file's, in one step
+    /// Attach FILE as a new device, named after the file
     #[arg(short, long, group = "action")]
     find: bool,
-    /// Take over the size of the file
+    /// Set the size of the device to that of its file
     #[arg(short = 'c', long, value_name = "DEVICE", group = "action")]
     set_capacity: Option<OsString>,
-    /// List the devices of a file, whatever it is called
+    /// List the devices of FILE, under any name of the file
     #[arg(short = 'j', long, value_name = "FILE", group = "action")]
     associated: Option<PathBuf>,
-    /// Refused: nothing is left of a device that is detached
+    /// Fail, because nothing remains of a detached device
     #[arg(long, value_name = "DEVICE...", group = "action")]
     remove: Option<OsString>,
-    /// Reuse the device that has these bytes of the file, if there is one
+    /// Reuse the device that already serves these bytes of the file, if there is one
     #[arg(short = 'L', long, requires = "find")]
     nooverlap: bool,
 
-    /// Where in the file the device begins; with -j, only devices that begin there
+    /// Begin the device at this offset in the file; with -j, list only devices that begin there
     #[arg(short, long, value_name = "OFFSET", value_parser = parse_bytes)]
     offset: Option<u64>,
-    /// The device's size at most; 0 is no limit
+    /// Serve only this many bytes of the file; 0 serves all
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     sizelimit: Option<u64>,
-    /// The logical block: 512, 1024, 2048 or 4096
+    /// Set the logical block size: 512, 1024, 2048 or 4096
     #[arg(short = 'b', long, value_name = "SIZE", value_parser = parse_bytes)]
     sector_size: Option<u64>,
-    /// Have the kernel scan for partitions; over NBD the client's kernel does
+    /// Scan the block device for partitions; the kernel of an NBD client decides for itself
     #[arg(short = 'P', long)]
     partscan: bool,
-    /// Refuse writes
+    /// Open the file read-only and refuse writes
     #[arg(short, long)]
     read_only: bool,
-    /// Bypass the page cache or not, for a new device or one that there is [default: off]
+    /// Bypass the page cache, for a new or an existing device [default: off]
     #[arg(long, value_name = "on|off", value_parser = ["on", "off"], num_args = 0..=1, require_equals = true, default_missing_value = "on")]
     direct_io: Option<String>,
-    /// The name of the device, for -f
+    /// Name the device that -f attaches
     #[arg(long, value_name = "NAME")]
     loop_ref: Option<String>,
     /// Print the device that -f attached
     #[arg(long)]
     show: bool,
-    /// Print on stderr what was attached or detached
+    /// Print on standard error what was attached or detached
     #[arg(short, long)]
     verbose: bool,
 
-    /// Print a table; the default if nothing else is asked for
+    /// Print a table of the devices (the default)
     #[arg(short, long)]
     list: bool,
-    /// The columns of the table, with commas in between; with a + in front, in addition
+    /// Print these columns, separated by commas; with a + in front, in addition to the default ones
     #[arg(short = 'O', long, value_name = "COLUMNS")]
     output: Option<String>,
-    /// All columns
+    /// Print all columns
     #[arg(long, conflicts_with = "output")]
     output_all: bool,
-    /// Leave out the line above the columns
+    /// Do not print the headings of the columns
     #[arg(short, long)]
     noheadings: bool,
-    /// Columns one space apart, spaces in them as \x20
+    /// Separate the columns by one space, and print spaces in them as \x20
     #[arg(long, conflicts_with = "json")]
     raw: bool,
-    /// The table as JSON
+    /// Print the table as JSON
     #[arg(short = 'J', long)]
     json: bool,
 
-    /// A device, a file to attach with -f, or both; more devices after -d DEVICE
+    /// A device, a file to attach with -f, or both; after -d DEVICE, more devices
     #[arg(value_name = "DEVICE|FILE")]
     words: Vec<OsString>,
 }
@@ -133,14 +133,18 @@ pub struct Args {
 fn after_help() -> String {
     format!(
         "\
-A DEVICE is what --show prints: its node in /dev if it has one, else its URI; its name (the column
-REF) and its image are understood as well. Sizes take K, M, G, T, P, E, with iB or nothing for
-powers of 1024, with B for powers of 1000.
+DEVICE is the word that --show prints: the node in /dev, or the URI of a device without a node. The
+name of the device (the column REF) and its image are accepted, too. Sizes are bytes, or have a
+unit: K, M, G, T, P, E and KiB, MiB, ... are powers of 1024, KB, MB, ... are powers of 1000.
+
+--output also accepts the columns of `blkq list`.
 
 Columns:
-{}and those of `blkq list`.
-
-Exit codes: as those of blkq; of `blkq losetup DEVICE`: 1 there is none, 2 it does not answer.
+{}
+Exit status:
+  0  success
+  1  refused or failed; for `blkq losetup DEVICE`: there is no such device
+  2  wrong usage; for `blkq losetup DEVICE`: the device does not answer
 
 Examples:
   dev=$(blkq losetup -f --show disk.img)

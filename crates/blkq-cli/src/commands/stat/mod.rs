@@ -38,46 +38,53 @@ const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;
 #[command(
     override_usage = "blkq stat [OPTIONS] [NAME]... [INTERVAL [COUNT]]",
     after_help = "\
-Without an interval: totals and averages since the device was attached. With one: a report
-per interval on that interval alone, until COUNT reports are made, the devices are detached,
-or Ctrl-C. One device has a page: iops, MB/s and merges/s are per second, MB is 10^6 bytes,
-latencies are in microseconds and include queueing; queue is how many requests were in
-flight on average. Several devices, or all if none is named, have a line each with the
-columns of iostat(1), whose await is in milliseconds; rMB and wMB are totals. A device whose
-name is a number is reported with --interval only. docs/watching.md explains every line.
+Without an interval, a report contains the totals and averages since the device was attached. With
+an interval, each report covers one interval; the reports stop after COUNT, when the devices are
+detached, or at Ctrl-C. A device whose name is a number can be reported with --interval only.
+
+The report of one device is a page. iops, MB/s and merges/s are rates per second, and MB is 10^6
+bytes. Latencies are in microseconds and include queueing. `queue` is the average number of requests
+in flight.
+
+The report of several devices, or of all if none is named, has a line per device with the columns of
+iostat(1). await is in milliseconds; rMB and wMB are totals. docs/watching.md explains every line.
 
 Examples:
-  blkq stat                         all devices since they were attached
-  blkq stat 1                       all devices, every second
+  blkq stat                         # all devices, since they were attached
+  blkq stat 1                       # all devices, every second
   blkq stat disk.img
-  blkq stat disk.img 1 10 -t        ten reports of a second each
+  blkq stat disk.img 1 10 -t        # ten reports of a second each
   blkq stat disk.img --histogram
   blkq stat disk.img 0.5 --json | jq .read.latency_p99_us"
 )]
 pub struct Args {
-    /// Devices by name, image, URI or node [default: all]; then seconds between reports, and how
-    /// many reports
+    /// The devices, each by its name, image, URI or node in /dev [default: all]; then the seconds between reports, and
+    /// the number of reports
     #[arg(add = completion::devices(), value_name = "NAME|INTERVAL|COUNT")]
     words: Vec<String>,
-    /// All devices, which is what no name means too
+    /// Report all devices, as without names
     #[arg(long)]
     all: bool,
-    /// Report again and again, after so many seconds each; what else is a number is a name
+    /// Print a report every SECONDS
+    ///
+    /// A number among the arguments is then the name of a device.
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     interval: Option<Duration>,
-    /// So many reports, with an interval
+    /// Stop after N reports; needs an interval
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     count: Option<u64>,
-    /// Print the time above each report
+    /// Print the time before each report
     #[arg(long, short = 't')]
     timestamp: bool,
-    /// Show what was idle too
+    /// Print also operations and parts that were idle
     #[arg(long, short)]
     verbose: bool,
-    /// Show how latencies are distributed; for one device, or with --json
+    /// Print the distribution of latencies; for one device, or with --json
     #[arg(long)]
     histogram: bool,
-    /// One JSON object per device, report and line; "fields" are the 17 of /sys/block/X/stat
+    /// Print one JSON object per device and report, each on a line
+    ///
+    /// "fields" contains the 17 fields of /sys/block/X/stat.
     #[arg(long)]
     json: bool,
 }

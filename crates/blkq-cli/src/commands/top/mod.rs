@@ -44,17 +44,16 @@ const ONCE_WAIT: Duration = Duration::from_secs(2);
 /// Options of `top`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Each line is a device, with the figures of the last interval: IOPS and MB/s of reads, writes
-and discards, the latencies that half and 99 % of them did not exceed, as a bar too, then
-requests in flight, merges and flushes per second, the time that requests waited for a limit,
-hung requests and connected clients.
+Each row is a device, with the figures of the last interval: IOPS and MB/s of reads, writes and
+discards, the median and the 99th percentile of the latencies, both also as a bar, the requests in
+flight, merges and flushes per second, the share of the interval in which requests waited for a
+limit, hung requests, and connected clients. docs/top.md explains every column.
 
-  Enter      the page of a device: operations, heat map of latencies, queues; Esc leaves it
-  s, S, r    sort by the next or previous column; the other way round
-  /          show only names that contain some letters; Esc shows all
-  Ctrl-Z, q  stop for a while; quit
-
-docs/top.md explains every column.
+Keys:
+  Enter      open the page of a device: operations, heat map of latencies, queues; Esc closes it
+  s, S, r    sort by the next or the previous column; reverse the order
+  /          show only the names that contain some letters; Esc shows all
+  Ctrl-Z, q  suspend; quit
 
 Examples:
   blkq top
@@ -63,16 +62,16 @@ Examples:
   blkq top --json | jq 'select(.hung > 0) | .name'
 
 Environment:
-  NO_COLOR   no colours, if it is set
-  LC_ALL, LC_CTYPE, LANG   other characters than ASCII only with UTF-8")]
+  NO_COLOR                if set, no colours are used
+  LC_ALL, LC_CTYPE, LANG  unless the encoding is UTF-8, only ASCII characters are used")]
 pub struct Args {
-    /// Seconds between samples
+    /// Set the time between samples, in seconds
     #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_interval)]
     interval: Duration,
     /// Print the figures of one interval, and exit
     #[arg(long)]
     once: bool,
-    /// The same, as one JSON object per device and line
+    /// Print the figures of one interval as JSON, one object per device and line, and exit
     #[arg(long)]
     json: bool,
 }
