@@ -16,7 +16,8 @@ const DROP_IN: &str = "50-blkq-mounts.conf";
 #[command(after_help = "\
 systemd runs this command at boot and at each daemon-reload, through
 system-generators/blkq-generator. Each service blkq@NAME is ordered after the mounts, including
-network mounts, that contain the files named in /etc/blkq/NAME.toml.")]
+network mounts, that contain the files named in /etc/blkq/NAME.toml, and stops before they are
+unmounted.")]
 pub struct Args {
     /// The directory to write to
     directory: PathBuf,

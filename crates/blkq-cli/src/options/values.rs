@@ -232,7 +232,7 @@ pub(super) const ON_ERROR: &[Described] = &[
 
 /// The long help of the image. The indentation keeps each kind on a line in the manual page.
 pub(super) const IMAGE_HELP: &str = "\
-What to serve:
+The image to serve:
 
   PATH        an image file, or a block device
   ram:SIZE    a RAM disk, which is freed at detach
