@@ -196,32 +196,41 @@ impl StateDir {
         });
     }
 
+    /// Opens `NAME.options` and waits until no other process changes it; `None` if there is no such file. The lock is
+    /// released with the file.
+    fn lock_options(&self, name: &str) -> io::Result<Option<File>> {
+        let path = self.file(name, ".options");
+        loop {
+            let file = match File::open(&path) {
+                Ok(file) => file,
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(e) => return Err(e),
+            };
+            flock(&file, FlockOperation::LockExclusive)?;
+            let open = file.metadata()?;
+            // The process that had the lock may have replaced the file.
+            if fs::symlink_metadata(&path).is_ok_and(|there| is_same_file(&there, &open)) {
+                return Ok(Some(file));
+            }
+        }
+    }
+
     /// Changes `NAME.options`: one process at a time, and as a whole or not at all.
     fn change_options(&self, name: &str, change: impl FnOnce(&mut OptionsFile) -> Outcome) -> Outcome {
         let path = self.file(name, ".options");
         let new = self.file(name, ".options.new");
         let failure = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
-        let is_at_path = |file: &File| -> io::Result<bool> {
-            let (open, there) = (file.metadata()?, fs::symlink_metadata(&path)?);
-            Ok((open.dev(), open.ino()) == (there.dev(), there.ino()))
-        };
-        let file = loop {
-            let file = File::open(&path).map_err(failure)?;
-            flock(&file, FlockOperation::LockExclusive).map_err(|e| failure(e.into()))?;
-            if is_at_path(&file).map_err(failure)? {
-                break file;
-            }
-        };
+        let file = self.lock_options(name).and_then(|file| file.ok_or(io::ErrorKind::NotFound.into()));
+        let file = file.map_err(failure)?;
         let text = read_bounded(file.try_clone().map_err(failure)?, OPTIONS_BYTES_MAX).map_err(failure)?;
         let mut options = OptionsFile::parse(&text).map_err(|e| e.during(path.display()))?;
         change(&mut options)?;
-        write_new(&new, &options).map_err(failure)?;
+        // Locked before it is at the path: the next process waits until what this one has replaced is removed.
+        let _replacement = write_new(&new, &options).map_err(failure)?;
         match renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE) {
             Ok(()) => {
-                let replaced = File::open(&new).and_then(|old| {
-                    let (old, ours) = (old.metadata()?, file.metadata()?);
-                    Ok((old.dev(), old.ino()) == (ours.dev(), ours.ino()))
-                });
+                let replaced = fs::symlink_metadata(&new)
+                    .and_then(|old| file.metadata().map(|ours| is_same_file(&old, &ours)));
                 if !replaced.map_err(failure)? {
                     // The device was detached meanwhile, and the name attached again.
                     let _ = renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE);
@@ -251,6 +260,9 @@ impl StateDir {
         options: &Record,
         ublk: Option<u64>,
     ) -> Outcome<u64> {
+        let failure = |e: io::Error| Failure::new(format!("{}: {e}", self.file(name, ".options").display()));
+        // A command may add an image just now.
+        let _lock = self.lock_options(name).map_err(failure)?;
         // Of a daemon before, or of the program before that wrote no such file: then it is another device's.
         let current = self.read_state(name).and_then(|state| state.number);
         let before = current.and_then(|_| self.read_options(name).ok());
@@ -265,9 +277,9 @@ impl StateDir {
         file.ublk = ublk;
         let number = file.next_number();
         file.add(ImageEntry::new(number, path, options), current);
-        let (path, new) = (self.file(name, ".options"), self.file(name, ".options.new"));
-        let written = write_new(&new, &file).and_then(|()| fs::rename(&new, &path));
-        written.map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
+        let new = self.file(name, ".options.new");
+        let written = write_new(&new, &file).and_then(|_| fs::rename(&new, self.file(name, ".options")));
+        written.map_err(failure)?;
         Ok(number)
     }
 
@@ -303,12 +315,20 @@ fn line(value: &impl Serialize) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Writes a file that is put in another's place.
-fn write_new(path: &Path, value: &impl Serialize) -> io::Result<()> {
+fn is_same_file(one: &fs::Metadata, other: &fs::Metadata) -> bool {
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+/// Writes a file that is put in another's place, and locks it.
+fn write_new(path: &Path, value: &impl Serialize) -> io::Result<File> {
     let text = line(value)?;
     remove(path)?;
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    let written = file.and_then(|mut file| file.write_all(&text));
+    let written = file.and_then(|mut file| {
+        file.write_all(&text)?;
+        flock(&file, FlockOperation::LockExclusive)?;
+        Ok(file)
+    });
     if written.is_err() {
         let _ = remove(path);
     }
@@ -395,6 +415,37 @@ mod tests {
         overwrite_state(&file, &daemon_state(199)).unwrap();
         assert_eq!(image(), Some((String::new(), None)));
         assert!(!dir.file("a", ".options.new").exists());
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    /// The next daemon takes a device over while commands give it new images.
+    #[test]
+    fn no_image_is_lost_and_no_number_is_given_twice() {
+        let dir = scratch("options-race");
+        let first = record("/first");
+        dir.write_options("a", "/first", &first, None).unwrap();
+        dir.write_state("a", &daemon_state(0)).unwrap();
+        let mut added: Vec<u64> = std::thread::scope(|scope| {
+            let commands = [0; 2].map(|_| {
+                scope.spawn(|| {
+                    let add = |_| {
+                        let number = dir.next_image("a").unwrap();
+                        let added = dir.add_image("a", number, "/second", &first);
+                        let refused = |failure: &Failure| failure.to_string().contains("try again");
+                        assert!(added.as_ref().err().is_none_or(refused), "{added:?}");
+                        added.is_ok().then_some(number)
+                    };
+                    (0..20).filter_map(add).collect::<Vec<_>>()
+                })
+            });
+            let daemons = (0..20).map(|_| dir.write_options("a", "/third", &first, None).unwrap());
+            let of_daemons: Vec<_> = daemons.collect();
+            commands.into_iter().flat_map(|command| command.join().unwrap()).chain(of_daemons).collect()
+        });
+        // Fewer than are kept.
+        let file = dir.read_options("a").unwrap();
+        added.sort_unstable();
+        assert_eq!(added, file.images[1..].iter().map(|image| image.number).collect::<Vec<_>>());
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
