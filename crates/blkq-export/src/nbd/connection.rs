@@ -26,7 +26,8 @@ enum Phase {
     Transmission(Requests),
 }
 
-/// The items of the turn's budget that a step of decryption costs: a client may send records of one byte each.
+/// The items of the turn's budget that a step of decryption costs: a client may send records of one byte each, or of
+/// none, such as updates of keys.
 const DECRYPT_ITEMS: usize = 4;
 
 /// The thing that parsing needs to continue.
@@ -222,6 +223,10 @@ impl Connection {
         let mut wish = self.parse(shared, cx);
         while wish == Wish::Receive && self.decrypt(shared) {
             wish = self.parse(shared, cx);
+            // The rest of a payload is not checked against the budget by the parser.
+            if wish == Wish::Receive && shared.work.is_over() {
+                wish = Wish::Later;
+            }
         }
         let mut hungry = wish == Wish::Receive;
         if hungry && let Some(tls) = self.stream.offload_handshake() {
@@ -318,10 +323,11 @@ impl Connection {
             Phase::Handshake(..) => None,
             Phase::Transmission(requests) => requests.missing_payload(),
         };
-        match self.stream.decrypt(payload) {
+        let decrypted = self.stream.decrypt(payload);
+        shared.work.spend(DECRYPT_ITEMS * self.stream.take_decrypt_steps());
+        match decrypted {
             Ok(0) => return false,
             Ok(bytes) => {
-                shared.work.spend(DECRYPT_ITEMS);
                 // Of a payload, if one is on its way; else for the parser.
                 if let Phase::Transmission(requests) = &mut self.phase {
                     requests.took_payload(bytes);

@@ -204,6 +204,11 @@ impl Stream {
         Ok(bytes)
     }
 
+    /// The steps of decryption since the last call.
+    pub fn take_decrypt_steps(&mut self) -> usize {
+        self.tls.as_mut().map_or(0, |tls| tls.take_steps())
+    }
+
     /// Gives out TLS for a worker to continue its handshake, if that is due. Nothing may be sent or
     /// received until it is back.
     pub fn offload_handshake(&mut self) -> Option<Box<Tls>> {

@@ -47,6 +47,8 @@ pub struct Tls {
     /// The part of it that was received and not decrypted.
     start: usize,
     end: usize,
+    /// Steps of decryption that [`Tls::take_steps`] has not returned yet.
+    steps: usize,
     /// Encrypted bytes, and how many of them have left.
     outgoing: Vec<u8>,
     sent: usize,
@@ -67,6 +69,7 @@ impl Tls {
             incoming,
             start: 0,
             end: 0,
+            steps: 0,
             outgoing,
             sent: 0,
             closed: false,
@@ -104,12 +107,18 @@ impl Tls {
         }
     }
 
+    /// The steps of decryption since the last call: rustls takes about 4 KiB in each, whether bytes come out or not.
+    pub fn take_steps(&mut self) -> usize {
+        std::mem::take(&mut self.steps)
+    }
+
     /// Takes some of what was received. False if there is nothing.
     fn process(&mut self) -> Result<bool, TlsEnd> {
         let mut rest = &self.incoming[self.start..self.end];
         if rest.is_empty() || self.broken {
             return if self.broken { Err(TlsEnd::Broken) } else { Ok(false) };
         }
+        self.steps += 1;
         let before = rest.len();
         let taken = self.connection.read_tls(&mut rest);
         self.start += before - rest.len();
