@@ -160,7 +160,12 @@ fn replace(earlier: Option<&File>, path: &Path) -> io::Result<Option<File>> {
     let pid = std::process::id();
     let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
     let new = path.with_file_name(format!(".{}.{pid}", name.to_string_lossy()));
-    let mut file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new)?;
+    let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new);
+    let mut file = create().or_else(|e| match e.kind() {
+        // Of a process with this ID that was killed: in a container each daemon may have the same ID.
+        io::ErrorKind::AlreadyExists => fs::remove_file(&new).and_then(|()| create()),
+        _ => Err(e),
+    })?;
     let mut put = || {
         writeln!(file, "{pid}")?;
         // Every user may read it.
@@ -243,6 +248,10 @@ mod tests {
             drop(PidFile::write_to(&path, None).unwrap());
             assert!(!path.exists());
         }
+        // One that was killed before the file was at its path.
+        fs::write(dir.path().join(format!(".pid.{}", std::process::id())), "").unwrap();
+        drop(PidFile::write_to(&path, None).unwrap());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         fs::remove_dir_all(dir.path()).unwrap();
     }
 
