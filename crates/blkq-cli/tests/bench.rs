@@ -154,6 +154,8 @@ fn a_report_has_its_figures_beside_it_and_keeps_other_pages() {
     assert_eq!(place.files(), ["figures.json", "out"]);
     let json = fs::read(place.0.join("out/page/results.json")).unwrap();
     parse(&json);
+    // By which the next run knows that it may replace them.
+    assert!(json.starts_with(b"{\n  \"schema\": "));
     assert_eq!(json, fs::read(place.0.join("figures.json")).unwrap());
     assert!(fs::read_to_string(place.0.join("out/page/results.csv")).unwrap().starts_with("table,part,"));
 
@@ -171,6 +173,7 @@ fn a_report_has_its_figures_beside_it_and_keeps_other_pages() {
 fn what_cannot_be_measured_or_written_fails_at_once_in_one_line() {
     let place = Place::new("refused");
     fs::write(place.0.join("dear"), "content").unwrap();
+    fs::write(place.0.join("other.json"), "{\n  \"name\": 1\n}\n").unwrap();
     for (words, why) in [
         (&["peak", "--file", "dear"][..], "--overwrite"),
         (&["peak", "--file", "."], "not a regular file"),
@@ -180,12 +183,13 @@ fn what_cannot_be_measured_or_written_fails_at_once_in_one_line() {
         (&["peak", "--size", "1"], "--size"),
         (&["clock", "--json", "none/file"], "none/file"),
         (&["clock", "--json", "dear"], "something else"),
+        (&["clock", "--json", "other.json"], "something else"),
         (&["clock", "--report", "dear"], "dear"),
     ] {
         let line = place.refused(words);
         assert!(line.contains(why), "{words:?}: {line}");
     }
-    assert_eq!(place.files(), ["dear"]);
+    assert_eq!(place.files(), ["dear", "other.json"]);
     assert_eq!(fs::read(place.0.join("dear")).unwrap(), b"content");
 }
 

@@ -71,8 +71,9 @@ fn is_page(head: &[u8]) -> bool {
     String::from_utf8_lossy(head).contains(GENERATOR)
 }
 
+/// Whether a file that begins with `head` is one of [`json`], and not of another program.
 fn is_json(head: &[u8]) -> bool {
-    head.starts_with(b"{")
+    head.starts_with(b"{\n  \"schema\": ")
 }
 
 fn check_output(path: &Path, is_earlier: fn(&[u8]) -> bool) -> Result {
