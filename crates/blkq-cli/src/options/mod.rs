@@ -233,9 +233,10 @@ pub struct AttachOptions {
         help = "Do not count and time requests"
     )]
     pub iostats: bool,
-    /// Ignored. Earlier versions had this option, and their command lines, configuration files and records are accepted.
+    /// Ignored. Earlier versions had this option: their command lines, configuration files and records are accepted, and
+    /// records contain the key for them, because an upgrade falls back to the old program if the new one does not start.
     #[arg(long, hide = true)]
-    #[serde(default, rename = "pacing", skip_serializing)]
+    #[serde(default, rename = "pacing", serialize_with = "write_on", deserialize_with = "ignore_switch")]
     pub no_pacing: bool,
     /// Whether a connection of NBD waits before it receives from a client that is busy reading replies.
     #[arg(
@@ -432,6 +433,16 @@ fn on() -> bool {
 
 fn is_report(policy: &ErrorPolicy) -> bool {
     *policy == ErrorPolicy::Report
+}
+
+/// Writes the switch of an option that was removed as it was by default.
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn write_on<S: serde::Serializer>(_: &bool, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_bool(true)
+}
+
+fn ignore_switch<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    bool::deserialize(deserializer).map(|_| false)
 }
 
 fn is_on(switch: &bool) -> bool {

@@ -140,12 +140,15 @@ mod tests {
         }
     }
 
+    /// Earlier programs require the key, and an upgrade may fall back to one.
     #[test]
-    fn a_removed_option_is_read_and_not_written() {
-        let mut record = Record::new(&options(&["d.img", "--no-pacing"])).unwrap();
-        assert_eq!(record.options.get("pacing"), None);
-        record.options["pacing"] = json!(false);
-        assert_eq!(record.read(), Ok(options(&["d.img"])));
+    fn a_removed_option_is_ignored_and_written_for_older_programs() {
+        let mut record = Record::new(&options(&["d.img"])).unwrap();
+        assert_eq!(record.options["pacing"], json!(true));
+        for value in [true, false] {
+            record.options["pacing"] = json!(value);
+            assert_eq!(record.read(), Ok(options(&["d.img"])));
+        }
     }
 
     #[test]
