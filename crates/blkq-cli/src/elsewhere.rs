@@ -86,7 +86,10 @@ pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) ->
             )));
         }
         match dir.inspect(&other)? {
-            Found::Remains(remains) if remains.state == Fate::Orphan => {
+            // Requests of its clients wait for the next daemon, and would meet writes that were made meanwhile.
+            Found::Remains(remains)
+                if remains.state == Fate::Orphan || matches!(state.guest_options(), Ok(Some(_))) =>
+            {
                 return Err(remains.failure().during(image_text(&options.image)));
             }
             _ => {}

@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use place::client::{keep_state, kept_image};
+use place::client::{keep_state, kept_image, kill_and_wait};
 use place::{Place, kill};
 use serde_json::json;
 
@@ -292,4 +292,18 @@ fn a_device_of_the_program_before_is_served_by_this_one() {
     }
     place.done(&["detach", "d"]);
     assert_eq!(place.files(), <[String; 0]>::default());
+}
+
+// Contract: exclusive
+#[test]
+fn the_image_of_a_killed_guest_device_waits_for_its_next_daemon() {
+    let place = Place::new("waiting-guest");
+    let image = place.image("image", 1 << 20);
+    place.done(&["attach", &image, "--name", "d", "--export", "vhost-user-blk", "--export", "nbd"]);
+    kill_and_wait(place.pid("d"), &[&image]);
+    let line = place.refused(&["attach", &image, "--name", "other", "--export", "nbd"]);
+    assert!(line.contains("blkq recover d"), "{line}");
+    place.done(&["recover", "d"]);
+    place.done(&["detach", "d"]);
+    place.done(&["attach", &image, "--name", "other", "--export", "nbd"]);
 }
