@@ -52,7 +52,7 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     let words =
         ["ram:1M", "--name", "fuzz", "--export", "nbd", "--fault", "none", "--queues", "2", "--no-sandbox"];
     let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
-    let daemon = Daemon::start(&options, Vec::new(), Vec::new(), &mut Parent::none()).expect("a daemon");
+    let daemon = Daemon::start(&options, Vec::new(), &mut Parent::none()).expect("a daemon");
     std::thread::spawn(move || daemon.run());
     directory.join("fuzz.control")
 });

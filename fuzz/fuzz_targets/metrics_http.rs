@@ -42,7 +42,7 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     // Confined, this process could not go on fuzzing.
     let words = ["ram:1M", "--name", "fuzz", "--export", "nbd", "--no-sandbox", "--metrics", &address];
     let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
-    let daemon = Daemon::start(&options, Vec::new(), Vec::new(), &mut Parent::none()).expect("a daemon");
+    let daemon = Daemon::start(&options, Vec::new(), &mut Parent::none()).expect("a daemon");
     std::thread::spawn(move || daemon.run());
     socket
 });
