@@ -15,10 +15,12 @@ impl Engine {
             self.deliver();
             let (sources, parts) = self.split();
             sources.on_turn(parts);
-            self.fail_abandoned();
             for queue in &mut self.queues {
                 queue.dispatch_all(Some(&mut self.ring));
             }
+            // Last, because a request may fail and be held while it is dispatched. The next round delivers the bios that
+            // complete here.
+            self.fail_abandoned();
             let is_over = self.queues.iter().all(|queue| queue.completions().is_empty());
             if is_over || self.queues.iter().any(Queue::is_cut_short) {
                 break;
