@@ -236,7 +236,7 @@ pub struct AttachOptions {
     /// Ignored. Earlier versions had this option: their command lines, configuration files and records are accepted, and
     /// records contain the key for them, because an upgrade falls back to the old program if the new one does not start.
     #[arg(long, hide = true)]
-    #[serde(default, rename = "pacing", serialize_with = "write_on", deserialize_with = "ignore_switch")]
+    #[serde(default, rename = "pacing", serialize_with = "write_inverse", deserialize_with = "read_inverse")]
     pub no_pacing: bool,
     /// Whether a connection of NBD waits before it receives from a client that is busy reading replies.
     #[arg(
@@ -435,14 +435,14 @@ fn is_report(policy: &ErrorPolicy) -> bool {
     *policy == ErrorPolicy::Report
 }
 
-/// Writes the switch of an option that was removed as it was by default.
+/// Writes a switch that is set with `--no-` as older programs do: `true` unless it was given.
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
-fn write_on<S: serde::Serializer>(_: &bool, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_bool(true)
+fn write_inverse<S: serde::Serializer>(no: &bool, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_bool(!no)
 }
 
-fn ignore_switch<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
-    bool::deserialize(deserializer).map(|_| false)
+fn read_inverse<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    bool::deserialize(deserializer).map(|on| !on)
 }
 
 fn is_on(switch: &bool) -> bool {
