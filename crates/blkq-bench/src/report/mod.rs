@@ -62,7 +62,7 @@ pub fn write_json(results: &Results, path: &Path) -> Result {
 /// Checks that the results can be written to a file as JSON, and leaves everything as it was.
 ///
 /// # Errors
-/// Those of [`write_json`].
+/// Returns the errors that [`write_json`] would return for the file at `path`, as far as they can be seen before.
 pub fn check_json(path: &Path) -> Result {
     check_output(path, is_json)
 }

@@ -75,7 +75,7 @@ impl Args {
                 .map_err(of)?;
         let state = dir.read_state(&name).ok_or_else(|| of(Failure::new("its state file cannot be read")))?;
         let (base, bitmaps) = self.open(&dir, &state).map_err(of)?;
-        // First: this command may be killed, and the daemon go on in the other image.
+        // Before the files are sent, because this command may be killed while the daemon pivots to the backing file.
         let recorded = record(&dir, &state, number, &base, begun).map_err(of)?;
         let OpenedBase { path, files: BaseFiles { image, synced, .. }, .. } = base;
         let files = [Some(&image), Some(&synced), bitmaps.as_ref().and_then(BitmapFile::file)];

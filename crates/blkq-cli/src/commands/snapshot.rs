@@ -257,7 +257,7 @@ impl<'a> Begun<'a> {
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
         let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
-        // First: this command may be killed, and the daemon go on in the new image.
+        // Before the request, because this command may be killed while the daemon continues with the new image.
         let number = dir.next_image(name);
         let recorded =
             RecordedImage::add(dir, name, number, &path.display().to_string(), options).map_err(of)?;
@@ -289,7 +289,8 @@ impl<'a> Begun<'a> {
     }
 }
 
-/// Stops the devices, each in turn, and when all wait has them go on in their new images. Returns the warnings of each.
+/// Freezes the devices one after the other, then lets all of them continue with their new images. Returns the
+/// warnings of each.
 ///
 /// # Errors
 /// That of the first which cannot: then none has another image.

@@ -106,7 +106,7 @@ impl LeftDevice<'_> {
         // The kernel's record of its process: the daemon may have been taken over, and name another.
         let old = daemon_of(dir, name).and_then(Program::of_process);
         ask::<()>(dir, name, &Request::Leave {})?;
-        // From here on the old daemon changes nothing, and nobody removes what it has left.
+        // From here on the old daemon changes nothing, and no other command removes its files.
         let state = dir.read_state(name);
         // Before, a snapshot or a commit may have given it another image. The virtual machine waits: if nothing can be
         // read any more, it gets the image that it had.
