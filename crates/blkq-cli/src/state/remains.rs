@@ -107,18 +107,15 @@ impl StateDir {
     /// If the kernel does not report whether there is a block device.
     pub fn inspect(&self, name: &str) -> Outcome<Found> {
         let lock = self.file(name, ".lock");
-        let owner = match fs::read(&lock) {
-            Ok(owner) => String::from_utf8_lossy(&owner).into_owned(),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
-            Err(e) => return Err(Failure::new(format!("lock {}: {e}", lock.display()))),
+        let owns = |pid| !has_exited(pid) && has_open(pid, &lock) && !self.holder_is_dying(name);
+        let owner = match self.lock_owner(name, owns)? {
+            LockOwner::NoLock => return Ok(Found::Nothing),
+            LockOwner::Running(pid) => {
+                let has_socket = self.control_socket(name).exists();
+                return Ok(Found::Busy(Busy { pid, has_socket }));
+            }
+            LockOwner::Exited(pid) => pid,
         };
-        let lives = |owner| !has_exited(owner) && has_open(owner, &lock) && !self.holder_is_dying(name);
-        let is_new = owner.is_empty();
-        let owner = owner.trim().parse::<u32>().ok();
-        if is_new || owner.is_some_and(lives) {
-            let has_socket = self.control_socket(name).exists();
-            return Ok(Found::Busy(Busy { pid: owner, has_socket }));
-        }
         let state = self.read_state(name);
         let (pid, mut image, mut exports) =
             (state.as_ref().map(|state| state.pid).filter(|pid| *pid != 0).or(owner), None, None);
@@ -158,6 +155,38 @@ impl StateDir {
             error,
         })))
     }
+
+    /// Finds out who has the lock of `name`. `owns` checks whether a process runs and has the lock file open.
+    ///
+    /// A daemon that is detached removes its lock file before it exits, and may do so after the file was read here. Only
+    /// a lock file that still exists once its process has exited belongs to a daemon that died.
+    fn lock_owner(&self, name: &str, owns: impl Fn(u32) -> bool) -> Outcome<LockOwner> {
+        let lock = self.file(name, ".lock");
+        let read = || match fs::read(&lock) {
+            Ok(owner) => Ok(Some(owner)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(Failure::new(format!("lock {}: {e}", lock.display()))),
+        };
+        let mut found = read()?;
+        loop {
+            let Some(owner) = found else { return Ok(LockOwner::NoLock) };
+            let pid = String::from_utf8_lossy(&owner).trim().parse::<u32>().ok();
+            if owner.is_empty() || pid.is_some_and(&owns) {
+                return Ok(LockOwner::Running(pid));
+            }
+            found = read()?;
+            if found.as_ref() == Some(&owner) {
+                return Ok(LockOwner::Exited(pid));
+            }
+        }
+    }
+}
+
+enum LockOwner {
+    NoLock,
+    /// The process; `None` if it has not written its ID yet.
+    Running(Option<u32>),
+    Exited(Option<u32>),
 }
 
 fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool) -> String {
@@ -189,4 +218,33 @@ pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
     let lines: Vec<&str> = text.lines().collect();
     let printable = |line: &&str| line.replace(char::is_control, "?");
     Ok(lines[lines.len().saturating_sub(LINES)..].iter().map(printable).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::tests::scratch;
+
+    // Contract: detach
+    #[test]
+    fn a_daemon_that_exits_well_meanwhile_did_not_die() {
+        let dir = scratch("exits-well");
+        let lock = dir.file("a", ".lock");
+        fs::write(&lock, "7\n").unwrap();
+        let exit_well = |_| {
+            fs::remove_file(&lock).unwrap();
+            false
+        };
+        assert!(matches!(dir.lock_owner("a", exit_well), Ok(LockOwner::NoLock)));
+
+        fs::write(&lock, "7\n").unwrap();
+        let attach_again = |pid| {
+            fs::write(&lock, "8\n").unwrap();
+            pid == 8
+        };
+        assert!(matches!(dir.lock_owner("a", attach_again), Ok(LockOwner::Running(Some(8)))));
+
+        assert!(matches!(dir.lock_owner("a", |_| false), Ok(LockOwner::Exited(Some(8)))));
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
 }
