@@ -1,13 +1,13 @@
-//! The driver's part of a queue that could not be opened while the disk was in use.
+//! Replaces a driver queue that could not be opened while the disk was in use.
 
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::Status;
 use crate::tags::Tag;
 
-/// Fails all requests.
+/// Fails each request with [`Status::Io`].
 pub(super) struct BrokenQueue;
 
-// SAFETY: each request that it takes completes at once, and nothing else has its memory.
+// SAFETY: each request completes immediately, and its memory is not used.
 unsafe impl DriverQueue for BrokenQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         tags.iter().for_each(|tag| cx.complete(*tag, Err(Status::Io)));

@@ -1,4 +1,5 @@
-//! Entering and leaving a disk, so that a freeze waits for the queue, and what changed under one.
+//! Entering and leaving the disk, so that a freeze waits for the queue, and applying what was changed under a
+//! freeze.
 
 use crate::ring::Ring;
 
@@ -7,8 +8,8 @@ use super::tracked::track;
 use super::{Queue, open_driver};
 
 impl Queue {
-    /// The idle queue is to have requests, and takes over what changed meanwhile.
-    /// False while the disk is frozen.
+    /// Enters the disk, because the idle queue is about to have requests, and applies what was changed
+    /// meanwhile. Returns false while the disk is frozen.
     #[cold]
     pub(super) fn enter(&mut self, ring: Option<&mut Ring>) -> bool {
         let entered = self.disk.enter();
@@ -21,7 +22,7 @@ impl Queue {
         entered
     }
 
-    /// The queue is idle again, if it has no request any more.
+    /// Leaves the disk if the queue has no requests.
     #[inline]
     pub(super) fn leave_if_idle(&mut self) {
         if self.disk.is_entered() && self.in_flight.in_use() == 0 {
@@ -37,7 +38,7 @@ impl Queue {
         self.disk.leave();
     }
 
-    /// Takes over changed settings even while nothing is submitted.
+    /// Applies changed settings if the queue is idle, so that a change takes effect without a submission.
     #[inline]
     pub(super) fn refresh(&mut self, ring: Option<&mut Ring>) {
         if !self.disk.is_entered() && self.disk.is_outdated() {
@@ -45,7 +46,7 @@ impl Queue {
         }
     }
 
-    /// Takes over limits and settings that were changed under a freeze.
+    /// Applies limits, settings and the driver that were changed under a freeze.
     #[cold]
     fn reload(&mut self, mut ring: Option<&mut Ring>) {
         if let Some(scheduler) = self.disk.reload_settings() {
@@ -61,7 +62,7 @@ impl Queue {
         }
         self.dispatch.set_early_submission(self.disk.settings().early_submission);
         if is_new {
-            // Its registered files make room for the other's.
+            // The old queue unregisters its files first, so that those of the new one find room on the ring.
             self.close(ring.as_deref_mut());
             let slots = self.in_flight.requests().len();
             let opened = open_driver(&self.disk, slots, ring);
@@ -79,13 +80,14 @@ impl Queue {
         self.dispatch.reload(&mut cx);
     }
 
+    /// Applies changed limits, also those that the driver itself has lowered while requests are in flight.
     pub(super) fn reload_limits(&mut self) {
         if !self.disk.reload_limits() {
             return;
         }
         self.in_flight.reload(self.disk.limits());
         self.renew_durability_of_requests();
-        // All that was decided about waiting bios under the old limits is decided again.
+        // Waiting bios were checked and split under the old limits, so they start again.
         for _ in 0..self.waiting.len() {
             let Some(index) = self.pop_waiting() else { break };
             match self.check(index) {

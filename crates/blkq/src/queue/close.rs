@@ -8,13 +8,13 @@ use crate::ring::Ring;
 use super::Queue;
 
 impl Queue {
-    /// Has the driver release what it registered with a ring that lives on.
+    /// Lets the driver unregister its files and buffers from the ring, which may outlive the queue.
     pub fn close(&mut self, ring: Option<&mut Ring>) {
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
         self.dispatch.close(&mut cx);
     }
 
-    /// Completes with [`Status::Offline`] what the driver never got.
+    /// Completes everything that the driver has not taken with [`Status::Offline`].
     fn abandon(&mut self) {
         self.close_lane();
         if self.disk.settings().iostats {
@@ -37,8 +37,8 @@ impl Queue {
 impl Drop for Queue {
     fn drop(&mut self) {
         self.abandon();
-        // Memory of I/O in flight belongs to the kernel until it completes: LocalQueue and Engine
-        // drain a queue before they drop it. After a panic it is leaked, not freed.
+        // The kernel may use the memory of I/O in flight until the I/O completes. LocalQueue and Engine drain
+        // a queue before they drop it, so this happens only after a panic. The memory is leaked then.
         let leaks = self.in_flight() > 0;
         if leaks {
             for (completer, gated) in self.in_flight.leak() {

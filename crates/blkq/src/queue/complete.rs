@@ -1,4 +1,4 @@
-//! Completing requests in batches, and the bios in them (`struct io_comp_batch`).
+//! Completes requests in batches (`struct io_comp_batch`), and the bios of each request.
 
 use crate::bio::{BioFlags, Operation};
 use crate::completer::Completer;
@@ -11,13 +11,13 @@ use crate::tags::Tag;
 use super::Queue;
 
 impl Queue {
-    /// Completes the requests that the driver finished: one clock reading, one return of tags,
-    /// one update of the shared counters for all of them.
+    /// Completes the requests that the driver has finished. The batch shares one clock reading, one return of
+    /// tags and one update of the shared counters.
     pub(super) fn complete_batch(&mut self) {
         if self.completions.take_limits_changed() {
             self.reload_limits();
         }
-        // A fresh reading: no completion is stamped earlier than its issue.
+        // A new clock reading, so that no request completes at an earlier time than it was issued.
         self.clock.invalidate();
         self.dispatch.clear_rerun();
         let mut completed = self.completions.take_requests();
@@ -27,7 +27,7 @@ impl Queue {
         self.complete_requests_of(completed);
     }
 
-    /// Completes `completed`, of which none is to be held.
+    /// Completes `completed`. None of these requests may have to be held.
     pub(super) fn complete_requests_of(&mut self, completed: Vec<(Tag, IoResult)>) {
         if self.dispatch.notes_completions() || self.hang_tracker.has_reported() {
             self.note_completed(&completed);
@@ -43,7 +43,8 @@ impl Queue {
         self.completions.deliver_remote(&self.disk.disk().gate);
     }
 
-    /// Informs the scheduler, traces, measures the driver, and notes which of these requests were reported to hang.
+    /// Notifies the scheduler, the tracer and the device time measurement, and records completions of
+    /// requests that were reported as hanging.
     #[cold]
     fn note_completed(&mut self, completed: &[(Tag, IoResult)]) {
         self.trace_lane();
@@ -61,7 +62,8 @@ impl Queue {
         }
     }
 
-    /// Completes requests and counts them: those alike, and stamped alike, together.
+    /// Completes and counts requests. Requests of the same operation with the same start time are counted
+    /// together.
     #[inline]
     fn complete_requests(&mut self, completed: &[(Tag, IoResult)]) {
         let iostats = self.disk.settings().iostats;
@@ -85,8 +87,9 @@ impl Queue {
         }
     }
 
-    /// Completes requests behind the first `count`, which are complete and have `sectors`, until one is
-    /// plain, or not of `operation`, or was not begun at `start_ns`. Returns both numbers of all of them.
+    /// Completes the requests after the first `count`, which are complete and have `sectors` in total. Stops
+    /// at a request that is plain, that is not of `operation` or that has another start time. Returns the new
+    /// values of `count` and `sectors`.
     #[inline(never)]
     fn complete_others(
         &mut self,
@@ -148,7 +151,7 @@ impl Queue {
         }
     }
 
-    /// Completes a bio, or the step of it that this was.
+    /// Completes bio `index`, or its current step: the bio continues if it has further steps.
     pub(super) fn complete_bio(&mut self, index: u32, result: IoResult) {
         let slot = &self.in_flight[index];
         let has_steps = slot.operation == Operation::WriteZeroes || slot.step != FlushStep::None;
@@ -170,20 +173,22 @@ impl Queue {
         }
     }
 
-    /// Completes a step of a bio that may have several. True if it proceeds to another.
+    /// Completes one step of a bio that may have several. Returns true if the bio continues with another
+    /// step.
     #[inline(never)]
     fn complete_step(&mut self, index: u32, result: IoResult) -> bool {
         let slot = &self.in_flight[index];
         let is_zeroes =
             slot.operation == Operation::WriteZeroes && !slot.slot_flags.contains(SlotFlags::AS_ZEROES);
-        // Once it waits for a flush the answer is the flush's, not that of the zeroes.
+        // While the bio waits for a flush, `result` is that of the flush, and says nothing about support for
+        // write-zeroes.
         let is_data = slot.step != FlushStep::Preflush && slot.step != FlushStep::Postflush;
         if is_zeroes
             && is_data
             && result == Err(Status::NotSupported)
             && !slot.flags.contains(BioFlags::NO_FALLBACK)
         {
-            // The driver found out that it cannot after all.
+            // The driver has found out while executing it that the operation is not supported.
             self.begin_zeroes(index);
             return true;
         }

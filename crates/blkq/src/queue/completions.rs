@@ -1,5 +1,5 @@
-//! Completions on their way: of requests that the driver completed, to the queue's owner, to
-//! other threads, and to the request gate.
+//! Completions that the queue has not delivered yet: to the queue's owner, to other threads, and to the
+//! request gate.
 
 use std::mem::ManuallyDrop;
 
@@ -14,19 +14,18 @@ use crate::tags::Tag;
 
 use super::in_flight::InFlight;
 
-/// The completions of one queue.
 pub(super) struct Completions {
-    /// Requests that the driver completed.
+    /// Requests that the driver has completed and the queue has not.
     requests: Vec<(Tag, IoResult)>,
-    /// The driver's limits are to be read again.
+    /// The driver has called [`DriverContext::limits_changed`](crate::DriverContext::limits_changed).
     limits_changed: bool,
-    /// Bios that the queue's owner submitted.
+    /// Completions of bios that the queue's owner submitted.
     own: Vec<Completion>,
-    /// How many of these have been taken one by one: they come first, and are empty.
+    /// How many of `own`, from the beginning, were taken one by one. They are empty.
     taken: usize,
-    /// Bios that other threads submitted.
+    /// Completions of bios that other threads submitted.
     remote: Vec<(Completer, IoResult, Data)>,
-    /// Allocations owed to the request gate: reads, writes.
+    /// Requests to return to the request gate: reads, all others.
     gate_owed: [u32; 2],
 }
 
@@ -48,19 +47,17 @@ impl Completions {
         (&mut self.requests, &mut self.limits_changed)
     }
 
-    /// Whether the driver has come to other limits since this was last asked.
+    /// Whether the driver has changed its limits since the last call.
     #[inline]
     pub fn take_limits_changed(&mut self) -> bool {
         std::mem::take(&mut self.limits_changed)
     }
 
-    /// Whether the driver completed requests.
     #[inline]
     pub fn has_requests(&self) -> bool {
         !self.requests.is_empty()
     }
 
-    /// How many requests the driver completed.
     #[inline]
     pub fn request_count(&self) -> usize {
         self.requests.len()
@@ -71,7 +68,8 @@ impl Completions {
         std::mem::take(&mut self.requests)
     }
 
-    /// The batch is done: its room is kept, unless more have completed meanwhile.
+    /// Returns the buffer of a batch, so that it is reused. Nothing to reuse if the driver has completed
+    /// further requests meanwhile.
     #[inline]
     pub fn put_back_requests(&mut self, mut batch: Vec<(Tag, IoResult)>) {
         batch.clear();
@@ -80,30 +78,30 @@ impl Completions {
         }
     }
 
-    /// Requests that complete without the driver.
+    /// Adds requests that complete without the driver.
     pub fn extend_requests(&mut self, tags: impl Iterator<Item = Tag>, result: IoResult) {
         self.requests.extend(tags.map(|tag| (tag, result)));
     }
 
-    /// A bio of the queue's owner completed.
+    /// Adds the completion of a bio that the queue's owner submitted.
     pub fn push_own(&mut self, user_data: u64, result: IoResult, data: Data) {
         self.own.push(Completion { user_data, result, data });
     }
 
-    /// A bio of another thread completed.
+    /// Adds the completion of a bio that another thread submitted.
     pub fn push_remote(&mut self, completer: Completer, result: IoResult, data: Data) {
         self.remote.push((completer, result, data));
     }
 
-    /// The bio in `slot` completed well, with nothing else to do.
+    /// Adds the successful completion of the bio in `slot`, which the queue's owner submitted.
     #[inline]
     pub fn push_plain(&mut self, user_data: u64, slot: &mut BioSlot) {
         self.own.push(Completion { user_data, result: Ok(()), data: slot.take_data() });
     }
 
-    /// Completes requests of `completed` until one is not of a plain bio alone, of `operation` and
-    /// begun at `start_ns`, or has failed; their tags are `freed`. Returns how many, and the sum of their
-    /// sectors.
+    /// Completes requests from the beginning of `completed`. Stops at a request that has failed, that does
+    /// not consist of a single plain bio, that is not of `operation`, or that was not started at `start_ns`.
+    /// Adds their tags to `freed`. Returns the number of requests and of their sectors.
     #[inline(always)]
     pub fn complete_plain(
         &mut self,
@@ -130,9 +128,9 @@ impl Completions {
             request.state = RequestState::Idle;
             let slot = &mut slots[tag.index()];
             let place = place.as_mut_ptr();
-            // Written where it is to be: a literal would go through the stack (see `BioSlot`).
-            // SAFETY: the place is valid for writing, all of its fields are written, and the data
-            // is read once, as it is none from then on.
+            // Written in place: a struct literal would be copied through the stack (see `BioSlot`).
+            // SAFETY: the place is valid for writing, all of its fields are written, and the data is read
+            // once, because the slot gets `Data::None` below.
             unsafe {
                 (&raw mut (*place).user_data).write(slot.user_data());
                 (&raw mut (*place).result).write(Ok(()));
@@ -143,7 +141,7 @@ impl Completions {
             sectors += request.sectors;
             count += 1;
         }
-        // SAFETY: so many places behind the others have been written, of both.
+        // SAFETY: the first `count` spare places of both vectors have been written.
         unsafe {
             self.own.set_len(self.own.len() + count);
             freed.set_len(freed.len() + count);
@@ -152,14 +150,15 @@ impl Completions {
         (count, sectors)
     }
 
-    /// A bio that came through the request gate completed, for another thread.
+    /// Counts a completed bio that came through the request gate.
     #[inline]
     pub fn owe_gate(&mut self, operation: Operation) {
         self.gate_owed[usize::from(operation.is_write())] += 1;
     }
 
-    /// Notifies other threads of bios that completed, when all that is counted of them is; before
-    /// that, releases their allocations of the request gate and so lets submitters go on.
+    /// Notifies other threads of completed bios. Must be called after the counters are updated, so that a
+    /// submitter that has been notified finds its I/O counted. Returns requests to the gate first, so that
+    /// waiting submitters continue.
     #[inline]
     pub fn deliver_remote(&mut self, gate: &RequestGate) {
         if !self.remote.is_empty() {
@@ -186,7 +185,7 @@ impl Completions {
         &self.own[self.taken..]
     }
 
-    /// The same, to be taken out.
+    /// [`Completions::own`], for the caller to remove some.
     #[inline]
     pub fn own_mut(&mut self) -> &mut Vec<Completion> {
         self.forget_taken();
@@ -200,8 +199,8 @@ impl Completions {
         }
     }
 
-    /// Takes the oldest of them, in constant time: those behind it move up when they are no more
-    /// than have been taken.
+    /// Takes the oldest completion, in amortised constant time: the rest is moved to the front only when at
+    /// least half has been taken.
     pub fn take_own(&mut self) -> Option<Completion> {
         let place = self.own.get_mut(self.taken)?;
         let empty = Completion { user_data: 0, result: Ok(()), data: Data::None };

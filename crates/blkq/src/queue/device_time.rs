@@ -1,4 +1,5 @@
-//! When the driver got each request: measured only while the disk's ceiling is searched.
+//! Measures how long the driver has each request. Used only while the disk's ceiling is searched
+//! ([`CeilingSearch`](crate::disk::CeilingSearch)).
 
 use std::sync::Arc;
 
@@ -7,36 +8,35 @@ use crate::request::Request;
 use crate::tags::Tag;
 use crate::throttle::DeviceTimes;
 
-/// The times of one queue's requests.
 pub(super) struct DeviceTime {
     times: Arc<DeviceTimes>,
-    /// By tag; 0 if it was not issued since this is measured.
+    /// The time of dispatch by tag; 0 if the request was dispatched before the measurement started.
     issued_ns: Vec<u64>,
 }
 
 impl DeviceTime {
-    /// For a queue with so many slots.
+    /// A measurement for a queue with that number of tags; it counts in `times`.
     pub fn new(times: Arc<DeviceTimes>, slots: usize) -> DeviceTime {
         DeviceTime { times, issued_ns: vec![0; slots] }
     }
 
-    /// Whether these are the counters.
+    /// Whether the measurement counts in `times`.
     pub fn counts_in(&self, times: &Arc<DeviceTimes>) -> bool {
         Arc::ptr_eq(&self.times, times)
     }
 
-    /// The driver is given these requests.
+    /// Stamps requests that are about to be offered to the driver.
     pub fn issued(&mut self, tags: &[Tag], now_ns: u64) {
         tags.iter().for_each(|tag| self.issued_ns[tag.index()] = now_ns);
     }
 
-    /// It has failed these, which are held instead of being completed, and has `left`.
+    /// Forgets requests that have failed and are held. The driver has `left` other requests.
     pub fn held(&mut self, tags: &[Tag], left: u64) {
         let issued = tags.iter().filter(|tag| std::mem::take(&mut self.issued_ns[tag.index()]) != 0).count();
         self.times.completed(issued as u64, left);
     }
 
-    /// It has completed these, and has `left`.
+    /// Counts requests that the driver has completed. The driver has `left` other requests.
     pub fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], now_ns: u64, left: u64) {
         let mut issued = 0;
         for (tag, _) in completed {

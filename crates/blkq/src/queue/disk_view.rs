@@ -1,5 +1,6 @@
-//! A queue's view of its disk: the settings and limits in force, and whether the queue
-//! has entered, so that a freeze waits for it.
+//! A queue's view of its disk: the settings and limits in force, and whether the queue has entered the disk,
+//! so that a freeze waits for it. The view changes only between `enter` and the first request, or when the
+//! driver itself lowers its limits.
 
 use std::sync::Arc;
 
@@ -14,29 +15,29 @@ use crate::sector::Sector;
 
 use super::fast_limits::FastLimits;
 
-/// A queue's view of its disk.
 pub(super) struct DiskView {
     disk: Arc<Disk>,
     index: usize,
     shared: Arc<HardwareQueue>,
-    /// The driver that the queue's part is of.
+    /// The driver whose queue this queue has open.
     driver: Arc<dyn Driver>,
-    /// Of the changes that were taken over.
+    /// [`DiskControl::generation`](crate::disk::freeze::DiskControl::generation) of the changes that the view
+    /// includes.
     generation: u64,
     settings: Settings,
     limits: QueueLimits,
     fast: FastLimits,
-    /// Between `enter` and `leave`: limits and settings stay as they are.
+    /// True between `enter` and `leave`: control threads change neither limits nor settings.
     entered: bool,
 }
 
 impl DiskView {
-    /// The view that queue `index` has of `disk`.
+    /// The view of queue `index` of `disk`.
     ///
     /// # Errors
-    /// If the driver's limits are invalid.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the driver's limits are invalid.
     pub fn new(disk: &Arc<Disk>, index: usize) -> Result<DiskView, Error> {
-        // Before all that it is about: a change that comes in between is then seen by `enter`.
+        // Read before the settings, so that `enter` notices a change made in between.
         let generation = disk.control.generation();
         let settings = disk.settings();
         let driver = disk.driver();
@@ -61,12 +62,12 @@ impl DiskView {
         &self.disk
     }
 
-    /// The driver that the queue's part is of.
+    /// The driver whose queue this queue has open.
     pub fn driver(&self) -> &dyn Driver {
         &*self.driver
     }
 
-    /// Takes over the disk's driver. Returns whether that is another one.
+    /// Takes the disk's current driver. Returns whether the driver was exchanged.
     pub fn reload_driver(&mut self) -> bool {
         let driver = self.disk.driver();
         let is_new = !Arc::ptr_eq(&driver, &self.driver);
@@ -74,12 +75,11 @@ impl DiskView {
         is_new
     }
 
-    /// The queue's number.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// The part of the queue that other threads see.
+    /// The part of the queue that other threads use.
     #[inline]
     pub fn shared(&self) -> &HardwareQueue {
         &self.shared
@@ -95,15 +95,14 @@ impl DiskView {
         &self.limits
     }
 
-    /// Whether one request of `operation` may have so many sectors from `start` on, in so many pieces
-    /// of memory.
+    /// Whether one request of `operation` at `start` may have that many sectors and memory segments.
     #[inline]
     pub fn allows(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         self.fast.allows(operation, sectors, segments)
             || self.limits.allow(operation, start, sectors, segments)
     }
 
-    /// Whether the driver declares that it does what the flags of `request` demand.
+    /// Whether the driver has declared support for the flags of `request`.
     pub fn declares(&self, request: &Request) -> bool {
         self.limits.declares(request.operation, request.flags)
     }
@@ -123,7 +122,7 @@ impl DiskView {
         self.disk.control.is_frozen()
     }
 
-    /// Whether flushes wait for writes that are held.
+    /// Whether flushes must wait because writes are held.
     #[inline]
     pub fn has_held_writes(&self) -> bool {
         self.disk.hold.has_writes()
@@ -134,20 +133,21 @@ impl DiskView {
         self.disk.control.is_quiesced()
     }
 
-    /// The queue is to have requests. False while the disk is frozen.
+    /// Enters the disk, so that the queue may have requests. Returns false while the disk is frozen.
     pub fn enter(&mut self) -> bool {
         self.entered = self.disk.control.enter(self.index);
         self.entered
     }
 
-    /// The queue has no request any more.
+    /// Leaves the disk: the queue has no requests.
     #[inline]
     pub fn leave(&mut self) {
         self.entered = false;
         self.disk.control.leave(self.index);
     }
 
-    /// The driver is to be given requests. False while the disk is quiesced.
+    /// Begins to offer requests to the driver. Returns false while the disk is quiesced; otherwise the caller
+    /// must call [`DiskView::leave_dispatch`].
     #[inline]
     pub fn begin_dispatch(&self) -> bool {
         self.disk.control.begin_dispatch(self.index)
@@ -158,13 +158,13 @@ impl DiskView {
         self.disk.control.leave_dispatch(self.index);
     }
 
-    /// Whether something was changed under a freeze since it was last taken over.
+    /// Whether something was changed under a freeze that the view does not include yet.
     #[inline]
     pub fn is_outdated(&self) -> bool {
         self.disk.control.generation() != self.generation
     }
 
-    /// Takes over the settings. Returns the scheduler, if that is another now.
+    /// Takes the disk's current settings. Returns the scheduler if it was changed.
     pub fn reload_settings(&mut self) -> Option<SchedulerKind> {
         self.generation = self.disk.control.generation();
         let before = self.settings.scheduler;
@@ -172,10 +172,11 @@ impl DiskView {
         (before != self.settings.scheduler).then_some(self.settings.scheduler)
     }
 
-    /// Takes over the driver's limits. False if they are as they were.
+    /// Takes the driver's current limits. Returns false if they have not changed.
     pub fn reload_limits(&mut self) -> bool {
         let limits = self.disk.limits();
-        // A driver that comes to contradict itself has shown its bug to whatever changed it.
+        // `Disk::frozen` has reported invalid limits to the caller that made the change. The queue keeps its
+        // old limits.
         if limits == self.limits || limits.validate().is_err() {
             return false;
         }

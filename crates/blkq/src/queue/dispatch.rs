@@ -1,5 +1,7 @@
-//! Dispatch: requests reach the driver, in this order: what was requeued, then the
-//! scheduler's (block/blk-mq-sched.c). A busy driver is no error: the request is requeued.
+//! Dispatch: offers requests to the driver. Requeued requests go first, then requests that waited for a
+//! limit, then those of the scheduler (block/blk-mq-sched.c).
+//!
+//! A busy driver is not an error. It takes the first requests of a batch, and the others are requeued.
 
 mod traced;
 
@@ -25,41 +27,47 @@ use super::plug::PLUG_REQUESTS;
 use super::throttle::QueueThrottle;
 use super::tracer::Tracer;
 
-/// When a driver that ran out of resources is asked again (BLK_MQ_RESOURCE_DELAY).
+/// Delay before a driver that is out of resources is offered requests again (BLK_MQ_RESOURCE_DELAY).
 const RESOURCE_DELAY_NS: u64 = 3_000_000;
 
-/// The driver of a queue, and the requests on their way to it.
+/// The driver's half of a queue, and the requests between the plug and the driver.
 pub(super) struct Dispatch {
-    /// The queue's name on the ring.
+    /// Marks this queue's submissions on the ring, which several queues may share: see
+    /// [`Token`](crate::ring::Token).
     owner: u16,
     driver: Box<dyn DriverQueue>,
     /// [`Settings::early_submission`].
     early_submission: bool,
     scheduler: Option<Box<dyn Scheduler>>,
-    /// Requests that were requeued, or that go before all others.
+    /// Requests to offer to the driver before all others, as in the kernel's `hctx->dispatch`: the queue's
+    /// flush, requests that a busy driver did not take, held requests that are reissued, and plugged requests
+    /// that must not overtake these.
     requeued: VecDeque<Tag>,
-    /// Those that wait for a limit.
+    /// The rate limits, and the requests that wait for one.
     throttle: QueueThrottle,
-    /// Requests that the driver has.
+    /// Requests that the driver has taken and not completed.
     started: u32,
-    /// When a driver that was out of resources is asked again.
+    /// The driver is out of resources: nothing is offered to it before this time.
     rerun_at_ns: Option<u64>,
-    /// The driver takes more requests of the scheduler than it has, as far as that was looked at.
+    /// Fewer than `depth` requests were started when the scheduler was last asked for a request.
     has_room: bool,
-    /// The disk was quiesced when there were requests for the driver.
+    /// The disk was quiesced when requests were last offered to the driver, so they were requeued.
     blocked_by_quiesce: bool,
     tracing: Option<Box<Tracer>>,
-    /// How long the driver has requests, if that is measured.
+    /// Measures the time from dispatch to completion; only while the disk searches for its ceiling.
     device_time: Option<Box<DeviceTime>>,
-    /// There is a scheduler or a tracer that sees each bio: none takes the fast lane.
+    /// There is a scheduler, or a tracer that records each bio: no bio may take the plug's fast path.
     observed: bool,
-    /// There is a scheduler or a tracer, or there are limits: no request takes the shortest way.
+    /// There is no scheduler, no tracer and no limit: plugged requests may go straight to the driver.
     detours: bool,
-    /// The scheduler may have requests, or some may wait for a limit.
+    /// The scheduler or the throttle may have requests. This may be true when neither has any, but must never
+    /// be false when one of them has.
     lingering: bool,
-    /// There is a scheduler or a tracer, or the driver's time is measured: all are informed of completions.
+    /// There is a scheduler, a tracer or the measurement of device time: each is notified of completions.
     notes_completions: bool,
+    /// Index of the queue in the disk.
     index: usize,
+    /// Number of tags, including the tag of the queue's own flush.
     slots: usize,
 }
 
@@ -91,7 +99,8 @@ impl Dispatch {
         dispatch
     }
 
-    /// A scheduler, a tracer, or limits have come or were removed.
+    /// Recomputes the flags. Call this after each change of the scheduler, the tracer, the limits or the
+    /// measurement of device time.
     fn note_detours(&mut self) {
         let seen = self.scheduler.is_some() || self.tracing.is_some();
         let sees_bios = self.tracing.as_ref().is_some_and(|tracer| !tracer.allows_lane());
@@ -101,10 +110,11 @@ impl Dispatch {
         self.notes_completions = seen || self.device_time.is_some();
     }
 
-    /// Measures how long the driver has requests from now on, or no longer.
+    /// Starts or stops the measurement of device time, as the disk's throttle asks.
     fn measure(&mut self) {
         let times = self.throttle.device_times(self.index);
         match (times, &self.device_time) {
+            // The measurement goes into the same counters as before: keep it.
             (Some(times), Some(device_time)) if device_time.counts_in(times) => {}
             (times, _) => {
                 self.device_time = times.map(|times| Box::new(DeviceTime::new(times.clone(), self.slots)));
@@ -113,19 +123,19 @@ impl Dispatch {
         self.note_detours();
     }
 
-    /// Takes over changed limits.
+    /// Applies the limits of `disk`, if they have changed.
     #[cold]
     pub fn refresh_limits(&mut self, disk: &Disk) {
         self.throttle.refresh(disk);
         self.measure();
     }
 
-    /// The owner stops: no request waits for a limit any more.
+    /// Lifts all limits: the owner of the queue is stopping, and must not wait for them.
     pub fn close_limits(&mut self) {
         self.throttle.close();
     }
 
-    /// The queue as the driver sees it, for one call.
+    /// Borrows the parts of the queue that the driver may use during one call.
     #[inline(always)]
     pub fn context<'a>(
         &self,
@@ -149,13 +159,13 @@ impl Dispatch {
         }
     }
 
-    /// Whether a scheduler or a tracer sees each bio.
+    /// Whether a scheduler or a tracer must see each bio, so that none may take the plug's fast path.
     #[inline]
     pub fn is_observed(&self) -> bool {
         self.observed
     }
 
-    /// Whether somebody is to be informed of requests that complete.
+    /// Whether a scheduler, a tracer or the measurement of device time must be notified of completions.
     #[inline]
     pub fn notes_completions(&self) -> bool {
         self.notes_completions
@@ -180,60 +190,63 @@ impl Dispatch {
         self.early_submission = on;
     }
 
-    /// The old scheduler has no requests.
+    /// Replaces the scheduler. The old one must be empty: a scheduler is changed under a freeze.
     pub fn set_scheduler(&mut self, scheduler: SchedulerKind, slots: usize) {
         self.scheduler = scheduler.open(slots);
         self.note_detours();
     }
 
-    /// Requests that the driver has.
+    /// The number of requests that the driver has taken and not completed.
     #[inline]
     pub fn started(&self) -> u32 {
         self.started
     }
 
-    /// Whether requeued requests are to be reissued.
     #[inline]
     pub fn has_requeued(&self) -> bool {
         !self.requeued.is_empty()
     }
 
-    /// Whether a request comes to the driver without a detour.
+    /// Whether plugged requests go straight to the driver: nothing must see or delay them, and no requeued
+    /// request must go first.
     #[inline]
     pub fn is_direct(&self) -> bool {
         !self.detours && self.requeued.is_empty()
     }
 
-    /// Whether requests stayed because of a quiesce.
+    /// Whether requests were kept from the driver because the disk was quiesced.
     pub fn is_blocked_by_quiesce(&self) -> bool {
         self.blocked_by_quiesce
     }
 
-    /// The limits.
     #[inline]
     pub fn throttle(&self) -> &QueueThrottle {
         &self.throttle
     }
 
-    /// When the driver, a requeued request, or one that waits for a limit wants the queue to run at the latest.
+    /// The latest time at which the queue must run again: for the driver's own deadline, to retry a driver
+    /// that is out of resources, or to issue a request that waits for a limit. `None`: only an event makes it
+    /// run.
     pub fn deadline_ns(&self) -> Option<u64> {
         let deadlines = [self.driver.deadline_ns(), self.rerun_at_ns, self.throttled_deadline_ns()];
         deadlines.into_iter().flatten().min()
     }
 
-    /// When the first request that waits for a limit may begin.
+    /// The time at which the first request that waits for a limit may begin.
     fn throttled_deadline_ns(&self) -> Option<u64> {
-        // While the driver is busy or stopped nothing begins, whatever time it is.
+        // While the driver is busy, nothing behind the requeued requests is issued, and the deadline of a
+        // limit would wake the thread for nothing.
         let is_stopped = self.rerun_at_ns.is_some() || !self.requeued.is_empty();
         if is_stopped { None } else { self.throttle.deadline_ns(self.has_room) }
     }
 
-    /// Whether requests wait for nothing but a limit.
+    /// Whether requests wait for a limit and for nothing else.
     pub fn waits_for_limit(&self) -> bool {
         self.throttled_deadline_ns().is_some()
     }
 
-    /// A flush goes before all others, but obeys the limits.
+    /// Queues `tag`, the queue's flush, ahead of all other requests. If there are limits, the flush obeys
+    /// them, and waits ahead of all other waiting requests but reads.
     pub fn push_first(&mut self, tag: Tag) {
         match self.throttle.is_on() {
             true => {
@@ -244,7 +257,8 @@ impl Dispatch {
         }
     }
 
-    /// Takes the requests of a plug: for the scheduler, or behind what was requeued.
+    /// Queues the requests of a plug for [`Dispatch::run`]: in the scheduler if there is one, else behind the
+    /// requeued requests. Without a scheduler, requests beyond a limit wait in the throttle.
     pub fn insert(
         &mut self,
         batch: &[Tag],
@@ -271,7 +285,7 @@ impl Dispatch {
         }
     }
 
-    /// Passes `batch` to the driver at once; what that does not take stays.
+    /// Offers `batch` to the driver. Requests that the driver does not take are requeued.
     #[inline]
     pub fn issue_directly(
         &mut self,
@@ -286,24 +300,25 @@ impl Dispatch {
         }
     }
 
-    /// Whether limits are all that there is between `batch` and the driver, and let it through at once. It has
-    /// `data_sectors`, as [`Plug::data_sectors`](super::plug::Plug::data_sectors) counts them. For a queue that is
-    /// not [`Dispatch::is_direct`]: out of line, as it would cost those that are.
+    /// Whether limits are all that is between `batch` and the driver, and the queue has prepaid for all of
+    /// it. If so, `batch` is charged and may be issued directly. `data_sectors` is the plug's
+    /// [`Plug::data_sectors`](super::plug::Plug::data_sectors). Called if [`Dispatch::is_direct`] is false;
+    /// out of line, so that it costs queues without limits nothing.
     #[inline(never)]
     pub fn is_prepaid(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
         if self.notes_completions || !self.requeued.is_empty() {
             return false;
         }
-        // The first needs no more registers than there are free.
+        // `pay_at_once` covers the usual case of one limit, and spills no registers.
         self.throttle.pay_at_once(batch, data_sectors, requests) || self.throttle.pay(batch, requests)
     }
 
-    /// Whether a request comes to the driver without a detour, but for the limits.
+    /// Whether limits are all that is between a plug and the driver.
     pub fn is_limited_only(&self) -> bool {
         !self.observed && self.tracing.is_none() && self.requeued.is_empty() && self.throttle.is_on()
     }
 
-    /// The same within the limits: requests that have to wait stay, too.
+    /// Issues the requests of `batch` that the limits admit now. The others wait in the throttle.
     #[inline(never)]
     pub fn issue_limited(
         &mut self,
@@ -322,17 +337,20 @@ impl Dispatch {
         if !delayed.is_empty() {
             self.throttle.push(delayed, cx.requests, stats);
             self.lingering = true;
+            // `admit` stops at the first request that must wait. `run` issues those behind it whose own limit
+            // has room, such as reads behind a write, and starts to count the waiting time.
             self.run(disk, stats, cx);
         }
     }
 
-    /// How many requests of a plug may begin now, by the limits.
+    /// The number of requests of `batch`, from its beginning, that the limits admit now. A frozen disk has no
+    /// limits, because the freeze waits for these requests.
     #[inline(never)]
     fn admit(&mut self, batch: &[Tag], disk: &DiskView, requests: &[Request], read_ns: u64) -> usize {
         if disk.is_frozen() { batch.len() } else { self.throttle.admit(batch, requests, read_ns) }
     }
 
-    /// Whether there is something for [`Dispatch::run`].
+    /// Whether [`Dispatch::run`] has something to do.
     #[inline]
     pub fn has_ready(&self) -> bool {
         !self.requeued.is_empty() || (self.lingering && self.has_scheduled_or_waiting())
@@ -342,7 +360,7 @@ impl Dispatch {
         self.scheduler.as_ref().is_some_and(|scheduler| scheduler.len() > 0) || self.throttle.has_waiting()
     }
 
-    /// Hands what is ready to the driver until nothing is, or it is busy.
+    /// Issues requests until none is ready or the driver is busy.
     pub fn run(&mut self, disk: &DiskView, stats: &mut StatsWriter, cx: &mut DriverContext<'_>) {
         if let Some(at_ns) = self.rerun_at_ns {
             if monotonic_ns() < at_ns {
@@ -379,6 +397,7 @@ impl Dispatch {
         self.note_detours();
     }
 
+    /// Fills `batch` with the requests to offer next, all from one source. Returns their number.
     fn next_batch(
         &mut self,
         batch: &mut [Tag],
@@ -421,7 +440,8 @@ impl Dispatch {
         len
     }
 
-    /// Offers `tags` to the driver, unless it is quiesced; `trace` comes right before that. Returns how many it took.
+    /// Offers `tags` to the driver, unless the disk is quiesced, and returns how many the driver took.
+    /// `trace` is called immediately before the driver.
     #[inline(always)]
     fn issue(
         &mut self,
@@ -434,7 +454,7 @@ impl Dispatch {
         if tags.is_empty() {
             return 0;
         }
-        // While quiesced nothing reaches the driver; lifting the quiesce kicks the queue.
+        // Lifting the quiesce kicks the queue, which then offers the requests again.
         self.blocked_by_quiesce = !disk.begin_dispatch();
         if self.blocked_by_quiesce {
             return 0;
@@ -457,24 +477,27 @@ impl Dispatch {
         }
     }
 
+    /// Requeues are counted, and a retry is scheduled if no completion will run the queue. Returns `count`,
+    /// the number of requests that the driver took of those `offered`.
     #[cold]
     fn note_busy(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
         self.started += count as u32;
         stats.count(Counter::Requeues, (offered - count) as u64);
-        // With nothing in the driver no completion will come to run the queue again.
+        // The next completion runs the queue again. If the driver has no request, the timer must do it.
         if busy == Busy::Resource || self.started == 0 {
             self.rerun_at_ns = Some(monotonic_ns() + RESOURCE_DELAY_NS);
         }
         count
     }
 
-    /// Requests are about to complete: the driver may have room again.
+    /// Ends the delay after the driver ran out of resources. Called when requests complete, because their
+    /// resources become free.
     #[inline]
     pub fn clear_rerun(&mut self) {
         self.rerun_at_ns = None;
     }
 
-    /// These are about to be issued.
+    /// Stamps `tags` with the time of their dispatch, if device time is measured.
     #[inline]
     fn note_issued(&mut self, tags: &[Tag], clock: &mut Clock) {
         if let Some(device_time) = &mut self.device_time
@@ -484,7 +507,7 @@ impl Dispatch {
         }
     }
 
-    /// These have completed.
+    /// Counts the device time of requests that the driver has completed, if it is measured.
     #[cold]
     pub fn note_device_time(
         &mut self,
@@ -498,7 +521,7 @@ impl Dispatch {
         }
     }
 
-    /// Informs the scheduler of requests that completed: most disks have none.
+    /// Notifies the scheduler of completed requests. Cold, because most disks have no scheduler.
     #[cold]
     pub fn notify_scheduler(&mut self, completed: &[(Tag, IoResult)], clock: &mut Clock) {
         if let Some(scheduler) = &mut self.scheduler {
@@ -506,7 +529,8 @@ impl Dispatch {
         }
     }
 
-    /// The driver has failed `tags`, which are held instead of being completed: it no longer has them.
+    /// Records that `tags` have failed and are held: the driver no longer has them, and they are not
+    /// complete.
     #[cold]
     pub fn hold(&mut self, tags: &[Tag]) {
         self.started -= tags.len() as u32;
@@ -518,29 +542,30 @@ impl Dispatch {
         }
     }
 
-    /// So many requests complete that the driver no longer had.
+    /// Counts `count` held requests as started again. They are about to complete with an error, and
+    /// [`Dispatch::release`] will subtract them a second time.
     pub fn claim(&mut self, count: u32) {
         self.started += count;
     }
 
-    /// Has the driver get `tags`, which it had before, in this order and behind what was requeued.
+    /// Requeues `tags` in this order, behind the requests that are requeued already.
     pub fn requeue(&mut self, tags: impl Iterator<Item = Tag>) {
         self.requeued.extend(tags);
     }
 
-    /// So many requests have completed.
+    /// Subtracts `count` from the started requests: the driver has completed them.
     #[inline]
     pub fn release(&mut self, count: u32) {
         self.started -= count;
     }
 
-    /// Takes out every request that the driver never got, `plugged` among them, as if it had
-    /// them: they are to complete.
+    /// Removes every request that the driver has not taken, including `plugged`, and returns them. They are
+    /// counted as started, so that the caller can complete them like any other.
     pub fn abandon(&mut self, plugged: &[Tag], slots: usize) -> Vec<Tag> {
         self.requeued.extend(plugged);
         self.requeued.extend(self.throttle.drain());
         if let Some(scheduler) = &mut self.scheduler {
-            // Not by dispatching: it may want others to complete before.
+            // Removed by tag: `dispatch` may hold requests back until others complete.
             let tags = (0..slots).map(|index| Tag(index as u16));
             self.requeued.extend(tags.filter(|&tag| scheduler.remove(tag)));
         }
@@ -548,44 +573,41 @@ impl Dispatch {
         self.requeued.drain(..).collect()
     }
 
-    /// Passes a completion of the ring to the driver.
     #[inline]
     pub fn complete_cqe(&mut self, cqe: Cqe, cx: &mut DriverContext<'_>) {
         self.driver.complete_cqe(cx, cqe);
     }
 
-    /// Has the driver check for completions that no ring announces.
+    /// Lets the driver check for completions that it gets without the ring.
     #[inline]
     pub fn poll(&mut self, cx: &mut DriverContext<'_>) {
         self.driver.poll(cx);
     }
 
-    /// Has the driver take over settings, size and backing.
+    /// Tells the driver that settings, size or backing store may have changed. No request is in flight.
     pub fn reload(&mut self, cx: &mut DriverContext<'_>) {
         self.driver.reload(cx);
     }
 
-    /// The driver's part of the queue, for another one in its place.
+    /// The driver's half of the queue. The caller may replace it while no request is in flight.
     pub fn driver_mut(&mut self) -> &mut Box<dyn DriverQueue> {
         &mut self.driver
     }
 
-    /// Has the driver release what it registered with the ring.
+    /// Lets the driver unregister its files and buffers from the ring.
     pub fn close(&mut self, cx: &mut DriverContext<'_>) {
         self.driver.close(cx);
     }
 
-    /// Whether the scheduler has the request.
     pub fn is_scheduled(&self, tag: Tag) -> bool {
         self.scheduler.as_ref().is_some_and(|scheduler| scheduler.holds(tag))
     }
 
-    /// Whether the request was requeued.
     pub fn is_requeued(&self, tag: Tag) -> bool {
         self.requeued.contains(&tag)
     }
 
-    /// The state that the driver reports of a request that it has.
+    /// What the driver says about a request that it has, for the report of a hang.
     pub fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         self.driver.state(tag, request)
     }

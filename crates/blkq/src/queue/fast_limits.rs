@@ -1,4 +1,4 @@
-//! The limits as the fast path of a submission checks them.
+//! The limits in the form in which the fast path of a submission checks them.
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, Segment};
@@ -8,15 +8,15 @@ use crate::split::check_memory;
 
 use super::plug::PLUG_FLUSH_BYTES;
 
-/// The limits in the units of the fast path, so that it is a few compares.
+/// Limits in sectors, so that the fast path needs only a few comparisons.
 #[derive(Clone, Copy)]
 pub(super) struct FastLimits {
     capacity_sectors: u64,
-    /// Bits that must be zero in the sector and the length.
+    /// Bits of sector and length that must be zero.
     block_mask: u64,
-    /// Largest read and write that surely need no split; 0 sends all through the slow path.
+    /// Largest read and largest write that certainly need no split. 0: all go through the slow path.
     whole_sectors: [u64; 2],
-    /// The same, but below what flushes the plug.
+    /// As `whole_sectors`, but too small to flush the plug.
     small_sectors: [u64; 2],
     max_segments: u32,
     kernel_pages: bool,
@@ -37,25 +37,25 @@ impl FastLimits {
         }
     }
 
-    /// Whether this is a legal read or write of one buffer, in one piece, without a flush.
+    /// Whether this is a legal read or write of one buffer that needs no split and no flush.
     #[inline]
     pub fn fits(&self, outline: &Outline, data: &Data) -> bool {
         let Data::Buffer(buffer) = data else { return false };
         self.fits_bytes(outline, buffer.len() as u64, self.whole_sectors)
     }
 
-    /// The same, if it is too small to flush the plug.
+    /// As [`FastLimits::fits`], for a bio that is also too small to flush the plug.
     #[inline(always)]
     pub fn fits_small(&self, outline: &Outline, data: &Data) -> bool {
         let Data::Buffer(buffer) = data else { return false };
         self.fits_bytes(outline, buffer.len() as u64, self.small_sectors)
     }
 
-    /// The same for memory of `bytes`, and lengths up to `most` of reads and writes.
+    /// The check for memory of `bytes`, and lengths up to `most` for reads and writes.
     #[inline(always)]
     fn fits_bytes(&self, outline: &Outline, bytes: u64, most: [u64; 2]) -> bool {
         let &Outline { operation, flags, sector, sectors, .. } = outline;
-        // Reads are 0 and writes 1; a length of 0 wraps around and is too long.
+        // Read is operation 0 and Write is 1. A length of 0 wraps around and is too long.
         let Some(&most) = most.get(operation as usize) else { return false };
         (sector.0 | sectors) & self.block_mask == 0
             && sectors.wrapping_sub(1) < most
@@ -64,19 +64,19 @@ impl FastLimits {
             && !flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH | BioFlags::NO_UNMAP)
     }
 
-    /// Whether one read or write surely may have so many sectors, in so many pieces of memory.
+    /// Whether one read or write certainly may have that many sectors and memory segments.
     #[inline]
     pub fn allows(&self, operation: Operation, sectors: u64, segments: u32) -> bool {
         let most = self.whole_sectors.get(operation as usize);
         most.is_some_and(|&most| sectors <= most) && segments <= self.max_segments
     }
 
-    /// Whether this is a legal read or write of kernel pages of `bytes`, in one piece.
+    /// Whether this is a legal read or write of kernel pages of `bytes` that needs no split.
     pub fn fits_pages(&self, outline: &Outline, bytes: u32) -> bool {
         self.kernel_pages && self.fits_bytes(outline, u64::from(bytes), self.whole_sectors)
     }
 
-    /// Whether this is a legal read or write of `segments`, in one piece, without a flush.
+    /// Whether this is a legal read or write of `segments` that needs no split and no flush.
     pub fn fits_segments(&self, outline: &Outline, segments: &[Segment], limits: &QueueLimits) -> bool {
         segments.len() <= usize::from(limits.max_segments)
             && self.fits_bytes(outline, u64::from(u32::MAX), self.whole_sectors)

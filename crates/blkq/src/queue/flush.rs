@@ -1,29 +1,30 @@
-//! The flush machine (block/blk-flush.c): turns flushes, and writes that ask for one
-//! before (PREFLUSH) or for durability of their own (FUA, where the driver cannot), into
-//! as few flushes of the driver as the promises allow.
+//! The flush machine (block/blk-flush.c). It merges flushes, and writes that need one before (PREFLUSH) or
+//! after their data (FUA, if the driver does not support FUA), into as few flushes of the driver as
+//! correctness allows.
 //!
-//! Bios that need a flush gather on one of two lists. When a flush is issued the lists
-//! change places: those on the running list are served by it, those that come later wait
-//! for the next, because only what had completed before a flush began is covered by it.
-//! Which steps a bio takes is in `sequence`.
+//! A flush makes durable only what had completed before the flush started. Therefore there are two lists.
+//! Bios that need a flush join the pending list. When a flush is issued, the lists are swapped: the running
+//! list contains the bios that this flush serves, and bios that arrive meanwhile wait for the next flush. At
+//! most one flush is in flight. The steps of each bio are in `sequence`.
 
 use std::collections::VecDeque;
 
 use crate::tags::Tag;
 
-/// How long data of other sequences in flight may delay a flush (FLUSH_PENDING_TIMEOUT).
+/// How long data of flush sequences in flight may delay a flush, in nanoseconds (FLUSH_PENDING_TIMEOUT).
 const PENDING_NS_MAX: u64 = 5_000_000_000;
 
-/// The state of one queue's flush machine.
 pub(super) struct FlushMachine {
     tag: Tag,
-    /// Bios that wait for the next flush, and bios that the running one serves.
+    /// Bios that wait for the next flush.
+    /// Bios that the flush in flight serves.
     pending: VecDeque<u32>,
     running: VecDeque<u32>,
     in_flight: bool,
-    /// Bios of flush sequences whose data is on its way.
+    /// Flush sequences whose data step is in flight. They will need a flush soon, so the next flush waits for
+    /// them.
     data_in_flight: u32,
-    /// When the oldest pending bio came; kept only while data delays the flush.
+    /// When the oldest pending bio arrived. Kept only while data delays the flush.
     pending_since_ns: Option<u64>,
 }
 
@@ -39,7 +40,8 @@ impl FlushMachine {
         }
     }
 
-    /// The tag of the queue's own flush, one beyond those of its tag set.
+    /// The tag of the queue's own flush. It is one beyond the tags of the queue's tag set, so a flush needs
+    /// no free tag.
     pub fn tag(&self) -> Tag {
         self.tag
     }
@@ -54,8 +56,8 @@ impl FlushMachine {
         &self.running
     }
 
-    /// Whether a flush is to be issued that nothing delays: data of other sequences does until
-    /// its completion, or until [`FlushMachine::deadline_ns`].
+    /// Whether a flush must be issued and no data of flush sequences delays it. Data delays a flush until the
+    /// data completes, or until [`FlushMachine::deadline_ns`].
     pub fn is_due(&self) -> bool {
         self.is_wanted() && self.data_in_flight == 0
     }
@@ -66,33 +68,33 @@ impl FlushMachine {
         !self.pending.is_empty() && !self.in_flight
     }
 
-    /// When a delayed flush must go out at the latest.
+    /// The latest time at which a delayed flush must be issued.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.pending_since_ns.filter(|_| !self.in_flight).map(|since| since + PENDING_NS_MAX)
     }
 
-    /// Whether data of other sequences, which are about to ask for a flush too, delays the one that
-    /// is wanted: for at most five seconds.
+    /// Whether data of flush sequences in flight delays the wanted flush: they will need a flush too, and one
+    /// flush can serve them all. Starts the timeout of five seconds.
     pub fn is_delayed(&mut self, now_ns: u64) -> bool {
         self.data_in_flight > 0 && now_ns < *self.pending_since_ns.get_or_insert(now_ns) + PENDING_NS_MAX
     }
 
-    /// Bio `index` waits for the next flush.
+    /// Adds bio `index` to the bios that wait for the next flush.
     pub fn wait(&mut self, index: u32) {
         self.pending.push_back(index);
     }
 
-    /// The data of a sequence is on its way.
+    /// Counts a flush sequence whose data step starts.
     pub fn begin_data(&mut self) {
         self.data_in_flight += 1;
     }
 
-    /// The data of a sequence has completed.
+    /// Counts a flush sequence whose data step has completed.
     pub fn complete_data(&mut self) {
         self.data_in_flight -= 1;
     }
 
-    /// A flush is issued. Returns how many bios it serves.
+    /// Swaps the lists, because a flush is issued. Returns how many bios it serves.
     pub fn begin(&mut self) -> usize {
         self.pending_since_ns = None;
         self.in_flight = true;
@@ -100,17 +102,17 @@ impl FlushMachine {
         self.running.len()
     }
 
-    /// The flush has completed: [`FlushMachine::next_served`] has what it served.
+    /// Records that the flush has completed. [`FlushMachine::next_served`] then returns the bios that it
+    /// served.
     pub fn complete(&mut self) {
         self.in_flight = false;
     }
 
-    /// The next bio that the flush served.
     pub fn next_served(&mut self) -> Option<u32> {
         self.running.pop_front()
     }
 
-    /// The next bio whose flush will not come.
+    /// Removes and returns the next waiting bio, for a queue that issues no further flush.
     pub fn next_abandoned(&mut self) -> Option<u32> {
         self.pending.pop_front()
     }

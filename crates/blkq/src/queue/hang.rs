@@ -1,10 +1,12 @@
-//! Watching for requests that hang: which are in flight for longer than they should be, where
-//! they are, and how they complete at last.
+//! Detects I/O that hangs: which requests have been in flight for too long, where they are, and how they
+//! complete in the end. Unlike the kernel's request timeout (block/blk-timeout.c), this only reports: nothing is
+//! aborted or retried.
 //!
-//! Nothing of this is on the data path. A watcher asks the owner of a queue now and then,
-//! with the time of its own clock, and the owner scans its requests: what it finds
-//! needs no lock and is never half a state. Requests carry the time of their beginning anyway.
-//! Without iostats they carry none; then the first scan that finds one writes the watcher's
+//! The data path does no work for this. A watcher asks the owner of a queue from time to time to scan its
+//! requests, and passes the time of its own clock. The scan runs on the owner's thread, so it needs no lock
+//! and sees no request half changed. Requests carry their start time anyway. Without iostats they do not:
+//! then the first scan that sees a request writes the watcher's time into it, and its age is counted from
+//! there.
 //! time where it would be, and from then on it ages.
 
 use std::borrow::Cow;
@@ -19,33 +21,33 @@ use crate::tags::Tag;
 
 use super::in_flight::InFlight;
 
-/// Requests of a queue that are reported one by one, until they complete; of more there is only
-/// the number.
+/// The number of hanging requests of a queue that are reported one by one, until they complete. The others
+/// are only counted.
 pub const REPORTED_MAX: usize = 32;
 
-/// Where a request is, or a bio that has none yet.
+/// Where a request, or a bio without a request, waits.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Place {
-    /// It waits for a tag, behind so many others.
+    /// It waits for a tag. The number of bios ahead of it.
     ForTag(usize),
-    /// It waits until a freeze is lifted.
+    /// It waits for the end of a freeze.
     Frozen,
-    /// It waits for the flush in flight to complete, and for the next one.
+    /// It waits for the next flush, which starts when the flush in flight has completed.
     ForFlush,
-    /// It is a flush that waits for writes which are held.
+    /// It is a flush that waits for held writes to complete.
     ForHeldWrites,
-    /// It failed with this error, and is held until the disk is resumed.
+    /// It failed with this error, and is held until the operator resumes the disk.
     Held(Status),
-    /// It waits until its batch is full or the owner of the queue polls.
+    /// It is in the plug, until the batch is full or the owner of the queue polls.
     Plug,
-    /// The scheduler has it.
+    /// It is queued in the scheduler.
     Scheduler,
-    /// The driver was busy: it is requeued.
+    /// It is requeued, because the driver was busy.
     Dispatch,
-    /// It waits until a quiesce is lifted.
+    /// It waits for the end of a quiesce.
     Quiesced,
-    /// The driver has it, in this state.
+    /// The driver has it. The text is the driver's ([`DriverQueue::state`](crate::DriverQueue::state)).
     Driver(Cow<'static, str>),
 }
 
@@ -67,23 +69,23 @@ impl fmt::Display for Place {
     }
 }
 
-/// A request, or a bio without one.
+/// What identifies a request, or a bio without a request, in reports.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HungIo {
-    /// Counted up from 1 in each queue.
+    /// Number of the report, from 1 in each queue.
     pub number: u64,
-    /// The hardware queue.
+    /// Index of the hardware queue.
     pub queue: usize,
-    /// Its tag; `None` for a bio that has none.
+    /// Its tag, or `None` for a bio without a request.
     pub tag: Option<Tag>,
     /// The operation.
     pub operation: Operation,
-    /// How to do it.
+    /// The flags of the operation.
     pub flags: BioFlags,
-    /// Where it begins.
+    /// Its first sector. 0 for a flush.
     pub sector: Sector,
-    /// How long it is.
+    /// Its length in sectors of 512 bytes. 0 for a flush.
     pub sectors: u64,
 }
 
@@ -107,53 +109,53 @@ impl fmt::Display for HungIo {
     }
 }
 
-/// Something that is in flight for too long.
+/// A request or bio that has been in flight for too long.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Hang {
     /// The request or bio that hangs.
     pub io: HungIo,
-    /// For how long it has been in flight, in nanoseconds; without iostats, since a scan first
-    /// found it.
+    /// How long it has been in flight, in nanoseconds. Without iostats the time since a scan first saw it.
     pub age_ns: u64,
-    /// Bios in it; for a flush, those that it serves.
+    /// The number of its bios. For a flush, the number of bios that it serves.
     pub bios: u32,
-    /// Where it is.
+    /// Where it waits.
     pub place: Place,
-    /// The client of the first of its bios, if that is known.
+    /// The client that submitted its first bio, if known.
     pub client: Option<String>,
-    /// That bio's `user_data`, if the owner of the queue submitted it.
+    /// The `user_data` of that bio, if the owner of the queue submitted it.
     pub(crate) user_data: Option<u64>,
 }
 
-/// The completion of something that hung and was reported.
+/// The completion of a request or bio that was reported as hanging.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HangCompletion {
     /// The request or bio that hung.
     pub io: HungIo,
-    /// For how long it was in flight, in nanoseconds, as far as is known.
+    /// How long it was in flight, in nanoseconds, as far as known.
     pub age_ns: u64,
-    /// How it completed; `None` if it did between two scans, without a request.
+    /// Its result, or `None` if it completed without a request between two scans.
     pub result: Option<IoResult>,
 }
 
-/// The findings of a scan.
+/// The result of a scan.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct HangScan {
-    /// Found for the first time: at most [`REPORTED_MAX`] of a queue until those have completed.
+    /// Hangs that were found for the first time. At most [`REPORTED_MAX`] per queue are reported and not
+    /// completed at any time.
     pub hangs: Vec<Hang>,
-    /// How many more were found for the first time.
+    /// The number of further hangs that were found for the first time.
     pub more: u64,
-    /// All that is in flight for too long now.
+    /// The number of all requests and bios that are hanging now.
     pub hung: u64,
-    /// Reported before, and completed since.
+    /// Hangs that were reported before and have completed since.
     pub completed: Vec<HangCompletion>,
 }
 
 impl HangScan {
-    /// Adds what was found in another queue.
+    /// Adds the result of another queue.
     pub(crate) fn add(&mut self, other: HangScan) {
         self.hangs.extend(other.hangs);
         self.more += other.more;
@@ -162,39 +164,40 @@ impl HangScan {
     }
 }
 
-/// Something that was reported and has not completed.
+/// A hang that was reported and has not completed.
 #[derive(Debug)]
 struct ReportedHang {
     io: HungIo,
-    /// Its first bio; [`NIL`] for the driver's flush.
+    /// Its first bio, or [`NIL`] for the driver's flush.
     bio: u32,
     start_ns: u64,
-    /// The last scan found it.
+    /// Whether the current scan has seen it.
     seen: bool,
 }
 
-/// The state of a queue between two scans.
+/// What a queue remembers between two scans.
 #[derive(Debug, Default)]
 pub(super) struct HangTracker {
-    /// For each bio the time of its beginning, once it was counted as hanging: no other bio
-    /// in its place began then.
+    /// For each bio slot the start time of the bio that was counted as hanging. Identifies the bio: no other
+    /// bio in the same slot has the same start time.
     counted_ns: Vec<u64>,
-    /// The same of the driver's flush.
+    /// The start time of the driver's flush that was counted as hanging.
     flush_counted_ns: u64,
     reported: Vec<ReportedHang>,
-    /// Whether the age is the time of its beginning instead, as no clock was read then.
+    /// Completions since the last scan. True: the age is a start time instead, because no clock was read when
+    /// the request completed.
     completed: Vec<(HangCompletion, bool)>,
     reported_count: u64,
 }
 
 impl HangTracker {
-    /// Whether requests that complete are to be compared with those that were reported.
+    /// Whether completing requests must be compared with the reported ones.
     #[inline]
     pub fn has_reported(&self) -> bool {
         !self.reported.is_empty()
     }
 
-    /// Notes which of the requests that complete now were reported.
+    /// Records which of the requests that complete now were reported.
     #[cold]
     pub fn note_completed(
         &mut self,
@@ -205,7 +208,7 @@ impl HangTracker {
     ) {
         for &(tag, result) in completed {
             let Request { first_bio, start_ns, .. } = in_flight[tag];
-            // Without iostats no clock is read: the next scan knows the time.
+            // Without iostats no clock is read here. The next scan computes the age.
             let age_ns = if iostats { clock.now_ns().saturating_sub(start_ns) } else { start_ns };
             let (mut bio, is_flush) = (first_bio, first_bio == NIL);
             while is_flush || bio != NIL {
@@ -224,12 +227,12 @@ impl HangTracker {
         }
     }
 
-    /// A scan begins: nothing has been seen.
+    /// Marks all reported hangs as not seen, at the beginning of a scan.
     pub fn begin_scan(&mut self) {
         self.reported.iter_mut().for_each(|one| one.seen = false);
     }
 
-    /// The bio, or the driver's flush, is still in flight.
+    /// Marks the bio, or the driver's flush for [`NIL`], as still in flight.
     pub fn see(&mut self, bio: u32, start_ns: u64) {
         let same = |one: &&mut ReportedHang| one.bio == bio && one.start_ns == start_ns;
         if let Some(one) = self.reported.iter_mut().find(same) {
@@ -237,7 +240,7 @@ impl HangTracker {
         }
     }
 
-    /// Whether the bio, or the driver's flush, was counted as hanging before.
+    /// Whether the bio, or the driver's flush for [`NIL`], was counted as hanging before.
     pub fn has_counted(&self, bio: u32, start_ns: u64) -> bool {
         match bio {
             NIL => self.flush_counted_ns == start_ns,
@@ -257,7 +260,7 @@ impl HangTracker {
         self.counted_ns[at] = start_ns;
     }
 
-    /// Whether there are as many reported as are reported one by one.
+    /// Whether no further hang may be reported one by one.
     pub fn is_full(&self) -> bool {
         self.reported.len() == REPORTED_MAX
     }
@@ -267,13 +270,13 @@ impl HangTracker {
         self.reported_count
     }
 
-    /// `io`, which begins with `bio`, is reported.
+    /// Records that `io`, whose first bio is `bio`, is reported.
     pub fn add_reported(&mut self, io: &HungIo, bio: u32, start_ns: u64) {
         self.reported.push(ReportedHang { io: io.clone(), bio, start_ns, seen: true });
     }
 
-    /// A scan is over: what was reported and not seen has completed, and what completed since the
-    /// last scan.
+    /// Ends a scan. Returns the completions since the last scan: those of requests, and of reported hangs
+    /// that this scan has not seen.
     pub fn finish_scan(&mut self, now_ns: u64) -> Vec<HangCompletion> {
         let mut all = Vec::new();
         self.reported.retain(|one| {

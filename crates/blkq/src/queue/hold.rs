@@ -1,10 +1,9 @@
-//! Requests that the driver failed and that are held until the disk is resumed
-//! ([`disk::ErrorPolicy`](crate::disk::ErrorPolicy)). They keep their tags and their bios, and wait in the
-//! order in which they failed.
+//! Failed requests that are held until the operator resumes the disk
+//! ([`disk::ErrorPolicy`](crate::disk::ErrorPolicy)). They keep their tags and bios, and stay in the order in
+//! which they failed.
 //!
-//! All other I/O goes on, but for flushes: a flush that comes after a write which is held does not
-//! complete before it does, on whatever queue of the disk. So nobody takes for durable what has not been
-//! written.
+//! Other I/O continues, except for flushes: while a write is held, on any queue of the disk, no flush is
+//! issued. Otherwise the client would take data for durable that has not been written.
 
 use std::collections::VecDeque;
 
@@ -15,17 +14,17 @@ use crate::tags::Tag;
 
 /// The held requests of one queue.
 pub(super) struct Hold {
-    /// In force.
+    /// The policy in force on this queue.
     policy: ErrorPolicy,
-    /// The queue's own flush, which is never held.
+    /// The tag of the queue's own flush, which is never held.
     flush: Tag,
     held: VecDeque<(Tag, Status)>,
-    /// For each tag whether its request was held, is none that reads, and has not completed.
+    /// For each tag whether its request was held, is not a read, and has not completed.
     writes: Vec<bool>,
     write_count: usize,
-    /// Of the disk's requests to reissue, and to fail, those that were followed.
+    /// How many resumes of the disk this queue has applied: reissues, failures.
     resumed: (u64, u64),
-    /// The queue's owner stops: nothing is held any more.
+    /// The owner of the queue is stopping, so no request is held.
     closing: bool,
 }
 
@@ -45,25 +44,25 @@ impl Hold {
         hold
     }
 
-    /// Takes over the disk's policy.
+    /// Applies the disk's policy.
     pub fn reload(&mut self, disk: &Disk) {
         let reports = self.closing || disk.hold.is_reporting();
         self.policy = if reports { ErrorPolicy::Report } else { disk.hold.policy() };
     }
 
-    /// Whether completions are to be looked through.
+    /// Whether completions must be checked for requests to hold, or for the completion of writes that were
+    /// held.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.policy != ErrorPolicy::Report || self.write_count > 0
     }
 
-    /// Whether requests are held.
     #[inline]
     pub fn has_held(&self) -> bool {
         !self.held.is_empty()
     }
 
-    /// The error after which request `tag` is held, if it is.
+    /// The error of request `tag`, if the request is held.
     pub fn status(&self, tag: Tag) -> Option<Status> {
         self.held.iter().find(|(held, _)| *held == tag).map(|(_, status)| *status)
     }
@@ -73,12 +72,11 @@ impl Hold {
         self.held.iter().map(|(tag, _)| *tag)
     }
 
-    /// How many are held.
     pub fn len(&self) -> usize {
         self.held.len()
     }
 
-    /// Takes out what is held and `which` is true of.
+    /// Removes and returns the held requests for which `which` returns true, each with its error.
     pub fn take_if(&mut self, which: impl Fn(Tag) -> bool) -> Vec<(Tag, IoResult)> {
         let mut taken = Vec::new();
         self.held.retain(|&(tag, status)| {
@@ -91,7 +89,7 @@ impl Hold {
         taken
     }
 
-    /// Whether the disk was resumed since this was last asked: what is held is to be reissued, or to fail.
+    /// Whether the disk was resumed since the last call, and how.
     pub fn take_resumed(&mut self, disk: &Disk) -> Option<Resume> {
         let (reissues, failures) = disk.hold.resumed();
         let (reissued, failed) = std::mem::replace(&mut self.resumed, (reissues, failures));
@@ -101,33 +99,32 @@ impl Hold {
         (reissues != reissued).then_some(Resume::Reissue)
     }
 
-    /// The queue has done what [`Hold::take_resumed`] returned, and counted it.
+    /// Publishes that the queue has applied what [`Hold::take_resumed`] returned, and has counted it.
     pub fn note_resumed(&self, disk: &Disk, queue: usize) {
         disk.hold.follow(queue, self.resumed);
     }
 
-    /// Nothing is held from now on.
+    /// Stops holding requests, because the owner of the queue is stopping.
     pub fn close(&mut self, disk: &Disk) {
         self.closing = true;
         self.reload(disk);
     }
 
-    /// Whether the queue's owner stops.
+    /// Whether the owner of the queue is stopping.
     pub fn is_closing(&self) -> bool {
         self.closing
     }
 
-    /// Takes out all that is held.
     pub fn take(&mut self) -> Vec<Tag> {
         self.held.drain(..).map(|(tag, _)| tag).collect()
     }
 
-    /// The error of request `tag`, which completed with `result`, if it is to be held.
+    /// The error of request `tag`, which the driver completed with `result`, if the request must be held.
     pub fn holds(&self, tag: Tag, result: IoResult) -> Option<Status> {
         result.err().filter(|status| tag != self.flush && self.policy.holds(*status))
     }
 
-    /// Request `tag` is held.
+    /// Holds request `tag`.
     pub fn push(&mut self, tag: Tag, status: Status, operation: Operation, disk: &Disk) {
         self.held.push_back((tag, status));
         if operation != Operation::Read && !std::mem::replace(&mut self.writes[tag.index()], true) {
@@ -136,8 +133,8 @@ impl Hold {
         }
     }
 
-    /// The queue is no more: flushes wait for none of its writes, whatever becomes of these. Returns whether
-    /// they were the last.
+    /// Removes this queue's writes from those that flushes wait for, because the queue is closed. Returns
+    /// whether they were the last of the disk.
     pub fn forget_writes(&mut self, disk: &Disk) -> bool {
         let mut is_last = false;
         for index in 0..self.writes.len() {
@@ -146,7 +143,8 @@ impl Hold {
         is_last
     }
 
-    /// Request `tag` completes. Returns whether it was the last one of the disk that flushes waited for.
+    /// Records that request `tag` completes. Returns whether it was the last write of the disk that flushes
+    /// waited for.
     pub fn complete(&mut self, tag: Tag, disk: &Disk) -> bool {
         if !std::mem::take(&mut self.writes[tag.index()]) {
             return false;

@@ -1,5 +1,4 @@
-//! A queue's I/O in flight: the slots of its requests and of its bios, and the zeroes that
-//! emulated write-zeroes write from.
+//! The I/O in flight of a queue: the slots of requests and bios, and the zeroes for emulated write-zeroes.
 
 use std::mem::ManuallyDrop;
 use std::ops::{Index, IndexMut};
@@ -12,25 +11,25 @@ use crate::request::{NIL, Request, RequestState};
 use crate::slab::{BioSlab, BioSlot, NewBio};
 use crate::tags::Tag;
 
-/// Bios that a queue takes for each of its tags before it rejects more.
+/// Bios that a queue accepts per tag before it rejects further ones.
 const BIOS_PER_TAG: u32 = 8;
-/// Fewest bios that a queue takes.
+/// Bios that a queue accepts at least.
 const BIOS_MIN: u32 = 1024;
-/// Size of the queue's zeroes.
+/// Largest size of the buffer of zeroes. A request may use it once per segment.
 const ZEROES_BYTES: u32 = 64 << 10;
 
-/// The zeroes: as a segment they must be legal.
+/// The buffer of zeroes for devices with these limits. It must be legal as a segment.
 fn zeroes_for(limits: &QueueLimits) -> IoBuffer {
     let longest = limits.max_segment_bytes & !(limits.logical_block_bytes - 1);
     IoBuffer::zeroed(longest.min(ZEROES_BYTES) as usize)
 }
 
-/// Requests by their tag, and bios by their number.
+/// Requests by tag, and bios by number.
 pub(super) struct InFlight {
     requests: Box<[Request]>,
     bios: BioSlab,
     zeroes: IoBuffer,
-    /// Requests built and not completed that began without a plain bio.
+    /// Requests in flight that did not start as a plain bio. The slab counts the others.
     in_use: u32,
 }
 
@@ -44,9 +43,10 @@ impl InFlight {
         }
     }
 
-    /// Takes over changed limits.
+    /// Applies changed limits.
     pub fn reload(&mut self, limits: &QueueLimits) {
-        // A driver in use only gives up capabilities: then no segment becomes too long.
+        // While requests are in flight, a driver may only lose capabilities, so the segments in use stay
+        // legal.
         if self.in_use == 0 {
             self.zeroes = zeroes_for(limits);
         }
@@ -71,20 +71,20 @@ impl InFlight {
         &self.zeroes
     }
 
-    /// The driver's view: of the requests it may write its own words.
+    /// What the driver may access; it may write only its own words of the requests.
     #[inline]
     pub fn for_driver(&mut self) -> (&mut [Request], &BioSlab, &IoBuffer) {
         (&mut self.requests, &self.bios, &self.zeroes)
     }
 
-    /// Their tags.
+    /// The tags of all requests in flight.
     pub fn tags(&self) -> impl Iterator<Item = Tag> {
         let busy =
             self.requests.iter().enumerate().filter(|(_, request)| request.state != RequestState::Idle);
         busy.map(|(index, _)| Tag(index as u16))
     }
 
-    /// Requests built and not completed.
+    /// The number of requests in flight.
     #[inline]
     pub fn in_use(&self) -> u32 {
         self.in_use + self.bios.plain()
@@ -95,43 +95,44 @@ impl InFlight {
         self.bios.insert(bio)
     }
 
-    /// Pieces of memory of bio `index`.
+    /// The number of memory segments of bio `index`.
     #[inline]
     pub fn count_segments(&self, index: u32) -> u16 {
         self.bios.count_segments(index, &self.zeroes)
     }
 
-    /// Request `tag` begins, with bio `index` alone.
+    /// Starts request `tag` with bio `index` as its only bio.
     #[inline(always)]
     pub fn begin(&mut self, tag: Tag, index: u32, outline: &Outline, segments: u16) {
         self.requests[tag.index()].begin(index, outline, segments);
         self.in_use += 1;
     }
 
-    /// Request `tag` begins, with a plain bio alone.
+    /// Starts request `tag` with a plain bio as its only bio.
     #[inline(always)]
     pub fn begin_plain(&mut self, tag: Tag, outline: &Outline, data: ManuallyDrop<Data>, user_data: u64) {
         self.bios.insert_plain(tag, data, user_data);
         self.requests[tag.index()].begin_plain(outline);
     }
 
-    /// The queue's own flush begins.
+    /// Starts the queue's own flush.
     pub fn begin_flush(&mut self, tag: Tag, start_ns: u64) {
         self.requests[tag.index()] = Request::flush(start_ns);
         self.in_use += 1;
     }
 
-    /// Request `tag` completes; its bios are still there. Returns its operation and the first of them.
+    /// Completes request `tag`; its bios remain. Returns its operation and its first bio.
     ///
     /// # Panics
-    /// If it has completed before. Always on: such a request has already lost data.
+    /// If the request has already completed. Checked in release builds too, because such a driver has already
+    /// corrupted data.
     pub fn complete(&mut self, tag: Tag) -> (Operation, u32) {
         self.fill_plain(tag);
         let request = &mut self.requests[tag.index()];
         match request.state {
             RequestState::Idle => completed_twice(tag),
             RequestState::Busy => self.in_use -= 1,
-            // Counted as long as the plain bio is in its slot.
+            // The slab counts them until the plain bio leaves its slot.
             RequestState::PlainRead | RequestState::PlainWrite | RequestState::PlainMerged => {}
         }
         let completed = (request.operation, request.first_bio);
@@ -139,7 +140,7 @@ impl InFlight {
         completed
     }
 
-    /// If request `tag` is of a plain bio alone, completes what the bio's slot lacks.
+    /// If request `tag` consists of a single plain bio, completes the fields that the bio's slot lacks.
     #[inline]
     pub fn fill_plain(&mut self, tag: Tag) {
         let request = &self.requests[tag.index()];
@@ -148,21 +149,21 @@ impl InFlight {
         }
     }
 
-    /// The requests, and as many slots: those of their plain bios. Of a request that completes the state
-    /// becomes idle, and the memory is taken; [`InFlight::release_plain`] counts it.
+    /// The requests, and the bio slots of their tags, for completing plain bios. The caller sets the requests
+    /// to idle, takes the memory of the bios, and counts them with [`InFlight::release_plain`].
     #[inline]
     pub fn plain_mut(&mut self) -> (&mut [Request], &mut [BioSlot]) {
         let slots = self.bios.of_tags(self.requests.len());
         (&mut self.requests, slots)
     }
 
-    /// So many requests of a plain bio alone have completed.
+    /// Counts `count` completed requests of a single plain bio.
     #[inline]
     pub fn release_plain(&mut self, count: usize) {
         self.bios.release_plain(count as u32);
     }
 
-    /// Bio `index` becomes part of request `tag`, on `side`; together they have `segments`.
+    /// Adds bio `index` to request `tag` at `side`. Together they have `segments`.
     #[inline]
     pub fn merge(&mut self, tag: Tag, index: u32, side: MergeSide, segments: u16) {
         self.fill_plain(tag);
@@ -187,8 +188,8 @@ impl InFlight {
         }
     }
 
-    /// Request `second`, which begins where `first` ends, becomes part of that: the earlier of
-    /// their times counts.
+    /// Merges request `second`, which starts where `first` ends, into `first`. The earlier start time wins,
+    /// as in the kernel.
     pub fn join(&mut self, first: Tag, second: Tag) {
         let tail = std::mem::replace(&mut self.requests[second.index()], Request::of_tag(second.0));
         debug_assert!(tail.state == RequestState::Busy, "schedulers have no request of a plain bio");
@@ -201,8 +202,8 @@ impl InFlight {
         self.in_use -= 1;
     }
 
-    /// Takes the completers of all bios in flight, as [`BioSlab::take_completers`] does, and leaks their memory, which the
-    /// kernel may still use.
+    /// Takes the completers of all bios in flight, as [`BioSlab::take_completers`] does, and leaks their
+    /// memory, because the kernel may still use it.
     pub fn leak(&mut self) -> Vec<(Completer, Option<Operation>)> {
         let completers = self.bios.take_completers().collect();
         std::mem::forget(std::mem::replace(&mut self.bios, BioSlab::new(0, 0)));
@@ -210,7 +211,7 @@ impl InFlight {
         completers
     }
 
-    /// Nothing is in use any more, whatever was.
+    /// Resets the count of requests in use after [`InFlight::leak`].
     pub fn reset(&mut self) {
         self.in_use = 0;
     }

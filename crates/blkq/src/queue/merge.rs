@@ -1,4 +1,7 @@
-//! Merging: a bio that continues a request becomes part of it (block/blk-merge.c).
+//! Merging: a bio that continues a request becomes part of that request (block/blk-merge.c).
+//!
+//! A merged request never exceeds the limits ([`QueueLimits::allow`](crate::limits::QueueLimits)), and only
+//! bios of the same operation without special flags are merged.
 
 use crate::bio::Outline;
 use crate::limits::{ALONE, MergeSide, is_mergeable};
@@ -8,8 +11,9 @@ use crate::tags::Tag;
 use super::Queue;
 
 impl Queue {
-    /// Merges bio `index` into the youngest request of the plug, or of those that wait for a limit, or into a
-    /// neighbour that the scheduler knows. Its `segments` are counted if they are not known.
+    /// Tries to merge bio `index`: with the youngest request of the plug, else with a neighbour in the
+    /// scheduler, else with the youngest request that waits for a limit. `segments` is the bio's number of
+    /// segments, `None` if unknown.
     #[inline(always)]
     pub(super) fn try_merge(&mut self, index: u32, outline: &Outline, segments: Option<u16>) -> bool {
         (self.plug.is_touched(outline.sector, outline.sectors) && self.try_plug_merge(index, segments))
@@ -76,8 +80,8 @@ impl Queue {
         true
     }
 
-    /// Makes bio `index` a part of request `tag`, if operation, flags and limits allow. Its `segments` are
-    /// counted if they are not known.
+    /// Merges bio `index` into request `tag` if operation, flags and limits allow it. `segments` is the bio's
+    /// number of segments, `None` if unknown.
     #[inline(always)]
     fn merge_into(&mut self, tag: Tag, index: u32, side: MergeSide, segments: Option<u16>) -> bool {
         let slot = &self.in_flight[index];
@@ -104,8 +108,7 @@ impl Queue {
         true
     }
 
-    /// Joins two requests of the scheduler that have come to touch; the tag of the
-    /// second is free again. The earlier start time wins.
+    /// Joins two requests of the scheduler that touch after a merge, and frees the tag of the second.
     fn join(&mut self, first: Tag, second: Tag) {
         let (head, tail) = (&self.in_flight[first], &self.in_flight[second]);
         let sectors = head.sectors + tail.sectors;

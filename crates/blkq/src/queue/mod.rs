@@ -1,15 +1,24 @@
-//! A hardware queue: everything that one thread owns of a disk. Bios come in through
-//! [`Queue::submit`], become requests under the plug, reach the driver in batches, and
-//! complete in batches. No lock, no hand-over, no allocation on that way.
+//! A hardware queue (`struct blk_mq_hw_ctx`): everything that one thread owns of a disk. Bios enter through
+//! [`Queue::submit`], become requests in the plug, reach the driver in batches, and complete in batches. This
+//! path takes no lock, passes nothing to another thread, and allocates nothing.
 //!
-//! The parts of a queue own their fields: `disk_view`, `in_flight`, `tag_cache`, `plug`, `pull_cursor`,
-//! `dispatch`, `throttle`, `device_time`, `flush`, `hold`, `completions`, `rounds`, `hang`, `tracer`. The steps of a bio lead from one part to the next:
-//! `submit`, `pull` (from other threads), `merge`, `parts`, `sequence` (of flushes), `complete`, `resume`.
-//! Here is the turn that they make together; `change` is what a freeze brings, `scan` what is
-//! found to hang, `close` closing it.
+//! Each part of a queue is a module and owns its fields:
 //!
-//! The ring is lent to every call that may reach the driver, because one thread has one
-//! ring and perhaps several queues.
+//! * `disk_view`: the settings and limits in force, and whether the queue has entered the disk;
+//! * `in_flight`, `tag_cache`: requests and bios in flight, and the free tags;
+//! * `plug`: requests that are collected for one batch, and the fast path into it;
+//! * `pull_cursor`: the round-robin position over the software queues of other threads;
+//! * `dispatch`, `throttle`, `device_time`: requests between the plug and the driver;
+//! * `flush`: the flush machine; `hold`: failed requests that are held;
+//! * `completions`, `rounds`: completed requests, and the budget of a turn;
+//! * `hang`, `tracer`: reports of slow I/O, and the trace.
+//!
+//! The steps of a bio are in `submit`, `pull` (bios of other threads), `merge`, `parts` (splits), `sequence`
+//! (flushes), `complete` and `resume`. This file has the turn, in which the owner runs them. `change` applies
+//! what was changed under a freeze, `scan` searches for hangs, and `close` closes the queue.
+//!
+//! The ring is lent to every call that may reach the driver, because one thread has one ring and may have
+//! several queues.
 
 mod broken;
 mod change;
@@ -65,7 +74,7 @@ use pull_cursor::PullCursor;
 use rounds::Rounds;
 use tag_cache::TagCache;
 
-/// Plugs of a queue that does not sleep from one check of the probes to the next.
+/// Plugs that a queue without a sleep flushes between two checks whether USDT probes are attached.
 const PROBE_PLUGS: u64 = 256;
 
 /// One hardware queue of a disk, owned by one thread.
@@ -74,9 +83,9 @@ pub(crate) struct Queue {
     in_flight: InFlight,
     tags: TagCache,
     plug: Plug,
-    /// Bios that have no tag yet, and parts of split bios, in order.
+    /// Bios without a tag, and parts of split bios, in the order in which they become requests.
     waiting: BioList,
-    /// How many of these, from the first on, are counted as tag waits.
+    /// How many bios at the front of `waiting` are counted in [`Counter::TagWaits`].
     counted_waits: u32,
     pull_cursor: PullCursor,
     dispatch: Dispatch,
@@ -87,13 +96,14 @@ pub(crate) struct Queue {
     clock: Clock,
     stats: StatsWriter,
     hang_tracker: HangTracker,
-    /// The driver's writes set the bits of bitmaps.
+    /// The driver's queue is wrapped in a [`TrackedQueue`](tracked::TrackedQueue), which sets bits of dirty
+    /// bitmaps.
     is_tracked: bool,
-    /// Last, as the driver's part of the queue is dropped before another thread may open it.
+    /// Must be the last field: the driver's queue must be dropped before another thread may open this queue.
     _claim: QueueClaim,
 }
 
-/// Opens the driver's part of a queue.
+/// Opens the driver's half of a queue, with `slots` tags.
 fn open_driver(
     view: &DiskView,
     slots: usize,
@@ -103,12 +113,13 @@ fn open_driver(
     view.driver().open_queue(OpenContext { index: view.index() as u16, tags: slots, ring, wake })
 }
 
-/// The turn.
+/// The turn of the owner.
 impl Queue {
-    /// Opens queue `index` of `disk` on this thread. `owner` is its name on the ring.
+    /// Opens queue `index` of `disk` on this thread. `owner` marks the queue's submissions on the ring, which
+    /// several queues may share.
     ///
     /// # Errors
-    /// The driver's, or that the queue is open already.
+    /// The driver's error, or [`ErrorKind::Busy`](crate::ErrorKind::Busy) if the queue is open already.
     pub fn open(disk: &Arc<Disk>, index: usize, owner: u16, ring: Option<&mut Ring>) -> Result<Queue, Error> {
         let claim = disk.claim_queue(index)?;
         let view = DiskView::new(disk, index)?;
@@ -139,8 +150,8 @@ impl Queue {
         })
     }
 
-    /// The first part of a turn: completes what the driver finished, and takes in what other
-    /// threads submitted.
+    /// First half of a turn: completes the requests that the driver has finished, and takes bios that other
+    /// threads have submitted.
     #[inline]
     pub fn begin_turn(&mut self, mut ring: Option<&mut Ring>) {
         self.close_lane();
@@ -162,12 +173,13 @@ impl Queue {
         self.kick_flush(ring.as_deref_mut());
         self.pull_software_queues(ring.as_deref_mut());
         self.admit_waiting(ring);
-        // Some may have completed without a request: rejected, or empty.
+        // Bios that were rejected or are empty complete without a request, so `complete_batch` has not
+        // delivered them.
         self.completions.deliver_remote(&self.disk.disk().gate);
     }
 
-    /// The second part, any number of times: flushes the plug and dispatches until nothing moves any more, or the budget
-    /// of the turn is spent.
+    /// Second half of a turn; may be called several times. Flushes the plug and dispatches until nothing
+    /// changes, or until the turn's budget is spent.
     #[inline]
     pub fn dispatch_all(&mut self, ring: Option<&mut Ring>) {
         self.close_lane();
@@ -198,9 +210,8 @@ impl Queue {
     }
 }
 
-/// Where the driver is called.
+/// Calls of the driver.
 impl Queue {
-    /// Whether there may be something to dispatch, or to complete.
     #[inline]
     fn can_dispatch(&self) -> bool {
         !self.plug.is_empty()
@@ -209,7 +220,6 @@ impl Queue {
             || self.flush.is_wanted()
     }
 
-    /// Passes a completion of the ring to the driver.
     #[inline]
     pub fn complete_cqe(&mut self, cqe: Cqe, ring: Option<&mut Ring>) {
         let mut cx = self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
@@ -222,8 +232,8 @@ impl Queue {
         self.dispatch.poll(&mut cx);
     }
 
-    /// Hands everything under the plug, whose lane is closed, to the scheduler, or straight to the driver.
-    /// The cached time is dropped with the plug.
+    /// Passes everything in the plug to the scheduler or the driver. The fast path must be closed. The cached
+    /// time is dropped with the plug, as in `blk_flush_plug`.
     #[inline(always)]
     fn flush_plug(&mut self, ring: Option<&mut Ring>) {
         debug_assert!(!self.plug.is_open());
@@ -272,14 +282,14 @@ impl Queue {
     }
 }
 
-/// The interface of the owner.
+/// What the owner calls.
 impl Queue {
-    /// The disk.
     pub fn disk(&self) -> &Arc<Disk> {
         self.disk.disk()
     }
 
-    /// The calls into the kernel since the last time, by its owner's ring.
+    /// Counts calls of io_uring_enter(2) since the last call of this method, and how many of them were early
+    /// submissions.
     pub fn count_enters(&mut self, enters: u64, early_submissions: u64) {
         self.stats.count(Counter::Enters, enters);
         self.stats.count(Counter::EarlySubmissions, early_submissions);
@@ -290,24 +300,25 @@ impl Queue {
         self.disk.limits()
     }
 
-    /// The thread has several queues: the plug takes more requests.
+    /// Raises the size of the plug, because the thread owns several queues.
     pub fn set_several_queues(&mut self) {
         self.plug.set_several_queues();
     }
 
-    /// The owner stops: nothing more is taken from submitters.
+    /// Stops taking bios of other threads, lifts the limits and fails held requests, because the owner is
+    /// stopping.
     pub fn close_to_submitters(&mut self) {
         self.pull_cursor.close();
         self.dispatch.close_limits();
         self.close_hold();
     }
 
-    /// The owner is about to sleep.
+    /// Must be called before the owner sleeps: drops the cached time.
     pub fn idle(&mut self) {
         self.clock.idle();
     }
 
-    /// The owner has slept.
+    /// Must be called when the owner has slept: checks whether probes were attached meanwhile.
     pub fn woke(&mut self) {
         self.check_probes();
     }
@@ -318,7 +329,7 @@ impl Queue {
         self.completions.own()
     }
 
-    /// Takes the oldest of them.
+    /// Takes the oldest of [`Queue::completions`].
     pub fn take_completion(&mut self) -> Option<Completion> {
         self.completions.take_own()
     }
@@ -328,7 +339,7 @@ impl Queue {
         self.completions.own_mut()
     }
 
-    /// Bios that have not completed, and parts of them.
+    /// The number of bios, and parts of bios, that have not completed.
     pub fn in_flight(&self) -> u32 {
         self.in_flight.bios().len()
     }
@@ -339,15 +350,16 @@ impl Queue {
         self.dispatch.started() > 0
     }
 
-    /// Whether the driver completed requests that are not completed yet.
+    /// Whether the driver has finished requests that the queue has not completed.
     #[inline]
     pub fn has_completed(&self) -> bool {
         self.completions.has_requests()
     }
 
-    /// When the queue wants to run at the latest, in nanoseconds of the monotonic clock.
+    /// The latest time at which the queue must run again, in nanoseconds of the monotonic clock.
     pub fn deadline_ns(&self) -> Option<u64> {
-        // A frozen disk flushes when it thaws, and after a write that is held.
+        // A frozen disk issues its flush after the thaw, and a flush behind held writes after these have
+        // completed.
         let flush_ns = if self.disk.is_frozen() || self.disk.has_held_writes() {
             None
         } else {
@@ -356,7 +368,7 @@ impl Queue {
         [self.dispatch.deadline_ns(), flush_ns].into_iter().flatten().min()
     }
 
-    /// Whether the last turn stopped at its budget, before all was done that can be done now.
+    /// Whether the last turn stopped at its budget with work left.
     #[inline]
     pub fn is_cut_short(&self) -> bool {
         self.rounds.is_cut_short() && self.can_dispatch()
@@ -364,25 +376,26 @@ impl Queue {
 
     /// Whether a turn would do something now. The owner sleeps only if it would not.
     ///
-    /// The owner checks this once more after it has announced that it sleeps, because a [`kick`](crate::kick::Kick) of
-    /// an owner that runs is not recorded: a condition that another thread changes between the step of the turn that
-    /// depends on it and the sleep is seen here or not at all. Therefore each condition that changes what a turn does has
-    /// a clause, and a turn makes each clause false, or the owner would not sleep at all. The clauses, in this order, and
-    /// the threads that change the conditions (`work_tests.rs` has a test of each):
+    /// The owner checks this again after it has announced that it sleeps, because a
+    /// [`kick`](crate::kick::Kick) of a running owner is not recorded. If another thread changes a condition
+    /// after the step of the turn that depends on it and before the sleep, this check is the only place that
+    /// sees the change. Therefore each condition that changes what a turn does has a clause here. A turn must
+    /// make each clause false, or the owner would never sleep. The clauses in order, with the threads that
+    /// change the conditions (`work_tests.rs` tests each one):
     ///
-    /// 1. There are completions for the owner, or requests that the driver has completed: this thread.
-    /// 2. The owner was woken: a driver that completes elsewhere, or a change of limits, of the error policy or of what
-    ///    is held. Recorded by [`Kick::is_woken`](crate::kick::Kick::is_woken).
+    /// 1. There are completions for the owner, or requests that the driver has finished: this thread.
+    /// 2. The owner was woken: by a driver that completes on another thread, or by a change of the limits,
+    ///    the error policy or the held requests. [`Kick::is_woken`](crate::kick::Kick::is_woken) records it.
     /// 3. The last turn stopped at its budget: this thread.
-    /// 4. Bios are staged for which there is room: a submitter.
-    /// 5. A freeze has begun, for which no request waits for a limit any longer: a control thread.
-    /// 6. A freeze was lifted, also one that failed while this queue had requests. Then a flush may begin, the idle queue
-    ///    takes over what was changed, and waiting bios get tags.
+    /// 4. Bios are staged and there is room for them: a submitter.
+    /// 5. A freeze has begun, under which no request waits for a limit: a control thread.
+    /// 6. A freeze was lifted, or failed while this queue had requests. Then a flush may start, the idle
+    ///    queue applies what was changed, and waiting bios get tags.
     /// 7. A tag of a shared set was freed, or the queue's share of the set has grown: another queue.
     /// 8. A quiesce was lifted: a control thread.
     ///
-    /// Writes that are held by another queue keep a flush waiting, too; the queue that completes the last of them wakes
-    /// all others (2).
+    /// Held writes of another queue also delay a flush. The queue that completes the last of them wakes all
+    /// others (clause 2).
     pub fn has_work(&self) -> bool {
         !self.completions.own().is_empty()
             || self.completions.has_requests()
@@ -393,7 +406,8 @@ impl Queue {
             || (self.dispatch.is_blocked_by_quiesce() && !self.disk.is_quiesced())
     }
 
-    /// Whether something waits that a freeze, its absence, or tags have kept waiting, and do not now.
+    /// Whether a flush, a reload or a waiting bio was delayed by a freeze, or by a lack of tags, and can
+    /// continue now.
     fn can_continue_now(&self) -> bool {
         if self.disk.is_frozen() {
             return self.dispatch.waits_for_limit();
@@ -406,7 +420,8 @@ impl Queue {
         !self.waiting.is_empty() && may_get()
     }
 
-    /// Whether all that can complete has: of a disk that is stopped nothing else does.
+    /// Whether everything has completed that can complete. While the disk is frozen or quiesced, requests
+    /// that the driver does not have stay.
     pub fn is_drained(&self) -> bool {
         let stopped = self.disk.is_frozen() || self.disk.is_quiesced();
         self.in_flight() == 0 || (stopped && !self.has_started())

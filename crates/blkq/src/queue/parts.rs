@@ -1,6 +1,10 @@
-//! Bios that are done in parts: larger than the limits, or emulated. At most
-//! [`PARTS_MAX`] parts of a bio are in flight, so that even a device-wide emulated
-//! write-zeroes needs little memory.
+//! Bios that become several requests: bios that exceed the limits (`bio_split_to_limits` in
+//! block/blk-merge.c), and write-zeroes that are emulated by writes of zeroes (`blkdev_issue_zeroout`). At
+//! most [`PARTS_MAX`] parts of a bio are in flight, so that even an emulated write-zeroes of the whole device
+//! needs little memory.
+//!
+//! A part is a bio slot of its own with its parent's index. The parent completes when all parts have
+//! completed, with the first error among them; after an error no further part is made.
 
 use std::mem::ManuallyDrop;
 
@@ -16,11 +20,11 @@ use crate::stats::Counter;
 
 use super::Queue;
 
-/// Parts of one bio in flight.
+/// Parts of one bio that are in flight at the same time.
 const PARTS_MAX: u32 = 16;
 
 impl Queue {
-    /// Sends the data of a bio on its way: whole, in parts, or as zeroes to be written.
+    /// Starts the data step of a bio: as one request, in parts, or as emulated write-zeroes.
     pub(super) fn begin_data(&mut self, index: u32) {
         let slot = &self.in_flight[index];
         let mut no_unmap = slot.flags.contains(BioFlags::NO_UNMAP);
@@ -33,6 +37,8 @@ impl Queue {
                     self.disk.limits().max_write_zeroes_bytes,
                     self.disk.limits().max_write_zeroes_no_unmap_bytes,
                 );
+                // The driver supports write-zeroes only without deallocation. That is allowed for any
+                // write-zeroes, because deallocation is optional.
                 if !no_unmap && unmap_bytes == 0 && keep_bytes != 0 {
                     self.in_flight[index].flags.insert(BioFlags::NO_UNMAP);
                     no_unmap = true;
@@ -70,13 +76,13 @@ impl Queue {
         })
     }
 
-    /// How many zeroes one request may write: the page of them repeats, in as many segments as a
-    /// request may have.
+    /// The number of zero bytes that one request can write: the buffer of zeroes is used repeatedly, once for
+    /// each segment that a request may have.
     fn zeroes_bytes_max(&self) -> u64 {
         self.in_flight.zeroes().len() as u64 * u64::from(self.disk.limits().max_segments)
     }
 
-    /// Does a write-zeroes by writing zeroes, unless the bio forbids it.
+    /// Emulates a write-zeroes by writing zeroes, unless the bio forbids it.
     pub(super) fn begin_zeroes(&mut self, index: u32) {
         if self.in_flight[index].flags.contains(BioFlags::NO_FALLBACK) {
             return self.reject(index, Status::NotSupported);
@@ -95,14 +101,14 @@ impl Queue {
         }
     }
 
-    /// Makes parts of bio `index` until enough are in flight or it is all handed out.
+    /// Creates parts of bio `index` until [`PARTS_MAX`] are in flight or the whole bio is covered.
     fn issue_parts(&mut self, index: u32) {
         loop {
             let slot = &self.in_flight[index];
             if slot.pending >= PARTS_MAX || slot.issued == slot.sectors || slot.error.is_some() {
                 return;
             }
-            // Limits may have changed since the first part.
+            // The limits may have changed since the first part was made.
             if let Err(status) = self.check_rest(index) {
                 self.in_flight[index].error = Some(status);
                 continue;
@@ -113,7 +119,7 @@ impl Queue {
             let sector = slot.sector + slot.issued;
             let sectors = self.part_sectors(index, operation);
             if sectors == 0 {
-                // One block of it lies in more pieces of memory than a request may have.
+                // The memory of a single block consists of more segments than a request may have.
                 self.in_flight[index].error = Some(Status::Invalid);
                 continue;
             }
@@ -131,7 +137,7 @@ impl Queue {
             let slot = &mut self.in_flight[part];
             slot.parent = index;
             slot.data_source = data_source;
-            // Only bios with memory have an offset into it, and those are below 4 GiB.
+            // Only reads and writes use the offset into the memory, and their memory is smaller than 4 GiB.
             slot.data_offset = (issued << SECTOR_SHIFT) as u32;
             let slot = &mut self.in_flight[index];
             slot.issued += sectors;
@@ -145,8 +151,8 @@ impl Queue {
         }
     }
 
-    /// Whether the device still takes what is left of bio `index`; write zeroes that it no
-    /// longer does go on as zeroes to be written.
+    /// Checks whether the device still accepts the rest of bio `index`. If it no longer supports
+    /// write-zeroes, the rest is emulated.
     fn check_rest(&mut self, index: u32) -> IoResult {
         let slot = &self.in_flight[index];
         self.disk.limits().check_range(slot.sector.bytes(), slot.sectors << SECTOR_SHIFT)?;
@@ -170,7 +176,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Length of the next part of bio `index`, in sectors; 0 if not even a block fits.
+    /// Length of the next part of bio `index` in sectors. 0 if not even one block fits into a request.
     fn part_sectors(&self, index: u32, operation: Operation) -> u64 {
         let slot = &self.in_flight[index];
         let offset = (slot.sector + slot.issued).bytes();
@@ -189,7 +195,8 @@ impl Queue {
         bytes >> SECTOR_SHIFT
     }
 
-    /// A part of bio `index` completed.
+    /// Accounts for a completed part of bio `index`: makes further parts, or completes the bio after the last
+    /// one.
     pub(super) fn complete_part(&mut self, index: u32, result: IoResult) {
         let slot = &mut self.in_flight[index];
         slot.pending -= 1;

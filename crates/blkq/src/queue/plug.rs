@@ -1,6 +1,10 @@
-//! The plug: requests wait until a batch of them, or the end of the turn, so
-//! that neighbours merge, tags are taken in one go, the clock is read once, and the
-//! driver sees a batch (`struct blk_plug` in the kernel).
+//! The plug (`struct blk_plug`): requests are collected until there is a batch, or the turn ends. Meanwhile
+//! neighbours merge, tags are taken together, the clock is read once, and the driver gets a batch.
+//!
+//! The plug also has the fast path of submission, for plain bios of the owner that follow each other.
+//! `Queue::open_fast_path` checks once, for all bios until the plug is flushed, what they have in common, and
+//! takes their tags together. While the path is open, each bio needs only the checks of `Queue::submit`.
+//! Everything that would change the outcome of these checks must close the path first.
 
 use std::ops::Range;
 
@@ -10,42 +14,41 @@ use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::stats::{StatGroup, StatsWriter};
 use crate::tags::Tag;
 
-/// Requests in a plug before it is flushed (BLK_MAX_REQUEST_COUNT).
+/// Requests in a plug before it is flushed (BLK_MAX_REQUEST_COUNT; the kernel had 16 until 5.16).
 pub const PLUG_REQUESTS: usize = 32;
-/// The same for a thread with several queues.
+/// As [`PLUG_REQUESTS`], for a thread with several queues, as in the kernel.
 pub const PLUG_REQUESTS_SEVERAL_QUEUES: usize = 64;
-/// A request of at least this many bytes flushes the plug (BLK_PLUG_FLUSH_SIZE).
+/// A request of at least this size flushes the plug (BLK_PLUG_FLUSH_SIZE).
 pub const PLUG_FLUSH_BYTES: u64 = 128 << 10;
 
-/// More sectors than the requests of a plug have, and far from an overflow, in bytes too.
+/// A bit of the sum of sectors, set if the sum is unknown. Larger than any sum of a plug, and far from an
+/// overflow, also in bytes.
 pub const UNKNOWN_SECTORS: u64 = 1 << 53;
 
-/// The tail of an empty plug: no device is large enough to have anything that touches it.
+/// The tail of an empty plug. No device is large enough to contain a sector that touches it.
 const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
 
-/// The plug of one queue, and with it the fast lane: plain bios of the owner that follow each other
-/// into the plug. `Queue::open_lane` checks once for all of them, until the plug is flushed, what they
-/// have in common, and takes their tags together.
+/// The plug of one queue, and its fast path.
 pub(crate) struct Plug {
-    /// The waiting requests, oldest first, and behind them the tags of those that the lane still takes.
+    /// The waiting requests, oldest first, and behind them the tags that the open fast path has left.
     tags: [Tag; PLUG_REQUESTS_SEVERAL_QUEUES],
-    /// How many requests wait.
+    /// Number of waiting requests.
     len: usize,
-    /// Where the tags of the lane end; it is closed if none is left.
+    /// Where the tags of the fast path end. The path is closed if this equals `len`.
     ready: usize,
-    /// How many of the requests are no reads.
+    /// The number of requests that are not reads.
     others: usize,
-    /// Sectors that its requests read or write; no less than [`UNKNOWN_SECTORS`] if that is not known.
+    /// Sum of the sectors that the requests read or write. Meaningless if [`UNKNOWN_SECTORS`] is in it.
     data_sectors: u64,
-    /// The time stamp of all bios that the lane takes; 0 without iostats.
+    /// The time stamp of all bios on the open fast path. 0 without iostats.
     start_ns: u64,
-    /// Where the youngest request begins and ends: what touches it may merge with it.
+    /// Begin and end of the youngest request. A bio that touches it may be merged.
     tail: Range<Sector>,
-    /// Requests before a flush: see the constants.
+    /// Number of requests at which the plug is flushed: one of the constants above.
     limit: usize,
-    /// The youngest request has become large by merging.
+    /// Merging has made the youngest request as large as [`PLUG_FLUSH_BYTES`].
     grown: bool,
-    /// How many requests the last plug had: so many tags the lane takes at once.
+    /// Number of requests of the previous plug. The fast path takes that number of tags in advance.
     last_len: usize,
 }
 
@@ -76,25 +79,25 @@ impl Plug {
         self.len == 0
     }
 
-    /// Whether so many sectors, which are within the device, touch the youngest request.
+    /// Whether the range, which must be within the device, touches the youngest request.
     #[inline(always)]
     pub fn is_touched(&self, sector: Sector, sectors: u64) -> bool {
         sector == self.tail.end || sector + sectors == self.tail.start
     }
 
-    /// The youngest request was merged with what touched it.
+    /// Updates the plug after a merge into the youngest request.
     pub fn merged(&mut self, request: &Request) {
         self.data_sectors |= UNKNOWN_SECTORS;
         self.tail = request.sector..request.end();
         self.grown = request.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT;
     }
 
-    /// The thread has several queues.
+    /// Raises the limit, because the thread has several queues.
     pub fn set_several_queues(&mut self) {
         self.limit = PLUG_REQUESTS_SEVERAL_QUEUES;
     }
 
-    /// Whether it is to be flushed before it takes another request.
+    /// Whether the plug must be flushed before it takes another request.
     #[inline]
     pub fn is_full(&self) -> bool {
         self.len >= self.limit
@@ -106,14 +109,15 @@ impl Plug {
         self.requests().last().copied()
     }
 
-    /// Whether the youngest request has become large by merging: it goes before a new one comes.
+    /// Whether merging has made the youngest request so large that the plug must be flushed before it takes
+    /// another request.
     #[inline]
     pub fn has_grown(&self) -> bool {
         self.grown
     }
 
-    /// Takes a request. True if the plug is to be flushed: it is full, or the request is as large
-    /// as one becomes by merging, if it may. The lane is closed.
+    /// Adds a request. Returns true if the plug must be flushed: it is full, or the request has reached
+    /// [`PLUG_FLUSH_BYTES`] and merging is on. The fast path must be closed.
     #[inline]
     pub fn push(&mut self, tag: Tag, outline: &Outline, merge: bool) -> bool {
         debug_assert!(!self.is_open());
@@ -131,19 +135,19 @@ impl Plug {
         self.data_sectors += data_sectors;
     }
 
-    /// Sectors that its requests read or write. One that is no less than [`UNKNOWN_SECTORS`] is no such number:
-    /// requests were merged, and somebody has to add up theirs.
+    /// Sum of the sectors that the requests read or write. If it is at least [`UNKNOWN_SECTORS`], requests
+    /// were merged, and the caller must add up their sectors.
     #[inline]
     pub fn data_sectors(&self) -> u64 {
         self.data_sectors
     }
 
-    /// Counts its requests, which are about to be dispatched.
+    /// Counts the requests as started, because they are about to be dispatched.
     #[inline]
     pub fn count(&self, requests: &[Request], stats: &mut StatsWriter) {
         let Some(first) = self.requests().first() else { return };
         let first_ns = requests[first.index()].start_ns;
-        // Only the direction counts.
+        // The counters of started requests distinguish only the direction.
         let directions = [(StatGroup::Read, self.len - self.others), (StatGroup::Write, self.others)];
         for (group, count) in directions {
             if count > 0 {
@@ -152,8 +156,8 @@ impl Plug {
         }
     }
 
-    /// Takes the requests out, oldest first: before they are dispatched, as a driver that panics has
-    /// perhaps taken some.
+    /// Removes and returns the requests, oldest first. Must be called before they are dispatched: a driver
+    /// that panics may have taken some of them.
     #[inline]
     pub fn take_requests(&mut self) -> &[Tag] {
         self.last_len = self.len;
@@ -163,20 +167,20 @@ impl Plug {
     }
 }
 
-/// The fast lane.
 impl Plug {
-    /// Whether the lane takes another bio.
+    /// Whether the fast path is open.
     #[inline(always)]
     pub fn is_open(&self) -> bool {
         self.len != self.ready
     }
 
-    /// How many bios the lane is to be opened for: as many as the last plug had, or as this has.
+    /// The number of bios for which to open the fast path: the size of the previous plug, or of this one if
+    /// it is larger.
     pub fn lane_len(&self) -> usize {
         self.last_len.max(self.len).min(self.limit - self.len).max(1)
     }
 
-    /// Opens the lane for as many bios as there are `tags`, with this time stamp.
+    /// Opens the fast path for one bio per tag. All of them get this time stamp.
     pub fn open(&mut self, tags: &[Tag], start_ns: u64) {
         self.ready = self.len + tags.len();
         if let [tag] = *tags {
@@ -187,22 +191,22 @@ impl Plug {
         self.start_ns = start_ns;
     }
 
-    /// The time stamp of the bios that the lane takes.
+    /// The time stamp of bios on the fast path.
     #[inline(always)]
     pub fn start_ns(&self) -> u64 {
         self.start_ns
     }
 
-    /// The open lane takes the bio of `outline`, which reads or writes: returns its tag.
+    /// Adds the read or write `outline` on the open fast path. Returns its tag.
     #[inline(always)]
     pub fn take(&mut self, outline: &Outline) -> Tag {
-        // Masked instead of checked: it is smaller anyway.
+        // The index is masked, which saves a bounds check; `len` is always smaller.
         let tag = self.tags[self.len % PLUG_REQUESTS_SEVERAL_QUEUES];
         self.note_pushed(outline, outline.sectors);
         tag
     }
 
-    /// Closes the lane. Returns the tags that it did not use.
+    /// Closes the fast path. Returns the unused tags.
     pub fn close(&mut self) -> &[Tag] {
         let rest = self.len..self.ready;
         self.ready = self.len;

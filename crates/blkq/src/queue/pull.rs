@@ -1,8 +1,8 @@
-//! Bios that submitters on other threads staged become this queue's own.
+//! Takes bios that submitters on other threads have staged.
 //!
-//! A queue has two sources of bios that need tags: those that its owner submitted and that wait, and those that other
-//! threads staged. Neither has priority over the other for good. While bios wait, at most half of the tags that
-//! completions have freed since the last turn are for staged ones, which join the end of the waiting list.
+//! Two sources of bios compete for tags: waiting bios, most of which the owner has submitted, and bios staged
+//! by other threads. Neither source may starve the other. While bios wait, staged bios get at most half of
+//! the free tags per turn, and join the end of the waiting list.
 
 use std::collections::VecDeque;
 
@@ -12,12 +12,12 @@ use crate::slab::SlotFlags;
 
 use super::Queue;
 
-/// Staged requests that the owner takes from one software queue at once while others have some too.
+/// Staged requests that are taken together from one software queue while others have requests too.
 const TAKE_AT_ONCE: usize = 8;
 
 impl Queue {
-    /// Takes staged bios in, round robin over the software queues, as far as [`Queue::pull_quota`] allows; the others
-    /// can still merge.
+    /// Takes staged bios, round robin over the software queues, as far as [`Queue::pull_quota`] allows. Those
+    /// that stay can still be merged.
     #[inline]
     pub(super) fn pull_software_queues(&mut self, ring: Option<&mut Ring>) {
         if self.disk.shared().software.has_pending() {
@@ -27,7 +27,7 @@ impl Queue {
 
     #[inline(never)]
     fn pull_pending(&mut self, mut ring: Option<&mut Ring>) {
-        // Of this turn, if bios wait; otherwise it shrinks with the tags that are left.
+        // If bios wait, this is the quota for the whole turn; otherwise it shrinks with the free tags.
         let mut quota = self.pull_quota();
         while self.disk.shared().software.has_pending() && quota > 0 {
             let from = self.pull_cursor.from();
@@ -51,14 +51,14 @@ impl Queue {
         }
     }
 
-    /// Whether staged bios can be taken now.
+    /// Whether a staged bio can be taken now.
     #[inline]
     pub(super) fn can_take(&self) -> bool {
         self.pull_quota() > 0
     }
 
-    /// How many staged requests may be taken now: as many as there are free tags. Half of those if bios wait already,
-    /// for a tag or because the driver is busy: the freed tags are shared among both.
+    /// The number of staged requests that may be taken now: the number of free tags, or half of it if other
+    /// bios wait for a tag or for a busy driver.
     fn pull_quota(&self) -> usize {
         if self.pull_cursor.is_closed() || !self.in_flight.bios().has_room() || self.disk.is_frozen() {
             return 0;
@@ -66,17 +66,18 @@ impl Queue {
         let in_use = self.in_flight.in_use();
         let free = u32::from(self.disk.settings().requests()).saturating_sub(in_use) as usize;
         if free == 0 {
-            // If all requests are held, none completes and frees its tag; but a flush needs none.
+            // If all requests are held, no completion frees a tag, but a staged flush needs none and must
+            // still be taken.
             return usize::from(in_use == self.hold.len() as u32);
         }
         let is_idle = self.waiting.is_empty() && !self.dispatch.has_requeued();
         if is_idle { free } else { free.div_ceil(2) }
     }
 
-    /// Takes at most `count` requests of one software queue. Returns how many.
+    /// Takes at most `count` requests from one software queue, and returns how many.
     #[inline(never)]
     fn pull_one(&mut self, index: usize, count: usize, mut ring: Option<&mut Ring>) -> usize {
-        // Of shared tags it is not known how many are free.
+        // The number of free tags in a shared set is not known, so requests are taken one by one.
         let count = if self.tags.is_shared() { 1 } else { count };
         let more = self.disk.shared().software.try_take(index, count, self.pull_cursor.taken());
         let mut taken = 0;
@@ -88,14 +89,15 @@ impl Queue {
                 self.accept_others(others, ring.as_deref_mut());
             }
         }
-        // If a submitter had the lock just now, the next turn takes what is there.
+        // `None`: a submitter had the lock. The next turn tries again.
         if more.unwrap_or(true) {
             self.disk.shared().software.set_pending(index);
         }
         taken
     }
 
-    /// Bios that join the one before them.
+    /// Accepts the bios that were merged into the staged request before them. The request gate has counted
+    /// them together with that request.
     #[inline(never)]
     fn accept_others(&mut self, others: VecDeque<StagedBio>, mut ring: Option<&mut Ring>) {
         for (bio, completer) in others {

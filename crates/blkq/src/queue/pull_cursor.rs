@@ -1,16 +1,15 @@
-//! From which software queue staged bios are taken next, and whether they are at all.
+//! The round-robin position of a queue over the software queues (`hctx->dispatch_from` in the kernel).
 
 use std::collections::VecDeque;
 
 use crate::remote::software::Staged;
 
-/// Where a queue is in its round over the software queues.
 #[derive(Default)]
 pub(super) struct PullCursor {
-    /// The software queue that comes first.
+    /// The software queue from which staged bios are taken next.
     from: u32,
     closed: bool,
-    /// Staged requests that were taken at once and are not the queue's own yet.
+    /// Staged requests that were taken together and are not accepted by the queue yet.
     taken: VecDeque<Staged>,
 }
 
@@ -23,14 +22,14 @@ impl PullCursor {
         self.from = index;
     }
 
-    /// The staged requests that were taken at once, oldest first. Each stays here until it is the queue's
-    /// own: a panic loses none of them.
+    /// The staged requests that were taken together, oldest first. Each one stays here until the queue
+    /// accepts it, so that a panic loses none.
     #[inline]
     pub fn taken(&mut self) -> &mut VecDeque<Staged> {
         &mut self.taken
     }
 
-    /// The owner of the queue stops: nothing more is taken from submitters.
+    /// Stops taking staged bios, because the owner of the queue is stopping.
     pub fn close(&mut self) {
         self.closed = true;
     }

@@ -1,4 +1,4 @@
-//! Holding requests that failed, and resuming them: reissued, or failed after all.
+//! Holds requests that failed, and resumes them: they are reissued, or they complete with their errors.
 
 use crate::disk::Resume;
 use crate::error::IoResult;
@@ -11,13 +11,12 @@ use crate::trace::EventKind;
 use super::Queue;
 
 impl Queue {
-    /// Whether requests are held.
     #[inline]
     pub fn has_held(&self) -> bool {
         self.hold.has_held()
     }
 
-    /// Takes those out of `completed` that are to be held.
+    /// Moves requests that must be held from `completed` to the held requests.
     #[cold]
     pub(super) fn hold_failed(&mut self, completed: &mut Vec<(Tag, IoResult)>) {
         let (hold, in_flight, disk) = (&mut self.hold, &mut self.in_flight, self.disk.disk());
@@ -26,7 +25,7 @@ impl Queue {
         completed.retain(|&(tag, result)| match hold.holds(tag, result) {
             Some(status) => {
                 let request = &mut in_flight[tag];
-                // The driver begins anew.
+                // The driver starts with clean words when the request is reissued.
                 request.pdu = [0; 2];
                 hold.push(tag, status, request.operation, disk);
                 #[cfg(simulation)]
@@ -57,12 +56,12 @@ impl Queue {
         self.stats.held(self.hold.len() as u64);
         self.stats.count(Counter::HeldRequests, count as u64);
         if self.disk.is_frozen() {
-            // A freeze would wait for these in vain.
+            // A freeze would wait for the held requests until its timeout. It fails instead.
             self.disk.disk().control.wake_waiters();
         }
     }
 
-    /// Takes over the disk's policy, and resumes what is held if that was asked for.
+    /// Applies the disk's policy, and resumes held requests if the operator has asked for that.
     pub(super) fn refresh_hold(&mut self) {
         let disk = self.disk.disk();
         self.hold.reload(disk);
@@ -79,15 +78,15 @@ impl Queue {
         self.hold.note_resumed(self.disk.disk(), self.disk.index());
     }
 
-    /// Nothing is held from now on.
+    /// Fails held requests and stops holding others, because the owner of the queue is stopping.
     pub(super) fn close_hold(&mut self) {
         self.hold.close(self.disk.disk());
         self.fail_held(|_| true);
     }
 
-    /// Completes requests with their errors that are not to be reissued: a write of which `is_abandoned` is
-    /// true for one of its merged bios, as that one would overwrite what its client wrote since, and a read
-    /// that nobody waits for any more. `is_abandoned` gets their `user_data`.
+    /// Fails held requests that must not be reissued, because clients have disconnected: a write if one of
+    /// its merged bios is abandoned, because the reissued write could overwrite newer data of that client,
+    /// and a read if all of its bios are abandoned. `is_abandoned` is called with the `user_data` of bios.
     pub(crate) fn fail_abandoned(&mut self, ring: Option<&mut Ring>, is_abandoned: impl Fn(u64) -> bool) {
         self.close_lane();
         let mut failing = vec![false; self.in_flight.requests().len()];
@@ -110,7 +109,7 @@ impl Queue {
         }
     }
 
-    /// Completes those of the held requests with their errors that `which` names.
+    /// Completes the held requests for which `which` returns true with their errors.
     fn fail_held(&mut self, which: impl Fn(Tag) -> bool) {
         let failed = self.hold.take_if(which);
         self.tags.resume(failed.len());
@@ -121,7 +120,7 @@ impl Queue {
         }
     }
 
-    /// Completes requests that were held, and are not any more.
+    /// Completes requests that are no longer held.
     fn complete_held(&mut self, failed: Vec<(Tag, IoResult)>) {
         let disk = self.disk.disk();
         let (mut is_last, hold) = (false, &mut self.hold);

@@ -1,29 +1,31 @@
-//! The rounds of a turn: requests that complete at once make room for others, which complete at once too. The rounds of
-//! a turn stop at [`TURN_BUDGET`], so that no bio of many parts keeps the thread from all else.
+//! The rounds of a turn. Requests that complete immediately make room for others, which may complete
+//! immediately too. [`TURN_BUDGET`] bounds the rounds, so that a bio of many parts does not keep the thread
+//! from its other queues and clients.
 
 use crate::budget::TURN_BUDGET;
 use crate::clock::monotonic_ns;
 
-/// The part of the budget that the rounds of a turn have spent.
+/// What the rounds of the current turn have used of the budget.
 #[derive(Default)]
 pub(super) struct Rounds {
     completed: usize,
-    /// When the budget of time is spent; 0 as long as the clock was not read.
+    /// When the time budget ends, in nanoseconds of the monotonic clock. 0: the clock was not read yet.
     until_ns: u64,
-    /// The budget was spent before the work was done.
+    /// The budget was used up while there was work left.
     is_cut_short: bool,
 }
 
 impl Rounds {
-    /// A turn begins.
+    /// Resets the budget at the beginning of a turn.
     #[inline]
     pub fn begin_turn(&mut self) {
         (self.completed, self.until_ns) = (0, 0);
     }
 
-    /// The first of some rounds begins.
+    /// Must be called before the first round of `dispatch_all`.
     pub fn begin(&mut self) {
-        // Most turns have one round, and read no clock for it.
+        // Most turns have one round and need no clock reading. After a turn that was cut short, the clock
+        // starts immediately.
         if std::mem::take(&mut self.is_cut_short) {
             self.start_clock();
         }
@@ -31,14 +33,14 @@ impl Rounds {
 
     fn start_clock(&mut self) {
         if self.until_ns == 0 {
-            // A model checker repeats the same steps, however long they take.
+            // A model checker replays the same steps regardless of how long they take.
             let budget_ns = if cfg!(model_check) { u64::MAX } else { TURN_BUDGET.time.as_nanos() as u64 };
             self.until_ns = monotonic_ns().saturating_add(budget_ns);
         }
     }
 
-    /// A round is over that has completed so many requests, and there is work for another one. Whether that has to wait
-    /// for the next turn.
+    /// Counts a round that has completed `completed` requests, if there is work for another round. Returns
+    /// whether that must wait for the next turn.
     pub fn spend(&mut self, completed: usize) -> bool {
         self.start_clock();
         self.completed += completed;

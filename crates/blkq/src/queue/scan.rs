@@ -1,4 +1,4 @@
-//! Scanning a queue for requests that hang.
+//! Scans a queue for requests that hang, for [`hang`](super::hang).
 
 use crate::request::{NIL, RequestState};
 use crate::stats::Counter;
@@ -7,7 +7,6 @@ use crate::tags::Tag;
 use super::Queue;
 use super::hang::{Hang, HangScan, HungIo, Place};
 
-/// One scan in progress.
 struct Scan {
     now_ns: u64,
     limit_ns: u64,
@@ -22,7 +21,7 @@ impl Scan {
 }
 
 impl Queue {
-    /// Scans for what began more than `limit_ns` before `now_ns`.
+    /// Finds requests and bios that started more than `limit_ns` before `now_ns`.
     pub(crate) fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut scan = Scan { now_ns, limit_ns, found: HangScan::default(), new: 0 };
         self.hang_tracker.begin_scan();
@@ -54,7 +53,7 @@ impl Queue {
             };
             self.scan_bio(bio, place, &mut scan);
         }
-        // The bios that a running flush serves are part of it.
+        // The bios that the flush in flight serves are reported as part of the flush.
         for &bio in self.flush.running() {
             self.hang_tracker.see(bio, self.in_flight[bio].start_ns);
         }
@@ -74,12 +73,12 @@ impl Queue {
         let start_ns = request.start_ns;
         let (first, operation, flags) = (request.first_bio, request.operation, request.flags);
         let (sector, sectors) = (request.sector, request.sectors);
-        // A request that waits for a limit does not hang, and begins when it was let through.
+        // The time in which a request waits for a limit does not count.
         let is_hung = scan.is_hung(start_ns.max(self.throttled_until_ns(tag)));
         if is_hung {
             scan.found.hung += 1;
         }
-        // Of its bios any may have been reported while it had no request.
+        // Any of its bios may have been counted or reported before it had a request.
         let (mut counted, mut bios, mut bio) = (false, 0, first);
         if bio == NIL {
             counted = self.hang_tracker.has_counted(NIL, start_ns);
@@ -169,7 +168,7 @@ impl Queue {
         scan.found.hangs.push(hang);
     }
 
-    /// The submitter of a bio: the `user_data` of one that the queue's owner submitted, or in words.
+    /// The submitter of a bio: its `user_data` if the queue's owner submitted it, else a description.
     pub(super) fn submitter_of(&self, bio: u32) -> (Option<u64>, Option<String>) {
         let root = self.in_flight.bios().root_of(bio);
         match self.in_flight[root].owner_user_data() {
@@ -178,7 +177,7 @@ impl Queue {
         }
     }
 
-    /// When the request no longer waits for a limit; `u64::MAX` as long as it does.
+    /// When the request stopped waiting for a limit; `u64::MAX` while it waits.
     fn throttled_until_ns(&self, tag: Tag) -> u64 {
         let throttle = self.dispatch.throttle();
         match self.dispatch.is_scheduled(tag) && throttle.is_blocked(self.in_flight[tag].operation) {

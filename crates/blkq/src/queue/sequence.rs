@@ -1,4 +1,5 @@
-//! The steps of bios that need a flush: before their data, after it, or alone.
+//! The steps of bios that need a flush (`blk_insert_flush` in block/blk-flush.c): before the data, after it,
+//! or alone.
 
 use crate::bio::{BioFlags, Operation};
 use crate::clock::monotonic_ns;
@@ -13,7 +14,8 @@ use crate::tags::Tag;
 use super::Queue;
 
 impl Queue {
-    /// A flush without data.
+    /// Starts a flush without data. Without a write cache there is nothing to flush, and it completes
+    /// immediately.
     pub(super) fn begin_flush(&mut self, index: u32) {
         if !self.disk.limits().write_cache {
             return self.complete_at_once(index, Ok(()));
@@ -21,20 +23,21 @@ impl Queue {
         self.await_flush(index, FlushStep::Postflush);
     }
 
-    /// A write-direction bio with PREFLUSH or FUA on a device with a write cache.
+    /// Starts a write, discard or write-zeroes with PREFLUSH or FUA on a device with a write cache.
     pub(super) fn begin_flush_sequence(&mut self, index: u32) {
         let slot = &self.in_flight[index];
         if slot.flags.contains(BioFlags::PREFLUSH) {
             self.await_flush(index, FlushStep::Preflush);
         } else if self.disk.limits().fua && slot.operation == Operation::Write {
-            // The driver does it all: no flush need wait for such a write.
+            // The driver makes the write durable itself, so it is no flush sequence, and no flush waits for
+            // it.
             self.begin_data(index);
         } else {
             self.begin_sequence_data(index);
         }
     }
 
-    /// The data step: with FUA of the driver's, or with a flush to follow.
+    /// Starts the data step, with the driver's FUA if it has it, else with a flush to follow.
     fn begin_sequence_data(&mut self, index: u32) {
         let slot = &mut self.in_flight[index];
         slot.flags.remove(BioFlags::PREFLUSH);
@@ -46,16 +49,16 @@ impl Queue {
             slot.step = FlushStep::Data;
         }
         self.flush.begin_data();
-        // The flush took its time, and the device may have changed meanwhile.
+        // The device may have changed while the flush was in flight.
         match self.check(index) {
             Ok(()) => self.begin_data(index),
             Err(status) => self.reject(index, status),
         }
     }
 
-    /// Decides again how write `index`, which waits, becomes durable, because the limits have changed: a driver that does
-    /// not declare FUA must not get the flag, and a flush has to follow the data. The decision is that of the bio which
-    /// was submitted, whose flag its parts carry.
+    /// Decides again how waiting write `index` becomes durable, because the limits have changed. A driver
+    /// that does not declare FUA must not get the flag; a flush must follow the data instead. The decision is
+    /// made for the submitted bio, whose flag its parts carry.
     pub(super) fn renew_durability(&mut self, index: u32) {
         let &QueueLimits { write_cache, fua, .. } = self.disk.limits();
         let root = self.in_flight.bios().root_of(index);
@@ -77,13 +80,14 @@ impl Queue {
         }
     }
 
-    /// Decides it again for the requests in flight. After a freeze there are none: only the driver itself, which has
-    /// lost a capability, changes the limits under them.
+    /// Renews the decision for the requests in flight. There are some only if the driver itself has lost a
+    /// capability, because no request is in flight under a freeze.
     pub(super) fn renew_durability_of_requests(&mut self) {
         for index in 0..self.in_flight.requests().len() {
             let tag = Tag(index as u16);
             let Request { state, first_bio, .. } = self.in_flight[tag];
-            // Neither a flush nor a plain bio has the flag, and a bio that has it is not merged with others.
+            // Flushes and plain bios do not have the flag, and a bio with the flag is never merged with
+            // others.
             if state == RequestState::Busy && first_bio != NIL {
                 self.renew_durability(first_bio);
                 if !self.in_flight[first_bio].flags.contains(BioFlags::FUA) {
@@ -99,7 +103,7 @@ impl Queue {
         self.flush.wait(index);
     }
 
-    /// The data of a flush sequence completed. True if the bio proceeds to the next step.
+    /// Completes the data step of a flush sequence. Returns true if the bio continues with a flush.
     pub(super) fn complete_sequence_data(&mut self, index: u32, result: IoResult) -> bool {
         let step = std::mem::take(&mut self.in_flight[index].step);
         if !matches!(step, FlushStep::Data | FlushStep::DataThenFlush) {
@@ -123,12 +127,14 @@ impl Queue {
 
     #[cold]
     fn issue_flush(&mut self, ring: Option<&mut Ring>) {
+        // A flush waits for data of other sequences, so that one flush serves them all, and for the end of a
+        // freeze.
         if self.flush.is_delayed(monotonic_ns()) || self.disk.is_frozen() {
             return;
         }
         if self.disk.has_held_writes() {
             if self.hold.is_closing() {
-                // Of another queue, which may not be resumed before this one has stopped.
+                // Another queue has the held writes. They may not be resumed before this queue has stopped.
                 self.abandon_flushes(Err(Status::Offline));
             }
             return;
@@ -138,7 +144,8 @@ impl Queue {
         }
         let served = self.flush.begin();
         if !self.disk.limits().write_cache {
-            // The write cache was removed after the bios asked for the flush, and all that had completed is durable.
+            // The write cache was removed after the bios had asked for a flush. Everything that completed
+            // before is durable (see `QueueLimits::write_cache`).
             return self.complete_flush(Ok(()));
         }
         self.stats.count(Counter::FlushesSent, 1);
@@ -156,14 +163,14 @@ impl Queue {
         self.dispatch.push_first(self.flush.tag());
     }
 
-    /// Completes those that wait for the next flush, which will not come.
+    /// Completes the bios that wait for the next flush, because none will be issued.
     pub(super) fn abandon_flushes(&mut self, result: IoResult) {
         while let Some(index) = self.flush.next_abandoned() {
             self.complete_bio(index, result);
         }
     }
 
-    /// The driver's flush completed: every bio that it served takes its next step.
+    /// Completes the driver's flush: each bio that it served takes its next step.
     pub(super) fn complete_flush(&mut self, result: IoResult) {
         self.flush.complete();
         while let Some(index) = self.flush.next_served() {

@@ -1,6 +1,6 @@
-//! How a bio gets in: checked, and on the fast path made a request at once; else it waits,
-//! is split, or takes the flush machine first (submit_bio_noacct in
-//! block/blk-core.c, blk_mq_submit_bio in block/blk-mq.c).
+//! Submission of a bio (`submit_bio_noacct` in block/blk-core.c, `blk_mq_submit_bio` in block/blk-mq.c). The
+//! bio is checked. On the fast path it becomes a request immediately; otherwise it may wait for a tag, be
+//! split, or pass through the flush machine first.
 
 use std::mem::ManuallyDrop;
 
@@ -19,15 +19,14 @@ use crate::trace::TraceClient;
 use super::Queue;
 
 impl Queue {
-    /// Takes a bio of the queue's owner. The completion reports an error of the bio
-    /// itself.
+    /// Accepts a bio of the queue's owner. Errors of the bio itself are reported by its completion.
     ///
     /// # Errors
-    /// The bio, when the queue has no room; there will be some after a completion.
+    /// Returns the bio if the queue has no room. There will be room after a completion.
     #[inline(always)]
     pub fn submit(&mut self, bio: Bio, mut ring: Option<&mut Ring>) -> Result<(), Bio> {
-        // In parts from the beginning, and whole again only for the slow path: a bio that is passed on
-        // as it is goes through the stack (see `BioSlot`).
+        // The bio is taken apart and put together again only for the slow path: a bio that is passed on as a
+        // whole is copied through the stack (see `BioSlot`).
         let Bio { operation, flags, sector, sectors, data, user_data } = bio;
         let data = ManuallyDrop::new(data);
         let outline = Outline { operation, flags, sector, sectors, start_ns: 0 };
@@ -47,8 +46,9 @@ impl Queue {
         self.submit_slow(Bio { operation, flags, sector, sectors, data, user_data }, ring)
     }
 
-    /// Opens the fast lane for a bio, of one buffer or not, if it can be: the queue has entered the disk,
-    /// no freeze has begun, no bio waits, no scheduler wants to merge, there are tags, and it is not traced.
+    /// Opens the plug's fast path, if the bio has one buffer, the queue has entered the disk, no freeze has
+    /// begun, no bio waits, nothing must see each bio, no merged request is about to be flushed, no request
+    /// waits for a limit, and there are free tags. Returns whether it is open.
     #[inline(never)]
     fn open_lane(&mut self, is_buffer: bool, ring: Option<&mut Ring>) -> bool {
         if !is_buffer
@@ -70,7 +70,8 @@ impl Queue {
         true
     }
 
-    /// Closes the fast lane: the plug is flushed, or something is not as it has to be.
+    /// Closes the plug's fast path. Must be called before the plug is flushed, and before any of the
+    /// conditions for the path changes.
     #[inline]
     pub(super) fn close_lane(&mut self) {
         if self.plug.is_open() {
@@ -97,7 +98,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Makes the bio this queue's own and sends it on its way.
+    /// Accepts the bio: it has a slot of this queue from now on, and completes exactly once.
     #[inline(always)]
     pub(super) fn accept(
         &mut self,
@@ -114,19 +115,20 @@ impl Queue {
         let start_ns = if self.disk.settings().iostats { self.clock.now_ns() } else { 0 };
         let outline = Outline { operation, flags, sector, sectors, start_ns };
         if !self.disk.fast().fits(&outline, &data) || self.dispatch.is_traced() {
+            // Only a bio of the owner can complete as a plain one; see `Completions::complete_plain`.
             return self.accept_slow(NewBio { outline, data, completer, slot_flags }, ring);
         }
         let plain =
             if matches!(*completer, Completer::Owner(_)) { SlotFlags::PLAIN } else { SlotFlags::empty() };
         let index =
             self.in_flight.insert(NewBio { outline, data, completer, slot_flags: slot_flags | plain });
-        // It is one buffer.
+        // A bio that passes `fits` has one buffer, and so one segment.
         if !self.waiting.is_empty() || !self.admit(index, &outline, Some(1), ring) {
             self.queue_or_reject(index);
         }
     }
 
-    /// A bio for which there is no tag now waits, or completes if it will not wait.
+    /// Queues a bio that got no tag, or rejects it if it has NO_WAIT.
     #[cold]
     fn queue_or_reject(&mut self, index: u32) {
         if self.in_flight[index].flags.contains(BioFlags::NO_WAIT) {
@@ -138,7 +140,7 @@ impl Queue {
         self.count_tag_waits();
     }
 
-    /// Completes a bio that found no tag and will not wait for one.
+    /// Completes a bio that got no tag and must not wait for one.
     fn reject_again(&mut self, index: u32) {
         if self.is_out_of_tags() {
             self.stats.count(Counter::TagWaits, 1);
@@ -146,12 +148,12 @@ impl Queue {
         self.reject(index, Status::Again);
     }
 
-    /// Whether bios that get no tag wait for a tag, and not for a freeze to be lifted.
+    /// Whether bios without a tag wait for a tag, and not for the end of a freeze.
     fn is_out_of_tags(&self) -> bool {
         self.disk.is_entered() && !self.disk.is_frozen()
     }
 
-    /// Counts the bios that wait for a tag and were not counted yet.
+    /// Counts the waiting bios that were not counted yet.
     fn count_tag_waits(&mut self) {
         if self.is_out_of_tags() {
             let waiting = self.waiting.len();
@@ -160,21 +162,21 @@ impl Queue {
         }
     }
 
-    /// The first of the bios that wait.
+    /// Removes and returns the first waiting bio.
     pub(super) fn pop_waiting(&mut self) -> Option<u32> {
         let index = self.waiting.pop_front(self.in_flight.bios_mut())?;
         self.counted_waits = self.counted_waits.saturating_sub(1);
         Some(index)
     }
 
-    /// Accepts a bio that is not one legal read or write with a buffer, or is traced.
+    /// Accepts a bio that is not a legal read or write of one buffer, or that is traced.
     #[cold]
     fn accept_slow(&mut self, mut bio: NewBio, ring: Option<&mut Ring>) {
         if self.disk.fast().fits(&bio.outline, &bio.data) {
             return self.accept_piece(bio, Some(1), ring);
         }
         if let Data::Kernel(pages) = *bio.data {
-            // An operation on the ring names one registered buffer.
+            // An io_uring operation names one registered buffer, so kernel pages cannot be merged.
             bio.outline.flags.insert(BioFlags::NO_MERGE);
             if self.disk.fast().fits_pages(&bio.outline, pages.len()) {
                 return self.accept_piece(bio, Some(1), ring);
@@ -189,12 +191,14 @@ impl Queue {
         self.trace_queued(index);
         self.begin(index);
         self.admit_waiting(ring);
-        // It may have completed already: then a freeze need not wait for a poll.
+        // The bio may have completed already. The queue leaves now, so that a freeze need not wait for its
+        // next turn.
         self.leave_if_idle();
     }
 
-    /// The rest of [`Queue::accept`] for a legal piece that is no buffer, or is traced. Its `segments` are counted if
-    /// they are not known: of a list, empty ones and those beyond the bio's end are none.
+    /// The rest of [`Queue::accept`] for a legal bio that needs no split, but is not one buffer, or is
+    /// traced. `segments` is its number of segments; `None`: they must be counted, because empty segments and
+    /// segments beyond the end of the bio do not count.
     fn accept_piece(&mut self, mut bio: NewBio, segments: Option<u16>, ring: Option<&mut Ring>) {
         if matches!(*bio.completer, Completer::Owner(_)) {
             bio.slot_flags.insert(SlotFlags::PLAIN);
@@ -208,7 +212,7 @@ impl Queue {
         self.trace_merge(index);
     }
 
-    /// Checks, flush sequences, splits, emulation.
+    /// Checks a bio, and starts its first step: a flush, its data, or a flush sequence.
     fn begin(&mut self, index: u32) {
         if let Err(status) = self.check(index) {
             return self.reject(index, status);
@@ -218,12 +222,12 @@ impl Queue {
             return self.begin_flush(index);
         }
         if slot.sectors == 0 {
-            // Without data what is left of a write with PREFLUSH is the flush.
+            // A write with PREFLUSH and no data is only a flush.
             let flushes = slot.flags.contains(BioFlags::PREFLUSH);
             return if flushes { self.begin_flush(index) } else { self.complete_at_once(index, Ok(())) };
         }
         if slot.operation != Operation::WriteZeroes {
-            // It means nothing to other operations, and their drivers did not declare it.
+            // The flag has no meaning for other operations, and drivers do not declare it for them.
             slot.flags.remove(BioFlags::NO_UNMAP);
         }
         if !self.disk.limits().write_cache {
@@ -236,10 +240,10 @@ impl Queue {
         self.begin_data(index);
     }
 
-    /// The rules of a bio (submit_bio_noacct in block/blk-core.c).
+    /// Checks a bio against the rules of the device (`submit_bio_noacct` in block/blk-core.c).
     pub(super) fn check(&self, index: u32) -> IoResult {
         let slot = &self.in_flight[index];
-        // Nothing would compare the length of that memory with what drivers are shown of it.
+        // Rejected, because nothing else would compare the length of this memory with what drivers see of it.
         if !slot.operation.has_data() && !matches!(*slot.data, Data::None) {
             return Err(Status::Invalid);
         }
@@ -262,8 +266,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Checks the memory of bio `index`. A part uses that of the bio which was submitted: it was checked with that, but
-    /// the limits may have changed since.
+    /// Checks the memory of bio `index`. A part uses the memory of the bio that was submitted. That memory
+    /// was checked on submission, but the limits may have changed since.
     fn check_memory(&self, index: u32) -> IoResult {
         let (root, _) = self.in_flight.bios().memory_of(index);
         if matches!(*root.data, Data::Kernel(_)) && !self.disk.limits().kernel_pages {
@@ -272,13 +276,13 @@ impl Queue {
         let length = root.sectors.checked_mul(512).filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or(Status::Invalid)?;
         if let Data::Buffer(buffer) = &*root.data {
-            // Aligned as any device may ask, and drivers are shown no more of it than the bio's length.
+            // A buffer is aligned for any device, and drivers see no more of it than the length of the bio.
             return if buffer.len() as u64 >= length { Ok(()) } else { Err(Status::Invalid) };
         }
         root.with_shape(|segments| split::check_memory(self.disk.limits(), segments, length))
     }
 
-    /// Puts a bio behind those that wait for a tag.
+    /// Queues a bio behind those that wait for a tag.
     pub(super) fn await_tag(&mut self, index: u32) {
         let slot = &self.in_flight[index];
         let may_wait = !slot.flags.contains(BioFlags::NO_WAIT) || slot.parent != NIL;
@@ -288,7 +292,7 @@ impl Queue {
         self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
 
-    /// Turns waiting bios into requests while there are tags.
+    /// Turns waiting bios into requests as long as there are tags.
     #[inline]
     pub(super) fn admit_waiting(&mut self, ring: Option<&mut Ring>) {
         if self.waiting.is_empty() {
@@ -306,7 +310,7 @@ impl Queue {
             let is_counted = self.counted_waits > 0;
             let Some(index) = self.pop_waiting() else { break };
             if self.disk.settings().iostats && self.in_flight[index].start_ns == 0 {
-                // Statistics were off when it came.
+                // Statistics were off when the bio was submitted.
                 self.in_flight[index].start_ns = self.clock.now_ns();
             }
             let outline = self.in_flight[index].outline();
@@ -325,7 +329,7 @@ impl Queue {
         self.want_no_tags();
     }
 
-    /// If nothing needs a tag any more, a wake-up is for another queue.
+    /// Stops waiting for a tag of a shared set if no bio needs one, so that a wake-up goes to another queue.
     #[inline]
     fn want_no_tags(&mut self) {
         if self.waiting.is_empty() {
@@ -333,8 +337,8 @@ impl Queue {
         }
     }
 
-    /// Makes the bio part of a request under the plug: merged with one, or its own.
-    /// False if there is no tag. Its `segments` are counted if they are not known.
+    /// Merges the bio into a request, or makes it a request of its own in the plug. Returns false if there is
+    /// no tag. `segments` is its number of segments, `None` if unknown.
     #[inline(always)]
     fn admit(
         &mut self,
@@ -357,7 +361,7 @@ impl Queue {
     #[inline]
     fn take_tag(&mut self) -> Option<Tag> {
         self.close_lane();
-        // A frozen disk takes no new request; those in flight complete.
+        // A frozen disk starts no request; those in flight complete.
         if !self.disk.is_entered() || self.disk.is_frozen() {
             return None;
         }
@@ -365,7 +369,7 @@ impl Queue {
         tags.next().or_else(|| tags.next_shared(in_flight.in_use(), hold.len() as u32))
     }
 
-    /// Puts a request under the plug; flushes it when it is full or the request large.
+    /// Adds a request to the plug, and flushes the plug if it is full or the request is large.
     #[inline]
     fn plug_request(&mut self, tag: Tag, outline: &Outline, mut ring: Option<&mut Ring>) {
         if self.plug.has_grown() {

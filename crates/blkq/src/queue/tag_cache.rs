@@ -1,5 +1,5 @@
-//! The tags of a queue: a stack of its own, or a set that it shares fairly with other queues, where
-//! it waits for a tag if it finds none.
+//! The tags of a queue: a stack of its own, or a part of a [`TagSet`] that several queues share. If a shared
+//! set has no free tag, the queue waits for one.
 
 use std::sync::Arc;
 
@@ -7,15 +7,15 @@ use crate::disk::HardwareQueue;
 use crate::error::{Error, ErrorKind};
 use crate::tags::{Tag, TagHint, TagSet, WaiterId};
 
-/// One queue's tags.
 pub(super) struct TagCache {
-    /// Free tags that no other queue can take; of a shared set, none but those just freed. The last one
-    /// returned is the next one taken: its request is the likeliest to be in the processor's cache.
+    /// Free tags that no other queue can take. With a shared set, only tags that were just freed. The last
+    /// tag freed is the first one reused, because its request is the most likely to be in the processor's
+    /// cache.
     free: Vec<Tag>,
     shared: Option<SharedTags>,
 }
 
-/// A queue's part in tags that other queues use too.
+/// A queue's part of a shared tag set.
 struct SharedTags {
     set: Arc<TagSet>,
     hint: TagHint,
@@ -23,8 +23,8 @@ struct SharedTags {
 }
 
 impl TagCache {
-    /// The tags of `queue`: `depth` of its own now and at most `capacity` later, or those of the set
-    /// that it shares.
+    /// The tags of `queue`: `depth` of its own, which can become `capacity` later, or those of the set that
+    /// it shares.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if too many queues share the set.
@@ -42,7 +42,7 @@ impl TagCache {
         Ok(tags)
     }
 
-    /// Takes over a changed depth, while no tag is in use.
+    /// Applies a changed depth. No tag may be in use.
     pub fn set_depth(&mut self, depth: u16) {
         if self.shared.is_none() {
             self.free.clear();
@@ -50,7 +50,7 @@ impl TagCache {
         }
     }
 
-    /// The queue begins to use its share.
+    /// Counts the queue as a user of the shared set, which divides the tags between its users.
     #[inline]
     pub fn join(&self) {
         if let Some(SharedTags { set, .. }) = &self.shared {
@@ -58,7 +58,7 @@ impl TagCache {
         }
     }
 
-    /// The queue leaves its share to the others.
+    /// Removes the queue from the users of the shared set.
     #[inline]
     pub fn leave(&self) {
         if let Some(SharedTags { set, .. }) = &self.shared {
@@ -66,7 +66,7 @@ impl TagCache {
         }
     }
 
-    /// A free tag that is the queue's own.
+    /// A free tag of the queue's own.
     #[inline]
     pub fn next(&mut self) -> Option<Tag> {
         self.free.pop()
@@ -78,7 +78,7 @@ impl TagCache {
         self.shared.is_some()
     }
 
-    /// How many free tags are the queue's own.
+    /// The number of free tags of the queue's own.
     #[inline]
     pub fn own(&self) -> usize {
         self.free.len()
@@ -92,15 +92,18 @@ impl TagCache {
         self.free.truncate(left);
     }
 
-    /// Returns tags that were taken at once and not used.
+    /// Returns tags that were taken together and not used.
     #[inline]
     pub fn put_own(&mut self, tags: &[Tag]) {
         self.free.extend_from_slice(tags);
     }
 
-    /// A tag of the shared set for a queue with `in_use` requests, of which some are `held` after errors: never more than
-    /// the fair share. A queue that finds none is woken when another returns some. One that has its
-    /// share tries again at its next completion; if no completion is to come, it is woken when the share grows.
+    /// Takes a tag from the shared set for a queue with `in_use` requests, of which some are `held` after
+    /// errors. The queue never gets more than its fair share.
+    ///
+    /// If the set has no free tag, the queue is woken when other queues return some. If the queue has its
+    /// share, it tries again at its next completion; if none of its requests will complete, it is woken when
+    /// the share grows.
     #[cold]
     pub fn next_shared(&mut self, in_use: u32, held: u32) -> Option<Tag> {
         let SharedTags { set, hint, waiter } = self.shared.as_mut()?;
@@ -124,7 +127,8 @@ impl TagCache {
         tag
     }
 
-    /// The queue needs no tag: a wake-up is for another.
+    /// Stops waiting for a tag, because the queue needs none. A wake-up that was meant for it is passed to
+    /// another queue.
     #[inline]
     pub fn cancel_wait(&mut self) {
         if self.shared.is_some() {
@@ -139,35 +143,36 @@ impl TagCache {
         }
     }
 
-    /// So many requests of the queue are held after errors: their tags do not come back for now.
+    /// Counts `count` requests of the queue as held after errors, so that waiting queues do not wait for
+    /// their tags.
     pub fn hold(&self, count: usize) {
         if let Some(SharedTags { set, .. }) = &self.shared {
             set.hold(count as u32);
         }
     }
 
-    /// So many of them are no longer held.
+    /// Counts `count` requests as no longer held.
     pub fn resume(&self, count: usize) {
         if let Some(SharedTags { set, .. }) = &self.shared {
             set.resume(count as u32);
         }
     }
 
-    /// Whether a queue with `in_use` requests can get a tag of a shared set and no wake-up is to
-    /// come: a queue that was woken while it ran must try again, as nothing wakes it twice. None
-    /// if the set is not shared.
+    /// Whether a queue with `in_use` requests may try to take a tag of the shared set. False while the queue
+    /// waits, because a wake-up will follow. A queue that was woken while it ran must try again, because it
+    /// is not woken twice. `None` if the set is not shared.
     pub fn may_get_shared(&self, in_use: u32) -> Option<bool> {
         let SharedTags { set, waiter, .. } = self.shared.as_ref()?;
         Some(set.may_get(in_use) && !set.is_waiting(waiter))
     }
 
-    /// Where tags are put that no request has any more, before [`TagCache::share_freed`].
+    /// The list to which tags of completed requests are added, before a call of [`TagCache::share_freed`].
     #[inline]
     pub fn freed(&mut self) -> &mut Vec<Tag> {
         &mut self.free
     }
 
-    /// Returns what was freed to a set that is shared.
+    /// Returns freed tags to the shared set, if there is one.
     #[inline]
     pub fn share_freed(&mut self) {
         if self.shared.is_some() {
@@ -182,7 +187,8 @@ impl TagCache {
         }
     }
 
-    /// The queue uses the tags no more; unless requests were leaked it returned all `depth` of them.
+    /// Stops using the tags. All `depth` tags of a queue with its own tags must be free, unless requests were
+    /// leaked.
     pub fn close(&mut self, depth: u16, leaked: bool) {
         self.share_freed();
         if let Some(SharedTags { set, waiter, .. }) = self.shared.take() {

@@ -1,5 +1,6 @@
-//! Requests that wait for a limit ([`throttle`](crate::throttle)): in order, reads apart from all
-//! others, so that a limit of one does not delay the other.
+//! The rate limits as one queue applies them, and the requests that wait for one
+//! ([`throttle`](crate::throttle)). Reads and all other requests wait separately, each in order, so that a
+//! limit of one direction does not delay the other.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,9 +14,11 @@ use crate::stats::{Counter, StatsWriter};
 use crate::tags::Tag;
 use crate::throttle::{Counted, DeviceTimes, Meter, RateLimits, Throttle, admissions};
 
-/// How soon a queue that waits for the limit of a group sees that this was changed.
+/// How often a queue that waits for the limit of a group checks whether the limit was changed, in
+/// nanoseconds. Another process may change it without a wake-up.
 const CHANGE_NS: u64 = 100_000_000;
-/// How long after its requests waited a queue may make up for what its clients, or its own thread, were late.
+/// How long after a wait a queue is still treated as late, in nanoseconds. A late queue may make up for the
+/// time in which its clients, or its own thread, did not run.
 const LATE_NS: u64 = 50_000_000;
 const READ: usize = 0;
 const OTHERS: usize = 1;
@@ -24,14 +27,14 @@ fn direction_of(operation: Operation) -> usize {
     usize::from(operation != Operation::Read)
 }
 
-/// The requests of one direction that wait.
+/// The waiting requests of one direction.
 #[derive(Default)]
 struct Waiting {
-    /// And their numbers, in the order in which they came.
+    /// Waiting requests, and their numbers in the order of arrival over both directions.
     tags: VecDeque<(Tag, u64)>,
-    /// The scheduler has some.
+    /// Requests of this direction wait in the scheduler.
     is_blocked: bool,
-    /// When the first may begin.
+    /// When the first request may start, in nanoseconds of the monotonic clock.
     next_ns: u64,
 }
 
@@ -41,41 +44,43 @@ impl Waiting {
     }
 }
 
-/// The limits as one queue applies them.
+/// The rate limits of the disk and its group as one queue applies them.
 pub(super) struct QueueThrottle {
     throttle: Throttle,
     /// Whether there are limits, or requests that wait for one.
     is_on: bool,
     has_waiting: bool,
-    /// The kind of cost of the only limit, if it is known without a look at each request, nobody waits,
-    /// and no group can change it.
+    /// What the only limit counts, if the cost of a batch is known without reading each request, no request
+    /// waits, and no group can change the limit.
     counted: Counted,
-    /// Of the disk's limits, and of the group's.
+    /// Numbers of the applied changes: of the disk's limits, and of the group's.
     generation: u64,
     group_sequence: Option<u64>,
-    /// When limits that could not be read are tried again.
+    /// When to read the limits of the group again after they could not be read.
     group_retry_ns: u64,
-    /// The last that could be read.
+    /// The limits of the group that were last read successfully.
     group_limits: RateLimits,
     meters: Vec<Meter>,
     waiting: [Waiting; 2],
-    /// How many had to wait so far.
+    /// The number of requests that have had to wait so far.
     pushed: u64,
-    /// A flush that is among those that wait, and was not tried before.
+    /// A flush that was queued and has not been tried against the limits.
     new_flush: Option<Tag>,
-    /// The disk, or the queue's owner, wants everything to go on.
+    /// A control thread lets all requests pass ([`Disk::bypass_limits`](crate::Disk::bypass_limits)).
     bypassed: bool,
+    /// The queue's owner is stopping and lets all requests pass.
     closing: bool,
-    /// Since when requests wait without a break, as far as that was counted; 0 if none does.
+    /// Since when requests have waited without interruption, as far as that time is not in
+    /// [`Counter::ThrottledNs`]; 0 if none waits.
     since_ns: u64,
-    /// Until when it may make up for that.
+    /// Until when the queue is treated as late: see [`LATE_NS`].
     late_until_ns: u64,
-    /// For each tag when it was let through, if it had to wait; `u64::MAX` as long as it does.
+    /// By tag, when the request stopped waiting for a limit; 0 if it did not wait, `u64::MAX` while it waits.
     released_ns: Vec<u64>,
 }
 
 impl QueueThrottle {
-    /// The limits of `disk`, for a queue with so many slots.
+    /// The limits of `disk`, for a queue with that number of tags.
     pub fn new(disk: &Disk, slots: usize) -> QueueThrottle {
         let mut throttle = QueueThrottle {
             throttle: disk.throttle.get(),
@@ -101,10 +106,10 @@ impl QueueThrottle {
         throttle
     }
 
-    /// Takes over the limits of the disk, if they have changed.
+    /// Applies the limits of the disk, if they have changed.
     #[cold]
     pub fn refresh(&mut self, disk: &Disk) {
-        // Before all that it is about: a change that comes in between is then seen the next time.
+        // Read before the limits, so that the next call notices a change made in between.
         let generation = disk.throttle.generation();
         if generation == self.generation {
             return;
@@ -118,7 +123,8 @@ impl QueueThrottle {
     fn reload(&mut self, now_ns: u64) {
         self.group_sequence = None;
         self.group_retry_ns = now_ns + CHANGE_NS;
-        // While they change, and if they are damaged, those from before count.
+        // While another process changes the group's limits, and if these are damaged, the previous ones
+        // apply.
         if let Some((sequence, limits)) = self.throttle.member().and_then(|member| member.group().limits()) {
             (self.group_sequence, self.group_limits) = (Some(sequence), limits);
         }
@@ -136,12 +142,12 @@ impl QueueThrottle {
         };
     }
 
-    /// Where queue `index` counts how long the device has requests, if it is to.
+    /// Where queue `index` counts device times, if they are measured.
     pub fn device_times(&self, index: usize) -> Option<&Arc<DeviceTimes>> {
         self.throttle.device_times(index)
     }
 
-    /// Whether requests are to pass the limits.
+    /// Whether requests must pass the limits.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.is_on
@@ -152,7 +158,7 @@ impl QueueThrottle {
         self.has_waiting
     }
 
-    /// The owner stops: nothing waits any more.
+    /// Lets all requests pass, because the owner is stopping.
     pub fn close(&mut self) {
         self.closing = true;
     }
@@ -162,34 +168,36 @@ impl QueueThrottle {
         self.waiting.iter().any(Waiting::is_waiting)
     }
 
-    /// Whether those of this operation's direction that the scheduler has wait for a limit.
+    /// Whether requests of this operation's direction wait in the scheduler.
     pub fn is_blocked(&self, operation: Operation) -> bool {
         self.waiting[direction_of(operation)].is_blocked
     }
 
-    /// The requests that the scheduler has wait for no limit now.
+    /// Records that no request in the scheduler waits for a limit.
     pub fn unblock(&mut self) {
         self.waiting.iter_mut().for_each(|waiting| waiting.is_blocked = false);
     }
 
-    /// When the first request that waits may begin: here, or, if it `has_room` for one, in the scheduler.
+    /// When the first waiting request may start: one that waits here, or one in the scheduler if the driver
+    /// `has_room` for it.
     pub fn deadline_ns(&self, has_room: bool) -> Option<u64> {
         let may = |waiting: &&Waiting| !waiting.tags.is_empty() || (waiting.is_blocked && has_room);
         let waiting = self.waiting.iter().filter(may);
         waiting.map(|waiting| waiting.next_ns).min()
     }
 
-    /// The youngest request of this operation's direction that waits.
+    /// The youngest waiting request of this operation's direction.
     pub fn youngest(&self, operation: Operation) -> Option<Tag> {
         self.waiting[direction_of(operation)].tags.back().map(|(tag, _)| *tag)
     }
 
-    /// When the request was let through, if it had to wait; `u64::MAX` while it does.
+    /// When the request stopped waiting for a limit: see the field.
     pub fn released_ns(&self, tag: Tag) -> u64 {
         self.released_ns[tag.index()]
     }
 
-    /// The directions from which the scheduler may give a request now: reads, all others. It has some.
+    /// The directions from which the scheduler may dispatch a request now: reads, all others. Called only if
+    /// the scheduler has requests.
     pub fn open(&mut self) -> [bool; 2] {
         let now_ns = monotonic_ns();
         let is_late = now_ns < self.late_until_ns;
@@ -210,8 +218,8 @@ impl QueueThrottle {
         })
     }
 
-    /// Charges a request of the scheduler, in a direction that is open. False if another queue or process was
-    /// faster: then it waits.
+    /// Charges a request from the scheduler, whose direction is open. Returns false if another queue or
+    /// process has used up the limit meanwhile. Then the request waits here.
     pub fn admit_scheduled(&mut self, tag: Tag, requests: &[Request], stats: &mut StatsWriter) -> bool {
         let (now_ns, waited) = (monotonic_ns(), self.since_ns != 0);
         let admitted = self.admit_at(&[tag], requests, now_ns, now_ns < self.late_until_ns).0 > 0;
@@ -224,7 +232,7 @@ impl QueueThrottle {
         admitted
     }
 
-    /// Has requests wait behind those that do.
+    /// Queues requests behind those that wait already.
     pub fn push(&mut self, tags: &[Tag], requests: &[Request], stats: &mut StatsWriter) {
         for &tag in tags {
             let waiting = &mut self.waiting[direction_of(requests[tag.index()].operation())];
@@ -239,7 +247,7 @@ impl QueueThrottle {
         stats.count(Counter::ThrottledRequests, tags.len() as u64);
     }
 
-    /// Has a flush wait before all other writes.
+    /// Queues a flush ahead of all other writes.
     pub fn push_first(&mut self, tag: Tag) {
         let waiting = &mut self.waiting[OTHERS];
         waiting.next_ns = 0;
@@ -249,14 +257,14 @@ impl QueueThrottle {
         self.released_ns[tag.index()] = u64::MAX;
     }
 
-    /// A flush that has to wait, once.
+    /// Returns a flush that must wait, once.
     pub fn take_new_flush(&mut self) -> Option<Tag> {
         let flush = self.new_flush.take()?;
         (self.released_ns[flush.index()] == u64::MAX).then_some(flush)
     }
 
-    /// [`QueueThrottle::pay`] for one limit that counts requests or the bytes of their data, which are of
-    /// `data_sectors`; false with any other.
+    /// [`QueueThrottle::pay`] for a single limit that counts requests or bytes of data, of which the batch
+    /// has `data_sectors`. Returns false if the limits are of another kind.
     #[inline(always)]
     pub fn pay_at_once(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
         let units = match self.counted {
@@ -272,7 +280,8 @@ impl QueueThrottle {
         is_paid
     }
 
-    /// Whether all of a batch is prepaid, and may begin: without a look at the time, or at the limits' words.
+    /// Pays for the whole batch from what is prepaid, or returns false and pays nothing. Reads neither the
+    /// clock nor the shared words of the limits.
     #[inline(never)]
     pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
         if self.has_waiting || self.group_has_changed() {
@@ -288,14 +297,16 @@ impl QueueThrottle {
         is_paid
     }
 
-    /// How many requests of a batch may begin now: those before the first that has to wait; none if others
-    /// wait already. `read_ns` is when the queue's clock was last read.
+    /// The number of requests, from the beginning of `batch`, that may start now: those before the first one
+    /// that must wait, or none if others wait already. `read_ns` is the time at which the queue's clock was
+    /// last read.
     #[inline]
     pub fn admit(&mut self, batch: &[Tag], requests: &[Request], read_ns: u64) -> usize {
         let Some(last) = batch.last().filter(|_| !self.has_waiting) else { return 0 };
-        // The time stamp of the last, if it is of that reading, is a little old, which lets through no more than
-        // the time would. An older one is of a request that waited for a tag: all that came while the device was
-        // slow would begin at once. It counts for no queue that makes up for being late.
+        // The time stamp of the last request saves a clock reading if it is from the latest reading. It is
+        // slightly old, and so lets through no more than the present time would. An older stamp is of a
+        // request that has waited for a tag: with it, everything that arrived while the device was slow would
+        // start at once. A late queue needs the present time, too.
         let stamp_ns = requests[last.index()].start_ns;
         let mut count = 0;
         if stamp_ns == read_ns && stamp_ns > self.late_until_ns {
@@ -310,7 +321,8 @@ impl QueueThrottle {
         count
     }
 
-    /// The same at `now_ns`, and when the next may begin.
+    /// [`QueueThrottle::admit`] at `now_ns`, without a check for waiting requests. Also returns when the next
+    /// request may start.
     fn admit_at(&mut self, batch: &[Tag], requests: &[Request], now_ns: u64, is_late: bool) -> (usize, u64) {
         if self.bypassed || self.closing {
             return (batch.len(), now_ns);
@@ -329,8 +341,8 @@ impl QueueThrottle {
         (count, next_ns)
     }
 
-    /// Takes over the limits of the group, if they have changed. Once in a while if they cannot be read, as each
-    /// attempt lets requests be tried anew.
+    /// Applies the limits of the group, if they have changed. If they could not be read, only every
+    /// [`CHANGE_NS`], because each attempt also retries the waiting requests.
     #[inline]
     fn follow_group(&mut self, now_ns: u64) {
         if self.group_has_changed() && (self.group_sequence.is_some() || self.group_retry_ns <= now_ns) {
@@ -344,15 +356,16 @@ impl QueueThrottle {
         member.is_some_and(|member| self.group_sequence != Some(member.group().sequence()))
     }
 
-    /// Moves requests that waited and may begin now to `batch`: all, if `all`, which no limit counts. Returns
-    /// how many.
+    /// Moves waiting requests that may start now to `batch`, or all of them, uncharged, if `all`. Returns how
+    /// many.
     pub fn take(&mut self, batch: &mut [Tag], requests: &[Request], all: bool) -> usize {
         let mut len = 0;
         let now_ns = monotonic_ns();
         let all = all || self.bypassed || self.closing;
-        // A flush may be here that has not waited yet.
+        // A flush may be among them that has not waited, so the queue need not be late.
         let is_late = self.since_ns != 0 || now_ns < self.late_until_ns;
-        // Before the loop, in which a direction that was refused is not to be tried again.
+        // Before the loop: a change of the limits resets `next_ns`, and a direction that was refused must not
+        // be retried in this loop.
         self.follow_group(now_ns);
         while len < batch.len() {
             let Some(direction) = self.next_direction(now_ns, all) else { break };
@@ -362,7 +375,7 @@ impl QueueThrottle {
             let waiting = &mut self.waiting[direction];
             if count == 0 {
                 waiting.next_ns = self.throttle.member().map_or(next_ns, |_| next_ns.min(now_ns + CHANGE_NS));
-                // A limit may be read a moment before its time.
+                // Later than now, so that this loop does not try the direction again.
                 waiting.next_ns = waiting.next_ns.max(now_ns + 1);
                 continue;
             }
@@ -383,7 +396,8 @@ impl QueueThrottle {
         [READ, OTHERS].into_iter().filter(may).filter_map(oldest).min().map(|(_, direction)| direction)
     }
 
-    /// Counts the time in which requests waited, and how many do, of so many `scheduled`.
+    /// Counts the time in which requests waited, and the number of waiting requests. The scheduler has
+    /// `scheduled` requests.
     pub fn note_waiting(&mut self, scheduled: usize, stats: &mut StatsWriter) {
         if scheduled == 0 {
             self.unblock();
@@ -406,14 +420,14 @@ impl QueueThrottle {
         self.is_on = count > 0 || self.throttle.is_on();
     }
 
-    /// Takes out all that waits.
+    /// Removes and returns all waiting requests.
     pub fn drain(&mut self) -> impl Iterator<Item = Tag> + '_ {
         self.set_has_waiting(false);
         self.waiting.iter_mut().flat_map(|waiting| waiting.tags.drain(..).map(|(tag, _)| tag))
     }
 }
 
-/// Pays a batch at all limits, or at none.
+/// Pays for a batch at all limits, or at none.
 #[inline(never)]
 fn pay_all(meters: &mut [Meter], batch: &[Tag], requests: &[Request]) -> bool {
     for at in 0..meters.len() {

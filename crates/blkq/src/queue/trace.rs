@@ -1,4 +1,4 @@
-//! Where the steps of a bio are traced.
+//! Trace points of the steps of a bio.
 
 use std::sync::Arc;
 
@@ -8,9 +8,9 @@ use crate::trace::{Probes, TraceClient, TraceMemory, TraceWriter};
 
 use super::Queue;
 
-/// A trace begins and stops, and its settings change.
+/// Starting, stopping and changing the trace.
 impl Queue {
-    /// Traces the queue into `memory`, if there is one; else not any more.
+    /// Starts a trace of the queue into `memory`; `None` stops the trace.
     pub fn set_trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
         self.trace_lane();
         self.close_lane();
@@ -24,7 +24,8 @@ impl Queue {
         });
     }
 
-    /// Fires the probes from now on if somebody is attached to one, or no longer.
+    /// Starts or stops to fire USDT probes, depending on whether a tracer such as bpftrace is attached to
+    /// one.
     #[cold]
     #[inline(never)]
     pub(super) fn check_probes(&mut self) {
@@ -38,14 +39,14 @@ impl Queue {
         }
     }
 
-    /// Takes over another clock, or size: the plug is empty.
+    /// Applies a changed clock mode or device size. The plug must be empty.
     #[cold]
     pub(super) fn reload_tracer(&mut self) {
         let (clock, limits) = (self.disk.settings().clock, self.disk.limits());
         self.dispatch.change_tracer(|tracer| tracer.reload(clock, limits));
     }
 
-    /// The client that submits the next bio, if that is to be traced.
+    /// Records the client that submits the next bio, if the queue is traced.
     #[inline]
     pub fn set_trace_client(&mut self, client: impl FnOnce() -> TraceClient) {
         if let Some(tracer) = self.dispatch.tracer() {
@@ -54,9 +55,11 @@ impl Queue {
     }
 }
 
-/// The steps of each bio, out of line: a queue that is not traced pays a branch for each and no more.
+/// The steps of each bio. The tracer's part is out of line, so that a queue that is not traced pays one
+/// branch for each step.
 impl Queue {
-    /// Traces the requests that the lane took, if the queue is traced: before any other event.
+    /// Records the requests that took the plug's fast path, if the queue is traced. Must be called before any
+    /// other event is recorded, because events are in order.
     #[inline]
     pub(super) fn trace_lane(&mut self) {
         if let Some(tracer) = self.dispatch.tracer() {
@@ -64,7 +67,7 @@ impl Queue {
         }
     }
 
-    /// Bio `index` was submitted.
+    /// Records that bio `index` was submitted.
     #[inline]
     pub(super) fn trace_queued(&mut self, index: u32) {
         self.trace_lane();
@@ -73,7 +76,7 @@ impl Queue {
         }
     }
 
-    /// Request `tag` was begun, and is about to be plugged.
+    /// Records that request `tag` was built and is about to be plugged.
     #[cold]
     pub(super) fn trace_request(&mut self, tag: Tag) {
         self.trace_lane();
@@ -82,8 +85,8 @@ impl Queue {
         }
     }
 
-    /// Bio `index` became a request, or was merged: if with the youngest of the plug, that is traced. A
-    /// merge in the scheduler, or into a request that waits for a limit, has been.
+    /// Records a merge of bio `index` into the youngest request of the plug, if it was merged there. Merges
+    /// in the scheduler, or into a request that waits for a limit, are recorded where they are made.
     #[inline]
     pub(super) fn trace_merge(&mut self, index: u32) {
         if self.dispatch.is_traced()
@@ -97,7 +100,7 @@ impl Queue {
         }
     }
 
-    /// Bio `index` was merged into request `tag`.
+    /// Records that bio `index` was merged into request `tag`.
     #[cold]
     pub(super) fn trace_merge_into(&mut self, tag: Tag, index: u32) {
         if let Some(tracer) = self.dispatch.tracer() {

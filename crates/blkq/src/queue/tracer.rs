@@ -1,4 +1,4 @@
-//! The events of a queue's I/O, while it is traced.
+//! The events of a queue's I/O while it is traced.
 
 use std::ops::Range;
 
@@ -17,28 +17,31 @@ use crate::trace::{
 
 use super::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 
-/// A plug has one record at most.
+/// The requests of one plug must fit into one record.
 const _: () = assert!(PLUG_REQUESTS_SEVERAL_QUEUES <= RECORD_REQUESTS_MAX);
 
-/// Writes the events of a queue, and fires the probes for them.
+/// Writes the events of a queue to the trace, and fires USDT probes for them.
 ///
-/// Requests of the fast lane have their first events in one record per plug: when that is flushed, or before
-/// another event is written.
+/// Bios on the plug's fast path are not recorded one by one. Their first events are in one record per plug,
+/// which is written when the plug is flushed, or before another event is written.
 pub(super) struct Tracer {
     writer: Option<TraceWriter>,
     probes: Option<Probes>,
-    /// A record has room for the requests of a plug: they have one time, and are not too far back.
+    /// The requests of a plug fit into one record: the clock is cached, so they share a time stamp, and the
+    /// device is small enough for the sector numbers of a record.
     has_records: bool,
-    /// How many requests of the plug have been traced, or began before the trace.
+    /// How many requests of the plug were recorded, or began before the trace.
     plugged: usize,
-    /// The client of each bio that the lane took into the plug, and at `next_bio` of the next.
+    /// The client of each bio that took the fast path into the plug, and at index `next_bio` that of the next
+    /// bio.
     plug_clients: [TraceClient; PLUG_REQUESTS_SEVERAL_QUEUES],
     next_bio: usize,
-    /// Some bio had a client.
+    /// A bio had a client, so records must contain clients.
     has_clients: bool,
-    /// The client of each bio in flight.
+    /// The client of each bio in flight, by the number of the bio.
     clients: Vec<TraceClient>,
-    /// Requests in flight that began before the trace: no reader knows them by their tags.
+    /// Requests in flight that began before the trace. A reader does not know their tags, so their
+    /// completions need single events with all fields.
     unknown: Vec<Tag>,
 }
 
@@ -59,8 +62,8 @@ impl Default for Tracer {
 }
 
 impl Tracer {
-    /// Writes the events with `writer` from now on, or no longer. So many requests are in the plug, and those of
-    /// `in_flight` have begun.
+    /// Starts or stops to write the events with `writer`. `plugged` requests are in the plug, and those of
+    /// `in_flight` have begun before.
     pub fn set_writer(
         &mut self,
         writer: Option<TraceWriter>,
@@ -73,29 +76,28 @@ impl Tracer {
         self.unknown = in_flight.collect();
     }
 
-    /// Fires `probes` from now on, or no longer. So many requests are in the plug.
+    /// Starts or stops to fire `probes`. `plugged` requests are in the plug.
     pub fn set_probes(&mut self, probes: Option<Probes>, plugged: usize) {
         self.probes = probes;
         self.plugged = plugged;
     }
 
-    /// Takes over the clock's mode and the device's size.
+    /// Applies the clock mode and the size of the device.
     pub fn reload(&mut self, clock: ClockMode, limits: &QueueLimits) {
         self.has_records =
             clock == ClockMode::Cached && limits.capacity_bytes / SECTOR_BYTES <= RECORD_CAPACITY_SECTORS;
     }
 
-    /// Whether bios may take the fast lane: nothing is to be done for each of them at once.
+    /// Whether bios may take the plug's fast path, because no bio needs an event of its own immediately.
     pub fn allows_lane(&self) -> bool {
         self.has_records && self.probes.is_none()
     }
 
-    /// Whether it fires probes.
     pub fn has_probes(&self) -> bool {
         self.probes.is_some()
     }
 
-    /// Whether there is anything to write or to fire.
+    /// Whether there is a trace to write or a probe to fire.
     pub fn is_on(&self) -> bool {
         self.writer.is_some() || self.probes.is_some()
     }
@@ -107,7 +109,8 @@ impl Tracer {
         }
     }
 
-    // Probes are fired out of line, from events of their own: those of the ring stay in registers.
+    // Probes are fired out of line, from events of their own, so that the events of the trace stay in
+    // registers.
 
     /// Fires the probe of a bio, or of its merge into request `tag`.
     #[cold]
@@ -127,7 +130,6 @@ impl Tracer {
         }
     }
 
-    /// Fires the probe of a request.
     #[cold]
     #[inline(never)]
     fn fire(&self, kind: EventKind, tag: Tag, request: &Request, result: IoResult, time_ns: u64) {
@@ -137,7 +139,7 @@ impl Tracer {
         }
     }
 
-    /// `client` submits the next bio, while so many requests are in the plug.
+    /// Sets the client of the next bio. `plugged` requests are in the plug.
     pub fn set_client(&mut self, client: TraceClient, plugged: usize) {
         self.has_clients |= client != TraceClient::NONE;
         self.next_bio = plugged % PLUG_REQUESTS_SEVERAL_QUEUES;
@@ -188,7 +190,7 @@ impl Tracer {
         }
     }
 
-    /// A bio was submitted, and is in its slot.
+    /// Records that a bio was submitted. It is in its slot.
     pub fn queued(&mut self, bio: u32, slot: &BioSlot, clock: &mut Clock) {
         let client = std::mem::take(&mut self.plug_clients[self.next_bio]);
         self.set_client_of(bio, client);
@@ -199,14 +201,14 @@ impl Tracer {
         }
     }
 
-    /// Bio `part` of `parent` was made.
+    /// Records that bio `part` was split from `parent`.
     pub fn split(&mut self, parent: u32, part: u32, slot: &BioSlot, clock: &mut Clock) {
         self.set_client_of(part, self.client_of(parent));
         let event = self.bio(EventKind::Split, part, slot, clock.now_ns());
         self.push(TraceEvent { other: parent, ..event });
     }
 
-    /// A bio completes that never became a request.
+    /// Records the completion of a bio that never became a request.
     pub fn completed_bio(&mut self, bio: u32, slot: &BioSlot, result: IoResult, clock: &mut Clock) {
         let now_ns = clock.now_ns();
         let event = self.bio(EventKind::Complete, bio, slot, now_ns);
@@ -216,7 +218,7 @@ impl Tracer {
         }
     }
 
-    /// A bio, or the request that begins with it, becomes part of request `tag`.
+    /// Records that a bio, or the request that starts with it, was merged into request `tag`.
     pub fn merged(&mut self, tag: Tag, bio: u32, slot: &BioSlot, side: MergeSide, clock: &mut Clock) {
         let kind = if side == MergeSide::Back { EventKind::BackMerge } else { EventKind::FrontMerge };
         let now_ns = clock.now_ns();
@@ -227,7 +229,7 @@ impl Tracer {
         }
     }
 
-    /// The request of `second`, which is still there, becomes part of request `first`.
+    /// Records that the request of `second`, which still exists, is about to be merged into request `first`.
     pub fn joined(&mut self, first: Tag, second: Tag, requests: &[Request], clock: &mut Clock) {
         let (second, now_ns) = (&requests[second.index()], clock.now_ns());
         self.push(self.request(EventKind::BackMerge, first, second, now_ns));
@@ -236,7 +238,7 @@ impl Tracer {
         }
     }
 
-    /// A bio became request `tag`, and is about to be the next in the plug.
+    /// Records that a bio became request `tag`, which is about to be plugged.
     pub fn begun(&mut self, tag: Tag, request: &Request, clock: &mut Clock) {
         let now_ns = clock.now_ns();
         let event = self.request(EventKind::GetRequest, tag, request, now_ns);
@@ -247,7 +249,7 @@ impl Tracer {
         self.plugged += 1;
     }
 
-    /// The lane took the requests behind the first of `plug` that have no event yet. It is called before
+    /// Records the requests of `plug` that took the fast path and have no event yet. Must be called before
     /// any other event of the queue.
     #[inline]
     pub fn lane_begun(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
@@ -265,14 +267,15 @@ impl Tracer {
         }
     }
 
-    /// Writes the events of the requests of `plug` that have none yet, which were submitted at one time; those of
-    /// its flush, too, if it is issued.
+    /// Writes the first events of those requests of `plug` that have none. They must have the same start
+    /// time. If `issued`, the events of the plug's flush are included.
     fn write_plug(&mut self, plug: &[Tag], requests: &[Request], issued: bool, clock: &mut Clock) {
         let tags = &plug[self.plugged..];
         let start_ns = requests[tags[0].index()].start_ns;
-        // There is none without statistics.
+        // Without iostats requests carry no start time.
         let queued_ns = if start_ns == 0 { clock.now_ns() } else { start_ns };
-        // The plug of an attachment lasts as long as its sockets are read: that is not the driver's time.
+        // An attachment plugs requests for as long as it reads its sockets. That time must not count as the
+        // driver's.
         let issued_ns = issued.then(|| if self.has_clients { clock.now_ns() } else { queued_ns });
         let clients = if self.has_clients { self.plugged..plug.len() } else { 0..0 };
         let record = PlugRecord { queued_ns, begins: self.plugged == 0, issued_ns };
@@ -294,7 +297,7 @@ impl Tracer {
         }
     }
 
-    /// The driver's flush became request `tag`, and serves so many bios.
+    /// Records that a flush became request `tag`, and how many bios it serves.
     pub fn flush_begun(&mut self, tag: Tag, served: usize, clock: &mut Clock) {
         if let Some(probes) = &self.probes {
             probes.flush(Some((tag, served)));
@@ -306,14 +309,14 @@ impl Tracer {
         });
     }
 
-    /// The plug is flushed, with the requests of `plug`.
+    /// Records that the plug with the requests `plug` is flushed.
     pub fn unplugged(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
         self.lane_begun(plug, requests, clock);
         self.plugged = 0;
         self.push(TraceEvent::of_plug(EventKind::Unplug, plug.len() as u32, clock.now_ns()));
     }
 
-    /// The plug is flushed, and its requests are issued.
+    /// Records that the plug is flushed and all of its requests are issued directly.
     pub fn issued(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
         let times = [plug.first(), plug.last()].map(|tag| tag.map(|tag| requests[tag.index()].start_ns));
         if self.plugged == 0 && times[0] == times[1] {
@@ -325,7 +328,7 @@ impl Tracer {
         }
     }
 
-    /// Something happens to each of these requests at the same time: they are inserted, issued, requeued.
+    /// Records one event for each of these requests: they are inserted, issued or requeued.
     pub fn requests(&mut self, kind: EventKind, tags: &[Tag], requests: &[Request], clock: &mut Clock) {
         for &tag in tags {
             let event = self.request(kind, tag, &requests[tag.index()], clock.now_ns());
@@ -337,7 +340,7 @@ impl Tracer {
         }
     }
 
-    /// These requests complete, and are still what they were.
+    /// Records that these requests complete. Their slots must be unchanged.
     pub fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], clock: &mut Clock) {
         if self.allows_lane() && self.unknown.is_empty() {
             for batch in completed.chunks(RECORD_REQUESTS_MAX) {

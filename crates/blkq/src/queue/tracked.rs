@@ -1,4 +1,5 @@
-//! A queue of a driver whose writes set the bits of dirty bitmaps. Disks without bitmaps have none, and no cost.
+//! A wrapper of a driver queue that sets the bits of dirty bitmaps for each write. A disk without bitmaps has
+//! no wrapper, and so no cost.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -11,14 +12,14 @@ use crate::ring::Cqe;
 use crate::sector::SECTOR_SHIFT;
 use crate::tags::Tag;
 
-/// A queue of the driver, and the bitmaps that are recording.
+/// A driver queue, and the bitmaps that are recording.
 pub(super) struct TrackedQueue {
     inner: Box<dyn DriverQueue>,
     disk: Arc<Disk>,
     bitmaps: Vec<Arc<Bitmap>>,
 }
 
-/// Puts a queue that sets bits in the place of `queue`, if the disk has bitmaps. Returns whether it has.
+/// Wraps `queue` if the disk has recording bitmaps. Returns whether it has.
 pub(super) fn track(queue: &mut Box<dyn DriverQueue>, disk: &Arc<Disk>) -> bool {
     let has_bitmaps = disk.bitmaps.has_recording();
     if has_bitmaps {
@@ -28,9 +29,10 @@ pub(super) fn track(queue: &mut Box<dyn DriverQueue>, disk: &Arc<Disk>) -> bool 
     has_bitmaps
 }
 
-// SAFETY: all calls are passed on as they came.
+// SAFETY: all calls are passed to the wrapped queue unchanged.
 unsafe impl DriverQueue for TrackedQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        // Bits are set before the write is issued: a bitmap may mark too much, but never too little.
         for tag in tags {
             let request = cx.request(*tag);
             if request.operation().is_write() && request.sectors > 0 {

@@ -1,4 +1,5 @@
-//! Each clause of [`Queue::has_work`]: a condition that changes between two turns is work, and a turn makes it none.
+//! Tests of the clauses of [`Queue::has_work`]: a condition that changes between two turns is work, and one
+//! turn makes it no work.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use crate::driver::{Driver, DriverContext, Taken};
 use crate::sched::SchedulerKind;
 use crate::sector::Sector;
 
-/// Keeps what it takes until it is released.
+/// A driver that completes requests only after it was released.
 #[derive(Clone, Default)]
 struct Keeper {
     is_released: Arc<AtomicBool>,
@@ -80,14 +81,14 @@ fn read(queue: &mut Queue, block: u64) {
     queue.submit(Bio::read(Sector(block * 16), IoBuffer::zeroed(4096), block), None).expect("room for a bio");
 }
 
-/// One turn, in which the owner takes its completions.
+/// Runs one turn, in which the owner takes its completions. Returns their number.
 fn turn(queue: &mut Queue) -> usize {
     queue.begin_turn(None);
     queue.dispatch_all(None);
     queue.completions_mut().drain(..).count()
 }
 
-/// The change is work, and no longer after a turn, which completes `completed` bios.
+/// Checks that there is work now, and none after one turn, which completes `completed` bios.
 #[track_caller]
 fn is_work_once(queue: &mut Queue, completed: usize) {
     assert!(queue.has_work(), "the change is not seen");
@@ -101,7 +102,7 @@ fn during_freeze(disk: &Arc<Disk>, fails: bool, meanwhile: impl FnOnce()) {
     let until = Instant::now() + Duration::from_secs(60);
     std::thread::scope(|scope| {
         let freezing = scope.spawn(|| {
-            // No queue is kicked: its owner runs, and no kick would be recorded.
+            // The queue is not kicked: the owner of a running queue would not be woken by a kick either.
             let is_futile = || fails && is_over.load(SeqCst);
             let frozen = disk.control.freeze_timeout(Duration::from_secs(60), is_futile, |_| {});
             assert_eq!(frozen, !fails);
@@ -223,7 +224,7 @@ fn a_freeze_that_was_lifted_is_work_for_an_idle_queue() {
     let keeper = Keeper::released();
     let disk = keeper.disk().build().unwrap();
     let mut queue = open(&disk);
-    // It takes over what was changed.
+    // The idle queue applies what was changed.
     disk.set(Setting::Merge(false)).unwrap();
     is_work_once(&mut queue, 0);
     for bio in [Bio::flush(1), Bio::discard(Sector(0), 1, 1)] {
@@ -266,14 +267,14 @@ fn a_shared_tag_and_a_larger_share_are_work() {
     let [first, second] = &mut queues;
     read(first, 0);
     turn(first);
-    // Of eight tags, four are its share.
+    // Each of the two queues has a share of four of the eight tags.
     (0..5).for_each(|block| read(second, block));
     turn(second);
     assert_eq!(second.dispatch.started(), 4);
     assert!(!second.has_work());
     keeper.release();
     assert_eq!(turn(first), 1);
-    // It has not been notified, as its own completions are to come.
+    // Not woken: a queue whose own requests will complete waits for no wake-up.
     assert!(!disk.hardware_queue(1).kick.is_woken());
     assert!(second.has_work());
     assert_eq!(turn(second) + turn(second), 5);

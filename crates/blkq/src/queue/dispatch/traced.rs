@@ -1,4 +1,4 @@
-//! Dispatch of a queue that is traced.
+//! Dispatch of a traced queue: records the plug, then issues it.
 
 use crate::clock::Clock;
 use crate::driver::DriverContext;
@@ -12,7 +12,7 @@ use super::super::tracer::Tracer;
 use super::Dispatch;
 
 impl Dispatch {
-    /// Changes what is traced, and where to.
+    /// Applies `change` to the tracer, which is created before and removed after as needed.
     #[cold]
     pub fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer)) {
         let mut tracer = self.tracing.take().unwrap_or_default();
@@ -26,7 +26,8 @@ impl Dispatch {
         self.tracing.is_some()
     }
 
-    /// The plug is flushed, with the requests of `batch`, into the scheduler if there is one.
+    /// Records that the plug was flushed with the requests of `batch`, and that they were inserted into the
+    /// scheduler if there is one.
     pub fn trace_unplug(&mut self, batch: &[Tag], in_flight: &InFlight, clock: &mut Clock) {
         let is_inserted = self.has_scheduler();
         if let Some(tracer) = self.tracer() {
@@ -42,7 +43,7 @@ impl Dispatch {
         self.tracing.as_deref_mut()
     }
 
-    /// Whether a tracer is all that there is between a plug and the driver.
+    /// Whether a tracer is all that is between a plug and the driver.
     pub fn is_traced_only(&self) -> bool {
         self.tracing.is_some()
             && self.scheduler.is_none()
@@ -51,7 +52,8 @@ impl Dispatch {
             && self.requeued.is_empty()
     }
 
-    /// As [`Dispatch::issue_directly`], of the requests of a plug, which are traced.
+    /// [`Dispatch::issue_directly`] for a traced queue. `plug` must be the requests of a whole plug, so that
+    /// its events fit into one record.
     #[inline(never)]
     pub fn issue_traced(
         &mut self,
