@@ -1,4 +1,4 @@
-//! A [`Bio`] is what a caller asks for: operation, flags, place, length, memory.
+//! A [`Bio`] is the I/O that a caller asks for (`struct bio`): operation, flags, position, length and memory.
 
 use bitflags::bitflags;
 
@@ -10,36 +10,36 @@ use crate::sector::{SECTOR_SHIFT, Sector};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
 pub enum Operation {
-    /// Device to memory.
+    /// Reads from the device into memory.
     Read = 0,
-    /// Memory to device.
+    /// Writes from memory to the device.
     Write = 1,
-    /// The content of the range is no longer needed.
+    /// Declares that the contents of a range are no longer needed.
     Discard = 2,
-    /// The range shall read as zeroes.
+    /// Makes a range read as zeroes.
     WriteZeroes = 3,
-    /// Makes all writes that completed before this was submitted survive a loss of power.
+    /// Makes all writes durable that completed before the flush was submitted.
     Flush = 4,
 }
 
 impl Operation {
-    /// Number of operations.
+    /// The number of operations in [`Operation::ALL`].
     pub const COUNT: usize = 5;
-    /// Every operation, in the order of its number.
+    /// All operations, in the order of their numbers.
     pub const ALL: [Operation; Self::COUNT] =
         [Operation::Read, Operation::Write, Operation::Discard, Operation::WriteZeroes, Operation::Flush];
 
-    /// Whether it changes the device.
+    /// Whether the operation changes the device.
     pub const fn is_write(self) -> bool {
         !matches!(self, Operation::Read | Operation::Flush)
     }
 
-    /// Whether it carries memory.
+    /// Whether the operation carries memory.
     pub const fn has_data(self) -> bool {
         matches!(self, Operation::Read | Operation::Write)
     }
 
-    /// The name used in tables.
+    /// The name of the operation in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Operation::Read => "read",
@@ -52,54 +52,56 @@ impl Operation {
 }
 
 bitflags! {
-    /// Modifiers of an operation.
+    /// Modifiers of an operation, a subset of the kernel's REQ_ flags.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct BioFlags: u8 {
-        /// The write itself survives a loss of power once it has completed (REQ_FUA).
+        /// The write is durable when it completes (REQ_FUA).
         const FUA = 1 << 0;
-        /// A flush comes before it (REQ_PREFLUSH). Writes only.
+        /// A flush is done before the data is written (REQ_PREFLUSH). Only for operations that change the
+        /// device.
         const PREFLUSH = 1 << 1;
-        /// Write zeroes must not deallocate (REQ_NOUNMAP).
+        /// Write-zeroes must not deallocate (REQ_NOUNMAP).
         const NO_UNMAP = 1 << 2;
-        /// Write zeroes fails with NotSupported where the layer would have to write
-        /// zeroes itself (BLKDEV_ZERO_NOFALLBACK; NBD's fast zero).
+        /// Write-zeroes fails with [`Status::NotSupported`](crate::Status::NotSupported) if the queue would
+        /// have to write zeroes itself (BLKDEV_ZERO_NOFALLBACK; NBD's fast zero).
         const NO_FALLBACK = 1 << 3;
-        /// Fail with [`Status::Again`](crate::Status::Again) instead of waiting for a tag (REQ_NOWAIT).
+        /// The bio fails with [`Status::Again`](crate::Status::Again) instead of waiting for a tag
+        /// (REQ_NOWAIT).
         const NO_WAIT = 1 << 4;
-        /// Never merge this bio with another (REQ_NOMERGE).
+        /// The bio is never merged with another (REQ_NOMERGE).
         const NO_MERGE = 1 << 5;
     }
 }
 
-/// An I/O as its caller states it.
+/// An I/O as its caller describes it.
 ///
-/// Accepted by `submit` means completed exactly once; rejected means handed back, with
-/// no completion.
+/// A bio that `submit` accepts completes exactly once. A bio that `submit` rejects is returned and does not
+/// complete.
 #[derive(Debug)]
 pub struct Bio {
     /// The operation.
     pub operation: Operation,
-    /// How.
+    /// Flags that modify the operation.
     pub flags: BioFlags,
-    /// Where it begins. Must be 0 for a flush.
+    /// First sector. Must be 0 for a flush.
     pub sector: Sector,
-    /// How long it is, in 512-byte sectors. 0 for a flush; any other operation then does nothing,
-    /// but that PREFLUSH still flushes.
+    /// Length in 512-byte sectors. 0 for a flush. Any other operation of length 0 completes without effect,
+    /// except that PREFLUSH still flushes.
     pub sectors: u64,
-    /// Memory to fill or to write; none for other operations, which with memory are
-    /// [`Status::Invalid`](crate::Status::Invalid).
+    /// Memory to fill or to write. Must be [`Data::None`] for operations without data; otherwise the bio
+    /// fails with [`Status::Invalid`](crate::Status::Invalid).
     pub data: Data,
-    /// The caller's own number, returned in the [`Completion`].
+    /// A number of the caller's choice, returned in the [`Completion`].
     pub user_data: u64,
 }
 
 impl Bio {
-    /// Reads into all of `buffer`, whose length must be a multiple of 512.
+    /// A read into all of `buffer`, whose length must be a multiple of 512.
     pub fn read(sector: Sector, buffer: IoBuffer, user_data: u64) -> Bio {
         Bio::transfer(Operation::Read, sector, buffer, user_data)
     }
 
-    /// Writes all of `buffer`, whose length must be a multiple of 512.
+    /// A write of all of `buffer`, whose length must be a multiple of 512.
     pub fn write(sector: Sector, buffer: IoBuffer, user_data: u64) -> Bio {
         Bio::transfer(Operation::Write, sector, buffer, user_data)
     }
@@ -109,17 +111,17 @@ impl Bio {
         Bio { operation, flags: BioFlags::empty(), sector, sectors, data: Data::Buffer(buffer), user_data }
     }
 
-    /// Discards: the content of a range is no longer needed.
+    /// A discard: the contents of the range are no longer needed.
     pub fn discard(sector: Sector, sectors: u64, user_data: u64) -> Bio {
         Bio::bare(Operation::Discard, sector, sectors, user_data)
     }
 
-    /// Makes a range read as zeroes.
+    /// A write-zeroes, which may deallocate the range.
     pub fn write_zeroes(sector: Sector, sectors: u64, user_data: u64) -> Bio {
         Bio::bare(Operation::WriteZeroes, sector, sectors, user_data)
     }
 
-    /// Makes everything that has completed survive a loss of power.
+    /// A flush: makes everything durable that has completed.
     pub fn flush(user_data: u64) -> Bio {
         Bio::bare(Operation::Flush, Sector(0), 0, user_data)
     }
@@ -128,7 +130,7 @@ impl Bio {
         Bio { operation, flags: BioFlags::empty(), sector, sectors, data: Data::None, user_data }
     }
 
-    /// The same bio with `flags` added.
+    /// Adds `flags` to the bio.
     #[must_use]
     pub fn with_flags(mut self, flags: BioFlags) -> Bio {
         self.flags |= flags;
@@ -141,13 +143,13 @@ impl Bio {
 pub struct Completion {
     /// The `user_data` of the bio.
     pub user_data: u64,
-    /// Whether it did all that was asked, or why not. There are no short counts.
+    /// Success, or why the bio failed. There are no short transfers.
     pub result: IoResult,
-    /// The memory of the bio, returned.
+    /// The memory of the bio.
     pub data: Data,
 }
 
-/// A bio without its memory: the first state of its request.
+/// A bio without its memory: what its request is built from.
 #[derive(Clone, Copy)]
 pub(crate) struct Outline {
     pub operation: Operation,

@@ -1,4 +1,4 @@
-//! The way in which a completed bio is reported to its submitter.
+//! How a completed bio is reported to its submitter.
 
 use std::fmt;
 use std::mem::{ManuallyDrop, MaybeUninit};
@@ -9,33 +9,33 @@ use crate::buffer::Data;
 use crate::error::IoResult;
 use crate::sync::{Arc, Condvar, Mutex, lock};
 
-/// Called once with the result of a bio and its data; must not block. It runs on the thread that
-/// owns the queue; while no thread owns it, on one that submits to it, before its call of `submit`
-/// returns. So it must not take a lock that a submitter has.
+/// Called once with the result of a bio and its data. It must not block. The owner of the queue calls it;
+/// while the queue has no owner, a submitting thread calls it from within `submit`. Therefore it must not
+/// take a lock that a submitter may hold.
 pub type Callback = Box<dyn FnOnce(IoResult, Data) + Send>;
 
-/// Words of a callback that need no allocation: enough for a channel and two counters.
+/// Size of a callback that is stored without an allocation: enough for a channel and two counters.
 const INLINE_WORDS: usize = 4;
 
-/// The place of a callback, or of a box of one.
+/// Room for a callback, or for a box with a callback.
 type Words = [MaybeUninit<u64>; INLINE_WORDS];
 
-/// A callback that is stored in place if it is small, as most are: with a box for each bio, one thread
-/// would allocate what another one frees.
+/// A callback, stored in place if it is small, as most are. With a box per bio, one thread would allocate
+/// what another one frees, which is slow in most allocators.
 pub(crate) struct InlineCallback {
-    /// Takes the callback out of its words, and calls it if it is to be called.
+    /// Moves the callback out of its words, and calls it if there is a result.
     finish: unsafe fn(NonNull<Words>, Option<(IoResult, Data)>),
     words: Words,
 }
 
-// SAFETY: it owns its callback, which can be sent.
+// SAFETY: an InlineCallback owns its callback, which is `Send`.
 unsafe impl Send for InlineCallback {}
 
 impl InlineCallback {
     #[inline]
     pub fn new<F: FnOnce(IoResult, Data) + Send + 'static>(callback: F) -> InlineCallback {
         if size_of::<F>() <= size_of::<Words>() && align_of::<F>() <= align_of::<Words>() {
-            // SAFETY: it fits, as was just compared.
+            // SAFETY: size and alignment were just compared.
             unsafe { InlineCallback::of(callback) }
         } else {
             // SAFETY: a box is one word.
@@ -44,7 +44,7 @@ impl InlineCallback {
     }
 
     /// # Safety
-    /// A `Words` has room for an `F`, and its alignment.
+    /// A `Words` must have room for an `F`, and its alignment.
     #[inline]
     unsafe fn of<F: FnOnce(IoResult, Data) + Send + 'static>(callback: F) -> InlineCallback {
         let mut words = [MaybeUninit::uninit(); INLINE_WORDS];
@@ -55,7 +55,7 @@ impl InlineCallback {
 
     pub fn call(self, result: IoResult, data: Data) {
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: neither this nor `drop` is called again.
+        // SAFETY: `this` is neither used nor dropped again.
         unsafe { (this.finish)(NonNull::from(&mut this.words), Some((result, data))) }
     }
 }
@@ -68,7 +68,7 @@ impl Drop for InlineCallback {
 }
 
 /// # Safety
-/// The words have an `F`, which nobody uses any more.
+/// The words contain an `F`, which nothing uses again.
 unsafe fn finish<F: FnOnce(IoResult, Data)>(words: NonNull<Words>, call: Option<(IoResult, Data)>) {
     // SAFETY: the caller's promise.
     let callback = unsafe { words.cast::<F>().read() };
@@ -77,26 +77,26 @@ unsafe fn finish<F: FnOnce(IoResult, Data)>(words: NonNull<Words>, call: Option<
     }
 }
 
-/// The action taken when a bio completes.
+/// What happens when a bio completes.
 pub(crate) enum Completer {
     /// A [`Completion`](crate::Completion) with this `user_data` is delivered to the queue's owner.
     Owner(u64),
-    /// The callback runs.
+    /// The callback is called.
     Callback(InlineCallback),
-    /// A waiting thread is woken.
+    /// The waiting thread is woken.
     Waiter(Arc<BioWaiter>),
-    /// Nothing: the slot is a part of another bio, or its completer was taken.
+    /// Nothing happens here: the slot is a part of another bio, or its completer was taken.
     None,
 }
 
 impl Completer {
-    /// Passes the result to a submitter on another thread. A callback that panics is that
-    /// thread's bug; the queue keeps serving all others.
+    /// Reports the result to a submitter on another thread. A callback that panics is a bug of that
+    /// submitter, and must not keep the queue from serving others.
     pub fn notify(self, result: IoResult, data: Data) {
         match self {
             Completer::Callback(callback) => {
                 let call = AssertUnwindSafe(move || callback.call(result, data));
-                // The panic hook has printed it.
+                // The panic hook has printed the message.
                 let _ = catch_unwind(call);
             }
             Completer::Waiter(waiter) => waiter.notify(result, data),
@@ -116,7 +116,6 @@ impl fmt::Debug for Completer {
     }
 }
 
-/// One bio that a thread waits for.
 pub(crate) struct BioWaiter {
     completed: Mutex<Option<(IoResult, Data)>>,
     signal: Condvar,
@@ -127,13 +126,12 @@ impl BioWaiter {
         Arc::new(BioWaiter { completed: Mutex::new(None), signal: Condvar::new() })
     }
 
-    /// Wakes the waiting thread with the result.
+    /// Stores the result and wakes the waiting thread.
     pub fn notify(&self, result: IoResult, data: Data) {
         *lock(&self.completed) = Some((result, data));
         self.signal.notify_one();
     }
 
-    /// Waits for the completion.
     pub fn wait(&self) -> (IoResult, Data) {
         let mut completed = lock(&self.completed);
         loop {
@@ -152,7 +150,7 @@ impl BioWaiter {
 mod tests {
     use super::*;
 
-    /// Callbacks made by `make`, which share `counted`, are called or dropped once.
+    /// Checks that callbacks made by `make`, which share `counted`, are called or dropped once.
     fn called_or_dropped_once(make: impl Fn(std::sync::Arc<()>) -> InlineCallback) {
         let counted = std::sync::Arc::new(());
         make(counted.clone()).call(Ok(()), Data::None);
@@ -171,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_callback_of_any_size_is_called_or_dropped_once() {
-        /// More aligned than words are.
+        /// Needs a larger alignment than `Words` has.
         #[derive(Clone, Copy, PartialEq, Debug)]
         #[repr(align(32))]
         struct Aligned(u64);

@@ -1,5 +1,5 @@
-//! The parts of a driver: a device ([`Driver`], shared by all threads) and its queues
-//! ([`DriverQueue`], each used by one thread only). `drivers/null.rs` is the one to copy.
+//! The two traits of a driver: [`Driver`] is a device, shared by all threads; [`DriverQueue`] is one queue of
+//! the device, used by one thread. `drivers/null.rs` is the driver to copy for a new one.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -21,21 +21,21 @@ use crate::ring::{Cqe, FileSlot, Registrar, Ring, Token};
 use crate::slab::BioSlab;
 use crate::tags::Tag;
 
-/// A device: what it is, how large, what it can do, and how its queues are opened.
+/// A device: its size and limits, and how its queues are opened.
 pub trait Driver: Any + Send + Sync {
     /// The driver's name: `loop`, `null`, `ram`, `rbd`.
     fn name(&self) -> &'static str;
 
-    /// The device's present limits. Read when the disk is made, and again after
-    /// [`Driver::set`], [`Driver::resize`] and a driver's own [`DriverContext::limits_changed`].
+    /// The current limits of the device. Read when the disk is built, and again after [`Driver::set`],
+    /// [`Driver::resize`] and [`DriverContext::limits_changed`].
     fn limits(&self) -> QueueLimits;
 
-    /// Whether its queues need an io_uring.
+    /// Whether the queues of the device need an io_uring.
     fn uses_ring(&self) -> bool {
         false
     }
 
-    /// How many queues it can have, 1 or more.
+    /// The largest number of queues that the device supports, at least 1.
     fn queues_max(&self) -> usize {
         QUEUES_MAX
     }
@@ -43,32 +43,33 @@ pub trait Driver: Any + Send + Sync {
     /// Opens a queue on the thread that will use it.
     ///
     /// # Errors
-    /// Whatever keeps the queue from working; the disk then is not opened.
+    /// Any error that keeps the queue from working. Then the disk is not opened.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error>;
 
-    /// The state of the bytes of `range` (data, zero, hole), up to `max` extents from its
-    /// beginning. May block; never called on an engine thread. The default reports data.
+    /// The state (data, zero, hole) of the bytes in `range`: at most `max` extents, from the beginning of the
+    /// range. May block; never called on an engine thread. The default reports data.
     ///
     /// # Errors
-    /// The device's error.
+    /// The I/O error of the device.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         let _ = max;
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
     }
 
-    /// How deep in the chain of images the bytes of `range` are allocated, up to `max` runs from its beginning. May
-    /// block; never called on an engine thread. The default, of a device without images behind it, is 1.
+    /// How deep in the backing chain the bytes of `range` are allocated: at most `max` runs, from the
+    /// beginning of the range. May block; never called on an engine thread. The default is depth 1, for
+    /// devices without a backing file.
     ///
     /// # Errors
-    /// The device's error.
+    /// The I/O error of the device.
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
         let _ = max;
         Ok(vec![DepthExtent { length: range.end - range.start, depth: 1 }])
     }
 
-    /// Prepares a change of a setting of the driver's own, and returns how [`Driver::set`] is to be
-    /// called. I/O runs meanwhile: what is wrong with the setting is found here, and what takes
-    /// long is done here as far as it can be, so that a freeze is short. The default has no settings.
+    /// Prepares a change of a driver setting while I/O continues, and returns whether [`Driver::set`] needs a
+    /// freeze. Invalid values are rejected here, and work that takes long is done here as far as possible, so
+    /// that the freeze is short. The default has no settings.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for a setting of another driver
@@ -78,41 +79,41 @@ pub trait Driver: Any + Send + Sync {
         Err(setting.unknown_to(self.name()))
     }
 
-    /// Changes a setting of the driver's own, after [`Driver::prepare_set`]. After a change under
-    /// a freeze each queue is called through [`DriverQueue::reload`], and the limits must be valid.
+    /// Changes a driver setting after [`Driver::prepare_set`]. After a change under a freeze,
+    /// [`DriverQueue::reload`] is called for each queue, and the limits must be valid.
     ///
     /// # Errors
-    /// As [`Driver::prepare_set`], and what keeps it from being changed.
+    /// The errors of [`Driver::prepare_set`], and errors of the change itself.
     fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         self.prepare_set(setting).map(|_| ())
     }
 
-    /// Prepares [`Driver::set_read_only`], as [`Driver::prepare_set`] does for other changes.
+    /// Prepares [`Driver::set_read_only`], as [`Driver::prepare_set`] does for settings.
     ///
     /// # Errors
-    /// Whatever keeps it from being changed.
+    /// The reason why the device cannot be changed.
     fn prepare_read_only(&self, read_only: bool) -> Result<(), Error> {
         let _ = read_only;
         Ok(())
     }
 
-    /// Changes whether the device is written to, under a freeze. It is the disk that refuses the
-    /// writes: a driver does here what there is to do besides, such as how its file is open, and its
-    /// locks. The default does nothing.
+    /// Makes the device read-only or writable, under a freeze. The disk itself rejects writes; the driver
+    /// only does what else is needed, such as opening its file in another mode or changing its locks. The
+    /// default does nothing.
     ///
     /// # Errors
-    /// Whatever keeps it from being changed.
+    /// The reason why the device cannot be changed.
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         let _ = read_only;
         Ok(())
     }
 
-    /// The size in bytes that [`Driver::resize`] would give the device now. Changes nothing; I/O goes
-    /// on meanwhile.
+    /// The size in bytes that [`Driver::resize`] would give the device now. Changes nothing. I/O continues
+    /// meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] unless the driver can; [`ErrorKind::Invalid`] for a size that it
-    /// cannot have.
+    /// [`ErrorKind::Unsupported`] if the driver cannot resize, [`ErrorKind::Invalid`] if the device cannot
+    /// have this size.
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _ = bytes;
         Err(Error::new(
@@ -121,52 +122,52 @@ pub trait Driver: Any + Send + Sync {
         ))
     }
 
-    /// Takes over a new size: `Some` asks for that many bytes, `None` for what the
-    /// backing store now has. Called while the disk is frozen.
+    /// Resizes the device to that number of bytes, or, for `None`, to the current size of the backing store.
+    /// Called under a freeze.
     ///
     /// # Errors
-    /// As [`Driver::prepare_resize`], and what keeps it from being changed.
+    /// The errors of [`Driver::prepare_resize`], and errors of the change itself.
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         self.prepare_resize(bytes).map(|_| ())
     }
 
-    /// Readable when the backing store may have changed its size by itself. The owner of the disk empties it,
-    /// and has [`Disk::resize`](crate::Disk::resize) take the size over. The default has none.
+    /// A descriptor that becomes readable when the size of the backing store may have changed. The owner of
+    /// the disk must drain it and call [`Disk::resize`](crate::Disk::resize). The default is `None`.
     fn size_event(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// The name by which the backing store knows this process as the one that may write, if it keeps others away: the
-    /// next process that opens it names its predecessor, and need not wait until that counts as dead. The default has
-    /// none.
+    /// The name under which the backing store knows this process as its only writer, if the store has such a
+    /// lock. The next process passes the name when it opens the store, and then need not wait until the lock
+    /// of its predecessor expires. The default is `None`.
     fn owner(&self) -> Option<String> {
         None
     }
 
-    /// Whether a process that is killed takes with it what completed writes changed: all of it, or what was not
-    /// flushed. Clients that go on with the next process do not notice. The default loses nothing.
+    /// Whether completed writes are lost if the process is killed: all of them, or those that were not
+    /// flushed. Clients that reconnect to the next process would not notice the loss. The default is false.
     fn is_lost_with_process(&self) -> bool {
         false
     }
 
-    /// Closes what keeps other processes from opening the backing store. Called by
+    /// Releases locks that keep other processes from opening the backing store. Called by
     /// [`Disk::release`](crate::Disk::release). The default does nothing.
     ///
     /// # Errors
-    /// Whatever keeps it from being closed.
+    /// The reason why a lock cannot be released.
     ///
     /// # Safety
-    /// The disk is frozen, and stays so: its queues have no request and get none.
+    /// The disk must be frozen and stay frozen: its queues have no request and get none.
     unsafe fn release(&self) -> Result<(), Error> {
         Ok(())
     }
 
-    /// Warnings for the user about the device's present settings; each one line.
+    /// Warnings for the user about the current settings of the device, one line each.
     fn warnings(&self) -> Vec<String> {
         Vec::new()
     }
 
-    /// Facts for `show`, in order: name and value (`direct-io`, `backing-file`, ...).
+    /// Names and values for `show`, in order: `direct-io`, `backing-file` and so on.
     fn describe(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
@@ -175,18 +176,18 @@ pub trait Driver: Any + Send + Sync {
 /// The arguments with which a driver opens a queue.
 #[non_exhaustive]
 pub struct OpenContext<'a> {
-    /// The queue's number: 0 to one below the disk's number of queues.
+    /// Index of the queue, from 0 to one below the disk's number of queues.
     pub index: u16,
-    /// How many requests the queue has at most: their tags are below that.
+    /// Number of tags of the queue. Each tag is below it.
     pub tags: usize,
-    /// Registers files with the queue's ring; present if [`Driver::uses_ring`].
+    /// Registers files with the queue's ring. `Some` if [`Driver::uses_ring`].
     pub ring: Option<Registrar<'a>>,
-    /// Through this any thread can have an engine's queue polled.
+    /// Lets any thread wake the owner of the queue, which then calls [`DriverQueue::poll`].
     pub wake: Arc<dyn Wake>,
 }
 
-/// A setting of a driver's own, with its new value: of a type that the driver defines, and finds
-/// again by [`downcast_ref`](trait@DriverSetting#method.downcast_ref).
+/// A setting of a driver with its new value. The driver defines the type, and recognises it by
+/// [`downcast_ref`](trait@DriverSetting#method.downcast_ref).
 ///
 /// ```
 /// use blkq::DriverSetting;
@@ -208,49 +209,49 @@ pub struct OpenContext<'a> {
 /// assert!(matches!(setting.downcast_ref(), Some(CacheSetting::WriteBack(true))));
 /// ```
 pub trait DriverSetting: Any + Debug + Send + Sync {
-    /// The setting's name, without its value: `direct-io`.
+    /// The setting's name without its value: `direct-io`.
     fn name(&self) -> &'static str;
 }
 
 impl dyn DriverSetting {
-    /// The setting, if it is of type `T`: else it belongs to another driver.
+    /// The setting, if it is of type `T`. Otherwise it belongs to another driver.
     pub fn downcast_ref<T: DriverSetting>(&self) -> Option<&T> {
         (self as &dyn Any).downcast_ref()
     }
 
-    /// The error, of kind [`ErrorKind::NotFound`], with which a driver called `driver` rejects a setting
+    /// The error, of kind [`ErrorKind::NotFound`], with which the driver named `driver` rejects a setting
     /// that it does not have.
     pub fn unknown_to(&self, driver: &str) -> Error {
         Error::new(ErrorKind::NotFound, format!("the {driver} driver has no setting {}", self.name()))
     }
 }
 
-/// How a setting of a driver is changed.
+/// Whether a change of a driver setting needs a freeze.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Change {
-    /// While requests are in flight.
+    /// The setting changes while requests are in flight.
     Live,
-    /// While the disk is frozen.
+    /// The setting changes while the disk is frozen.
     Frozen,
 }
 
-/// A run of bytes in one state.
+/// A range of bytes in one state, as in NBD's block status and SEEK_HOLE.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Extent {
     /// Length in bytes.
     pub length: u64,
-    /// Not allocated.
+    /// The range is not allocated.
     pub hole: bool,
-    /// Reads as zeroes.
+    /// The range reads as zeroes.
     pub zero: bool,
 }
 
-/// A run of bytes that the same image of a chain has.
+/// A range of bytes that is allocated in the same image of a backing chain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DepthExtent {
     /// Length in bytes.
     pub length: u64,
-    /// 1 for the image itself, 2 for the one behind it, and so on; 0 if none of them has it.
+    /// 1 for the image itself, 2 for its backing file, and so on; 0 if no image of the chain maps the range.
     pub depth: u32,
 }
 
@@ -258,80 +259,80 @@ pub struct DepthExtent {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Busy {
-    /// A resource of the driver ran out; one of its own completions will make room
-    /// (BLK_STS_DEV_RESOURCE).
+    /// The device has no room until one of its own requests completes (BLK_STS_DEV_RESOURCE).
     UntilCompletion,
-    /// Something outside ran out; the layer tries again after 3 ms (BLK_STS_RESOURCE).
+    /// A resource outside of the device is exhausted. The queue tries again after 3 ms (BLK_STS_RESOURCE).
     Resource,
 }
 
-/// How many of the requests offered a driver took.
+/// How many of the offered requests a driver took.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Taken {
-    /// All of them.
+    /// All requests.
     All,
-    /// The first so many; the rest are requeued, in order.
+    /// The first N requests. The others are requeued in order.
     First(usize, Busy),
 }
 
 /// One queue of a device, used by one thread.
 ///
-/// Every request it takes it completes exactly once through [`DriverContext::complete`],
-/// at once or later, fully or with an error: a driver resubmits short transfers itself.
+/// A queue completes each request that it takes exactly once through [`DriverContext::complete`], immediately
+/// or later, with success only if all of its bytes were transferred. A driver resubmits the rest of a short
+/// transfer itself.
 ///
 /// # Safety
-/// The memory of a request is returned to its submitter when the request completes. An
-/// implementation therefore completes only requests that it took and has not completed, and each
-/// only when neither the kernel nor another thread uses its memory any more. If it wraps another
-/// queue, it passes on what it was passed itself: its own context, requests that it was offered,
-/// and each completion of the ring once, to the queue that submitted it.
+/// When a request completes, its memory is returned to the submitter. Therefore an implementation completes
+/// only requests that it has taken and not completed, and each only when neither the kernel nor another
+/// thread uses its memory. A wrapper of another queue passes on exactly what it was passed: its own context,
+/// requests that it was offered, and each completion of the ring once, to the queue that submitted it.
 pub unsafe trait DriverQueue {
-    /// Starts `tags`, in order. More may follow before [`DriverQueue::commit`].
+    /// Starts requests in the order of `tags`. More calls may follow before [`DriverQueue::commit`].
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken;
 
-    /// The batch is over: what was put aside for it is issued now.
+    /// Issues what the driver has collected since the last call: the batch is complete (`commit_rqs`).
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
 
-    /// A submission of this queue completed.
+    /// Handles the completion of a submission of this queue.
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
         let _ = (cx, cqe);
     }
 
-    /// Polls for completions that no ring announces: timers, hand-overs of other threads. Once per turn in
-    /// which the driver has requests, or another thread woke the queue ([`OpenContext::wake`]).
+    /// Polls for completions that arrive without the ring, such as those of timers or other threads. Called
+    /// once in each turn in which the driver has requests or another thread has woken the queue
+    /// ([`OpenContext::wake`]).
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
 
-    /// The progress of `request`, which the driver has under `tag`: reported to
-    /// people when it is in flight for too long.
+    /// What the driver is doing with `request`, which it has under `tag`. Reported to users if the request
+    /// hangs.
     fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         let _ = (tag, request);
         Cow::Borrowed("in the driver")
     }
 
-    /// When [`DriverQueue::poll`] wants to be called at the latest, in nanoseconds of
-    /// the monotonic clock; `None` without requests.
+    /// The latest time at which [`DriverQueue::poll`] must be called, in nanoseconds of the monotonic clock.
+    /// `None`: the driver has no deadline.
     fn deadline_ns(&self) -> Option<u64> {
         None
     }
 
-    /// Settings, size or backing changed; no request is in flight.
+    /// Settings, size or backing store have changed. No request is in flight.
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
 
-    /// The queue is about to be dropped; no request is in flight. It unregisters here what
-    /// it registered with the ring, which may live on.
+    /// Unregisters what the queue has registered with the ring, which may outlive the queue. Called before
+    /// the queue is dropped, while no request is in flight.
     fn close(&mut self, cx: &mut DriverContext<'_>) {
         let _ = cx;
     }
 }
 
-/// The block layer as a driver's queue sees it.
+/// What a driver queue may use of the block layer during one call.
 pub struct DriverContext<'a> {
     pub(crate) requests: &'a mut [Request],
     pub(crate) bios: &'a BioSlab,
@@ -352,15 +353,15 @@ impl DriverContext<'_> {
         &self.requests[tag.index()]
     }
 
-    /// The driver's own words of the request.
+    /// Two words of the request for the driver's own use (the kernel's `pdu`).
     #[inline]
     pub fn pdu(&mut self, tag: Tag) -> &mut [u64; 2] {
         &mut self.requests[tag.index()].pdu
     }
 
-    /// The memory of a request whose data no thread reaches: all of it, for such a request is
-    /// never merged. A driver meets one only if it declares
-    /// [`QueueLimits::kernel_pages`].
+    /// The memory of a request whose data only the kernel can access. It is all of the request's memory,
+    /// because such a request is never merged. Only drivers that declare [`QueueLimits::kernel_pages`] get
+    /// such requests.
     #[inline]
     pub fn kernel_pages(&self, tag: Tag) -> Option<KernelPages> {
         match self.requests[tag.index()].first_bio {
@@ -369,8 +370,8 @@ impl DriverContext<'_> {
         }
     }
 
-    /// Calls `each` with every piece of memory of the request, in the order of its bytes; with
-    /// none of [`DriverContext::kernel_pages`].
+    /// Calls `each` with every memory segment of the request, in the order of its bytes. Memory that
+    /// [`DriverContext::kernel_pages`] returns is not included.
     #[inline]
     pub fn for_each_segment(&self, tag: Tag, mut each: impl FnMut(Segment)) {
         let request = &self.requests[tag.index()];
@@ -384,41 +385,42 @@ impl DriverContext<'_> {
         }
     }
 
-    /// Completes a request that the driver took. It completes for its submitter when the driver
-    /// has returned to the block layer.
+    /// Completes a request that the driver has taken. The submitter is notified after the driver has returned
+    /// to the block layer.
     #[inline]
     pub fn complete(&mut self, tag: Tag, result: IoResult) {
         self.completed.push((tag, result));
     }
 
-    /// Completes all of these without an error.
+    /// Completes all of these requests successfully.
     #[inline]
     pub fn complete_all(&mut self, tags: &[Tag]) {
         self.completed.extend(tags.iter().map(|tag| (*tag, Ok(()))));
     }
 
-    /// Nanoseconds of the monotonic clock, read anew or cached as the queue is set to.
+    /// The current time in nanoseconds of the monotonic clock, read or cached according to the disk's clock
+    /// mode.
     #[inline]
     pub fn now_ns(&mut self) -> u64 {
         self.clock.now_ns()
     }
 
-    /// The place of the registered buffer that `segment` lies in, for READ_FIXED and WRITE_FIXED;
-    /// none if the queue's ring has none.
+    /// The index of the registered buffer that contains `segment`, for READ_FIXED and WRITE_FIXED. `None` if
+    /// the queue's ring has no such buffer.
     #[inline]
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
         self.ring.as_ref()?.registered_buffer(segment)
     }
 
-    /// Submits `entry` to the ring; its completion comes to
-    /// [`DriverQueue::complete_cqe`] with the low 48 bits of `payload`.
+    /// Submits `entry` to the ring. Its completion is passed to [`DriverQueue::complete_cqe`] with the low 48
+    /// bits of `payload`.
     ///
     /// # Safety
-    /// Memory and descriptors of the entry must stay valid until then. Registered files and
-    /// buffers that it names must be registered with this queue's ring, for this queue.
+    /// Memory and descriptors of the entry must stay valid until the completion. Registered files and buffers
+    /// in the entry must be registered with the ring of this queue, by this queue.
     ///
     /// # Panics
-    /// If the driver did not declare that it uses a ring.
+    /// If [`Driver::uses_ring`] is false.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         let token = Token::new(self.owner, payload);
@@ -427,23 +429,24 @@ impl DriverContext<'_> {
         unsafe { if self.early_submission { ring.push_early(entry, token) } else { ring.push(entry, token) } }
     }
 
-    /// The registrar of files with the queue's ring; `None` if the driver did not declare that it uses one.
+    /// The registrar of files with the queue's ring. `None` if [`Driver::uses_ring`] is false.
     pub fn registrar(&mut self) -> Option<Registrar<'_>> {
         self.ring.as_deref_mut().map(Registrar::new)
     }
 
-    /// A registered file, to be named in an entry.
+    /// The registered file in the form that an entry needs.
     ///
     /// # Panics
-    /// If it is not registered with the queue's ring.
+    /// If the file is not registered with the ring of this queue.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         self.ring.as_ref().expect("a driver with a registered file declares uses_ring").file(slot)
     }
 
-    /// Has the disk read [`Driver::limits`] again: an operation turned out not to
-    /// be supported. Only capabilities may shrink this way, never the capacity. A write with FUA that the driver has
-    /// taken may complete without being durable if [`QueueLimits::fua`] is lost: the layer sends a flush after it.
+    /// Lets the disk read [`Driver::limits`] again, because an operation has turned out to be unsupported.
+    /// Only capabilities may be lost this way; the capacity must not change. If [`QueueLimits::fua`] is lost,
+    /// a write with FUA that the driver has taken may complete without being durable: the queue sends a flush
+    /// after it.
     pub fn limits_changed(&mut self) {
         *self.limits_changed = true;
     }

@@ -1,48 +1,48 @@
-//! Errors: [`Status`] is how one I/O completed, [`Error`] is why an operation of the
-//! control plane (open, attach, set, resize) failed.
+//! Errors: [`Status`] is how one I/O completed, [`Error`] is why an operation of the control plane (open,
+//! attach, set, resize) failed.
 
 use std::fmt;
 
-/// How an I/O completed: unit, or the reason that it did not do what was asked.
+/// The result of an I/O. There are no short transfers: it did all that was asked, or failed.
 pub type IoResult = Result<(), Status>;
 
-/// Why an I/O failed: the block layer's own vocabulary, the kernel's `blk_status_t`
-/// (block/blk-core.c) with `ReadOnly` added, because NBD and virtio distinguish it.
+/// Why an I/O failed, in the vocabulary of the kernel's `blk_status_t` (block/blk-core.c). `ReadOnly` is
+/// added, because NBD and virtio distinguish it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Status {
-    /// The device does not do this operation (EOPNOTSUPP).
+    /// The device does not support the operation (EOPNOTSUPP).
     NotSupported = 1,
-    /// The device did not answer in time (ETIMEDOUT).
+    /// The device did not respond in time (ETIMEDOUT).
     Timeout,
     /// The backing store is full (ENOSPC).
     NoSpace,
-    /// The way to the device is broken (ENOLINK).
+    /// The connection to the device is broken (ENOLINK).
     Transport,
     /// The device reported a failure of its own (EREMOTEIO).
     Target,
-    /// A reservation of another user forbids it (EBADE).
+    /// A reservation of another host forbids the I/O (EBADE).
     ReservationConflict,
-    /// The medium lost the data (ENODATA).
+    /// The medium has lost the data (ENODATA).
     Medium,
-    /// Data and its checksum disagree (EILSEQ).
+    /// Data and checksum do not match (EILSEQ).
     Protection,
-    /// Memory or another resource ran out (ENOMEM).
+    /// Memory or another resource is exhausted (ENOMEM).
     Resource,
-    /// The device is busy; a completion will make room (EBUSY).
+    /// The device is busy until one of its requests completes (EBUSY).
     DeviceResource,
-    /// It would have to wait and the caller asked not to (EAGAIN).
+    /// The I/O would have to wait, and the submitter does not want that (EAGAIN).
     Again,
     /// The device is offline (ENODEV).
     Offline,
-    /// The request breaks a rule of the device: alignment, range, flags (EINVAL).
+    /// The I/O violates a rule of the device: alignment, range or flags (EINVAL).
     Invalid,
-    /// The allowed duration passed (ETIME).
+    /// The allowed duration has passed (ETIME).
     DurationLimit,
     /// A write to a read-only device (EROFS).
     ReadOnly,
-    /// Anything else (EIO).
+    /// Any other error (EIO).
     Io,
 }
 
@@ -67,7 +67,7 @@ impl Status {
         Status::Io,
     ];
 
-    /// The positive Linux errno that a system call would give for this.
+    /// The positive Linux errno that a system call would return for this status.
     pub const fn errno(self) -> i32 {
         match self {
             Status::NotSupported => libc::EOPNOTSUPP,
@@ -89,7 +89,7 @@ impl Status {
         }
     }
 
-    /// The status of a positive errno; what has no name of its own is [`Status::Io`].
+    /// The status for a positive errno. An errno without a status of its own becomes [`Status::Io`].
     pub const fn from_errno(errno: i32) -> Status {
         match errno {
             libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY => Status::NotSupported,
@@ -111,9 +111,8 @@ impl Status {
         }
     }
 
-    /// The error number of the NBD protocol (its list is closed: `NBD_EPERM` 1,
-    /// `NBD_EIO` 5, `NBD_ENOMEM` 12, `NBD_EINVAL` 22, `NBD_ENOSPC` 28,
-    /// `NBD_ENOTSUP` 95, `NBD_ESHUTDOWN` 108).
+    /// The NBD error for this status. The protocol's list is closed: `NBD_EPERM` 1, `NBD_EIO` 5, `NBD_ENOMEM`
+    /// 12, `NBD_EINVAL` 22, `NBD_ENOSPC` 28, `NBD_ENOTSUP` 95, `NBD_ESHUTDOWN` 108.
     pub const fn nbd(self) -> u32 {
         match self {
             Status::ReadOnly => 1,
@@ -126,7 +125,7 @@ impl Status {
         }
     }
 
-    /// A short name for tables and counters.
+    /// A short name for tables and counters. It is stable.
     pub const fn name(self) -> &'static str {
         match self {
             Status::NotSupported => "not-supported",
@@ -180,74 +179,74 @@ impl From<Status> for std::io::Error {
     }
 }
 
-/// The kind of an [`Error`]: few, stable, to be matched on.
+/// What kind of error this is. Programs may match on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument breaks a documented rule.
+    /// An argument violates a documented rule.
     Invalid,
-    /// No such file, device or setting.
+    /// A file, device or setting does not exist.
     NotFound,
     /// Permission is missing.
     Denied,
     /// In use by another process.
     Busy,
-    /// Requests are held after errors, and what is to be done waits for them.
+    /// Requests are held after errors, and the operation would have to wait for them.
     Held,
-    /// The kernel itself uses the image: its loop driver, a mount, a device on top of it.
+    /// The kernel uses the image: its loop driver, a mount, or a device on top of it.
     Claimed,
-    /// The image is in a format that is not served.
+    /// The image has a format that is not supported.
     Format,
-    /// The image names a backing file that it may not have.
+    /// The image names a backing file that it must not use.
     BackingFile,
-    /// Strangers could reach the device.
+    /// Other users could reach the device.
     Exposed,
-    /// Earlier writes were lost: the device stays failed until it is opened anew.
+    /// Earlier writes were lost. The device fails all I/O until it is opened again.
     Lost,
-    /// Two things that are to be used together do not fit to each other.
+    /// Two things that must be used together do not match.
     Mismatch,
-    /// The kernel, the file system or the device cannot do it.
+    /// The kernel, the file system or the device does not support the operation.
     Unsupported,
-    /// The image's file system or device has no direct I/O, or demands more of it than any sector size
-    /// or offset meets.
+    /// The file system or device of the image does not support direct I/O, or has requirements that no sector
+    /// size and no offset can meet.
     NoDirectIo,
-    /// Direct I/O on the image demands longer sectors.
+    /// Direct I/O on the image requires larger sectors.
     DirectIoSector {
-        /// The shortest sector that it can have, in bytes.
+        /// The smallest possible sector size, in bytes.
         needed_bytes: u32,
-        /// The sector size that was asked for, in bytes.
+        /// The requested sector size, in bytes.
         sector_bytes: u32,
     },
-    /// Direct I/O on the image demands that the device begins at a multiple of its alignment.
+    /// Direct I/O on the image requires an offset that is a multiple of its alignment.
     DirectIoOffset {
-        /// That alignment, in bytes.
+        /// The required alignment, in bytes.
         align_bytes: u32,
-        /// The offset that was asked for, in bytes.
+        /// The requested offset, in bytes.
         offset_bytes: u64,
     },
     /// A system call failed.
     System,
 }
 
-/// Why an operation of the control plane failed: one line of what, why
-/// and the cure, with the cause behind it.
+/// Why an operation of the control plane failed: one line with what failed, why, and a hint, and the system
+/// error that caused it.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<std::io::Error>,
-    /// The cure of the source, for a user.
+    /// The hint for the user; empty if there is none.
     cure: String,
 }
 
 impl Error {
-    /// An error whose `message` has what failed, why, and the cure, as far as a library
-    /// knows that (see [`Error::with_cure`]).
+    /// An error whose `message` says what failed, why, and a hint, as far as a library knows one (see
+    /// [`Error::with_cure`]).
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
         Error { kind, message: message.into(), source: None, cure: String::new() }
     }
 
-    /// The failure of a system call while doing `what`; its kind follows from the errno.
+    /// The failure of a system call. `what` says what was attempted; the kind follows from the errno.
     pub fn system(what: impl Into<String>, source: impl Into<std::io::Error>) -> Error {
         let source = source.into();
         let kind = match source.kind() {
@@ -263,21 +262,21 @@ impl Error {
         Error { kind, message: what.into(), source: Some(source), cure: String::new() }
     }
 
-    /// The same error with the cure, if there is one, after why.
+    /// Adds a hint, which is printed last. An empty hint adds nothing.
     ///
-    /// A library names cures of the system, such as a limit to raise, a permission or another path, which
-    /// help in any program. A program's own names of operations and options are not among them: the
-    /// program adds those, by the error's [`kind`](Error::kind).
+    /// A library gives hints about the system, such as a limit to raise, a permission or another path, which
+    /// help in any program. It does not name operations and options of a program. The program adds such hints
+    /// itself, depending on [`kind`](Error::kind).
     pub fn with_cure(self, cure: impl Into<String>) -> Error {
         Error { cure: cure.into(), ..self }
     }
 
-    /// Whether it has a cure, to which a program adds none of its own.
+    /// Whether the error has a hint, so that a program need not add one.
     pub fn has_cure(&self) -> bool {
         !self.cure.is_empty()
     }
 
-    /// The cure; empty if it has none.
+    /// The hint, or an empty string.
     pub fn cure(&self) -> &str {
         &self.cure
     }

@@ -1,29 +1,29 @@
-//! blkq: the multi-queue block layer in user space.
+//! blkq: a multi-queue block layer in user space.
 //!
-//! A caller states an I/O as a [`Bio`]: operation, flags, place, length, memory. A driver gets
-//! it as a [`Request`]: one slot of a tag set, with one or more bios that were merged. In
-//! between lie the parts of the Linux block layer, under their names: the plug that makes a
-//! batch, the tags that bound what is in flight, merging and splitting by [`QueueLimits`],
-//! the flush machine, a scheduler ([`sched`]), freeze and quiesce, and [`stats`].
+//! A caller describes an I/O as a [`Bio`]: operation, flags, position, length, memory. A driver gets it as a
+//! [`Request`]: one slot of a tag set, with one or more merged bios. In between are the parts of the Linux
+//! block layer under their usual names: the plug, which collects a batch; the tags, which bound the number of
+//! requests in flight; merging and splitting according to [`QueueLimits`]; the flush machine; a scheduler
+//! ([`sched`]); freeze and quiesce; and [`stats`].
 //!
-//! A [`Disk`] is a [`Driver`] with hardware queues. Each queue is owned by one thread, which
-//! drives it without a lock. The drivers at hand are [`loop`](drivers::loop) (a file or block
-//! device through io_uring, around the page cache or through it), [`ram`](drivers::ram) and
-//! [`null`](drivers::null); the last is the one to copy for a driver of your own. For tests
-//! there are [`model`](drivers::model), slow on purpose, and [`fault`](drivers::fault).
+//! A [`Disk`] is a [`Driver`] with hardware queues. Each queue is owned by one thread, which drives it
+//! without a lock. The included drivers are [`loop`](drivers::loop) (a file or block device through io_uring,
+//! with the page cache or direct I/O), [`ram`](drivers::ram) and [`null`](drivers::null); copy the last one
+//! to start a driver of your own. For tests there are [`model`](drivers::model), a slow device, and
+//! [`fault`](drivers::fault).
 //!
-//! # Three ways in
+//! # Three ways to submit
 //!
-//! | submitter | with what | waits for room | completions arrive |
+//! | submitter | through | if the disk is full | completions arrive as |
 //! |---|---|---|---|
-//! | the thread that owns the queue | [`LocalQueue`] | never: the bio is handed back | [`LocalQueue::completions`] |
-//! | any other thread | [`Submitter`] | yes, at the [`gate`] | return value, or callback on the owner's thread |
-//! | a server on an engine's thread | [`Source`] | never: the bio is handed back | [`Source::on_bio`] |
+//! | the thread that owns the queue | [`LocalQueue`] | the bio is returned | [`LocalQueue::completions`] |
+//! | any other thread | [`Submitter`] | the call waits at the [`gate`] | return value, or callback on the owner's thread |
+//! | a server on an engine's thread | [`Source`] | the bio is returned | [`Source::on_bio`] |
 //!
-//! An [`EngineThread`] owns one io_uring and any number of queues and sources, and enters the
-//! kernel once per turn. The NBD server of the crate `blkq-export` is a source.
+//! An [`EngineThread`] owns one io_uring and any number of queues and sources, and enters the kernel once per
+//! turn. The NBD server of the crate `blkq-export` is a source.
 //!
-//! # Worked example
+//! # Example
 //!
 //! Threads that write through an engine:
 //!
@@ -56,8 +56,8 @@
 //! # }
 //! ```
 //!
-//! The example of [`LocalQueue`] is the same without a second thread. An image is opened with
-//! [`drivers::open`], or with [`LoopDevice::open`](drivers::loop::LoopDevice::open):
+//! The example of [`LocalQueue`] does the same without a second thread. [`drivers::open`] opens an image of
+//! any kind, and [`LoopDevice::open`](drivers::loop::LoopDevice::open) a raw one:
 //!
 //! ```no_run
 //! use blkq::Disk;
@@ -71,11 +71,11 @@
 //! # }
 //! ```
 //!
-//! # Promises
+//! # Guarantees
 //!
-//! A bio that was accepted completes exactly once, fully or with an error; one that was rejected is
-//! handed back and does not complete. The contracts in full, each with its tests, are in
-//! docs/contracts.md; what survives which loss is in docs/durability.md.
+//! A bio that was accepted completes exactly once, completely or with an error. A bio that was rejected is
+//! returned and does not complete. All guarantees, each with its tests, are in docs/contracts.md;
+//! docs/durability.md says which data survives which failure.
 
 mod bio;
 pub mod bitmap;
@@ -140,16 +140,16 @@ pub use stats::{Counter, StatGroup, StatsSnapshot};
 pub use submitter::Submitter;
 pub use tags::Tag;
 
-/// The io_uring crate, whose entries a driver or a source pushes: [`DriverContext::push`],
+/// The io_uring crate. Drivers and sources push its entries: [`DriverContext::push`],
 /// [`SourceContext::push`].
 pub use io_uring;
 
-/// The driver of the guide is compiled and run.
+/// Compiles and runs the driver of the guide.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/driver.md")]
 struct DriverGuide;
 
-/// The page's examples of code that does not compile.
+/// Compiles the examples of the page, which show code that must not compile.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/memory-safety.md")]
 struct MemorySafety;

@@ -1,66 +1,67 @@
-//! The operations of a device and how large a request may be: declared once by its driver,
-//! and impossible to exceed (`queue` splits, emulates or rejects).
-//! Defaults as in the kernel's block/blk-settings.c.
+//! The limits of a device: which operations it supports, and how large a request may be. The driver declares
+//! them once, and no request that it gets exceeds them: `queue` splits, emulates or rejects the bio instead.
+//! Defaults as in block/blk-settings.c.
 
 use crate::bio::{BioFlags, Operation};
 use crate::error::{Error, ErrorKind, Status};
 use crate::sector::{SECTOR_SHIFT, Sector};
 
-/// Most hardware queues of a disk.
+/// Largest number of hardware queues of a disk.
 pub const QUEUES_MAX: usize = 64;
 
-/// Limits and capabilities of a device. Sizes in bytes.
+/// Limits and capabilities of a device (`struct queue_limits`). Sizes are in bytes.
 ///
-/// A driver writes those that it has and takes the others from [`QueueLimits::default`], the limits
-/// of a device that can do nothing special: `QueueLimits { capacity_bytes, ..Default::default() }`.
-/// So a new field breaks no driver that is written in this way, and the struct stays open to it
-/// (`#[non_exhaustive]` would forbid the literal). The options of drivers and attachments are the same.
+/// A driver sets the fields that it needs and takes the others from [`QueueLimits::default`], which describes
+/// a device without special capabilities: `QueueLimits { capacity_bytes, ..Default::default() }`. With this
+/// form a new field breaks no driver. The struct is not `#[non_exhaustive]`, because that would forbid the
+/// literal. The options of drivers and attachments follow the same rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueLimits {
-    /// Size of the device.
+    /// Size of the device, padding included. A multiple of the logical block, less than 8 EiB.
     pub capacity_bytes: u64,
-    /// Of these, the bytes at the end of the last logical block that the device does not have: they
-    /// read as zeroes, and what is written there is dropped. Less than a block.
+    /// Bytes at the end of the last logical block that the backing store does not have. They read as zeroes,
+    /// and writes to them are dropped. Less than a logical block.
     pub padding_bytes: u32,
-    /// Smallest addressable unit: a power of two, 512 to 65536.
+    /// Smallest addressable unit: a power of two from 512 to 65536.
     pub logical_block_bytes: u32,
-    /// Unit that the medium writes without reading: a power of two, at least the logical block.
+    /// Unit that the medium writes without reading it first: a power of two, at least the logical block.
     pub physical_block_bytes: u32,
-    /// Preferred request size, 0 if there is none.
+    /// Preferred request size; 0 if the device has none.
     pub io_opt_bytes: u32,
     /// Largest read or write request.
     pub max_request_bytes: u32,
-    /// Most segments of a request.
+    /// Largest number of memory segments of a request.
     pub max_segments: u16,
-    /// Largest segment.
+    /// Largest memory segment.
     pub max_segment_bytes: u32,
-    /// Requests do not cross multiples of this; 0: no such boundary.
+    /// A request must not cross a multiple of this size. 0: no such boundary. The kernel's `chunk_sectors`.
     pub chunk_bytes: u32,
-    /// Alignment of memory addresses and lengths: a power of two, 1 if any will do.
+    /// Required alignment of memory addresses and lengths: a power of two, 1 if any alignment will do.
     pub memory_align: u32,
-    /// Data may be memory that only the ring's operations reach
-    /// ([`KernelPages`](crate::KernelPages)).
+    /// Data may be memory that only operations of the ring can access ([`KernelPages`](crate::KernelPages)).
     pub kernel_pages: bool,
-    /// Largest discard; 0: the device does not discard.
+    /// Largest discard. 0: the device does not support discard.
     pub max_discard_bytes: u64,
-    /// Discards smaller than this, or not aligned to it, may have no effect.
+    /// Discards that are smaller than this, or not aligned to it, may have no effect.
     pub discard_granularity: u32,
-    /// Discarded ranges read back as zeroes.
+    /// Discarded ranges read as zeroes.
     pub discard_zeroes: bool,
-    /// Largest write-zeroes that may deallocate; 0: the layer writes zeroes instead.
+    /// Largest write-zeroes that may deallocate. 0: unsupported, and the queue writes zeroes instead.
     pub max_write_zeroes_bytes: u64,
-    /// Largest write-zeroes that must keep the blocks allocated (no-unmap); 0: the layer writes zeroes instead.
+    /// Largest write-zeroes that must keep the blocks allocated (NO_UNMAP). 0: unsupported, and the queue
+    /// writes zeroes instead.
     pub max_write_zeroes_no_unmap_bytes: u64,
-    /// Completed writes may be lost with the power until a flush completes. A driver that loses its write cache while
-    /// it is in use, or takes the place of one that has a write cache, has made durable what had completed before.
+    /// Completed writes may be lost in a power failure until a flush completes. A driver that turns its write
+    /// cache off while it is in use, or that replaces a driver with a write cache, must first make durable
+    /// what has completed before.
     pub write_cache: bool,
-    /// Writes with FUA are done by the driver; otherwise the layer flushes after them.
+    /// The driver makes writes with FUA durable itself. Otherwise the queue sends a flush after them.
     pub fua: bool,
-    /// Writes of any kind are refused.
+    /// All writes, discards and write-zeroes are rejected.
     pub read_only: bool,
-    /// Seeks cost time: the scheduler's order matters.
+    /// Seeks take time, so the order of the scheduler matters.
     pub rotational: bool,
-    /// Reads go through a page cache: reading ahead makes later reads faster.
+    /// Reads go through a page cache, so read-ahead makes later reads faster.
     pub page_cache: bool,
 }
 
@@ -93,10 +94,10 @@ impl Default for QueueLimits {
 }
 
 impl QueueLimits {
-    /// Checks that the limits make sense together.
+    /// Checks the limits for contradictions.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] with the rule that is broken.
+    /// [`ErrorKind::Invalid`] with the violated rule.
     pub fn validate(&self) -> Result<(), Error> {
         let invalid = |what: &str| Err(Error::new(ErrorKind::Invalid, format!("queue limits: {what}")));
         let block = self.logical_block_bytes;
@@ -130,18 +131,18 @@ impl QueueLimits {
         Ok(())
     }
 
-    /// Size of the device without padding: what it stores.
+    /// Size of the device without the padding: the bytes that the backing store has.
     pub fn size_bytes(&self) -> u64 {
         self.capacity_bytes - u64::from(self.padding_bytes)
     }
 
-    /// Size of the logical blocks that the device stores as a whole.
+    /// Size of the logical blocks that the backing store has completely.
     pub fn whole_bytes(&self) -> u64 {
         self.size_bytes() & !(u64::from(self.logical_block_bytes) - 1)
     }
 
-    /// Largest request of `operation` that may begin at byte `offset`, before segments
-    /// are counted. 0 if the driver does not do the operation.
+    /// Largest request of `operation` in bytes that may start at byte `offset`, before segments are counted.
+    /// 0 if the driver does not support the operation.
     #[inline]
     pub fn max_bytes_at(&self, operation: Operation, no_unmap: bool, offset: u64) -> u64 {
         let block = u64::from(self.logical_block_bytes);
@@ -160,14 +161,14 @@ impl QueueLimits {
         limit.min(chunk - offset % chunk)
     }
 
-    /// Whether a request that begins at `start` may have `sectors` and `segments`.
+    /// Whether a request that starts at `start` may have that number of sectors and segments.
     #[inline]
     pub(crate) fn allow(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         segments <= u32::from(self.max_segments)
             && sectors << SECTOR_SHIFT <= self.max_bytes_at(operation, false, start.bytes())
     }
 
-    /// Whether the driver declares that it does what `flags` demand of a request of `operation`.
+    /// Whether the driver has declared support for all `flags` of a request of `operation`.
     pub(crate) fn declares(&self, operation: Operation, flags: BioFlags) -> bool {
         let fua = self.write_cache && self.fua && operation == Operation::Write;
         let no_unmap = operation == Operation::WriteZeroes;
@@ -177,6 +178,10 @@ impl QueueLimits {
     }
 
     /// Whether `offset` and `length` (bytes) are whole blocks inside the device.
+    /// The unit of both is bytes.
+    ///
+    /// # Errors
+    /// [`Status::Invalid`] if not.
     pub fn check_range(&self, offset: u64, length: u64) -> Result<(), Status> {
         let mask = u64::from(self.logical_block_bytes) - 1;
         if (offset | length) & mask != 0 {
@@ -189,27 +194,27 @@ impl QueueLimits {
     }
 }
 
-/// Flags that keep a bio or a request alone.
+/// Flags that forbid a bio or request to be merged.
 pub(crate) const ALONE: BioFlags =
     BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::NO_UNMAP);
 
-/// Whether a bio may be merged with anything at all.
+/// Whether a bio of this kind can be merged at all.
 #[inline]
 pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
     operation.has_data() && !flags.intersects(ALONE)
 }
 
-/// On which side of a request a bio continues it.
+/// The side of a request on which a bio continues it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum MergeSide {
-    /// After its last sector.
+    /// The bio starts at the end of the request.
     Back,
-    /// Before its first sector.
+    /// The bio ends at the start of the request.
     Front,
 }
 
 impl MergeSide {
-    /// At which side of `start..end` the range `sector..sector + sectors` joins, if at one.
+    /// The side of `start..end` that the range `sector..sector + sectors` touches, if it touches one.
     #[inline]
     pub(crate) fn of(start: Sector, end: Sector, sector: Sector, sectors: u64) -> Option<MergeSide> {
         if sector == end {
@@ -228,7 +233,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Limits that make sense, narrow enough to matter to small requests.
+    /// Valid limits that are narrow enough to matter to small requests.
     pub(crate) fn limits() -> impl Strategy<Value = QueueLimits> {
         let sizes = (0u32..4, 0u32..4, 1u32..40, 1u16..20, 1u32..20, 0u32..30);
         let others = (0u64..300, 1u32..20, 0u64..300, 0u64..300);
@@ -239,7 +244,7 @@ pub(crate) mod tests {
                 capacity_bytes: u64::from(block) << 13,
                 logical_block_bytes: block,
                 physical_block_bytes: block << physical,
-                // Not whole blocks: what is over must not be used.
+                // Not a multiple of the block: the rest must not be used.
                 max_request_bytes: request * block + 100,
                 max_segments: segments,
                 max_segment_bytes: segment * block + 3,

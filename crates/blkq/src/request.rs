@@ -1,31 +1,31 @@
-//! A [`Request`] is what a driver gets: one slot of the tag set, preallocated, one
-//! cache line, with one or more merged bios.
+//! A [`Request`] is what a driver gets (`struct request`): one slot of the tag set with one or more merged
+//! bios. Requests are allocated with the queue, and each takes one cache line.
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::sector::{SECTOR_SHIFT, Sector};
 
-/// No bio: the end of a list of them.
+/// The end of a list of bios.
 pub(crate) const NIL: u32 = u32::MAX;
 
-/// Where a request is in its life.
+/// The state of a request slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum RequestState {
     /// The tag is free.
     Idle,
-    /// Built, and not completed.
+    /// The request was built and has not completed.
     Busy,
-    /// The same, of one plain bio that reads, alone: in the slot of the tag's number. Where it is, how
-    /// long, and when it began is the request's, until `BioSlab::fill_plain`.
+    /// As `Busy`, with a single plain bio that reads. The bio is in the slot whose number is the tag.
+    /// Position, length and start time are stored only in the request until `BioSlab::fill_plain`.
     PlainRead,
-    /// The same of one that writes.
+    /// As `PlainRead`, with a bio that writes.
     PlainWrite,
-    /// The same of a plain bio and others that merged with it.
+    /// As `Busy`, with a plain bio and others that were merged with it.
     PlainMerged,
 }
 
 impl RequestState {
-    /// The state of a request of one plain bio alone, if those of `operation` can be plain.
+    /// The state of a request with a single plain bio of `operation`; `None` if such a bio cannot be plain.
     #[inline(always)]
     pub(crate) const fn of_plain(operation: Operation) -> Option<RequestState> {
         match operation {
@@ -36,8 +36,7 @@ impl RequestState {
     }
 }
 
-/// One slot of the tag set. Drivers read it through its methods and keep words of
-/// their own in `pdu`.
+/// One slot of the tag set. Drivers read it through its methods, and keep two words of their own in `pdu`.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct Request {
@@ -45,13 +44,13 @@ pub struct Request {
     pub(crate) sectors: u64,
     pub(crate) first_bio: u32,
     pub(crate) last_bio: u32,
-    /// When the first of its bios was accepted, in nanoseconds of the queue's clock.
+    /// The time at which the first of its bios was accepted, in nanoseconds of the queue's clock.
     pub(crate) start_ns: u64,
     pub(crate) operation: Operation,
     pub(crate) flags: BioFlags,
     pub(crate) state: RequestState,
     pub(crate) segments: u16,
-    /// The driver's own words, zeroed when the request starts.
+    /// Words for the driver's own use, zeroed when the request starts.
     pub pdu: [u64; 2],
 }
 
@@ -73,16 +72,16 @@ impl Request {
         }
     }
 
-    /// A flush of the queue's own.
+    /// A flush of the queue itself, which has no bio.
     pub(crate) const fn flush(start_ns: u64) -> Request {
         Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() }
     }
 
-    /// Becomes the request of one bio.
+    /// Starts the request of one bio.
     #[inline]
     pub(crate) fn begin(&mut self, bio: u32, outline: &Outline, segments: u16) {
         debug_assert!(self.state == RequestState::Idle);
-        // Field by field: a literal would go through the stack (see `BioSlot`).
+        // Field by field: a struct literal would be copied through the stack (see `BioSlot`).
         self.sector = outline.sector;
         self.sectors = outline.sectors;
         self.first_bio = bio;
@@ -95,13 +94,13 @@ impl Request {
         self.pdu = [0; 2];
     }
 
-    /// The idle request of `tag`: as that of a plain bio is, as far as those are alike.
+    /// The idle request of `tag`. The fields that are the same for every plain bio are set already.
     pub(crate) const fn of_tag(tag: u16) -> Request {
         Request { first_bio: tag as u32, last_bio: tag as u32, segments: 1, ..Request::idle() }
     }
 
-    /// Becomes the request of the plain bio in the slot of its tag's number: of one buffer. The fields
-    /// that are not written are as [`Request::of_tag`] has them.
+    /// Starts the request of a plain bio, which has one buffer and is in the slot whose number is the tag.
+    /// Leaves the fields that [`Request::of_tag`] has set.
     #[inline(always)]
     pub(crate) fn begin_plain(&mut self, outline: &Outline) {
         debug_assert!(
@@ -117,56 +116,56 @@ impl Request {
         self.pdu = [0; 2];
     }
 
-    /// Becomes the idle request of `tag` again, as far as [`Request::begin_plain`] counts on that.
+    /// Makes the request idle, and restores the fields on which [`Request::begin_plain`] relies.
     #[inline]
     pub(crate) fn complete(&mut self, tag: u16) {
         self.state = RequestState::Idle;
         (self.first_bio, self.last_bio, self.segments) = (u32::from(tag), u32::from(tag), 1);
     }
 
-    /// Whether it is of a plain bio alone.
+    /// Whether the request has a single plain bio.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         matches!(self.state, RequestState::PlainRead | RequestState::PlainWrite)
     }
 
-    /// The operation. A driver sees only those that its limits declare.
+    /// The operation. A driver gets only operations that its limits declare.
     #[inline]
     pub fn operation(&self) -> Operation {
         self.operation
     }
 
-    /// How to do it.
+    /// The flags of the operation.
     #[inline]
     pub fn flags(&self) -> BioFlags {
         self.flags
     }
 
-    /// Where it begins.
+    /// The first sector.
     #[inline]
     pub fn sector(&self) -> Sector {
         self.sector
     }
 
-    /// Where it begins, in bytes.
+    /// The position of the first byte on the device.
     #[inline]
     pub fn offset(&self) -> u64 {
         self.sector.bytes()
     }
 
-    /// Its length in bytes; 0 for a flush.
+    /// Length in bytes. 0 for a flush.
     #[inline]
     pub fn bytes(&self) -> u64 {
         self.sectors << SECTOR_SHIFT
     }
 
-    /// How many pieces of memory it consists of.
+    /// The number of memory segments.
     #[inline]
     pub fn segment_count(&self) -> usize {
         self.segments as usize
     }
 
-    /// The first sector after it.
+    /// The first sector after the request.
     #[inline]
     pub(crate) fn end(&self) -> Sector {
         self.sector + self.sectors

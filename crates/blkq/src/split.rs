@@ -1,13 +1,13 @@
-//! How much of a bio one request may carry: pure functions of the limits.
+//! Splitting (`bio_split_rw` in block/blk-merge.c): how much of a bio one request may carry. Pure functions
+//! of the limits.
 
 use crate::bio::Operation;
 use crate::buffer::Segment;
 use crate::error::Status;
 use crate::limits::QueueLimits;
 
-/// Whether a bio is more than one request may carry: a few compares for memory of one
-/// piece. `segments` is the memory of the whole bio, empty if it has none, and may be
-/// longer than `length`.
+/// Whether a bio exceeds the limits of one request. Needs only a few comparisons for a bio with one segment.
+/// `segments` is the memory of the whole bio, empty if it has none, and may be longer than `length`.
 #[inline]
 pub(crate) fn needs_split(
     limits: &QueueLimits,
@@ -27,13 +27,12 @@ pub(crate) fn needs_split(
     }
 }
 
-/// How many bytes, of `length` from byte `offset` on, the first request may carry: all,
-/// or as many as let the next request begin at a physical block, or for a discard at
-/// its granularity, or at least at a logical block. `segments` is the memory, from byte
-/// `skip` on; empty if there is none.
+/// How many bytes of `length` from byte `offset` the first request may carry. If that is not all, the request
+/// ends where the next one starts at a physical block, or for a discard at its granularity, or at least at a
+/// logical block. `segments` is the memory of the bio, from byte `skip` on; empty if it has none.
 ///
-/// 0 if not even one logical block may go: the driver does not do the operation, or the
-/// memory of the block is in more pieces than a request may have.
+/// 0 if not even one logical block fits: the driver does not support the operation, or the memory of the
+/// block has more segments than a request may have.
 pub(crate) fn split_point(
     limits: &QueueLimits,
     operation: Operation,
@@ -58,13 +57,14 @@ pub(crate) fn split_point(
     if aligned > 0 { aligned } else { end_aligned(offset, bytes, limits.logical_block_bytes) }
 }
 
-/// `bytes` less what lies after the last multiple of `unit`; 0 if there is none.
+/// The length, at most `bytes`, with which a request at `offset` ends at a multiple of `unit`. 0 if there is
+/// none.
 fn end_aligned(offset: u64, bytes: u64, unit: u32) -> u64 {
     bytes.saturating_sub((offset + bytes) % u64::from(unit))
 }
 
-/// How many of `bytes` fit into as many segments as a request may have. Drivers get
-/// segments as they are, so one that is too long ends the request within it.
+/// How many of `bytes` fit into the largest number of segments that a request may have. Drivers get segments
+/// unchanged, so a segment that is too long ends the request inside of it.
 fn bytes_of_segments(limits: &QueueLimits, segments: &[Segment], mut skip: u64, bytes: u64) -> u64 {
     let longest = u64::from(limits.max_segment_bytes);
     let (mut sum, mut count) = (0, 0);
@@ -88,7 +88,7 @@ fn bytes_of_segments(limits: &QueueLimits, segments: &[Segment], mut skip: u64, 
     sum
 }
 
-/// Whether memory is aligned as the device asks, and enough for `length` bytes.
+/// Checks that memory is aligned as the device requires, and is large enough for `length` bytes.
 ///
 /// # Errors
 /// [`Status::Invalid`] if not.
@@ -115,7 +115,8 @@ mod tests {
         Segment::new(std::ptr::without_provenance_mut(4096), len)
     }
 
-    /// A bio inside the device: limits, operation, no-unmap, offset, length, and memory cut at will.
+    /// A bio inside the device: limits, operation, no-unmap, offset, length, and memory that is cut at
+    /// random.
     fn bio() -> impl Strategy<Value = (QueueLimits, Operation, bool, u64, u64, Vec<Segment>)> {
         let cuts = proptest::collection::vec(1u32..40_000, 1..60);
         (limits(), 0usize..4, any::<bool>(), 0u64..5000, 1u64..600, cuts).prop_map(
@@ -130,7 +131,7 @@ mod tests {
                         segments.extend((len > 0).then(|| segment(len as u32)));
                         left -= len;
                     }
-                    // The last piece may be longer than the bio.
+                    // The last segment may be longer than the bio.
                     segments.push(segment(left as u32 + 512));
                 }
                 (limits, operation, no_unmap, offset, length, segments)
@@ -187,7 +188,7 @@ mod tests {
         fn a_piece_is_as_long_as_the_limits_allow(
             (limits, operation, no_unmap, offset, length, _) in bio(),
         ) {
-            // One segment more than long enough: only sizes and boundaries count.
+            // One segment, more than long enough, so that only sizes and boundaries matter.
             let limits = QueueLimits { max_segment_bytes: u32::MAX, ..limits };
             let bytes = split_point(&limits, operation, no_unmap, offset, length, &[segment(u32::MAX)], 0);
             let unit = u64::from(limits.physical_block_bytes.max(match operation {

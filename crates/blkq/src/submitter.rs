@@ -1,5 +1,5 @@
-//! [`Submitter`]: how a thread that does not own a queue does I/O, waiting for its turn
-//! at the request gate when the device is full.
+//! [`Submitter`]: I/O from threads that do not own a queue. They wait at the request gate while the device is
+//! full.
 
 use std::sync::Arc;
 
@@ -14,12 +14,11 @@ use crate::remote::gate::{Batcher, Direction};
 use crate::remote::software::Staging;
 use crate::sector::Sector;
 
-/// Submits bios from any thread. One for each thread: make it with
-/// [`Disk::submitter`], or clone one.
+/// Submits bios from any thread. Each thread needs one of its own: create it with [`Disk::submitter`], or
+/// clone another.
 ///
-/// The disk's queues must have an owner: an [`EngineThread`](crate::EngineThread), or a
-/// thread that polls a [`LocalQueue`](crate::LocalQueue). Without one, bios complete with
-/// [`Status::Offline`].
+/// The disk's queues must have an owner: an [`EngineThread`](crate::EngineThread), or a thread that polls a
+/// [`LocalQueue`](crate::LocalQueue). Without an owner, bios complete with [`Status::Offline`].
 pub struct Submitter {
     disk: Arc<Disk>,
     shared: Arc<HardwareQueue>,
@@ -37,7 +36,7 @@ impl Clone for Submitter {
 }
 
 impl Disk {
-    /// A way in for a thread that owns no queue.
+    /// Creates a [`Submitter`], for a thread that owns no queue.
     pub fn submitter(self: &Arc<Self>) -> Submitter {
         Submitter::new(self)
     }
@@ -46,7 +45,7 @@ impl Disk {
 impl Submitter {
     pub(crate) fn new(disk: &Arc<Disk>) -> Submitter {
         let shared = disk.hardware_queue(disk.next_queue()).clone();
-        // Before what it is about: see `refresh`.
+        // Read before the limits, so that `refresh` notices a change made in between.
         let generation = disk.control.generation();
         Submitter {
             software: shared.software.assign(),
@@ -59,16 +58,16 @@ impl Submitter {
         }
     }
 
-    /// Submits `bio`, waiting while the device is full. `callback` runs as in [`Callback`]:
-    /// if no thread owns the queue, before this returns. `bio.user_data` is not used.
+    /// Submits `bio`, and waits while the device is full. `callback` is called as described at [`Callback`];
+    /// if no thread owns the queue, before this method returns. `bio.user_data` is not used.
     pub fn submit(&mut self, bio: Bio, callback: impl FnOnce(IoResult, Data) + Send + 'static) {
         self.stage(bio, Completer::Callback(InlineCallback::new(callback)));
     }
 
-    /// Submits `bio` if the device has room for it.
+    /// Submits `bio` unless the device is full.
     ///
     /// # Errors
-    /// The bio and its callback, where [`Submitter::submit`] would wait.
+    /// Returns the bio and its callback where [`Submitter::submit`] would wait.
     pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
         let direction = Direction::of(bio.operation);
         let disk = &*self.disk;
@@ -88,8 +87,8 @@ impl Submitter {
         waiter.wait()
     }
 
-    /// Takes over what a live change has changed: the number of changes is read first, so that
-    /// one that comes in between is taken over the next time.
+    /// Applies live changes of the disk. The generation is read first, so that a change made in between is
+    /// noticed by the next call.
     fn refresh(&mut self) {
         let generation = self.disk.control.generation();
         if generation != self.generation {
@@ -118,8 +117,7 @@ impl Submitter {
         disk.fail_staged_if_closed(shared);
     }
 
-    /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the
-    /// logical block size.
+    /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the logical block size.
     ///
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].
@@ -131,7 +129,7 @@ impl Submitter {
             // borrowed exclusively until then.
             let data = unsafe { borrowed(memory.as_mut_ptr(), memory.len()) };
             match self.submit_lent(Bio { data, ..bio()? }) {
-                // The device has come to demand more since.
+                // The alignment that the device requires was raised in between: copy instead.
                 Err(Status::Invalid) if !self.may_use(memory) => {}
                 result => return Ok(result?),
             }
@@ -142,8 +140,7 @@ impl Submitter {
         Ok(())
     }
 
-    /// Writes `memory` from byte `offset` on. Offset and length must be multiples of the
-    /// logical block size.
+    /// Writes `memory` at byte `offset`. Offset and length must be multiples of the logical block size.
     ///
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].
@@ -165,7 +162,7 @@ impl Submitter {
         Ok(self.submit_and_wait(Bio { data: buffer.into(), ..bio()? }).0?)
     }
 
-    /// Makes everything that has completed survive a loss of power.
+    /// Makes everything durable that has completed.
     ///
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].
@@ -173,7 +170,7 @@ impl Submitter {
         Ok(self.submit_and_wait(Bio::flush(0)).0?)
     }
 
-    /// Discards `length` bytes from `offset` on: they are no longer needed.
+    /// Discards `length` bytes from byte `offset`: their contents are no longer needed.
     ///
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].
@@ -181,8 +178,8 @@ impl Submitter {
         Ok(self.submit_and_wait(ranged(Operation::Discard, offset, length)?).0?)
     }
 
-    /// Makes `length` bytes from `offset` on read as zeroes; with `keep_allocated` the
-    /// blocks stay reserved.
+    /// Makes `length` bytes from byte `offset` read as zeroes. With `keep_allocated` the blocks stay
+    /// allocated.
     ///
     /// # Errors
     /// The status of the I/O as an [`std::io::Error`].
@@ -191,19 +188,20 @@ impl Submitter {
         Ok(self.submit_and_wait(ranged(Operation::WriteZeroes, offset, length)?.with_flags(flags)).0?)
     }
 
-    /// Does `bio`, whose memory a caller lent for the time of this call: it returns when the memory
-    /// is returned.
+    /// Executes `bio`, whose memory the caller has lent for this call. Returns only when the memory has been
+    /// returned.
     fn submit_lent(&mut self, bio: Bio) -> IoResult {
         let (result, data) = self.submit_and_wait(bio);
         if !matches!(data, Data::Segments(_)) {
-            // The owner of the queue panicked with the bio in flight. The caller would free the
-            // memory, by returning or by unwinding, while the kernel uses it.
+            // The owner of the queue panicked with the bio in flight, and the memory was leaked to the
+            // kernel. If this call returned or unwound, the caller would free the memory while the kernel
+            // uses it.
             std::process::abort();
         }
         result
     }
 
-    /// Whether the device can use the memory as it is, now; otherwise it is copied.
+    /// Whether the device can use the memory in place now. Otherwise it must be copied.
     fn may_use(&mut self, memory: &[u8]) -> bool {
         self.refresh();
         let align = (self.limits.memory_align as usize).min(BUFFER_ALIGN);
@@ -218,15 +216,15 @@ fn ranged(operation: Operation, offset: u64, length: u64) -> Result<Bio, Status>
     Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
 }
 
-/// A buffer for a copy of `memory`, which is not aligned as the device needs it.
+/// A buffer for a copy of `memory`, which is not aligned as the device requires.
 fn copy_buffer(memory: &[u8]) -> Result<IoBuffer, Status> {
     if memory.len() > i32::MAX as usize { Err(Status::Invalid) } else { Ok(IoBuffer::zeroed(memory.len())) }
 }
 
-/// Memory that a caller lent for the time of a call.
+/// Memory that a caller has lent for the time of a call.
 struct Borrowed([Segment; 1]);
 
-// SAFETY: made only by `borrowed`, whose caller promises all of it.
+// SAFETY: created only by `borrowed`, whose caller promises what the trait demands.
 unsafe impl SegmentOwner for Borrowed {
     fn segments(&self) -> &[Segment] {
         &self.0
@@ -234,7 +232,7 @@ unsafe impl SegmentOwner for Borrowed {
 }
 
 /// # Safety
-/// The memory must stay valid, and borrowed as the operation needs, until the bio completed.
+/// The memory must stay valid, and borrowed as the operation needs it, until the bio has completed.
 unsafe fn borrowed(ptr: *mut u8, len: usize) -> Data {
     let segment = Segment::new(ptr, len as u32);
     Data::Segments(Box::new(Box::new(Borrowed([segment]))))
