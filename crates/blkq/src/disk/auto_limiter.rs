@@ -1,4 +1,4 @@
-//! The thread that finds a disk's ceiling, and sets its limits.
+//! The thread that searches a disk's ceiling and sets its rate limits accordingly.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,17 +10,18 @@ use crate::periodic::PeriodicThread;
 use crate::stats::Counter;
 use crate::throttle::{AutoLimit, DeviceLoad, DeviceTimes, RateLimits};
 
-/// How often it looks at the disk, and how often if that does nothing.
+/// How often the thread checks the disk, and how often if the disk is idle.
 const TICK: Duration = Duration::from_millis(50);
 const IDLE_TICK: Duration = Duration::from_millis(500);
-/// Stack of the thread.
+/// Stack size of the thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Keeps the rate of a disk just under its ceiling ([`CeilingSearch`]), until this is dropped: then the disk has no
-/// limits of its own.
+/// Keeps the rate of a disk just under its ceiling ([`CeilingSearch`]). Dropping this stops the thread, and
+/// removes the disk's own limits.
 pub struct AutoLimiter(#[allow(dead_code, reason = "it is there to be dropped")] PeriodicThread);
 
-/// The search of a disk's ceiling. When it is dropped, however its thread exits, the disk has no limits of its own.
+/// A search for the ceiling of a disk. Dropping this removes the disk's own limits, even if its thread
+/// panics.
 pub struct CeilingSearch {
     disk: Arc<Disk>,
     times: Arc<[Arc<DeviceTimes>]>,
@@ -28,10 +29,10 @@ pub struct CeilingSearch {
 }
 
 impl CeilingSearch {
-    /// Begins one; the disk's own limits are removed.
+    /// Starts a search, and removes the disk's own limits.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if there is another.
+    /// [`ErrorKind::Busy`] if another search is running.
     pub fn begin(disk: &Arc<Disk>) -> Result<CeilingSearch, Error> {
         let times: Arc<[Arc<DeviceTimes>]> =
             (0..disk.queue_count()).map(|_| Arc::new(DeviceTimes::new())).collect();
@@ -42,7 +43,7 @@ impl CeilingSearch {
         Ok(CeilingSearch { disk: disk.clone(), times, auto: AutoLimit::new() })
     }
 
-    /// The work of the disk so far.
+    /// The work that the disk has done so far.
     pub fn load(&self) -> DeviceLoad {
         let mut load = DeviceLoad { now_ns: monotonic_ns(), ..DeviceLoad::default() };
         self.times.iter().for_each(|times| times.add_to(&mut load));
@@ -50,7 +51,7 @@ impl CeilingSearch {
         load
     }
 
-    /// Decides on the limits, and sets them; to be called some 20 times a second.
+    /// Updates the limits from `load`. Must be called about 20 times per second.
     pub fn update(&mut self, load: &DeviceLoad) {
         if self.auto.update(load) {
             self.disk.set_rate_limits(self.auto.limits());
@@ -67,10 +68,10 @@ impl Drop for CeilingSearch {
 }
 
 impl AutoLimiter {
-    /// Starts to, on a thread of its own; the disk's own limits are removed.
+    /// Starts the thread, and removes the disk's own limits.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if another does; if there can be no more threads.
+    /// [`ErrorKind::Busy`] if another search is running; the system's error if the thread cannot be created.
     pub fn start(disk: &Arc<Disk>) -> Result<AutoLimiter, Error> {
         let mut search = CeilingSearch::begin(disk)?;
         let mut ios = 0;

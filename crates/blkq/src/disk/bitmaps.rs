@@ -1,4 +1,5 @@
-//! The dirty bitmaps of a disk.
+//! The dirty bitmaps of a disk. Which bitmaps a disk has changes only under a freeze, so that no write is
+//! missed.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -16,31 +17,31 @@ impl Disk {
         self.bitmaps.list()
     }
 
-    /// Closes the set of bitmaps of a disk that stops: from now on all changes of it are refused, and none is under
-    /// way. Writes set bits still. Returns them.
+    /// Closes the set of bitmaps of a disk that is stopping, and returns the bitmaps. No change of them is in
+    /// progress afterwards, and further changes are rejected. Writes still set bits.
     pub fn close_bitmaps(&self) -> Vec<Arc<Bitmap>> {
         let _one_at_a_time = lock(&self.changing);
         self.bitmaps.close();
         self.bitmaps.list()
     }
 
-    /// Has the bitmaps kept in `file`, as [`bitmaps::set_file`] does.
+    /// Makes `file` the file that stores the bitmaps, as [`bitmaps::set_file`] does.
     ///
     /// # Errors
-    /// As that, and [`ErrorKind::Unsupported`] after [`Disk::close_bitmaps`].
+    /// The errors of [`bitmaps::set_file`], and [`ErrorKind::Unsupported`] after [`Disk::close_bitmaps`].
     pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.check_bitmaps_open()?;
         bitmaps::set_file(&*self.driver(), file)
     }
 
-    /// Adds a bitmap of the writes from now on: what completed before this is not in it, and what is submitted
-    /// afterwards is.
+    /// Adds a bitmap that records writes from now on. Writes that completed before are not in it, and writes
+    /// that are submitted afterwards are.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if there is one of that name, or it cannot be; [`ErrorKind::Unsupported`] if the disk is
-    /// read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`]; those of
-    /// [`bitmaps::reserve`].
+    /// [`ErrorKind::Invalid`] if the name is in use, or name or granularity are invalid;
+    /// [`ErrorKind::Unsupported`] if the disk is read-only, or after [`Disk::close_bitmaps`];
+    /// [`ErrorKind::Busy`] as for [`Disk::set`]; the errors of [`bitmaps::reserve`].
     pub fn add_bitmap(&self, name: &str, granularity: u64) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.check_changeable("nothing would be in a bitmap")?;
@@ -48,11 +49,12 @@ impl Disk {
         self.change_bitmaps(|| self.bitmaps.add(bitmap))
     }
 
-    /// Adds bitmaps that were loaded. Those that there is no room for are left out, and their errors returned. From now
-    /// on the image has the names of all ([`bitmaps::reserve`]).
+    /// Adds bitmaps that were loaded from the image. Bitmaps for which there is no room are left out, and
+    /// their errors returned. From now on the names of all bitmaps are saved in the image
+    /// ([`bitmaps::reserve`]).
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::Busy`] as for [`Disk::set`].
     pub fn load_bitmaps(&self, bitmaps: Vec<Bitmap>) -> Result<Vec<Error>, Error> {
         let _one_at_a_time = lock(&self.changing);
         let size = self.limits().size_bytes();
@@ -60,7 +62,7 @@ impl Disk {
         self.bitmaps.set_kept();
         self.frozen(|| {
             for bitmap in bitmaps {
-                // Of an image with a part of a sector more: those bits stay, too.
+                // The bitmap is larger if the image ends with a part of a sector. Its bits are kept then.
                 let bitmap = if bitmap.size() >= size { Ok(bitmap) } else { bitmap.resized(size) };
                 errors.extend(bitmap.and_then(|bitmap| self.bitmaps.add(bitmap)).err());
             }
@@ -69,11 +71,12 @@ impl Disk {
         Ok(errors)
     }
 
-    /// Removes a bitmap.
+    /// Removes the bitmap with this name.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if the disk is read-only, or
-    /// after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`]; those of [`bitmaps::reserve`].
+    /// [`ErrorKind::NotFound`] if there is no such bitmap; [`ErrorKind::Unsupported`] if the disk is
+    /// read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as for [`Disk::set`]; the errors of
+    /// [`bitmaps::reserve`].
     pub fn remove_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.find_bitmap(name)?;
@@ -84,11 +87,13 @@ impl Disk {
         })
     }
 
-    /// Clears a bitmap: what completed before this is not in it any more, and what is submitted afterwards is.
+    /// Clears a bitmap. Writes that completed before are no longer in it, and writes that are submitted
+    /// afterwards are.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none of that name; [`ErrorKind::Unsupported`] if it is inconsistent, the
-    /// disk is read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::NotFound`] if there is no such bitmap; [`ErrorKind::Unsupported`] if the bitmap is
+    /// inconsistent, if the disk is read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as for
+    /// [`Disk::set`].
     pub fn clear_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let cleared = self.find_consistent(name)?.cleared()?;
@@ -98,10 +103,10 @@ impl Disk {
         })
     }
 
-    /// Has writes set the bits of a bitmap from now on, or not any more. It keeps those that it has.
+    /// Starts or stops the recording of writes in a bitmap, which keeps its bits.
     ///
     /// # Errors
-    /// As [`Disk::clear_bitmap`].
+    /// The errors of [`Disk::clear_bitmap`].
     pub fn set_bitmap_recording(&self, name: &str, is_recording: bool) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let bitmap = self.find_consistent(name)?;
@@ -112,10 +117,10 @@ impl Disk {
         })
     }
 
-    /// Adds all that is dirty in the bitmaps `from` to the bitmap `into`, at one moment.
+    /// Adds the dirty bits of the bitmaps `from` to the bitmap `into`, all at one point in time.
     ///
     /// # Errors
-    /// As [`Disk::clear_bitmap`], and then nothing has changed.
+    /// The errors of [`Disk::clear_bitmap`]. Then nothing has changed.
     pub fn merge_bitmaps(&self, from: &[String], into: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let into = self.find_consistent(into)?;
@@ -126,7 +131,7 @@ impl Disk {
         })
     }
 
-    /// The bitmap of that name, to be changed.
+    /// The bitmap with this name, if it may be changed.
     fn find_consistent(&self, name: &str) -> Result<Arc<Bitmap>, Error> {
         let bitmap = self.find_bitmap(name)?;
         self.check_changeable("its bitmaps stay as they are")?;
@@ -137,7 +142,7 @@ impl Disk {
         Ok(bitmap)
     }
 
-    /// Changes which bitmaps there are while no request is in flight, or leaves all as it was.
+    /// Changes the set of bitmaps while no request is in flight. After an error everything is as before.
     fn change_bitmaps(&self, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         self.frozen(|| {
             let before = self.bitmaps.list();
@@ -145,7 +150,7 @@ impl Disk {
         })
     }
 
-    /// Resizes the driver while no request is in flight, and before that the bitmaps, to the `expected` size.
+    /// Resizes the bitmaps to the `expected` size, and then the driver, while no request is in flight.
     pub(super) fn resize_with_bitmaps(&self, bytes: Option<u64>, expected: u64) -> Result<(), Error> {
         let (bitmaps, before) = (self.bitmaps.list(), self.limits().size_bytes());
         let resize_bitmaps = |before: u64, after: u64| {
@@ -157,11 +162,11 @@ impl Disk {
         };
         let resized = resize_bitmaps(before, expected).and_then(|()| self.driver().resize(bytes));
         resized.inspect_err(|_| self.bitmaps.restore(bitmaps))?;
-        // The backing store may have got another size just now.
+        // The size of the backing store may have changed again in the meantime.
         resize_bitmaps(expected, self.limits().size_bytes())
     }
 
-    /// Has the image name the bitmaps, if it keeps them.
+    /// Saves the names of the bitmaps in the image, if the image stores them.
     fn reserve_bitmaps(&self) -> Result<(), Error> {
         if !self.bitmaps.is_kept() {
             return Ok(());
@@ -169,7 +174,7 @@ impl Disk {
         bitmaps::reserve(&*self.driver(), &self.bitmaps.list())
     }
 
-    /// Refuses a change after [`Disk::close_bitmaps`]. Changes are locked.
+    /// Rejects a change after [`Disk::close_bitmaps`]. The caller must have locked changes.
     pub(super) fn check_bitmaps_open(&self) -> Result<(), Error> {
         if !self.bitmaps.is_closed() {
             return Ok(());

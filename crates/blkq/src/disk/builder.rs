@@ -1,5 +1,3 @@
-//! [`DiskBuilder`]: how a [`Disk`] is made.
-
 use std::sync::Arc;
 
 use crate::clock::ClockMode;
@@ -13,7 +11,7 @@ use super::Disk;
 use super::hold::ErrorPolicy;
 use super::settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
 
-/// Makes a [`Disk`].
+/// Builds a [`Disk`].
 pub struct DiskBuilder {
     driver: Box<dyn Driver>,
     name: String,
@@ -27,109 +25,110 @@ pub struct DiskBuilder {
 }
 
 impl DiskBuilder {
-    /// The name for messages and statistics; the driver's by default.
+    /// Sets the name for messages and statistics. The default is the driver's name.
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> DiskBuilder {
         self.name = name.into();
         self
     }
 
-    /// Number of hardware queues, 1 to [`QUEUES_MAX`]; 1 by default.
+    /// Sets the number of hardware queues, from 1 to [`QUEUES_MAX`]. The default is 1.
     #[must_use]
     pub fn queues(mut self, queues: usize) -> DiskBuilder {
         self.queues = queues;
         self
     }
 
-    /// Requests in flight per queue, 1 to [`DEPTH_MAX`]; [`DEPTH_DEFAULT`] by default.
+    /// Sets the number of requests in flight per queue, from 1 to [`DEPTH_MAX`]. The default is
+    /// [`DEPTH_DEFAULT`].
     #[must_use]
     pub fn depth(mut self, depth: u16) -> DiskBuilder {
         self.settings.depth = depth;
         self
     }
 
-    /// One tag set for all queues, instead of one for each.
+    /// Lets all queues share one tag set, as BLK_MQ_F_TAG_HCTX_SHARED does, instead of one for each queue.
     #[must_use]
     pub fn shared_tags(mut self, shared: bool) -> DiskBuilder {
         self.shared_tags = shared;
         self
     }
 
-    /// Refuses writes, also where the driver has them.
+    /// Rejects writes, also if the device is writable.
     #[must_use]
     pub fn read_only(mut self, read_only: bool) -> DiskBuilder {
         self.read_only = read_only;
         self
     }
 
-    /// The scheduler; none by default.
+    /// Sets the scheduler. The default is none.
     #[must_use]
     pub fn scheduler(mut self, scheduler: SchedulerKind) -> DiskBuilder {
         self.settings.scheduler = scheduler;
         self
     }
 
-    /// Whether neighbours merge; true by default.
+    /// Sets whether neighbouring bios are merged. The default is true.
     #[must_use]
     pub fn merge(mut self, merge: bool) -> DiskBuilder {
         self.settings.merge = merge;
         self
     }
 
-    /// Whether a driver's I/O reaches the kernel a few at a time; true by default.
+    /// Sets [`Settings::early_submission`]. The default is true.
     #[must_use]
     pub fn early_submission(mut self, early_submission: bool) -> DiskBuilder {
         self.settings.early_submission = early_submission;
         self
     }
 
-    /// Whether submitters get requests in batches; true by default.
+    /// Sets whether submitters get requests in batches when the device is full. The default is true.
     #[must_use]
     pub fn batching(mut self, batching: bool) -> DiskBuilder {
         self.settings.batching = batching;
         self
     }
 
-    /// Whether I/O is counted and timed; true by default.
+    /// Sets whether I/O is counted and timed. The default is true.
     #[must_use]
     pub fn iostats(mut self, iostats: bool) -> DiskBuilder {
         self.settings.iostats = iostats;
         self
     }
 
-    /// How time stamps are taken; cached by default.
+    /// Sets how time stamps are taken. The default is a cached clock.
     #[must_use]
     pub fn clock(mut self, clock: ClockMode) -> DiskBuilder {
         self.settings.clock = clock;
         self
     }
 
-    /// Limits of I/Os and bytes per second; none by default.
+    /// Sets limits of I/Os and bytes per second. The default is no limits.
     #[must_use]
     pub fn rate_limits(mut self, limits: RateLimits) -> DiskBuilder {
         self.rate_limits = limits;
         self
     }
 
-    /// The policy for requests that the driver fails; their errors are reported by default.
+    /// Sets the policy for requests that the driver fails. The default is to report their errors.
     #[must_use]
     pub fn error_policy(mut self, policy: ErrorPolicy) -> DiskBuilder {
         self.error_policy = policy;
         self
     }
 
-    /// Whether flushes and FUA do nothing; false by default. With true nothing is durable until the
-    /// backing store writes it back by itself.
+    /// Sets whether flushes and FUA do nothing. The default is false. If true, nothing is durable until the
+    /// backing store writes it back on its own.
     #[must_use]
     pub fn ignore_flushes(mut self, ignore: bool) -> DiskBuilder {
         self.ignore_flushes = ignore;
         self
     }
 
-    /// The disk.
+    /// Builds the disk.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for limits that make no sense and numbers out of range.
+    /// [`ErrorKind::Invalid`] if the driver's limits are invalid, or if a number is out of range.
     pub fn build(self) -> Result<Arc<Disk>, Error> {
         let DiskBuilder {
             driver,
@@ -165,7 +164,7 @@ impl DiskBuilder {
 }
 
 impl Disk {
-    /// Begins to make a disk of `driver`.
+    /// Starts to build a disk with `driver`.
     pub fn builder(driver: Box<dyn Driver>) -> DiskBuilder {
         DiskBuilder {
             name: driver.name().to_string(),

@@ -1,4 +1,4 @@
-//! Another driver for a disk in use.
+//! Exchanges the driver of a disk in use, for snapshots and block commits.
 
 use std::sync::Arc;
 
@@ -8,30 +8,33 @@ use crate::sync::{MutexGuard, lock};
 
 use super::{Disk, Frozen};
 
-/// A freeze in which the driver may be exchanged ([`Disk::begin_exchange`]). Over when this is dropped.
+/// A freeze under which the driver may be exchanged ([`Disk::begin_exchange`]). Dropping this lifts it.
 #[must_use = "the freeze is over when this is dropped"]
 pub struct Exchange<'a> {
     disk: &'a Disk,
-    /// Before the next change: fields are dropped in this order.
+    /// Fields are dropped in this order: the freeze is lifted before the next change may begin.
     _frozen: Frozen<'a>,
     _one_at_a_time: MutexGuard<'a, ()>,
 }
 
 impl Disk {
-    /// Freezes the disk, so that its driver can be exchanged. Other changes wait until that is over.
+    /// Freezes the disk so that its driver can be exchanged. Other changes of the disk wait until the
+    /// returned value is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::Busy`] and [`ErrorKind::Held`], as for [`Disk::set`].
     pub fn begin_exchange(&self) -> Result<Exchange<'_>, Error> {
         let one_at_a_time = lock(&self.changing);
         self.freeze_timeout()?;
         Ok(Exchange { disk: self, _frozen: Frozen(self), _one_at_a_time: one_at_a_time })
     }
 
-    /// Checks whether `driver` could take the place of the disk's: its device must be the same for those that use it.
+    /// Checks whether `driver` could replace the disk's driver: users of the device must not notice a
+    /// difference.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if it has fewer queues, another size or sector, or wants more of memory.
+    /// [`ErrorKind::Unsupported`] if the driver has fewer queues, another size or sector size, or a stricter
+    /// memory alignment; [`ErrorKind::Invalid`] if its limits are invalid.
     pub fn check_exchange(&self, driver: &dyn Driver) -> Result<(), Error> {
         let (now, then) = (self.driver().limits(), driver.limits());
         then.validate()?;
@@ -59,19 +62,20 @@ impl Disk {
 }
 
 impl Exchange<'_> {
-    /// As [`Disk::check_exchange`].
+    /// [`Disk::check_exchange`], under the freeze.
     ///
     /// # Errors
-    /// As that.
+    /// The errors of [`Disk::check_exchange`].
     pub fn check(&self, driver: &dyn Driver) -> Result<(), Error> {
         self.disk.check_exchange(driver)
     }
 
-    /// Puts `driver`, which was checked, in the place of the disk's, which is returned. Each queue of the disk opens
-    /// its own of the driver's when it goes on; if it cannot, its requests fail, and [`Disk::broken`] has the reason.
+    /// Replaces the driver of the disk with `driver`, and returns the old one. Each queue of the disk opens a
+    /// queue of the new driver when it runs again. If it cannot, its requests fail, and [`Disk::broken`]
+    /// returns the reason.
     ///
     /// # Errors
-    /// As [`Exchange::check`]; nothing has changed then.
+    /// The errors of [`Exchange::check`]. Then nothing has changed.
     pub fn replace(&self, driver: Box<dyn Driver>) -> Result<Arc<dyn Driver>, Error> {
         self.check(&*driver)?;
         self.disk.set_broken(None);

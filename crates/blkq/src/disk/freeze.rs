@@ -1,9 +1,12 @@
-//! Freeze and quiesce: how control threads stop the queues of a disk, which their owners
-//! drive without a lock (the kernel's `blk_mq_freeze_queue` and `blk_mq_quiesce_queue`).
+//! Freeze and quiesce (`blk_mq_freeze_queue`, `blk_mq_quiesce_queue`): how control threads stop the queues of
+//! a disk, which their owners drive without a lock. After a freeze no request exists; after a quiesce nothing
+//! is dispatched to the driver, while requests of the driver complete.
 //!
-//! An owner marks its queue before it checks whether it may continue; a control thread sets
-//! the stop before it checks the marks. So one of the two always sees the other, and as owners
-//! do it in each turn, the control thread pays for the order ([`AsymmetricFence`]).
+//! An owner stores its mark, and then loads the stop word. A control thread stores the stop word, and then
+//! loads the marks. At least one of the two therefore sees the other's store, if each side has a full fence
+//! between store and load. Owners run in every turn and control threads seldom, so the fence is asymmetric: a
+//! compiler barrier for the owner, and membarrier(2) for the control thread, if the kernel supports that
+//! ([`AsymmetricFence`]).
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -21,30 +24,32 @@ use crate::sync::{AsymmetricFence, WaitQueue};
 
 /// Mark of a queue that has requests.
 const ACTIVE: u32 = 1 << 0;
-/// Mark of a queue that is giving requests to its driver.
+/// Mark of a queue that is passing requests to its driver.
 const DISPATCHING: u32 = 1 << 1;
 
-/// The state by which the queues of a disk and its control threads notify each other.
+/// The words through which the owners of the queues and the control threads of a disk communicate.
 ///
-/// The methods that take a queue's number first, [`enter`](Self::enter) to
-/// [`leave_dispatch`](Self::leave_dispatch), are for the one thread that owns that queue and
-/// never block; the others are for control threads.
+/// The methods that take a queue's number, [`enter`](Self::enter) to
+/// [`leave_dispatch`](Self::leave_dispatch), are for the thread that owns this queue, and never block. All
+/// others are for control threads.
 #[derive(Debug)]
 pub struct DiskControl {
-    /// How many freezes and quiesces last: read by every owner, written by few.
+    /// The number of freezes in force or starting. Read by every owner, and rarely written.
+    /// The number of quiesces in force or starting.
     frozen: AtomicU32,
+    /// The number of freezes that were lifted.
     quiesced: AtomicU32,
     generation: AtomicU64,
-    /// Between marks and stops: the owners' side is the light one.
+    /// Orders marks and stop words. The owner's side is the cheap one.
     fence: AsymmetricFence,
-    /// The marks of each queue, written by its owner alone.
+    /// The marks of each queue. Only its owner writes them.
     queues: Box<[CachePadded<AtomicU32>]>,
-    /// Control threads that wait for marks to go.
+    /// Control threads that wait until no queue has a certain mark.
     drained: WaitQueue,
 }
 
 impl DiskControl {
-    /// The control of a disk with that many queues, numbered from 0: not frozen.
+    /// The state of a disk with that number of queues: not frozen, not quiesced.
     pub fn new(queues: usize) -> DiskControl {
         DiskControl {
             frozen: AtomicU32::new(0),
@@ -68,28 +73,28 @@ impl DiskControl {
         }
     }
 
-    /// The queue, which has no requests, is to get some. If `false`, the disk is frozen:
-    /// what is to be submitted waits until the kick of [`DiskControl::unfreeze`]. If `true`,
-    /// compare [`DiskControl::generation`].
+    /// Marks the queue as active, because it is about to have requests. Returns false if the disk is frozen:
+    /// then bios must wait for the kick of [`DiskControl::unfreeze`]. After true, the caller must compare
+    /// [`DiskControl::generation`].
     #[inline]
     pub fn enter(&self, queue: usize) -> bool {
         self.mark(queue, ACTIVE, &self.frozen)
     }
 
-    /// The queue has no requests any more.
+    /// Marks the queue as idle: it has no requests.
     #[inline]
     pub fn leave(&self, queue: usize) {
         self.unmark(queue, ACTIVE, &self.frozen);
     }
 
-    /// The queue is to give requests to its driver. If `false`, the disk is quiesced: they
-    /// stay where they are until the kick of [`DiskControl::unquiesce`].
+    /// Marks the queue as dispatching, because it is about to pass requests to its driver. Returns false if
+    /// the disk is quiesced: then requests stay where they are until the kick of [`DiskControl::unquiesce`].
     #[inline]
     pub fn begin_dispatch(&self, queue: usize) -> bool {
         self.mark(queue, DISPATCHING, &self.quiesced)
     }
 
-    /// The queue has given what it had to its driver.
+    /// Ends the dispatch: the driver has been called.
     #[inline]
     pub fn leave_dispatch(&self, queue: usize) {
         self.unmark(queue, DISPATCHING, &self.quiesced);
@@ -97,6 +102,8 @@ impl DiskControl {
 
     #[inline]
     fn mark(&self, queue: usize, mark: u32, stopped: &AtomicU32) -> bool {
+        // Only the owner writes the marks, so its own load may be relaxed. The store is a release, so that a
+        // control thread that sees a mark removed also sees what the owner did before.
         let marks = &self.queues[queue];
         marks.store(marks.load(Relaxed) | mark, Release);
         self.fence.light();
@@ -110,6 +117,8 @@ impl DiskControl {
     #[inline]
     fn unmark(&self, queue: usize, mark: u32, stopped: &AtomicU32) {
         let marks = &self.queues[queue];
+        // The control thread may be waiting for this. If it has not set the stop word yet, it will see the
+        // mark removed.
         marks.store(marks.load(Relaxed) & !mark, Release);
         self.fence.light();
         if stopped.load(SeqCst) != 0 {
@@ -117,7 +126,7 @@ impl DiskControl {
         }
     }
 
-    /// Has those that freeze the disk check whether that has become futile.
+    /// Wakes threads that wait for a freeze, so that they check whether waiting has become futile.
     pub fn wake_waiters(&self) {
         self.wake_drained();
     }
@@ -131,16 +140,17 @@ impl DiskControl {
         self.queues.iter().all(|queue| queue.load(SeqCst) & mark == 0)
     }
 
-    /// Lets no request begin and waits until none is left in any queue. Freezes nest: each
-    /// needs its [`DiskControl::unfreeze`]. `kick` is called for every queue, to have its
-    /// owner finish what waits for company, in the plug for instance.
+    /// Freezes the disk: no request starts, and all requests in all queues complete. Freezes nest, and each
+    /// needs its own [`DiskControl::unfreeze`]. `kick` is called for every queue, so that the owner finishes
+    /// requests that wait in the plug.
     pub fn freeze(&self, kick: impl FnMut(usize)) {
         self.begin_freeze(kick);
         self.drained.wait_until(|| self.is_clear(ACTIVE));
     }
 
-    /// The same, but gives up after `timeout`, or as soon as `is_futile`, which [`DiskControl::wake_waiters`]
-    /// has checked: then `false`, and the disk is as it was.
+    /// Freezes the disk as [`DiskControl::freeze`] does. Returns false, and leaves the disk unfrozen, after
+    /// `timeout`, or as soon as `is_futile` returns true; [`DiskControl::wake_waiters`] lets the thread call
+    /// it.
     pub fn freeze_timeout(
         &self,
         timeout: Duration,
@@ -148,7 +158,8 @@ impl DiskControl {
         mut kick: impl FnMut(usize),
     ) -> bool {
         self.begin_freeze(&mut kick);
-        // Once clear, it stays so: a queue may enter for a moment, and leaves as it sees the freeze.
+        // The marks stay clear once they are: a queue may enter for a moment, but leaves when it sees the
+        // freeze.
         let mut frozen = false;
         self.drained.wait_until_timeout(timeout, || {
             frozen = self.is_clear(ACTIVE);
@@ -165,60 +176,61 @@ impl DiskControl {
         (0..self.queues.len()).for_each(kick);
     }
 
-    /// Lifts a freeze. The generation goes up, and after the last of nested freezes `kick` is
-    /// called for every queue, to have its owner submit what waited.
+    /// Lifts a freeze and increments the generation. After the last of nested freezes, `kick` is called for
+    /// every queue, so that the owner submits what has waited.
     pub fn unfreeze(&self, kick: impl FnMut(usize)) {
         self.generation.fetch_add(1, SeqCst);
         self.resume(&self.frozen, kick);
     }
 
-    /// Lets no request go to a driver and waits until no owner is about to give it one; what
-    /// the drivers have continues. Nests like [`DiskControl::freeze`].
+    /// Quiesces the disk: no request is passed to a driver, and all calls of drivers have returned. Requests
+    /// that the drivers have still complete. Quiesces nest as freezes do.
     pub fn quiesce(&self) {
         self.stop(&self.quiesced);
         self.drained.wait_until(|| self.is_clear(DISPATCHING));
     }
 
-    /// Lifts a quiesce; after the last of nested ones `kick` is called for every queue, to
-    /// have its owner dispatch what stayed.
+    /// Lifts a quiesce. After the last of nested quiesces, `kick` is called for every queue, so that the
+    /// owner dispatches what has waited.
     pub fn unquiesce(&self, kick: impl FnMut(usize)) {
         self.resume(&self.quiesced, kick);
     }
 
     fn stop(&self, stopped: &AtomicU32) {
-        // Where the fence is refused, this panics while nothing is stopped.
+        // If the system refuses the fence, this panics before anything is stopped.
         self.fence.heavy();
+        // Pairs with the light fence in `mark` and `unmark`.
         stopped.fetch_add(1, SeqCst);
         self.fence.heavy();
     }
 
     fn resume(&self, stopped: &AtomicU32, kick: impl FnMut(usize)) {
-        // A count of none stays so: a panic here must not stop the disk for good.
+        // The count must not wrap below zero: a panic here must not leave the disk stopped for good.
         let before = stopped.fetch_update(SeqCst, SeqCst, |count| count.checked_sub(1));
         if before.expect("resumed more often than stopped") == 1 {
             (0..self.queues.len()).for_each(kick);
         }
     }
 
-    /// Whether the queue has requests.
+    /// Whether the queue is marked as having requests.
     pub fn is_active(&self, queue: usize) -> bool {
         self.queues[queue].load(SeqCst) & ACTIVE != 0
     }
 
-    /// Whether a freeze lasts or begins.
+    /// Whether a freeze is in force or starting.
     #[inline]
     pub fn is_frozen(&self) -> bool {
         self.frozen.load(SeqCst) != 0
     }
 
-    /// Whether a quiesce lasts or begins.
+    /// Whether a quiesce is in force or starting.
     #[inline]
     pub fn is_quiesced(&self) -> bool {
         self.quiesced.load(SeqCst) != 0
     }
 
-    /// How many freezes were lifted. An owner that has entered and finds another number than
-    /// at its last check reads the limits and the configuration anew.
+    /// The number of freezes that were lifted. An owner that has entered, and finds another number than
+    /// before, must read limits and settings again.
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation.load(SeqCst)

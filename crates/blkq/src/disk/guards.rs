@@ -1,12 +1,12 @@
-//! States of a disk that are over when a value is dropped.
+//! Guards: states of a disk that end when a value is dropped.
 
 use std::sync::Arc;
 
 use super::Disk;
 use crate::sync::atomic::Ordering;
 
-/// A queue is open while its owner has this, which is to be dropped last: the next owner may open the
-/// queue from then on. Bios that submitters left there fail.
+/// Ownership of an open queue. The owner must drop it after everything else, because the next owner may open
+/// the queue from then on. Bios that submitters have staged in the queue fail.
 pub(crate) struct QueueClaim {
     pub(super) disk: Arc<Disk>,
     pub(super) index: usize,
@@ -20,7 +20,7 @@ impl Drop for QueueClaim {
     }
 }
 
-/// A freeze of a disk ([`Disk::freeze`]), over when this is dropped.
+/// A freeze of a disk ([`Disk::freeze`]). Dropping this lifts it.
 #[must_use = "the freeze is over when this is dropped"]
 pub struct Frozen<'a>(pub(super) &'a Disk);
 
@@ -30,7 +30,7 @@ impl Drop for Frozen<'_> {
     }
 }
 
-/// The time in which no limit counts ([`Disk::bypass_limits`]), over when this is dropped.
+/// A time in which no rate limit applies ([`Disk::bypass_limits`]). Dropping this ends it.
 #[must_use = "the limits count again when this is dropped"]
 pub struct Unlimited(pub(super) Arc<Disk>);
 
@@ -41,7 +41,7 @@ impl Drop for Unlimited {
     }
 }
 
-/// The time in which no request is held ([`Disk::report_errors`]), over when this is dropped.
+/// A time in which no request is held ([`Disk::report_errors`]). Dropping this ends it.
 #[must_use = "requests are held again when this is dropped"]
 pub struct Reporting(pub(super) Arc<Disk>);
 
@@ -52,7 +52,7 @@ impl Drop for Reporting {
     }
 }
 
-/// A quiesce of a disk ([`Disk::quiesce`]), over when this is dropped.
+/// A quiesce of a disk ([`Disk::quiesce`]). Dropping this lifts it.
 #[must_use = "the quiesce is over when this is dropped"]
 pub struct Quiesced<'a>(pub(super) &'a Disk);
 

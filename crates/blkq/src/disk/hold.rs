@@ -1,7 +1,8 @@
-//! Requests that the driver fails: their errors are reported, or they are held until somebody has made
-//! room, and resumes the disk (QEMU's `werror` and `rerror`).
+//! The error policy of a disk: errors of the driver are reported, or the failed requests are held until the
+//! operator has fixed the cause, such as a full file system, and resumes the disk (QEMU's `werror` and
+//! `rerror`).
 //!
-//! Control threads change the words here and wake the queues, which take that over in their next turn
+//! Control threads change the words here and wake the queues, which apply the change in their next turn
 //! (`queue::resume`).
 
 use std::fmt;
@@ -14,28 +15,28 @@ use crate::sync::atomic::{
 };
 use crate::sync::{Mutex, NestedSwitch, lock};
 
-/// The policy for requests that the driver fails.
+/// What happens to requests that the driver fails.
 ///
-/// Errors that are the request's own fault are reported whatever the policy is: one that is invalid, that
-/// the device does not support or that writes to a read-only device. So is that of a flush: reissued,
-/// it could succeed without the data that the failed one lost.
+/// Some errors are reported under every policy: errors that are the request's own fault (invalid,
+/// unsupported, a write to a read-only device), and errors of flushes. A flush that is reissued could succeed
+/// without the data that the failed flush has lost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
 pub enum ErrorPolicy {
-    /// It completes with its error.
+    /// The request completes with its error.
     #[default]
     Report = 0,
-    /// It is held until [`Disk::resume`](crate::Disk::resume).
+    /// The request is held until [`Disk::resume`](crate::Disk::resume).
     Hold = 1,
-    /// It is held if its error is [`Status::NoSpace`]; others complete.
+    /// The request is held if its error is [`Status::NoSpace`]; otherwise it completes.
     HoldNoSpace = 2,
 }
 
 impl ErrorPolicy {
-    /// Every policy, in the order of its number.
+    /// All policies, in the order of their numbers.
     pub const ALL: [ErrorPolicy; 3] = [ErrorPolicy::Report, ErrorPolicy::Hold, ErrorPolicy::HoldNoSpace];
 
-    /// Its name, as it is parsed.
+    /// The name of the policy in settings and configuration.
     pub const fn name(self) -> &'static str {
         match self {
             ErrorPolicy::Report => "report",
@@ -44,7 +45,7 @@ impl ErrorPolicy {
         }
     }
 
-    /// Whether a request that is no flush is held after this error.
+    /// Whether a request other than a flush is held after this error.
     pub(crate) fn holds(self, status: Status) -> bool {
         match self {
             ErrorPolicy::Report => false,
@@ -73,26 +74,26 @@ impl FromStr for ErrorPolicy {
     }
 }
 
-/// The way of held requests ([`Disk::resume`](crate::Disk::resume)).
+/// What happens to held requests when the disk is resumed ([`Disk::resume`](crate::Disk::resume)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Resume {
-    /// The driver gets them again.
+    /// The requests are issued to the driver again.
     Reissue,
-    /// They complete with their errors.
+    /// The requests complete with their errors.
     Fail,
 }
 
-/// The error policy of a disk, for its control threads and its queues.
+/// The error policy of a disk, shared by its control threads and its queues.
 pub(crate) struct HoldControl {
     policy: AtomicU8,
-    /// All errors are reported.
+    /// While this is on, all errors are reported regardless of the policy.
     reporting: NestedSwitch,
-    /// How often held requests were to be reissued, and to fail.
+    /// The number of resumes so far: reissues, failures.
     reissues: AtomicU64,
     failures: AtomicU64,
-    /// For each queue how many of both it has followed.
+    /// For each queue the sum of both numbers that it has applied.
     followed: Box<[AtomicU64]>,
-    /// Locked by a thread that counts what it resumes.
+    /// Locked while a resume is counted, so that two of them do not count the same requests.
     counting: Mutex<()>,
     /// Requests other than reads that were held and have not completed, in all queues.
     writes: AtomicU32,
@@ -111,28 +112,29 @@ impl HoldControl {
         }
     }
 
-    /// The policy that was set.
+    /// The configured policy.
     pub fn policy(&self) -> ErrorPolicy {
         ErrorPolicy::ALL[usize::from(self.policy.load(SeqCst)) % ErrorPolicy::ALL.len()]
     }
 
-    /// The queues are to be woken after this.
+    /// Changes the policy. The caller must wake the queues afterwards.
     pub fn set_policy(&self, policy: ErrorPolicy) {
         self.policy.store(policy as u8, SeqCst);
     }
 
-    /// Begins or stops to report all errors. The queues are to be woken after this.
+    /// Starts or stops to report all errors. The caller must wake the queues afterwards.
     pub fn set_reporting(&self, on: bool) {
         self.reporting.set(on);
     }
 
-    /// Whether all errors are reported, whatever the policy is.
+    /// Whether all errors are reported regardless of the policy.
     pub fn is_reporting(&self) -> bool {
         self.reporting.is_on()
     }
 
-    /// The queues are to be woken after this. Returns how many requests are resumed, of the `held` ones of each queue:
-    /// those that an earlier call is about to resume are not counted again.
+    /// Resumes the held requests. The caller must wake the queues afterwards. Returns the number of resumed
+    /// requests, of which `held` returns those of each queue. Requests that an earlier call has resumed are
+    /// not counted again, even if their queue has not noticed yet.
     pub fn resume(&self, how: Resume, held: impl Fn(usize) -> u64) -> u64 {
         let word = match how {
             Resume::Reissue => &self.reissues,
@@ -146,30 +148,33 @@ impl HoldControl {
         count
     }
 
-    /// `queue` has followed so many requests to reissue, and to fail: its count of held requests is one of after them.
+    /// Records that `queue` has applied these numbers of reissues and failures, and has updated its count of
+    /// held requests. Release, for the load in [`HoldControl::resume`]: a resume that sees the number also
+    /// sees that count.
     pub fn follow(&self, queue: usize, (reissues, failures): (u64, u64)) {
         self.followed[queue].store(reissues + failures, Release);
     }
 
-    /// How often held requests were to be reissued, and to fail.
+    /// The number of resumes so far: reissues, failures.
     pub fn resumed(&self) -> (u64, u64) {
         (self.reissues.load(SeqCst), self.failures.load(SeqCst))
     }
 
-    /// Another write is held.
+    /// Counts a write that is held.
     pub fn add_write(&self) {
         self.writes.fetch_add(1, SeqCst);
     }
 
-    /// One of them has completed. Returns whether it was the last.
+    /// Counts a held write that has completed. Returns whether it was the last.
     pub fn remove_write(&self) -> bool {
         self.writes.fetch_sub(1, SeqCst) == 1
     }
 
-    /// Whether writes were held and have not completed: flushes wait for them.
+    /// Whether writes were held and have not completed, so that flushes must wait.
     #[inline]
     pub fn has_writes(&self) -> bool {
-        // The queue that removes the last one wakes all others.
+        // Relaxed: a queue that misses the removal of the last write is woken, because the queue that removes
+        // it wakes all others.
         self.writes.load(Relaxed) > 0
     }
 }

@@ -1,5 +1,6 @@
-//! A [`Disk`] is a driver with queues: what control threads own, what queues and
-//! submitters share. Nothing here is on the data path unless noted.
+//! A [`Disk`] is a driver with hardware queues (the kernel's `gendisk` and `request_queue`): the state that
+//! control threads change, and the state that queues and submitters share. Nothing in this module is on the
+//! data path unless noted.
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -31,7 +32,7 @@ use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
 use crate::throttle::{Ceiling, Member, RateLimits, ThrottleControl};
 
-/// How long a live change waits for I/O in flight to complete.
+/// How long a live change waits for I/O in flight to complete, as a freeze with a timeout.
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub use crate::limits::QUEUES_MAX;
@@ -44,34 +45,36 @@ use hold::HoldControl;
 pub use hold::{ErrorPolicy, Resume};
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
-/// Of the next disk of this process. Only counted: no model needs to see it.
+/// The number of the next disk of this process. Only counted, so the model checkers need not see it.
 static NEXT_NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
 
-/// The part of a hardware queue that other threads see.
+/// The part of a hardware queue that other threads use.
 pub(crate) struct HardwareQueue {
-    /// The tags that all queues share, if they do; else each queue's owner has its own.
+    /// The tag set that all queues share, if they share one. Otherwise each queue's owner has its own tags.
     pub tags: Option<Arc<TagSet>>,
     pub kick: Arc<Kick>,
     pub software: SoftwareQueues,
     pub stats: Arc<CachePadded<QueueStats>>,
+    /// Whether the queue has an owner.
     open: AtomicBool,
 }
 
 /// A block device in user space.
 ///
-/// For a freeze, a quiesce and each live change the kernel runs fences (membarrier(2)). A thread whose filter
-/// of system calls came after the disk was made, and refuses that, panics there, and nothing has changed.
+/// A freeze, a quiesce and each live change need membarrier(2). If a seccomp filter that was installed after
+/// the disk was built refuses the system call, the calling thread panics, and nothing has changed.
 pub struct Disk {
     name: String,
     number: u32,
-    /// Exchanged while frozen.
+    /// Exchanged only under a freeze.
     driver: Mutex<Arc<dyn Driver>>,
     settings: Mutex<Settings>,
-    /// Locked while a change is made: one at a time.
+    /// Locked during a change of the disk, so that there is one change at a time. Locked before all other
+    /// locks of the disk.
     changing: Mutex<()>,
-    /// Changed while frozen, read when limits are.
+    /// Changed only under a freeze, and read whenever the limits are.
     read_only: AtomicBool,
-    /// The tags of a queue, or of all that share them, at most.
+    /// The largest number of tags of a queue, or of the set that all queues share.
     depth_max: u16,
     shared_tags: bool,
     pub(crate) control: DiskControl,
@@ -83,12 +86,12 @@ pub struct Disk {
     pub(crate) gate: RequestGate,
     queues: Box<[Arc<HardwareQueue>]>,
     next_queue: AtomicUsize,
-    /// Why a queue could not open its part of a driver that it got while the disk was in use.
+    /// Why a queue could not open its part of a driver that was exchanged while the disk was in use.
     broken: Mutex<Option<String>>,
 }
 
 impl Disk {
-    /// A disk with values that [`DiskBuilder::build`] has checked.
+    /// Builds a disk from values that [`DiskBuilder::build`] has checked.
     pub(super) fn assemble(
         driver: Arc<dyn Driver>,
         name: String,
@@ -135,23 +138,23 @@ impl Disk {
         Ok(Arc::new(disk))
     }
 
-    /// The disk's name.
+    /// The name of the disk in messages and statistics.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The disk's number in this process, in the order in which disks were made, from 0: what the USDT probes name
-    /// it by.
+    /// The number of the disk in this process. Disks are numbered from 0 as they are built. USDT probes use
+    /// the number to identify the disk.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// The device behind it now ([`Exchange`]).
+    /// The current driver of the disk ([`Exchange`]).
     pub fn driver(&self) -> Arc<dyn Driver> {
         Arc::clone(&lock(&self.driver))
     }
 
-    /// The device's present limits and its size.
+    /// The current limits of the device, including its size.
     pub fn limits(&self) -> QueueLimits {
         let mut limits = self.driver().limits();
         limits.read_only |= self.read_only.load(Ordering::SeqCst);
@@ -159,24 +162,23 @@ impl Disk {
         limits
     }
 
-    /// The settings in force.
     pub fn settings(&self) -> Settings {
         *lock(&self.settings)
     }
 
-    /// The greatest depth that [`Setting::Depth`] can set: the disk was built with room for so many
+    /// The largest depth that [`Setting::Depth`] can set. The disk was built with room for that number of
     /// requests per queue.
     pub fn depth_max(&self) -> u16 {
         self.depth_max
     }
 
-    /// Number of hardware queues.
+    /// The number of hardware queues.
     pub fn queue_count(&self) -> usize {
         self.queues.len()
     }
 
-    /// Why a queue fails all its requests, if one does: it could not open its part of the driver that the disk got
-    /// while it was in use ([`Exchange::replace`]).
+    /// Why a queue fails all its requests, if one does: it could not open its part of a driver that was
+    /// exchanged while the disk was in use ([`Exchange::replace`]).
     pub fn broken(&self) -> Option<String> {
         lock(&self.broken).clone()
     }
@@ -185,14 +187,14 @@ impl Disk {
         *lock(&self.broken) = why;
     }
 
-    /// Statistics, summed over the queues.
+    /// The statistics of the disk: the sum over its queues.
     pub fn stats(&self) -> StatsSnapshot {
         let mut sum = StatsSnapshot::default();
         self.queue_stats().for_each(|queue| sum += &queue);
         sum
     }
 
-    /// The statistics of each queue, from the first on.
+    /// The statistics of each queue, by its index.
     pub fn queue_stats(&self) -> impl Iterator<Item = StatsSnapshot> {
         self.queues.iter().map(|queue| queue.stats.snapshot())
     }
@@ -202,21 +204,21 @@ impl Disk {
         self.gate.counters()
     }
 
-    /// Submitters that wait at the request gate: for reads, and for all else.
+    /// The number of submitters that wait at the request gate: for reads, for all other operations.
     pub fn gate_waiting(&self) -> [u32; 2] {
         [Direction::Read, Direction::Write].map(|direction| self.gate.waiting(direction))
     }
 
-    /// Whether queue `index` has nothing to scan for ([`hang`](crate::queue::hang)): neither
-    /// requests, nor bios that a freeze, a missing tag or held writes keep from being requests.
+    /// Whether a scan of queue `index` for hangs ([`hang`](crate::queue::hang)) can be skipped: the queue has
+    /// no requests, and no bios that a freeze, a lack of tags or held writes keep from becoming requests.
     pub fn has_nothing_to_scan(&self, index: usize) -> bool {
-        // Bios wait in a queue without requests only in these three cases.
+        // A queue without requests has waiting bios only in these three cases.
         let may_wait = self.shared_tags || self.control.is_frozen() || self.hold.has_writes();
         !may_wait && !self.control.is_active(index)
     }
 
-    /// The structures that several threads use while I/O runs, and where they lie in
-    /// memory: for measuring and checking the layout.
+    /// The structures that several threads use while I/O runs, with their addresses, for measurements and
+    /// checks of the memory layout.
     #[doc(hidden)]
     pub fn hot_fields(&self) -> Vec<HotField> {
         let mut fields = vec![HotField::of("queues", Writer::Nobody, &self.queues)];
@@ -229,7 +231,7 @@ impl Disk {
             fields.push(HotField::of("statistics", Writer::Nobody, stats));
             fields.push(HotField::of("open", Writer::Nobody, open));
             fields.push(HotField::of("counters", Writer::Owner(index), &***stats));
-            // The gate has two numbers, each queue has two, and the tags have the rest.
+            // The gate has two numbers, each queue has two, and the tag set has all further ones.
             kick.hot_fields(Writer::Everybody(2 + 2 * index), &mut fields);
             software.hot_fields(index, Writer::Everybody(3 + 2 * index), &mut fields);
         }
@@ -239,14 +241,15 @@ impl Disk {
         fields
     }
 
-    /// Changes a setting while I/O runs: I/O in flight completes first, what comes
-    /// meanwhile waits, nothing is lost.
+    /// Changes a setting while I/O runs. I/O in flight completes first, I/O that arrives meanwhile waits, and
+    /// nothing is lost.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a depth that the disk has no room for, [`ErrorKind::Unsupported`] if a device that
-    /// only reads is to be written to, [`ErrorKind::Busy`] if I/O in flight does not complete within 30 seconds,
-    /// [`ErrorKind::Held`] if requests are held after errors, and for read-only the driver's. An invalid value is
-    /// found without a freeze, but for a device that only reads.
+    /// [`ErrorKind::Invalid`] for a depth for which the disk has no room, [`ErrorKind::Unsupported`] if a
+    /// read-only device must become writable, [`ErrorKind::Busy`] if I/O in flight does not complete within
+    /// 30 seconds, [`ErrorKind::Held`] if requests are held after errors, and for read-only the driver's
+    /// errors. Invalid values are rejected without a freeze, except that only a freeze shows whether a device
+    /// is read-only.
     pub fn set(&self, setting: Setting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
@@ -281,12 +284,12 @@ impl Disk {
         })
     }
 
-    /// Changes a setting of the driver's own, as [`Disk::set`] does those of the disk; without a
-    /// freeze if the driver needs none ([`Change::Live`]).
+    /// Changes a setting of the driver, as [`Disk::set`] changes those of the disk. There is no freeze if the
+    /// driver needs none ([`Change::Live`]).
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if it is a setting of another driver; else the driver's, and
-    /// [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// [`ErrorKind::NotFound`] for a setting of another driver; otherwise the driver's errors, and
+    /// [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for [`Disk::set`].
     pub fn set_driver(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         match self.driver().prepare_set(setting)? {
@@ -295,24 +298,24 @@ impl Disk {
         }
     }
 
-    /// Changes the disk's own limits while I/O runs; nothing is waited for. Requests that wait go by the
-    /// new ones.
+    /// Changes the disk's own rate limits while I/O runs, without waiting for I/O. The new limits also apply
+    /// to requests that wait already.
     pub fn set_rate_limits(&self, limits: &RateLimits) {
         self.throttle.set_limits(limits);
         self.wake_queues();
     }
 
-    /// The disk's own limits.
+    /// The disk's own rate limits.
     pub fn rate_limits(&self) -> RateLimits {
         *self.throttle.get().limits()
     }
 
-    /// The disk's ceiling, which an [`AutoLimiter`] searches.
+    /// The ceiling of the disk, for which an [`AutoLimiter`] searches.
     pub fn ceiling(&self) -> Ceiling {
         self.throttle.ceiling()
     }
 
-    /// Makes the disk a member of a group, in place of another one.
+    /// Makes the disk a member of a group. A previous membership ends.
     pub fn join_group(&self, member: Member) {
         self.throttle.set_member(member);
         self.wake_queues();
@@ -323,8 +326,8 @@ impl Disk {
         self.throttle.get().member().cloned()
     }
 
-    /// Changes the policy for requests that the driver fails from now on, while I/O runs; nothing is waited
-    /// for. Requests that are held stay so until [`Disk::resume`].
+    /// Changes the policy for requests that the driver fails from now on, while I/O runs, without waiting for
+    /// I/O. Requests that are held already stay held until [`Disk::resume`].
     pub fn set_error_policy(&self, policy: ErrorPolicy) {
         self.hold.set_policy(policy);
         self.wake_queues();
@@ -335,29 +338,29 @@ impl Disk {
         self.hold.policy()
     }
 
-    /// Requests that are held after errors now.
+    /// The number of requests that are held after errors now.
     pub fn held(&self) -> u64 {
         self.queues.iter().map(|queue| queue.stats.held()).sum()
     }
 
-    /// Reissues the requests that are held, or fails them; those that fail again are held again. Does not
-    /// wait. Returns how many were held, without those that an earlier call is still to resume.
+    /// Resumes the held requests: reissues or fails them. Requests that fail again are held again. Does not
+    /// wait. Returns the number of resumed requests, without those that an earlier call has resumed.
     pub fn resume(&self, how: Resume) -> u64 {
         let resumed = self.hold.resume(how, |queue| self.queues[queue].stats.held());
         self.wake_queues();
         resumed
     }
 
-    /// Fails what is held, and has all errors reported, until what this returns is dropped: for a disk
-    /// that stops. Nests.
+    /// Fails the held requests, and lets all errors be reported until the returned value is dropped: for a
+    /// disk that is stopping. Nests.
     pub fn report_errors(self: &Arc<Disk>) -> Reporting {
         self.hold.set_reporting(true);
         self.wake_queues();
         Reporting(self.clone())
     }
 
-    /// Lets all requests through, and counts none, until what this returns is dropped: for a disk that
-    /// stops. Nests.
+    /// Lets all requests pass the rate limits uncharged until the returned value is dropped: for a disk that
+    /// is stopping. Nests.
     pub fn bypass_limits(self: &Arc<Disk>) -> Unlimited {
         self.throttle.set_bypassed(true);
         self.wake_queues();
@@ -378,20 +381,21 @@ impl Disk {
         Ok(())
     }
 
-    /// The size in bytes that [`Disk::resize`] would give the disk now, which stays as it is.
+    /// The size in bytes that [`Disk::resize`] would give the disk now. Changes nothing.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's errors.
     pub fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         self.driver().prepare_resize(bytes)
     }
 
-    /// Takes over a new size, in bytes; `None` asks the backing store. Returns the size. The new part is dirty in its
-    /// bitmaps.
+    /// Resizes the disk to that number of bytes, or, for `None`, to the size of the backing store. Returns
+    /// the new size. New space is dirty in the bitmaps of the disk.
     ///
     /// # Errors
-    /// The driver's, [`ErrorKind::Unsupported`] if its bitmaps would take too much memory, or after
-    /// [`Disk::close_bitmaps`] if it has some, and [`ErrorKind::Busy`] as with [`Disk::set`].
+    /// The driver's errors; [`ErrorKind::Unsupported`] if the bitmaps would need too much memory, or if there
+    /// are bitmaps after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for
+    /// [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
         if self.bitmaps.list().is_empty() {
@@ -405,18 +409,18 @@ impl Disk {
         Ok(self.limits().size_bytes())
     }
 
-    /// Does `change` while no request is in flight anywhere.
+    /// Runs `change` under a freeze, while no request is in flight in any queue.
     fn frozen(&self, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         self.freeze_timeout()?;
         let _frozen = Frozen(self);
         change()?;
-        // Queues stay with the limits that they have, if those of now cannot be.
+        // If the new limits are invalid, queues keep the ones that they have.
         self.driver().limits().validate()
     }
 
-    /// Freezes the disk, unless what is in flight does not complete.
+    /// Freezes the disk. Fails if requests in flight do not complete in time, or if requests are held.
     fn freeze_timeout(&self) -> Result<(), Error> {
-        // They would not complete in time.
+        // Held requests do not complete until the operator resumes the disk, so waiting for them is futile.
         let has_held = || self.held() > 0;
         if !self.control.freeze_timeout(FREEZE_TIMEOUT, has_held, |queue| self.queues[queue].kick.kick()) {
             match self.held() {
@@ -437,40 +441,41 @@ impl Disk {
         Ok(())
     }
 
-    /// Freezes the disk: when this returns no request is in flight, and none starts until what
-    /// it returns is dropped. Freezes nest. It waits for held requests too.
+    /// Freezes the disk: when this returns, no request is in flight, and none starts until the returned value
+    /// is dropped. Freezes nest. Waits without a limit, also for held requests.
     pub fn freeze(&self) -> Frozen<'_> {
         self.control.freeze(|queue| self.queues[queue].kick.kick());
         Frozen(self)
     }
 
-    /// Releases the backing store for the process that serves it next ([`Driver::release`]): requests in flight
-    /// complete first, and those that come from then on wait until this process exits.
+    /// Releases the backing store for the process that serves it next ([`Driver::release`]). Requests in
+    /// flight complete first. Requests that arrive afterwards wait until this process exits.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] as with [`Disk::set`], and then the disk goes on; the driver's.
+    /// [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for [`Disk::set`]: then the disk continues. Otherwise
+    /// the driver's errors.
     pub fn release(&self) -> Result<(), Error> {
-        // Without an owner there is nothing that a successor waits for.
+        // A backing store without an owner has no lock that must be released.
         if self.driver().owner().is_none() {
             return Ok(());
         }
         let _one_at_a_time = lock(&self.changing);
         self.freeze_timeout()?;
-        // SAFETY: frozen, and nobody thaws it.
+        // SAFETY: the disk is frozen, and is not unfrozen: the freeze has no guard.
         unsafe { self.driver().release() }
     }
 
-    /// Freezes the disk for ever: for a process that is about to exit, and stores what must not change any more.
+    /// Freezes the disk until this process exits: for a process that saves state which must no longer change.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] as with [`Disk::set`], and then the disk goes on.
+    /// [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for [`Disk::set`]: then the disk continues.
     pub fn freeze_until_exit(&self) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.freeze_timeout()
     }
 
-    /// Keeps requests from the driver: when this returns it gets none until what it returns is
-    /// dropped; what the driver has completes. Nests.
+    /// Quiesces the disk: when this returns, the driver gets no further requests until the returned value is
+    /// dropped. Requests that the driver has complete. Nests.
     pub fn quiesce(&self) -> Quiesced<'_> {
         self.control.quiesce();
         Quiesced(self)
@@ -492,7 +497,7 @@ impl Disk {
         Err(Error::new(ErrorKind::NotFound, message))
     }
 
-    /// Makes the caller the owner of a queue, until what this returns is dropped.
+    /// Makes the caller the owner of a queue, until the returned value is dropped.
     pub(crate) fn claim_queue(self: &Arc<Disk>, index: usize) -> Result<QueueClaim, Error> {
         self.check_queue(index)?;
         if self.queues[index].open.swap(true, Ordering::SeqCst) {
@@ -502,8 +507,8 @@ impl Disk {
         Ok(QueueClaim { disk: self.clone(), index })
     }
 
-    /// Fails the bios that submitters staged, if the queue has no owner. A submitter calls it after it
-    /// has staged a bio, and the owner after it released the queue: one of them finds the bio.
+    /// Fails the bios that submitters have staged if the queue has no owner. A submitter calls this after it
+    /// has staged a bio, and the owner after it has released the queue, so that one of them finds the bio.
     #[inline]
     pub(crate) fn fail_staged_if_closed(&self, queue: &HardwareQueue) {
         if !queue.open.load(Ordering::SeqCst) {
@@ -516,7 +521,7 @@ impl Disk {
         self.fail(queue.software.take_all());
     }
 
-    /// Completes bios that submitters staged with [`Status::Offline`].
+    /// Completes staged bios with [`Status::Offline`], and returns their allocations to the request gate.
     pub(crate) fn fail(&self, staged: impl IntoIterator<Item = Staged>) {
         for staged in staged {
             let direction = Direction::of(staged.operation());

@@ -1,9 +1,9 @@
-//! The properties of a whole disk that the model checkers prove: real queues on real engine threads, with their
-//! sleep, mailbox, plug, software queues, tags, gate, freeze and stop; only the ring and what
-//! wakes it are twins. The device is a thread that completes requests whenever it runs.
+//! Properties of a whole disk that the model checkers verify. Real queues run on real engine threads, with
+//! their sleep, mailbox, plug, software queues, tags, gate, freeze and stop; only the ring and its wake-up
+//! are replaced by models. The device is a thread that completes requests whenever it is scheduled.
 //!
-//! Whatever is lost, a wake-up, a bio, a tag, an answer, leaves a thread waiting, which the
-//! checkers see as a deadlock; what comes twice is counted.
+//! Anything that is lost, such as a wake-up, a bio, a tag or an answer, leaves a thread waiting, which the
+//! checkers report as a deadlock. Completions are counted, so that a second one is found too.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -27,14 +27,15 @@ use crate::tags::Tag;
 
 const BLOCK_BYTES: usize = 512;
 
-/// Requests on their way to the device's thread, each with the owner of its completion.
+/// Requests on their way to the device's thread, each with the inbox for its completion.
 #[derive(Default)]
 struct Device {
     jobs: Mutex<VecDeque<(Arc<Inbox>, Tag)>>,
     notified: WaitQueue,
-    /// Requests that the driver has.
+    /// Requests that the driver has taken.
     in_driver: Plain,
-    /// A freeze, or a quiesce, has been granted and lasts.
+    /// A freeze is in force.
+    /// A quiesce is in force.
     frozen: Plain,
     quiesced: Plain,
 }
@@ -61,7 +62,7 @@ impl Device {
     }
 }
 
-/// The driver: the device's thread completes the requests that it takes, or itself at once.
+/// The driver. Its requests are completed by the device's thread, or immediately if there is no such thread.
 struct Remote {
     device: Option<Arc<Device>>,
     own: Arc<Device>,
@@ -114,7 +115,7 @@ unsafe impl DriverQueue for RemoteQueue {
     }
 }
 
-/// A disk with its engines, and the count of completed bios.
+/// A disk with its engines, and the number of completed bios.
 struct World {
     disk: Arc<Disk>,
     device: Arc<Device>,
@@ -128,7 +129,7 @@ struct Shape {
     depth: u16,
     shared_tags: bool,
     batching: bool,
-    /// The driver completes requests itself.
+    /// The driver completes requests immediately.
     at_once: bool,
 }
 
@@ -149,8 +150,8 @@ impl World {
         World { disk, device, engines, completed: Arc::default() }
     }
 
-    /// A thread that submits blocks: each submitter's are neighbours in pairs, so that some merge.
-    /// Every other one is waited for. Only a disk that closes completes with an error.
+    /// A thread that submits blocks. They are neighbours in pairs, so that some merge, and the thread waits
+    /// for every other one. Only a disk that closes (`closes`) may complete them with an error.
     fn submitter(&self, number: usize, count: usize, closes: bool) -> thread::JoinHandle<()> {
         let (mut submitter, completed) = (self.disk.submitter(), self.completed.clone());
         thread::spawn(move || {
@@ -171,7 +172,7 @@ impl World {
         })
     }
 
-    /// The thread of the device, which completes so many requests.
+    /// The thread of the device, which completes `count` requests.
     fn device(&self, count: usize) -> thread::JoinHandle<()> {
         let device = self.device.clone();
         thread::spawn(move || device.serve(count))
@@ -191,8 +192,8 @@ impl World {
         })
     }
 
-    /// Has engine 0 scan for hangs, which are all that is in flight, and then, when the other
-    /// threads have exited, once more: each hang is reported once, and so is its completion.
+    /// A thread that lets engine 0 scan for hangs, with a limit that all I/O in flight exceeds, and once more
+    /// when all other threads have exited. Each hang, and its completion, must be reported once.
     fn watcher(&self, rounds: usize) -> thread::JoinHandle<()> {
         let handle = self.engines[0].handle().clone();
         let scan = move |hangs: &mut Vec<u64>, completions: &mut Vec<u64>| {
@@ -243,7 +244,7 @@ impl World {
         })
     }
 
-    /// Nothing is left anywhere, and all that was submitted has completed once.
+    /// Checks that nothing is left anywhere, and that each submitted bio has completed once.
     fn finish(self, submitted: usize) {
         let World { disk, device, engines, completed } = self;
         drop(engines);
@@ -253,7 +254,7 @@ impl World {
             assert_eq!((disk.gate.in_flight(direction), disk.gate.waiting(direction)), (0, 0));
         }
         for queue in &disk.queues {
-            // Of tags of their own, owners find that out when they close their queues.
+            // Owners of tags of their own check them when they close their queues.
             assert_eq!(queue.tags.as_ref().map_or(0, |tags| tags.in_use()), 0, "a tag was lost");
             assert!(queue.software.take_all().is_empty(), "a bio stayed behind");
         }
@@ -274,8 +275,8 @@ fn all_complete_once(shape: Shape, submitters: usize, count: usize) {
     world.finish(submitters * count);
 }
 
-/// The same over a device on a thread of its own. Nothing merges, so that it is known how many
-/// requests there will be: each submitter's blocks are too far apart.
+/// As `all_complete_once`, with a device on a thread of its own. Each submitter's blocks are too far apart to
+/// merge, so that the number of requests is known.
 fn completions_come_from_elsewhere(shape: Shape, submitters: usize, freezes: usize, quiesces: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
@@ -286,7 +287,7 @@ fn completions_come_from_elsewhere(shape: Shape, submitters: usize, freezes: usi
     world.finish(submitters);
 }
 
-/// Requests complete during scans for hangs, and freezes.
+/// Requests complete during scans for hangs, and during freezes.
 fn hangs_are_reported_once(shape: Shape, submitters: usize, freezes: usize, scans: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
@@ -297,7 +298,7 @@ fn hangs_are_reported_once(shape: Shape, submitters: usize, freezes: usize, scan
     world.finish(submitters);
 }
 
-/// Settings change under load: too many schedules for loom.
+/// Settings change under load. This has too many schedules for loom.
 #[cfg(shuttle)]
 fn changes_lose_nothing(shape: Shape, submitters: usize, count: usize) {
     let world = World::new(shape);
@@ -309,7 +310,7 @@ fn changes_lose_nothing(shape: Shape, submitters: usize, count: usize) {
     world.finish(submitters * count);
 }
 
-/// The engines exit while others submit: bios staged too late complete too.
+/// The engines exit while others submit: bios that are staged too late must complete too.
 fn an_engine_that_exits_leaves_nobody_waiting(shape: Shape, submitters: usize, count: usize) {
     let mut world = World::new(shape);
     let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, true)).collect();
@@ -318,16 +319,16 @@ fn an_engine_that_exits_leaves_nobody_waiting(shape: Shape, submitters: usize, c
     world.finish(submitters * count);
 }
 
-/// A client on the engine's thread, as an attachment is: it submits as the messages ask.
+/// A client on the engine's thread, like an attachment: messages tell it how many bios to submit.
 struct Client {
-    /// Still to be submitted.
+    /// Bios still to be submitted.
     wanted: u64,
     in_flight: u32,
     completed: Arc<Plain>,
     stopping: bool,
 }
 
-// SAFETY: it is stopped when no bio is in flight.
+// SAFETY: the source reports that it is stopped only when no bio is in flight.
 unsafe impl Source for Client {
     fn start(&mut self, _cx: &mut SourceContext<'_>) -> Result<(), Error> {
         Ok(())
@@ -366,7 +367,7 @@ unsafe impl Source for Client {
 }
 
 /// Messages to sources, sources that stop while the device still completes their I/O, submitters and a
-/// freeze, with the tags of all queues in one set: what one has under its plug another waits for.
+/// freeze, with the tags of all queues in one set: a queue may wait for tags that another has in its plug.
 fn plugs_share_tags(shape: Shape, per_client: u64, submitters: usize, freezes: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();

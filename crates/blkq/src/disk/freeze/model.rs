@@ -1,4 +1,4 @@
-//! The properties of freeze and quiesce that the model checkers prove.
+//! Properties of freeze and quiesce that the model checkers verify.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32 as Plain, AtomicU64 as Plain64, Ordering::SeqCst};
@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicU32 as Plain, AtomicU64 as Plain64, Ordering::SeqC
 use super::DiskControl;
 use crate::sync::{WaitQueue, model, thread};
 
-/// A disk whose owners note what they do where a control thread must not find it.
+/// A disk whose owners count their requests and dispatches, so that a control thread can check that there are
+/// none.
 struct Disk {
     control: DiskControl,
     requests: Plain,
     dispatches: Plain,
-    /// Changed under freeze only.
+    /// Changed only under a freeze.
     limits: Plain64,
     kicked: WaitQueue,
 }
