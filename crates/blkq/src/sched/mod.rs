@@ -1,6 +1,6 @@
-//! The scheduler slot of a queue: it has the requests that the driver has not yet got,
-//! and chooses the next. Without a scheduler requests reach the driver in the order
-//! of submission.
+//! The schedulers of a queue (the kernel's elevators). A scheduler has the requests that the driver has not
+//! taken yet, and selects the next one. Without a scheduler, requests reach the driver in the order of
+//! submission.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,26 +15,26 @@ use kyber::Kyber;
 use mq_deadline::MqDeadline;
 pub(crate) use scheduler::Scheduler;
 
-/// The schedulers that a disk can be set to.
+/// The schedulers from which a disk can choose.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum SchedulerKind {
-    /// First come, first served: best where the order of positions does not matter.
+    /// First in, first out. The best choice if the order of positions does not matter to the device.
     #[default]
     None,
-    /// In the order of positions, reads before writes, with a deadline for each request.
+    /// In order of position, reads before writes, with a deadline for each request.
     MqDeadline,
-    /// First come, first served of each operation, with a share of the device for each
-    /// that follows from the latencies seen.
+    /// First in, first out per operation. Each operation may have a number of requests in the driver, which
+    /// follows from the measured latencies.
     Kyber,
 }
 
 impl SchedulerKind {
-    /// Every kind.
+    /// All kinds.
     pub const ALL: [SchedulerKind; 3] =
         [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber];
 
-    /// The name by which it is chosen.
+    /// The name of the scheduler in settings, as in the kernel.
     pub const fn name(self) -> &'static str {
         match self {
             SchedulerKind::None => "none",
@@ -43,7 +43,7 @@ impl SchedulerKind {
         }
     }
 
-    /// A scheduler of this kind for a queue of `tags` requests.
+    /// Creates a scheduler of this kind for a queue with that number of tags.
     pub(crate) fn open(self, tags: usize) -> Option<Box<dyn Scheduler>> {
         match self {
             SchedulerKind::None => None,

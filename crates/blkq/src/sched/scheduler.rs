@@ -1,5 +1,3 @@
-//! The interface of a scheduler.
-
 use crate::bio::Operation;
 use crate::error::IoResult;
 use crate::limits::MergeSide;
@@ -7,21 +5,22 @@ use crate::request::Request;
 use crate::sector::Sector;
 use crate::tags::Tag;
 
-/// A scheduler of one queue, used by the thread of that queue. Flushes never come here.
+/// A scheduler of one queue (`struct elevator_mq_ops`), used only by the owner of the queue. Flushes bypass
+/// it.
 ///
-/// `requests` is the queue's tag set everywhere. Times are those of one monotonic clock,
-/// in nanoseconds; a queue with a scheduler reads it even with statistics off.
+/// `requests` are always the requests of the queue, by tag. Times are in nanoseconds of one monotonic clock,
+/// which a queue with a scheduler reads even if statistics are off.
 pub(crate) trait Scheduler: Send {
-    /// Takes a request.
+    /// Queues a request.
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
 
-    /// Gives the request that is next to the driver: a read only if `open[0]`, any other only if
-    /// `open[1]`. None if there is none, or if those queued have to wait until one that was dispatched
-    /// completes.
+    /// Removes and returns the request to be dispatched next: a read only if `open[0]`, any other operation
+    /// only if `open[1]`. `None` if nothing is queued, or if the queued requests must wait until a dispatched
+    /// one completes.
     fn dispatch(&mut self, requests: &[Request], open: [bool; 2], now_ns: u64) -> Option<Tag>;
 
-    /// A queued request that `sectors` from `sector` on would continue without a gap.
-    /// Whether flags and limits allow the merge is the queue's decision.
+    /// Finds a queued request that the range of `sectors` from `sector` continues without a gap. The caller
+    /// decides whether flags and limits allow the merge.
     fn find_merge(
         &self,
         requests: &[Request],
@@ -30,30 +29,31 @@ pub(crate) trait Scheduler: Send {
         sectors: u64,
     ) -> Option<(Tag, MergeSide)>;
 
-    /// A bio was merged into the request: its begin or length is another now.
+    /// Called after a bio was merged into the request, which changes its start or its length.
     fn merged(&mut self, tag: Tag, requests: &[Request]);
 
-    /// The queued request that `tag`, after a merge on `side`, now touches on that side:
-    /// for the back the one after it, for the front the one before it.
+    /// Finds the queued request that touches `tag` on `side` after a merge there: behind it for the back,
+    /// before it for the front.
     fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag>;
 
-    /// `gone`, the neighbour after `kept`, became a part of it: the earlier of their
-    /// times in the queue is that of both.
+    /// Called after `gone`, the neighbour behind `kept`, was merged into `kept`. Both keep the earlier of
+    /// their insertion times.
     fn joined(&mut self, kept: Tag, gone: Tag);
 
     /// Whether the request is queued here.
     fn holds(&self, tag: Tag) -> bool;
 
-    /// Removes a request; whether it was queued.
+    /// Removes a request. Returns whether it was queued here.
     fn remove(&mut self, tag: Tag) -> bool;
 
-    /// How many requests are queued.
+    /// The number of queued requests.
     fn len(&self) -> usize;
 
-    /// The driver has failed the request, and it is held instead of being completed (the kernel's `requeue_request`). If
-    /// it is reissued, it does not come through here a second time.
+    /// Called when the driver has failed the request, and the request is held instead of being completed
+    /// (`requeue_request` in the kernel). If it is reissued, it does not pass through the scheduler again.
     fn requeued(&mut self, _tag: Tag) {}
 
-    /// The driver completed these requests, whether all of them came through here or not.
+    /// Called when the driver has completed these requests, of which some may not have passed through the
+    /// scheduler.
     fn completed(&mut self, _completed: &[(Tag, IoResult)], _now_ns: u64) {}
 }

@@ -1,8 +1,10 @@
-//! The tag set: a bitmap of free tags that many threads share without a lock
-//! (the kernel's sbitmap and `blk-mq-tag.c`).
+//! The tag set: a bitmap of free tags that several threads share without a lock (the kernel's sbitmap and
+//! block/blk-mq-tag.c). Invariant: a set bit is a free tag, and a tag is given to at most one request at a
+//! time.
 //!
-//! Tags are freed a word at a time, with one atomic operation for each word of a completion
-//! batch. A thread that finds no tag waits as in `tags/wait.rs`.
+//! Tags are taken and freed a word at a time, with one atomic operation per word of a batch. A queue that
+//! finds no free tag waits as described in `tags/wait.rs`. Queues that share a set get fair shares of it
+//! (`hctx_may_queue`).
 
 mod wait;
 
@@ -22,54 +24,56 @@ use crate::sync::seq_cst_for_loom;
 use wait::WAITERS_MAX;
 pub use wait::WaiterId;
 
-/// The number of a request within its tag set: 0 to one below the set's size.
+/// The number of a request within its tag set: from 0 to one below the size of the set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct Tag(pub u16);
 
 impl Tag {
-    /// The tag as an index.
+    /// The tag as an index into the queue's requests.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// A user of shared tags may always have this many, whatever its share is
-/// (the kernel's `hctx_may_queue`).
+/// The number of tags that each user of a shared set may have, even if its fair share is smaller
+/// (`hctx_may_queue` in block/blk-mq.h).
 pub const SHARE_MIN: u32 = 4;
 
-/// Words that a set of at least as many tags is spread over, so that submitters on
-/// different words do not meet on one cache line.
+/// The number of words over which at least that number of tags is spread, so that submitters that use
+/// different words do not compete for a cache line.
 const WORDS_MIN: u32 = 4;
 
-/// The tags of one or several queues: numbers from 0 to one below the depth, each of
-/// them free or in use.
+/// The tags of one or several queues, numbered from 0 to one below the depth.
 #[derive(Debug)]
 pub struct TagSet {
     /// A set bit is a free tag.
     words: Box<[CachePadded<AtomicU64>]>,
-    /// A word has two to the power of this many tags.
+    /// Base-2 logarithm of the number of tags per word.
     shift: u32,
+    /// The number of tags for which the set has room.
     depth_max: u16,
+    /// The number of tags that are in use or can be.
     depth: AtomicU32,
+    /// The number of hints given out, so that each one starts at another word.
     hints: AtomicU32,
-    /// Active queues: written each time that one becomes idle, and read by all for each tag.
+    /// The number of active queues. Written when a queue becomes active or idle, and read for each tag.
     users: CachePadded<AtomicU32>,
-    /// Tags in use whose requests are held after errors: they come back only when somebody resumes the disk.
+    /// Tags whose requests are held after errors. They return only when the operator resumes the disk.
     held: AtomicU32,
-    /// A queue that has its share, and no request that will complete, waits for the share to grow.
+    /// A queue waits for its fair share to grow: it has its share, and no request that will complete.
     share_awaited: AtomicBool,
     waiters: wait::Waiters,
 }
 
-/// Where a submitter searches a free tag first. One per submitter.
+/// The word in which a submitter searches for a free tag first. Each submitter has its own.
 #[derive(Debug)]
 pub struct TagHint {
     word: usize,
 }
 
-/// Tags of one word of the set, taken together; iterating hands them out in ascending
-/// order. They are in use, whether they were handed out or not.
+/// Tags of one word that were taken together. The iterator returns them in ascending order. All of them are
+/// in use, including those that the iterator has not returned yet.
 #[derive(Debug, Default)]
 #[must_use = "the tags stay in use until they are put back"]
 pub struct TagBatch {
@@ -78,7 +82,6 @@ pub struct TagBatch {
 }
 
 impl TagBatch {
-    /// Whether nothing is left.
     #[cfg(all(test, not(model_check)))]
     pub fn is_empty(&self) -> bool {
         self.bits == 0
@@ -113,7 +116,7 @@ fn lowest_bits(free: u64, want: usize) -> u64 {
     if want >= 64 || free == 0 {
         return free;
     }
-    // Free tags mostly lie in a row, and then no loop is needed.
+    // Free tags are mostly consecutive. Then no loop is needed.
     let row = ((1 << want) - 1) << free.trailing_zeros();
     if free & row == row {
         return row;
@@ -131,7 +134,7 @@ fn put_twice(tag: Tag) -> ! {
 }
 
 impl TagSet {
-    /// A set of `depth` tags, all free.
+    /// A set of `depth` tags, all of them free.
     ///
     /// # Panics
     /// If `depth` is 0.
@@ -159,7 +162,7 @@ impl TagSet {
         set
     }
 
-    /// Makes the first `depth` tags the free ones.
+    /// Makes the first `depth` tags free, and all others unusable.
     fn free_first(&self, depth: u16) {
         let per_word = 1 << self.shift;
         let mut left = usize::from(depth);
@@ -172,15 +175,15 @@ impl TagSet {
         self.depth.store(u32::from(depth), Ordering::SeqCst);
     }
 
-    /// The fields that the owners of queues use, with their addresses. Those that they write have
-    /// the numbers from `first` on.
+    /// The fields that owners of queues use, with their addresses. The fields that owners write are numbered
+    /// from `first`.
     pub(crate) fn hot_fields(&self, first: usize, fields: &mut Vec<HotField>) {
         let TagSet { words, shift, depth_max, depth, hints, users, held, share_awaited, waiters } = self;
         fields.push(HotField::of("tag words", Writer::Nobody, words));
         fields.push(HotField::of("tag shift", Writer::Nobody, shift));
         fields.push(HotField::of("most tags", Writer::Nobody, depth_max));
         fields.push(HotField::of("tag depth", Writer::Nobody, depth));
-        // Written when a queue opens.
+        // Written when a queue is opened.
         fields.push(HotField::of("tag hints", Writer::Nobody, hints));
         // Written when requests fail.
         fields.push(HotField::of("held tags", Writer::Nobody, held));
@@ -192,23 +195,23 @@ impl TagSet {
         }
     }
 
-    /// How many tags there are.
+    /// The number of tags.
     #[inline]
     pub fn depth(&self) -> u16 {
         self.depth.load(Ordering::Relaxed) as u16
     }
 
-    /// How many tags are in use; while others take and put tags, about that many.
+    /// The number of tags in use. Approximate while other threads take and free tags.
     pub fn in_use(&self) -> u32 {
         let free: u32 = self.words.iter().map(|word| word.load(Ordering::SeqCst).count_ones()).sum();
         self.depth.load(Ordering::SeqCst).saturating_sub(free)
     }
 
-    /// Changes the number of tags, to between 1 and what the set was made with. Only while
-    /// the queues are frozen: no tag may be in use. Waiters check again.
+    /// Changes the number of tags, from 1 to the number for which the set was built. The queues must be
+    /// frozen, because no tag may be in use. Waiting queues are woken to try again.
     ///
     /// # Panics
-    /// If `depth` is out of range or a tag is in use.
+    /// If `depth` is out of range, or a tag is in use.
     pub fn set_depth(&self, depth: u16) {
         assert!((1..=self.depth_max).contains(&depth), "depth {depth} is not in 1..={}", self.depth_max);
         assert_eq!(self.in_use(), 0, "the depth changes only while no tag is in use");
@@ -216,14 +219,14 @@ impl TagSet {
         self.waiters.wake(u32::MAX);
     }
 
-    /// A hint for one more submitter; each starts at another word.
+    /// A hint for another submitter. Each hint starts at another word.
     pub fn hint(&self) -> TagHint {
         let number = self.hints.fetch_add(1, Ordering::Relaxed) as usize;
         TagHint { word: number % self.words.len() }
     }
 
-    /// Takes up to `want` free tags out of one word, with one atomic operation. Fewer does
-    /// not mean that there are no more, unless it is none.
+    /// Takes up to `want` free tags of one word with one atomic operation. An empty batch means that no tag
+    /// was free. A batch with fewer than `want` tags does not, because other words may have free tags.
     #[inline]
     pub fn get_batch(&self, hint: &mut TagHint, want: usize) -> TagBatch {
         if want == 0 {
@@ -257,16 +260,15 @@ impl TagSet {
         0
     }
 
-    /// Frees one tag.
     #[cfg(all(test, not(model_check)))]
     pub fn put(&self, tag: Tag) {
         self.put_batch([tag]);
     }
 
-    /// Frees tags: one atomic operation for each run of tags of the same word.
+    /// Frees tags, with one atomic operation for each run of tags in the same word.
     ///
     /// # Panics
-    /// If a tag is not in use: it would be handed out twice.
+    /// If a tag is not in use, because it would be handed out twice.
     #[inline]
     pub fn put_batch(&self, tags: impl IntoIterator<Item = Tag>) {
         let (mut word, mut bits, mut count) = (0, 0u64, 0);
@@ -298,7 +300,7 @@ impl TagSet {
         assert!(before & bits == 0, "tags {:#x} of word {word} were put twice", before & bits);
     }
 
-    /// `count` tags were put: those that wait for them are notified. One load when nobody waits.
+    /// Wakes waiters after `count` tags were freed. Only a load if nobody waits.
     #[inline]
     fn freed(&self, count: u32) {
         seq_cst_for_loom();
@@ -307,8 +309,9 @@ impl TagSet {
         }
     }
 
-    /// Waiters are woken a batch at a time, when as many tags came back. The rest of a batch
-    /// is woken for when so little is in flight that it might never fill.
+    /// Waiters are woken in batches, each when that number of tags has been freed. If fewer tags are in use
+    /// than a batch has, the batch may never fill, and the rest is woken for immediately. Held tags do not
+    /// count as in use here.
     #[cold]
     fn freed_with_waiters(&self, count: u32) {
         let batch = self.wake_batch();
@@ -316,32 +319,32 @@ impl TagSet {
             .freed(count, batch, || self.in_use().saturating_sub(self.held.load(Ordering::SeqCst)) < batch);
     }
 
-    /// The requests of `count` tags in use are held after errors: a batch of wake-ups does not wait for these tags.
+    /// Counts `count` tags in use as held after errors: a batch of wake-ups must not wait for these tags.
     #[cold]
     pub fn hold(&self, count: u32) {
         self.held.fetch_add(count, Ordering::SeqCst);
         self.freed(0);
     }
 
-    /// The requests of `count` tags are no longer held.
+    /// Counts `count` tags as no longer held.
     #[cold]
     pub fn resume(&self, count: u32) {
         let before = self.held.fetch_sub(count, Ordering::SeqCst);
         debug_assert!(before >= count, "more tags resumed than held");
     }
 
-    /// How many waiters are woken together: an eighth of a user's share, 1 to 8.
+    /// The number of waiters that are woken together: an eighth of a user's share, from 1 to 8.
     fn wake_batch(&self) -> u32 {
         let users = self.users.load(Ordering::Relaxed).max(1);
         (u32::from(self.depth()) / users / 8).clamp(1, 8)
     }
 
-    /// One more queue is active on the set: shares become smaller.
+    /// Adds an active queue: the shares become smaller.
     pub fn join(&self) {
         self.users.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// A queue that joined went idle: shares become larger.
+    /// Removes a queue that has become idle: the shares become larger.
     pub fn leave(&self) {
         let before = self.users.fetch_sub(1, Ordering::SeqCst);
         debug_assert!(before > 0, "more users left than joined");
@@ -351,7 +354,7 @@ impl TagSet {
         }
     }
 
-    /// Queues that wait for their share to grow try again.
+    /// Wakes the queues that wait for their share to grow.
     #[cold]
     fn announce_share(&self) {
         if self.share_awaited.swap(false, Ordering::SeqCst) {
@@ -359,18 +362,19 @@ impl TagSet {
         }
     }
 
-    /// Has all registered waiters woken when the next user leaves. Having its share, a user calls this, checks
-    /// [`TagSet::may_get`] *once more*, and only then sleeps.
+    /// Lets all registered waiters be woken when the next user leaves. A user that has its share calls this,
+    /// checks [`TagSet::may_get`] *again*, and sleeps only if the answer is still no.
     #[cold]
     pub fn await_share(&self) {
         self.share_awaited.swap(true, Ordering::SeqCst);
         seq_cst_for_loom();
     }
 
-    /// Whether a user with `active` tags may take another: less than its share, which
-    /// is the depth divided by the users, rounded up, at least [`SHARE_MIN`]. A single user,
-    /// and a single tag, are not divided. A user that gets none has tags itself, so it need not wait for others:
-    /// it tries again at its next completion, or, if all its requests are held after errors, when its share grows
+    /// Whether a user with `active` tags may take another one. Its share is the depth divided by the number
+    /// of users, rounded up, and at least [`SHARE_MIN`]. A single user, and a set of one tag, have no shares.
+    ///
+    /// A user with its full share has requests of its own, so it does not wait for other queues: it tries
+    /// again at its next completion, or, if all its requests are held after errors, when its share grows
     /// ([`TagSet::await_share`]).
     #[inline]
     pub fn may_get(&self, active: u32) -> bool {
@@ -379,38 +383,38 @@ impl TagSet {
         users <= 1 || depth == 1 || active < depth.div_ceil(users).max(SHARE_MIN)
     }
 
-    /// Makes room for a user that may wait for tags, to be woken through `wake`. `None` if
-    /// [`wait::WAITERS_MAX`] are registered.
+    /// Registers a user that may wait for tags, and is woken through `wake`. `None` if [`wait::WAITERS_MAX`]
+    /// waiters are registered.
     pub fn register(&self, wake: Arc<dyn Wake>) -> Option<WaiterId> {
         self.waiters.register(wake)
     }
 
-    /// Undoes [`TagSet::register`]. If it was waiting, another is woken in its place.
+    /// Ends a registration. A wake-up that was meant for this waiter is passed to another.
     pub fn unregister(&self, mut waiter: WaiterId) {
         self.cancel_wait(&mut waiter);
         self.waiters.unregister(waiter);
     }
 
-    /// Puts `waiter` among those to be woken; no effect if it is. Having found no tag, call
-    /// this, *try again*, and only then sleep; after a wake-up try, and begin anew if there
-    /// was no tag.
+    /// Adds `waiter` to those that are woken; without effect if it was added before. A user that finds no tag
+    /// calls this, *tries again*, and sleeps only if there is still no tag. After a wake-up it starts from
+    /// the beginning.
     pub fn prepare_wait(&self, waiter: &mut WaiterId) {
         self.waiters.add(waiter);
         seq_cst_for_loom();
     }
 
-    /// Whether it waits and has not been woken.
+    /// Whether the waiter waits and was not woken.
     pub fn is_waiting(&self, waiter: &WaiterId) -> bool {
         self.waiters.contains(waiter)
     }
 
-    /// Stops the wait of one that took a tag.
+    /// Ends the wait of a waiter that got a tag.
     pub fn finish_wait(&self, waiter: &mut WaiterId) {
         self.waiters.remove(waiter);
     }
 
-    /// Stops the wait of one that took no tag and wants none any more: a wake-up that was
-    /// meant for it is passed to another.
+    /// Ends the wait of a waiter that got no tag and no longer needs one. A wake-up that was meant for it is
+    /// passed to another.
     pub fn cancel_wait(&self, waiter: &mut WaiterId) {
         if self.waiters.remove(waiter) {
             seq_cst_for_loom();

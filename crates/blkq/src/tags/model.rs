@@ -1,5 +1,5 @@
-//! The properties of the tag set that the model checkers prove, in every order of a few threads (loom) and in
-//! random orders of more (shuttle).
+//! Properties of the tag set that the model checkers verify: in every order of a few threads (loom), and in
+//! random orders of more threads (shuttle).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool as Mark, Ordering::SeqCst};
@@ -23,7 +23,7 @@ impl Wake for Sleeper {
     }
 }
 
-/// A tag set and its tags in use: a mark that is set twice is a tag handed out twice.
+/// A tag set, with a mark for each tag in use. A mark that is set twice is a tag that was handed out twice.
 struct Checked {
     set: TagSet,
     in_use: Vec<Mark>,
@@ -50,7 +50,7 @@ impl Checked {
         self.set.put_batch(tags.iter().copied());
     }
 
-    /// Waits for a tag by the protocol.
+    /// Takes a tag as a waiter must: see [`TagSet::prepare_wait`].
     fn take_waiting(&self, hint: &mut TagHint, id: &mut WaiterId, sleeper: &Sleeper) -> Vec<Tag> {
         loop {
             let tags = self.take(hint, 1);
@@ -79,7 +79,7 @@ fn join(threads: Vec<thread::JoinHandle<()>>) {
     }
 }
 
-/// No tag is handed out twice, and at the end none is missing.
+/// No tag is handed out twice, and none is missing at the end.
 fn no_tag_twice(depth: u16, threads: usize, rounds: usize, want: usize) {
     let checked = Checked::new(depth);
     let work = move |checked: Arc<Checked>| {
@@ -103,8 +103,8 @@ fn no_tag_twice(depth: u16, threads: usize, rounds: usize, want: usize) {
     }
 }
 
-/// Every thread gets its tag, however many others wait: the checker sees a lost wake-up as a
-/// deadlock. `hold` tags are taken first and come back in two batches.
+/// Each thread gets its tag, however many others wait: the checker reports a lost wake-up as a deadlock.
+/// `hold` tags are taken first and returned in two batches.
 fn every_waiter_is_woken(depth: u16, hold: usize, threads: usize, rounds: usize) {
     let checked = Checked::new(depth);
     let mut hint = checked.set.hint();
@@ -133,7 +133,7 @@ fn every_waiter_is_woken(depth: u16, hold: usize, threads: usize, rounds: usize)
     assert_eq!(checked.set.in_use(), 0);
 }
 
-/// A waiter that leaves without a tag hands its wake-up on.
+/// A waiter that leaves without a tag passes its wake-up on.
 fn a_wake_up_is_handed_on(quitters: usize) {
     let checked = Checked::new(1);
     let held = checked.take(&mut checked.set.hint(), 1);
@@ -155,8 +155,8 @@ fn a_wake_up_is_handed_on(quitters: usize) {
     join(others);
 }
 
-/// A waiter that is content only when nothing is in flight is woken by the last put, though
-/// no batch of wake-ups is full.
+/// A waiter that needs the whole set to be free is woken when the last tag is freed, although no batch of
+/// wake-ups is full.
 fn the_last_put_wakes(holders: usize) {
     let checked = Checked::new(16);
     let mut hint = checked.set.hint();
@@ -179,7 +179,7 @@ fn the_last_put_wakes(holders: usize) {
     join(threads);
 }
 
-/// A waiter is woken though all tags but the one that comes back become held, and no batch of wake-ups fills.
+/// A waiter is woken when one tag is freed and all others are held, although no batch of wake-ups fills.
 fn held_tags_fill_no_batch() {
     let checked = Checked::new(16);
     let mut taken = Vec::new();
@@ -198,7 +198,7 @@ fn held_tags_fill_no_batch() {
     waiter.join().expect("a thread panicked");
 }
 
-/// A user that has its share, and no request that completes, is woken by those that leave.
+/// A user that has its share, and no request that completes, is woken by users that leave.
 fn a_share_grows(others: usize) {
     let checked = Checked::new(16);
     let (id, sleeper) = checked.waiter();

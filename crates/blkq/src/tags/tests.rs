@@ -148,7 +148,7 @@ fn every_waiter_of_a_full_table_has_its_turn() {
     let mut ids: Vec<_> =
         (0..WAITERS_MAX).map(|n| set.register(Arc::new(Note(n, order.clone()))).expect("room")).collect();
     assert!(set.register(Arc::new(Counter::default())).is_none());
-    // Each that was woken waits again at once; nobody is passed over for long.
+    // Each waiter that was woken waits again immediately, and none may be skipped for long.
     ids.iter_mut().for_each(|id| set.prepare_wait(id));
     for _ in 0..WAITERS_MAX {
         set.waiters.wake(1);
@@ -179,7 +179,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever is done, the set agrees with a plain set of the tags in use.
+    /// After any sequence of steps the set agrees with a plain set of the tags in use.
     #[test]
     fn the_set_agrees_with_a_plain_one(depth in 1..300u16, steps in prop::collection::vec(step(), 1..80)) {
         let set = TagSet::new(depth);
@@ -221,7 +221,7 @@ proptest! {
 // Contract: tags
 #[test]
 fn a_batch_of_wake_ups_does_not_wait_for_held_tags() {
-    // Wake-ups come in twos.
+    // Waiters of this set are woken in batches of two.
     let set = TagSet::new(16);
     let all = take_all(&set);
     let woken = Arc::new(Counter::default());

@@ -1,7 +1,12 @@
-//! Waiting for tags: eight wait queues, woken in batches, without a lock on the waker's side.
+//! Waiting for tags (lib/sbitmap.c): eight wait queues whose waiters are woken in batches. A waker takes no
+//! lock that it could wait for.
 //!
-//! A waiter is a bit of its wait queue. Two counters that only grow, of tags put and of
-//! wake-ups given for them, show when a batch is due (the kernel's lib/sbitmap.c).
+//! A waiter is one bit in the word of its wait queue. Two counters that only grow, of tags that were freed
+//! and of wake-ups that were given for them, show when a batch is due.
+//!
+//! No wake-up is lost: a waiter sets its bit and then tries to get a tag again, and a thread that frees tags
+//! puts them back and then looks for bits. All of these accesses are SeqCst, so at least one of the two sees
+//! what the other has written.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -11,49 +16,52 @@ use crate::layout::CachePadded;
 use crate::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use crate::sync::{Mutex, RwLock, lock, seq_cst_for_loom};
 
-/// Wait queues of a set; the checker's exhaustive search affords fewer.
+/// Wait queues of a set. The exhaustive search of the model checker affords fewer.
 const QUEUES: usize = if cfg!(loom) { 2 } else { 8 };
 /// Waiters of one wait queue: the bits of its word.
 const QUEUE_WAITERS: usize = if cfg!(loom) { 1 } else { 32 };
 
-/// How many waiters can be registered with one set.
+/// The largest number of waiters that can be registered with one set.
 pub const WAITERS_MAX: usize = QUEUES * QUEUE_WAITERS;
 
-/// One registered waiter of a tag set.
+/// A registered waiter of a tag set.
 #[derive(Debug)]
 pub struct WaiterId {
     number: u16,
-    /// Between [`Waiters::add`] and [`Waiters::remove`].
+    /// True between [`Waiters::add`] and [`Waiters::remove`].
     waits: bool,
 }
 
 impl WaiterId {
-    /// Its wait queue and its bit there: neighbours are in different queues.
+    /// The waiter's queue, and its bit there. Consecutive waiters are in different queues.
     fn place(&self) -> (usize, u32) {
         let number = usize::from(self.number);
         (number % QUEUES, 1 << (number / QUEUES))
     }
 }
 
-/// The wake-up of a registered waiter.
+/// How to wake a registered waiter; `None` if the slot is free.
 type Slot = RwLock<Option<Arc<dyn Wake>>>;
 
 pub(super) struct Waiters {
-    /// How many bits of all queues are set, or about to be.
+    /// The number of set bits in all queues. It may be too high for a moment, but never too low.
     waiting: CachePadded<AtomicU32>,
     counters: CachePadded<Counters>,
-    /// The waiters that sleep or are about to.
+    /// For each wait queue a bit for each waiter that sleeps or is about to sleep.
     queues: [CachePadded<AtomicU32>; QUEUES],
     slots: Box<[Slot]>,
-    /// One registers at a time, so that no slot but a free one is ever locked for writing.
+    /// Locked during a registration, so that only free slots, and slots that become free, are locked for
+    /// writing.
     registering: Mutex<()>,
 }
 
 #[derive(Debug)]
 struct Counters {
+    /// Tags that were freed while somebody waited; wraps around.
     freed: AtomicU32,
+    /// The part of `freed` for which waiters were woken; wraps around.
     woken: AtomicU32,
-    /// Which queue is woken next.
+    /// Determines the queue, and the bit there, from which the next waiter is taken.
     turn: AtomicU32,
 }
 
@@ -85,12 +93,11 @@ impl Waiters {
         *slot.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// The word that says whether anybody waits.
+    /// The word that is above 0 while there are waiters.
     pub fn waiting(&self) -> &AtomicU32 {
         &self.waiting
     }
 
-    /// Whether anybody waits.
     #[inline]
     pub fn any(&self) -> bool {
         self.waiting.load(SeqCst) > 0
@@ -99,20 +106,20 @@ impl Waiters {
     pub fn add(&self, waiter: &mut WaiterId) {
         let (queue, bit) = waiter.place();
         waiter.waits = true;
-        // Counted first: the count may be too high for a moment, never too low.
+        // Counted before the bit is set, so that the count is never too low.
         self.waiting.fetch_add(1, SeqCst);
         if self.queues[queue].fetch_or(bit, SeqCst) & bit != 0 {
             self.waiting.fetch_sub(1, SeqCst);
         }
     }
 
-    /// Whether it waits and has not been woken.
+    /// Whether the waiter waits and was not woken.
     pub fn contains(&self, waiter: &WaiterId) -> bool {
         let (queue, bit) = waiter.place();
         waiter.waits && self.queues[queue].load(SeqCst) & bit != 0
     }
 
-    /// Whether it had been woken.
+    /// Ends the wait. Returns whether the waiter had been woken.
     pub fn remove(&self, waiter: &mut WaiterId) -> bool {
         if !std::mem::take(&mut waiter.waits) {
             return false;
@@ -125,8 +132,8 @@ impl Waiters {
         !sleeps
     }
 
-    /// Counts `count` tags that were put. Every full batch of them wakes as many waiters;
-    /// if no batch will fill (`drained`), so does the rest.
+    /// Counts `count` freed tags. Each full batch of freed tags wakes that number of waiters. If no further
+    /// batch can fill (`drained`), the rest of the current one wakes waiters too.
     pub fn freed(&self, count: u32, batch: u32, drained: impl Fn() -> bool) {
         let counters = &*self.counters;
         counters.freed.fetch_add(count, SeqCst);
@@ -137,7 +144,8 @@ impl Waiters {
             let due = if open >= batch {
                 open - open % batch
             } else if drained() {
-                // At least one, even if others have woken for these tags by now.
+                // At least one waiter, even if other threads have already woken waiters for these tags: the
+                // waiter may have come after them.
                 open.clamp(1, batch)
             } else {
                 return;
@@ -150,11 +158,12 @@ impl Waiters {
         self.wake(due);
     }
 
-    /// Wakes all that are registered, whether they wait or not.
+    /// Wakes all registered waiters, whether they wait or not.
     #[cold]
     pub fn wake_registered(&self) {
         for slot in &self.slots {
-            // Locked for writing only while it is free, or becomes so.
+            // `try_read` fails only for a slot that is free or is being freed, and such a waiter needs no
+            // wake-up.
             if let Ok(slot) = slot.try_read()
                 && let Some(wake) = &*slot
             {
@@ -163,11 +172,11 @@ impl Waiters {
         }
     }
 
-    /// Wakes up to `count` waiters, queue after queue.
+    /// Wakes up to `count` waiters, one from each queue in turn.
     pub fn wake(&self, mut count: u32) {
         let mut empty = 0;
         while count > 0 && empty < QUEUES {
-            // The turn advances before the search, so that wakers at the same time spread.
+            // The turn advances before the search, so that concurrent wakers start at different queues.
             let turn = self.counters.turn.fetch_add(1, SeqCst) as usize;
             if self.wake_one(turn % QUEUES, (turn / QUEUES) as u32) {
                 count -= 1;
@@ -178,7 +187,7 @@ impl Waiters {
         }
     }
 
-    /// Wakes a waiter of `queue`: the first from bit `from` on, around the end.
+    /// Wakes one waiter of `queue`: the first one from bit `from` on, around the end of the word.
     fn wake_one(&self, queue: usize, from: u32) -> bool {
         let from = from % QUEUE_WAITERS as u32;
         loop {
@@ -192,7 +201,8 @@ impl Waiters {
                 continue;
             }
             self.waiting.fetch_sub(1, SeqCst);
-            // Locked for writing only while it is free; then the wake-up is for another.
+            // `try_read` fails only for a slot that is free or is being freed. Then the next waiter gets the
+            // wake-up.
             if let Ok(slot) = self.slots[index as usize * QUEUES + queue].try_read()
                 && let Some(wake) = &*slot
             {

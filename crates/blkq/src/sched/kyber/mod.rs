@@ -1,9 +1,8 @@
-//! kyber: for fast devices. Requests keep their order within a domain; each domain has
-//! tokens for so many requests in the driver, and gives them out in batches, in turn.
-//! Where the device is congested the domains that meet their latency target give way to
-//! those that miss it. The rules and defaults are those of block/kyber-iosched.c, except
-//! that each queue has tokens of its own, and that writes may take all of theirs, because
-//! bios do not carry whether a thread waits for them.
+//! kyber, a scheduler for fast devices. Each domain (reads, writes, discards, others) is a FIFO with a number
+//! of tokens: a request needs one while it is in the driver. The domains dispatch batches in turn. If the
+//! device is congested, domains that meet their latency target lose tokens, and domains that miss it gain
+//! some. Rules and defaults are those of block/kyber-iosched.c, with two differences: each queue has tokens
+//! of its own, and writes may use all of theirs, because bios do not say whether a thread waits for them.
 
 use std::collections::VecDeque;
 
@@ -22,16 +21,16 @@ const WRITE: usize = 1;
 const DISCARD: usize = 2;
 const OTHER: usize = 3;
 
-/// Requests that a bio is compared with, youngest first (blk_bio_list_merge).
+/// The number of requests, youngest first, with which a bio is compared (blk_bio_list_merge).
 const MERGE_CANDIDATES: usize = 8;
 
-/// Latencies are counted in quarters of the domain's target; the last bucket is open.
+/// Latencies are counted in quarters of the domain's target. The last bucket has no upper bound.
 const BUCKETS: usize = 8;
-/// Buckets of latencies within the target, and so the steps in which depths change.
+/// The number of buckets within the target, and so the number of steps by which depths change.
 const GOOD_BUCKETS: usize = 4;
-/// From the first completion to the check of the latencies.
+/// Time from the first completion to the evaluation of the latencies, in nanoseconds.
 const EVALUATE_AFTER_NS: u64 = 100 * NS_PER_MS;
-/// Samples that a percentile is taken of, or the age of the first that is enough.
+/// The number of samples that a percentile needs; fewer if the first one is this old, in nanoseconds.
 const SAMPLES: u32 = 500;
 const SAMPLES_AGE_NS: u64 = 1_000 * NS_PER_MS;
 
@@ -44,7 +43,7 @@ fn domain_of(operation: Operation) -> usize {
     }
 }
 
-/// How often latencies of which size were seen.
+/// The number of samples per latency bucket.
 #[derive(Clone, Copy, Debug, Default)]
 struct Histogram([u32; BUCKETS]);
 
@@ -66,32 +65,34 @@ impl Histogram {
     }
 }
 
-/// The samples of a domain since its percentiles were last taken.
+/// The latencies of a domain since its percentiles were last taken.
 #[derive(Debug, Default)]
 struct Samples {
-    /// From when the driver got the request.
+    /// Latencies from the dispatch to the driver.
     io: Histogram,
-    /// From when the scheduler got it.
+    /// Latencies from the insertion into the scheduler.
     total: Histogram,
     count: u32,
     first_ns: u64,
 }
 
-/// Requests of one sort.
+/// The requests of one domain.
 #[derive(Debug)]
 struct Domain {
-    /// In order of arrival, with room for every tag.
+    /// Queued requests in order of arrival, with room for every tag.
     held: VecDeque<Tag>,
     in_flight: u32,
-    /// Tokens: most requests in flight, and the most that they may become.
+    /// The number of tokens: requests that may be in the driver now.
+    /// The largest number of tokens.
     depth: u32,
     depth_max: u32,
-    /// Most requests of a batch.
+    /// Largest number of requests in a batch.
     batch: u32,
-    /// Without one, latencies are not checked.
+    /// `None`: the latencies of this domain are not checked.
     target_ns: Option<u64>,
     samples: Samples,
-    /// The bucket of the last 99th percentile of the total latency, until it is used up.
+    /// The bucket of the last 99th percentile of the total latency, kept for the next congestion; see
+    /// `adjust_depths`.
     p99: Option<usize>,
 }
 
@@ -119,7 +120,7 @@ impl Domain {
         self.samples.total.count(now_ns.saturating_sub(entry.inserted_ns), target_ns);
     }
 
-    /// The samples, if there are enough.
+    /// The samples, if there are enough of them.
     fn take_samples(&mut self, now_ns: u64) -> Option<Samples> {
         let Samples { count, first_ns, .. } = self.samples;
         let aged = count > 0 && now_ns.saturating_sub(first_ns) >= SAMPLES_AGE_NS;
@@ -127,23 +128,23 @@ impl Domain {
     }
 }
 
-/// The times of a request, by its tag.
+/// The times of a request, by tag.
 #[derive(Clone, Debug, Default)]
 struct Entry {
     inserted_ns: u64,
     dispatched_ns: u64,
-    /// The scheduler has it.
+    /// The request is queued here.
     held: bool,
-    /// The domain whose token it has.
+    /// The domain whose token the request holds.
     token: Option<usize>,
 }
 
-/// See the module.
+/// The state of one scheduler; the rules are in the module documentation.
 #[derive(Debug)]
 pub(super) struct Kyber {
     domains: [Domain; 4],
     entries: Box<[Entry]>,
-    /// The domain of the current batch, and how many requests it had.
+    /// The domain of the current batch, and the number of requests that it has had.
     batch_domain: usize,
     batched: u32,
     evaluate_at_ns: Option<u64>,
@@ -165,7 +166,7 @@ impl Kyber {
         }
     }
 
-    /// The oldest request of the batch's domain, if that is open and there is a token for it.
+    /// Removes the oldest request of the current domain, if that domain is open and has a free token.
     fn take(&mut self, open: [bool; 2], now_ns: u64) -> Option<Tag> {
         let domain = &mut self.domains[self.batch_domain];
         if domain.in_flight >= domain.depth || !open[usize::from(self.batch_domain != READ)] {
@@ -179,15 +180,15 @@ impl Kyber {
         Some(tag)
     }
 
-    /// Returns the token of the request, and whose domain's it was, if it has one.
+    /// Returns the token of the request, if it holds one, and the domain of the token.
     fn return_token(&mut self, tag: Tag) -> Option<usize> {
         let number = self.entries[tag.index()].token.take()?;
         self.domains[number].in_flight -= 1;
         Some(number)
     }
 
-    /// Sets the depths by the latencies seen: a domain that misses its target gets more;
-    /// one that meets it gives way, but only if the device itself is slow for another domain.
+    /// Adjusts the depths to the measured latencies. A domain that misses its target gets more tokens. A
+    /// domain that meets it gives tokens up, but only if the device itself is too slow for some domain.
     fn adjust_depths(&mut self, now_ns: u64) {
         let mut congested = false;
         let seen = self.domains.each_mut().map(|domain| {
@@ -196,8 +197,8 @@ impl Kyber {
             Some(samples.total.percentile(99))
         });
         for (domain, seen) in self.domains.iter_mut().zip(seen) {
-            // Domains collect enough samples at different times: what is known of one is
-            // kept for the next congestion, but limits it once only.
+            // Domains collect enough samples at different times. A percentile is therefore kept for the next
+            // congestion, but limits its domain only once.
             let p99 = if congested {
                 seen.or(domain.p99.take())
             } else {
@@ -228,7 +229,8 @@ impl Scheduler for Kyber {
         {
             return Some(tag);
         }
-        // The domain had its batch, or has no request, or no token: it is the last to be next.
+        // The domain has had its batch, has no request, or has no token. The others are next, and this domain
+        // comes last.
         self.batched = 0;
         for _ in 0..self.domains.len() {
             self.batch_domain = (self.batch_domain + 1) % self.domains.len();
@@ -256,7 +258,7 @@ impl Scheduler for Kyber {
 
     fn merged(&mut self, _tag: Tag, _requests: &[Request]) {}
 
-    /// Requests that have come to touch stay two.
+    /// Kyber does not join requests that touch after a merge.
     fn find_neighbour(&self, _requests: &[Request], _tag: Tag, _side: MergeSide) -> Option<Tag> {
         None
     }

@@ -1,4 +1,4 @@
-//! The promises of kyber, and each request against a model that knows them all.
+//! Properties of kyber, and a comparison of random sequences of steps with a plain model.
 
 use proptest::prelude::*;
 
@@ -15,7 +15,7 @@ enum Place {
     InFlight,
 }
 
-/// A scheduler with its tag set.
+/// A scheduler with the requests of its tags.
 struct Bed {
     scheduler: Kyber,
     requests: Vec<Request>,
@@ -69,14 +69,14 @@ impl Bed {
         self.all(domain, place).count()
     }
 
-    /// Has 20 requests of `operation` queued.
+    /// Ensures that 20 requests of `operation` are queued.
     fn flood(&mut self, operation: Operation) {
         for _ in self.count(domain_of(operation), Place::Queued)..20 {
             self.insert(operation, 0, 8);
         }
     }
 
-    /// `count` requests of `operation`, each `waits_ms` here and `io_ms` with the driver.
+    /// Runs `count` requests of `operation`. Each waits here for `waits_ms` and in the driver for `io_ms`.
     fn run(&mut self, operation: Operation, count: u32, waits_ms: u64, io_ms: u64) {
         for _ in 0..count {
             let begin_ns = self.now_ns;
@@ -84,19 +84,19 @@ impl Bed {
             self.now_ns += waits_ms * NS_PER_MS;
             assert_eq!(self.dispatch(), Some((tag, operation)));
             self.now_ns += io_ms * NS_PER_MS;
-            // Time stands still but for the request: many run at once on a device.
+            // The time goes back for the next request, because a device runs many requests concurrently.
             self.complete_at(tag, begin_ns);
         }
     }
 
     fn complete_at(&mut self, tag: Tag, begin_ns: u64) {
-        // Latencies are checked by `check_latencies` alone.
+        // Only `check_latencies` evaluates latencies.
         self.scheduler.evaluate_at_ns = Some(u64::MAX);
         self.complete(&[tag]);
         self.now_ns = begin_ns;
     }
 
-    /// The check of the latencies, when it is due.
+    /// Evaluates the latencies when that is due, and returns the depths.
     fn check_latencies(&mut self) -> [u32; 4] {
         self.scheduler.evaluate_at_ns = None;
         self.complete(&[]);
@@ -173,7 +173,7 @@ fn a_domain_stays_within_its_tokens_and_delays_no_other() {
         (0..depth + 5).for_each(|_| assert!(bed.insert(operation, 0, 8).is_some()));
         let dispatched: Vec<Operation> = std::iter::from_fn(|| bed.dispatch()).map(|(_, of)| of).collect();
         assert_eq!(dispatched, vec![operation; depth]);
-        // The rest waits with room for it: it is dispatched when some of its own complete.
+        // The others wait until a request of their own domain completes.
         assert_eq!(bed.count(domain, Place::Queued), 5);
     }
     for operation in ONE_OF_EACH {
@@ -188,23 +188,24 @@ fn a_domain_stays_within_its_tokens_and_delays_no_other() {
 fn a_domain_on_target_yields_to_a_late_one_and_recovers() {
     use Operation::{Read, Write};
     let mut bed = Bed::new();
-    // Reads are slow in the device: writes, which are fast, give way, down to one at a time.
+    // The device is slow for reads. Writes, which are fast, lose tokens until they have one.
     for writes in [32, 8, 2, 1, 1] {
         bed.run(Read, SAMPLES, 0, 3);
         bed.run(Write, SAMPLES, 0, 2);
         assert_eq!(bed.check_latencies(), [256, writes, 64, 16]);
     }
-    // Reads are fast again, and writes do not need more.
+    // Reads are fast again, and writes do not need more tokens.
     bed.run(Read, SAMPLES, 0, 1);
     bed.run(Write, SAMPLES, 5, 2);
     assert_eq!(bed.check_latencies(), [256, 1, 64, 16]);
-    // They do, because they wait here: they double up to what they had.
+    // Writes need more tokens, because they wait in the scheduler. The number doubles up to the original one.
     for writes in [2, 4, 8, 16, 32, 64, 128, 128] {
         bed.run(Read, SAMPLES, 0, 1);
         bed.run(Write, SAMPLES, 30, 1);
         assert_eq!(bed.check_latencies(), [256, writes, 64, 16]);
     }
-    // The same the other way round. A read within three quarters of its target keeps them.
+    // The same with reads and writes exchanged. Reads that stay below three quarters of their target keep
+    // their tokens.
     bed.run(Write, SAMPLES, 0, 20);
     bed.run(Read, SAMPLES, 0, 1);
     assert_eq!(bed.check_latencies(), [128, 128, 64, 16]);
@@ -240,7 +241,7 @@ fn few_samples_count_when_they_are_a_second_old() {
     for _ in 0..9 {
         assert_eq!(bed.check_latencies()[WRITE], 32);
     }
-    // They were stamped 31 ms after the time that stood still.
+    // `run` has stamped the samples 31 ms ahead of the time to which it returned.
     bed.now_ns += 31 * NS_PER_MS;
     assert_eq!(bed.check_latencies()[WRITE], 64);
     assert_eq!(bed.check_latencies()[WRITE], 64, "they were used up");
@@ -287,7 +288,7 @@ fn a_bio_is_compared_with_the_youngest_eight() {
 enum Step {
     Insert(Operation, u64, u64),
     Merge(Operation, u64, u64),
-    /// Joins two of those held.
+    /// Joins two queued requests.
     Join(u16, u16),
     Dispatch(u16),
     Complete(u16),
@@ -312,7 +313,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The invariants after every step: `queued` is what is held, in order of arrival.
+/// The invariants after every step. `queued` has the expected requests in order of arrival.
 fn check(bed: &Bed, queued: &[Vec<Tag>; 4]) {
     assert_eq!(bed.scheduler.len(), queued.iter().map(Vec::len).sum::<usize>());
     for (number, domain) in bed.scheduler.domains.iter().enumerate() {
@@ -393,7 +394,7 @@ proptest! {
                     if held {
                         queued.iter_mut().for_each(|queued| queued.retain(|&other| other != tag));
                         bed.places[tag.index()] = Place::Free;
-                        // It completes all the same, without having been dispatched.
+                        // The request completes without having been dispatched.
                         bed.scheduler.completed(&[(tag, Ok(()))], bed.now_ns);
                     }
                 }
@@ -402,7 +403,7 @@ proptest! {
             }
             check(&bed, &queued);
         }
-        // All leave while those before them complete.
+        // The rest is dispatched as earlier requests complete.
         while bed.scheduler.len() > 0 || bed.places.contains(&Place::InFlight) {
             while dispatch(&mut bed, &mut queued) {}
             let completed: Vec<Tag> = (0..4).flat_map(|domain| bed.all(domain, Place::InFlight)).collect();
@@ -426,7 +427,7 @@ fn a_request_that_is_held_returns_its_token_and_is_no_sample() {
     bed.scheduler.requeued(held);
     bed.places[held.index()] = Place::Free;
     assert!(bed.dispatch().is_some(), "no token was returned");
-    // Resumed an hour later, it is reissued without a token and completes.
+    // Resumed an hour later, the write is reissued without a token and completes.
     bed.run(Operation::Read, 1, 0, 1);
     let (write, _) = (bed.insert(Operation::Write, 0, 8).unwrap(), bed.dispatch());
     bed.scheduler.requeued(write);

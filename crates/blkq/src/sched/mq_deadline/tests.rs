@@ -1,4 +1,4 @@
-//! The promises of mq-deadline, and each request against a model that knows them all.
+//! Properties of mq-deadline, and a comparison of random sequences of steps with a plain model.
 
 use proptest::prelude::*;
 
@@ -6,7 +6,7 @@ use super::*;
 
 const TAGS: usize = 64;
 
-/// A scheduler with its tag set and a device that takes `SERVICE_NS` per request.
+/// A scheduler with the requests of its tags, and a device that needs `SERVICE_NS` per request.
 struct Bed {
     scheduler: MqDeadline,
     requests: Vec<Request>,
@@ -43,7 +43,7 @@ impl Bed {
         Some((tag, request.operation, request.sector))
     }
 
-    /// Fills up to 30 requests of `operation`, each behind the one before it.
+    /// Fills up the queue to 30 requests of `operation`, each at the end of the previous one.
     fn flood(&mut self, operation: Operation, sector: &mut u64) {
         for _ in self.held().filter(|(_, request)| request.operation == operation).count()..30 {
             *sector += 8;
@@ -65,7 +65,7 @@ fn a_batch_ascends_from_the_last_position() {
     }
     bed.scheduler.directions[READ].latest = Sector(250);
     let order: Vec<u64> = std::iter::from_fn(|| bed.dispatch()).map(|(_, _, sector)| sector.0).collect();
-    // At the end of the disk the oldest is next, and the batch continues from there.
+    // Behind the last position the oldest request is next, and the batch continues from there.
     assert_eq!(order, [300, 400, 500, 100, 200]);
 }
 
@@ -109,7 +109,8 @@ fn a_read_waits_one_batch_of_a_write_flood() {
     }
 }
 
-/// A request behind a stream of others of its direction, with a flood of the other one.
+/// The time that a request of `waits` needs behind a stream of others of its direction, while the other
+/// direction is flooded.
 fn expired_wait_ns(waits: Operation, floods: Operation) -> u64 {
     let mut bed = Bed::new();
     let mut sector = 1_000_000;
@@ -130,10 +131,10 @@ fn expired_wait_ns(waits: Operation, floods: Operation) -> u64 {
 #[test]
 fn deadlines_bound_the_wait_behind_a_stream() {
     let batch_ns = 16 * SERVICE_NS;
-    // The batch that runs when a read expires, and the writes that may be due after it.
+    // The batch that runs when the read expires, and the write batch that may be due after it.
     let wait_ns = expired_wait_ns(Operation::Read, Operation::Write);
     assert!((500 * NS_PER_MS..=500 * NS_PER_MS + 2 * batch_ns + SERVICE_NS).contains(&wait_ns));
-    // A write may have to wait for two read batches besides.
+    // A write may additionally wait for two read batches.
     let wait_ns = expired_wait_ns(Operation::Write, Operation::Read);
     assert!((5000 * NS_PER_MS..=5000 * NS_PER_MS + 3 * batch_ns + SERVICE_NS).contains(&wait_ns));
 }
@@ -160,7 +161,7 @@ fn without_front_merges_only_the_back_is_found() {
 #[derive(Clone, Debug)]
 enum Step {
     Insert(Operation, u64, u64),
-    /// Searches a request to merge with; merges, and joins the neighbour if there is one.
+    /// Merges with a request, if one is found, and joins the neighbour, if there is one.
     Merge(Operation, u64, u64),
     Dispatch(u8),
     Remove(u8),
@@ -219,7 +220,7 @@ fn check(bed: &Bed) {
 fn merge(bed: &mut Bed, operation: Operation, sector: Sector, sectors: u64) {
     let found = bed.scheduler.find_merge(&bed.requests, operation, sector, sectors);
     let Some((tag, side)) = found else {
-        // Only what begins or ends at the same place as another may be overlooked.
+        // A touching request may be missed only if requests overlap.
         let direction = direction_of(operation);
         let touching = bed
             .held()
