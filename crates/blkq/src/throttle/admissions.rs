@@ -1,4 +1,4 @@
-//! The requests that limits let through and charged, recorded for each thread of a simulated world.
+//! Records the requests that limits admitted and charged, for each thread of a simulated world.
 
 use std::cell::RefCell;
 
@@ -10,18 +10,18 @@ thread_local! {
     static ADMISSIONS: RefCell<Vec<Admission>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A request that was let through and charged.
+/// A request that was admitted and charged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Admission {
-    /// The operation that the driver gets.
+    /// The operation of the request.
     pub operation: Operation,
-    /// Its length.
+    /// The length of the request in bytes.
     pub bytes: u64,
-    /// When it was let through, by the world's clock.
+    /// When the request was admitted, in nanoseconds of the world's clock.
     pub at_ns: u64,
 }
 
-/// The requests of this thread's disks that were let through since the last call, in order.
+/// Returns the requests of this thread's disks that were admitted since the last call, in order.
 pub fn take_admissions() -> Vec<Admission> {
     ADMISSIONS.take()
 }

@@ -1,5 +1,4 @@
-//! Outside of a simulated world nobody checks the requests that limits let through: the verb of
-//! `admissions.rs`, empty.
+//! Replaces `admissions.rs` outside of a simulated world, where nothing checks which requests are admitted.
 
 use crate::request::Request;
 use crate::tags::Tag;

@@ -1,12 +1,23 @@
-//! A limit that finds the ceiling of a device, and keeps its rate just under it.
+//! Searches for the ceiling of a device, and limits the rate of the device to just under it.
 //!
-//! Disks of clouds are limited by their provider: what is beyond the rate waits there, for the next
-//! refill of a bucket, and one that is always at its ceiling has latencies many times those of one that
-//! stays a percent below. No description has the ceiling, and it changes. So it is found by trying: when the
-//! load is steady, the rate is lowered by a little. If the device then answers several times as fast, it was at
-//! its ceiling, and the limit stays; if not, it is removed, and tried again later and later.
+//! Cloud providers limit their disks. Requests beyond the rate wait in the provider's queue for the next
+//! refill of a token bucket, so a disk that is always at its ceiling has many times the latency of a disk
+//! that stays one percent below. No description of the disk contains the ceiling, and it changes over time.
+//! Therefore it is found by trial: when the load is steady, the rate is lowered a little. If the 99th
+//! percentile of the latency then falls by the factor [`WORTH`], the device was at its ceiling, and the limit
+//! stays. Otherwise the limit is removed, and the next trial comes after a longer time.
 //!
-//! [`AutoLimit`] decides from what it is given, and knows neither clock nor device.
+//! # Phases
+//!
+//! * `Measure`: no limit, until two measurements in a row find the same rate.
+//! * `Drain`, then `Trial`: first a low rate, so that the device completes what it has queued, then a rate
+//!   just below the measured one. There are several trials with decreasing rates.
+//! * `Away`: no trial has helped. No limit, until some time has passed or the device becomes slow.
+//! * `Held`: the limit stays while the latency is good. It is lowered when the latency grows (`Recover` first
+//!   drains the device again), raised step by step after some time at the limit (`Raise`), and removed when
+//!   the load no longer needs it.
+//!
+//! [`AutoLimit`] decides only from what it is passed, and uses neither a clock nor a device.
 
 use crate::stats::Histogram;
 use crate::throttle::{BPS_MAX, BPS_MIN, IOPS_MAX, LimitKey, RateLimit, RateLimits};
@@ -14,128 +25,148 @@ use crate::throttle::{BPS_MAX, BPS_MIN, IOPS_MAX, LimitKey, RateLimit, RateLimit
 const MS: u64 = 1_000_000;
 const S: u64 = 1_000 * MS;
 
-/// How long the rate is measured without a limit, and how far two such times may be apart, in percent.
+/// How long the rate is measured without a limit, in nanoseconds.
 const MEASURE_NS: u64 = S;
+/// How much two such measurements of a steady load may differ, in percent.
 const STEADY_PERCENT: f64 = 6.0;
-/// Fewer I/Os say nothing about a 99th percentile.
+/// The number of I/Os that a 99th percentile needs.
 const IOS_MIN: u64 = 32;
-/// A time for which there were not enough is extended to this, and in force to that.
+/// If a measurement has too few I/Os, it may take this many times as long.
 const EXTENDED: u64 = 8;
+/// As [`EXTENDED`], but for a limit in force: the longest measurement, in nanoseconds.
 const JUDGE_NS_MAX: u64 = 10 * S;
-/// Parts of the measured rate that are tried, one after the other.
+/// The fractions of the measured rate that are tried, one after the other.
 const TRIALS: [f64; 2] = [0.985, 0.97];
-/// The device gets little first, so that what it has queued completes: so much, for so long.
+/// The fraction of the rate at which the device completes what it has queued.
 const DRAIN: f64 = 0.7;
+/// How long the device is drained, in nanoseconds.
 const DRAIN_NS: u64 = 300 * MS;
-/// Before the latency at a new rate counts.
+/// How long after a change of the rate the latency is ignored, in nanoseconds.
 const SETTLE_NS: u64 = 200 * MS;
+/// How long the latency is measured in a trial, in nanoseconds.
 const TRIAL_NS: u64 = 600 * MS;
-/// A limit is worth its while if the 99th percentile falls by this factor.
+/// A limit is useful if the 99th percentile of the latency falls by this factor.
 const WORTH: f64 = 3.0;
-/// Without success the next trial comes after this, then after twice as long.
+/// The time to the next trial after one without success, in nanoseconds. It doubles each time.
 const AWAY_NS: u64 = 3 * S;
+/// The longest time to the next trial, in nanoseconds.
 const AWAY_NS_MAX: u64 = 160 * S;
-/// In force, the latency is judged this often.
+/// How often the latency is judged while a limit is in force, in nanoseconds.
 const JUDGE_NS: u64 = 250 * MS;
-/// A latency that is too long counts when it is so this often in a row: once it may be a thread that was late. Without
-/// a limit, to search one anew: more often.
+/// How many judgements in a row must find a long latency before the limit is lowered. A single one may be due
+/// to a thread that was scheduled late.
 const SLOW: u32 = 2;
+/// How many judgements in a row must find a long latency before a new search starts, if there is no limit.
 const SLOW_AWAY: u32 = 4;
-/// When the device does less than this part of its rate for so long, and nothing waits for the limit, it is removed:
-/// the load needs none now, or its clients are so slow that a limit makes them sleep too often.
+/// A limit is removed if the device stays below this fraction of it for [`IDLE_NS`] and no request waits for
+/// the limit. Either the load needs no limit now, or the limit makes slow clients sleep too often.
 const IDLE: f64 = 0.9;
+/// See [`IDLE`].
 const IDLE_NS: u64 = 30 * S;
-/// A higher rate is tried after so long at the limit, then after twice as long.
+/// How long the device must be at its limit before a higher rate is tried, in nanoseconds. It doubles after
+/// each failure.
 const RAISE_NS: u64 = 4 * S;
+/// The longest value of that time, in nanoseconds.
 const RAISE_NS_MAX: u64 = 64 * S;
-/// By how much, and then by twice as much, as long as the latency stays.
+/// The fraction by which the rate is raised first. It doubles as long as the latency stays good.
 const RAISE: f64 = 0.02;
+/// The largest fraction by which the rate is raised.
 const RAISE_MAX: f64 = 1.0;
-/// One that was found too coarsely is followed by a finer one after this.
+/// How soon a raise that was too large is followed by a smaller one, in nanoseconds.
 const RETRY_NS: u64 = 500 * MS;
-/// By how much the rate is lowered when the latency grows, then by twice as much.
+/// The fraction by which the rate is lowered when the latency grows. It doubles each time.
 const LOWER: f64 = 0.02;
-/// A rate that was good for so long, at the limit, is not one that only a burst allowed.
+/// A rate that has been good for this time at the limit, in nanoseconds, is sustainable and not due to a
+/// burst.
 const SURE_NS: u64 = 2 * S;
-/// Below this part of the highest such rate the ceiling is searched anew: the device may not be slow for its
-/// rate, and then a lower one does not help.
+/// If the rate falls below this fraction of the highest sustainable rate, the search starts again: the
+/// latency may have another cause than the rate, and then a lower rate does not help.
 const LOWEST: f64 = 0.85;
-/// Requests of more bytes in the mean are limited by their bytes, as providers do.
+/// Requests with a larger mean size are limited by their bytes, as providers do.
 const SMALL_BYTES: u64 = 32 << 10;
-/// If the mean size of requests changes by this factor, the ceiling is another.
+/// If the mean size of requests changes by this factor, the ceiling is a different one.
 const SIZE_FACTOR: f64 = 2.0;
 
-/// The work of the device so far: all numbers only grow, but the time at will.
+/// The work that a device has done so far. All numbers but `in_flight` only grow.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceLoad {
-    /// The time in nanoseconds, of any clock.
+    /// The current time in nanoseconds, of any clock.
     pub now_ns: u64,
-    /// How long the device had each read and write that completed.
+    /// The time from dispatch to completion of all completed reads and writes.
     pub latency: Histogram,
-    /// Bytes of these.
+    /// Bytes of these reads and writes.
     pub bytes: u64,
-    /// Requests that it has completed, flushes and discards among them, as a limit counts them.
+    /// All completed requests, including flushes and discards, as a limit counts them.
     pub ios: u64,
-    /// For how long requests waited for the limit, in nanoseconds.
+    /// How long requests have waited for the limit, in nanoseconds.
     pub throttled_ns: u64,
     /// Requests that the device has now.
     pub in_flight: u64,
 }
 
-/// Its work in a while.
+/// The work of a device in one period.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
     /// Requests and bytes per second.
     iops: f64,
     bps: f64,
-    /// The mean size of reads and writes.
+    /// The mean size of reads and writes, in bytes.
     bytes: f64,
     p99_ns: f64,
-    /// Requests waited for the limit.
+    /// Requests waited for the limit in more than half of the period.
     is_limited: bool,
 }
 
+/// The phases of the search: see the module documentation.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Phase {
-    /// Without a limit: the rate of the last measurement, if there was one.
+    /// No limit. `before` is the rate of the previous measurement, if there was one.
     Measure { before: Option<f64> },
-    /// The device completes what it has queued, before trial number so and so.
+    /// The device completes what it has queued before the trial with this index in [`TRIALS`].
     Drain { trial: usize },
-    /// The latency at the rate is measured, once it has settled.
+    /// The latency at the rate of the trial is measured, once it has settled.
     Trial { trial: usize, is_settled: bool },
-    /// No trial before this time, unless the device is slow: it was so often.
+    /// No limit, and no trial before `until_ns` unless the last `slow` judgements have found a slow device
+    /// and one more does.
     Away { until_ns: u64, slow: u32 },
-    /// In force: at the limit, with a good latency, for so long; and then with a long one so often.
+    /// The limit is in force. The device has been at the limit with a good latency for `at_limit_ns`; the
+    /// last `slow` judgements have found a long latency.
     Held { at_limit_ns: u64, slow: u32 },
-    /// In force again, after the device has completed what it had queued.
+    /// The limit stays in force, at a lower rate while the device completes what it has queued.
     Recover,
-    /// A rate higher by this part is tried.
+    /// A rate that is higher by this fraction is tried.
     Raise { by: f64 },
 }
 
-/// Finds the ceiling of a device from what the device does.
+/// Searches for the ceiling of a device: see the module documentation.
 #[derive(Debug)]
 pub struct AutoLimit {
     phase: Phase,
-    /// The limit: of I/Os or of bytes.
+    /// What is limited: I/Os or bytes.
     key: LimitKey,
-    /// Per second: measured without a limit, or good for [`SURE_NS`] since; and in force.
+    /// The highest sustainable rate per second: the measured one, or a higher one that was good for
+    /// [`SURE_NS`].
     ceiling: f64,
+    /// The rate per second that is in force.
     pace: f64,
-    /// The 99th percentile without a limit, and that which is too long with one.
+    /// The 99th percentile of the latency without a limit, in nanoseconds.
     open_p99_ns: f64,
+    /// The 99th percentile that is too long with a limit, in nanoseconds.
     long_ns: f64,
-    /// The mean size of requests when the ceiling was found.
+    /// The mean size of requests when the ceiling was found, in bytes.
     bytes: f64,
+    /// The current value of the doubled [`AWAY_NS`].
     away_ns: u64,
+    /// The current value of the doubled [`RAISE_NS`].
     raise_ns: u64,
-    /// The next raise, if it is not to wait for that long.
+    /// The fraction of the next raise, if that comes after [`RETRY_NS`] already.
     retry_by: Option<f64>,
+    /// How often the rate was lowered in a row.
     lowered: u32,
-    /// For how long the device did less than [`IDLE`].
+    /// How long the device has stayed below the fraction [`IDLE`] of its limit.
     idle_ns: u64,
     limits: RateLimits,
-    /// Where the time that is looked at began.
+    /// The work of the device at the beginning of the current period.
     begin: Option<DeviceLoad>,
 }
 
@@ -146,7 +177,7 @@ impl Default for AutoLimit {
 }
 
 impl AutoLimit {
-    /// One that knows nothing of its device yet.
+    /// A search that has seen nothing of its device yet.
     pub fn new() -> AutoLimit {
         AutoLimit {
             phase: Phase::Measure { before: None },
@@ -166,19 +197,19 @@ impl AutoLimit {
         }
     }
 
-    /// The limits that are to be in force.
+    /// The limits that must be in force now.
     pub fn limits(&self) -> &RateLimits {
         &self.limits
     }
 
-    /// The limit that was found to be just under the ceiling, if one was.
+    /// The limit just under the ceiling, if it was found.
     pub fn ceiling(&self) -> Option<RateLimits> {
         matches!(self.phase, Phase::Held { .. } | Phase::Recover | Phase::Raise { .. })
             .then(|| self.limits_of(self.pace))
     }
 
-    /// Takes in what the device did so far; to be called some 20 times a second. Returns whether the limits have
-    /// changed.
+    /// Processes the work of the device so far. Must be called about 20 times per second. Returns whether the
+    /// limits have changed.
     pub fn update(&mut self, load: &DeviceLoad) -> bool {
         let Some(begin) = &self.begin else {
             self.begin = Some(load.clone());
@@ -192,7 +223,7 @@ impl AutoLimit {
         let latency = load.latency.delta(&begin.latency);
         let timed = latency.count();
         let needs_ios = !matches!(self.phase, Phase::Drain { .. } | Phase::Recover | Phase::Away { .. });
-        // A low load may have nothing in flight just now, and was measured all the same.
+        // A low load may have nothing in flight at this moment, and still have been measured.
         let is_measured = matches!(self.phase, Phase::Measure { .. });
         let is_gone = load.in_flight == 0 && (is_measured || timed == 0);
         if needs_ios && timed < IOS_MIN && !is_gone && length_ns < self.longest_ns() {
@@ -213,7 +244,7 @@ impl AutoLimit {
         before != self.limits
     }
 
-    /// How long the device is looked at before the next decision.
+    /// The length of a period in the current phase, in nanoseconds.
     fn wanted_ns(&self) -> u64 {
         match self.phase {
             Phase::Measure { .. } => MEASURE_NS,
@@ -225,7 +256,7 @@ impl AutoLimit {
         }
     }
 
-    /// The same, as long as there is too little to decide on.
+    /// The longest length of a period that has too few I/Os, in nanoseconds.
     fn longest_ns(&self) -> u64 {
         match self.phase {
             Phase::Held { .. } | Phase::Raise { .. } => JUDGE_NS_MAX,
@@ -233,10 +264,10 @@ impl AutoLimit {
         }
     }
 
-    /// `seen` is none if that was too little to say anything.
+    /// Decides at the end of a period. `seen` is `None` if the period had too few I/Os to judge.
     fn decide(&mut self, now_ns: u64, length_ns: u64, seen: Option<Seen>) {
         match self.phase {
-            Phase::Measure { before } => self.measured(before, seen),
+            Phase::Measure { before } => self.end_measurement(before, seen),
             Phase::Drain { trial } => {
                 self.set_pace(self.ceiling * TRIALS[trial]);
                 self.phase = Phase::Trial { trial, is_settled: false };
@@ -244,32 +275,33 @@ impl AutoLimit {
             Phase::Trial { trial, is_settled: false } => {
                 self.phase = Phase::Trial { trial, is_settled: true }
             }
-            Phase::Trial { trial, is_settled: true } => self.tried(now_ns, trial, seen),
+            Phase::Trial { trial, is_settled: true } => self.end_trial(now_ns, trial, seen),
             Phase::Away { until_ns, slow } => {
-                // Slower by as much as a limit is to be worth: a burst may be over, and the ceiling there.
+                // The device has become slow by the factor that makes a limit useful: a burst may be over,
+                // and the device at its ceiling.
                 let is_slow = seen.is_some_and(|seen| seen.p99_ns >= WORTH * self.open_p99_ns);
                 let slow = if is_slow { slow + 1 } else { 0 };
                 self.phase = Phase::Away { until_ns, slow };
                 if slow >= SLOW_AWAY || now_ns >= until_ns {
-                    self.open();
+                    self.restart();
                 }
             }
             Phase::Recover => {
                 self.set_pace(self.pace);
-                self.hold();
+                self.keep_limit();
             }
-            Phase::Held { at_limit_ns, slow } => self.held(at_limit_ns, slow, length_ns, seen),
-            Phase::Raise { by } => self.raised(by, seen),
+            Phase::Held { at_limit_ns, slow } => self.judge_held(at_limit_ns, slow, length_ns, seen),
+            Phase::Raise { by } => self.end_raise(by, seen),
         }
     }
 
-    /// Of what is limited.
+    /// The measured rate of what is limited.
     fn rate(&self, seen: &Seen) -> f64 {
         if self.key.is_bytes() { seen.bps } else { seen.iops }
     }
 
-    /// Two equal rates, one after the other, may be those of a ceiling.
-    fn measured(&mut self, before: Option<f64>, seen: Option<Seen>) {
+    /// Ends a measurement. Two equal rates in a row may be those of a ceiling, so they start a trial.
+    fn end_measurement(&mut self, before: Option<f64>, seen: Option<Seen>) {
         let Some(seen) = seen else {
             self.phase = Phase::Measure { before: None };
             return;
@@ -288,56 +320,57 @@ impl AutoLimit {
         }
     }
 
-    fn tried(&mut self, now_ns: u64, trial: usize, seen: Option<Seen>) {
+    fn end_trial(&mut self, now_ns: u64, trial: usize, seen: Option<Seen>) {
         match seen {
-            // The load is gone, or has become too low to say anything: as without success, or one that does so again
-            // and again would always be in a trial.
-            None => self.leave(now_ns),
-            Some(seen) if self.is_idle(&seen) => self.leave(now_ns),
+            // There is too little load to judge. This counts as a trial without success; otherwise a load
+            // that repeats this would be in a trial all the time.
+            None => self.stay_away(now_ns),
+            Some(seen) if self.is_idle(&seen) => self.stay_away(now_ns),
             Some(seen) if seen.p99_ns * WORTH <= self.open_p99_ns => {
                 self.long_ns = (seen.p99_ns * self.open_p99_ns).sqrt();
                 (self.away_ns, self.raise_ns, self.lowered) = (AWAY_NS, RAISE_NS, 0);
                 (self.retry_by, self.idle_ns) = (None, 0);
-                self.hold();
+                self.keep_limit();
             }
             Some(_) if trial + 1 < TRIALS.len() => {
                 self.set_limit(self.ceiling * DRAIN);
                 self.phase = Phase::Drain { trial: trial + 1 };
             }
-            Some(_) => self.leave(now_ns),
+            Some(_) => self.stay_away(now_ns),
         }
     }
 
-    /// Without a limit, until the next trial.
-    fn leave(&mut self, now_ns: u64) {
+    /// Removes the limit until the next trial.
+    fn stay_away(&mut self, now_ns: u64) {
         self.limits = RateLimits::default();
         self.phase = Phase::Away { until_ns: now_ns + self.away_ns, slow: 0 };
         self.away_ns = (2 * self.away_ns).min(AWAY_NS_MAX);
     }
 
-    /// Whether the load does not need what it may have.
+    /// Whether the load needs less than the limit.
     fn is_idle(&self, seen: &Seen) -> bool {
         !seen.is_limited && self.rate(seen) < self.pace * IDLE
     }
 
-    fn hold(&mut self) {
+    fn keep_limit(&mut self) {
         self.phase = Phase::Held { at_limit_ns: 0, slow: 0 };
     }
 
-    fn held(&mut self, at_limit_ns: u64, slow: u32, length_ns: u64, seen: Option<Seen>) {
+    fn judge_held(&mut self, at_limit_ns: u64, slow: u32, length_ns: u64, seen: Option<Seen>) {
         let Some(seen) = seen else {
-            // So few I/Os say nothing about the limit, and need none.
-            self.idled(length_ns);
+            // A load with so few I/Os does not show whether the limit is good, and does not need it.
+            self.count_idle(length_ns);
             return;
         };
+        /// Another mean size has another ceiling.
         let change = seen.bytes / self.bytes.max(1.0);
         if !(1.0 / SIZE_FACTOR..=SIZE_FACTOR).contains(&change) {
-            return self.open();
+            return self.restart();
         }
         if seen.p99_ns > self.long_ns {
             self.phase = Phase::Held { at_limit_ns, slow: slow + 1 };
             let rate = self.rate(&seen);
-            // A burst is over that a raise had found.
+            // A raise had found a burst, which is over now.
             let is_over = self.is_far(rate) && rate * TRIALS[0] >= self.ceiling * LOWEST;
             if is_over || slow + 1 >= SLOW {
                 self.lower(rate);
@@ -346,7 +379,7 @@ impl AutoLimit {
         }
         if !self.is_idle(&seen) {
             self.idle_ns = 0;
-        } else if self.idled(length_ns) {
+        } else if self.count_idle(length_ns) {
             return;
         }
         let at_limit_ns = at_limit_ns + if seen.is_limited { length_ns } else { 0 };
@@ -365,41 +398,44 @@ impl AutoLimit {
         }
     }
 
-    /// The load did not need its limit, for so long. Returns whether that was long enough to remove it.
-    fn idled(&mut self, length_ns: u64) -> bool {
+    /// Counts a period in which the load did not need the limit. Removes the limit, and returns true, after
+    /// [`IDLE_NS`].
+    fn count_idle(&mut self, length_ns: u64) -> bool {
         self.idle_ns += length_ns;
         let is_long = self.idle_ns >= IDLE_NS;
         if is_long {
-            self.open();
+            self.restart();
         }
         is_long
     }
 
-    /// Whether the device does far less than it may.
+    /// Whether the device does much less than the limit allows.
     fn is_far(&self, rate: f64) -> bool {
         rate < self.pace * 0.8
     }
 
-    /// The device is slow, at `rate`: some other disturbance, or the ceiling is lower than it was.
+    /// Lowers the limit, because the device is slow at `rate`: its ceiling has fallen, or something else
+    /// disturbs it.
     fn lower(&mut self, rate: f64) {
         let is_far = self.is_far(rate);
         let lower = self.pace * (1.0 - LOWER * f64::from(1 << self.lowered));
         let pace = if is_far { rate * TRIALS[0] } else { lower };
         if pace < self.ceiling * LOWEST {
-            return self.open();
+            return self.restart();
         }
         if self.retry_by.take().is_some() {
-            // Only a burst allowed the last raise.
+            // The last raise was possible only in a burst.
             self.raise_ns = (2 * self.raise_ns).min(RAISE_NS_MAX);
         }
-        // Found again soon, if it was a disturbance.
+        // If it was a disturbance, the old rate is found again soon.
         self.retry_by = is_far.then_some(2.0 * RAISE);
         self.lowered += 1;
         self.pace = pace;
         self.recover();
     }
 
-    fn raised(&mut self, by: f64, seen: Option<Seen>) {
+    /// Ends the trial of a higher rate.
+    fn end_raise(&mut self, by: f64, seen: Option<Seen>) {
         let pace = self.pace * (1.0 + by);
         match seen {
             Some(seen) if seen.p99_ns > self.long_ns => {
@@ -414,15 +450,15 @@ impl AutoLimit {
                 self.pace = pace;
                 self.raise((2.0 * by).min(RAISE_MAX));
             }
-            // Nobody tried it.
+            // No load has used the higher rate.
             None => {
                 self.set_pace(self.pace);
-                self.hold();
+                self.keep_limit();
             }
-            // The load has what it wants.
+            // The load needs less than the higher rate.
             Some(_) => {
                 self.set_pace(pace);
-                self.hold();
+                self.keep_limit();
             }
         }
     }
@@ -432,14 +468,14 @@ impl AutoLimit {
         self.phase = Phase::Raise { by };
     }
 
-    /// Lets the device complete what it has queued.
+    /// Lowers the rate for a moment, so that the device completes what it has queued.
     fn recover(&mut self) {
         self.set_limit(self.pace * DRAIN);
         self.phase = Phase::Recover;
     }
 
-    /// Without a limit, to be measured anew.
-    fn open(&mut self) {
+    /// Removes the limit, and starts a new measurement.
+    fn restart(&mut self) {
         self.limits = RateLimits::default();
         self.phase = Phase::Measure { before: None };
     }
@@ -457,7 +493,7 @@ impl AutoLimit {
         let range = if self.key.is_bytes() { (BPS_MIN, BPS_MAX) } else { (1, IOPS_MAX) };
         let mut limits = RateLimits::default();
         let rate = (rate.round() as u64).clamp(range.0, range.1);
-        // The rate is within the range of its key.
+        // Always in range, because the rate was clamped to the range of its key.
         let _ = limits.set(self.key, RateLimit { rate, burst: None });
         limits
     }

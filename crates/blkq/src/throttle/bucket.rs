@@ -1,27 +1,29 @@
-//! The word of a limit: the time until which what was let through has used the limit up (the
-//! theoretical arrival time of the generic cell rate algorithm, ITU-T I.371).
+//! The word of a limit: the time until which admitted requests have used up the limit (the theoretical
+//! arrival time of the generic cell rate algorithm, ITU-T I.371).
 //!
-//! A request may begin when that time has come, and moves it on by its cost, in nanoseconds of the
-//! monotonic clock. That clock begins when the machine is booted, and a burst may be longer than the machine is up:
-//! so a word is signed, and may be a time before the boot. Nothing ticks, and an idle limit is a word that nobody writes. The rest of a
-//! division is kept by the one who charges, so rates are exact however long it lasts.
+//! A request may start when that time has come, and advances it by the request's cost in nanoseconds of the
+//! monotonic clock. That clock starts when the machine boots, and a burst may be longer than the uptime.
+//! Therefore a word is signed, and may be a time before the boot. Nothing ticks, and the word of an idle
+//! limit is not written. The charging queue keeps the remainder of each division, so that rates are exact
+//! over any time.
 
 use crate::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
 pub(crate) const NS_PER_S: u64 = 1_000_000_000;
-/// A word that other processes may write, and that is further in the future than this, was damaged, or is of one
-/// request that is too large for its limit; it counts as so far.
+/// Words in memory that other processes can write are limited to this time in the future, in nanoseconds. A
+/// word beyond it is damaged, or the result of one request that is too large for its limit.
 pub(crate) const DEBT_NS_MAX: u64 = 60 * NS_PER_S;
 
 /// The word of a limit that was never used.
 pub(crate) const NEVER_NS: i64 = i64::MIN;
 
-/// The words of one set of limits: by the number of the key.
+/// The words of one set of limits, by the number of the key.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Buckets {
+    /// The words of the limits' rates.
     pub average: [AtomicI64; 6],
-    /// Of the rate of a burst.
+    /// The words of the rates of bursts.
     pub peak: [AtomicI64; 6],
 }
 
@@ -33,20 +35,21 @@ impl Buckets {
         }
     }
 
-    /// Limits have changed: nobody waits for what was let through under those before.
+    /// Drops the debt of earlier requests, because the limits have changed: no request must wait for what was
+    /// admitted under the old limits.
     pub fn forgive_debt(&self, now_ns: u64) {
         self.average.iter().chain(&self.peak).for_each(|word| forgive_debt(word, now_ns));
     }
 }
 
-/// Has the word be no later than `now_ns`.
+/// Makes the word no later than `now_ns`.
 pub(crate) fn forgive_debt(word: &AtomicI64, now_ns: u64) {
     let now_ns = now_ns.cast_signed();
     let _ = word.fetch_update(Relaxed, Relaxed, |spent_ns| (spent_ns > now_ns).then_some(now_ns));
 }
 
-/// A word of memory that is shared, which is cut to [`DEBT_NS_MAX`] first: for good, as a bound that is counted from
-/// each look would move along with the time.
+/// Reads a word in shared memory, after it was cut to [`DEBT_NS_MAX`]. The cut is stored, because a bound
+/// relative to the time of each read would move with the time.
 #[inline]
 pub(crate) fn shared_spent_ns(word: &AtomicI64, now_ns: u64) -> i64 {
     let (spent_ns, most_ns) = (word.load(Relaxed), now_ns.saturating_add(DEBT_NS_MAX).cast_signed());
@@ -56,26 +59,26 @@ pub(crate) fn shared_spent_ns(word: &AtomicI64, now_ns: u64) -> i64 {
     word.fetch_min(most_ns, Relaxed).min(most_ns)
 }
 
-/// When the next request may begin, from the word: no earlier than `credit_ns` ago, as what was not used
-/// until then is lost.
+/// When the next request may start, according to the word. Not before `credit_ns` ago: capacity that was not
+/// used before that is lost.
 #[inline]
 pub(crate) fn start_of(spent_ns: i64, now_ns: u64, credit_ns: u64) -> i64 {
     spent_ns.max(now_ns.cast_signed().saturating_sub_unsigned(credit_ns))
 }
 
-/// A time that is a word's, by the clock: its beginning, if it is before that.
+/// Converts the time of a word to the clock. Times before the boot become 0.
 #[inline]
 pub(crate) fn clock_ns(spent_ns: i64) -> u64 {
     spent_ns.max(0).cast_unsigned()
 }
 
-/// How many units at `rate` per second have accrued since `start_ns`; `None` before it.
+/// The number of units that have accrued at `rate` per second since `start_ns`. `None` before `start_ns`.
 #[inline]
 pub(crate) fn accrued(start_ns: i64, now_ns: u64, rate: u64) -> Option<u64> {
     (start_ns <= now_ns.cast_signed()).then(|| units_of(now_ns.cast_signed().abs_diff(start_ns), rate))
 }
 
-/// How many units at `rate` per second take so many nanoseconds.
+/// The number of units at `rate` per second in that time.
 #[inline]
 pub(crate) fn units_of(ns: u64, rate: u64) -> u64 {
     match ns.checked_mul(rate) {
@@ -84,7 +87,8 @@ pub(crate) fn units_of(ns: u64, rate: u64) -> u64 {
     }
 }
 
-/// The nanoseconds that `units` take at `rate` per second, and the rest for the next time: less than `rate`.
+/// The nanoseconds that `units` take at `rate` per second, and the remainder for the next call, which is less
+/// than `rate`. `rest` is the remainder of the previous call.
 #[inline]
 pub(crate) fn cost_ns(units: u64, rate: u64, rest: u64) -> (u64, u64) {
     match units.checked_mul(NS_PER_S).and_then(|product| product.checked_add(rest)) {
@@ -97,7 +101,7 @@ pub(crate) fn cost_ns(units: u64, rate: u64, rest: u64) -> (u64, u64) {
     }
 }
 
-/// `value * numerator / denominator`, where the denominator is not 0.
+/// `value * numerator / denominator` without overflow. The denominator must not be 0.
 #[inline]
 pub(crate) fn scaled(value: u64, numerator: u64, denominator: u64) -> u64 {
     match value.checked_mul(numerator) {
@@ -107,7 +111,8 @@ pub(crate) fn scaled(value: u64, numerator: u64, denominator: u64) -> u64 {
     }
 }
 
-/// How much longer a burst may be than its limit alone would allow: the credit, in nanoseconds of the rate.
+/// The credit of a burst, in nanoseconds of the rate: how much more than the limit alone a burst of that
+/// length may use.
 pub(crate) fn burst_credit_ns(rate: u64, burst_rate: u64, length_ns: u64) -> u64 {
     scaled(length_ns, burst_rate.saturating_sub(rate), rate)
 }
@@ -135,7 +140,7 @@ mod tests {
         let word = AtomicI64::new(i64::MAX);
         let most_ns = (5 + DEBT_NS_MAX).cast_signed();
         assert_eq!(shared_spent_ns(&word, 5), most_ns);
-        // The bound does not move.
+        // The bound does not move with the time.
         assert_eq!(shared_spent_ns(&word, 900), most_ns);
         assert_eq!(start_of(0, 5, 9), 0);
         assert_eq!(start_of(0, 50, 9), 41);

@@ -1,8 +1,9 @@
-//! A group: limits that devices share, of one process or, in memory that they map, of several.
+//! A group: limits that several devices share. The devices are in one process, or in several processes that
+//! map the same memory.
 //!
-//! All of it is atomic words, so that another process may write anything there: the worst is a wrong
-//! rate. The limits are behind a sequence that is odd while they change. Each member has a slot with its weight and
-//! its own words: the time until which it has used its share up.
+//! The memory consists of atomic words. Another process may write anything into it, and the worst result is a
+//! wrong rate. The limits are in [`SequencedWords`]. Each member has a slot with its weight and with words of
+//! its own: the times until which it has used up its shares.
 
 #[cfg(not(model_check))]
 use std::any::Any;
@@ -20,25 +21,26 @@ use crate::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-/// Devices in a group; fewer for the model checkers.
+/// Largest number of devices in a group; smaller for the model checkers.
 pub const MEMBERS_MAX: usize = if cfg!(model_check) { 3 } else { 120 };
-/// A member's weight: from 1 to this.
+/// Largest weight of a member. The smallest is 1.
 pub const WEIGHT_MAX: u32 = 10_000;
-/// The weight of a member that has none of its own.
+/// The weight of a member for which none was set.
 pub const WEIGHT_DEFAULT: u32 = 100;
-/// How long a member counts among those that share the limit after its last request.
+/// How long after its last request a member counts as active, in nanoseconds. Active members share the limit.
 pub(super) const ACTIVE_NS: u64 = 100_000_000;
 /// `blkqgrp` and the version of the layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"blkqgrp\x01");
-/// Words of a member's name that are kept.
+/// Words for the name of a member.
 const NAME_WORDS: usize = if cfg!(model_check) { 1 } else { 14 };
 
 #[repr(C, align(64))]
 struct Header {
     magic: AtomicU64,
+    /// Identifies the boot to which all times in the memory belong.
     boot: [AtomicU64; 2],
     limits: SequencedWords<LIMIT_WORDS>,
-    /// Slots that were ever used.
+    /// The number of slots that were ever used.
     used: AtomicU64,
 }
 
@@ -49,7 +51,7 @@ struct SharedBuckets(Buckets);
 struct Slot {
     weight: AtomicU64,
     spent_ns: [AtomicI64; LimitKey::COUNT],
-    /// Until when it counts among the active members, by limit.
+    /// Until when the member counts as active, by limit.
     active_until_ns: [AtomicU64; LimitKey::COUNT],
     name: [AtomicU64; NAME_WORDS],
 }
@@ -93,24 +95,24 @@ enum Memory {
     },
 }
 
-/// A group of devices with limits in common.
+/// A group of devices with common limits.
 pub struct Group {
     memory: Memory,
 }
 
-// SAFETY: the words are atomic, and stay mapped as long as this.
+// SAFETY: the memory consists of atomic words, and stays mapped as long as the group exists.
 unsafe impl Send for Group {}
 // SAFETY: as above.
 unsafe impl Sync for Group {}
 
-/// A slot of a group, as far as it is for reports.
+/// What is in the slot of a member, for reports.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MemberInfo {
-    /// The number of the slot.
+    /// Index of the slot.
     pub slot: usize,
-    /// The member's name, up to 112 bytes.
+    /// The name of the member, at most 112 bytes.
     pub name: String,
-    /// Its weight.
+    /// The weight of the member.
     pub weight: u32,
 }
 
@@ -121,21 +123,21 @@ impl Default for Group {
 }
 
 impl Group {
-    /// Bytes of a group in memory that processes share.
+    /// The size of a group in shared memory.
     pub const BYTES: usize = size_of::<Words>();
 
-    /// A group of this process, without limits.
+    /// A group in the memory of this process, without limits.
     pub fn new() -> Group {
         let group = Group { memory: Memory::Own(Box::new(Words::new())) };
         group.reset([0; 2], 0, &RateLimits::default());
         group
     }
 
-    /// The group in memory that is shared with other processes; `mapping` is dropped with the group.
+    /// A group in memory that is shared with other processes. `mapping` is dropped with the group.
     ///
     /// # Safety
-    /// From `start` on, which is aligned to 64 bytes, [`Group::BYTES`] are readable and writable until
-    /// `mapping` is dropped, and are accessed by atomic operations only.
+    /// `start` must be aligned to 64 bytes. [`Group::BYTES`] bytes from there must stay readable and writable
+    /// until `mapping` is dropped, and must be accessed only by atomic operations.
     #[cfg(not(model_check))]
     pub unsafe fn over(start: NonNull<u8>, mapping: Box<dyn Any + Send + Sync>) -> Group {
         Group { memory: Memory::Shared { words: start.cast(), _mapping: mapping } }
@@ -145,35 +147,35 @@ impl Group {
         match &self.memory {
             Memory::Own(words) => words,
             #[cfg(not(model_check))]
-            // SAFETY: valid for as long as the mapping is there, as `over` demands; atomics all through, which
-            // any bytes are.
+            // SAFETY: valid as long as the mapping, as `over` demands. The memory consists of atomics, for
+            // which all bit patterns are valid.
             Memory::Shared { words, .. } => unsafe { words.as_ref() },
         }
     }
 
-    /// Begins the group anew, with `limits`. For memory of zeroes, or damaged; `boot` names the time that
-    /// the monotonic clock is of, and no member that is there has a slot from `used` on. Nobody sees a group
-    /// without its limits meanwhile, nor if the caller is killed.
+    /// Initialises the group with `limits`, in memory that is zeroed or damaged. `boot` identifies the boot
+    /// to which the monotonic clock belongs. Slots from `used` on must not belong to a present member. Other
+    /// processes never see the group without its limits, even if the caller is killed in between.
     pub fn reset(&self, boot: [u64; 2], used: usize, limits: &RateLimits) {
         self.restart(boot, used);
         let Header { limits: words, magic, .. } = &self.words().header;
-        // Members that read limits before see that these are others.
+        // A new sequence number, so that members that have read the limits before notice the change.
         words.reset(&limits.to_words(), monotonic_ns());
         magic.store(MAGIC, Release);
     }
 
-    /// Whether the memory has a group of this version.
+    /// Whether the memory contains a group of this version.
     pub fn is_group(&self) -> bool {
         self.words().header.magic.load(Acquire) == MAGIC
     }
 
-    /// Whether its times are of the boot of this name.
+    /// Whether the times in the group belong to this boot.
     pub fn is_of(&self, boot: [u64; 2]) -> bool {
         self.words().header.boot.iter().zip(boot).all(|(word, boot)| word.load(Relaxed) == boot)
     }
 
-    /// The machine was booted anew, with another name of the boot: no time in it means anything. No member
-    /// that is there has a slot from `used` on. The limits stay.
+    /// Discards all times in the group, because the machine was rebooted: `boot` identifies the new boot.
+    /// Slots from `used` on must not belong to a present member. The limits stay.
     pub fn restart(&self, boot: [u64; 2], used: usize) {
         let Words { header, buckets, slots } = self.words();
         buckets.0.average.iter().chain(&buckets.0.peak).for_each(|word| word.store(NEVER_NS, Relaxed));
@@ -182,11 +184,11 @@ impl Group {
         header.boot.iter().zip(boot).for_each(|(word, boot)| word.store(boot, Relaxed));
     }
 
-    /// Whether the memory has a group of this version, and its limits.
+    /// Checks that the memory contains a group of this version, and returns its limits.
     ///
     /// # Errors
-    /// [`ErrorKind::Format`] if it has not, or if a change of the limits was not completed; for a
-    /// caller that lets nobody else change them meanwhile.
+    /// [`ErrorKind::Format`] if it does not, or if a change of the limits was not completed. The caller must
+    /// keep others from changing the limits meanwhile.
     pub fn check(&self) -> Result<RateLimits, Error> {
         let damaged = |what: &str| Err(Error::new(ErrorKind::Format, what.to_owned()));
         if !self.is_group() {
@@ -198,7 +200,7 @@ impl Group {
         self.limits().map_or_else(|| damaged("its limits are out of range"), |(_, limits)| Ok(limits))
     }
 
-    /// The limits, and the number of their change; `None` while they change, or if they are damaged.
+    /// The limits, and the number of their last change. `None` during a change, or if they are damaged.
     pub fn limits(&self) -> Option<(u64, RateLimits)> {
         if !self.is_group() {
             return None;
@@ -207,14 +209,14 @@ impl Group {
         RateLimits::from_words(&words).map(|limits| (number, limits))
     }
 
-    /// The number of the last change of the limits: another one after each.
+    /// The number of the last change of the limits. It is different after each change.
     #[inline]
     pub(crate) fn sequence(&self) -> u64 {
         self.words().header.limits.sequence()
     }
 
-    /// Changes the limits, also where a change was interrupted; one caller at a time. Nobody waits for what was
-    /// let through under those before.
+    /// Changes the limits, also if an earlier change was interrupted. There must be one caller at a time.
+    /// Debts of requests that were admitted under the old limits are dropped.
     pub fn set_limits(&self, limits: &RateLimits) {
         self.set_limits_at(limits, monotonic_ns());
     }
@@ -227,10 +229,10 @@ impl Group {
         });
     }
 
-    /// Takes a slot, which no other member has: see [`MEMBERS_MAX`].
+    /// Takes a slot, which no other member may have, from 0 to one below [`MEMBERS_MAX`].
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a slot that there is not, or a weight not from 1 to [`WEIGHT_MAX`].
+    /// [`ErrorKind::Invalid`] if the slot does not exist, or if the weight is not from 1 to [`WEIGHT_MAX`].
     pub fn join(self: Arc<Group>, slot: usize, name: &str, weight: u32) -> Result<Member, Error> {
         check_weight(weight)?;
         let words = self.words();
@@ -250,7 +252,7 @@ impl Group {
         Ok(Member { group: self, slot })
     }
 
-    /// The contents of the slot, whether its member is still there or not; `None` if it was never used.
+    /// The contents of the slot, even if its member has left. `None` if the slot was never used.
     pub fn member(&self, slot: usize) -> Option<MemberInfo> {
         if slot >= self.used() {
             return None;
@@ -262,7 +264,6 @@ impl Group {
         Some(MemberInfo { slot, name, weight: weight_of(words) })
     }
 
-    /// Slots that were ever used.
     #[inline]
     fn used(&self) -> usize {
         (self.words().header.used.load(Relaxed) as usize).min(MEMBERS_MAX)
@@ -270,7 +271,7 @@ impl Group {
 }
 
 impl Slot {
-    /// Its member has used no limit, and is not active.
+    /// Marks the member as not active, and all of its shares as unused.
     fn forget_times(&self) {
         self.active_until_ns.iter().for_each(|word| word.store(0, Relaxed));
         self.spent_ns.iter().for_each(|word| word.store(NEVER_NS, Relaxed));
@@ -288,27 +289,27 @@ fn check_weight(weight: u32) -> Result<(), Error> {
     Err(Error::new(ErrorKind::Invalid, format!("a weight is from 1 to {WEIGHT_MAX}, not {weight}")))
 }
 
-/// A device in a group.
+/// A device's membership in a group. Dropping this ends it.
 pub struct Member {
     group: Arc<Group>,
     slot: usize,
 }
 
 impl Member {
-    /// The group.
+    /// The group to which the device belongs.
     pub fn group(&self) -> &Arc<Group> {
         &self.group
     }
 
-    /// Its weight.
+    /// The weight of the member.
     pub fn weight(&self) -> u32 {
         weight_of(self.words())
     }
 
-    /// Changes it.
+    /// Changes the weight of the member.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if it is not from 1 to [`WEIGHT_MAX`].
+    /// [`ErrorKind::Invalid`] if the weight is not from 1 to [`WEIGHT_MAX`].
     pub fn set_weight(&self, weight: u32) -> Result<(), Error> {
         check_weight(weight)?;
         self.words().weight.store(weight.into(), Relaxed);
@@ -332,7 +333,8 @@ impl Member {
         &self.words().spent_ns[key as usize]
     }
 
-    /// Its weight, and that of all members that use the limit now, this one among them.
+    /// The weight of this member, and the sum of the weights of all members that use the limit now, including
+    /// this one.
     pub(crate) fn weights(&self, key: LimitKey, now_ns: u64) -> (u64, u64) {
         let slots = &self.group.words().slots[..self.group.used()];
         let is_active = |slot: &Slot| slot.active_until_ns[key as usize].load(Relaxed) > now_ns;
@@ -341,12 +343,12 @@ impl Member {
         (own, own + others.map(|(_, slot)| u64::from(weight_of(slot))).sum::<u64>())
     }
 
-    /// It uses the limit, and will at `next_ns` again.
+    /// Marks the member as active on the limit, where it will start another request at `next_ns`.
     #[inline]
     pub(crate) fn note_active(&self, key: LimitKey, next_ns: u64) {
         let word = &self.words().active_until_ns[key as usize];
         let until_ns = next_ns.saturating_add(ACTIVE_NS);
-        // Not at every request: others read the line.
+        // Not stored for each request, because the other members read this cache line.
         if word.load(Relaxed) < until_ns - ACTIVE_NS / 8 {
             word.store(until_ns, Relaxed);
         }

@@ -1,4 +1,4 @@
-//! The limits of a device or a group, and their text: `read-iops=500,burst=2000x10s,bps=100M`.
+//! The limits of a device or a group, and their text form: `read-iops=500,burst=2000x10s,bps=100M`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,21 +6,20 @@ use std::str::FromStr;
 use crate::error::{Error, ErrorKind};
 use crate::units::{format_bytes, parse_bytes, parse_duration_ns};
 
-/// Without limits.
 const NONE: &str = "none";
-/// Most requests per second.
+/// Largest rate in requests per second.
 pub const IOPS_MAX: u64 = 10_000_000;
-/// Least and most bytes per second.
+/// Smallest rate in bytes per second.
 pub const BPS_MIN: u64 = 1 << 10;
-/// See [`BPS_MIN`].
+/// Largest rate in bytes per second.
 pub const BPS_MAX: u64 = 1 << 40;
-/// Least and most bytes that cost one I/O.
+/// The range of [`RateLimits::iops_size_bytes`].
 const IOPS_SIZE: std::ops::RangeInclusive<u64> = 512..=1 << 30;
-/// Shortest and longest burst.
+/// The range of a burst's length, in nanoseconds.
 const BURST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=3_600_000_000_000;
 const BURST_RULE: &str = "write a burst as RATExLENGTH, such as 2000x10s or 200Mx500ms";
 
-/// The quantity that a limit counts, and of which requests.
+/// What a limit counts: I/Os or bytes, of which operations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum LimitKey {
@@ -28,7 +27,7 @@ pub enum LimitKey {
     Iops,
     /// Reads per second.
     ReadIops,
-    /// All other I/Os per second: writes, write zeroes, discards, flushes.
+    /// All other I/Os per second: writes, write-zeroes, discards and flushes.
     WriteIops,
     /// Bytes read and written per second.
     Bps,
@@ -39,9 +38,9 @@ pub enum LimitKey {
 }
 
 impl LimitKey {
-    /// Number of keys.
+    /// The number of keys in [`LimitKey::ALL`].
     pub const COUNT: usize = 6;
-    /// Every key, in the order of its number.
+    /// All keys, in the order of their numbers.
     pub const ALL: [LimitKey; Self::COUNT] = [
         LimitKey::Iops,
         LimitKey::ReadIops,
@@ -51,7 +50,7 @@ impl LimitKey {
         LimitKey::WriteBps,
     ];
 
-    /// The name in the text.
+    /// The name of the key in the text form.
     pub const fn name(self) -> &'static str {
         match self {
             LimitKey::Iops => "iops",
@@ -63,7 +62,7 @@ impl LimitKey {
         }
     }
 
-    /// Whether it counts bytes, not I/Os.
+    /// Whether the limit counts bytes. Otherwise it counts I/Os.
     pub const fn is_bytes(self) -> bool {
         matches!(self, LimitKey::Bps | LimitKey::ReadBps | LimitKey::WriteBps)
     }
@@ -83,49 +82,49 @@ impl LimitKey {
     }
 }
 
-/// A higher rate, for a while.
+/// A higher rate for a limited time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Burst {
-    /// Per second, more than that of the limit.
+    /// Units per second. Must be more than the rate of the limit.
     pub rate: u64,
-    /// For how long, in nanoseconds, from 1 ms to 1 hour; it is available again when the device stayed
-    /// below its rate for long enough.
+    /// Length in nanoseconds, from 1 ms to 1 hour. A burst can be used again when the device has stayed below
+    /// the rate of the limit for long enough.
     pub length_ns: u64,
 }
 
-/// A limit.
+/// The limit of one key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RateLimit {
-    /// Per second: I/Os from 1 to [`IOPS_MAX`], or bytes from [`BPS_MIN`] to [`BPS_MAX`].
+    /// Units per second: I/Os from 1 to [`IOPS_MAX`], or bytes from [`BPS_MIN`] to [`BPS_MAX`].
     pub rate: u64,
-    /// Exceeded for a while.
+    /// A higher rate that is allowed for a limited time.
     pub burst: Option<Burst>,
 }
 
-/// The limits of a device or a group; a request obeys all of them.
+/// The limits of a device or a group. A request must conform to all of them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RateLimits {
     /// By the number of [`LimitKey`].
     limits: [Option<RateLimit>; LimitKey::COUNT],
-    /// An I/O of more bytes counts as several; 0: each counts as one.
+    /// An I/O counts once for each started block of this size. 0: each I/O counts once.
     iops_size_bytes: u64,
 }
 
-/// Words of [`RateLimits::to_words`].
+/// The number of words of [`RateLimits::to_words`].
 pub(super) const LIMIT_WORDS: usize = 3 * LimitKey::COUNT + 1;
 
 impl RateLimits {
-    /// The limit of `key`.
+    /// The limit of `key`, if one is set.
     pub fn get(&self, key: LimitKey) -> Option<RateLimit> {
         self.limits[key as usize]
     }
 
-    /// Bytes that cost one I/O; a larger request costs several. 0 if each costs one.
+    /// An I/O counts once for each started block of this number of bytes. 0: each I/O counts once.
     pub fn iops_size_bytes(&self) -> u64 {
         self.iops_size_bytes
     }
 
-    /// Whether there is none.
+    /// Whether no limit is set.
     pub fn is_none(&self) -> bool {
         self.limits.iter().all(Option::is_none)
     }
@@ -133,17 +132,17 @@ impl RateLimits {
     /// Sets the limit of `key`.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a rate or a burst out of range.
+    /// [`ErrorKind::Invalid`] if the rate or the burst is out of range.
     pub fn set(&mut self, key: LimitKey, limit: RateLimit) -> Result<(), Error> {
         check(key, limit)?;
         self.limits[key as usize] = Some(limit);
         Ok(())
     }
 
-    /// Has an I/O cost one for each `bytes`, begun ones too.
+    /// Lets an I/O count once for each started block of `bytes`.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if that is not from 512 bytes to 1 GiB.
+    /// [`ErrorKind::Invalid`] if `bytes` is not from 512 to 1 GiB.
     pub fn set_iops_size(&mut self, bytes: u64) -> Result<(), Error> {
         if !IOPS_SIZE.contains(&bytes) {
             return Err(invalid(format!("iops-size is from 512 bytes to 1G, not {bytes}")));
@@ -152,7 +151,7 @@ impl RateLimits {
         Ok(())
     }
 
-    /// As words in memory that processes share.
+    /// The limits as words for shared memory.
     pub(super) fn to_words(self) -> [u64; LIMIT_WORDS] {
         let mut words = [0; LIMIT_WORDS];
         for (limit, words) in self.limits.iter().zip(words.chunks_exact_mut(3)) {
@@ -165,7 +164,7 @@ impl RateLimits {
         words
     }
 
-    /// From such words; `None` if they are not those of limits.
+    /// Limits from words of shared memory. `None` if the words are not valid limits.
     pub(super) fn from_words(words: &[u64; LIMIT_WORDS]) -> Option<RateLimits> {
         let mut limits = RateLimits::default();
         for (key, words) in LimitKey::ALL.into_iter().zip(words.chunks_exact(3)) {
@@ -214,8 +213,8 @@ fn check(key: LimitKey, limit: RateLimit) -> Result<(), Error> {
 impl FromStr for RateLimits {
     type Err = Error;
 
-    /// Reads `KEY=RATE` separated by commas; `burst=RATExLENGTH` is for the key before it,
-    /// `iops-size=BYTES` for all that count I/Os; `none` is no limit.
+    /// Parses `KEY=RATE` separated by commas. `burst=RATExLENGTH` belongs to the key before it,
+    /// `iops-size=BYTES` to all keys that count I/Os. `none` means no limits.
     fn from_str(text: &str) -> Result<RateLimits, Error> {
         let mut limits = RateLimits::default();
         if text == NONE {
@@ -269,7 +268,7 @@ impl FromStr for RateLimits {
 }
 
 impl fmt::Display for RateLimits {
-    /// As [`RateLimits::from_str`] reads it.
+    /// The text form, which [`RateLimits::from_str`] parses.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut items = Vec::new();
         for key in LimitKey::ALL {

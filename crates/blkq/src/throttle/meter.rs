@@ -1,4 +1,7 @@
-//! One limit as one queue applies it to its requests.
+//! A meter: one limit as one queue applies it to its requests.
+//!
+//! A meter prepays a little more than a batch needs, so that most batches far from the limit touch neither
+//! the shared word nor the clock.
 
 use std::sync::Arc;
 
@@ -13,23 +16,25 @@ use crate::request::Request;
 use crate::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use crate::tags::Tag;
 
-/// An idle limit accrues no more than this, without a burst: it makes up for a thread that comes late. With
-/// what a queue has prepaid it is 2 ms, by which a device may be ahead.
+/// The credit of an idle limit without a burst, in nanoseconds of its rate. It makes up for threads that wake
+/// late. Together with what one queue may have prepaid, a device can be 2 ms ahead of its rate.
 const CREDIT_NS: u64 = 2_000_000 - PREPAID_NS;
-/// A queue prepays no more than the limit allows in this time: 0.25 ms.
+/// A queue prepays at most what the limit allows in this time: 0.25 ms.
 const PREPAID_NS: u64 = 250_000;
-/// Nor more than so many batches like the last.
+/// A queue prepays at most that number of batches of the size of the last one.
 const PREPAID_BATCHES: u64 = 256;
-/// Nor more than this part of the room that the limit has: a limit that blocks anybody has none.
+/// A queue prepays at most this fraction of the room that the limit has. A limit at which requests wait has
+/// no room, so nothing is prepaid there.
 const PREPAID_PART: u64 = 4;
-/// The same of a queue whose requests waited: however late its thread was, the rate is kept.
+/// The credit of a queue whose requests have waited, in nanoseconds. It is larger, so that the rate is kept
+/// however late the thread wakes.
 const LATE_CREDIT_NS: u64 = 100_000_000;
-/// How far ahead of its share a member may be that uses what others leave.
+/// How far a member that uses what others leave may be ahead of its share, in nanoseconds.
 const AHEAD_NS_MAX: u64 = 100_000_000;
-/// How much later than the limit would allow a waiting member tries to use what others leave, so that these
-/// come first to what is theirs.
+/// How much later than the limit would allow a waiting member tries to use what others leave, in nanoseconds.
+/// The delay lets the others get what is theirs first.
 const SPARE_DELAY_NS: u64 = 500_000;
-/// How long the weights of the active members are taken for those of now.
+/// How long the sum of the weights of active members is reused, in nanoseconds.
 const WEIGHTS_NS: u64 = 1_000_000;
 
 enum Place {
@@ -37,27 +42,30 @@ enum Place {
     Group(Arc<Member>),
 }
 
-/// The part of a request that a limit counts.
+/// The unit that a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unit {
+    /// Each request counts as one.
     One,
+    /// A request counts as one for each started block of that number of bytes.
     /// One for so many bytes, begun ones too.
     PerBytes(u64),
+    /// Each byte of data counts as one.
     Bytes,
 }
 
-/// The part of a batch that a limit counts.
+/// What the cost of a batch depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Counted {
-    /// Its requests.
+    /// The number of its requests.
     Requests,
-    /// The bytes that they read or write.
+    /// The number of bytes that it reads or writes.
     Bytes,
     /// Each request has a cost of its own, or none.
     Each,
 }
 
-/// A limit, or the rate of its burst.
+/// One limit, or the rate of its burst.
 pub(crate) struct Meter {
     place: Place,
     key: LimitKey,
@@ -66,21 +74,21 @@ pub(crate) struct Meter {
     counted: Counted,
     rate: u64,
     credit_ns: u64,
-    /// The rest of the last division, for the next.
+    /// The remainder of the last division.
     rest: u64,
-    /// Units that are charged already: while the limit is far, most batches need not touch its word.
+    /// Units that were charged in advance: see the module documentation.
     prepaid: u64,
-    /// The member's weight and that of all active members, and until when they are taken for those of now.
+    /// The weight of the member, and the sum for all active members, valid until `weights_until_ns`.
     weights: (u64, u64),
     weights_until_ns: u64,
 }
 
-/// The answer to a batch.
+/// The result for a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Admitted {
-    /// So many of its requests may begin, from the first on.
+    /// The number of requests, from the first on, that may start.
     pub count: usize,
-    /// When the next may, in nanoseconds of the monotonic clock, if that is not all of them.
+    /// When the next request may start, in nanoseconds of the monotonic clock, if there is one.
     pub next_ns: u64,
 }
 
@@ -90,7 +98,7 @@ impl Meter {
         Meter::all(limits, || Place::Own(buckets.clone()))
     }
 
-    /// Those of a group's, for a member of it.
+    /// The meters of a group's limits, for one of its members.
     pub fn of_group(limits: &RateLimits, member: &Arc<Member>) -> Vec<Meter> {
         Meter::all(limits, || Place::Group(member.clone()))
     }
@@ -137,8 +145,8 @@ impl Meter {
         if self.is_peak { &buckets.peak[self.key as usize] } else { &buckets.average[self.key as usize] }
     }
 
-    /// When the limit is used up, from its word. Nobody else writes a device's own, and a large request at a low rate
-    /// may owe more than any bound.
+    /// When the limit is used up, according to its word. Only the word of a group is bounded: other processes
+    /// cannot write a device's own word, and a large request at a low rate may owe more than any bound.
     #[inline]
     fn spent_ns(&self, now_ns: u64) -> i64 {
         match &self.place {
@@ -147,7 +155,7 @@ impl Meter {
         }
     }
 
-    /// The member whose share this is.
+    /// The member whose share this meter charges. Bursts have no shares.
     fn member(&self) -> Option<&Arc<Member>> {
         match &self.place {
             Place::Group(member) if !self.is_peak => Some(member),
@@ -155,7 +163,7 @@ impl Meter {
         }
     }
 
-    /// The cost of the request, in units of the rate; 0 if the limit does not concern it.
+    /// The cost of the request in units of the rate. 0 if the limit does not count it.
     #[inline]
     fn cost(&self, request: &Request) -> u64 {
         let concerned = match self.key {
@@ -172,7 +180,7 @@ impl Meter {
         }
     }
 
-    /// Whether it counts reads, or all others.
+    /// Whether the limit counts reads, or for `reads == false` all other operations.
     pub fn concerns(&self, reads: bool) -> bool {
         match self.key {
             LimitKey::Iops | LimitKey::Bps => true,
@@ -181,17 +189,17 @@ impl Meter {
         }
     }
 
-    /// When a request that it counts may begin; it charges nothing.
+    /// When a request that the limit counts may start. Charges nothing.
     pub fn next_ns(&mut self, now_ns: u64, is_late: bool) -> u64 {
         if self.prepaid > 0 { now_ns } else { self.charge(&[], &[], now_ns, is_late).next_ns }
     }
 
-    /// The part of a batch that it counts.
+    /// What the cost of a batch depends on.
     pub fn counted(&self) -> Counted {
         self.counted
     }
 
-    /// The cost of the batch, in units of the rate.
+    /// The cost of the batch in units of the rate.
     #[inline(always)]
     pub fn cost_of_all(&self, batch: &[Tag], requests: &[Request]) -> u64 {
         if self.counted == Counted::Requests {
@@ -209,7 +217,7 @@ impl Meter {
         }
     }
 
-    /// Lets through what costs so many units if it is prepaid.
+    /// Pays that number of units from what is prepaid, or returns false and pays nothing.
     #[inline(always)]
     pub fn pay_units(&mut self, units: u64) -> bool {
         let left = self.prepaid.checked_sub(units);
@@ -217,18 +225,18 @@ impl Meter {
         left.is_some()
     }
 
-    /// Lets the whole batch through if it is prepaid.
+    /// Pays for the whole batch from what is prepaid, or returns false and pays nothing.
     #[inline]
     pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
         self.pay_units(self.cost_of_all(batch, requests))
     }
 
-    /// The batch, which was prepaid and paid, does not begin after all.
+    /// Returns the payment for a batch that does not start, because another limit has refused it.
     pub fn unpay(&mut self, batch: &[Tag], requests: &[Request]) {
         self.prepaid += self.cost_of_all(batch, requests);
     }
 
-    /// How much to prepay behind a batch of so many units, which begin within `room`.
+    /// How much to prepay in addition to a batch of that number of units, for which the limit has `room`.
     #[inline]
     fn prepaid_of(&self, units: u64, room: Option<u64>, is_late: bool) -> u64 {
         let spare = match room {
@@ -238,7 +246,7 @@ impl Meter {
         spare.min(self.rate / (NS_PER_S / PREPAID_NS)).min(units.saturating_mul(PREPAID_BATCHES))
     }
 
-    /// Refunds all that is prepaid.
+    /// Refunds everything that is prepaid.
     fn return_prepaid(&mut self) {
         if self.prepaid > 0 {
             self.refund_units(self.prepaid);
@@ -246,11 +254,11 @@ impl Meter {
         }
     }
 
-    /// How many requests of the batch begin within `room`, and what they cost.
+    /// The number of requests of the batch that may start within `room`, and their cost.
     #[inline]
     fn count(&self, batch: &[Tag], requests: &[Request], room: Option<u64>) -> (usize, u64) {
         if self.counted == Counted::Requests {
-            // The first one needs no more than that its time has come.
+            // The first request needs only that its time has come.
             let count = room.map_or(0, |room| usize::try_from(room.saturating_add(1)).unwrap_or(usize::MAX));
             let count = count.min(batch.len());
             return (count, count as u64);
@@ -266,8 +274,8 @@ impl Meter {
         (count, units)
     }
 
-    /// Lets through what conforms of a batch, in order, and charges it. `is_late` if requests of
-    /// this queue waited for the limit.
+    /// Admits and charges the requests of a batch that conform to the limit, in order. `is_late`: requests of
+    /// this queue have waited for the limit.
     pub fn admit(&mut self, batch: &[Tag], requests: &[Request], now_ns: u64, is_late: bool) -> Admitted {
         if self.pay(batch, requests) {
             return Admitted { count: batch.len(), next_ns: now_ns };
@@ -276,7 +284,7 @@ impl Meter {
         self.charge(batch, requests, now_ns, is_late)
     }
 
-    /// Charges the limit for what conforms of a batch, and prepays some of what will come.
+    /// Charges the limit for the requests of a batch that conform, and prepays some for later batches.
     fn charge(&mut self, batch: &[Tag], requests: &[Request], now_ns: u64, is_late: bool) -> Admitted {
         let credit_ns = if is_late { self.credit_ns.max(LATE_CREDIT_NS) } else { self.credit_ns };
         if self.member().is_some() {
@@ -300,9 +308,9 @@ impl Meter {
         }
     }
 
-    /// The same for a member of a group, which may begin a request when its own share allows it, or when
-    /// the limit has room: nobody waits while there is any. Both are charged, so what a member took beyond
-    /// its share is that of others until the share has caught up.
+    /// [`Meter::charge`] for a member of a group. A request may start if the member's share allows it, or if
+    /// the limit has room, so that no request waits while there is room. Both are charged: after a member has
+    /// used more than its share, others come first until its share has caught up.
     fn charge_member(
         &mut self,
         batch: &[Tag],
@@ -339,7 +347,8 @@ impl Meter {
                 continue;
             }
             let own_ns = scaled(ns, all, weight);
-            // It repays in full what was within its share, and for a moment only what others had left.
+            // A member repays in full what was within its share, but only up to [`AHEAD_NS_MAX`] what others
+            // had left.
             let due_ns = scaled(cost_ns(own_units.min(units), self.rate, 0).0, all, weight);
             let ahead_ns = now_ns.cast_signed().saturating_add_unsigned(due_ns.max(AHEAD_NS_MAX));
             let charged = |share_ns: i64| {
@@ -349,7 +358,7 @@ impl Meter {
             let mut own_spent_ns = share_start_ns;
             if units > 0 {
                 (self.rest, self.prepaid) = (rest, prepaid);
-                // Another queue of the device may charge it at the same time.
+                // Another queue of the same device may charge the share concurrently.
                 let before_ns = share.fetch_update(Relaxed, Relaxed, |share_ns| Some(charged(share_ns)));
                 own_spent_ns = charged(before_ns.unwrap_or(share_ns));
             }
@@ -364,7 +373,8 @@ impl Meter {
         }
     }
 
-    /// The requests, which were charged as the last of a batch, do not begin after all.
+    /// Refunds requests that were charged as the last ones of a batch and do not start, because another limit
+    /// has refused them.
     pub fn refund(&mut self, batch: &[Tag], requests: &[Request]) {
         self.refund_units(self.cost_of_all(batch, requests));
     }
@@ -383,10 +393,9 @@ impl Meter {
     }
 }
 
-/// Bytes that the request reads or writes.
 #[inline]
 fn data_bytes(request: &Request) -> u64 {
-    // Without a branch, as there is one of these for each request.
+    // Without a branch, because this is computed for each request.
     request.bytes() * u64::from(request.operation().has_data())
 }
 

@@ -1,8 +1,8 @@
 //! Limits of I/Os and bytes per second, of a device and of a [`Group`] of devices.
 //!
-//! A limit is one word of virtual time (`bucket`), charged where requests are dispatched: they keep their
-//! place in plug, scheduler and queue, and their chances to merge, until it lets them through. The
-//! members of a group have shares by weight, and use what others leave.
+//! A limit is one word of virtual time (`bucket`). Requests are charged when they are dispatched. A request
+//! that must wait keeps its place in the plug, the scheduler or the queue, and can still be merged. The
+//! members of a group have shares by weight, and may use what the others leave.
 
 #[cfg(simulation)]
 pub(crate) mod admissions;
@@ -39,13 +39,13 @@ pub(crate) use meter::{Counted, Meter};
 pub use mode::LimitMode;
 pub(crate) use times::DeviceTimes;
 
-/// The limits of a disk, for its queues.
+/// The limits of a disk as its queues use them.
 #[derive(Clone)]
 pub(crate) struct Throttle {
     limits: RateLimits,
     buckets: Arc<Buckets>,
     member: Option<Arc<Member>>,
-    /// Where its queues count how long the device has requests, while its ceiling is searched.
+    /// The counters of device times for each queue. `Some` while the disk's ceiling is searched.
     measured: Option<Arc<[Arc<DeviceTimes>]>>,
 }
 
@@ -55,22 +55,22 @@ impl Throttle {
         &self.limits
     }
 
-    /// Its membership in a group.
+    /// The disk's membership in a group.
     pub fn member(&self) -> Option<&Arc<Member>> {
         self.member.as_ref()
     }
 
-    /// Whether requests can have to wait, now or when the limits of the group change.
+    /// Whether requests may have to wait, now or after a change of the group's limits.
     pub fn is_on(&self) -> bool {
         !self.limits.is_none() || self.member.is_some() || self.measured.is_some()
     }
 
-    /// Where queue `index` counts how long the device has requests, if it is to.
+    /// Where queue `index` counts device times, if they are measured.
     pub fn device_times(&self, index: usize) -> Option<&Arc<DeviceTimes>> {
         self.measured.as_ref()?.get(index)
     }
 
-    /// The meters of all limits, for a queue: of those of the group too, which are `group`.
+    /// The meters of all limits for a queue. `group` are the limits of the disk's group.
     pub fn meters(&self, group: &RateLimits) -> Vec<Meter> {
         let mut meters = Meter::of_device(&self.limits, &self.buckets);
         meters.extend(self.member.iter().flat_map(|member| Meter::of_group(group, member)));
@@ -78,24 +78,24 @@ impl Throttle {
     }
 }
 
-/// The most that a device can do, as far as it was searched ([`Disk::ceiling`](crate::Disk::ceiling)).
+/// The ceiling of a device: the highest rate that it can sustain ([`Disk::ceiling`](crate::Disk::ceiling)).
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Ceiling {
-    /// It is not searched.
+    /// No search is running.
     NotSearched,
-    /// It is searched, and not found yet, or no longer known.
+    /// A search is running, but the ceiling was not found yet, or is no longer known.
     Unknown,
-    /// The limit just under it.
+    /// The limit that is just under the ceiling.
     Found(RateLimits),
 }
 
-/// The limits of a disk, for its control threads.
+/// The limits of a disk as its control threads use them.
 pub(crate) struct ThrottleControl {
     throttle: Mutex<Throttle>,
     generation: AtomicU64,
-    /// Everything is let through.
+    /// While this is on, all requests pass.
     bypass: NestedSwitch,
-    /// The ceiling, if one is searched and was found.
+    /// The ceiling that the running search has found.
     ceiling: Mutex<Option<RateLimits>>,
 }
 
@@ -115,12 +115,12 @@ impl ThrottleControl {
         }
     }
 
-    /// The limits in force.
+    /// The current limits.
     pub fn get(&self) -> Throttle {
         lock(&self.throttle).clone()
     }
 
-    /// Changes the disk's own limits. The queues are to be woken.
+    /// Changes the disk's own limits. The caller must wake the queues afterwards.
     pub fn set_limits(&self, limits: &RateLimits) {
         let mut throttle = lock(&self.throttle);
         throttle.limits = *limits;
@@ -128,8 +128,8 @@ impl ThrottleControl {
         self.generation.fetch_add(1, SeqCst);
     }
 
-    /// Has the queues count how long the device has requests, or no longer. False if they do already. The queues are
-    /// to be woken.
+    /// Starts or stops the measurement of device times. Returns false if it is running already. The caller
+    /// must wake the queues afterwards.
     pub fn set_measured(&self, times: Option<Arc<[Arc<DeviceTimes>]>>) -> bool {
         let mut throttle = lock(&self.throttle);
         if times.is_some() && throttle.measured.is_some() {
@@ -142,7 +142,7 @@ impl ThrottleControl {
         true
     }
 
-    /// The ceiling is this, or is not known.
+    /// Sets the ceiling; `None` if it is not known.
     pub fn set_ceiling(&self, ceiling: Option<RateLimits>) {
         *lock(&self.ceiling) = ceiling;
     }
@@ -157,24 +157,24 @@ impl ThrottleControl {
         }
     }
 
-    /// Makes the disk a member of a group. The queues are to be woken.
+    /// Makes the disk a member of a group. The caller must wake the queues afterwards.
     pub fn set_member(&self, member: Member) {
         lock(&self.throttle).member = Some(Arc::new(member));
         self.generation.fetch_add(1, SeqCst);
     }
 
-    /// Another number after each change.
+    /// The number of changes so far.
     pub fn generation(&self) -> u64 {
         self.generation.load(SeqCst)
     }
 
-    /// Begins or stops to let everything through. The queues are to be woken.
+    /// Starts or stops to let all requests pass. The caller must wake the queues afterwards.
     pub fn set_bypassed(&self, bypassed: bool) {
         self.bypass.set(bypassed);
         self.generation.fetch_add(1, SeqCst);
     }
 
-    /// Whether everything is let through.
+    /// Whether all requests pass.
     pub fn is_bypassed(&self) -> bool {
         self.bypass.is_on()
     }

@@ -1,4 +1,4 @@
-//! The limits of a device, or that they are to be found.
+//! Where the limits of a device come from: fixed values, or a search for the device's ceiling.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,15 +6,15 @@ use std::str::FromStr;
 use super::limits::RateLimits;
 use crate::error::Error;
 
-/// The text of [`LimitMode::Auto`].
 const AUTO: &str = "auto";
 
 /// Where the limits of a device come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LimitMode {
-    /// They are these.
+    /// These limits apply.
     Fixed(RateLimits),
-    /// The device's ceiling is searched, and its rate kept just under it ([`AutoLimiter`](crate::disk::AutoLimiter)).
+    /// The device's ceiling is searched, and its rate is kept just under it
+    /// ([`AutoLimiter`](crate::disk::AutoLimiter)).
     Auto,
 }
 
@@ -25,7 +25,7 @@ impl Default for LimitMode {
 }
 
 impl LimitMode {
-    /// The limits that are in force from the beginning: none, if they are to be found.
+    /// The limits that apply from the beginning: none, if the ceiling must be searched first.
     pub fn limits(&self) -> RateLimits {
         match self {
             LimitMode::Fixed(limits) => *limits,
@@ -33,7 +33,7 @@ impl LimitMode {
         }
     }
 
-    /// Whether there are no limits, and will be none.
+    /// Whether there are no limits, and none will be set.
     pub fn is_none(&self) -> bool {
         matches!(self, LimitMode::Fixed(limits) if limits.is_none())
     }
@@ -42,7 +42,7 @@ impl LimitMode {
 impl FromStr for LimitMode {
     type Err = Error;
 
-    /// `auto`, or as [`RateLimits`] are read.
+    /// Parses `auto`, or limits as [`RateLimits`] do.
     fn from_str(text: &str) -> Result<LimitMode, Error> {
         if text == AUTO { Ok(LimitMode::Auto) } else { text.parse().map(LimitMode::Fixed) }
     }

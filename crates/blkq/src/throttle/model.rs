@@ -1,4 +1,5 @@
-//! The words of limits and of groups under the model checkers: what queues let through at the same time.
+//! Properties of the words of limits and groups that the model checkers verify: what queues admit
+//! concurrently.
 
 use super::sequence::SequencedWords;
 use super::*;
@@ -10,7 +11,7 @@ use crate::sync::{model_within, thread};
 use crate::tags::Tag;
 
 const NOW_NS: u64 = 5_000_000_000_000;
-/// A request takes a millisecond.
+/// A request costs a millisecond.
 const COST_NS: u64 = 1_000_000;
 
 fn limits(text: &str) -> RateLimits {
@@ -33,7 +34,8 @@ fn reads(count: usize) -> Vec<Request> {
     (0..count).map(request).collect()
 }
 
-/// Queues that want two requests each when there is room for `room`: so many begin, and the word has their cost.
+/// Queues request two admissions each while there is room for `room` requests. That number is admitted, and
+/// the word contains their cost.
 fn a_word_lets_through_what_it_has(queues: usize, room: u64) {
     let buckets = Arc::new(Buckets::new());
     buckets.average[0].store((NOW_NS - (room - 1) * COST_NS).cast_signed(), Relaxed);
@@ -55,7 +57,7 @@ fn a_word_lets_through_what_it_has(queues: usize, room: u64) {
     assert_eq!(buckets.average[0].load(Relaxed), spent_ns.cast_signed());
 }
 
-/// A reader of words that change gets those of one change, or none.
+/// A reader of changing words gets the words of one change, or none.
 fn readers_get_the_words_of_one_change(changes: u64) {
     let shared = Arc::new(SequencedWords::<2>::new());
     let writer = {
@@ -71,7 +73,7 @@ fn readers_get_the_words_of_one_change(changes: u64) {
     assert_eq!(shared.read(), Some((2 * changes, [changes; 2])));
 }
 
-/// The group has room for `room`, and no member has anything left of its share.
+/// A group with room for `room` requests, whose members have used up their shares.
 fn group_with_room(members: usize, room: u64) -> (Arc<Group>, Vec<Arc<Member>>) {
     let group = Arc::new(Group::new());
     group.set_limits_at(&limits("iops=1000"), NOW_NS);
@@ -85,8 +87,9 @@ fn group_with_room(members: usize, room: u64) -> (Arc<Group>, Vec<Arc<Member>>) 
     (group, members)
 }
 
-/// Each member wants two requests, and the first of them closes its device then. So many begin as there is room
-/// for, and one more for each that begins within its share; all are charged; one that left has no share.
+/// Each member requests two admissions, and the first member then leaves. The number of admitted requests is
+/// that for which there is room, and at most one more for each member that is within its share. All of them
+/// are charged. A member that has left has no share.
 fn members_charge_one_word(count: usize, room: u64) {
     let (group, members) = group_with_room(count, room);
     let threads: Vec<_> = members
@@ -112,12 +115,12 @@ fn members_charge_one_word(count: usize, room: u64) {
     drop((left, group));
 }
 
-/// Members charge while the limits are changed, and one is killed in between: nobody sees limits that are
-/// neither the old nor the new ones, and nobody owes more than it was let through since.
+/// Members charge requests while the limits are changed, and are killed meanwhile. Every reader sees the old
+/// limits or the new ones, and no debt remains except for requests that were admitted after the change.
 #[cfg(shuttle)]
 fn limits_change_under_members(count: usize) {
     let (group, members) = group_with_room(count, 1);
-    // In debt, which the change forgives.
+    // This debt must be forgiven by the change.
     members[0].buckets().average[0].store((NOW_NS + 50 * COST_NS).cast_signed(), Relaxed);
     let threads: Vec<_> = members
         .into_iter()
@@ -128,7 +131,7 @@ fn limits_change_under_members(count: usize) {
                 assert!([limits("iops=1000"), limits("iops=500,burst=2000x1s")].contains(&known), "{known}");
                 let mut meters = Meter::of_group(&known, &member);
                 let passed = meters[0].admit(&[Tag(0)], &reads(1), NOW_NS, true).count as u64;
-                // It is killed: nothing of it is undone.
+                // The member is killed, so nothing is undone.
                 std::mem::forget(member);
                 passed
             })
@@ -140,7 +143,7 @@ fn limits_change_under_members(count: usize) {
     let next = Arc::new(group.clone().join(count, "next", 100).expect("a slot"));
     let word = next.buckets().average[0].load(Relaxed).cast_unsigned();
     assert!(word <= NOW_NS + 2 * passed * COST_NS, "a debt is left: {} for {passed}", word - NOW_NS);
-    // Those that were killed count for a while.
+    // Members that were killed count as active for a while.
     assert_eq!(next.weights(LimitKey::Iops, NOW_NS + group::ACTIVE_NS * 2), (100, 100));
 }
 

@@ -1,4 +1,4 @@
-//! Virtual time against a plain model: how much is let through, whatever the times and batches are.
+//! Compares virtual time with a plain model: how much is admitted, for any times and batches.
 
 use proptest::prelude::*;
 
@@ -50,7 +50,8 @@ impl Bed {
         Bed { requests, tags: (0..64).map(Tag).collect(), queues }
     }
 
-    /// How many of a batch of `wanted` queue `index` lets through at `now_ns`, and when the next may begin.
+    /// Admits a batch of `wanted` requests on queue `index` at `now_ns`. Returns how many were admitted, and
+    /// when the next may start.
     fn admit(&mut self, index: usize, wanted: usize, now_ns: u64, is_late: bool) -> (usize, u64) {
         let (mut count, mut next_ns) = (wanted, now_ns);
         let meters = &mut self.queues[index];
@@ -65,8 +66,8 @@ impl Bed {
         (count, next_ns)
     }
 
-    /// All queues always have more, and wake `late_ns(turn)` after the time for which they wait. Returns how
-    /// many each lets through in `length_ns`.
+    /// Runs queues that always have more requests, and that wake `late_ns(turn)` after the time for which
+    /// they wait. Returns the number of requests that each admits in `length_ns`.
     fn flood(&mut self, length_ns: u64, mut late_ns: impl FnMut(u64) -> u64) -> Vec<u64> {
         let mut counts = vec![0; self.queues.len()];
         let mut wake_ns = vec![BEGIN_NS; self.queues.len()];
@@ -81,7 +82,7 @@ impl Bed {
             let (count, next_ns) = self.admit(index, 64, now_ns, counts[index] > 0);
             counts[index] += count as u64;
             assert!(next_ns >= now_ns && next_ns < now_ns + DEBT_NS_MAX);
-            // One that was let through whole is followed by the next at once.
+            // A batch that was admitted completely is followed by the next one immediately.
             wake_ns[index] = if count == 64 { now_ns } else { next_ns.max(now_ns + 1) + late_ns(turn) };
         }
     }
@@ -99,7 +100,7 @@ fn rates_are_exact_alone_and_for_eight_members() {
         let seconds = if rate <= 10 { 10 } else { 2 };
         let exact = |counts: &[u64]| {
             let (sum, want) = (counts.iter().sum::<u64>(), rate * seconds);
-            // The credit of an idle limit, and the request that was there at the first nanosecond.
+            // The credit of an idle limit, and the request that starts in the first nanosecond.
             let more = rate / 200 + 8 * u64::try_from(counts.len()).unwrap();
             assert!(
                 sum >= want - want / 100 - 8 && sum <= want + more,
@@ -119,7 +120,7 @@ fn shares_follow_weights_and_leave_nothing_unused() {
         let want = 40_000 * weight / 800;
         assert!(count.abs_diff(want) < want / 20, "{counts:?}");
     }
-    // One that wants little gets that; the other has all the rest.
+    // A member that needs little gets that, and the other one gets all the rest.
     let mut bed = Bed::group("iops=1000", &[900, 100], read);
     let (mut small, mut large, mut wake_ns) = (0, 0, BEGIN_NS);
     for ms in 0..4_000 {
@@ -144,7 +145,7 @@ fn what_others_left_is_repaid_for_a_moment_only() {
     assert_eq!(bed.admit(1, 1, BEGIN_NS, false).0, 1);
     bed.requests[0] = request(Operation::Read, 32 << 10);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
-    // Its share is used up for 60 ms; the limit has room before, and lets half a megabyte through.
+    // The share is used up for 60 ms. The limit has room before that, and admits half a megabyte.
     let now_ns = BEGIN_NS + 40 * MS;
     bed.requests[0] = request(Operation::Read, 512 << 10);
     assert_eq!(bed.admit(0, 1, now_ns, false).0, 1);
@@ -164,7 +165,7 @@ fn a_burst_has_its_rate_and_its_length() {
     assert!((25_000..25_150).contains(&all), "{all}");
 }
 
-/// An hour of this burst is what the limit earns in 16 days, and the machine was booted three seconds ago.
+/// The limit earns an hour of this burst in 16 days, and the machine was booted three seconds ago.
 #[test]
 fn a_burst_is_whole_right_after_the_boot() {
     let limits = "read-iops=10,burst=4000x3600s";
@@ -175,7 +176,7 @@ fn a_burst_is_whole_right_after_the_boot() {
         }
         assert!((399_990..=400_010).contains(&passed), "{passed}");
     }
-    // Another boot, or another member in the slot: nothing was used by then.
+    // After a reboot, and for another member in the slot, nothing counts as used.
     let group = Arc::new(Group::new());
     let limits = limits.parse().unwrap();
     group.set_limits_at(&limits, 3 * S);
@@ -196,10 +197,10 @@ fn bytes_and_sizes_cost_what_they_are() {
     assert!((99..=101).contains(&(flood("bps=100M", 1 << 20) / 4)));
     assert!((249..=252).contains(&(flood("iops=1000,iops-size=16K", 64 << 10) / 4)));
     assert!((333..=335).contains(&(flood("iops=1000,iops-size=16K", 33 << 10) / 4)));
-    // The stricter of two limits counts, and the other is not charged for what that blocks.
+    // The stricter of two limits decides, and the other one is not charged for refused requests.
     assert!((99..=101).contains(&(flood("iops=1000,write-iops=100", 4096) / 4)));
     assert!((99..=101).contains(&(flood("iops=100,write-iops=1000", 4096) / 4)));
-    // Reads and discards are not limited by the bytes of writes.
+    // The bytes of reads and discards do not count as bytes of writes.
     for other in [read(), request(Operation::Discard, 1 << 30)] {
         let mut bed = Bed::device("write-bps=1M", 1, || request(other.operation(), other.bytes()));
         assert_eq!((0..100).map(|_| bed.admit(0, 64, BEGIN_NS, false).0).sum::<usize>(), 6400);
@@ -209,7 +210,7 @@ fn bytes_and_sizes_cost_what_they_are() {
 #[test]
 fn a_member_that_died_blocks_nobody_for_long() {
     let mut bed = Bed::group("iops=1000", &[10_000, 1], read);
-    // It took what it could, and is never heard of again.
+    // This member has taken what it could, and never returns.
     bed.admit(0, 64, BEGIN_NS, true);
     let mut others = 0;
     let mut wake_ns = BEGIN_NS;
@@ -240,14 +241,14 @@ fn a_groups_word_of_garbage_blocks_for_a_minute_at_most() {
 
 #[test]
 fn a_device_repays_a_large_request_at_a_low_rate_in_full() {
-    // 1 MiB at 1 KiB per second, or 2,048 I/Os of 512 bytes at one per second: each takes longer than a minute.
+    // 1 MiB at 1 KiB per second, or 2,048 I/Os of 512 bytes at one per second: each takes more than a minute.
     for (limits, cost_s) in [("bps=1K", 1_024), ("iops=1,iops-size=512", 2_048)] {
         let mut bed = Bed::device(limits, 1, || request(Operation::Read, 1 << 20));
         let (mut now_ns, mut passed) = (BEGIN_NS, 0);
         while now_ns < BEGIN_NS + 4 * cost_s * S {
             let (count, next_ns) = bed.admit(0, 1, now_ns, passed > 0);
             passed += count;
-            // Other requests look at the word meanwhile.
+            // Other requests read the word meanwhile.
             now_ns = next_ns.clamp(now_ns + 1, now_ns + 10 * S);
         }
         assert!((4..=5).contains(&passed), "{limits}: {passed}");
@@ -268,7 +269,7 @@ fn far_from_its_limit_a_queue_seldom_touches_the_word() {
         }
         assert!((1..=32).contains(&changes), "{limits}: {changes}");
     }
-    // Near it each request is charged alone.
+    // Near the limit each request is charged alone.
     let buckets = Arc::new(Buckets::new());
     let mut bed = Bed::new(vec![Meter::of_device(&"iops=1000".parse().unwrap(), &buckets)], read);
     for turn in 1..=100 {
@@ -302,11 +303,11 @@ fn a_prepayment_is_returned_when_it_does_not_suffice() {
     assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
     let spent_ns = || buckets.average[0].load(SeqCst).cast_unsigned();
     let spent = spent_ns();
-    // One, and 25 for those to come: 0.25 ms.
+    // One request, and 25 that are prepaid: 0.25 ms.
     assert_eq!(spent, BEGIN_NS - 1_750_000 + 26 * 10_000);
     assert_eq!(bed.admit(0, 20, BEGIN_NS, false).0, 20);
     assert_eq!(spent_ns(), spent);
-    // Beyond all room: the five that are left are charged anew, and nothing is lost.
+    // The batch exceeds the room: the five prepaid units that are left are refunded, and nothing is lost.
     let mut passed = 21;
     while passed < 176 {
         passed += bed.admit(0, 64, BEGIN_NS, true).0;
@@ -316,15 +317,15 @@ fn a_prepayment_is_returned_when_it_does_not_suffice() {
 }
 
 proptest! {
-    /// Whatever the window, and however the queues take turns: no more than the rate, 2 ms of it for one queue,
-    /// and 0.25 ms for each other that has prepaid.
+    /// In any window, and in any order of the queues: no more than the rate, 2 ms of it for one queue, and
+    /// 0.25 ms for each other queue that has prepaid.
     #[test]
     fn prepayments_stay_within_the_window(
         rate in 10_000_u64..10_000_000,
         steps in prop::collection::vec((0_u64..400_000, 1_usize..64, 0_usize..3), 1..300),
     ) {
         let mut bed = Bed::device(&format!("iops={rate}"), 3, read);
-        // Units beyond the rate, times a second: of the window for which that is most.
+        // Units beyond the rate, times one second, for the window in which they are the most.
         let (mut now_ns, mut level) = (BEGIN_NS, 0_u128);
         for (gap_ns, wanted, queue) in steps {
             now_ns += gap_ns;
@@ -336,7 +337,7 @@ proptest! {
         }
     }
 
-    /// In any window, no more begins than rate and credit allow; and a queue that wants more never waits
+    /// In any window, no more is admitted than rate and credit allow. A queue that needs more never waits
     /// longer than for its next request.
     #[test]
     fn no_window_has_more_than_its_rate(
@@ -354,7 +355,7 @@ proptest! {
             }
             passed += count as u64;
             let elapsed_ns = u128::from(now_ns - BEGIN_NS) + 2_000_000;
-            // A batch of each queue may round in its favour by a nanosecond.
+            // A batch of each queue may be rounded in its favour by a nanosecond.
             let most = elapsed_ns * u128::from(rate) / 1_000_000_000 + 1 + u128::from(passed * rate / 1_000_000_000);
             prop_assert!(u128::from(passed) <= most, "{passed} {most}");
             next_free_ns = (count < wanted).then_some(next_ns);

@@ -1,10 +1,10 @@
-//! How long the device itself has requests, without the time in which they wait for a limit.
+//! Measures how long the device itself has requests, without the time for which they wait for a limit.
 
 use super::auto::DeviceLoad;
 use crate::stats::{LATENCY_BUCKETS, latency_bucket};
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The counters of one queue, which its thread alone writes.
+/// The counters of one queue. Only its owner writes them.
 #[derive(Debug)]
 pub(crate) struct DeviceTimes {
     latencies: [AtomicU64; LATENCY_BUCKETS],
@@ -25,22 +25,23 @@ impl DeviceTimes {
         }
     }
 
-    /// The driver has completed so many requests, of any operation, and has `left`.
+    /// Counts `count` completed requests of any operation. The driver has `left` other requests.
     pub fn completed(&self, count: u64, left: u64) {
         self.ios.store(self.ios.load(Relaxed) + count, Relaxed);
         self.in_flight.store(left, Relaxed);
     }
 
-    /// One of them was a read or a write of `bytes`, and took `latency_ns`.
+    /// Counts one of them, a read or write of `bytes` that took `latency_ns`.
     pub fn timed(&self, latency_ns: u64, bytes: u64) {
-        // Nobody else writes: no locked instruction.
+        // There is a single writer, so no atomic read-modify-write is needed. Relaxed: readers need no order
+        // between counters.
         let raise = |counter: &AtomicU64, by| counter.store(counter.load(Relaxed) + by, Relaxed);
         raise(&self.latencies[latency_bucket(latency_ns)], 1);
         raise(&self.bytes, bytes);
         self.latency_max_ns.store(self.latency_max_ns.load(Relaxed).max(latency_ns), Relaxed);
     }
 
-    /// Adds what it has counted.
+    /// Adds the counters to `load`.
     pub fn add_to(&self, load: &mut DeviceLoad) {
         for (sum, counter) in load.latency.buckets.iter_mut().zip(&self.latencies) {
             *sum += counter.load(Relaxed);
