@@ -43,7 +43,7 @@ fn a_hang_is_logged_with_its_client_and_its_completion() {
     for (line, parts) in lines.iter().zip([
         ["#0.1 write sector 16 + 8, queue 0, tag ", "stuck by a fault rule", "cookie 0xabc"],
         ["#0.2 write sector 16 + 1, queue 0, tag ", "stuck by a fault rule", "cookie 0xabd"],
-        ["#0.3 read sector 0 + 1, queue 0, no tag", "first of those that wait for a tag", "cookie 0xabe"],
+        ["#0.3 read sector 0 + 1, queue 0, no tag", "waiting for a tag, first in line", "cookie 0xabe"],
     ]) {
         let client = format!("nbd client 1 (pid {}, uid ", std::process::id());
         assert!(line.contains(&client) && parts.iter().all(|part| line.contains(part)), "{line}");

@@ -116,10 +116,7 @@ pub trait Driver: Any + Send + Sync {
     /// have this size.
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _ = bytes;
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("a {} device keeps the size that it was opened with", self.name()),
-        ))
+        Err(Error::new(ErrorKind::Unsupported, format!("a {} device cannot be resized", self.name())))
     }
 
     /// Resizes the device to that number of bytes, or, for `None`, to the current size of the backing store.

@@ -37,7 +37,10 @@ impl CeilingSearch {
         let times: Arc<[Arc<DeviceTimes>]> =
             (0..disk.queue_count()).map(|_| Arc::new(DeviceTimes::new())).collect();
         if !disk.throttle.set_measured(Some(times.clone())) {
-            return Err(Error::new(ErrorKind::Busy, "the ceiling of this disk is searched already"));
+            return Err(Error::new(
+                ErrorKind::Busy,
+                "a search for the ceiling of this disk is already running",
+            ));
         }
         disk.set_rate_limits(&RateLimits::default());
         Ok(CeilingSearch { disk: disk.clone(), times, auto: AutoLimit::new() })

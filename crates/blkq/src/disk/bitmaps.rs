@@ -44,7 +44,7 @@ impl Disk {
     /// [`ErrorKind::Busy`] as for [`Disk::set`]; the errors of [`bitmaps::reserve`].
     pub fn add_bitmap(&self, name: &str, granularity: u64) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
-        self.check_changeable("nothing would be in a bitmap")?;
+        self.check_changeable("a bitmap would stay empty")?;
         let bitmap = Bitmap::new(name, granularity, self.limits().size_bytes(), BitmapState::Recording)?;
         self.change_bitmaps(|| self.bitmaps.add(bitmap))
     }
@@ -80,7 +80,7 @@ impl Disk {
     pub fn remove_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.find_bitmap(name)?;
-        self.check_changeable("its bitmaps stay as they are")?;
+        self.check_changeable("its bitmaps cannot be changed")?;
         self.change_bitmaps(|| {
             self.bitmaps.remove(name);
             Ok(())
@@ -134,9 +134,9 @@ impl Disk {
     /// The bitmap with this name, if it may be changed.
     fn find_consistent(&self, name: &str) -> Result<Arc<Bitmap>, Error> {
         let bitmap = self.find_bitmap(name)?;
-        self.check_changeable("its bitmaps stay as they are")?;
+        self.check_changeable("its bitmaps cannot be changed")?;
         if bitmap.state() == BitmapState::Inconsistent {
-            let message = format!("bitmap {name} is inconsistent; remove it, and add it again");
+            let message = format!("the bitmap {name} is inconsistent; remove it and add it again");
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         Ok(bitmap)
@@ -179,7 +179,7 @@ impl Disk {
         if !self.bitmaps.is_closed() {
             return Ok(());
         }
-        let message = format!("{}: the device is stopping: its bitmaps stay as they are", self.name);
+        let message = format!("{}: the device is stopping, so its bitmaps cannot be changed", self.name);
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
@@ -188,7 +188,7 @@ impl Disk {
         if !self.limits().read_only {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Unsupported, format!("{}: it is read-only: {why}", self.name)))
+        Err(Error::new(ErrorKind::Unsupported, format!("{}: the device is read-only, so {why}", self.name)))
     }
 
     fn find_bitmap(&self, name: &str) -> Result<Arc<Bitmap>, Error> {

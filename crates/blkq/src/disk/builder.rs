@@ -143,14 +143,14 @@ impl DiskBuilder {
         } = self;
         let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
         if !(1..=QUEUES_MAX).contains(&queues) {
-            return invalid(format!("{queues} queues: give a number from 1 to {QUEUES_MAX}"));
+            return invalid(format!("the number of queues must be 1 to {QUEUES_MAX}, not {queues}"));
         }
         if queues > driver.queues_max() {
             let (driver, most) = (driver.name(), driver.queues_max());
-            return invalid(format!("{queues} queues: this {driver} device has at most {most}; give fewer"));
+            return invalid(format!("this {driver} device has at most {most} queues, not {queues}"));
         }
         if !(1..=DEPTH_MAX).contains(&settings.depth) {
-            return invalid(format!("depth {}: give a number from 1 to {DEPTH_MAX}", settings.depth));
+            return invalid(format!("depth must be 1 to {DEPTH_MAX}, not {}", settings.depth));
         }
         driver.limits().validate()?;
         let disk =

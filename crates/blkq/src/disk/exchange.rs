@@ -42,20 +42,23 @@ impl Disk {
         let refused =
             |why: String| Err(Error::new(ErrorKind::Unsupported, format!("{}: {why}", self.name())));
         if queues > most {
-            return refused(format!("it has {queues} queues, and a {} device at most {most}", driver.name()));
+            return refused(format!(
+                "a {} device has at most {most} queues, and {queues} are needed",
+                driver.name()
+            ));
         }
         let bytes = |value: u32| u64::from(value);
         let same = [
             ("the size", now.size_bytes(), then.size_bytes()),
             ("the sector size", bytes(now.logical_block_bytes), bytes(then.logical_block_bytes)),
-            ("the padding behind the end", bytes(now.padding_bytes), bytes(then.padding_bytes)),
+            ("the padding after the end", bytes(now.padding_bytes), bytes(then.padding_bytes)),
         ];
         if let Some((what, now, then)) = same.into_iter().find(|(_, now, then)| now != then) {
-            return refused(format!("{what} would be {then} bytes instead of {now}"));
+            return refused(format!("{what} would change from {now} to {then} bytes"));
         }
         let (now, then) = (now.memory_align, then.memory_align);
         if then > now {
-            return refused(format!("memory would be aligned to {then} bytes instead of {now}"));
+            return refused(format!("the required memory alignment would rise from {now} to {then} bytes"));
         }
         Ok(())
     }

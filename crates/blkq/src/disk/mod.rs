@@ -258,7 +258,7 @@ impl Disk {
             Setting::Depth(depth) => {
                 let most = self.depth_max();
                 if !(1..=most).contains(&depth) {
-                    let message = format!("depth {depth}: this disk was built for one from 1 to {most}");
+                    let message = format!("depth must be 1 to {most}, not {depth}");
                     return Err(Error::new(ErrorKind::Invalid, message));
                 }
                 settings.depth = depth;
@@ -374,7 +374,8 @@ impl Disk {
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         self.driver().set_read_only(read_only)?;
         if !read_only && self.driver().limits().read_only {
-            let message = format!("{}: the {} device itself is read-only", self.name, self.driver().name());
+            let message =
+                format!("{}: the device of the {} driver is read-only", self.name, self.driver().name());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         self.read_only.store(read_only, Ordering::SeqCst);
@@ -432,7 +433,7 @@ impl Disk {
                 }
             }
             let message = format!(
-                "{}: I/O in flight did not complete within {} s; try again when the backing store answers",
+                "{}: I/O in flight did not complete within {} s; try again when the backing store responds",
                 self.name,
                 FREEZE_TIMEOUT.as_secs()
             );
@@ -493,7 +494,7 @@ impl Disk {
         if index < self.queues.len() {
             return Ok(());
         }
-        let message = format!("{}: there is no queue {index} of {}", self.name, self.queues.len());
+        let message = format!("{}: there is no queue {index}; the disk has {}", self.name, self.queues.len());
         Err(Error::new(ErrorKind::NotFound, message))
     }
 
@@ -501,7 +502,7 @@ impl Disk {
     pub(crate) fn claim_queue(self: &Arc<Disk>, index: usize) -> Result<QueueClaim, Error> {
         self.check_queue(index)?;
         if self.queues[index].open.swap(true, Ordering::SeqCst) {
-            let message = format!("{}: queue {index} is open already; each is used by one thread", self.name);
+            let message = format!("{}: queue {index} is already open; each queue has one owner", self.name);
             return Err(Error::new(ErrorKind::Busy, message));
         }
         Ok(QueueClaim { disk: self.clone(), index })

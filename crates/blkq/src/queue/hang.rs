@@ -54,8 +54,8 @@ pub enum Place {
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::ForTag(0) => f.write_str("first of those that wait for a tag"),
-            Place::ForTag(before) => write!(f, "waiting for a tag, {before} before it"),
+            Place::ForTag(0) => f.write_str("waiting for a tag, first in line"),
+            Place::ForTag(before) => write!(f, "waiting for a tag, {before} ahead of it"),
             Place::Frozen => f.write_str("waiting until the device is no longer frozen"),
             Place::ForFlush => f.write_str("waiting for a flush to begin"),
             Place::ForHeldWrites => f.write_str("waiting for writes that are held"),

@@ -29,7 +29,7 @@ impl TagCache {
     /// # Errors
     /// [`ErrorKind::Busy`] if too many queues share the set.
     pub fn new(queue: &HardwareQueue, depth: u16, capacity: u16) -> Result<TagCache, Error> {
-        let too_many = || Error::new(ErrorKind::Busy, "too many queues share the tags");
+        let too_many = || Error::new(ErrorKind::Busy, "too many queues share one tag set");
         let shared = match &queue.tags {
             Some(set) => {
                 let waiter = set.register(queue.kick.clone()).ok_or_else(too_many)?;

@@ -65,7 +65,7 @@ impl FromStr for SchedulerKind {
     fn from_str(name: &str) -> Result<SchedulerKind, Error> {
         SchedulerKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
             let names = SchedulerKind::ALL.map(SchedulerKind::name).join(", ");
-            Error::new(ErrorKind::Invalid, format!("no scheduler is named {name:?}: there are {names}"))
+            Error::new(ErrorKind::Invalid, format!("unknown scheduler {name:?}; the schedulers are {names}"))
         })
     }
 }

@@ -192,12 +192,12 @@ impl Group {
     pub fn check(&self) -> Result<RateLimits, Error> {
         let damaged = |what: &str| Err(Error::new(ErrorKind::Format, what.to_owned()));
         if !self.is_group() {
-            return damaged("it is no group of this version of blkq");
+            return damaged("the memory is not a group of this version of blkq");
         }
         if !self.sequence().is_multiple_of(2) {
-            return damaged("a change of its limits was interrupted");
+            return damaged("a change of the limits was interrupted");
         }
-        self.limits().map_or_else(|| damaged("its limits are out of range"), |(_, limits)| Ok(limits))
+        self.limits().map_or_else(|| damaged("the limits are out of range"), |(_, limits)| Ok(limits))
     }
 
     /// The limits, and the number of their last change. `None` during a change, or if they are damaged.
@@ -286,7 +286,7 @@ fn check_weight(weight: u32) -> Result<(), Error> {
     if (1..=WEIGHT_MAX).contains(&weight) {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::Invalid, format!("a weight is from 1 to {WEIGHT_MAX}, not {weight}")))
+    Err(Error::new(ErrorKind::Invalid, format!("a weight must be 1 to {WEIGHT_MAX}, not {weight}")))
 }
 
 /// A device's membership in a group. Dropping this ends it.

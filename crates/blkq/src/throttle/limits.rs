@@ -75,8 +75,8 @@ impl LimitKey {
         let rate = if self.is_bytes() { parse_bytes(text).ok() } else { text.parse().ok() };
         rate.filter(|rate| self.range().contains(rate)).ok_or_else(|| {
             invalid(match self.is_bytes() {
-                true => format!("{} is a number of bytes from 1K to 1T, not {text:?}", self.name()),
-                false => format!("{} is a number from 1 to {IOPS_MAX}, not {text:?}", self.name()),
+                true => format!("{} must be 1K to 1T bytes per second, not {text:?}", self.name()),
+                false => format!("{} must be 1 to {IOPS_MAX} I/Os per second, not {text:?}", self.name()),
             })
         })
     }
@@ -145,7 +145,7 @@ impl RateLimits {
     /// [`ErrorKind::Invalid`] if `bytes` is not from 512 to 1 GiB.
     pub fn set_iops_size(&mut self, bytes: u64) -> Result<(), Error> {
         if !IOPS_SIZE.contains(&bytes) {
-            return Err(invalid(format!("iops-size is from 512 bytes to 1G, not {bytes}")));
+            return Err(invalid(format!("iops-size must be 512 bytes to 1G, not {bytes}")));
         }
         self.iops_size_bytes = bytes;
         Ok(())
@@ -190,7 +190,7 @@ fn check(key: LimitKey, limit: RateLimit) -> Result<(), Error> {
     let (name, range) = (key.name(), key.range());
     if !range.contains(&limit.rate) {
         return Err(invalid(format!(
-            "{name} is from {} to {}, not {}",
+            "{name} must be {} to {}, not {}",
             range.start(),
             range.end(),
             limit.rate
@@ -199,13 +199,13 @@ fn check(key: LimitKey, limit: RateLimit) -> Result<(), Error> {
     let Some(burst) = limit.burst else { return Ok(()) };
     if burst.rate <= limit.rate || burst.rate > *range.end() {
         return Err(invalid(format!(
-            "the burst of {name} is more than its rate, and at most {}, not {}",
+            "the burst rate of {name} must be higher than its rate, and at most {}, not {}",
             range.end(),
             burst.rate
         )));
     }
     if !BURST_NS.contains(&burst.length_ns) {
-        return Err(invalid(format!("the burst of {name} lasts from 1ms to 3600s")));
+        return Err(invalid(format!("the burst of {name} must last 1ms to 3600s")));
     }
     Ok(())
 }
@@ -225,19 +225,19 @@ impl FromStr for RateLimits {
             let Some((name, value)) = item.split_once('=') else {
                 let names: Vec<&str> = LimitKey::ALL.map(LimitKey::name).into();
                 return Err(invalid(format!(
-                    "a limit is KEY=RATE, with a key of {}, or none; not {item:?}",
+                    "{item:?} is not a limit; write KEY=RATE with one of the keys {}, or none",
                     names.join(", ")
                 )));
             };
             if let Some(key) = LimitKey::ALL.into_iter().find(|key| key.name() == name) {
                 if limits.get(key).is_some() {
-                    return Err(invalid(format!("{name} stands there twice")));
+                    return Err(invalid(format!("{name} is given twice")));
                 }
                 limits.set(key, RateLimit { rate: key.parse_rate(value)?, burst: None })?;
                 last = Some(key);
             } else if name == "burst" {
                 let Some(key) = last else {
-                    return Err(invalid("burst stands behind the limit that it is of".to_owned()));
+                    return Err(invalid("burst must follow the limit to which it belongs".to_owned()));
                 };
                 let Some(limit) = limits.get(key).filter(|limit| limit.burst.is_none()) else {
                     return Err(invalid(format!("{} has two bursts", key.name())));
@@ -248,20 +248,20 @@ impl FromStr for RateLimits {
                 limits.set(key, RateLimit { burst, ..limit })?;
             } else if name == "iops-size" {
                 if limits.iops_size_bytes != 0 {
-                    return Err(invalid("iops-size stands there twice".to_owned()));
+                    return Err(invalid("iops-size is given twice".to_owned()));
                 }
                 limits.set_iops_size(parse_bytes(value)?)?;
             } else {
                 let names: Vec<&str> = LimitKey::ALL.map(LimitKey::name).into();
                 return Err(invalid(format!(
-                    "no limit is named {name:?}: there are {}, burst, iops-size",
+                    "unknown limit {name:?}; the keys are {}, burst, iops-size",
                     names.join(", ")
                 )));
             }
         }
         let counts_ios = LimitKey::ALL.into_iter().any(|key| !key.is_bytes() && limits.get(key).is_some());
         if limits.iops_size_bytes != 0 && !counts_ios {
-            return Err(invalid("iops-size is for limits of I/Os per second, and there is none".to_owned()));
+            return Err(invalid("iops-size needs a limit of I/Os per second, such as iops".to_owned()));
         }
         Ok(limits)
     }
