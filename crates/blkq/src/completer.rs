@@ -81,7 +81,6 @@ unsafe fn finish<F: FnOnce(IoResult, Data)>(words: NonNull<Words>, call: Option<
 pub(crate) enum Completer {
     /// A [`Completion`](crate::Completion) with this `user_data` is delivered to the queue's owner.
     Owner(u64),
-    /// The callback is called.
     Callback(InlineCallback),
     /// The waiting thread is woken.
     Waiter(Arc<BioWaiter>),

@@ -235,7 +235,7 @@ pub enum Change {
 /// A range of bytes in one state, as in NBD's block status and SEEK_HOLE.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Extent {
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub length: u64,
     /// The range is not allocated.
     pub hole: bool,
@@ -246,7 +246,7 @@ pub struct Extent {
 /// A range of bytes that is allocated in the same image of a backing chain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DepthExtent {
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub length: u64,
     /// 1 for the image itself, 2 for its backing file, and so on; 0 if no image of the chain maps the range.
     pub depth: u32,
@@ -266,7 +266,7 @@ pub enum Busy {
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Taken {
-    /// All requests.
+    /// All of the offered requests.
     All,
     /// The first N requests. The others are requeued in order.
     First(usize, Busy),
@@ -338,7 +338,6 @@ pub struct DriverContext<'a> {
     pub(crate) clock: &'a mut Clock,
     pub(crate) ring: Option<&'a mut Ring>,
     pub(crate) owner: u16,
-    /// [`Settings::early_submission`](crate::Settings::early_submission).
     pub(crate) early_submission: bool,
     pub(crate) limits_changed: &'a mut bool,
 }

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-/// The result of an I/O. There are no short transfers: it did all that was asked, or failed.
+/// The result of an I/O. There are no short transfers: success means that all of it was done.
 pub type IoResult = Result<(), Status>;
 
 /// Why an I/O failed, in the vocabulary of the kernel's `blk_status_t` (block/blk-core.c). `ReadOnly` is
@@ -42,7 +42,7 @@ pub enum Status {
     DurationLimit,
     /// A write to a read-only device (EROFS).
     ReadOnly,
-    /// Any other error (EIO).
+    /// Any error without a status of its own (EIO).
     Io,
 }
 
@@ -187,7 +187,7 @@ pub enum ErrorKind {
     Invalid,
     /// A file, device or setting does not exist.
     NotFound,
-    /// Permission is missing.
+    /// The process lacks a permission.
     Denied,
     /// In use by another process.
     Busy,
@@ -224,7 +224,7 @@ pub enum ErrorKind {
         /// The requested offset, in bytes.
         offset_bytes: u64,
     },
-    /// A system call failed.
+    /// A system call failed for another reason.
     System,
 }
 
@@ -295,7 +295,7 @@ impl fmt::Display for Error {
         }
         match self.cure.as_str() {
             "" => Ok(()),
-            cure => write!(f, "; {cure}"),
+            hint => write!(f, "; {hint}"),
         }
     }
 }
@@ -311,14 +311,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_status_survives_the_way_through_errno() {
+    fn every_status_survives_conversion_to_errno_and_back() {
         for status in Status::ALL {
             assert_eq!(Status::from_errno(status.errno()), status);
         }
     }
 
     #[test]
-    fn an_error_says_what_then_why_then_the_cure() {
+    fn an_error_prints_what_failed_then_why_then_the_hint() {
         let error = Error::system("cannot open x", std::io::Error::from_raw_os_error(libc::EACCES));
         assert!(error.to_string().starts_with("cannot open x: Permission denied"), "{error}");
         let error = error.with_cure("");
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn nbd_errors_are_of_the_closed_list() {
+    fn every_status_maps_to_an_error_of_the_nbd_list() {
         for status in Status::ALL {
             assert!([1, 5, 12, 22, 28, 75, 95, 108].contains(&status.nbd()), "{status:?}");
         }

@@ -32,7 +32,7 @@ pub struct QueueLimits {
     pub max_request_bytes: u32,
     /// Largest number of memory segments of a request.
     pub max_segments: u16,
-    /// Largest memory segment.
+    /// Largest memory segment of a request.
     pub max_segment_bytes: u32,
     /// A request must not cross a multiple of this size. 0: no such boundary. The kernel's `chunk_sectors`.
     pub chunk_bytes: u32,

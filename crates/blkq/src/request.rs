@@ -11,7 +11,6 @@ pub(crate) const NIL: u32 = u32::MAX;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum RequestState {
-    /// The tag is free.
     Idle,
     /// The request was built and has not completed.
     Busy,
@@ -141,7 +140,7 @@ impl Request {
         self.flags
     }
 
-    /// The first sector.
+    /// The first sector of the request.
     #[inline]
     pub fn sector(&self) -> Sector {
         self.sector

@@ -11,7 +11,7 @@ use super::Disk;
 use super::hold::ErrorPolicy;
 use super::settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
 
-/// Builds a [`Disk`].
+/// Builds a [`Disk`] from a driver and settings.
 pub struct DiskBuilder {
     driver: Box<dyn Driver>,
     name: String,

@@ -112,7 +112,6 @@ impl HoldControl {
         }
     }
 
-    /// The configured policy.
     pub fn policy(&self) -> ErrorPolicy {
         ErrorPolicy::ALL[usize::from(self.policy.load(SeqCst)) % ErrorPolicy::ALL.len()]
     }

@@ -47,7 +47,6 @@ struct Inbox {
 }
 
 impl Device {
-    /// Completes `count` requests.
     fn serve(&self, count: usize) {
         for _ in 0..count {
             let mut job = None;
@@ -232,7 +231,6 @@ impl World {
         })
     }
 
-    /// Changes depth and scheduler.
     #[cfg(shuttle)]
     fn changer(&self) -> thread::JoinHandle<()> {
         let disk = self.disk.clone();
@@ -319,7 +317,7 @@ fn an_engine_that_exits_leaves_nobody_waiting(shape: Shape, submitters: usize, c
     world.finish(submitters * count);
 }
 
-/// A client on the engine's thread, like an attachment: messages tell it how many bios to submit.
+/// A client on the engine's thread, like an attachment. Messages contain the number of bios to submit.
 struct Client {
     /// Bios still to be submitted.
     wanted: u64,

@@ -13,19 +13,19 @@ pub const DEPTH_MAX: u16 = 10240;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Setting {
-    /// [`Settings::depth`], from 1 to [`Disk::depth_max`](crate::Disk::depth_max).
+    /// A new value for [`Settings::depth`], from 1 to [`Disk::depth_max`](crate::Disk::depth_max).
     Depth(u16),
-    /// [`Settings::scheduler`].
+    /// A new value for [`Settings::scheduler`].
     Scheduler(SchedulerKind),
-    /// [`Settings::merge`].
+    /// A new value for [`Settings::merge`].
     Merge(bool),
-    /// [`Settings::batching`].
+    /// A new value for [`Settings::batching`].
     Batching(bool),
-    /// [`Settings::early_submission`].
+    /// A new value for [`Settings::early_submission`].
     EarlySubmission(bool),
-    /// [`Settings::iostats`].
+    /// A new value for [`Settings::iostats`].
     Iostats(bool),
-    /// [`Settings::clock`].
+    /// A new value for [`Settings::clock`].
     Clock(ClockMode),
     /// Whether writes are rejected ([`QueueLimits::read_only`](crate::QueueLimits::read_only)).
     ReadOnly(bool),

@@ -32,7 +32,7 @@ impl Queue {
 
     #[inline(never)]
     fn leave(&mut self) {
-        self.close_lane();
+        self.close_fast_path();
         self.clock.idle();
         self.tags.leave();
         self.disk.leave();

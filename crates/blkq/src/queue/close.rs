@@ -1,4 +1,4 @@
-//! Closing a queue.
+//! Closing a queue: everything that can complete completes, and the rest fails or is leaked.
 
 use crate::buffer::Data;
 use crate::error::Status;
@@ -16,12 +16,12 @@ impl Queue {
 
     /// Completes everything that the driver has not taken with [`Status::Offline`].
     fn abandon(&mut self) {
-        self.close_lane();
+        self.close_fast_path();
         if self.disk.settings().iostats {
             self.plug.count(self.in_flight.requests(), &mut self.stats);
         }
         self.close_hold();
-        self.trace_lane();
+        self.trace_fast_path();
         let abandoned = self.dispatch.abandon(self.plug.take_requests(), self.in_flight.requests().len());
         self.completions.extend_requests(abandoned.into_iter(), Err(Status::Offline));
         self.complete_batch();

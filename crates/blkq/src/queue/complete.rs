@@ -29,7 +29,7 @@ impl Queue {
 
     /// Completes `completed`. None of these requests may have to be held.
     pub(super) fn complete_requests_of(&mut self, completed: Vec<(Tag, IoResult)>) {
-        if self.dispatch.notes_completions() || self.hang_tracker.has_reported() {
+        if self.dispatch.observes_completions() || self.hang_tracker.has_reported() {
             self.note_completed(&completed);
         }
         self.complete_requests(&completed);
@@ -47,11 +47,11 @@ impl Queue {
     /// requests that were reported as hanging.
     #[cold]
     fn note_completed(&mut self, completed: &[(Tag, IoResult)]) {
-        self.trace_lane();
+        self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.completed(completed, self.in_flight.requests(), &mut self.clock);
         }
-        self.dispatch.note_device_time(completed, self.in_flight.requests(), &mut self.clock);
+        self.dispatch.count_device_time(completed, self.in_flight.requests(), &mut self.clock);
         if self.dispatch.has_scheduler() {
             self.dispatch.notify_scheduler(completed, &mut self.clock);
         }
@@ -199,12 +199,12 @@ impl Queue {
     #[cold]
     pub(super) fn reject(&mut self, index: u32, status: Status) {
         self.stats.rejected(self.in_flight[index].operation.into(), status);
-        self.complete_at_once(index, Err(status));
+        self.complete_without_request(index, Err(status));
     }
 
     /// Completes a bio that has no request.
-    pub(super) fn complete_at_once(&mut self, index: u32, result: IoResult) {
-        self.trace_lane();
+    pub(super) fn complete_without_request(&mut self, index: u32, result: IoResult) {
+        self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.completed_bio(index, &self.in_flight[index], result, &mut self.clock);
         }

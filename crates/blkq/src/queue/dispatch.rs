@@ -36,7 +36,6 @@ pub(super) struct Dispatch {
     /// [`Token`](crate::ring::Token).
     owner: u16,
     driver: Box<dyn DriverQueue>,
-    /// [`Settings::early_submission`].
     early_submission: bool,
     scheduler: Option<Box<dyn Scheduler>>,
     /// Requests to offer to the driver before all others, as in the kernel's `hctx->dispatch`: the queue's
@@ -50,21 +49,21 @@ pub(super) struct Dispatch {
     /// The driver is out of resources: nothing is offered to it before this time.
     rerun_at_ns: Option<u64>,
     /// Fewer than `depth` requests were started when the scheduler was last asked for a request.
-    has_room: bool,
+    scheduler_has_room: bool,
     /// The disk was quiesced when requests were last offered to the driver, so they were requeued.
     blocked_by_quiesce: bool,
-    tracing: Option<Box<Tracer>>,
+    tracer: Option<Box<Tracer>>,
     /// Measures the time from dispatch to completion; only while the disk searches for its ceiling.
     device_time: Option<Box<DeviceTime>>,
-    /// There is a scheduler, or a tracer that records each bio: no bio may take the plug's fast path.
-    observed: bool,
-    /// There is no scheduler, no tracer and no limit: plugged requests may go straight to the driver.
-    detours: bool,
+    /// A scheduler, or a tracer that records each bio, is in use: no bio may take the plug's fast path.
+    observes_bios: bool,
+    /// No scheduler, no tracer and no limit is in use: plugged requests may go straight to the driver.
+    direct_allowed: bool,
     /// The scheduler or the throttle may have requests. This may be true when neither has any, but must never
     /// be false when one of them has.
-    lingering: bool,
+    may_have_waiting: bool,
     /// There is a scheduler, a tracer or the measurement of device time: each is notified of completions.
-    notes_completions: bool,
+    observes_completions: bool,
     /// Index of the queue in the disk.
     index: usize,
     /// Number of tags, including the tag of the queue's own flush.
@@ -79,39 +78,39 @@ impl Dispatch {
             owner,
             driver,
             early_submission: settings.early_submission,
-            observed: scheduler.is_some(),
+            observes_bios: scheduler.is_some(),
             scheduler,
             requeued: VecDeque::with_capacity(slots),
             throttle: QueueThrottle::new(disk.disk(), slots),
             started: 0,
             rerun_at_ns: None,
-            has_room: true,
+            scheduler_has_room: true,
             blocked_by_quiesce: false,
-            tracing: None,
+            tracer: None,
             device_time: None,
-            detours: false,
-            lingering: false,
-            notes_completions: false,
+            direct_allowed: false,
+            may_have_waiting: false,
+            observes_completions: false,
             index: disk.index(),
             slots,
         };
-        dispatch.measure();
+        dispatch.update_device_time();
         dispatch
     }
 
     /// Recomputes the flags. Call this after each change of the scheduler, the tracer, the limits or the
     /// measurement of device time.
-    fn note_detours(&mut self) {
-        let seen = self.scheduler.is_some() || self.tracing.is_some();
-        let sees_bios = self.tracing.as_ref().is_some_and(|tracer| !tracer.allows_lane());
-        self.observed = self.scheduler.is_some() || sees_bios;
-        self.detours = seen || self.throttle.is_on();
-        self.lingering = self.scheduler.is_some() || self.throttle.has_waiting();
-        self.notes_completions = seen || self.device_time.is_some();
+    fn update_flags(&mut self) {
+        let has_stage = self.scheduler.is_some() || self.tracer.is_some();
+        let traces_bios = self.tracer.as_ref().is_some_and(|tracer| !tracer.allows_fast_path());
+        self.observes_bios = self.scheduler.is_some() || traces_bios;
+        self.direct_allowed = !has_stage && !self.throttle.is_on();
+        self.may_have_waiting = self.scheduler.is_some() || self.throttle.has_waiting();
+        self.observes_completions = has_stage || self.device_time.is_some();
     }
 
     /// Starts or stops the measurement of device time, as the disk's throttle asks.
-    fn measure(&mut self) {
+    fn update_device_time(&mut self) {
         let times = self.throttle.device_times(self.index);
         match (times, &self.device_time) {
             // The measurement goes into the same counters as before: keep it.
@@ -120,14 +119,14 @@ impl Dispatch {
                 self.device_time = times.map(|times| Box::new(DeviceTime::new(times.clone(), self.slots)));
             }
         }
-        self.note_detours();
+        self.update_flags();
     }
 
     /// Applies the limits of `disk`, if they have changed.
     #[cold]
     pub fn refresh_limits(&mut self, disk: &Disk) {
         self.throttle.refresh(disk);
-        self.measure();
+        self.update_device_time();
     }
 
     /// Lifts all limits: the owner of the queue is stopping, and must not wait for them.
@@ -161,14 +160,14 @@ impl Dispatch {
 
     /// Whether a scheduler or a tracer must see each bio, so that none may take the plug's fast path.
     #[inline]
-    pub fn is_observed(&self) -> bool {
-        self.observed
+    pub fn observes_bios(&self) -> bool {
+        self.observes_bios
     }
 
     /// Whether a scheduler, a tracer or the measurement of device time must be notified of completions.
     #[inline]
-    pub fn notes_completions(&self) -> bool {
-        self.notes_completions
+    pub fn observes_completions(&self) -> bool {
+        self.observes_completions
     }
 
     #[inline]
@@ -193,7 +192,7 @@ impl Dispatch {
     /// Replaces the scheduler. The old one must be empty: a scheduler is changed under a freeze.
     pub fn set_scheduler(&mut self, scheduler: SchedulerKind, slots: usize) {
         self.scheduler = scheduler.open(slots);
-        self.note_detours();
+        self.update_flags();
     }
 
     /// The number of requests that the driver has taken and not completed.
@@ -211,7 +210,7 @@ impl Dispatch {
     /// request must go first.
     #[inline]
     pub fn is_direct(&self) -> bool {
-        !self.detours && self.requeued.is_empty()
+        self.direct_allowed && self.requeued.is_empty()
     }
 
     /// Whether requests were kept from the driver because the disk was quiesced.
@@ -234,10 +233,10 @@ impl Dispatch {
 
     /// The time at which the first request that waits for a limit may begin.
     fn throttled_deadline_ns(&self) -> Option<u64> {
-        // While the driver is busy, nothing behind the requeued requests is issued, and the deadline of a
+        // While the driver is busy, no request after the requeued ones is issued, and the deadline of a
         // limit would wake the thread for nothing.
         let is_stopped = self.rerun_at_ns.is_some() || !self.requeued.is_empty();
-        if is_stopped { None } else { self.throttle.deadline_ns(self.has_room) }
+        if is_stopped { None } else { self.throttle.deadline_ns(self.scheduler_has_room) }
     }
 
     /// Whether requests wait for a limit and for nothing else.
@@ -251,13 +250,13 @@ impl Dispatch {
         match self.throttle.is_on() {
             true => {
                 self.throttle.push_first(tag);
-                self.lingering = true;
+                self.may_have_waiting = true;
             }
             false => self.requeued.push_front(tag),
         }
     }
 
-    /// Queues the requests of a plug for [`Dispatch::run`]: in the scheduler if there is one, else behind the
+    /// Queues the requests of a plug for [`Dispatch::run`]: in the scheduler if there is one, else after the
     /// requeued requests. Without a scheduler, requests beyond a limit wait in the throttle.
     pub fn insert(
         &mut self,
@@ -275,11 +274,11 @@ impl Dispatch {
             None if self.throttle.is_on() => {
                 let count = self.admit(batch, disk, in_flight.requests(), clock.last_read_ns());
                 self.requeued.extend(&batch[..count]);
-                if let Some(tracer) = &mut self.tracing {
+                if let Some(tracer) = &mut self.tracer {
                     tracer.requests(EventKind::Throttle, &batch[count..], in_flight.requests(), clock);
                 }
                 self.throttle.push(&batch[count..], in_flight.requests(), stats);
-                self.lingering = true;
+                self.may_have_waiting = true;
             }
             None => self.requeued.extend(batch),
         }
@@ -305,8 +304,8 @@ impl Dispatch {
     /// [`Plug::data_sectors`](super::plug::Plug::data_sectors). Called if [`Dispatch::is_direct`] is false;
     /// out of line, so that it costs queues without limits nothing.
     #[inline(never)]
-    pub fn is_prepaid(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
-        if self.notes_completions || !self.requeued.is_empty() {
+    pub fn pay_limits(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
+        if self.observes_completions || !self.requeued.is_empty() {
             return false;
         }
         // `pay_at_once` covers the usual case of one limit, and spills no registers.
@@ -314,8 +313,8 @@ impl Dispatch {
     }
 
     /// Whether limits are all that is between a plug and the driver.
-    pub fn is_limited_only(&self) -> bool {
-        !self.observed && self.tracing.is_none() && self.requeued.is_empty() && self.throttle.is_on()
+    pub fn has_only_limits(&self) -> bool {
+        !self.observes_bios && self.tracer.is_none() && self.requeued.is_empty() && self.throttle.is_on()
     }
 
     /// Issues the requests of `batch` that the limits admit now. The others wait in the throttle.
@@ -329,15 +328,15 @@ impl Dispatch {
     ) {
         let admitted = self.admit(batch, disk, cx.requests, cx.clock.last_read_ns());
         let (batch, delayed) = batch.split_at(admitted);
-        self.note_issued(batch, cx.clock);
+        self.stamp_issued(batch, cx.clock);
         let taken = self.issue(batch, disk, stats, cx, |_, _| {});
         if taken < batch.len() {
             self.requeued.extend(&batch[taken..]);
         }
         if !delayed.is_empty() {
             self.throttle.push(delayed, cx.requests, stats);
-            self.lingering = true;
-            // `admit` stops at the first request that must wait. `run` issues those behind it whose own limit
+            self.may_have_waiting = true;
+            // `admit` stops at the first request that must wait. `run` issues later ones whose own limit
             // has room, such as reads behind a write, and starts to count the waiting time.
             self.run(disk, stats, cx);
         }
@@ -353,7 +352,7 @@ impl Dispatch {
     /// Whether [`Dispatch::run`] has something to do.
     #[inline]
     pub fn has_ready(&self) -> bool {
-        !self.requeued.is_empty() || (self.lingering && self.has_scheduled_or_waiting())
+        !self.requeued.is_empty() || (self.may_have_waiting && self.has_scheduled_or_waiting())
     }
 
     fn has_scheduled_or_waiting(&self) -> bool {
@@ -371,13 +370,13 @@ impl Dispatch {
         let mut batch = [Tag(0); PLUG_REQUESTS];
         loop {
             let len = self.next_batch(&mut batch, disk, stats, cx);
-            self.note_issued(&batch[..len], cx.clock);
-            let taken = self.issue(&batch[..len], disk, stats, cx, |tracing, cx| {
-                if let Some(tracer) = tracing {
+            self.stamp_issued(&batch[..len], cx.clock);
+            let taken = self.issue(&batch[..len], disk, stats, cx, |tracer, cx| {
+                if let Some(tracer) = tracer {
                     tracer.requests(EventKind::Issue, &batch[..len], cx.requests, cx.clock);
                 }
             });
-            if self.tracing.is_some() && !self.blocked_by_quiesce {
+            if self.tracer.is_some() && !self.blocked_by_quiesce {
                 self.trace(EventKind::Requeue, &batch[taken..len], cx);
             }
             for &tag in batch[taken..len].iter().rev() {
@@ -390,11 +389,11 @@ impl Dispatch {
         if !self.throttle.is_on() {
             return;
         }
-        if let Some(flush) = self.throttle.take_new_flush().filter(|_| self.tracing.is_some()) {
+        if let Some(flush) = self.throttle.take_new_flush().filter(|_| self.tracer.is_some()) {
             self.trace(EventKind::Throttle, &[flush], cx);
         }
         self.throttle.note_waiting(self.scheduler.as_ref().map_or(0, |scheduler| scheduler.len()), stats);
-        self.note_detours();
+        self.update_flags();
     }
 
     /// Fills `batch` with the requests to offer next, all from one source. Returns their number.
@@ -419,7 +418,7 @@ impl Dispatch {
         }
         let Some(scheduler) = &mut self.scheduler else { return 0 };
         let room = u32::from(disk.settings().depth).saturating_sub(self.started) as usize;
-        self.has_room = room > 0;
+        self.scheduler_has_room = room > 0;
         let now_ns = cx.clock.now_ns();
         let passes_limits = self.throttle.is_on() && !disk.is_frozen();
         if !passes_limits {
@@ -429,7 +428,7 @@ impl Dispatch {
             let open = if passes_limits && scheduler.len() > 0 { self.throttle.open() } else { [true; 2] };
             let Some(tag) = scheduler.dispatch(cx.requests, open, now_ns) else { break };
             if passes_limits && !self.throttle.admit_scheduled(tag, cx.requests, stats) {
-                if let Some(tracer) = &mut self.tracing {
+                if let Some(tracer) = &mut self.tracer {
                     tracer.requests(EventKind::Throttle, &[tag], cx.requests, cx.clock);
                 }
                 continue;
@@ -463,7 +462,7 @@ impl Dispatch {
             tags.iter().map(|tag| &cx.requests[tag.index()]).all(|request| disk.declares(request)),
             "a request has flags that the driver does not declare"
         );
-        trace(&mut self.tracing, cx);
+        trace(&mut self.tracer, cx);
         let taken = self.driver.queue_requests(cx, tags);
         self.driver.commit(cx);
         disk.leave_dispatch();
@@ -473,14 +472,14 @@ impl Dispatch {
                 self.started += tags.len() as u32;
                 tags.len()
             }
-            Taken::First(count, busy) => self.note_busy(tags.len(), count, busy, stats),
+            Taken::First(count, busy) => self.handle_busy(tags.len(), count, busy, stats),
         }
     }
 
     /// Requeues are counted, and a retry is scheduled if no completion will run the queue. Returns `count`,
     /// the number of requests that the driver took of those `offered`.
     #[cold]
-    fn note_busy(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
+    fn handle_busy(&mut self, offered: usize, count: usize, busy: Busy, stats: &mut StatsWriter) -> usize {
         self.started += count as u32;
         stats.count(Counter::Requeues, (offered - count) as u64);
         // The next completion runs the queue again. If the driver has no request, the timer must do it.
@@ -499,7 +498,7 @@ impl Dispatch {
 
     /// Stamps `tags` with the time of their dispatch, if device time is measured.
     #[inline]
-    fn note_issued(&mut self, tags: &[Tag], clock: &mut Clock) {
+    fn stamp_issued(&mut self, tags: &[Tag], clock: &mut Clock) {
         if let Some(device_time) = &mut self.device_time
             && !tags.is_empty()
         {
@@ -509,7 +508,7 @@ impl Dispatch {
 
     /// Counts the device time of requests that the driver has completed, if it is measured.
     #[cold]
-    pub fn note_device_time(
+    pub fn count_device_time(
         &mut self,
         completed: &[(Tag, IoResult)],
         requests: &[Request],
@@ -548,7 +547,7 @@ impl Dispatch {
         self.started += count;
     }
 
-    /// Requeues `tags` in this order, behind the requests that are requeued already.
+    /// Requeues `tags` in this order, after the requests that are requeued already.
     pub fn requeue(&mut self, tags: impl Iterator<Item = Tag>) {
         self.requeued.extend(tags);
     }

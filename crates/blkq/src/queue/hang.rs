@@ -29,23 +29,23 @@ pub const REPORTED_MAX: usize = 32;
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Place {
-    /// It waits for a tag. The number of bios ahead of it.
+    /// The bio waits for a tag, with this number of bios ahead.
     ForTag(usize),
-    /// It waits for the end of a freeze.
+    /// The bio or flush waits for the end of a freeze.
     Frozen,
-    /// It waits for the next flush, which starts when the flush in flight has completed.
+    /// The bio waits for the next flush, which starts when the flush in flight has completed.
     ForFlush,
-    /// It is a flush that waits for held writes to complete.
+    /// The flush waits for held writes to complete.
     ForHeldWrites,
-    /// It failed with this error, and is held until the operator resumes the disk.
+    /// The request failed with this error, and is held until the operator resumes the disk.
     Held(Status),
-    /// It is in the plug, until the batch is full or the owner of the queue polls.
+    /// The request is in the plug, until the batch is full or the owner of the queue polls.
     Plug,
-    /// It is queued in the scheduler.
+    /// The request is queued in the scheduler.
     Scheduler,
-    /// It is requeued, because the driver was busy.
+    /// The request is requeued, because the driver was busy.
     Dispatch,
-    /// It waits for the end of a quiesce.
+    /// The request waits for the end of a quiesce.
     Quiesced,
     /// The driver has it. The text is the driver's ([`DriverQueue::state`](crate::DriverQueue::state)).
     Driver(Cow<'static, str>),
@@ -77,15 +77,15 @@ pub struct HungIo {
     pub number: u64,
     /// Index of the hardware queue.
     pub queue: usize,
-    /// Its tag, or `None` for a bio without a request.
+    /// The tag of the request, or `None` for a bio without a request.
     pub tag: Option<Tag>,
-    /// The operation.
+    /// The operation that hangs.
     pub operation: Operation,
     /// The flags of the operation.
     pub flags: BioFlags,
-    /// Its first sector. 0 for a flush.
+    /// The first sector. 0 for a flush.
     pub sector: Sector,
-    /// Its length in sectors of 512 bytes. 0 for a flush.
+    /// The length in sectors of 512 bytes. 0 for a flush.
     pub sectors: u64,
 }
 
@@ -119,7 +119,7 @@ pub struct Hang {
     pub age_ns: u64,
     /// The number of its bios. For a flush, the number of bios that it serves.
     pub bios: u32,
-    /// Where it waits.
+    /// Where the request or bio waits.
     pub place: Place,
     /// The client that submitted its first bio, if known.
     pub client: Option<String>,
@@ -135,7 +135,7 @@ pub struct HangCompletion {
     pub io: HungIo,
     /// How long it was in flight, in nanoseconds, as far as known.
     pub age_ns: u64,
-    /// Its result, or `None` if it completed without a request between two scans.
+    /// The result, or `None` if a bio completed between two scans and never became a request.
     pub result: Option<IoResult>,
 }
 
@@ -168,7 +168,7 @@ impl HangScan {
 #[derive(Debug)]
 struct ReportedHang {
     io: HungIo,
-    /// Its first bio, or [`NIL`] for the driver's flush.
+    /// The first bio of the request, or [`NIL`] for the driver's flush.
     bio: u32,
     start_ns: u64,
     /// Whether the current scan has seen it.

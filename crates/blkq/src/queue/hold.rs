@@ -44,7 +44,6 @@ impl Hold {
         hold
     }
 
-    /// Applies the disk's policy.
     pub fn reload(&mut self, disk: &Disk) {
         let reports = self.closing || disk.hold.is_reporting();
         self.policy = if reports { ErrorPolicy::Report } else { disk.hold.policy() };
@@ -124,7 +123,6 @@ impl Hold {
         result.err().filter(|status| tag != self.flush && self.policy.holds(*status))
     }
 
-    /// Holds request `tag`.
     pub fn push(&mut self, tag: Tag, status: Status, operation: Operation, disk: &Disk) {
         self.held.push_back((tag, status));
         if operation != Operation::Read && !std::mem::replace(&mut self.writes[tag.index()], true) {

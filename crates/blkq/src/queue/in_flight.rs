@@ -43,7 +43,6 @@ impl InFlight {
         }
     }
 
-    /// Applies changed limits.
     pub fn reload(&mut self, limits: &QueueLimits) {
         // While requests are in flight, a driver may only lose capabilities, so the segments in use stay
         // legal.

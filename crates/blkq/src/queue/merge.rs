@@ -33,7 +33,7 @@ impl Queue {
         if merged {
             self.plug.merged(&self.in_flight[tag]);
             if self.plug.has_grown() {
-                self.close_lane();
+                self.close_fast_path();
             }
         }
         merged
@@ -120,7 +120,7 @@ impl Queue {
             return;
         }
         let operation = head.operation;
-        self.trace_lane();
+        self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.joined(first, second, self.in_flight.requests(), &mut self.clock);
         }

@@ -113,7 +113,6 @@ fn open_driver(
     view.driver().open_queue(OpenContext { index: view.index() as u16, tags: slots, ring, wake })
 }
 
-/// The turn of the owner.
 impl Queue {
     /// Opens queue `index` of `disk` on this thread. `owner` marks the queue's submissions on the ring, which
     /// several queues may share.
@@ -154,7 +153,7 @@ impl Queue {
     /// threads have submitted.
     #[inline]
     pub fn begin_turn(&mut self, mut ring: Option<&mut Ring>) {
-        self.close_lane();
+        self.close_fast_path();
         self.rounds.begin_turn();
         let woken = self.disk.shared().kick.take_woken();
         if woken || self.has_started() {
@@ -182,7 +181,7 @@ impl Queue {
     /// changes, or until the turn's budget is spent.
     #[inline]
     pub fn dispatch_all(&mut self, ring: Option<&mut Ring>) {
-        self.close_lane();
+        self.close_fast_path();
         if self.can_dispatch() {
             self.dispatch_ready(ring);
         }
@@ -210,7 +209,6 @@ impl Queue {
     }
 }
 
-/// Calls of the driver.
 impl Queue {
     #[inline]
     fn can_dispatch(&self) -> bool {
@@ -256,16 +254,16 @@ impl Queue {
         let data_sectors = self.plug.data_sectors();
         let batch = self.plug.take_requests();
         if self.dispatch.is_direct()
-            || self.dispatch.is_prepaid(batch, data_sectors, self.in_flight.requests())
+            || self.dispatch.pay_limits(batch, data_sectors, self.in_flight.requests())
         {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
             self.dispatch.issue_directly(batch, &self.disk, &mut self.stats, &mut cx);
-        } else if self.dispatch.is_limited_only() {
+        } else if self.dispatch.has_only_limits() {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
             self.dispatch.issue_limited(batch, &self.disk, &mut self.stats, &mut cx);
-        } else if self.dispatch.is_traced_only() {
+        } else if self.dispatch.has_only_tracer() {
             let mut cx =
                 self.dispatch.context(&mut self.in_flight, &mut self.completions, &mut self.clock, ring);
             self.dispatch.issue_traced(batch, &self.disk, &mut self.stats, &mut cx);
@@ -282,7 +280,6 @@ impl Queue {
     }
 }
 
-/// What the owner calls.
 impl Queue {
     pub fn disk(&self) -> &Arc<Disk> {
         self.disk.disk()
@@ -295,7 +292,6 @@ impl Queue {
         self.stats.count(Counter::EarlySubmissions, early_submissions);
     }
 
-    /// The limits in force.
     pub fn limits(&self) -> &QueueLimits {
         self.disk.limits()
     }

@@ -143,7 +143,7 @@ impl Queue {
             slot.issued += sectors;
             slot.pending += 1;
             self.stats.count(Counter::Splits, 1);
-            self.trace_lane();
+            self.trace_fast_path();
             if let Some(tracer) = self.dispatch.tracer() {
                 tracer.split(index, part, &self.in_flight[part], &mut self.clock);
             }

@@ -2,7 +2,7 @@
 //! neighbours merge, tags are taken together, the clock is read once, and the driver gets a batch.
 //!
 //! The plug also has the fast path of submission, for plain bios of the owner that follow each other.
-//! `Queue::open_fast_path` checks once, for all bios until the plug is flushed, what they have in common, and
+//! `Queue::open_fast_path` checks the conditions that are common to all bios until the plug is flushed, and
 //! takes their tags together. While the path is open, each bio needs only the checks of `Queue::submit`.
 //! Everything that would change the outcome of these checks must close the path first.
 
@@ -30,9 +30,8 @@ const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
 
 /// The plug of one queue, and its fast path.
 pub(crate) struct Plug {
-    /// The waiting requests, oldest first, and behind them the tags that the open fast path has left.
+    /// The waiting requests, oldest first, followed by the unused tags of the open fast path.
     tags: [Tag; PLUG_REQUESTS_SEVERAL_QUEUES],
-    /// Number of waiting requests.
     len: usize,
     /// Where the tags of the fast path end. The path is closed if this equals `len`.
     ready: usize,
@@ -103,7 +102,6 @@ impl Plug {
         self.len >= self.limit
     }
 
-    /// The youngest request.
     #[inline]
     pub fn last(&self) -> Option<Tag> {
         self.requests().last().copied()
@@ -176,7 +174,7 @@ impl Plug {
 
     /// The number of bios for which to open the fast path: the size of the previous plug, or of this one if
     /// it is larger.
-    pub fn lane_len(&self) -> usize {
+    pub fn fast_path_len(&self) -> usize {
         self.last_len.max(self.len).min(self.limit - self.len).max(1)
     }
 

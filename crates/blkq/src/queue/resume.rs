@@ -47,7 +47,7 @@ impl Queue {
             return;
         }
         let tags: Vec<Tag> = hold.held().skip(held_before).collect();
-        self.trace_lane();
+        self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.requests(EventKind::Requeue, &tags, self.in_flight.requests(), &mut self.clock);
         }
@@ -88,7 +88,7 @@ impl Queue {
     /// its merged bios is abandoned, because the reissued write could overwrite newer data of that client,
     /// and a read if all of its bios are abandoned. `is_abandoned` is called with the `user_data` of bios.
     pub(crate) fn fail_abandoned(&mut self, ring: Option<&mut Ring>, is_abandoned: impl Fn(u64) -> bool) {
-        self.close_lane();
+        self.close_fast_path();
         let mut failing = vec![false; self.in_flight.requests().len()];
         let held: Vec<Tag> = self.hold.held().collect();
         for tag in held {

@@ -18,7 +18,7 @@ impl Queue {
     /// immediately.
     pub(super) fn begin_flush(&mut self, index: u32) {
         if !self.disk.limits().write_cache {
-            return self.complete_at_once(index, Ok(()));
+            return self.complete_without_request(index, Ok(()));
         }
         self.await_flush(index, FlushStep::Postflush);
     }
@@ -156,7 +156,7 @@ impl Queue {
             self.stats.start(StatGroup::Flush, 1, start_ns);
         }
         self.in_flight.begin_flush(self.flush.tag(), start_ns);
-        self.trace_lane();
+        self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.flush_begun(self.flush.tag(), served, &mut self.clock);
         }

@@ -30,7 +30,7 @@ impl Queue {
         let Bio { operation, flags, sector, sectors, data, user_data } = bio;
         let data = ManuallyDrop::new(data);
         let outline = Outline { operation, flags, sector, sectors, start_ns: 0 };
-        if (self.plug.is_open() || self.open_lane(matches!(*data, Data::Buffer(_)), ring.as_deref_mut()))
+        if (self.plug.is_open() || self.open_fast_path(matches!(*data, Data::Buffer(_)), ring.as_deref_mut()))
             && self.disk.fast().fits_small(&outline, &data)
             && !self.plug.is_touched(sector, sectors)
         {
@@ -50,19 +50,19 @@ impl Queue {
     /// begun, no bio waits, nothing must see each bio, no merged request is about to be flushed, no request
     /// waits for a limit, and there are free tags. Returns whether it is open.
     #[inline(never)]
-    fn open_lane(&mut self, is_buffer: bool, ring: Option<&mut Ring>) -> bool {
+    fn open_fast_path(&mut self, is_buffer: bool, ring: Option<&mut Ring>) -> bool {
         if !is_buffer
             || !(self.disk.is_entered() || self.enter(ring))
             || self.disk.is_frozen()
             || !self.waiting.is_empty()
-            || self.dispatch.is_observed()
+            || self.dispatch.observes_bios()
             || self.plug.has_grown()
             || self.dispatch.throttle().has_waiting()
             || self.tags.own() == 0
         {
             return false;
         }
-        let bios = self.plug.lane_len().min(self.tags.own());
+        let bios = self.plug.fast_path_len().min(self.tags.own());
         let (start_ns, bios) =
             if self.disk.settings().iostats { self.clock.now_ns_for(bios) } else { (0, bios) };
         self.clock.count_uses(bios);
@@ -73,14 +73,14 @@ impl Queue {
     /// Closes the plug's fast path. Must be called before the plug is flushed, and before any of the
     /// conditions for the path changes.
     #[inline]
-    pub(super) fn close_lane(&mut self) {
+    pub(super) fn close_fast_path(&mut self) {
         if self.plug.is_open() {
-            self.close_open_lane();
+            self.close_open_fast_path();
         }
     }
 
     #[inline(never)]
-    fn close_open_lane(&mut self) {
+    fn close_open_fast_path(&mut self) {
         let start_ns = self.plug.start_ns();
         let rest = self.plug.close();
         self.clock.return_uses(start_ns, rest.len());
@@ -133,9 +133,9 @@ impl Queue {
     fn queue_or_reject(&mut self, index: u32) {
         if self.in_flight[index].flags.contains(BioFlags::NO_WAIT) {
             self.reject_again(index);
-            return self.want_no_tags();
+            return self.stop_waiting_for_tags();
         }
-        self.close_lane();
+        self.close_fast_path();
         self.waiting.push_back(self.in_flight.bios_mut(), index);
         self.count_tag_waits();
     }
@@ -224,7 +224,11 @@ impl Queue {
         if slot.sectors == 0 {
             // A write with PREFLUSH and no data is only a flush.
             let flushes = slot.flags.contains(BioFlags::PREFLUSH);
-            return if flushes { self.begin_flush(index) } else { self.complete_at_once(index, Ok(())) };
+            return if flushes {
+                self.begin_flush(index)
+            } else {
+                self.complete_without_request(index, Ok(()))
+            };
         }
         if slot.operation != Operation::WriteZeroes {
             // The flag has no meaning for other operations, and drivers do not declare it for them.
@@ -276,7 +280,7 @@ impl Queue {
         let length = root.sectors.checked_mul(512).filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or(Status::Invalid)?;
         if let Data::Buffer(buffer) = &*root.data {
-            // A buffer is aligned for any device, and drivers see no more of it than the length of the bio.
+            // A buffer is aligned for any device, and drivers see only the bio's length of it.
             return if buffer.len() as u64 >= length { Ok(()) } else { Err(Status::Invalid) };
         }
         root.with_shape(|segments| split::check_memory(self.disk.limits(), segments, length))
@@ -296,7 +300,7 @@ impl Queue {
     #[inline]
     pub(super) fn admit_waiting(&mut self, ring: Option<&mut Ring>) {
         if self.waiting.is_empty() {
-            return self.want_no_tags();
+            return self.stop_waiting_for_tags();
         }
         self.admit_all(ring);
     }
@@ -326,12 +330,12 @@ impl Queue {
             }
             self.reject_again(index);
         }
-        self.want_no_tags();
+        self.stop_waiting_for_tags();
     }
 
     /// Stops waiting for a tag of a shared set if no bio needs one, so that a wake-up goes to another queue.
     #[inline]
-    fn want_no_tags(&mut self) {
+    fn stop_waiting_for_tags(&mut self) {
         if self.waiting.is_empty() {
             self.tags.cancel_wait();
         }
@@ -360,7 +364,7 @@ impl Queue {
     /// A tag for a new request, if there is one now.
     #[inline]
     fn take_tag(&mut self) -> Option<Tag> {
-        self.close_lane();
+        self.close_fast_path();
         // A frozen disk starts no request; those in flight complete.
         if !self.disk.is_entered() || self.disk.is_frozen() {
             return None;

@@ -433,7 +433,7 @@ fn pay_all(meters: &mut [Meter], batch: &[Tag], requests: &[Request]) -> bool {
     for at in 0..meters.len() {
         if !meters[at].pay(batch, requests) {
             for meter in &mut meters[..at] {
-                meter.unpay(batch, requests);
+                meter.return_payment(batch, requests);
             }
             return false;
         }

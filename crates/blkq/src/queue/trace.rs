@@ -12,8 +12,8 @@ use super::Queue;
 impl Queue {
     /// Starts a trace of the queue into `memory`; `None` stops the trace.
     pub fn set_trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
-        self.trace_lane();
-        self.close_lane();
+        self.trace_fast_path();
+        self.close_fast_path();
         let index = self.disk.index();
         let writer = memory.and_then(|memory| TraceWriter::new(memory, index));
         let (plugged, in_flight) = (self.plug.requests().len(), self.in_flight.tags());
@@ -32,8 +32,8 @@ impl Queue {
         let probes = Probes::attached(self.disk.disk().number(), self.disk.index());
         let fires = self.dispatch.tracer().is_some_and(|tracer| tracer.has_probes());
         if probes.is_some() != fires {
-            self.trace_lane();
-            self.close_lane();
+            self.trace_fast_path();
+            self.close_fast_path();
             let plugged = self.plug.requests().len();
             self.dispatch.change_tracer(|tracer| tracer.set_probes(probes, plugged));
         }
@@ -61,16 +61,16 @@ impl Queue {
     /// Records the requests that took the plug's fast path, if the queue is traced. Must be called before any
     /// other event is recorded, because events are in order.
     #[inline]
-    pub(super) fn trace_lane(&mut self) {
+    pub(super) fn trace_fast_path(&mut self) {
         if let Some(tracer) = self.dispatch.tracer() {
-            tracer.lane_begun(self.plug.requests(), self.in_flight.requests(), &mut self.clock);
+            tracer.record_fast_path(self.plug.requests(), self.in_flight.requests(), &mut self.clock);
         }
     }
 
     /// Records that bio `index` was submitted.
     #[inline]
     pub(super) fn trace_queued(&mut self, index: u32) {
-        self.trace_lane();
+        self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.queued(index, &self.in_flight[index], &mut self.clock);
         }
@@ -79,7 +79,7 @@ impl Queue {
     /// Records that request `tag` was built and is about to be plugged.
     #[cold]
     pub(super) fn trace_request(&mut self, tag: Tag) {
-        self.trace_lane();
+        self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.begun(tag, &self.in_flight[tag], &mut self.clock);
         }

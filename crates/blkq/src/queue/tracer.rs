@@ -89,7 +89,7 @@ impl Tracer {
     }
 
     /// Whether bios may take the plug's fast path, because no bio needs an event of its own immediately.
-    pub fn allows_lane(&self) -> bool {
+    pub fn allows_fast_path(&self) -> bool {
         self.has_records && self.probes.is_none()
     }
 
@@ -252,14 +252,14 @@ impl Tracer {
     /// Records the requests of `plug` that took the fast path and have no event yet. Must be called before
     /// any other event of the queue.
     #[inline]
-    pub fn lane_begun(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
+    pub fn record_fast_path(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
         if self.plugged < plug.len() {
-            self.write_lane(plug, requests, clock);
+            self.write_fast_path(plug, requests, clock);
         }
     }
 
     #[inline(never)]
-    fn write_lane(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
+    fn write_fast_path(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
         while let [first, rest @ ..] = &plug[self.plugged..] {
             let start_ns = requests[first.index()].start_ns;
             let alike = rest.iter().take_while(|tag| requests[tag.index()].start_ns == start_ns).count();
@@ -274,7 +274,7 @@ impl Tracer {
         let start_ns = requests[tags[0].index()].start_ns;
         // Without iostats requests carry no start time.
         let queued_ns = if start_ns == 0 { clock.now_ns() } else { start_ns };
-        // An attachment plugs requests for as long as it reads its sockets. That time must not count as the
+        // An attachment plugs requests while it reads its sockets. That time must not count as the
         // driver's.
         let issued_ns = issued.then(|| if self.has_clients { clock.now_ns() } else { queued_ns });
         let clients = if self.has_clients { self.plugged..plug.len() } else { 0..0 };
@@ -311,7 +311,7 @@ impl Tracer {
 
     /// Records that the plug with the requests `plug` is flushed.
     pub fn unplugged(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
-        self.lane_begun(plug, requests, clock);
+        self.record_fast_path(plug, requests, clock);
         self.plugged = 0;
         self.push(TraceEvent::of_plug(EventKind::Unplug, plug.len() as u32, clock.now_ns()));
     }
@@ -342,7 +342,7 @@ impl Tracer {
 
     /// Records that these requests complete. Their slots must be unchanged.
     pub fn completed(&mut self, completed: &[(Tag, IoResult)], requests: &[Request], clock: &mut Clock) {
-        if self.allows_lane() && self.unknown.is_empty() {
+        if self.allows_fast_path() && self.unknown.is_empty() {
             for batch in completed.chunks(RECORD_REQUESTS_MAX) {
                 let now_ns = clock.now_ns();
                 let written =

@@ -30,7 +30,7 @@ pub enum SchedulerKind {
 }
 
 impl SchedulerKind {
-    /// All kinds.
+    /// All kinds, in the order of the documentation.
     pub const ALL: [SchedulerKind; 3] =
         [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber];
 

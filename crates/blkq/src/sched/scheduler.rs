@@ -11,7 +11,6 @@ use crate::tags::Tag;
 /// `requests` are always the requests of the queue, by tag. Times are in nanoseconds of one monotonic clock,
 /// which a queue with a scheduler reads even if statistics are off.
 pub(crate) trait Scheduler: Send {
-    /// Queues a request.
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
 
     /// Removes and returns the request to be dispatched next: a read only if `open[0]`, any other operation
@@ -32,7 +31,7 @@ pub(crate) trait Scheduler: Send {
     /// Called after a bio was merged into the request, which changes its start or its length.
     fn merged(&mut self, tag: Tag, requests: &[Request]);
 
-    /// Finds the queued request that touches `tag` on `side` after a merge there: behind it for the back,
+    /// Finds the queued request that touches `tag` on `side` after a merge there: the next one for the back,
     /// before it for the front.
     fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag>;
 

@@ -195,7 +195,6 @@ impl TagSet {
         }
     }
 
-    /// The number of tags.
     #[inline]
     pub fn depth(&self) -> u16 {
         self.depth.load(Ordering::Relaxed) as u16
@@ -277,7 +276,7 @@ impl TagSet {
             let its_word = tag.index() >> shift;
             if its_word != word {
                 if bits != 0 {
-                    self.give(word, bits);
+                    self.put_bits(word, bits);
                 }
                 (word, bits) = (its_word, 0);
             }
@@ -289,18 +288,18 @@ impl TagSet {
             count += 1;
         }
         if count > 0 {
-            self.give(word, bits);
+            self.put_bits(word, bits);
             self.freed(count);
         }
     }
 
     #[inline]
-    fn give(&self, word: usize, bits: u64) {
+    fn put_bits(&self, word: usize, bits: u64) {
         let before = self.words[word].fetch_or(bits, Ordering::SeqCst);
         assert!(before & bits == 0, "tags {:#x} of word {word} were put twice", before & bits);
     }
 
-    /// Wakes waiters after `count` tags were freed. Only a load if nobody waits.
+    /// Wakes waiters after `count` tags were freed. Without waiters it is a single load.
     #[inline]
     fn freed(&self, count: u32) {
         seq_cst_for_loom();
@@ -350,13 +349,13 @@ impl TagSet {
         debug_assert!(before > 0, "more users left than joined");
         seq_cst_for_loom();
         if self.share_awaited.load(Ordering::SeqCst) {
-            self.announce_share();
+            self.wake_share_waiters();
         }
     }
 
     /// Wakes the queues that wait for their share to grow.
     #[cold]
-    fn announce_share(&self) {
+    fn wake_share_waiters(&self) {
         if self.share_awaited.swap(false, Ordering::SeqCst) {
             self.waiters.wake_registered();
         }

@@ -57,7 +57,7 @@ pub(super) struct Waiters {
 
 #[derive(Debug)]
 struct Counters {
-    /// Tags that were freed while somebody waited; wraps around.
+    /// Tags that were freed while there were waiters; wraps around.
     freed: AtomicU32,
     /// The part of `freed` for which waiters were woken; wraps around.
     woken: AtomicU32,

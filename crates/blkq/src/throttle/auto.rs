@@ -10,14 +10,14 @@
 //! # Phases
 //!
 //! * `Measure`: no limit, until two measurements in a row find the same rate.
-//! * `Drain`, then `Trial`: first a low rate, so that the device completes what it has queued, then a rate
+//! * `Drain`, then `Trial`: first a low rate, so that the device completes its queued requests, then a rate
 //!   just below the measured one. There are several trials with decreasing rates.
 //! * `Away`: no trial has helped. No limit, until some time has passed or the device becomes slow.
 //! * `Held`: the limit stays while the latency is good. It is lowered when the latency grows (`Recover` first
 //!   drains the device again), raised step by step after some time at the limit (`Raise`), and removed when
 //!   the load no longer needs it.
 //!
-//! [`AutoLimit`] decides only from what it is passed, and uses neither a clock nor a device.
+//! [`AutoLimit`] uses neither a clock nor a device: it decides only from the loads that it is passed.
 
 use crate::stats::Histogram;
 use crate::throttle::{BPS_MAX, BPS_MIN, IOPS_MAX, LimitKey, RateLimit, RateLimits};
@@ -37,7 +37,7 @@ const EXTENDED: u64 = 8;
 const JUDGE_NS_MAX: u64 = 10 * S;
 /// The fractions of the measured rate that are tried, one after the other.
 const TRIALS: [f64; 2] = [0.985, 0.97];
-/// The fraction of the rate at which the device completes what it has queued.
+/// The fraction of the rate while the device completes its queued requests.
 const DRAIN: f64 = 0.7;
 /// How long the device is drained, in nanoseconds.
 const DRAIN_NS: u64 = 300 * MS;
@@ -61,7 +61,7 @@ const SLOW_AWAY: u32 = 4;
 /// A limit is removed if the device stays below this fraction of it for [`IDLE_NS`] and no request waits for
 /// the limit. Either the load needs no limit now, or the limit makes slow clients sleep too often.
 const IDLE: f64 = 0.9;
-/// See [`IDLE`].
+/// How long the device must stay below [`IDLE`], in nanoseconds.
 const IDLE_NS: u64 = 30 * S;
 /// How long the device must be at its limit before a higher rate is tried, in nanoseconds. It doubles after
 /// each failure.
@@ -106,7 +106,7 @@ pub struct DeviceLoad {
 
 /// The work of a device in one period.
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct Measurement {
     /// Requests and bytes per second.
     iops: f64,
     bps: f64,
@@ -122,7 +122,7 @@ struct Seen {
 enum Phase {
     /// No limit. `before` is the rate of the previous measurement, if there was one.
     Measure { before: Option<f64> },
-    /// The device completes what it has queued before the trial with this index in [`TRIALS`].
+    /// The device completes its queued requests before the trial with this index in [`TRIALS`].
     Drain { trial: usize },
     /// The latency at the rate of the trial is measured, once it has settled.
     Trial { trial: usize, is_settled: bool },
@@ -132,7 +132,7 @@ enum Phase {
     /// The limit is in force. The device has been at the limit with a good latency for `at_limit_ns`; the
     /// last `slow` judgements have found a long latency.
     Held { at_limit_ns: u64, slow: u32 },
-    /// The limit stays in force, at a lower rate while the device completes what it has queued.
+    /// The limit stays in force, at a lower rate while the device completes its queued requests.
     Recover,
     /// A rate that is higher by this fraction is tried.
     Raise { by: f64 },
@@ -231,7 +231,7 @@ impl AutoLimit {
         }
         let per_second = |count: u64| count as f64 * 1e9 / length_ns as f64;
         let bytes = load.bytes.saturating_sub(begin.bytes);
-        let seen = Seen {
+        let seen = Measurement {
             iops: per_second(load.ios.saturating_sub(begin.ios)),
             bps: per_second(bytes),
             bytes: bytes as f64 / timed.max(1) as f64,
@@ -265,7 +265,7 @@ impl AutoLimit {
     }
 
     /// Decides at the end of a period. `seen` is `None` if the period had too few I/Os to judge.
-    fn decide(&mut self, now_ns: u64, length_ns: u64, seen: Option<Seen>) {
+    fn decide(&mut self, now_ns: u64, length_ns: u64, seen: Option<Measurement>) {
         match self.phase {
             Phase::Measure { before } => self.end_measurement(before, seen),
             Phase::Drain { trial } => {
@@ -296,12 +296,12 @@ impl AutoLimit {
     }
 
     /// The measured rate of what is limited.
-    fn rate(&self, seen: &Seen) -> f64 {
+    fn rate(&self, seen: &Measurement) -> f64 {
         if self.key.is_bytes() { seen.bps } else { seen.iops }
     }
 
     /// Ends a measurement. Two equal rates in a row may be those of a ceiling, so they start a trial.
-    fn end_measurement(&mut self, before: Option<f64>, seen: Option<Seen>) {
+    fn end_measurement(&mut self, before: Option<f64>, seen: Option<Measurement>) {
         let Some(seen) = seen else {
             self.phase = Phase::Measure { before: None };
             return;
@@ -320,9 +320,9 @@ impl AutoLimit {
         }
     }
 
-    fn end_trial(&mut self, now_ns: u64, trial: usize, seen: Option<Seen>) {
+    fn end_trial(&mut self, now_ns: u64, trial: usize, seen: Option<Measurement>) {
         match seen {
-            // There is too little load to judge. This counts as a trial without success; otherwise a load
+            // There is too little load to judge. The trial counts as one without success; otherwise a load
             // that repeats this would be in a trial all the time.
             None => self.stay_away(now_ns),
             Some(seen) if self.is_idle(&seen) => self.stay_away(now_ns),
@@ -348,7 +348,7 @@ impl AutoLimit {
     }
 
     /// Whether the load needs less than the limit.
-    fn is_idle(&self, seen: &Seen) -> bool {
+    fn is_idle(&self, seen: &Measurement) -> bool {
         !seen.is_limited && self.rate(seen) < self.pace * IDLE
     }
 
@@ -356,9 +356,9 @@ impl AutoLimit {
         self.phase = Phase::Held { at_limit_ns: 0, slow: 0 };
     }
 
-    fn judge_held(&mut self, at_limit_ns: u64, slow: u32, length_ns: u64, seen: Option<Seen>) {
+    fn judge_held(&mut self, at_limit_ns: u64, slow: u32, length_ns: u64, seen: Option<Measurement>) {
         let Some(seen) = seen else {
-            // A load with so few I/Os does not show whether the limit is good, and does not need it.
+            // A load with few I/Os does not show whether the limit is good, and does not need it.
             self.count_idle(length_ns);
             return;
         };
@@ -427,7 +427,7 @@ impl AutoLimit {
             // The last raise was possible only in a burst.
             self.raise_ns = (2 * self.raise_ns).min(RAISE_NS_MAX);
         }
-        // If it was a disturbance, the old rate is found again soon.
+        // After a mere disturbance this finds the old rate again soon.
         self.retry_by = is_far.then_some(2.0 * RAISE);
         self.lowered += 1;
         self.pace = pace;
@@ -435,7 +435,7 @@ impl AutoLimit {
     }
 
     /// Ends the trial of a higher rate.
-    fn end_raise(&mut self, by: f64, seen: Option<Seen>) {
+    fn end_raise(&mut self, by: f64, seen: Option<Measurement>) {
         let pace = self.pace * (1.0 + by);
         match seen {
             Some(seen) if seen.p99_ns > self.long_ns => {
@@ -468,7 +468,7 @@ impl AutoLimit {
         self.phase = Phase::Raise { by };
     }
 
-    /// Lowers the rate for a moment, so that the device completes what it has queued.
+    /// Lowers the rate for a moment, so that the device completes its queued requests.
     fn recover(&mut self) {
         self.set_limit(self.pace * DRAIN);
         self.phase = Phase::Recover;

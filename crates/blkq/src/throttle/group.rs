@@ -90,7 +90,6 @@ enum Memory {
     #[cfg(not(model_check))]
     Shared {
         words: NonNull<Words>,
-        /// Keeps the memory mapped.
         _mapping: Box<dyn Any + Send + Sync>,
     },
 }
@@ -108,7 +107,7 @@ unsafe impl Sync for Group {}
 /// What is in the slot of a member, for reports.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MemberInfo {
-    /// Index of the slot.
+    /// Index of the slot in the group.
     pub slot: usize,
     /// The name of the member, at most 112 bytes.
     pub name: String,

@@ -13,7 +13,7 @@ pub const IOPS_MAX: u64 = 10_000_000;
 pub const BPS_MIN: u64 = 1 << 10;
 /// Largest rate in bytes per second.
 pub const BPS_MAX: u64 = 1 << 40;
-/// The range of [`RateLimits::iops_size_bytes`].
+/// The range of [`RateLimits::iops_size_bytes`], in bytes.
 const IOPS_SIZE: std::ops::RangeInclusive<u64> = 512..=1 << 30;
 /// The range of a burst's length, in nanoseconds.
 const BURST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=3_600_000_000_000;
@@ -23,17 +23,17 @@ const BURST_RULE: &str = "write a burst as RATExLENGTH, such as 2000x10s or 200M
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum LimitKey {
-    /// I/Os per second.
+    /// I/Os of all operations per second.
     Iops,
-    /// Reads per second.
+    /// I/Os per second that read.
     ReadIops,
     /// All other I/Os per second: writes, write-zeroes, discards and flushes.
     WriteIops,
     /// Bytes read and written per second.
     Bps,
-    /// Bytes read per second.
+    /// Bytes per second that are read.
     ReadBps,
-    /// Bytes written per second.
+    /// Bytes per second that are written.
     WriteBps,
 }
 

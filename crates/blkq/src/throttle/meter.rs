@@ -48,7 +48,6 @@ enum Unit {
     /// Each request counts as one.
     One,
     /// A request counts as one for each started block of that number of bytes.
-    /// One for so many bytes, begun ones too.
     PerBytes(u64),
     /// Each byte of data counts as one.
     Bytes,
@@ -232,7 +231,7 @@ impl Meter {
     }
 
     /// Returns the payment for a batch that does not start, because another limit has refused it.
-    pub fn unpay(&mut self, batch: &[Tag], requests: &[Request]) {
+    pub fn return_payment(&mut self, batch: &[Tag], requests: &[Request]) {
         self.prepaid += self.cost_of_all(batch, requests);
     }
 

@@ -50,7 +50,6 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    /// The disk's own limits.
     pub fn limits(&self) -> &RateLimits {
         &self.limits
     }
@@ -81,7 +80,7 @@ impl Throttle {
 /// The ceiling of a device: the highest rate that it can sustain ([`Disk::ceiling`](crate::Disk::ceiling)).
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Ceiling {
-    /// No search is running.
+    /// No search for the ceiling is running.
     NotSearched,
     /// A search is running, but the ceiling was not found yet, or is no longer known.
     Unknown,
@@ -115,7 +114,6 @@ impl ThrottleControl {
         }
     }
 
-    /// The current limits.
     pub fn get(&self) -> Throttle {
         lock(&self.throttle).clone()
     }
@@ -174,7 +172,6 @@ impl ThrottleControl {
         self.generation.fetch_add(1, SeqCst);
     }
 
-    /// Whether all requests pass.
     pub fn is_bypassed(&self) -> bool {
         self.bypass.is_on()
     }

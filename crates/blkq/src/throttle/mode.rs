@@ -11,7 +11,7 @@ const AUTO: &str = "auto";
 /// Where the limits of a device come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LimitMode {
-    /// These limits apply.
+    /// Fixed limits, which apply from the beginning.
     Fixed(RateLimits),
     /// The device's ceiling is searched, and its rate is kept just under it
     /// ([`AutoLimiter`](crate::disk::AutoLimiter)).

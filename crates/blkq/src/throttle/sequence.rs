@@ -19,7 +19,7 @@ pub(super) struct SequencedWords<const N: usize> {
 }
 
 impl<const N: usize> SequencedWords<N> {
-    /// All words are zero.
+    /// Words that are all zero.
     pub fn new() -> SequencedWords<N> {
         SequencedWords { sequence: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
     }
@@ -34,7 +34,7 @@ impl<const N: usize> SequencedWords<N> {
     pub fn read(&self) -> Option<(u64, [u64; N])> {
         for _ in 0..READ_TRIES {
             // This acquire pairs with the release at the end of `write`. The fence below keeps the second
-            // load of the sequence behind the loads of the words.
+            // load of the sequence after the loads of the words.
             let before = self.sequence.load(Acquire);
             let mut words = [0; N];
             words.iter_mut().zip(&self.words).for_each(|(word, shared)| *word = shared.load(Relaxed));
@@ -51,7 +51,7 @@ impl<const N: usize> SequencedWords<N> {
     pub fn write(&self, words: &[u64; N], also: impl FnOnce()) {
         let odd = self.sequence.load(Relaxed) | 1;
         self.sequence.store(odd, Relaxed);
-        // Keeps the stores of the words behind the store of the odd number.
+        // Keeps the stores of the words after the store of the odd number.
         fence(Release);
         self.words.iter().zip(words).for_each(|(shared, word)| shared.store(*word, Relaxed));
         also();

@@ -23,31 +23,31 @@ fn request(operation: Operation, bytes: u64) -> Request {
 }
 
 /// Queues whose batches of equal requests pass the same limits.
-struct Bed {
+struct TestBed {
     requests: Vec<Request>,
     tags: Vec<Tag>,
     queues: Vec<Vec<Meter>>,
 }
 
-impl Bed {
-    fn device(limits: &str, queues: usize, request: impl Fn() -> Request) -> Bed {
+impl TestBed {
+    fn device(limits: &str, queues: usize, request: impl Fn() -> Request) -> TestBed {
         let (limits, buckets) = (limits.parse().expect("limits"), Arc::new(Buckets::new()));
-        Bed::new((0..queues).map(|_| Meter::of_device(&limits, &buckets)).collect(), request)
+        TestBed::new((0..queues).map(|_| Meter::of_device(&limits, &buckets)).collect(), request)
     }
 
-    fn group(limits: &str, weights: &[u32], request: impl Fn() -> Request) -> Bed {
+    fn group(limits: &str, weights: &[u32], request: impl Fn() -> Request) -> TestBed {
         let limits = limits.parse().expect("limits");
         let group = Arc::new(Group::new());
         group.set_limits(&limits);
         let join =
             |(slot, weight): (usize, &u32)| Arc::new(group.clone().join(slot, "m", *weight).expect("a slot"));
         let members = weights.iter().enumerate().map(join);
-        Bed::new(members.map(|member| Meter::of_group(&limits, &member)).collect(), request)
+        TestBed::new(members.map(|member| Meter::of_group(&limits, &member)).collect(), request)
     }
 
-    fn new(queues: Vec<Vec<Meter>>, request: impl Fn() -> Request) -> Bed {
+    fn new(queues: Vec<Vec<Meter>>, request: impl Fn() -> Request) -> TestBed {
         let requests = (0..64).map(|_| request()).collect();
-        Bed { requests, tags: (0..64).map(Tag).collect(), queues }
+        TestBed { requests, tags: (0..64).map(Tag).collect(), queues }
     }
 
     /// Admits a batch of `wanted` requests on queue `index` at `now_ns`. Returns how many were admitted, and
@@ -107,21 +107,22 @@ fn rates_are_exact_alone_and_for_eight_members() {
                 "{rate}: {sum} of {want}: {counts:?}"
             );
         };
-        exact(&Bed::device(&format!("iops={rate}"), 1, read).flood(seconds * S, late));
-        exact(&Bed::device(&format!("iops={rate}"), 4, read).flood(seconds * S, late));
-        exact(&Bed::group(&format!("iops={rate}"), &[100; 8], read).flood(seconds * S, late));
+        exact(&TestBed::device(&format!("iops={rate}"), 1, read).flood(seconds * S, late));
+        exact(&TestBed::device(&format!("iops={rate}"), 4, read).flood(seconds * S, late));
+        exact(&TestBed::group(&format!("iops={rate}"), &[100; 8], read).flood(seconds * S, late));
     }
 }
 
 #[test]
 fn shares_follow_weights_and_leave_nothing_unused() {
-    let counts = Bed::group("iops=10000", &[100, 200, 500], read).flood(4 * S, |turn| turn * 37 % 400_000);
+    let counts =
+        TestBed::group("iops=10000", &[100, 200, 500], read).flood(4 * S, |turn| turn * 37 % 400_000);
     for (count, weight) in counts.iter().zip([100, 200, 500]) {
         let want = 40_000 * weight / 800;
         assert!(count.abs_diff(want) < want / 20, "{counts:?}");
     }
     // A member that needs little gets that, and the other one gets all the rest.
-    let mut bed = Bed::group("iops=1000", &[900, 100], read);
+    let mut bed = TestBed::group("iops=1000", &[900, 100], read);
     let (mut small, mut large, mut wake_ns) = (0, 0, BEGIN_NS);
     for ms in 0..4_000 {
         let now_ns = BEGIN_NS + ms * MS;
@@ -141,7 +142,7 @@ fn shares_follow_weights_and_leave_nothing_unused() {
 
 #[test]
 fn what_others_left_is_repaid_for_a_moment_only() {
-    let mut bed = Bed::group("bps=1M", &[100, 100], read);
+    let mut bed = TestBed::group("bps=1M", &[100, 100], read);
     assert_eq!(bed.admit(1, 1, BEGIN_NS, false).0, 1);
     bed.requests[0] = request(Operation::Read, 32 << 10);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
@@ -157,10 +158,10 @@ fn what_others_left_is_repaid_for_a_moment_only() {
 
 #[test]
 fn a_burst_has_its_rate_and_its_length() {
-    let mut bed = Bed::device("iops=500,burst=2000x10s", 1, read);
+    let mut bed = TestBed::device("iops=500,burst=2000x10s", 1, read);
     let burst = bed.flood(10 * S, |_| 0)[0];
     assert!((20_000..20_100).contains(&burst), "{burst}");
-    let mut bed = Bed::device("iops=500,burst=2000x10s", 1, read);
+    let mut bed = TestBed::device("iops=500,burst=2000x10s", 1, read);
     let all = bed.flood(20 * S, |_| 0)[0];
     assert!((25_000..25_150).contains(&all), "{all}");
 }
@@ -169,7 +170,7 @@ fn a_burst_has_its_rate_and_its_length() {
 #[test]
 fn a_burst_is_whole_right_after_the_boot() {
     let limits = "read-iops=10,burst=4000x3600s";
-    for mut bed in [Bed::device(limits, 1, read), Bed::group(limits, &[100], read)] {
+    for mut bed in [TestBed::device(limits, 1, read), TestBed::group(limits, &[100], read)] {
         let mut passed = 0;
         for ms in 0..100_000 {
             passed += bed.admit(0, 4, 3 * S + ms * MS, false).0;
@@ -183,7 +184,7 @@ fn a_burst_is_whole_right_after_the_boot() {
     for boot in 1..3 {
         group.restart([boot; 2], 0);
         let member = Arc::new(group.clone().join(0, "m", 100).unwrap());
-        let mut bed = Bed::new(vec![Meter::of_group(&limits, &member)], read);
+        let mut bed = TestBed::new(vec![Meter::of_group(&limits, &member)], read);
         let passed: usize = (0..10_000).map(|ms| bed.admit(0, 4, 3 * S + ms * MS, false).0).sum();
         assert!((39_990..=40_010).contains(&passed), "boot {boot}: {passed}");
     }
@@ -192,7 +193,7 @@ fn a_burst_is_whole_right_after_the_boot() {
 #[test]
 fn bytes_and_sizes_cost_what_they_are() {
     let flood = |limits: &str, bytes| {
-        Bed::device(limits, 1, || request(Operation::Write, bytes)).flood(4 * S, |_| 0)[0]
+        TestBed::device(limits, 1, || request(Operation::Write, bytes)).flood(4 * S, |_| 0)[0]
     };
     assert!((99..=101).contains(&(flood("bps=100M", 1 << 20) / 4)));
     assert!((249..=252).contains(&(flood("iops=1000,iops-size=16K", 64 << 10) / 4)));
@@ -202,14 +203,14 @@ fn bytes_and_sizes_cost_what_they_are() {
     assert!((99..=101).contains(&(flood("iops=100,write-iops=1000", 4096) / 4)));
     // The bytes of reads and discards do not count as bytes of writes.
     for other in [read(), request(Operation::Discard, 1 << 30)] {
-        let mut bed = Bed::device("write-bps=1M", 1, || request(other.operation(), other.bytes()));
+        let mut bed = TestBed::device("write-bps=1M", 1, || request(other.operation(), other.bytes()));
         assert_eq!((0..100).map(|_| bed.admit(0, 64, BEGIN_NS, false).0).sum::<usize>(), 6400);
     }
 }
 
 #[test]
 fn a_member_that_died_blocks_nobody_for_long() {
-    let mut bed = Bed::group("iops=1000", &[10_000, 1], read);
+    let mut bed = TestBed::group("iops=1000", &[10_000, 1], read);
     // This member has taken what it could, and never returns.
     bed.admit(0, 64, BEGIN_NS, true);
     let mut others = 0;
@@ -230,7 +231,7 @@ fn a_groups_word_of_garbage_blocks_for_a_minute_at_most() {
     let member = Arc::new(group.clone().join(0, "m", 100).unwrap());
     let word = &member.buckets().average[0];
     word.store(i64::MAX, SeqCst);
-    let mut bed = Bed::new(vec![Meter::of_group(&limits, &member)], read);
+    let mut bed = TestBed::new(vec![Meter::of_group(&limits, &member)], read);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, true), (0, BEGIN_NS + DEBT_NS_MAX));
     assert_eq!(bed.admit(0, 1, BEGIN_NS + DEBT_NS_MAX, true).0, 1);
     word.store(i64::MAX, SeqCst);
@@ -243,7 +244,7 @@ fn a_groups_word_of_garbage_blocks_for_a_minute_at_most() {
 fn a_device_repays_a_large_request_at_a_low_rate_in_full() {
     // 1 MiB at 1 KiB per second, or 2,048 I/Os of 512 bytes at one per second: each takes more than a minute.
     for (limits, cost_s) in [("bps=1K", 1_024), ("iops=1,iops-size=512", 2_048)] {
-        let mut bed = Bed::device(limits, 1, || request(Operation::Read, 1 << 20));
+        let mut bed = TestBed::device(limits, 1, || request(Operation::Read, 1 << 20));
         let (mut now_ns, mut passed) = (BEGIN_NS, 0);
         while now_ns < BEGIN_NS + 4 * cost_s * S {
             let (count, next_ns) = bed.admit(0, 1, now_ns, passed > 0);
@@ -259,7 +260,7 @@ fn a_device_repays_a_large_request_at_a_low_rate_in_full() {
 fn far_from_its_limit_a_queue_seldom_touches_the_word() {
     for limits in ["iops=10000000", "bps=1T", "read-iops=1000000", "iops=1000000,bps=1T"] {
         let (parsed, buckets) = (limits.parse().unwrap(), Arc::new(Buckets::new()));
-        let mut bed = Bed::new(vec![Meter::of_device(&parsed, &buckets)], read);
+        let mut bed = TestBed::new(vec![Meter::of_device(&parsed, &buckets)], read);
         let words = || buckets.average.iter().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
         let (mut before, mut changes) = (words(), 0);
         for turn in 0..1_000 {
@@ -271,7 +272,7 @@ fn far_from_its_limit_a_queue_seldom_touches_the_word() {
     }
     // Near the limit each request is charged alone.
     let buckets = Arc::new(Buckets::new());
-    let mut bed = Bed::new(vec![Meter::of_device(&"iops=1000".parse().unwrap(), &buckets)], read);
+    let mut bed = TestBed::new(vec![Meter::of_device(&"iops=1000".parse().unwrap(), &buckets)], read);
     for turn in 1..=100 {
         assert_eq!(bed.admit(0, 1, BEGIN_NS + turn * MS, false).0, 1);
         assert_eq!(buckets.average[0].load(SeqCst).cast_unsigned(), BEGIN_NS + turn * MS - MS * 3 / 4);
@@ -285,7 +286,7 @@ fn limits_that_are_set_anew_have_another_number() {
     for _ in 0..3 {
         group.set_limits(&"iops=5".parse().unwrap());
         numbers.push(group.limits().unwrap().0);
-        // As after damage.
+        // The group is repaired, as after damage.
         let limits: RateLimits = "iops=7".parse().unwrap();
         group.reset([0; 2], 0, &limits);
         assert_eq!(group.limits(), Some((group.sequence(), limits)));
@@ -299,7 +300,7 @@ fn limits_that_are_set_anew_have_another_number() {
 #[test]
 fn a_prepayment_is_returned_when_it_does_not_suffice() {
     let buckets = Arc::new(Buckets::new());
-    let mut bed = Bed::new(vec![Meter::of_device(&"iops=100000".parse().unwrap(), &buckets)], read);
+    let mut bed = TestBed::new(vec![Meter::of_device(&"iops=100000".parse().unwrap(), &buckets)], read);
     assert_eq!(bed.admit(0, 1, BEGIN_NS, false).0, 1);
     let spent_ns = || buckets.average[0].load(SeqCst).cast_unsigned();
     let spent = spent_ns();
@@ -324,7 +325,7 @@ proptest! {
         rate in 10_000_u64..10_000_000,
         steps in prop::collection::vec((0_u64..400_000, 1_usize..64, 0_usize..3), 1..300),
     ) {
-        let mut bed = Bed::device(&format!("iops={rate}"), 3, read);
+        let mut bed = TestBed::device(&format!("iops={rate}"), 3, read);
         // Units beyond the rate, times one second, for the window in which they are the most.
         let (mut now_ns, mut level) = (BEGIN_NS, 0_u128);
         for (gap_ns, wanted, queue) in steps {
@@ -337,14 +338,14 @@ proptest! {
         }
     }
 
-    /// In any window, no more is admitted than rate and credit allow. A queue that needs more never waits
+    /// In any window, no more is admitted than rate and credit allow. A queue with further requests never waits
     /// longer than for its next request.
     #[test]
     fn no_window_has_more_than_its_rate(
         rate in 1_u64..2_000_000,
         steps in prop::collection::vec((0_u64..5_000_000, 1_usize..64, 0_usize..3), 1..200),
     ) {
-        let mut bed = Bed::device(&format!("iops={rate}"), 3, read);
+        let mut bed = TestBed::device(&format!("iops={rate}"), 3, read);
         let mut now_ns = BEGIN_NS;
         let (mut passed, mut next_free_ns) = (0_u64, None::<u64>);
         for (gap_ns, wanted, queue) in steps {

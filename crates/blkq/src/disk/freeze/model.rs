@@ -61,8 +61,8 @@ impl Disk {
         self.control.leave_dispatch(queue);
     }
 
-    fn freeze(&self, may_give_up: bool) {
-        if may_give_up {
+    fn freeze(&self, may_time_out: bool) {
+        if may_time_out {
             if !self.control.freeze_timeout(std::time::Duration::ZERO, || false, |q| self.kick(q)) {
                 return;
             }
@@ -83,14 +83,14 @@ impl Disk {
     }
 }
 
-fn freeze_and_submit(owners: usize, rounds: usize, gives_up: usize) {
+fn freeze_and_submit(owners: usize, rounds: usize, timeouts: usize) {
     let disk = Disk::new(owners);
     let mut threads = Vec::new();
     for queue in 0..owners {
         let disk = disk.clone();
         threads.push(thread::spawn(move || (0..rounds).for_each(|_| disk.submit(queue))));
     }
-    for _ in 0..gives_up {
+    for _ in 0..timeouts {
         let disk = disk.clone();
         threads.push(thread::spawn(move || disk.freeze(true)));
     }
@@ -136,7 +136,7 @@ mod shuttle_control {
 
     #[test]
     fn shuttle_freeze_and_submit() {
-        model("freeze, four owners, freezers that give up", 10_000, || freeze_and_submit(4, 5, 2));
+        model("freeze, four owners, freezers that time out", 10_000, || freeze_and_submit(4, 5, 2));
     }
 
     #[test]

@@ -15,15 +15,15 @@ impl Dispatch {
     /// Applies `change` to the tracer, which is created before and removed after as needed.
     #[cold]
     pub fn change_tracer(&mut self, change: impl FnOnce(&mut Tracer)) {
-        let mut tracer = self.tracing.take().unwrap_or_default();
+        let mut tracer = self.tracer.take().unwrap_or_default();
         change(&mut tracer);
-        self.tracing = tracer.is_on().then_some(tracer);
-        self.note_detours();
+        self.tracer = tracer.is_on().then_some(tracer);
+        self.update_flags();
     }
 
     #[inline]
     pub fn is_traced(&self) -> bool {
-        self.tracing.is_some()
+        self.tracer.is_some()
     }
 
     /// Records that the plug was flushed with the requests of `batch`, and that they were inserted into the
@@ -40,12 +40,12 @@ impl Dispatch {
 
     #[inline]
     pub fn tracer(&mut self) -> Option<&mut Tracer> {
-        self.tracing.as_deref_mut()
+        self.tracer.as_deref_mut()
     }
 
     /// Whether a tracer is all that is between a plug and the driver.
-    pub fn is_traced_only(&self) -> bool {
-        self.tracing.is_some()
+    pub fn has_only_tracer(&self) -> bool {
+        self.tracer.is_some()
             && self.scheduler.is_none()
             && self.device_time.is_none()
             && !self.throttle.is_on()
@@ -62,13 +62,13 @@ impl Dispatch {
         stats: &mut StatsWriter,
         cx: &mut DriverContext<'_>,
     ) {
-        let taken = self.issue(plug, disk, stats, cx, |tracing, cx| {
-            if let Some(tracer) = tracing {
+        let taken = self.issue(plug, disk, stats, cx, |tracer, cx| {
+            if let Some(tracer) = tracer {
                 tracer.issued(plug, cx.requests, cx.clock);
             }
         });
         if taken < plug.len() {
-            match &mut self.tracing {
+            match &mut self.tracer {
                 Some(tracer) if self.blocked_by_quiesce => tracer.unplugged(plug, cx.requests, cx.clock),
                 _ => self.trace(EventKind::Requeue, &plug[taken..], cx),
             }
@@ -78,7 +78,7 @@ impl Dispatch {
 
     #[cold]
     pub(super) fn trace(&mut self, kind: EventKind, tags: &[Tag], cx: &mut DriverContext<'_>) {
-        if let Some(tracer) = &mut self.tracing {
+        if let Some(tracer) = &mut self.tracer {
             tracer.requests(kind, tags, cx.requests, cx.clock);
         }
     }

@@ -16,16 +16,16 @@ enum Place {
 }
 
 /// A scheduler with the requests of its tags.
-struct Bed {
+struct TestBed {
     scheduler: Kyber,
     requests: Vec<Request>,
     places: Vec<Place>,
     now_ns: u64,
 }
 
-impl Bed {
-    fn new() -> Bed {
-        Bed {
+impl TestBed {
+    fn new() -> TestBed {
+        TestBed {
             scheduler: Kyber::new(TAGS),
             requests: (0..TAGS).map(|_| Request::idle()).collect(),
             places: vec![Place::Free; TAGS],
@@ -123,7 +123,7 @@ fn the_tunables_are_those_of_the_kernel() {
 
 #[test]
 fn domains_have_their_batches_in_turn() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     let mut order = Vec::new();
     for _ in 0..3 * (16 + 8 + 1 + 1) {
         ONE_OF_EACH.iter().for_each(|&operation| bed.flood(operation));
@@ -141,10 +141,10 @@ fn domains_have_their_batches_in_turn() {
 fn nothing_waits_longer_than_a_batch_of_each_other_domain() {
     for waits in ONE_OF_EACH {
         let others = ONE_OF_EACH.into_iter().filter(|&operation| operation != waits);
-        let domains = Bed::new().scheduler.domains;
+        let domains = TestBed::new().scheduler.domains;
         let most: u32 = others.clone().map(|operation| domains[domain_of(operation)].batch).sum();
         for arrives in 0..60 {
-            let mut bed = Bed::new();
+            let mut bed = TestBed::new();
             let mut waited = None;
             for turn in 0..200 {
                 others.clone().for_each(|operation| bed.flood(operation));
@@ -166,7 +166,7 @@ fn nothing_waits_longer_than_a_batch_of_each_other_domain() {
 
 #[test]
 fn a_domain_stays_within_its_tokens_and_delays_no_other() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     for operation in ONE_OF_EACH {
         let domain = domain_of(operation);
         let depth = bed.scheduler.domains[domain].depth as usize;
@@ -187,7 +187,7 @@ fn a_domain_stays_within_its_tokens_and_delays_no_other() {
 #[test]
 fn a_domain_on_target_yields_to_a_late_one_and_recovers() {
     use Operation::{Read, Write};
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     // The device is slow for reads. Writes, which are fast, lose tokens until they have one.
     for writes in [32, 8, 2, 1, 1] {
         bed.run(Read, SAMPLES, 0, 3);
@@ -204,7 +204,7 @@ fn a_domain_on_target_yields_to_a_late_one_and_recovers() {
         bed.run(Write, SAMPLES, 30, 1);
         assert_eq!(bed.check_latencies(), [256, writes, 64, 16]);
     }
-    // The same with reads and writes exchanged. Reads that stay below three quarters of their target keep
+    // Now with reads and writes exchanged. Reads that stay below three quarters of their target keep
     // their tokens.
     bed.run(Write, SAMPLES, 0, 20);
     bed.run(Read, SAMPLES, 0, 1);
@@ -218,14 +218,14 @@ fn a_domain_on_target_yields_to_a_late_one_and_recovers() {
 fn one_in_a_hundred_may_be_slow_and_one_in_ten_in_the_device() {
     use Operation::{Read, Write};
     for (slow_reads, writes) in [(50, 128), (51, 32)] {
-        let mut bed = Bed::new();
+        let mut bed = TestBed::new();
         bed.run(Read, 500 - slow_reads, 0, 1);
         bed.run(Read, slow_reads, 0, 3);
         bed.run(Write, 500, 0, 1);
         assert_eq!(bed.check_latencies()[WRITE], writes);
     }
     for (slow_writes, depth) in [(5, 32), (6, 64)] {
-        let mut bed = Bed::new();
+        let mut bed = TestBed::new();
         bed.scheduler.domains[WRITE].depth = 32;
         bed.run(Write, 500 - slow_writes, 0, 1);
         bed.run(Write, slow_writes, 30, 1);
@@ -235,7 +235,7 @@ fn one_in_a_hundred_may_be_slow_and_one_in_ten_in_the_device() {
 
 #[test]
 fn few_samples_count_when_they_are_a_second_old() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     bed.scheduler.domains[WRITE].depth = 32;
     bed.run(Operation::Write, SAMPLES - 1, 30, 1);
     for _ in 0..9 {
@@ -249,7 +249,7 @@ fn few_samples_count_when_they_are_a_second_old() {
 
 #[test]
 fn what_is_known_of_a_domain_limits_it_once() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     bed.run(Operation::Write, SAMPLES, 0, 1);
     assert_eq!(bed.check_latencies()[WRITE], 128);
     for _ in 0..3 {
@@ -260,7 +260,7 @@ fn what_is_known_of_a_domain_limits_it_once() {
 
 #[test]
 fn a_depth_below_what_is_in_flight_lets_it_complete_first() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     let in_flight: Vec<Tag> = (0..4).map(|_| bed.insert(Operation::Write, 0, 8).unwrap()).collect();
     in_flight.iter().for_each(|&tag| assert_eq!(bed.dispatch(), Some((tag, Operation::Write))));
     bed.scheduler.domains[WRITE].depth = 2;
@@ -274,7 +274,7 @@ fn a_depth_below_what_is_in_flight_lets_it_complete_first() {
 
 #[test]
 fn a_bio_is_compared_with_the_youngest_eight() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     let tags: Vec<Tag> = (0..9).map(|n| bed.insert(Operation::Write, 100 * n, 8).unwrap()).collect();
     bed.insert(Operation::Read, 1000, 8);
     let find = |operation, sector| bed.scheduler.find_merge(&bed.requests, operation, Sector(sector), 8);
@@ -288,7 +288,6 @@ fn a_bio_is_compared_with_the_youngest_eight() {
 enum Step {
     Insert(Operation, u64, u64),
     Merge(Operation, u64, u64),
-    /// Joins two queued requests.
     Join(u16, u16),
     Dispatch(u16),
     Complete(u16),
@@ -314,7 +313,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// The invariants after every step. `queued` has the expected requests in order of arrival.
-fn check(bed: &Bed, queued: &[Vec<Tag>; 4]) {
+fn check(bed: &TestBed, queued: &[Vec<Tag>; 4]) {
     assert_eq!(bed.scheduler.len(), queued.iter().map(Vec::len).sum::<usize>());
     for (number, domain) in bed.scheduler.domains.iter().enumerate() {
         assert!(domain.held.iter().eq(&queued[number]));
@@ -327,9 +326,9 @@ fn check(bed: &Bed, queued: &[Vec<Tag>; 4]) {
 proptest! {
     #[test]
     fn every_request_leaves_once_and_in_order(steps in proptest::collection::vec(step(), 1..150)) {
-        let mut bed = Bed::new();
+        let mut bed = TestBed::new();
         let mut queued: [Vec<Tag>; 4] = Default::default();
-        let dispatch = |bed: &mut Bed, queued: &mut [Vec<Tag>; 4]| {
+        let dispatch = |bed: &mut TestBed, queued: &mut [Vec<Tag>; 4]| {
             if let Some((tag, operation)) = bed.dispatch() {
                 assert_eq!(queued[domain_of(operation)].remove(0), tag);
                 return true;
@@ -369,7 +368,7 @@ proptest! {
                     let (kept, gone) = (Tag(kept), Tag(gone));
                     let domain = domain_of(bed.requests[kept.index()].operation);
                     if kept != gone && [kept, gone].iter().all(|tag| queued[domain].contains(tag)) {
-                        let inserted_ns = |bed: &Bed, tag: Tag| bed.scheduler.entries[tag.index()].inserted_ns;
+                        let inserted_ns = |bed: &TestBed, tag: Tag| bed.scheduler.entries[tag.index()].inserted_ns;
                         let earlier_ns = inserted_ns(&bed, kept).min(inserted_ns(&bed, gone));
                         bed.scheduler.joined(kept, gone);
                         prop_assert_eq!(inserted_ns(&bed, kept), earlier_ns);
@@ -417,7 +416,7 @@ proptest! {
 // Contract: errors
 #[test]
 fn a_request_that_is_held_returns_its_token_and_is_no_sample() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     let depth = bed.scheduler.domains[OTHER].depth as usize;
     for _ in 0..depth + 1 {
         bed.insert(Operation::WriteZeroes, 0, 8);

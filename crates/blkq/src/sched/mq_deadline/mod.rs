@@ -24,11 +24,11 @@ fn direction_of(operation: Operation) -> usize {
 /// A queued request, by tag.
 #[derive(Clone, Debug)]
 struct Entry {
-    /// Its key in the order of positions.
+    /// The key in the order of positions.
     sector: Sector,
     inserted_ns: u64,
     /// The request before it in the order of arrival.
-    /// The request behind it in the order of arrival.
+    /// The request after it in the order of arrival.
     previous: u32,
     next: u32,
     direction: usize,
@@ -57,18 +57,18 @@ impl Direction {
         Direction { sorted, oldest: NIL, newest: NIL, latest: Sector(0), expire_ns }
     }
 
-    fn sort_in(&mut self, sector: Sector, tag: Tag) {
+    fn insert_sorted(&mut self, sector: Sector, tag: Tag) {
         let place = self.sorted.partition_point(|&held| held < (sector, tag));
         self.sorted.insert(place, (sector, tag));
     }
 
-    fn sort_out(&mut self, sector: Sector, tag: Tag) {
+    fn remove_sorted(&mut self, sector: Sector, tag: Tag) {
         if let Ok(place) = self.sorted.binary_search(&(sector, tag)) {
             self.sorted.remove(place);
         }
     }
 
-    /// The first request that starts at `sector` or behind it.
+    /// The first request that starts at or after `sector`.
     fn at_or_after(&self, sector: Sector) -> Option<Tag> {
         let place = self.sorted.partition_point(|held| held.0 < sector);
         self.sorted.get(place).map(|held| held.1)
@@ -185,7 +185,7 @@ impl Scheduler for MqDeadline {
         let entry = &mut self.entries[tag.index()];
         debug_assert!(!entry.held && operation != Operation::Flush);
         *entry = Entry { sector, inserted_ns: now_ns, direction: number, held: true, ..*entry };
-        direction.sort_in(sector, tag);
+        direction.insert_sorted(sector, tag);
         direction.link(&mut self.entries, u32::from(tag.0), direction.newest, NIL);
     }
 
@@ -234,8 +234,8 @@ impl Scheduler for MqDeadline {
         let sector = requests[tag.index()].sector;
         if entry.held && entry.sector != sector {
             let direction = &mut self.directions[entry.direction];
-            direction.sort_out(entry.sector, tag);
-            direction.sort_in(sector, tag);
+            direction.remove_sorted(entry.sector, tag);
+            direction.insert_sorted(sector, tag);
             entry.sector = sector;
         }
     }
@@ -279,7 +279,7 @@ impl Scheduler for MqDeadline {
             return false;
         }
         let direction = &mut self.directions[entry.direction];
-        direction.sort_out(entry.sector, tag);
+        direction.remove_sorted(entry.sector, tag);
         direction.unlink(&mut self.entries, u32::from(tag.0));
         true
     }

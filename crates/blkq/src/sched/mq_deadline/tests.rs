@@ -7,7 +7,7 @@ use super::*;
 const TAGS: usize = 64;
 
 /// A scheduler with the requests of its tags, and a device that needs `SERVICE_NS` per request.
-struct Bed {
+struct TestBed {
     scheduler: MqDeadline,
     requests: Vec<Request>,
     held: Vec<bool>,
@@ -16,10 +16,10 @@ struct Bed {
 
 const SERVICE_NS: u64 = NS_PER_MS;
 
-impl Bed {
-    fn new() -> Bed {
+impl TestBed {
+    fn new() -> TestBed {
         let requests = (0..TAGS).map(|_| Request::idle()).collect();
-        Bed { scheduler: MqDeadline::new(TAGS), requests, held: vec![false; TAGS], now_ns: NS_PER_MS }
+        TestBed { scheduler: MqDeadline::new(TAGS), requests, held: vec![false; TAGS], now_ns: NS_PER_MS }
     }
 
     fn insert(&mut self, operation: Operation, sector: u64, sectors: u64) -> Option<Tag> {
@@ -59,7 +59,7 @@ impl Bed {
 
 #[test]
 fn a_batch_ascends_from_the_last_position() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     for sector in [500, 100, 300, 200, 400] {
         bed.insert(Operation::Read, sector, 8);
     }
@@ -71,7 +71,7 @@ fn a_batch_ascends_from_the_last_position() {
 
 #[test]
 fn batches_are_bounded_and_writes_get_every_third() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     let mut directions = Vec::new();
     let mut sector = 0;
     for _ in 0..16 * 9 {
@@ -89,7 +89,7 @@ fn batches_are_bounded_and_writes_get_every_third() {
 #[test]
 fn a_read_waits_one_batch_of_a_write_flood() {
     for arrives in 0..40 {
-        let mut bed = Bed::new();
+        let mut bed = TestBed::new();
         let mut sector = 1_000_000;
         let mut read = None;
         for turn in 0..100 {
@@ -112,7 +112,7 @@ fn a_read_waits_one_batch_of_a_write_flood() {
 /// The time that a request of `waits` needs behind a stream of others of its direction, while the other
 /// direction is flooded.
 fn expired_wait_ns(waits: Operation, floods: Operation) -> u64 {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     let mut sector = 1_000_000;
     bed.scheduler.directions[direction_of(waits)].latest = Sector(sector);
     let since_ns = bed.now_ns;
@@ -148,10 +148,10 @@ fn the_tunables_are_those_of_the_kernel() {
 
 #[test]
 fn without_front_merges_only_the_back_is_found() {
-    let mut bed = Bed::new();
+    let mut bed = TestBed::new();
     let tag = bed.insert(Operation::Write, 100, 8).unwrap();
     let find =
-        |bed: &Bed, sector| bed.scheduler.find_merge(&bed.requests, Operation::Write, Sector(sector), 8);
+        |bed: &TestBed, sector| bed.scheduler.find_merge(&bed.requests, Operation::Write, Sector(sector), 8);
     assert_eq!(find(&bed, 92), Some((tag, MergeSide::Front)));
     bed.scheduler.front_merges = false;
     assert_eq!(find(&bed, 92), None);
@@ -196,7 +196,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// The invariants after every step.
-fn check(bed: &Bed) {
+fn check(bed: &TestBed) {
     let scheduler = &bed.scheduler;
     assert_eq!(scheduler.len(), bed.held().count());
     for (number, direction) in scheduler.directions.iter().enumerate() {
@@ -217,7 +217,7 @@ fn check(bed: &Bed) {
     }
 }
 
-fn merge(bed: &mut Bed, operation: Operation, sector: Sector, sectors: u64) {
+fn merge(bed: &mut TestBed, operation: Operation, sector: Sector, sectors: u64) {
     let found = bed.scheduler.find_merge(&bed.requests, operation, sector, sectors);
     let Some((tag, side)) = found else {
         // A touching request may be missed only if requests overlap.
@@ -266,9 +266,9 @@ fn merge(bed: &mut Bed, operation: Operation, sector: Sector, sectors: u64) {
 proptest! {
     #[test]
     fn every_request_leaves_once_and_batches_ascend(steps in proptest::collection::vec(step(), 1..120)) {
-        let mut bed = Bed::new();
+        let mut bed = TestBed::new();
         let (mut last, mut read_batches) = (Sector(0), 0);
-        let mut dispatch = |bed: &mut Bed| {
+        let mut dispatch = |bed: &mut TestBed| {
             let writes_waited = bed.held().any(|(_, request)| request.operation.is_write());
             let Some((_, operation, sector)) = bed.dispatch() else { return false };
             if bed.scheduler.batched > 1 {
