@@ -286,7 +286,7 @@ pub(crate) mod tests {
         }
 
         #[test]
-        fn a_range_is_good_if_it_is_blocks_of_the_device(
+        fn a_range_is_valid_if_it_is_whole_blocks_of_the_device(
             limits in limits(), offset in 0u64..40_000_000, length in 0u64..40_000_000, whole: bool,
         ) {
             let block = u64::from(limits.logical_block_bytes);
@@ -299,7 +299,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn senseless_limits_are_rejected() {
+    fn contradictory_limits_are_rejected() {
         let good = QueueLimits { capacity_bytes: 1 << 20, ..QueueLimits::default() };
         assert!(good.validate().is_ok());
         let breaks: [fn(&mut QueueLimits); 13] = [

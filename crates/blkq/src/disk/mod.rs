@@ -162,6 +162,7 @@ impl Disk {
         limits
     }
 
+    /// The settings in force on all queues.
     pub fn settings(&self) -> Settings {
         *lock(&self.settings)
     }
@@ -487,6 +488,7 @@ impl Disk {
     }
 
     pub(crate) fn next_queue(&self) -> usize {
+        // Relaxed: the number only spreads submitters over the queues.
         self.next_queue.fetch_add(1, Ordering::Relaxed) % self.queues.len()
     }
 

@@ -275,7 +275,7 @@ fn all_complete_once(shape: Shape, submitters: usize, count: usize) {
 
 /// As `all_complete_once`, with a device on a thread of its own. Each submitter's blocks are too far apart to
 /// merge, so that the number of requests is known.
-fn completions_come_from_elsewhere(shape: Shape, submitters: usize, freezes: usize, quiesces: usize) {
+fn completions_come_from_another_thread(shape: Shape, submitters: usize, freezes: usize, quiesces: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
     threads.push(world.device(submitters));
@@ -309,7 +309,7 @@ fn changes_lose_nothing(shape: Shape, submitters: usize, count: usize) {
 }
 
 /// The engines exit while others submit: bios that are staged too late must complete too.
-fn an_engine_that_exits_leaves_nobody_waiting(shape: Shape, submitters: usize, count: usize) {
+fn an_exiting_engine_leaves_no_submitter_waiting(shape: Shape, submitters: usize, count: usize) {
     let mut world = World::new(shape);
     let threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, count, true)).collect();
     world.engines.clear();
@@ -410,20 +410,24 @@ mod loom_disk {
     }
 
     #[test]
-    fn loom_completions_come_from_elsewhere() {
-        model("one submitter", 0, || completions_come_from_elsewhere(REMOTE, 1, 0, 0));
-        model_within(1, "one submitter, a freeze", 0, || completions_come_from_elsewhere(REMOTE, 1, 1, 0));
-        model_within(1, "one submitter, a quiesce", 0, || completions_come_from_elsewhere(REMOTE, 1, 0, 1));
+    fn loom_completions_come_from_another_thread() {
+        model("one submitter", 0, || completions_come_from_another_thread(REMOTE, 1, 0, 0));
+        model_within(1, "one submitter, a freeze", 0, || {
+            completions_come_from_another_thread(REMOTE, 1, 1, 0)
+        });
+        model_within(1, "one submitter, a quiesce", 0, || {
+            completions_come_from_another_thread(REMOTE, 1, 0, 1)
+        });
     }
 
     // Contract: accepted-once
     #[test]
-    fn loom_an_engine_that_exits_leaves_nobody_waiting() {
+    fn loom_an_exiting_engine_leaves_no_submitter_waiting() {
         model("an engine that exits, one submitter", 0, || {
-            an_engine_that_exits_leaves_nobody_waiting(SMALL, 1, 1)
+            an_exiting_engine_leaves_no_submitter_waiting(SMALL, 1, 1)
         });
         model_within(1, "an engine that exits, two submitters", 0, || {
-            an_engine_that_exits_leaves_nobody_waiting(SMALL, 2, 1)
+            an_exiting_engine_leaves_no_submitter_waiting(SMALL, 2, 1)
         });
     }
 
@@ -456,12 +460,12 @@ mod shuttle_disk {
 
     // Contract: accepted-once
     #[test]
-    fn shuttle_completions_come_from_elsewhere() {
+    fn shuttle_completions_come_from_another_thread() {
         model("completions against freeze and quiesce", 6_000, || {
-            completions_come_from_elsewhere(REMOTE, 4, 2, 2)
+            completions_come_from_another_thread(REMOTE, 4, 2, 2)
         });
         model("without batching", 3_000, || {
-            completions_come_from_elsewhere(Shape { batching: false, depth: 1, ..REMOTE }, 4, 2, 0)
+            completions_come_from_another_thread(Shape { batching: false, depth: 1, ..REMOTE }, 4, 2, 0)
         });
     }
 
@@ -477,17 +481,19 @@ mod shuttle_disk {
     }
 
     #[test]
-    fn shuttle_an_engine_that_exits_leaves_nobody_waiting() {
-        model("an engine exits under load", 6_000, || an_engine_that_exits_leaves_nobody_waiting(FEW, 4, 4));
+    fn shuttle_an_exiting_engine_leaves_no_submitter_waiting() {
+        model("an engine exits under load", 6_000, || {
+            an_exiting_engine_leaves_no_submitter_waiting(FEW, 4, 4)
+        });
         model("two engines stop under load", 6_000, || {
-            an_engine_that_exits_leaves_nobody_waiting(SHARED, 4, 3)
+            an_exiting_engine_leaves_no_submitter_waiting(SHARED, 4, 3)
         });
     }
 
     #[test]
     fn shuttle_plugs_share_tags() {
         model("two clients, one tag", 6_000, || plugs_share_tags(SHARED, 3, 2, 0));
-        model("two clients, two tags, completions from elsewhere, freezes", 6_000, || {
+        model("two clients, two tags, a device thread, freezes", 6_000, || {
             plugs_share_tags(Shape { depth: 2, at_once: false, ..SHARED }, 3, 2, 2)
         });
     }

@@ -21,8 +21,8 @@ pub const PLUG_REQUESTS_SEVERAL_QUEUES: usize = 64;
 /// A request of at least this size flushes the plug (BLK_PLUG_FLUSH_SIZE).
 pub const PLUG_FLUSH_BYTES: u64 = 128 << 10;
 
-/// A bit of the sum of sectors, set if the sum is unknown. Larger than any sum of a plug, and far from an
-/// overflow, also in bytes.
+/// A bit that is set in the sum of a plug's sectors if the sum is unknown. It is larger than any sum of a
+/// plug, and far from an overflow, also if the sum is converted to bytes.
 pub const UNKNOWN_SECTORS: u64 = 1 << 53;
 
 /// The tail of an empty plug. No device is large enough to contain a sector that touches it.
@@ -37,7 +37,7 @@ pub(crate) struct Plug {
     ready: usize,
     /// The number of requests that are not reads.
     others: usize,
-    /// Sum of the sectors that the requests read or write. Meaningless if [`UNKNOWN_SECTORS`] is in it.
+    /// Sum of the sectors that the requests read or write. Meaningless from [`UNKNOWN_SECTORS`] on.
     data_sectors: u64,
     /// The time stamp of all bios on the open fast path. 0 without iostats.
     start_ns: u64,

@@ -280,7 +280,7 @@ impl Queue {
         let length = root.sectors.checked_mul(512).filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or(Status::Invalid)?;
         if let Data::Buffer(buffer) = &*root.data {
-            // A buffer is aligned for any device, and drivers see only the bio's length of it.
+            // Any buffer is aligned for any device. Drivers get a segment of the bio's length.
             return if buffer.len() as u64 >= length { Ok(()) } else { Err(Status::Invalid) };
         }
         root.with_shape(|segments| split::check_memory(self.disk.limits(), segments, length))

@@ -64,7 +64,7 @@ pub(super) struct QueueThrottle {
     waiting: [Waiting; 2],
     /// The number of requests that have had to wait so far.
     pushed: u64,
-    /// A flush that was queued and has not been tried against the limits.
+    /// A flush that was queued and for which the limits were not checked yet.
     new_flush: Option<Tag>,
     /// A control thread lets all requests pass ([`Disk::bypass_limits`](crate::Disk::bypass_limits)).
     bypassed: bool,
@@ -263,8 +263,8 @@ impl QueueThrottle {
         (self.released_ns[flush.index()] == u64::MAX).then_some(flush)
     }
 
-    /// [`QueueThrottle::pay`] for a single limit that counts requests or bytes of data, of which the batch
-    /// has `data_sectors`. Returns false if the limits are of another kind.
+    /// [`QueueThrottle::pay`] for a single limit that counts requests or bytes of data. The batch reads and
+    /// writes `data_sectors`. Returns false if the limits are of another kind.
     #[inline(always)]
     pub fn pay_at_once(&mut self, batch: &[Tag], data_sectors: u64, requests: &[Request]) -> bool {
         let units = match self.counted {
@@ -362,7 +362,7 @@ impl QueueThrottle {
         let mut len = 0;
         let now_ns = monotonic_ns();
         let all = all || self.bypassed || self.closing;
-        // A flush may be among them that has not waited, so the queue need not be late.
+        // Requests of this queue may not have waited at all: a new flush is queued here first.
         let is_late = self.since_ns != 0 || now_ns < self.late_until_ns;
         // Before the loop: a change of the limits resets `next_ns`, and a direction that was refused must not
         // be retried in this loop.

@@ -200,7 +200,7 @@ fn a_freeze_is_work_while_requests_wait_for_a_limit() {
 }
 
 #[test]
-fn a_freeze_is_no_work_while_the_driver_has_all_that_it_may() {
+fn a_freeze_is_not_work_while_the_driver_is_at_its_depth() {
     let keeper = Keeper::default();
     let limits = "read-iops=1".parse().unwrap();
     let disk =

@@ -197,6 +197,7 @@ impl TagSet {
 
     #[inline]
     pub fn depth(&self) -> u16 {
+        // Relaxed: the depth changes only under a freeze.
         self.depth.load(Ordering::Relaxed) as u16
     }
 
@@ -220,6 +221,7 @@ impl TagSet {
 
     /// A hint for another submitter. Each hint starts at another word.
     pub fn hint(&self) -> TagHint {
+        // Relaxed: the number only spreads the hints over the words.
         let number = self.hints.fetch_add(1, Ordering::Relaxed) as usize;
         TagHint { word: number % self.words.len() }
     }
@@ -334,6 +336,7 @@ impl TagSet {
 
     /// The number of waiters that are woken together: an eighth of a user's share, from 1 to 8.
     fn wake_batch(&self) -> u32 {
+        // Relaxed: a slightly old number makes a batch only a little larger or smaller.
         let users = self.users.load(Ordering::Relaxed).max(1);
         (u32::from(self.depth()) / users / 8).clamp(1, 8)
     }

@@ -134,7 +134,7 @@ fn every_waiter_is_woken(depth: u16, hold: usize, threads: usize, rounds: usize)
 }
 
 /// A waiter that leaves without a tag passes its wake-up on.
-fn a_wake_up_is_handed_on(quitters: usize) {
+fn a_wake_up_is_passed_on(quitters: usize) {
     let checked = Checked::new(1);
     let held = checked.take(&mut checked.set.hint(), 1);
     let mut others: Vec<_> = (0..quitters)
@@ -260,8 +260,8 @@ mod loom_tags {
 
     // Contract: tags
     #[test]
-    fn loom_a_wake_up_is_handed_on() {
-        model("one quits, one stays", 0, || a_wake_up_is_handed_on(1));
+    fn loom_a_wake_up_is_passed_on() {
+        model("one quits, one stays", 0, || a_wake_up_is_passed_on(1));
     }
 }
 
@@ -297,7 +297,7 @@ mod shuttle_tags {
     }
 
     #[test]
-    fn shuttle_a_wake_up_is_handed_on() {
-        model("three quit, one stays", 10_000, || a_wake_up_is_handed_on(3));
+    fn shuttle_a_wake_up_is_passed_on() {
+        model("three quit, one stays", 10_000, || a_wake_up_is_passed_on(3));
     }
 }

@@ -50,7 +50,7 @@ fn words_do_not_share_a_cache_line() {
 }
 
 #[test]
-fn the_lowest_bits_are_the_lowest() {
+fn lowest_bits_returns_the_lowest_set_bits() {
     assert_eq!(lowest_bits(0b1011_0110, 3), 0b0001_0110);
     assert_eq!(lowest_bits(0b0111_0000, 2), 0b0011_0000);
     assert_eq!(lowest_bits(0b1000_0001, 5), 0b1000_0001);

@@ -1,5 +1,5 @@
-//! Waiting for tags (lib/sbitmap.c): eight wait queues whose waiters are woken in batches. A waker takes no
-//! lock that it could wait for.
+//! Waiting for tags (lib/sbitmap.c): eight wait queues whose waiters are woken in batches. A waker never
+//! blocks on a lock.
 //!
 //! A waiter is one bit in the word of its wait queue. Two counters that only grow, of tags that were freed
 //! and of wake-ups that were given for them, show when a batch is due.

@@ -47,7 +47,7 @@ const SETTLE_NS: u64 = 200 * MS;
 const TRIAL_NS: u64 = 600 * MS;
 /// A limit is useful if the 99th percentile of the latency falls by this factor.
 const WORTH: f64 = 3.0;
-/// The time to the next trial after one without success, in nanoseconds. It doubles each time.
+/// The time to the next trial after one without success, in nanoseconds. This time doubles for each trial.
 const AWAY_NS: u64 = 3 * S;
 /// The longest time to the next trial, in nanoseconds.
 const AWAY_NS_MAX: u64 = 160 * S;
@@ -58,23 +58,23 @@ const JUDGE_NS: u64 = 250 * MS;
 const SLOW: u32 = 2;
 /// How many judgements in a row must find a long latency before a new search starts, if there is no limit.
 const SLOW_AWAY: u32 = 4;
-/// A limit is removed if the device stays below this fraction of it for [`IDLE_NS`] and no request waits for
-/// the limit. Either the load needs no limit now, or the limit makes slow clients sleep too often.
+/// A limit is removed if the device's rate stays below this fraction of the limit for [`IDLE_NS`] and no
+/// request waits. Either the load needs no limit now, or the limit makes slow clients sleep too often.
 const IDLE: f64 = 0.9;
 /// How long the device must stay below [`IDLE`], in nanoseconds.
 const IDLE_NS: u64 = 30 * S;
-/// How long the device must be at its limit before a higher rate is tried, in nanoseconds. It doubles after
-/// each failure.
+/// How long the device must be at its limit before a higher rate is tried, in nanoseconds. This time doubles
+/// after each failure.
 const RAISE_NS: u64 = 4 * S;
-/// The longest value of that time, in nanoseconds.
+/// The longest time at the limit before a higher rate is tried, in nanoseconds.
 const RAISE_NS_MAX: u64 = 64 * S;
-/// The fraction by which the rate is raised first. It doubles as long as the latency stays good.
+/// The first fraction by which the rate is raised. The fraction doubles as long as the latency stays good.
 const RAISE: f64 = 0.02;
 /// The largest fraction by which the rate is raised.
 const RAISE_MAX: f64 = 1.0;
 /// How soon a raise that was too large is followed by a smaller one, in nanoseconds.
 const RETRY_NS: u64 = 500 * MS;
-/// The fraction by which the rate is lowered when the latency grows. It doubles each time.
+/// The first fraction by which the rate is lowered when the latency grows. The fraction doubles each time.
 const LOWER: f64 = 0.02;
 /// A rate that has been good for this time at the limit, in nanoseconds, is sustainable and not due to a
 /// burst.
@@ -138,7 +138,8 @@ enum Phase {
     Raise { by: f64 },
 }
 
-/// Searches for the ceiling of a device: see the module documentation.
+/// Searches for the ceiling of a device by trial: lowers the rate a little, and keeps the limit if the latency
+/// falls much.
 #[derive(Debug)]
 pub struct AutoLimit {
     phase: Phase,
@@ -362,7 +363,7 @@ impl AutoLimit {
             self.count_idle(length_ns);
             return;
         };
-        /// Another mean size has another ceiling.
+        // Another mean size has another ceiling.
         let change = seen.bytes / self.bytes.max(1.0);
         if !(1.0 / SIZE_FACTOR..=SIZE_FACTOR).contains(&change) {
             return self.restart();

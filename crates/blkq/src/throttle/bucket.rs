@@ -6,6 +6,8 @@
 //! Therefore a word is signed, and may be a time before the boot. Nothing ticks, and the word of an idle
 //! limit is not written. The charging queue keeps the remainder of each division, so that rates are exact
 //! over any time.
+//!
+//! All accesses are relaxed: no other memory depends on the value of a word.
 
 use crate::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
@@ -136,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_of_the_far_future_blocks_for_a_minute_at_most() {
+    fn a_word_far_in_the_future_blocks_for_a_minute_at_most() {
         let word = AtomicI64::new(i64::MAX);
         let most_ns = (5 + DEBT_NS_MAX).cast_signed();
         assert_eq!(shared_spent_ns(&word, 5), most_ns);

@@ -3,7 +3,8 @@
 //!
 //! The memory consists of atomic words. Another process may write anything into it, and the worst result is a
 //! wrong rate. The limits are in [`SequencedWords`]. Each member has a slot with its weight and with words of
-//! its own: the times until which it has used up its shares.
+//! its own: the times until which it has used up its shares. The words of slots and buckets are independent of
+//! each other, so their accesses are relaxed.
 
 #[cfg(not(model_check))]
 use std::any::Any;
@@ -160,6 +161,7 @@ impl Group {
         let Header { limits: words, magic, .. } = &self.words().header;
         // A new sequence number, so that members that have read the limits before notice the change.
         words.reset(&limits.to_words(), monotonic_ns());
+        // Pairs with the acquire in `is_group`: who sees the magic number sees initialised words.
         magic.store(MAGIC, Release);
     }
 

@@ -296,7 +296,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_come_back_as_they_were() {
+    fn limits_survive_formatting_and_parsing() {
         for (text, canonical) in [
             ("none", "none"),
             ("iops=1", "iops=1"),
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn words_that_are_no_limits_are_rejected() {
+    fn words_that_are_not_valid_limits_are_rejected() {
         let mut words = RateLimits::default().to_words();
         words[0] = u64::MAX;
         assert_eq!(RateLimits::from_words(&words), None);

@@ -23,9 +23,9 @@ const CREDIT_NS: u64 = 2_000_000 - PREPAID_NS;
 const PREPAID_NS: u64 = 250_000;
 /// A queue prepays at most that number of batches of the size of the last one.
 const PREPAID_BATCHES: u64 = 256;
-/// A queue prepays at most this fraction of the room that the limit has. A limit at which requests wait has
-/// no room, so nothing is prepaid there.
-const PREPAID_PART: u64 = 4;
+/// A queue prepays at most the room of the limit, divided by this. A limit at which requests wait has no room,
+/// so nothing is prepaid there.
+const PREPAID_DIVISOR: u64 = 4;
 /// The credit of a queue whose requests have waited, in nanoseconds. It is larger, so that the rate is kept
 /// however late the thread wakes.
 const LATE_CREDIT_NS: u64 = 100_000_000;
@@ -239,7 +239,7 @@ impl Meter {
     #[inline]
     fn prepaid_of(&self, units: u64, room: Option<u64>, is_late: bool) -> u64 {
         let spare = match room {
-            Some(room) if !is_late => room.saturating_sub(units) / PREPAID_PART,
+            Some(room) if !is_late => room.saturating_sub(units) / PREPAID_DIVISOR,
             _ => return 0,
         };
         spare.min(self.rate / (NS_PER_S / PREPAID_NS)).min(units.saturating_mul(PREPAID_BATCHES))

@@ -36,7 +36,7 @@ fn reads(count: usize) -> Vec<Request> {
 
 /// Queues request two admissions each while there is room for `room` requests. That number is admitted, and
 /// the word contains their cost.
-fn a_word_lets_through_what_it_has(queues: usize, room: u64) {
+fn a_word_admits_what_it_has_room_for(queues: usize, room: u64) {
     let buckets = Arc::new(Buckets::new());
     buckets.average[0].store((NOW_NS - (room - 1) * COST_NS).cast_signed(), Relaxed);
     let passed = Arc::new(Word::new(0));
@@ -152,9 +152,9 @@ mod loom_throttle {
     use super::*;
 
     #[test]
-    fn loom_a_word_lets_through_what_it_has() {
-        model_within(3, "two queues, room for one", 0, || a_word_lets_through_what_it_has(2, 1));
-        model_within(3, "two queues, room for three", 0, || a_word_lets_through_what_it_has(2, 3));
+    fn loom_a_word_admits_what_it_has_room_for() {
+        model_within(3, "two queues, room for one", 0, || a_word_admits_what_it_has_room_for(2, 1));
+        model_within(3, "two queues, room for three", 0, || a_word_admits_what_it_has_room_for(2, 3));
     }
 
     #[test]
@@ -174,8 +174,8 @@ mod shuttle_throttle {
     use super::*;
 
     #[test]
-    fn shuttle_a_word_lets_through_what_it_has() {
-        model_within(0, "four queues, room for five", 4_000, || a_word_lets_through_what_it_has(4, 5));
+    fn shuttle_a_word_admits_what_it_has_room_for() {
+        model_within(0, "four queues, room for five", 4_000, || a_word_admits_what_it_has_room_for(4, 5));
     }
 
     #[test]

@@ -141,7 +141,7 @@ fn shares_follow_weights_and_leave_nothing_unused() {
 }
 
 #[test]
-fn what_others_left_is_repaid_for_a_moment_only() {
+fn capacity_left_by_others_is_repaid_briefly() {
     let mut bed = TestBed::group("bps=1M", &[100, 100], read);
     assert_eq!(bed.admit(1, 1, BEGIN_NS, false).0, 1);
     bed.requests[0] = request(Operation::Read, 32 << 10);
@@ -191,7 +191,7 @@ fn a_burst_is_whole_right_after_the_boot() {
 }
 
 #[test]
-fn bytes_and_sizes_cost_what_they_are() {
+fn bytes_and_request_sizes_are_charged_exactly() {
     let flood = |limits: &str, bytes| {
         TestBed::device(limits, 1, || request(Operation::Write, bytes)).flood(4 * S, |_| 0)[0]
     };
@@ -209,7 +209,7 @@ fn bytes_and_sizes_cost_what_they_are() {
 }
 
 #[test]
-fn a_member_that_died_blocks_nobody_for_long() {
+fn a_killed_member_delays_others_only_briefly() {
     let mut bed = TestBed::group("iops=1000", &[10_000, 1], read);
     // This member has taken what it could, and never returns.
     bed.admit(0, 64, BEGIN_NS, true);
@@ -224,7 +224,7 @@ fn a_member_that_died_blocks_nobody_for_long() {
 }
 
 #[test]
-fn a_groups_word_of_garbage_blocks_for_a_minute_at_most() {
+fn a_damaged_group_word_blocks_for_a_minute_at_most() {
     let limits: RateLimits = "iops=1000".parse().unwrap();
     let group = Arc::new(Group::new());
     group.set_limits_at(&limits, BEGIN_NS);
@@ -280,7 +280,7 @@ fn far_from_its_limit_a_queue_seldom_touches_the_word() {
 }
 
 #[test]
-fn limits_that_are_set_anew_have_another_number() {
+fn each_change_of_the_limits_gets_a_new_number() {
     let group = Group::new();
     let mut numbers = Vec::new();
     for _ in 0..3 {

@@ -248,7 +248,7 @@ fn few_samples_count_when_they_are_a_second_old() {
 }
 
 #[test]
-fn what_is_known_of_a_domain_limits_it_once() {
+fn a_kept_percentile_limits_its_domain_once() {
     let mut bed = TestBed::new();
     bed.run(Operation::Write, SAMPLES, 0, 1);
     assert_eq!(bed.check_latencies()[WRITE], 128);
