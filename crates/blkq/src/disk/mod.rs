@@ -249,8 +249,8 @@ impl Disk {
     /// [`ErrorKind::Invalid`] for a depth for which the disk has no room, [`ErrorKind::Unsupported`] if a
     /// read-only device must become writable, [`ErrorKind::Busy`] if I/O in flight does not complete within
     /// 30 seconds, [`ErrorKind::Held`] if requests are held after errors, and for read-only the driver's
-    /// errors. Invalid values are rejected without a freeze, except that only a freeze shows whether a device
-    /// is read-only.
+    /// errors. Invalid values are rejected without a freeze. Only whether a device can be made writable is
+    /// found out under the freeze.
     pub fn set(&self, setting: Setting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
@@ -327,8 +327,8 @@ impl Disk {
         self.throttle.get().member().cloned()
     }
 
-    /// Changes the policy for requests that the driver fails from now on, while I/O runs, without waiting for
-    /// I/O. Requests that are held already stay held until [`Disk::resume`].
+    /// Changes the policy for requests that fail from now on, while I/O runs and without waiting for it.
+    /// Requests that are held already stay held until [`Disk::resume`].
     pub fn set_error_policy(&self, policy: ErrorPolicy) {
         self.hold.set_policy(policy);
         self.wake_queues();

@@ -4,10 +4,9 @@
 //!
 //! The data path does no work for this. A watcher asks the owner of a queue from time to time to scan its
 //! requests, and passes the time of its own clock. The scan runs on the owner's thread, so it needs no lock
-//! and sees no request half changed. Requests carry their start time anyway. Without iostats they do not:
-//! then the first scan that sees a request writes the watcher's time into it, and its age is counted from
-//! there.
-//! time where it would be, and from then on it ages.
+//! and sees no request half changed. Requests carry their start time anyway, for their latency. Only without
+//! iostats they carry none: then the first scan that sees a request writes the watcher's time into it, and the
+//! request's age is counted from that time.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -79,7 +78,7 @@ pub struct HungIo {
     pub queue: usize,
     /// The tag of the request, or `None` for a bio without a request.
     pub tag: Option<Tag>,
-    /// The operation that hangs.
+    /// The operation of the request or bio.
     pub operation: Operation,
     /// The flags of the operation.
     pub flags: BioFlags,

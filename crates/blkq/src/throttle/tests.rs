@@ -338,7 +338,7 @@ proptest! {
         }
     }
 
-    /// In any window, no more is admitted than rate and credit allow. A queue with further requests never waits
+    /// In any window, at most as much is admitted as rate and credit allow. A queue with further requests never waits
     /// longer than for its next request.
     #[test]
     fn no_window_has_more_than_its_rate(
