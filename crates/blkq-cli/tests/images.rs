@@ -435,10 +435,10 @@ fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
             &["attach", &image, "--listen", &taken],
             "Address already in use (os error 98); choose another port",
         ),
-        (&["attach", &image, "--listen", "unix:/nowhere/x"], "(os error 2); make its directory"),
+        (&["attach", &image, "--listen", "unix:/nowhere/x"], "(os error 2); create the directory"),
         (
             &["attach", &image, "--listen", "tcp:192.0.2.1:0", "--insecure"],
-            "; give an address of this machine",
+            "; use an address of this machine",
         ),
         (&["show", "x"], "blkq: x: no such device;"),
         (&["detach", "x"], "blkq: x: no such device;"),

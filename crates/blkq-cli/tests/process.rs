@@ -324,7 +324,7 @@ fn a_server_that_accepts_nobody_holds_no_attach_up() {
     rustix::net::listen(&listener, 0).unwrap();
     let _waiting = std::os::unix::net::UnixStream::connect(&path).unwrap();
     let line = place.refused(&["attach", "ram:1M", "--listen", &format!("unix:{}", path.display())]);
-    assert!(line.contains("another server answers there"), "{line}");
+    assert!(line.contains("another server is listening"), "{line}");
     fs::remove_file(&path).unwrap();
 }
 

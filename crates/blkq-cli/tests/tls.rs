@@ -118,7 +118,7 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
     place.shell_done("cp server/server-key.pem keep; cp client/client-key.pem server/server-key.pem");
     hangup("SIGHUP: the certificates stay as they were: TLS: ");
     assert!(
-        place.log().contains("server-key.pem: it is not the key of the first certificate"),
+        place.log().contains("server-key.pem: the key does not match the first certificate"),
         "{}",
         place.log()
     );
@@ -179,7 +179,7 @@ fn the_log_says_why_a_client_was_turned_away() {
     };
     let client = |directory: &str| format!("nbdinfo 'nbds://localhost:{port}/?tls-certificates={directory}'");
     place.shell_done("mkdir none; cp client/ca-cert.pem none");
-    logged(&client("none"), "turned away: TLS: it has no certificate");
+    logged(&client("none"), "turned away: TLS: the client sent no certificate");
     // A stranger's certificate, of an authority by the same name.
     place.shell_done(
         "mkdir other; cp client/ca-cert.pem other; cd other
@@ -192,11 +192,11 @@ fn the_log_says_why_a_client_was_turned_away() {
     let stranger = SUBJECT.replace("client/client", "other/client") + "server.recv(1)\n";
     logged(
         &format!("python3 -c '{stranger}' {port}"),
-        "its certificate is not signed by an authority of ca-cert.pem",
+        "the client's certificate is not signed by an authority in ca-cert.pem",
     );
     // One that does not trust the server.
     let wary = SUBJECT.replace("ca/ca-cert.pem", "other/c");
-    logged(&format!("python3 -c '{wary}' {port}"), "it broke off with the alert UnknownCA");
+    logged(&format!("python3 -c '{wary}' {port}"), "the client sent the alert UnknownCA");
     logged(&format!("nbdinfo nbd://localhost:{port}"), "it did not ask for TLS");
     let garbage = "import socket, sys
 plain = socket.create_connection((\"localhost\", int(sys.argv[1])))

@@ -62,7 +62,7 @@ pub fn check_file_system(file: BorrowedFd<'_>) -> Result<u64, Error> {
     if !LOCAL_FILE_SYSTEMS.iter().any(|(known, _)| *known == kind) {
         let names: Vec<&str> = LOCAL_FILE_SYSTEMS.iter().map(|(_, name)| *name).collect();
         return Err(invalid(format!(
-            "the file lies on a file system of type {kind:#x}, not on one of {}",
+            "the file is on a file system of type {kind:#x}; use {}",
             names.join(", ")
         )));
     }
@@ -79,37 +79,39 @@ impl Mapping {
     pub fn new(file: BorrowedFd<'_>, offset: u64, length: u64) -> Result<Mapping, Error> {
         let status = fstat(file).map_err(failed("cannot examine the file"))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
-            return Err(invalid("the descriptor is not of a memory file".into()));
+            return Err(invalid("the descriptor is not a regular file".into()));
         }
         let end = offset.checked_add(length).filter(|_| length > 0);
         let Some(end) = end.filter(|end| *end <= i64::MAX as u64) else {
-            return Err(invalid(format!("{length} bytes at {offset} of a file are not a region")));
+            return Err(invalid(format!("a region of {length} bytes at offset {offset} is not valid")));
         };
         let bytes = u64::try_from(status.st_size).unwrap_or(0);
         if end > bytes {
-            return Err(invalid(format!("the file has {bytes} bytes, and the region needs {end}")));
+            return Err(invalid(format!(
+                "the region ends at byte {end}, after the end of the file ({bytes} bytes)"
+            )));
         }
         let page = check_file_system(file)?;
         if !page.is_power_of_two() {
-            return Err(invalid(format!("a page of {page} bytes")));
+            return Err(invalid(format!("the page size of {page} bytes is not a power of two")));
         }
         let skip = offset & (page - 1);
         let mapped = (skip + length).checked_next_multiple_of(page).and_then(|b| usize::try_from(b).ok());
         let Some(mapped) = mapped.filter(|bytes| *bytes <= isize::MAX as usize) else {
-            return Err(invalid(format!("a region of {length} bytes")));
+            return Err(invalid(format!("a region of {length} bytes is too large")));
         };
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
         let base = unsafe { mmap(null, mapped, protection, flags, file, offset - skip) }
-            .map_err(failed("cannot map it"))?;
+            .map_err(failed("cannot map the file"))?;
         let unmap = |base| {
             // SAFETY: the mapping just made, which nobody uses.
             let _ = unsafe { munmap(base, mapped) };
         };
         let Some(address) = NonNull::new(base.cast::<u8>()) else {
             unmap(base);
-            return Err(invalid("mapped at address 0".into()));
+            return Err(invalid("the kernel mapped the file at address 0".into()));
         };
         for advice in [Advice::LinuxDontDump, Advice::LinuxDontFork] {
             // A guest's memory belongs into no core dump of this process and into no child of it; where

@@ -358,7 +358,7 @@ fn an_inherited_socket_of_another_family_is_refused() {
     let error = start(Listen::Inherited(socket), NbdOptions { insecure: true, ..options() }).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(
-        error.to_string().ends_with("is a socket of address family 40; give one of unix or TCP"),
+        error.to_string().ends_with("is a socket of address family 40; pass a unix or TCP socket"),
         "{error}"
     );
 }

@@ -56,7 +56,10 @@ fn a_revocation_list_of_another_authority_is_rejected() {
     assert!(TlsCertificates::load(&with("good", "ca-crl.pem")).unwrap().verifies_clients());
     let directory = with("foreign", "other-crl.pem");
     let why = refusal(&directory);
-    assert!(why.contains("ca-crl.pem: it is of an authority that is not in ca-cert.pem"), "{why}");
+    assert!(
+        why.contains("ca-crl.pem: the revocation list was issued by an authority that is not in ca-cert.pem"),
+        "{why}"
+    );
     // One good list does not make up for the other.
     let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
     std::fs::write(directory.join("ca-crl.pem"), read("ca-crl.pem") + &read("other-crl.pem")).unwrap();
@@ -76,11 +79,11 @@ fn each_refused_key_is_named_with_the_reason() {
     let pki = Pki::new();
     let why = refusal_of_key(&pki, "mixed-up", "client-key.pem");
     assert!(
-        why.contains("server-key.pem: it is not the key of the first certificate in server-cert.pem"),
+        why.contains("server-key.pem: the key does not match the first certificate in server-cert.pem"),
         "{why}"
     );
     let why = refusal_of_key(&pki, "no-key", "server-cert.pem");
-    assert!(why.contains("server-key.pem: it holds no private key"), "{why}");
+    assert!(why.contains("server-key.pem: the file contains no private key"), "{why}");
     for (name, words) in [
         (
             "pkcs8",
@@ -91,18 +94,23 @@ fn each_refused_key_is_named_with_the_reason() {
         pki.openssl(words);
         let why = refusal_of_key(&pki, name, &format!("{name}.pem"));
         assert!(
-            why.contains("server-key.pem: it needs a passphrase") && why.contains("openssl pkey"),
+            why.contains("server-key.pem: the key is encrypted with a passphrase")
+                && why.contains("openssl pkey"),
             "{why}"
         );
     }
     let empty = pki.gather("empty", &[]);
     let why = refusal(&empty);
     assert!(
-        why.contains("cannot read") && why.contains("/empty/server-cert.pem (the directory needs"),
+        why.contains("cannot read") && why.contains("/empty/server-cert.pem (the directory must contain"),
         "{why}"
     );
     std::fs::copy(pki.file("server-cert.pem"), empty.join("server-cert.pem")).unwrap();
-    assert!(refusal(&empty).contains("/empty/server-key.pem (the directory needs"), "{}", refusal(&empty));
+    assert!(
+        refusal(&empty).contains("/empty/server-key.pem (the directory must contain"),
+        "{}",
+        refusal(&empty)
+    );
 }
 
 #[test]
@@ -121,7 +129,7 @@ fn rsa_keys_of_three_sizes_are_taken_and_others_named_as_keys() {
                 let why = error.to_string();
                 assert!(!taken, "{bits}: {why}");
                 assert!(
-                    why.contains("server-key.pem: this kind or size") && why.contains("2048, 3072 or 4096"),
+                    why.contains("server-key.pem: this type or size") && why.contains("2048, 3072 or 4096"),
                     "{why}"
                 );
             }
@@ -141,7 +149,7 @@ fn certificates_are_reloaded_as_a_whole_or_not_at_all() {
     certificates.reload().unwrap();
     std::fs::remove_file(directory.join("ca-cert.pem")).unwrap();
     let why = certificates.reload().unwrap_err().to_string();
-    assert!(why.contains("ca-cert.pem: it was there before"), "{why}");
+    assert!(why.contains("ca-cert.pem: the file was removed"), "{why}");
     assert!(certificates.verifies_clients());
 }
 
@@ -162,15 +170,15 @@ fn a_file_of_authorities_has_nothing_else_in_it() {
         "old-cert.pem",
     ]);
     for (name, why) in [
-        ("client", "is not of an authority (basicConstraints=CA:TRUE)"),
-        ("leaf", "is not of an authority (basicConstraints=CA:TRUE)"),
-        ("nosign", "may not sign others: its keyUsage lacks keyCertSign"),
+        ("client", "is not an authority: its basicConstraints extension lacks CA:TRUE"),
+        ("leaf", "is not an authority: its basicConstraints extension lacks CA:TRUE"),
+        ("nosign", "must not sign certificates: its keyUsage lacks keyCertSign"),
         ("old", "has expired; remove or replace it"),
     ] {
         let file = format!("{name}-cert.pem");
         let directory = pki.gather(name, &[&SERVER[..], &[(&*file, "ca-cert.pem")]].concat());
         let refused = refusal(&directory);
-        assert!(refused.contains(&format!("ca-cert.pem: certificate 1 of the file {why}")), "{refused}");
+        assert!(refused.contains(&format!("ca-cert.pem: certificate 1 in the file {why}")), "{refused}");
         // Beside a good one it is refused all the same.
         let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
         std::fs::write(directory.join("ca-cert.pem"), read("ca-cert.pem") + &read(&file)).unwrap();
@@ -225,7 +233,7 @@ fn certificates_are_used_for_what_their_key_usage_allows() {
         ("client", &[][..], None),
         ("signs", &[], None),
         ("below", &["between"], None),
-        ("enciphers", &[], Some("the keyUsage of its certificate lacks digitalSignature")),
+        ("enciphers", &[], Some("the keyUsage of the client's certificate lacks digitalSignature")),
         ("issued", &["nosign"], Some("the keyUsage of an intermediate certificate lacks keyCertSign")),
     ] {
         let outcome = shake_hands(&pki, &served, name, chain);

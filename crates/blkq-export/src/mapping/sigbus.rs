@@ -78,7 +78,7 @@ impl Guard {
             slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         };
         let Some(slot) = TABLE.iter().find(free) else {
-            let message = format!("shared memory: more than {SLOTS} regions are mapped");
+            let message = format!("shared memory: all {SLOTS} regions that can be mapped are in use");
             return Err(Error::new(ErrorKind::Invalid, message));
         };
         slot.set(start, bytes, page);

@@ -99,7 +99,8 @@ impl TlsCertificates {
     pub fn prepare(&self) -> Result<PreparedCertificates, Error> {
         let loaded = Loaded::read(&self.directory)?;
         if self.verifies_clients() && !loaded.authority {
-            let why = format_args!("it was there before, and without it no client needs a certificate");
+            let why = "the file was removed, and without it every client could connect without a certificate; \
+                put it back";
             return Err(invalid(&self.directory.join(AUTHORITY), &why));
         }
         Ok(PreparedCertificates { certificates: self.clone(), loaded })
@@ -144,26 +145,26 @@ impl Loaded {
 /// The server's certificate and its key.
 fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey, Error> {
     let (certificate, key) = (directory.join(CERTIFICATE), directory.join(KEY));
-    let chain: Vec<CertificateDer<'static>> = read_all(&certificate)?;
+    let chain: Vec<CertificateDer<'static>> = read_all(&certificate, "certificate")?;
     let text = read_file(&key)?;
     if text.windows(9).any(|word| word == b"ENCRYPTED") {
-        let why = "it needs a passphrase, and nobody is there to enter it: \
-            remove that with `openssl pkey -in server-key.pem -out new.pem`, and rename new.pem";
+        let why = "the key is encrypted with a passphrase; decrypt it with \
+            `openssl pkey -in server-key.pem -out new.pem`, then rename new.pem to server-key.pem";
         return Err(invalid(&key, &why));
     }
     let private = PrivateKeyDer::from_pem_slice(&text).map_err(|e| match e {
-        pem::Error::NoItemsFound => invalid(&key, &"it holds no private key in PEM"),
+        pem::Error::NoItemsFound => invalid(&key, &"the file contains no private key in PEM format"),
         error => malformed(&key, &error),
     })?;
     let private = provider.key_provider.load_private_key(private).map_err(|_| {
-        let why = "this kind or size of key cannot be used: make an RSA key of 2048, 3072 or 4096 \
+        let why = "this type or size of key is not supported; create an RSA key of 2048, 3072 or 4096 \
             bits, an EC key of prime256v1 or secp384r1, or an Ed25519 key";
         invalid(&key, &why)
     })?;
     let identity = CertifiedKey::new(chain, private);
     identity.keys_match().map_err(|error| match error {
         rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
-            invalid(&key, &format_args!("it is not the key of the first certificate in {CERTIFICATE}"))
+            invalid(&key, &format_args!("the key does not match the first certificate in {CERTIFICATE}"))
         }
         error => invalid(&certificate, &unusable(&error)),
     })?;
@@ -176,7 +177,8 @@ fn unusable(error: &rustls::Error) -> String {
         rustls::Error::InvalidCertificate(CertificateError::Other(other))
             if other.to_string().contains("UnsupportedCertVersion") =>
         {
-            "it is not of X.509 version 3: give it an extension, such as subjectAltName".to_owned()
+            "the certificate is not of X.509 version 3; create it with an extension, such as subjectAltName"
+                .to_owned()
         }
         error => error.to_string(),
     }
@@ -191,18 +193,20 @@ fn verifier(
     // One that cannot be read is an error below, and not as if there were none.
     let is_there = |file: &Path| file.symlink_metadata().is_ok();
     if !is_there(&authority) {
-        let alone = format_args!("there is no {AUTHORITY} whose certificates it could revoke");
+        let alone = format_args!(
+            "a revocation list needs {AUTHORITY}, which does not exist; add it, or remove the list"
+        );
         return if is_there(&revoked) { Err(invalid(&revoked, &alone)) } else { Ok(None) };
     }
-    let roots =
-        authorities(read_all(&authority)?, UnixTime::now()).map_err(|why| invalid(&authority, &why))?;
+    let roots = authorities(read_all(&authority, "certificate")?, UnixTime::now())
+        .map_err(|why| invalid(&authority, &why))?;
     let roots = Arc::new(roots);
     let mut builder = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
     if is_there(&revoked) {
-        let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&revoked)?;
+        let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&revoked, "revocation list")?;
         if lists.iter().any(|list| !is_of(list, &roots)) {
             let why = format_args!(
-                "it is of an authority that is not in {AUTHORITY}, and may revoke nothing; add that authority there, or put the list of the right one here"
+                "the revocation list was issued by an authority that is not in {AUTHORITY}; add that authority, or replace the list"
             );
             return Err(invalid(&revoked, &why));
         }
@@ -227,12 +231,12 @@ pub fn authorities(
     let now = now.as_secs() as i64;
     let mut roots = RootCertStore::empty();
     for (number, certificate) in (1..).zip(certificates) {
-        let named = |why: &str| format!("certificate {number} of the file {why}");
+        let named = |why: &str| format!("certificate {number} in the file {why}");
         let parsed = CertificateUse::parse(&certificate);
         roots.add(certificate).map_err(|e| named(&format!("cannot be used: {}", unusable(&e))))?;
         let why = match parsed.ok_or_else(|| named("is malformed"))? {
-            it if !it.is_authority => "is not of an authority (basicConstraints=CA:TRUE)",
-            it if !it.may_sign_certificates() => "may not sign others: its keyUsage lacks keyCertSign",
+            it if !it.is_authority => "is not an authority: its basicConstraints extension lacks CA:TRUE",
+            it if !it.may_sign_certificates() => "must not sign certificates: its keyUsage lacks keyCertSign",
             it if it.not_after < now => "has expired; remove or replace it",
             it if it.not_before > now => "is not valid yet; check the clock of this machine",
             _ => continue,
@@ -249,11 +253,12 @@ fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
     roots.roots.iter().any(|root| &*root.subject == list.issuer())
 }
 
-fn read_all<T: PemObject>(path: &Path) -> Result<Vec<T>, Error> {
+/// Reads all PEM sections of the type `T`, which a message calls `item`.
+fn read_all<T: PemObject>(path: &Path, item: &str) -> Result<Vec<T>, Error> {
     let text = read_file(path)?;
     match T::pem_slice_iter(&text).collect::<Result<Vec<T>, _>>() {
         Ok(items) if items.is_empty() => {
-            Err(invalid(path, &"it contains no PEM of the kind that its name names"))
+            Err(invalid(path, &format_args!("the file contains no {item} in PEM format")))
         }
         Ok(items) => Ok(items),
         Err(error) => Err(malformed(path, &error)),
@@ -263,22 +268,22 @@ fn read_all<T: PemObject>(path: &Path) -> Result<Vec<T>, Error> {
 fn read_file(path: &Path) -> Result<Vec<u8>, Error> {
     let mut text = Vec::new();
     match File::open(path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)) {
-        Ok(_) if text.len() as u64 > FILE_BYTES_MAX => Err(invalid(path, &"it is larger than 1 MiB")),
+        Ok(_) if text.len() as u64 > FILE_BYTES_MAX => Err(invalid(path, &"the file is larger than 1 MiB")),
         Ok(_) => Ok(text),
         Err(error) => {
-            let needed = matches!(error.kind(), IoErrorKind::NotFound | IoErrorKind::NotADirectory);
-            let cure = if needed {
-                format!(" (the directory needs {CERTIFICATE} and {KEY})")
+            let missing = matches!(error.kind(), IoErrorKind::NotFound | IoErrorKind::NotADirectory);
+            let hint = if missing {
+                format!(" (the directory must contain {CERTIFICATE} and {KEY})")
             } else {
                 String::new()
             };
-            Err(Error::system(format!("TLS: cannot read {}{cure}", path.display()), error))
+            Err(Error::system(format!("TLS: cannot read {}{hint}", path.display()), error))
         }
     }
 }
 
 fn malformed(path: &Path, error: &pem::Error) -> Error {
-    invalid(path, &format_args!("it is no whole PEM file: {error:?}"))
+    invalid(path, &format_args!("the PEM file is malformed: {error}"))
 }
 
 fn invalid(path: &Path, why: &dyn Display) -> Error {

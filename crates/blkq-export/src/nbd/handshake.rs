@@ -239,7 +239,7 @@ impl Handshake {
             if option == option::EXPORT_NAME {
                 return Next::Close;
             }
-            reply.error(option_reply::ERR_SHUTDOWN, "the server is going down");
+            reply.error(option_reply::ERR_SHUTDOWN, "the server is shutting down");
             return Next::Receive;
         }
         if self.tls == TlsPolicy::Required && !self.encrypted {
@@ -249,7 +249,7 @@ impl Handshake {
                 option::EXPORT_NAME => return Next::Close,
                 option::STARTTLS | option::ABORT => {}
                 _ => {
-                    reply.error(option_reply::ERR_TLS_REQD, "TLS comes first: use nbds://");
+                    reply.error(option_reply::ERR_TLS_REQD, "this server requires TLS; use an nbds:// URI");
                     return Next::Receive;
                 }
             }
@@ -268,7 +268,7 @@ impl Handshake {
                         && self.block_sizes != Some(session.export) =>
                 {
                     let text = format!(
-                        "requests must be whole blocks of {} bytes, and this client does not ask for block sizes",
+                        "the minimum block size is {} bytes; request NBD_INFO_BLOCK_SIZE first",
                         session.minimum_block_bytes
                     );
                     reply.error(option_reply::ERR_BLOCK_SIZE_REQD, &text);
@@ -290,7 +290,7 @@ impl Handshake {
             option::LIST | option::STARTTLS | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS
                 if !data.is_empty() =>
             {
-                reply.error(option_reply::ERR_INVALID, "this option has no data");
+                reply.error(option_reply::ERR_INVALID, "this option takes no data");
             }
             option::LIST => {
                 self.work += exports.len();
@@ -305,10 +305,10 @@ impl Handshake {
                 reply.send(option_reply::ACK, &[]);
             }
             option::STARTTLS if self.tls == TlsPolicy::Off => {
-                reply.error(option_reply::ERR_POLICY, "TLS is off");
+                reply.error(option_reply::ERR_POLICY, "this server does not offer TLS");
             }
             option::STARTTLS if self.encrypted => {
-                reply.error(option_reply::ERR_INVALID, "TLS is in use");
+                reply.error(option_reply::ERR_INVALID, "TLS is already in use");
             }
             option::STARTTLS => {
                 reply.send(option_reply::ACK, &[]);
@@ -320,7 +320,7 @@ impl Handshake {
                 return Next::StartTls;
             }
             option::STRUCTURED_REPLY if self.replies == ReplyStyle::Extended => {
-                reply.error(option_reply::ERR_EXT_HEADER_REQD, "extended headers are in use");
+                reply.error(option_reply::ERR_EXT_HEADER_REQD, "extended headers are already negotiated");
             }
             option::STRUCTURED_REPLY => {
                 self.replies = ReplyStyle::Structured;
@@ -403,7 +403,7 @@ impl Handshake {
             self.contexts = None;
         }
         if self.replies == ReplyStyle::Simple {
-            return Err((option_reply::ERR_INVALID, "structured replies come first"));
+            return Err((option_reply::ERR_INVALID, "metadata contexts need structured replies"));
         }
         let mut data = Fields(data);
         let name = data.string()?;

@@ -108,14 +108,15 @@ impl Listen {
         let Opened { socket: Socket::Listening(socket), place } = self.open(access)? else {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                "the inherited socket is connected; give one that listens",
+                "the inherited socket is connected; pass a listening socket",
             ));
         };
         let nonblocking = || {
             let flags = rustix::fs::fcntl_getfl(&socket)?;
             rustix::fs::fcntl_setfl(&socket, flags | OFlags::NONBLOCK)
         };
-        nonblocking().map_err(|e: Errno| Error::system("cannot set a socket up", e))?;
+        nonblocking()
+            .map_err(|e: Errno| Error::system("cannot make the listening socket non-blocking", e))?;
         Ok(Listener { socket, place })
     }
 
@@ -131,16 +132,16 @@ impl Listen {
 fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
-        .map_err(|e| Error::system(what(&path), e).with_cure("give a path of at most 107 bytes"))?;
+        .map_err(|e| Error::system(what(&path), e).with_cure("use a path of at most 107 bytes"))?;
     let new_socket = |flags| {
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)
-            .map_err(|e| Error::system("cannot make a unix socket", e))
+            .map_err(|e| Error::system("cannot create a unix socket", e))
     };
     let socket = new_socket(SocketFlags::empty())?;
     let system = |e: Errno| {
         Error::system(what(&path), e).with_cure(match e {
-            Errno::NOENT | Errno::NOTDIR => "make its directory, or choose another path",
-            Errno::ACCESS | Errno::PERM | Errno::ROFS => "choose a path in a directory that you may write to",
+            Errno::NOENT | Errno::NOTDIR => "create the directory, or choose another path",
+            Errno::ACCESS | Errno::PERM | Errno::ROFS => "choose a path in a directory that you can write to",
             _ => "",
         })
     };
@@ -152,13 +153,13 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
             let busy = |why| Error::new(ErrorKind::Busy, format!("{}: {why}", what(&path)));
             let is_socket = std::fs::symlink_metadata(&path).is_ok_and(|found| found.file_type().is_socket());
             if !is_socket {
-                return Err(busy("a file is there; remove it or choose another path"));
+                return Err(busy("a file with this path exists; remove it, or choose another path"));
             }
             // Nobody answers on what a killed server left behind. One that accepts nobody (EAGAIN) is
             // not waited for.
             let probe = new_socket(SocketFlags::NONBLOCK)?;
             if rustix::net::connect(probe, &address) != Err(Errno::CONNREFUSED) {
-                return Err(busy("another server answers there; stop it or choose another path"));
+                return Err(busy("another server is listening; stop it, or choose another path"));
             }
             std::fs::remove_file(&path).map_err(|e| Error::system(what(&path), e))?;
             rustix::net::bind(&socket, &address).map_err(system)?;
@@ -183,14 +184,15 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
         |change: String| move |e: Errno| Error::system(format!("{}: cannot {change}", path.display()), e);
     // The socket that was made is changed, whatever is at the path by now.
     let socket = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
-        .map_err(what("find the socket again".to_owned()))?;
+        .map_err(what("open the new socket".to_owned()))?;
     let found = rustix::fs::fstat(&socket).map_err(what("inspect the socket".to_owned()))?;
     if (found.st_dev, found.st_ino) != made {
         return Err(Error::new(ErrorKind::Busy, format!("{}: the socket was replaced", path.display())));
     }
     if let Some(group) = access.group {
-        rustix::fs::chownat(&socket, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH)
-            .map_err(what(format!("give it to group {group}, of which only members and root may")))?;
+        rustix::fs::chownat(&socket, "", None, Some(Gid::from_raw(group)), AtFlags::EMPTY_PATH).map_err(
+            what(format!("change the group to {group}, which only root and members of that group may do")),
+        )?;
     }
     // Linux before 6.6 changes no mode through a descriptor that is only a place.
     let descriptor = format!("/proc/self/fd/{}", socket.as_raw_fd());
@@ -200,13 +202,13 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
 
 fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
     let what = || format!("cannot listen on {host}:{port}");
-    let unknown = |e| Error::system(what(), e).with_cure("correct the name, or give an address");
+    let unknown = |e| Error::system(what(), e).with_cure("correct the host name, or use an address");
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(unknown)?.collect();
     let refused = |e: std::io::Error| {
         let cure = match e.kind() {
-            std::io::ErrorKind::AddrInUse => "choose another port, or 0 for one that is free",
-            std::io::ErrorKind::AddrNotAvailable => "give an address of this machine",
-            std::io::ErrorKind::PermissionDenied => "choose a port from 1024 on, or 0 for one that is free",
+            std::io::ErrorKind::AddrInUse => "choose another port, or 0 for any free port",
+            std::io::ErrorKind::AddrNotAvailable => "use an address of this machine",
+            std::io::ErrorKind::PermissionDenied => "choose a port of 1024 or more, or 0 for any free port",
             _ => "",
         };
         Error::system(what(), e).with_cure(cure)
@@ -241,7 +243,7 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "file descriptor {number} is a socket of address family {family}; give one of unix or TCP"
+                    "file descriptor {number} is a socket of address family {family}; pass a unix or TCP socket"
                 ),
             ));
         }

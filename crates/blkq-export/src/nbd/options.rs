@@ -122,17 +122,17 @@ impl NbdOptions {
     pub(super) fn validate(&self) -> Result<(), Error> {
         let invalid = |what: &str| Err(Error::new(ErrorKind::Invalid, format!("nbd: {what}")));
         if self.exports.is_empty() {
-            return invalid("there is nothing to export");
+            return invalid("a server needs at least one export");
         }
         let long = |text: &str| text.len() > STRING_MAX_BYTES;
         if self.exports.iter().any(|export| long(&export.name) || long(&export.description)) {
-            return invalid("names and descriptions of exports have at most 4096 bytes");
+            return invalid("the name and the description of an export must be at most 4096 bytes long");
         }
         if !(1..=REQUESTS_MAX).contains(&self.requests_max) {
-            return invalid("give 1 to 500 requests per connection");
+            return invalid("the requests per connection must be 1 to 500");
         }
         if self.connections_max == 0 || self.handshake_timeout_s == 0 || self.transfer_timeout_s == 0 {
-            return invalid("limits of connections and times are at least 1");
+            return invalid("the limit of connections and the timeouts must be at least 1");
         }
         Ok(())
     }

@@ -170,7 +170,10 @@ impl NbdServer {
         if force {
             self.registry.close();
         } else if !self.registry.close_if_empty() {
-            let message = format!("clients are connected: {}", self.connection_count());
+            let message = match self.connection_count() {
+                1 => "1 client is connected".to_owned(),
+                count => format!("{count} clients are connected"),
+            };
             return Err(Error::new(ErrorKind::Busy, message));
         }
         let sources = std::mem::take(&mut *self.sources.lock().unwrap_or_else(PoisonError::into_inner));
@@ -200,6 +203,7 @@ fn check_reach(options: &NbdOptions, place: &ListenAddress) -> Result<(), Error>
     if options.insecure || options.tls_policy() == TlsPolicy::Required {
         return Ok(());
     }
-    let message = format!("other machines reach {address}, where anybody could read and change the device");
+    let message =
+        format!("other machines can connect to {address} and could read and change the device without TLS");
     Err(Error::new(ErrorKind::Exposed, message))
 }

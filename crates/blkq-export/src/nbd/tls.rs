@@ -191,24 +191,26 @@ impl Tls {
             Expired, ExpiredContext, InvalidPurpose, InvalidPurposeContext, Revoked, UnknownIssuer,
         };
         let text = match &self.failure {
-            Some(Error::NoCertificatesPresented) => "it has no certificate",
+            Some(Error::NoCertificatesPresented) => "the client sent no certificate",
             Some(Error::InvalidCertificate(UnknownIssuer)) => {
-                "its certificate is not signed by an authority of ca-cert.pem"
+                "the client's certificate is not signed by an authority in ca-cert.pem"
             }
-            Some(Error::InvalidCertificate(Expired | ExpiredContext { .. })) => "its certificate has expired",
-            Some(Error::InvalidCertificate(Revoked)) => "its certificate is revoked",
+            Some(Error::InvalidCertificate(Expired | ExpiredContext { .. })) => {
+                "the client's certificate has expired"
+            }
+            Some(Error::InvalidCertificate(Revoked)) => "the client's certificate is revoked",
             Some(Error::InvalidCertificate(InvalidPurpose | InvalidPurposeContext { .. })) => {
-                "its certificate is not one for clients (extendedKeyUsage=clientAuth)"
+                "the extendedKeyUsage of the client's certificate lacks clientAuth"
             }
             Some(Error::InvalidCertificate(CertificateError::Other(other))) if other.0.is::<UsageError>() => {
                 return other.0.to_string();
             }
             Some(Error::AlertReceived(alert)) => {
                 return format!(
-                    "it broke off with the alert {alert:?}: does it trust the authority that signed server-cert.pem, and the name in it?"
+                    "the client sent the alert {alert:?}; check that it trusts the authority that signed server-cert.pem and connects to a name in that certificate"
                 );
             }
-            Some(Error::InvalidMessage(_)) | None => "what it sent is not TLS",
+            Some(Error::InvalidMessage(_)) | None => "the client sent data that is not TLS",
             Some(error) => return error.to_string(),
         };
         text.to_owned()

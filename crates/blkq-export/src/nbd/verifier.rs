@@ -25,7 +25,7 @@ pub(super) enum UsageError {
 impl fmt::Display for UsageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            UsageError::Signature => "the keyUsage of its certificate lacks digitalSignature",
+            UsageError::Signature => "the keyUsage of the client's certificate lacks digitalSignature",
             UsageError::Issuer => "the keyUsage of an intermediate certificate lacks keyCertSign",
         })
     }

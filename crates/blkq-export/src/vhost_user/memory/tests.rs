@@ -95,7 +95,7 @@ fn descriptors_that_are_no_memory_are_refused() {
     let device = File::open("/dev/zero").unwrap();
     let directory = File::open("/").unwrap();
     for file in [File::from(OwnedFd::from(pipe)), device, directory] {
-        assert!(refusal(vec![region(0, 0, 0x1000, &file, 0)]).contains("not of a memory file"));
+        assert!(refusal(vec![region(0, 0, 0x1000, &file, 0)]).contains("not a regular file"));
     }
     let proc = File::open("/proc/self/maps").unwrap();
     let refused = refusal(vec![region(0, 0, 1, &proc, 0)]);
