@@ -1,4 +1,4 @@
-//! An NBD server inside of a program: serves 64 MiB of memory until its standard input closes.
+//! An NBD server as part of a program: serves 64 MiB of memory until its standard input is closed.
 //! `cargo run -p blkq-export --example server -- /tmp/scratch.sock`
 
 use std::io::Read;
@@ -10,7 +10,7 @@ use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer};
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let socket = std::env::args().nth(1).ok_or("usage: server SOCKET")?;
 
-    // Any driver will do: `blkq::drivers::open` opens them by name.
+    // Any driver can be used: `blkq::drivers::open` opens a driver by its name.
     let disk = Disk::builder(Box::new(Ram::new(64 << 20, 4096, false)?)).build()?;
     let engine = EngineThread::spawn("queue-0", vec![(disk.clone(), 0)])?;
 

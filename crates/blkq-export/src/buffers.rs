@@ -1,48 +1,51 @@
-//! Free lists of I/O buffers by size, so that the steady state allocates nothing.
+//! Free lists of I/O buffers by size, so that no memory is allocated in the steady state.
 
 use std::alloc::{Layout, alloc_zeroed};
 use std::ptr::{NonNull, slice_from_raw_parts_mut};
 
 use blkq::{IoBuffer, Registrar};
 
-/// Largest buffer.
+/// Size in bytes of the largest buffer for a request of whole blocks.
 pub const BUFFER_MAX_BYTES: u32 = 32 << 20;
 
-/// Smallest buffer, in bytes.
+/// Size in bytes of the smallest buffer.
 const CLASS_MIN_BYTES: usize = 4096;
-/// Largest request that begins and ends within blocks, with the rest of these: blocks have at
-/// most 64 KiB.
+/// Size in bytes of the largest buffer: for a request of [`BUFFER_MAX_BYTES`] that begins and ends in the
+/// middle of a block, and the rest of these two blocks. A block has at most 64 KiB.
 pub const UNALIGNED_MAX_BYTES: usize = BUFFER_MAX_BYTES as usize + 2 * (64 << 10);
-/// Buffers of 4 KiB, 8 KiB, ... up to the largest, and those of [`UNALIGNED_MAX_BYTES`].
+/// The size classes: 4 KiB, 8 KiB and so on up to [`BUFFER_MAX_BYTES`], then [`UNALIGNED_MAX_BYTES`].
 const CLASSES: usize = (BUFFER_MAX_BYTES as usize / CLASS_MIN_BYTES).ilog2() as usize + 2;
-/// Most that the free lists hold, in bytes.
+/// Upper bound of the memory in the free lists, in bytes. Registered buffers may exceed it.
 const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
-/// Largest buffer that is registered with the ring, which then need not pin its pages for
-/// each direct I/O. Larger ones are too few and too short-lived.
+/// Size in bytes of the largest buffer that is registered with the ring. The kernel pins the pages of a
+/// registered buffer once instead of for each direct I/O. Larger buffers are not registered, because they are
+/// few and short-lived.
 const REGISTERED_MAX_BYTES: usize = 64 << 10;
-/// Smallest buffer of a row, which the system may fill with huge pages: so many small pages are many
-/// pieces for a device. A row is released when none of its buffers is there any more.
+/// Size in bytes of the smallest buffer that is allocated as part of a row: adjacent buffers in one mapping
+/// that the kernel may fill with huge pages. In small pages, a buffer of this size or larger would be many
+/// segments for a device. A row is unmapped when its last buffer is dropped.
 const ROW_MIN_BYTES: usize = 128 << 10;
 const _: () = assert!(ROW_MIN_BYTES > REGISTERED_MAX_BYTES, "others of a row are not registered");
-/// Memory of a row of the smaller ones, in bytes: there are up to so many more than are used.
+/// Memory of a row in bytes. Up to this amount of unused buffers is allocated together with the one that is
+/// needed.
 const ROW_BYTES: usize = 2 << 20;
 
-/// Zeroed memory of `bytes` bytes, at least one; `None` if there is none. Its pages may be taken from
-/// the system only when they are used.
+/// Allocates `bytes` bytes of zeroed memory. Returns `None` if `bytes` is 0 or if there is no memory. The
+/// kernel may provide the pages on first use.
 pub(crate) fn try_zeroed(bytes: usize) -> Option<Box<[u8]>> {
     let layout = Layout::array::<u8>(bytes).ok().filter(|layout| layout.size() > 0)?;
     // SAFETY: the layout's size is not zero.
     let memory = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-    // SAFETY: it was allocated with the layout of so many bytes, which are zeroes, and is nobody
-    // else's.
+    // SAFETY: the memory was just allocated with the layout of `bytes` bytes, is zeroed, and has no other
+    // owner.
     Some(unsafe { Box::from_raw(slice_from_raw_parts_mut(memory.as_ptr(), bytes)) })
 }
 
-/// The buffers of one source.
+/// The buffers of one source. They are used on the thread of its engine only.
 pub(crate) struct BufferPool {
     free: [Vec<IoBuffer>; CLASSES],
     free_bytes: usize,
-    /// Buffers handed out.
+    /// Buffers that were taken and not put back.
     used: usize,
 }
 
@@ -51,7 +54,7 @@ impl BufferPool {
         BufferPool { free: [const { Vec::new() }; CLASSES], free_bytes: 0, used: 0 }
     }
 
-    /// Size in bytes of the buffer that holds `bytes`, at most [`UNALIGNED_MAX_BYTES`].
+    /// Size in bytes of the buffer for a request of `bytes`, which is at most [`UNALIGNED_MAX_BYTES`].
     pub fn size(bytes: u32) -> usize {
         match bytes {
             ..=BUFFER_MAX_BYTES => (bytes as usize).next_power_of_two().max(CLASS_MIN_BYTES),
@@ -63,8 +66,8 @@ impl BufferPool {
         if size == UNALIGNED_MAX_BYTES { CLASSES - 1 } else { (size / CLASS_MIN_BYTES).ilog2() as usize }
     }
 
-    /// A buffer of at least `bytes` (at most [`UNALIGNED_MAX_BYTES`]), with whatever was in it; `None`
-    /// if there is no memory.
+    /// Takes a buffer of at least `bytes` (at most [`UNALIGNED_MAX_BYTES`]). It may contain the data of an
+    /// earlier request. Returns `None` if there is no memory.
     pub fn take(&mut self, bytes: u32, mut ring: Registrar<'_>) -> Option<IoBuffer> {
         let size = Self::size(bytes);
         let buffer = match self.free[Self::class(size)].pop() {
@@ -84,7 +87,8 @@ impl BufferPool {
         Some(buffer)
     }
 
-    /// A new buffer of `size` bytes, beside which others may be free from then on.
+    /// Allocates a buffer of `size` bytes. If it is part of a row, the other buffers of the row go to the
+    /// free list.
     fn make(&mut self, size: usize) -> Option<IoBuffer> {
         if size < ROW_MIN_BYTES || self.free_bytes + ROW_BYTES > FREE_MAX_BYTES {
             return IoBuffer::try_zeroed(size);
@@ -96,34 +100,35 @@ impl BufferPool {
         Some(buffer)
     }
 
-    /// Gives a buffer of [`BufferPool::take`] back.
+    /// Returns a buffer that [`BufferPool::take`] handed out.
     pub fn put(&mut self, mut buffer: IoBuffer) {
         self.used -= 1;
-        // Registered buffers are kept until the pool is trimmed.
+        // A registered buffer is kept whatever the limit, because only `trim` has the ring to unregister it.
         if self.free_bytes + buffer.len() <= FREE_MAX_BYTES || buffer.is_registered() {
             self.free_bytes += buffer.len();
             self.free[Self::class(buffer.len())].push(buffer);
         } else if (ROW_MIN_BYTES..ROW_BYTES).contains(&buffer.len()) {
-            // Others of its row may stay for long, and the row with them.
+            // The other buffers of the row may be in use for a long time, and keep the mapping. Its pages are
+            // released now.
             buffer.release_pages();
         }
     }
 
-    /// Whether there is memory to release that no request is about to use.
+    /// Whether no buffer is in use and there is free memory that [`BufferPool::trim`] can release.
     pub fn is_idle(&self) -> bool {
         self.used == 0 && self.free_bytes > 0
     }
 
-    /// Gives all free memory back to the system.
+    /// Releases all free memory to the system.
     pub fn trim(&mut self, mut ring: Registrar<'_>) {
         for mut buffer in self.free.iter_mut().flat_map(|free| free.drain(..)) {
             ring.unregister_buffer(&mut buffer);
         }
         self.free = [const { Vec::new() }; CLASSES];
         self.free_bytes = 0;
-        // Other C libraries release freed memory by themselves, as far as they do.
+        // glibc keeps freed heap memory until it is told to release it. Other C libraries decide themselves.
         #[cfg(target_env = "gnu")]
-        // SAFETY: only gives unused pages of the heap back.
+        // SAFETY: malloc_trim only releases unused pages of the heap.
         unsafe {
             libc::malloc_trim(0)
         };
@@ -137,7 +142,7 @@ mod tests {
 
     use super::*;
 
-    /// A queue with a ring.
+    /// Opens a queue that has a ring.
     fn queue(name: &str) -> LocalQueue {
         let path = std::env::temp_dir().join(format!("blkq-{name}-{}", std::process::id()));
         std::fs::File::create(&path).unwrap().set_len(4096).unwrap();
@@ -187,7 +192,7 @@ mod tests {
                 _ => pool.put(buffer),
             }
         }
-        // Half of the rest is kept for the next requests.
+        // The pool keeps FREE_MAX_BYTES of the returned buffers for the next requests.
         let (resident, others) = (resident_bytes() - before, 16 << 20);
         assert!(resident < FREE_MAX_BYTES + kept.len() * ROW_MIN_BYTES + others, "{resident} bytes");
     }

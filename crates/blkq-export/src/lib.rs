@@ -1,8 +1,9 @@
-//! Attachments: what serves a blkq disk to others.
+//! Exports: they serve a blkq disk to clients outside of the process.
 //!
-//! An attachment is a [`Source`](blkq::Source) on an [`EngineThread`](blkq::EngineThread): it
-//! parses what clients sent, submits bios, and sends replies for what has completed. It knows nothing of
-//! drivers, and the block layer nothing of it. There are two: [`nbd`] and [`ublk`].
+//! An export is a [`Source`](blkq::Source) on an [`EngineThread`](blkq::EngineThread): it parses the requests
+//! of its clients, submits them as bios, and sends a reply when a bio completes. An export does not depend on
+//! drivers, and the block layer does not depend on exports. There are three: [`nbd`], [`ublk`] and
+//! [`vhost_user`].
 //!
 //! ```
 //! use blkq::drivers::ram::Ram;

@@ -1,5 +1,5 @@
-//! Memory that another process may write and truncate: a region of a guest's memory, or of a group. Mapped for
-//! as long as anything uses it.
+//! Mappings of memory that other processes may write and truncate: a region of a guest's memory, or the
+//! limits of a group. The file stays mapped as long as the [`Mapping`] exists.
 
 mod sigbus;
 
@@ -13,9 +13,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use sigbus::Guard;
 
-/// File systems whose pages arrive without a user-space server or a network in between (statfs(2)):
-/// a page fault of an engine's thread waits for a local disk at most. A front end that owned the
-/// server of a FUSE file could stop an engine for ever.
+/// File systems whose page faults need no user-space server and no network (numbers of statfs(2)): a page
+/// fault of an engine's thread waits at most for a local disk. With a file on FUSE, for example, a front end
+/// that runs the FUSE server could stop an engine for ever.
 const LOCAL_FILE_SYSTEMS: [(u64, &str); 6] = [
     (0x0102_1994, "tmpfs"),
     (HUGETLBFS, "hugetlbfs"),
@@ -26,21 +26,21 @@ const LOCAL_FILE_SYSTEMS: [(u64, &str); 6] = [
 ];
 const HUGETLBFS: u64 = 0x9584_58f6;
 
-/// Bytes `offset..offset + length` of a file, shared with other processes.
+/// A shared mapping of the bytes `offset..offset + length` of a file.
 pub struct Mapping {
-    /// The first mapped byte, at or before that of the region.
+    /// Start of the mapping: the region's first byte, rounded down to a page.
     base: NonNull<u8>,
-    /// Bytes mapped, whole pages.
+    /// Length of the mapping in bytes, whole pages.
     mapped: usize,
-    /// Bytes from `base` to the region.
+    /// Offset of the region in the mapping, in bytes.
     skip: usize,
     guard: Guard,
 }
 
-// SAFETY: the memory is shared with another process anyway; it is accessed only by raw pointers and
-// atomics, and stays mapped until the value is dropped.
+// SAFETY: other processes access the memory as well, so it is accessed through raw pointers and atomics only,
+// from any thread. It stays mapped until the value is dropped.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
 
 fn invalid(what: String) -> Error {
@@ -51,11 +51,12 @@ fn failed(what: &'static str) -> impl FnOnce(Errno) -> Error {
     move |errno| Error::system(format!("shared memory: {what}"), errno)
 }
 
-/// Asks the file system of `file` of which type it is, which may take as long as that likes. Returns the
-/// bytes of its pages.
+/// Checks that `file` is on a supported file system. Returns the page size of its mappings in bytes. This
+/// blocks as long as the file system takes to answer.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] if it is neither in memory nor on a local disk; the kernel's error.
+/// Returns [`ErrorKind::Invalid`] if the file is neither in memory nor on a local disk, or the error of
+/// fstatfs(2).
 pub fn check_file_system(file: BorrowedFd<'_>) -> Result<u64, Error> {
     let system = fstatfs(file).map_err(failed("cannot examine the file system"))?;
     let kind = system.f_type as u64 & 0xffff_ffff;
@@ -66,16 +67,16 @@ pub fn check_file_system(file: BorrowedFd<'_>) -> Result<u64, Error> {
             names.join(", ")
         )));
     }
-    // Huge pages are mapped, and unmapped, as a whole.
+    // hugetlbfs maps and unmaps whole huge pages only.
     Ok(if kind == HUGETLBFS { system.f_bsize as u64 } else { page_bytes() })
 }
 
 impl Mapping {
-    /// Maps `length` bytes of `file` from `offset` on; the file need not stay open.
+    /// Maps `length` bytes of `file`, starting at `offset`. The caller may close the file afterwards.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a file that is too short, or that lies where a page fault may never
-    /// be answered; [`ErrorKind::System`] with the kernel's words.
+    /// Returns [`ErrorKind::Invalid`] if the file ends before the region does, is not a regular file, or is
+    /// on a file system whose page faults may block for ever; [`ErrorKind::System`] if a system call fails.
     pub fn new(file: BorrowedFd<'_>, offset: u64, length: u64) -> Result<Mapping, Error> {
         let status = fstat(file).map_err(failed("cannot examine the file"))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
@@ -102,11 +103,11 @@ impl Mapping {
         };
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
+        // SAFETY: a new mapping at an address of the kernel's choice does not affect existing memory.
         let base = unsafe { mmap(null, mapped, protection, flags, file, offset - skip) }
             .map_err(failed("cannot map the file"))?;
         let unmap = |base| {
-            // SAFETY: the mapping just made, which nobody uses.
+            // SAFETY: unmaps the mapping that was just made, to which no reference exists.
             let _ = unsafe { munmap(base, mapped) };
         };
         let Some(address) = NonNull::new(base.cast::<u8>()) else {
@@ -114,9 +115,9 @@ impl Mapping {
             return Err(invalid("the kernel mapped the file at address 0".into()));
         };
         for advice in [Advice::LinuxDontDump, Advice::LinuxDontFork] {
-            // A guest's memory belongs into no core dump of this process and into no child of it; where
-            // the kernel does not know the advice, it is as before.
-            // SAFETY: the mapping just made; neither changes what this process sees.
+            // The memory of a guest must not get into a core dump or a child process. If the kernel does not
+            // know the advice, nothing changes.
+            // SAFETY: this is the mapping that was just made, and the advice does not change its contents.
             let _ = unsafe { madvise(base, mapped, advice) };
         }
         match Guard::new(address.as_ptr().addr(), mapped, page as usize) {
@@ -128,34 +129,34 @@ impl Mapping {
         }
     }
 
-    /// The first byte of the region.
+    /// Address of the region's first byte.
     pub fn start(&self) -> NonNull<u8> {
-        // SAFETY: the region begins inside of the mapping.
+        // SAFETY: `skip` is less than the length of the mapping.
         unsafe { self.base.add(self.skip) }
     }
 
-    /// Has the kernel make the pages of the `bytes` from byte `at` of the region on, which is inside, as
-    /// far as it can: what it cannot is found by the one that needs them.
+    /// Asks the kernel to allocate the pages of `bytes` bytes at offset `at` of the region, a range inside
+    /// the region. A failure is ignored: then the first access to such a page allocates it, or faults.
     pub fn populate(&self, at: usize, bytes: usize) {
         let first = (self.skip + at) & !(page_bytes() as usize - 1);
         let end = (self.skip + at + bytes).min(self.mapped);
-        // SAFETY: inside the mapping.
+        // SAFETY: `first` is inside the mapping.
         let start = unsafe { self.base.add(first) };
-        // SAFETY: the pages are made as if they were written to, and keep their bytes.
+        // SAFETY: MADV_POPULATE_WRITE faults the pages in without changing their contents.
         let _ = unsafe { madvise(start.as_ptr().cast(), end - first, Advice::LinuxPopulateWrite) };
     }
 
-    /// Whether pages of it vanished, and zeroes of this process's own stand in their place.
+    /// Whether the file was truncated, so that private zero pages have replaced the contents.
     #[inline]
     pub fn is_broken(&self) -> bool {
         self.guard.is_broken()
     }
 }
 
-/// Bytes of a page of the system, as the C library knows them since the process began: rustix asks
-/// the kernel at its first call, which a confined thread may not.
+/// The page size of the system in bytes. The C library has known the number since the process began. rustix
+/// would read it from the kernel at its first call, which the seccomp filter of a confined thread may forbid.
 fn page_bytes() -> u64 {
-    // SAFETY: returns a constant.
+    // SAFETY: sysconf with this name only returns a constant.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(bytes).unwrap_or(4096)
 }
@@ -163,8 +164,8 @@ fn page_bytes() -> u64 {
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.guard.release();
-        // SAFETY: mapped in `new` with this very size; whatever holds an address of it holds the
-        // mapping too.
+        // SAFETY: `new` mapped exactly this range, and everything that uses an address of it also holds the
+        // `Mapping`.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.mapped) };
         debug_assert!(unmapped.is_ok(), "{unmapped:?}");
     }

@@ -6,22 +6,24 @@ use std::os::fd::{AsFd, AsRawFd};
 use rustix::io::Errno;
 use rustix::process::{Pid, Uid};
 
-/// A process, as the kernel noted it when the connection was made (`SO_PEERCRED`).
+/// A process, as the kernel recorded it when the connection was made (`SO_PEERCRED`).
 #[derive(Clone, Copy, Debug)]
 pub struct Peer {
-    /// Its number; `None` if it is in a PID namespace that is not to be seen from here.
+    /// Process ID; `None` if the process is in a PID namespace that is not visible from here.
     pub pid: Option<Pid>,
-    /// Its user; the overflow user if it has no number here.
+    /// User ID; the overflow user (65534) if the user has no ID in this user namespace.
     pub uid: Uid,
 }
 
 impl Peer {
-    /// Asks the kernel for the peer of `socket`.
+    /// Reads the credentials of the peer of `socket` from the kernel.
     ///
     /// # Errors
-    /// The errors of the kernel for a file that is no socket, or has no peer.
+    /// Returns the kernel's error if `socket` is not a socket, and `ENOTCONN` if the socket has no peer
+    /// credentials (TCP, for example).
     pub fn of(socket: impl AsFd) -> Result<Peer, Errno> {
-        // Not through rustix, whose process numbers are never 0: the kernel's may be.
+        // rustix is not used here: its `Pid` cannot be 0, but the kernel returns 0 for a process in an
+        // invisible PID namespace.
         let mut peer = MaybeUninit::<libc::ucred>::zeroed();
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
         let socket = socket.as_fd().as_raw_fd();
@@ -33,9 +35,11 @@ impl Peer {
         if result != 0 {
             return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO));
         }
-        // SAFETY: three integers, for which any bytes are good, and those not written are zero.
+        // SAFETY: `ucred` is three integers, which are valid for any bytes. Bytes that the kernel did not
+        // write are zero.
         let peer = unsafe { peer.assume_init() };
-        // Of sockets without one, such as those of TCP, it is all zeroes but for the user, -1.
+        // For a socket without peer credentials, such as a TCP socket, the kernel returns pid 0, gid 0 and
+        // uid -1.
         if peer.uid == u32::MAX {
             return Err(Errno::NOTCONN);
         }
@@ -63,7 +67,7 @@ mod tests {
         assert!(Peer::of(&tcp).is_err());
     }
 
-    /// Runs itself in a PID namespace of its own, from which this process is not to be seen.
+    /// The test runs itself again in a new PID namespace, from which this process is not visible.
     #[test]
     fn a_peer_of_another_pid_namespace_has_no_number() {
         const NAME: &str = "peer::tests::a_peer_of_another_pid_namespace_has_no_number";

@@ -1,7 +1,6 @@
-//! Requests in flight by numbers that are used again: they take as much memory as was ever in use at once,
-//! however many a client may have.
+//! Numbered slots for requests in flight. A number is used again when its slot is free, so the memory is
+//! bounded by the largest number of requests that were in flight together.
 
-/// Values in numbered slots.
 pub struct Slots<T> {
     slots: Vec<Option<T>>,
     free: Vec<u32>,
@@ -14,7 +13,7 @@ impl<T> Default for Slots<T> {
 }
 
 impl<T> Slots<T> {
-    /// Keeps `value`. Returns its number: of the slots that are free, that of the one used last.
+    /// Stores `value` and returns its number. The free slot that was used last is taken first.
     #[inline]
     pub fn insert(&mut self, value: T) -> u64 {
         let Some(number) = self.free.pop() else {
@@ -25,19 +24,17 @@ impl<T> Slots<T> {
         number.into()
     }
 
-    /// The value with this number, if there is one.
     #[inline]
     pub fn get(&self, number: u64) -> Option<&T> {
         self.slots.get(number as usize)?.as_ref()
     }
 
-    /// As [`Slots::get`].
     #[inline]
     pub fn get_mut(&mut self, number: u64) -> Option<&mut T> {
         self.slots.get_mut(number as usize)?.as_mut()
     }
 
-    /// Removes the value with this number, if there is one.
+    /// Removes the value with this number and frees its slot.
     #[inline]
     pub fn take(&mut self, number: u64) -> Option<T> {
         let value = self.slots.get_mut(number as usize)?.take()?;
@@ -45,7 +42,7 @@ impl<T> Slots<T> {
         Some(value)
     }
 
-    /// How many values there are.
+    /// The number of occupied slots.
     #[inline]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()

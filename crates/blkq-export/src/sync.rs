@@ -1,5 +1,5 @@
-//! Atomics and locks that threads of an attachment share, swapped for the model checkers' twins as those
-//! of `blkq` are.
+//! Atomics and locks that the threads of an export share. As in `blkq`, the model checkers loom and shuttle
+//! replace them with their own types.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic};
@@ -8,7 +8,8 @@ pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
 #[cfg(not(model_check))]
 pub(crate) use std::sync::{Mutex, MutexGuard, OnceLock, atomic};
 
-/// The twin of a cell that is set once: the checkers see whether it is.
+/// Replaces `std::sync::OnceLock` under a model checker, which cannot see that type. The flag makes the order
+/// of `set` and `get` visible to the checker.
 #[cfg(model_check)]
 #[derive(Default)]
 pub(crate) struct OnceLock<T> {

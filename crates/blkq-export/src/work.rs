@@ -1,12 +1,13 @@
-//! The work that a source has done in a turn of its engine, counted in the items of [`TURN_BUDGET`].
+//! Counts the work that a source does in one turn of its engine, in items of [`TURN_BUDGET`], so that the
+//! clients of one source cannot delay the other sources and queues of the engine.
 
 use blkq::{SourceContext, TURN_BUDGET};
 
-/// Bytes that are copied in about the time of one item.
+/// Bytes that a thread copies in about the time of one item.
 const BYTES_PER_ITEM: usize = 32 << 10;
 
-/// The items that a source has done in the present turn. Everything that a client chooses is counted: requests, descriptors,
-/// options, bytes that are copied.
+/// The items that a source has spent in the current turn. Everything whose amount a client chooses is
+/// counted: requests, descriptors, options, and bytes that are copied.
 #[derive(Default)]
 pub struct TurnWork {
     turn: u64,
@@ -14,8 +15,9 @@ pub struct TurnWork {
 }
 
 impl TurnWork {
-    /// To be called before anything is counted: in another turn nothing has been done yet. An engine calls
-    /// [`Source::on_turn`](blkq::Source::on_turn) several times in a turn when bios complete immediately.
+    /// Must be called before items are spent: resets the count if a new turn has begun. The engine calls
+    /// [`Source::on_turn`](blkq::Source::on_turn) several times in one turn when bios complete immediately,
+    /// and these calls share one budget.
     #[inline]
     pub fn begin(&mut self, cx: &SourceContext<'_>) {
         if self.turn != cx.turn() {
@@ -23,19 +25,17 @@ impl TurnWork {
         }
     }
 
-    /// `items` more were done.
     #[inline]
     pub fn spend(&mut self, items: usize) {
         self.items += items;
     }
 
-    /// `bytes` more were copied.
     #[inline]
     pub fn spend_bytes(&mut self, bytes: usize) {
         self.items += bytes / BYTES_PER_ITEM;
     }
 
-    /// Whether the rest waits for the next turn.
+    /// Whether the budget of this turn is spent, so that the remaining work must wait for the next turn.
     #[inline]
     pub fn is_over(&self) -> bool {
         self.items >= TURN_BUDGET.items

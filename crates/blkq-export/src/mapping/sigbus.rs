@@ -1,10 +1,12 @@
-//! Memory that shrinks: a front end may truncate the file of its guest's memory while it is mapped
-//! here. A thread that touches a page that was truncated gets SIGBUS, which would kill the daemon.
+//! Handles the truncation of mapped files. A front end may truncate the file of its guest's memory while this
+//! process has it mapped. A thread that then touches a truncated page gets SIGBUS, which would kill the
+//! daemon.
 //!
-//! So the handler of this module puts memory of this process's own, all zeroes, in the place of the
-//! whole region, notes that the region is broken, and lets the thread go on. Rings on such memory are
-//! stopped in the next turn. It finds the region in a table that it reads without a lock, and calls
-//! nothing but mmap(2). A fault anywhere else goes to the handler that was there before.
+//! The signal handler of this module replaces the whole region with zeroed private memory, marks the region
+//! as broken and returns, so that the thread continues. In the next turn, the engine stops the virtqueues
+//! that use broken memory. The handler finds the region in a table that it reads without a lock, and its only
+//! system call is mmap(2) for a fault in the table. Any other fault goes to the handler that was installed
+//! before.
 
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
@@ -12,11 +14,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
 use blkq::{Error, ErrorKind};
 
-/// Most regions mapped at a time, of all devices of the process.
+/// Number of regions that can be mapped at the same time, by all devices of the process.
 const SLOTS: usize = 1024;
 
-/// A mapped range. `version` is odd while the rest changes: the handler then knows that the slot is
-/// not that of the faulting thread, whose mapping cannot come or go meanwhile.
+/// A mapped range, published as a sequence lock: `version` is odd while the other fields change. A handler
+/// that sees an odd or changed version skips the slot. That is safe, because the slot of the faulting
+/// thread's own mapping does not change during the fault: this thread holds the mapping.
 struct Slot {
     version: AtomicU64,
     start: AtomicUsize,
@@ -38,6 +41,9 @@ static TABLE: [Slot; SLOTS] = [const {
 }; SLOTS];
 
 impl Slot {
+    /// Only the owner of the slot calls this, so it can load `version` relaxed. The release fence keeps the
+    /// odd version before the fields, and the release store publishes the fields with the even version;
+    /// `find` pairs them with acquire.
     fn set(&self, start: usize, bytes: usize, page: usize) {
         let version = self.version.load(Ordering::Relaxed);
         self.version.store(version.wrapping_add(1), Ordering::Relaxed);
@@ -49,7 +55,7 @@ impl Slot {
         self.version.store(version.wrapping_add(2), Ordering::Release);
     }
 
-    /// Start, bytes and page size if `address` is inside.
+    /// Returns start, length and page size of the range if `address` is inside.
     fn find(&self, address: usize) -> Option<(usize, usize, usize)> {
         let before = self.version.load(Ordering::Acquire);
         let start = self.start.load(Ordering::Relaxed);
@@ -61,19 +67,20 @@ impl Slot {
     }
 }
 
-/// A range that faults may hit; until it is released.
+/// Registers a range whose faults are handled, until [`Guard::release`].
 pub struct Guard {
     slot: &'static Slot,
 }
 
 impl Guard {
-    /// Enters `bytes` from `start` on, mapped with pages of `page` bytes, into the table; the first
-    /// one installs the handler.
+    /// Adds the range of `bytes` bytes at `start`, mapped with pages of `page` bytes, to the table. The first
+    /// call installs the handler.
     ///
     /// # Errors
-    /// [`ErrorKind::Resource`] if the table is full; the error of sigaction(2).
+    /// Returns [`ErrorKind::Invalid`] if the table is full, or the error of sigaction(2).
     pub fn new(start: usize, bytes: usize, page: usize) -> Result<Guard, Error> {
         install()?;
+        // Acquire pairs with the release in `Guard::release`: the former owner has cleared the slot.
         let free = |slot: &&Slot| {
             slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         };
@@ -85,20 +92,22 @@ impl Guard {
         Ok(Guard { slot })
     }
 
-    /// Whether a fault hit it.
+    /// Whether the handler has replaced the range.
     #[inline]
     pub fn is_broken(&self) -> bool {
+        // Relaxed: the handler runs on the thread that faults, so that thread sees the flag. Others see it in
+        // a later turn.
         self.slot.broken.load(Ordering::Relaxed)
     }
 
-    /// Takes it out of the table. Must be called once, before the range is unmapped.
+    /// Removes the range from the table. The owner must call this exactly once, before it unmaps the range.
     pub fn release(&self) {
         self.slot.set(0, 0, 0);
         self.slot.taken.store(false, Ordering::Release);
     }
 }
 
-/// The former action.
+/// The action that was installed before this module's handler.
 static FORMER: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Installs the handler, once for the process.
@@ -106,11 +115,12 @@ fn install() -> Result<(), Error> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
         let mut former = MaybeUninit::<libc::sigaction>::uninit();
-        // SAFETY: asks for the action only, and has room for it.
+        // SAFETY: a null pointer as the new action only queries the current one, and `former` has room for
+        // it.
         if unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), former.as_mut_ptr()) } != 0 {
             return Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL));
         }
-        // SAFETY: the call above wrote it. It is there before the handler, which reads it.
+        // SAFETY: the call above initialized it. FORMER is set before the handler that reads it is installed.
         let _ = FORMER.set(unsafe { former.assume_init() });
         set_handler()
     });
@@ -118,13 +128,13 @@ fn install() -> Result<(), Error> {
 }
 
 fn set_handler() -> Result<(), i32> {
-    // SAFETY: zeroes are no flags and an empty mask.
+    // SAFETY: all zeroes is a valid sigaction: no flags and an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction =
         handle as extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
-    // SAFETY: the handler does only what a handler may: loads, stores, mmap(2), sigaction(2), and what
-    // the former one does.
+    // SAFETY: the handler does only what is allowed in a signal handler: loads, stores, mmap(2),
+    // sigaction(2), and what the former handler does.
     match unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL)),
@@ -132,70 +142,73 @@ fn set_handler() -> Result<(), i32> {
 }
 
 extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: errno of this thread; the kernel passes a siginfo_t that is valid during the call.
+    // SAFETY: errno is that of this thread, and the kernel passes a siginfo_t that is valid during the call.
     let (errno, code, address) =
         unsafe { (*libc::__errno_location(), (*info).si_code, (*info).si_addr().addr()) };
-    // A signal that a process sent has no address, and a code of at most 0.
+    // A fault has a code above 0 and an address. A signal that a process sent has a code of at most 0 and no
+    // address.
     let is_fault = code > 0;
     if !is_fault || !replace(address) {
         forward(signal, info, context, is_fault);
     }
-    // SAFETY: errno of this thread.
+    // SAFETY: errno is that of this thread.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Puts zeroes in the place of the mapping that has `address`; false if none has, or if the kernel
-/// has no memory for that.
+/// Maps zeroes over the range that contains `address`. Returns false if no range of the table contains it, or
+/// if the kernel has no memory for the mapping.
 fn replace(address: usize) -> bool {
     let Some((slot, (start, bytes, page))) =
         TABLE.iter().find_map(|slot| slot.find(address).map(|range| (slot, range)))
     else {
         return false;
     };
-    // First: a thread that sees the zeroes must find it broken.
+    // The flag is set before the zeroes are mapped: a thread that reads the zeroes must find the range
+    // broken.
     slot.broken.store(true, Ordering::SeqCst);
     let mapped = |start: usize, bytes: usize| {
         let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let address = std::ptr::with_exposed_provenance_mut(start);
-        // SAFETY: the range is one whole mapping of guest memory, or a page of it, which stays mapped
-        // as long as this thread, which has just accessed it, holds it. Nothing here assumes that
-        // its bytes stay what they are.
+        // SAFETY: the range is one whole mapping of guest memory, or one page of it. The faulting thread
+        // holds the mapping, so it stays mapped. No code assumes that the bytes of guest memory stay
+        // unchanged.
         let new = unsafe { libc::mmap(address, bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
         new != libc::MAP_FAILED
     };
-    // All of it, so that no more faults come; or, where that is more memory than may be promised, the
-    // page that is gone.
+    // Replaces the whole range, so that no more faults follow. If the kernel does not commit that much
+    // memory, only the truncated page is replaced.
     mapped(start, bytes) || mapped(start + (address - start) / page * page, page)
 }
 
-/// Does what was done before this handler was there. For a fault that may be to restore the former
-/// action, by which the same fault then kills; for a signal that was sent it must not be, as faults in
-/// guest memory could then come.
+/// Passes the signal to the action that was installed before. For a fault, this may restore the former
+/// action: the same access then faults again and kills the process. For a signal that a process sent, this
+/// module's handler must stay installed, as faults in guest memory may still follow.
 fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void, is_fault: bool) {
     let Some(former) = FORMER.get() else { return };
     match former.sa_sigaction {
         libc::SIG_IGN if !is_fault => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: an action that this process had.
+            // SAFETY: this action was installed in this process before.
             unsafe { libc::sigaction(signal, former, std::ptr::null_mut()) };
             if !is_fault {
-                // SAFETY: sends to this thread, which dies of it.
+                // SAFETY: raises the signal on this thread, whose default action kills the process.
                 unsafe { libc::raise(signal) };
             }
         }
         function if former.sa_flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: the flag says that this is such a function.
+            // SAFETY: SA_SIGINFO says that the handler has this signature.
             let function: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
                 unsafe { std::mem::transmute(function) };
             function(signal, info, context);
         }
         function => {
-            // SAFETY: without the flag it is one of this kind.
+            // SAFETY: without SA_SIGINFO, the handler has this signature.
             let function: extern "C" fn(libc::c_int) = unsafe { std::mem::transmute(function) };
             function(signal);
         }
     }
-    // The handler of the standard library removes itself.
+    // The SIGBUS handler of Rust's standard library removes itself when it is called, so this module's
+    // handler is installed again.
     if !is_fault && former.sa_sigaction != libc::SIG_DFL {
         let _ = set_handler();
     }

@@ -1,7 +1,8 @@
-//! NBD: fixed newstyle, with structured and extended replies.
+//! An NBD server: the fixed newstyle handshake, and simple, structured and extended replies.
 //!
-//! [`proto`], [`handshake`], [`transmission`] and [`reply`] are the protocol alone, over bytes
-//! in memory: no socket, no clock, no block layer. [`NbdServer`] puts it on sockets and engines.
+//! The modules [`proto`], [`handshake`], [`transmission`] and [`reply`] contain the protocol alone, as
+//! functions on bytes in memory: they use no socket, no clock and no block layer. [`NbdServer`] connects them
+//! to sockets and engines.
 
 mod budget;
 mod certificates;
@@ -32,7 +33,7 @@ mod unaligned;
 mod verifier;
 mod x509;
 
-/// The parts of TLS that a fuzzer drives.
+/// The parts of TLS that the fuzz targets call.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::certificates::authorities;
