@@ -1,4 +1,5 @@
-//! The directory of certificates: read when a server starts, and again when that is asked for.
+//! The certificate directory of a server: loaded when the server starts, and again when the owner asks for a
+//! reload.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -19,37 +20,38 @@ use webpki::{BorrowedCertRevocationList, CertRevocationList};
 use super::verifier::UsageVerifier;
 use super::x509::CertificateUse;
 
-/// Files of a directory of certificates, by the names that QEMU, libvirt and nbdkit use.
+/// File names in a certificate directory, as QEMU, libvirt and nbdkit use them.
 const CERTIFICATE: &str = "server-cert.pem";
 const KEY: &str = "server-key.pem";
-/// Optional: if it is there, clients must have certificates that it signed, and that are not on
-/// the list of revoked ones.
+/// Optional. If this file exists, each client must have a certificate that is signed by an authority in it
+/// and that is not on the revocation list.
 const AUTHORITY: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 
-/// Largest file that is read. The largest one that makes sense holds all authorities of a
-/// distribution, which is a quarter of it.
+/// Size in bytes of the largest file that is read. All authorities of a Linux distribution, the largest file
+/// that makes sense, take about a quarter of it.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Certificates of a directory. Clones share them.
+/// The certificates of one directory. Clones share them, and a reload applies to all clones.
 #[derive(Clone)]
 pub struct TlsCertificates {
     directory: PathBuf,
-    /// Locked for the copy of a pointer, and only to write it on the control plane.
+    /// Readers hold the lock while they clone an `Arc`; only a reload, on the control plane, locks it for
+    /// writing.
     loaded: Arc<RwLock<Loaded>>,
 }
 
-/// Certificates that were read anew, and that no client gets yet.
+/// Certificates that were loaded again and are not in use yet: see [`TlsCertificates::prepare`].
 pub struct PreparedCertificates {
     certificates: TlsCertificates,
     loaded: Loaded,
 }
 
 impl PreparedCertificates {
-    /// Has connections that start from now on get them.
+    /// Uses these certificates for all connections that start from now on.
     pub fn install(self) {
         let PreparedCertificates { certificates, mut loaded } = self;
-        // The old ones are freed outside of the lock.
+        // The old certificates are freed after the lock was released.
         std::mem::swap(
             &mut *certificates.loaded.write().unwrap_or_else(PoisonError::into_inner),
             &mut loaded,
@@ -59,8 +61,7 @@ impl PreparedCertificates {
 
 struct Loaded {
     config: Arc<ServerConfig>,
-    /// Clients need certificates.
-    authority: bool,
+    verifies_clients: bool,
 }
 
 impl fmt::Debug for TlsCertificates {
@@ -70,11 +71,11 @@ impl fmt::Debug for TlsCertificates {
 }
 
 impl TlsCertificates {
-    /// Reads `server-cert.pem`, `server-key.pem` and, if there, `ca-cert.pem` and `ca-crl.pem` of
+    /// Loads `server-cert.pem`, `server-key.pem` and, if they exist, `ca-cert.pem` and `ca-crl.pem` of
     /// `directory`.
     ///
     /// # Errors
-    /// Which file is missing, cannot be used, or does not fit the others.
+    /// Returns an error that names the file that is missing, cannot be used, or does not match the others.
     pub fn load(directory: &Path) -> Result<TlsCertificates, Error> {
         let directory = std::path::absolute(directory)
             .map_err(|e| Error::system(format!("TLS: {}", directory.display()), e))?;
@@ -82,23 +83,24 @@ impl TlsCertificates {
         Ok(TlsCertificates { directory, loaded })
     }
 
-    /// Reads the directory again. Connections that start from now on, of all clones, get what it
-    /// contains now; the others keep theirs.
+    /// Loads the directory again. Connections that start from now on use the new certificates, also with
+    /// clones of this value; established connections keep the old ones.
     ///
     /// # Errors
-    /// As [`TlsCertificates::load`]; if clients needed certificates and no longer would. All stays
-    /// as it was then.
+    /// The errors of [`TlsCertificates::load`], and [`ErrorKind::Invalid`] if `ca-cert.pem` was removed, so
+    /// that clients would no longer need certificates. After an error the old certificates stay in use.
     pub fn reload(&self) -> Result<(), Error> {
         self.prepare().map(PreparedCertificates::install)
     }
 
-    /// Reads the directory again, for a caller that has more to prepare before it changes anything.
+    /// Loads the directory again without using it yet, for a caller that has other changes to check first.
+    /// [`PreparedCertificates::install`] then cannot fail.
     ///
     /// # Errors
-    /// As [`TlsCertificates::reload`].
+    /// The errors of [`TlsCertificates::reload`].
     pub fn prepare(&self) -> Result<PreparedCertificates, Error> {
         let loaded = Loaded::read(&self.directory)?;
-        if self.verifies_clients() && !loaded.authority {
+        if self.verifies_clients() && !loaded.verifies_clients {
             let why = "the file was removed, and without it every client could connect without a certificate; \
                 put it back";
             return Err(invalid(&self.directory.join(AUTHORITY), &why));
@@ -108,10 +110,10 @@ impl TlsCertificates {
 
     /// Whether clients must have certificates.
     pub fn verifies_clients(&self) -> bool {
-        self.loaded.read().unwrap_or_else(PoisonError::into_inner).authority
+        self.loaded.read().unwrap_or_else(PoisonError::into_inner).verifies_clients
     }
 
-    /// Where they are, as an absolute path.
+    /// The absolute path of the directory.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -126,7 +128,7 @@ impl Loaded {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let identity = identity(directory, &provider)?;
         let verifier = verifier(directory, &provider)?;
-        let authority = verifier.is_some();
+        let verifies_clients = verifier.is_some();
         let builder = ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .map_err(|e| invalid(&directory.join(CERTIFICATE), &e))?;
@@ -135,14 +137,15 @@ impl Loaded {
             None => builder.with_no_client_auth(),
         };
         let mut config = builder.with_cert_resolver(Arc::new(SingleCertAndKey::from(identity)));
-        // Nothing is kept for a client that has disconnected.
+        // The server keeps no session state for clients that have disconnected, so sessions cannot be
+        // resumed.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        Ok(Loaded { config: Arc::new(config), authority })
+        Ok(Loaded { config: Arc::new(config), verifies_clients })
     }
 }
 
-/// The server's certificate and its key.
+/// Loads the certificate and the private key of the server.
 fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey, Error> {
     let (certificate, key) = (directory.join(CERTIFICATE), directory.join(KEY));
     let chain: Vec<CertificateDer<'static>> = read_all(&certificate, "certificate")?;
@@ -171,7 +174,7 @@ fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey,
     Ok(identity)
 }
 
-/// Why a certificate of the server's own cannot be used.
+/// Explains why a certificate in the directory cannot be used.
 fn unusable(error: &rustls::Error) -> String {
     match error {
         rustls::Error::InvalidCertificate(CertificateError::Other(other))
@@ -184,13 +187,14 @@ fn unusable(error: &rustls::Error) -> String {
     }
 }
 
-/// The verifier of clients' certificates, if there is an authority.
+/// Builds the verifier of client certificates. Returns `None` if the directory contains no authority.
 fn verifier(
     directory: &Path,
     provider: &Arc<CryptoProvider>,
 ) -> Result<Option<Arc<dyn ClientCertVerifier>>, Error> {
     let (authority, revoked) = (directory.join(AUTHORITY), directory.join(REVOKED));
-    // One that cannot be read is an error below, and not as if there were none.
+    // A file that exists but cannot be read must be an error. If it counted as missing, clients would need no
+    // certificate.
     let is_there = |file: &Path| file.symlink_metadata().is_ok();
     if !is_there(&authority) {
         let alone = format_args!(
@@ -219,11 +223,12 @@ fn verifier(
     Ok(Some(Arc::new(UsageVerifier(verifier))))
 }
 
-/// The authorities that may sign the certificates of clients, of what a file has for such. webpki takes whatever it is
-/// given: with the certificate of a client in the file, that client could sign those of others.
+/// Checks the authorities that may sign client certificates. webpki uses any certificate of the file as an
+/// authority: if the file contained the certificate of a client, that client could sign the certificates of
+/// others.
 ///
 /// # Errors
-/// Why one cannot be used, in words.
+/// Returns the number of the first certificate that cannot be used, and the reason, as text for a message.
 pub fn authorities(
     certificates: Vec<CertificateDer<'static>>,
     now: UnixTime,
@@ -246,14 +251,15 @@ pub fn authorities(
     Ok(roots)
 }
 
-/// Whether `list` is of one of `roots`, by its name. An unreadable one is rejected elsewhere.
+/// Whether `list` was issued by one of `roots`, by name. Returns true for a malformed list, which webpki
+/// rejects later.
 fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
     let Ok(list) = BorrowedCertRevocationList::from_der(list) else { return true };
     let list = CertRevocationList::from(list);
     roots.roots.iter().any(|root| &*root.subject == list.issuer())
 }
 
-/// Reads all PEM sections of the type `T`, which a message calls `item`.
+/// Reads all PEM sections of the type `T`; `item` is the name of such a section in messages.
 fn read_all<T: PemObject>(path: &Path, item: &str) -> Result<Vec<T>, Error> {
     let text = read_file(path)?;
     match T::pem_slice_iter(&text).collect::<Result<Vec<T>, _>>() {

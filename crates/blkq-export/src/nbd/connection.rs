@@ -1,5 +1,5 @@
-//! One client: its handshake, its requests, and how the connection closes. [`Stream`] has its bytes,
-//! [`Requests`] what it asks for.
+//! The connection of one client: its handshake, its requests, and how it is closed. [`Stream`] sends and
+//! receives the bytes, [`Requests`] carries out the requests.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -26,28 +26,27 @@ enum Phase {
     Transmission(Requests),
 }
 
-/// The items of the turn's budget that a step of decryption costs: a client may send records of one byte each, or of
-/// none, such as updates of keys.
+/// Cost of one step of decryption, in items of the turn's budget. Each step counts, because a client may send
+/// records with one byte or no data at all, such as key updates.
 const DECRYPT_ITEMS: usize = 4;
 
-/// The thing that parsing needs to continue.
+/// The event that parsing waits for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Wish {
-    /// More bytes.
-    Receive,
-    /// The next turn.
-    Later,
-    /// A completion.
-    Nothing,
+enum WaitingFor {
+    /// The client sends more bytes.
+    Input,
+    /// The engine's next turn begins.
+    NextTurn,
+    /// A request completes, or a reply is sent.
+    Completion,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Closing {
-    /// Not in sight.
     No,
-    /// Nothing more is received; what is in flight is answered.
+    /// No more requests are received. Requests in flight are answered.
     Drain,
-    /// Nothing more is sent either; what is in flight only completes.
+    /// Nothing is received or sent. Requests in flight complete without a reply.
     Broken,
 }
 
@@ -61,9 +60,9 @@ pub(super) struct Connection {
     handshake_until_ns: u64,
     send_until_ns: u64,
     backoff: ReceiveBackoff,
-    /// Whether it is on its source's list for this turn.
+    /// The connection is on its source's list of ready connections.
     ready: bool,
-    /// Why it was dropped, if that was not its client's wish.
+    /// The reason why the server rejected or disconnected the client, if it did.
     rejection: Option<Reason>,
 }
 
@@ -98,12 +97,12 @@ impl Connection {
         &self.status
     }
 
-    /// Notes that its turn comes. False if that was noted before.
+    /// Marks the connection as ready. Returns false if it was ready already.
     pub fn make_ready(&mut self) -> bool {
         !std::mem::replace(&mut self.ready, true)
     }
 
-    /// Why it was dropped, if that was not its client's wish. Once.
+    /// Takes the reason why the server rejected or disconnected the client, if it did.
     pub fn take_rejection(&mut self) -> Option<Reason> {
         match &self.phase {
             Phase::Handshake(handshake, _) if handshake.lacks_tls() => Some(Reason::WithoutTls),
@@ -111,18 +110,19 @@ impl Connection {
         }
     }
 
-    /// The client broke a rule.
-    fn violate(&mut self, reason: Reason) {
+    /// Records that the client broke the protocol.
+    fn record_violation(&mut self, reason: Reason) {
         self.status.count_violation();
         self.rejection = Some(reason);
     }
 
-    /// When something of this connection is due.
+    /// The time of the next deadline: of the client, or of the receive back-off.
     pub fn deadline_ns(&self) -> u64 {
         self.client_until_ns().min(self.backoff.until_ns())
     }
 
-    /// When its client is late.
+    /// The time after which the client is disconnected. `u64::MAX` if the server does not wait for the
+    /// client.
     fn client_until_ns(&self) -> u64 {
         let until_ns = match &self.phase {
             _ if self.closing == Closing::Broken => return u64::MAX,
@@ -132,12 +132,12 @@ impl Connection {
         until_ns.min(self.send_until_ns)
     }
 
-    /// Leaves its client no more than `timeout_ns` for the handshake, unless that is done.
-    pub fn hurry(&mut self, timeout_ns: u64) {
+    /// Limits the handshake to `timeout_ns` from its beginning.
+    pub fn shorten_handshake(&mut self, timeout_ns: u64) {
         self.handshake_until_ns = self.handshake_until_ns.min(self.handshake_since_ns + timeout_ns);
     }
 
-    /// Breaks the connection to a client that is late.
+    /// Disconnects the client if its deadline has passed.
     pub fn check_deadline(&mut self, now_ns: u64) {
         if now_ns >= self.client_until_ns() {
             self.status.count_timeout();
@@ -146,12 +146,13 @@ impl Connection {
         }
     }
 
-    /// Whether it takes no more requests.
+    /// Whether the connection reads no more requests.
     pub fn is_closing(&self) -> bool {
         self.closing != Closing::No
     }
 
-    /// Whether nothing is in flight any more and it may be dropped.
+    /// Whether the connection is closing and can be dropped: no request and no operation of the ring is in
+    /// flight, and all replies were sent or cannot be sent.
     pub fn is_over(&self) -> bool {
         self.closing != Closing::No
             && self.is_idle()
@@ -159,7 +160,7 @@ impl Connection {
             && (self.closing == Closing::Broken || self.stream.is_flushed())
     }
 
-    /// Whether neither the block layer nor a worker has anything of it.
+    /// Whether neither the block layer nor a worker is processing anything of this connection.
     fn is_idle(&self) -> bool {
         match &self.phase {
             Phase::Handshake(..) => !self.stream.is_handshake_offloaded(),
@@ -167,12 +168,12 @@ impl Connection {
         }
     }
 
-    /// Whether the kernel has memory of this connection.
+    /// Whether the kernel is using memory of this connection.
     pub fn is_armed(&self) -> bool {
         self.stream.is_armed()
     }
 
-    /// Returns its buffers, before it is dropped.
+    /// Returns the buffers to `shared`. The connection is dropped afterwards.
     pub fn release(&mut self, shared: &mut EngineShared) {
         self.stream.release(&mut shared.buffers);
         shared.budget.forget(self.slot);
@@ -181,13 +182,14 @@ impl Connection {
         }
     }
 
-    /// The server stops: no further request is read. The client has until `until_ns` to finish its handshake, and to
-    /// take what is being sent to it.
+    /// The server is stopping, so the connection reads no more requests. The client has until `until_ns` to
+    /// finish its handshake and to take the replies that are being sent.
     pub fn stop(&mut self, until_ns: u64) {
         match &mut self.phase {
             Phase::Handshake(handshake, _) => {
                 handshake.shut_down();
-                // Options that have arrived are answered; end of stream then closes the connection.
+                // Options that were received are still answered. The end of the stream then closes the
+                // connection.
                 self.handshake_until_ns = self.handshake_until_ns.min(until_ns);
             }
             Phase::Transmission(_) if self.closing == Closing::No => self.closing = Closing::Drain,
@@ -201,14 +203,14 @@ impl Connection {
         }
     }
 
-    /// Neither receives nor sends any more.
+    /// Closes the connection in both directions. Unsent replies are dropped.
     fn break_off(&mut self) {
         self.closing = Closing::Broken;
         self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Does all that can be done in this turn: parses, submits, sends, receives. Returns whether more of what has
-    /// arrived is to be parsed in the next turn.
+    /// Does the work that is possible in this turn: parses, submits, sends and receives. Returns whether
+    /// received data is left to parse in the next turn.
     pub fn turn(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
         self.ready = false;
         if self.stream.is_handshake_offloaded() {
@@ -220,25 +222,25 @@ impl Connection {
                 _ => requests.begin_parts(self.stream.replies(), shared, cx),
             }
         }
-        let mut wish = self.parse(shared, cx);
-        while wish == Wish::Receive && self.decrypt(shared) {
-            wish = self.parse(shared, cx);
-            // The rest of a payload is not checked against the budget by the parser.
-            if wish == Wish::Receive && shared.work.is_over() {
-                wish = Wish::Later;
+        let mut waiting_for = self.parse(shared, cx);
+        while waiting_for == WaitingFor::Input && self.decrypt(shared) {
+            waiting_for = self.parse(shared, cx);
+            // The parser does not check the budget while it copies the rest of a payload.
+            if waiting_for == WaitingFor::Input && shared.work.is_over() {
+                waiting_for = WaitingFor::NextTurn;
             }
         }
-        let mut hungry = wish == Wish::Receive;
-        if hungry && let Some(tls) = self.stream.offload_handshake() {
+        let mut wants_input = waiting_for == WaitingFor::Input;
+        if wants_input && let Some(tls) = self.stream.offload_handshake() {
             shared.offload_handshake(self.slot, tls, cx);
             return false;
         }
-        hungry &= !self.stream.must_send_first() && self.closing == Closing::No;
+        wants_input &= !self.stream.must_send_first() && self.closing == Closing::No;
         if self.closing != Closing::No {
             shared.budget.forget(self.slot);
         }
         if self.closing == Closing::Broken {
-            // A send in flight keeps its memory until it completes.
+            // Only the gathered replies are dropped. A send in flight uses its memory until it completes.
             let freed = self.stream.drop_replies(&mut shared.buffers);
             if let Phase::Transmission(requests) = &mut self.phase {
                 requests.free(freed, shared);
@@ -246,7 +248,7 @@ impl Connection {
         } else if !self.stream.is_sending() {
             self.send(shared, cx);
         }
-        if !hungry || self.stream.is_receiving() {
+        if !wants_input || self.stream.is_receiving() {
             self.backoff.cancel();
         } else if !self.backs_off(shared, cx) {
             self.receive(shared, cx);
@@ -254,31 +256,31 @@ impl Connection {
         if let Phase::Transmission(requests) = &self.phase {
             self.status.publish(requests.counters(), requests.outstanding());
         }
-        wish == Wish::Later && self.closing == Closing::No
+        waiting_for == WaitingFor::NextTurn && self.closing == Closing::No
     }
 
-    /// Parses what has arrived, as far as there is room for it and the turn's budget allows.
-    fn parse(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> Wish {
-        // While a receive is in flight the stream, or the payload, is the kernel's.
+    /// Parses the received data, as far as the limits of memory and requests and the turn's budget allow.
+    fn parse(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> WaitingFor {
+        // While a receive is in flight, the kernel may write to the input buffer and to the payload.
         if self.stream.is_receiving() {
-            return Wish::Nothing;
+            return WaitingFor::Completion;
         }
         while self.closing == Closing::No {
             let (handshake, exports) = match &mut self.phase {
                 Phase::Transmission(requests) => {
                     match requests.parse(&mut self.stream, shared, cx) {
-                        Parsed::Receive => return Wish::Receive,
-                        Parsed::Later => return Wish::Later,
+                        Parsed::Receive => return WaitingFor::Input,
+                        Parsed::Later => return WaitingFor::NextTurn,
                         Parsed::Wait => {}
                         Parsed::Disconnect => self.closing = Closing::Drain,
                         Parsed::Violation => {
-                            self.violate(Reason::Request);
+                            self.record_violation(Reason::Request);
                             self.closing = Closing::Drain;
                         }
                     }
-                    return Wish::Nothing;
+                    return WaitingFor::Completion;
                 }
-                Phase::Handshake(..) if shared.work.is_over() => return Wish::Later,
+                Phase::Handshake(..) if shared.work.is_over() => return WaitingFor::NextTurn,
                 Phase::Handshake(handshake, exports) => (handshake, exports),
             };
             let (input, replies) = self.stream.input_and_replies();
@@ -286,15 +288,19 @@ impl Connection {
             self.stream.consume(taken);
             shared.work.spend(handshake.take_work());
             match next {
-                Next::Receive => return Wish::Receive,
-                Next::Later => return Wish::Later,
+                Next::Receive => return WaitingFor::Input,
+                Next::Later => return WaitingFor::NextTurn,
                 Next::StartTls => {
                     self.start_tls();
-                    return if self.closing == Closing::No { Wish::Receive } else { Wish::Nothing };
+                    return if self.closing == Closing::No {
+                        WaitingFor::Input
+                    } else {
+                        WaitingFor::Completion
+                    };
                 }
                 Next::Close => {
                     if !handshake.is_aborted() {
-                        self.violate(Reason::Handshake);
+                        self.record_violation(Reason::Handshake);
                     }
                     self.closing = Closing::Drain;
                 }
@@ -307,17 +313,18 @@ impl Connection {
                 }
             }
         }
-        Wish::Nothing
+        WaitingFor::Completion
     }
 
     fn start_tls(&mut self) {
         if !self.stream.start_tls() {
-            self.violate(Reason::Handshake);
+            self.record_violation(Reason::Handshake);
             self.break_off();
         }
     }
 
-    /// Decrypts what has arrived to where it belongs. True if there is something to parse now.
+    /// Decrypts received data into the payload that is expected, else into the input buffer. Returns whether
+    /// there is new data to parse.
     fn decrypt(&mut self, shared: &mut EngineShared) -> bool {
         let payload = match &mut self.phase {
             Phase::Handshake(..) => None,
@@ -328,7 +335,8 @@ impl Connection {
         match decrypted {
             Ok(0) => return false,
             Ok(bytes) => {
-                // Of a payload, if one is on its way; else for the parser.
+                // The bytes belong to the payload if one is expected, else the parser finds them in the
+                // input.
                 if let Phase::Transmission(requests) = &mut self.phase {
                     requests.took_payload(bytes);
                 }
@@ -337,40 +345,37 @@ impl Connection {
             Err(TlsEnd::Closed) => self.closing = Closing::Drain,
             Err(TlsEnd::Broken) => {
                 let reason = Reason::Tls(self.stream.tls_failure());
-                self.violate(reason);
+                self.record_violation(reason);
                 self.closing = Closing::Drain;
             }
         }
         false
     }
 
-    /// A worker went on with the handshake of TLS.
+    /// Continues after a worker has carried out a step of the TLS handshake.
     pub fn resume_handshake(&mut self, tls: Box<Tls>) {
         self.stream.resume_handshake(tls);
     }
 
-    /// A bio completed.
     pub fn complete(&mut self, request: InFlight, completion: Completion, shared: &mut EngineShared) {
         if let Phase::Transmission(requests) = &mut self.phase {
             requests.complete(request, completion, self.stream.replies(), shared);
         }
     }
 
-    /// An ordered write completed.
     pub fn complete_ordered(&mut self, finished: Finished, shared: &mut EngineShared) {
         if let Phase::Transmission(requests) = &mut self.phase {
             requests.complete_ordered(finished, self.stream.replies(), shared);
         }
     }
 
-    /// A query of the metadata contexts completed.
     pub fn complete_status(&mut self, request: InFlight, contexts: Option<Vec<ContextStatus>>) {
         if let Phase::Transmission(requests) = &mut self.phase {
             requests.complete_status(request, contexts, self.stream.replies());
         }
     }
 
-    /// Whether to receive later.
+    /// Whether to delay the next receive: see [`ReceiveBackoff`].
     fn backs_off(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
         let Phase::Transmission(requests) = &self.phase else { return false };
         let on = shared.options.switches.receive_backoff.load(Relaxed);
@@ -395,7 +400,7 @@ impl Connection {
         }
     }
 
-    /// Sends what was gathered, if anything, and what TLS sends by itself.
+    /// Sends the gathered replies, and what TLS has to send itself.
     fn send(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         if self.closing == Closing::Drain && self.is_idle() && self.stream.replies().is_empty() {
             self.stream.close_tls();
@@ -415,7 +420,7 @@ impl Connection {
         }
     }
 
-    /// A send completed with a count of bytes, or a negative errno.
+    /// Handles a completed send. `result` is the number of bytes, or a negative errno.
     pub fn sent(&mut self, result: i32, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         let sent = self.stream.sent(result);
         if sent.is_err() {
@@ -431,7 +436,7 @@ impl Connection {
         }
     }
 
-    /// Receives more of the stream, or of a payload, for which there is a time.
+    /// Receives more of the stream, or of a payload, whose deadline then begins.
     fn receive(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         let payload = match &mut self.phase {
             Phase::Handshake(..) => None,
@@ -444,7 +449,7 @@ impl Connection {
         self.stream.receive(payload, cx);
     }
 
-    /// A receive completed with a count of bytes, or a negative errno.
+    /// Handles a completed receive. `result` is the number of bytes, or a negative errno.
     pub fn received(&mut self, result: i32) {
         let mut payload = 0;
         if let Phase::Transmission(requests) = &mut self.phase {
@@ -458,7 +463,7 @@ impl Connection {
                 }
             }
             Received::Nothing => {}
-            // Earlier requests are answered.
+            // The client sends no more, but earlier requests are still answered.
             Received::Closed if self.closing == Closing::No => self.closing = Closing::Drain,
             Received::Closed => {}
             Received::Failed => self.break_off(),

@@ -1,7 +1,7 @@
-//! The handshake: fixed newstyle negotiation as a state machine over bytes.
+//! The fixed newstyle handshake as a state machine over bytes.
 //!
-//! The caller keeps what it received in one buffer of at least [`INPUT_BYTES`], hands it to
-//! [`Handshake::receive`], drops what was consumed and sends what was written.
+//! The caller keeps received bytes in a buffer of at least [`INPUT_BYTES`] and passes them to
+//! [`Handshake::receive`]. It then drops the bytes that were consumed and sends the output.
 
 use std::sync::Arc;
 
@@ -13,119 +13,121 @@ use super::contexts::{Contexts, OfferedBitmap, context_name};
 use super::proto::*;
 use super::reply::ReplyStyle;
 
-/// Options of one handshake; a client needs about ten.
+/// Maximum number of options in one handshake. A client needs about ten.
 pub const OPTIONS_MAX: u32 = 128;
-/// Longest option that is parsed, in bytes. Room for the longest name and a dozen
-/// queries of the longest kind.
+/// Maximum length of an option in bytes. This is enough for the longest name and a dozen metadata context
+/// queries of the maximum length.
 pub const OPTION_MAX_BYTES: usize = 64 << 10;
-/// Longest option that is answered with an error, in bytes; longer ones close the session.
+/// Maximum length in bytes of an option that is skipped and answered with an error. A longer option closes
+/// the connection.
 pub const OPTION_SKIP_MAX_BYTES: usize = 1 << 20;
-/// Queries of one option; a client needs one per context, of which an export has at most 66.
+/// Maximum number of queries in one option. A client needs one for each metadata context, of which an export
+/// has at most 66.
 pub const QUERIES_MAX: u32 = 256;
-/// Least size of the caller's buffer, in bytes.
+/// Minimum size in bytes of the caller's input buffer.
 pub const INPUT_BYTES: usize = size_of::<OptionHeader>() + OPTION_MAX_BYTES;
 
-/// Clients that do not ask for block sizes keep to sectors of this size, in bytes; a larger
-/// minimum they must have asked for.
+/// Block size in bytes that clients assume if they do not request [`info::BLOCK_SIZE`]. A client must request
+/// it before it can use an export with a larger minimum (`NBD_REP_ERR_BLOCK_SIZE_REQD`).
 const BLOCK_MIN_USUAL_BYTES: u32 = 512;
 
-/// One thing that clients can choose.
+/// An export that clients can choose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Export {
-    /// Its name, at most [`STRING_MAX_BYTES`] long.
+    /// The export name, at most [`STRING_MAX_BYTES`] bytes long.
     pub name: String,
-    /// A line for people, at most [`STRING_MAX_BYTES`] long. May be empty.
+    /// A description for users, at most [`STRING_MAX_BYTES`] bytes long. May be empty.
     pub description: String,
-    /// Its size in bytes.
+    /// Size of the export in bytes.
     pub size_bytes: u64,
-    /// Its capabilities. [`TransmissionFlags::SEND_DF`] comes by itself with structured replies.
+    /// Capabilities of the export. [`TransmissionFlags::SEND_DF`] is added if the client negotiated
+    /// structured or extended replies.
     pub flags: TransmissionFlags,
-    /// NBD's minimum block size, the smallest request and the alignment of all, in bytes: a power
-    /// of two from 1 to 65536. The disk's logical block, or 1 if parts of blocks are served.
+    /// Size of the smallest request, and the alignment of all requests, in bytes: a power of two from 1 to
+    /// 65536. This is the disk's logical block size, or 1 if the server serves unaligned requests.
     pub minimum_block_bytes: u32,
-    /// Smallest request that is efficient, in bytes: a power of two from 512 (and the
-    /// minimum) to [`PAYLOAD_MAX_BYTES`].
+    /// Size of the smallest request that is efficient, in bytes: a power of two from 512 or the minimum,
+    /// whichever is larger, to [`PAYLOAD_MAX_BYTES`].
     pub preferred_block_bytes: u32,
-    /// Its dirty bitmaps, at most [`BITMAPS_MAX`](blkq::bitmap::BITMAPS_MAX).
+    /// The dirty bitmaps of the export, at most [`BITMAPS_MAX`](blkq::bitmap::BITMAPS_MAX).
     pub bitmaps: Arc<[OfferedBitmap]>,
 }
 
-/// The outcome of a handshake.
+/// The outcome of a successful handshake.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Session {
-    /// Index of the export.
+    /// Index of the chosen export.
     pub export: usize,
-    /// Its size in bytes.
+    /// Size of the export in bytes.
     pub size_bytes: u64,
-    /// Its capabilities.
+    /// Capabilities of the export, as announced to this client.
     pub flags: TransmissionFlags,
-    /// Smallest request and alignment of all, in bytes.
+    /// Size of the smallest request, and the alignment of all requests, in bytes.
     pub minimum_block_bytes: u32,
-    /// The format of replies.
+    /// The negotiated format of requests and replies.
     pub replies: ReplyStyle,
-    /// The metadata contexts that were chosen.
+    /// The metadata contexts that the client chose for this export.
     pub contexts: Contexts,
 }
 
-/// Whether a client may, or must, ask for TLS.
+/// Whether clients can or must start TLS.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TlsPolicy {
-    /// It may not.
+    /// The server does not offer TLS.
     #[default]
     Off,
-    /// It may.
+    /// Clients can start TLS or do without it.
     Optional,
-    /// Before it has, it learns nothing and chooses nothing.
+    /// Clients must start TLS before they can use any option but ABORT.
     Required,
 }
 
-/// The next step of the handshake.
+/// What the caller must do next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
-    /// With more bytes.
+    /// Receive more bytes from the client.
     Receive,
-    /// With the bytes that were not consumed, in the next turn: these took a turn's budget.
+    /// Call [`Handshake::receive`] again in the next turn, with the bytes that were not consumed. The budget
+    /// of this turn is spent.
     Later,
-    /// With more bytes, under TLS: send what was written in clear, then encrypt both ways. Bytes
-    /// that were received and not consumed cannot be trusted: if there are any,
-    /// close.
+    /// Send the output in plaintext, then continue under TLS in both directions. If there are received bytes
+    /// that were not consumed, close the connection: they came before TLS and cannot be trusted.
     StartTls,
-    /// Not at all: the requests begin.
+    /// Enter the transmission phase of this session.
     Transmission(Session),
-    /// Not at all: send what was written and close.
+    /// Send the output, then close the connection.
     Close,
 }
 
 enum State {
     ClientFlags,
     Options,
-    /// So many bytes of a refused option are dropped.
+    /// The given number of bytes is left of an option that is skipped.
     Skip(usize),
     Over,
 }
 
-/// One handshake, seen from the server.
+/// The server's side of one handshake.
 pub struct Handshake {
     state: State,
     tls: TlsPolicy,
-    /// TLS has begun.
     encrypted: bool,
     client_flags: ClientFlags,
     options: u32,
     replies: ReplyStyle,
-    /// The export for which metadata contexts were chosen, and which.
+    /// Index of the export for which the client chose metadata contexts, and these contexts.
     contexts: Option<(usize, Contexts)>,
-    /// The export whose block sizes the client received.
+    /// Index of the export whose block sizes the client has received.
     block_sizes: Option<usize>,
     aborted: bool,
     lacks_tls: bool,
     shutting_down: bool,
-    /// Options, and queries and replies of them, since [`Handshake::take_work`].
+    /// Options, queries and replies processed since [`Handshake::take_work`].
     work: usize,
 }
 
 impl Handshake {
-    /// A new handshake; the server's greeting is appended to `output`.
+    /// Begins a handshake, and appends the server's greeting to `output`.
     pub fn new(tls: TlsPolicy, output: &mut Vec<u8>) -> Handshake {
         let flags = HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES;
         let greeting =
@@ -147,29 +149,30 @@ impl Handshake {
         }
     }
 
-    /// From now on every option but ABORT is answered with an error.
+    /// From now on, answers each option except ABORT with `NBD_REP_ERR_SHUTDOWN`.
     pub fn shut_down(&mut self) {
         self.shutting_down = true;
     }
 
-    /// Whether the client aborted it in the way that the protocol has for that.
+    /// Whether the client ended the handshake with ABORT.
     pub fn is_aborted(&self) -> bool {
         self.aborted
     }
 
-    /// Whether the client was refused for not asking for TLS, and has not asked since.
+    /// Whether the client used an option before TLS although TLS is required, and has not started TLS since.
     pub fn lacks_tls(&self) -> bool {
         self.lacks_tls && !self.encrypted
     }
 
-    /// The options, and queries and replies of them, since the last call: a client chooses how many there are.
+    /// The number of options, queries and replies since the last call. They cost items of the turn's budget,
+    /// because the client chooses how many it sends.
     pub fn take_work(&mut self) -> usize {
         std::mem::take(&mut self.work)
     }
 
-    /// Takes what the client sent and was not yet consumed, as far as a turn's budget allows. Appends what is to be sent to
-    /// `output`; returns how many bytes were consumed, and what comes next. The first of
-    /// `exports`, which stays the same all along, is also the default one (empty name).
+    /// Processes `input`, the received bytes that were not consumed yet, as far as the budget of a turn
+    /// allows. Appends replies to `output`, and returns the number of consumed bytes and what the caller must
+    /// do next. `exports` must be the same for each call; the first is the default export (the empty name).
     pub fn receive(&mut self, input: &[u8], exports: &[Export], output: &mut Vec<u8>) -> (usize, Next) {
         let mut rest = input;
         let work_before = self.work;
@@ -178,7 +181,7 @@ impl Handshake {
                 State::ClientFlags => {
                     let Ok((bits, after)) = U32::read_from_prefix(rest) else { break Next::Receive };
                     rest = after;
-                    // The specification: an unknown flag closes the session.
+                    // The specification demands to close the connection after an unknown flag.
                     let Some(flags) = ClientFlags::from_bits(bits.get()) else { break Next::Close };
                     self.client_flags = flags;
                     self.state = State::Options;
@@ -201,7 +204,7 @@ impl Handshake {
                     if header.magic.get() != OPTION_MAGIC
                         || self.options == OPTIONS_MAX
                         || length > OPTION_SKIP_MAX_BYTES
-                        // Before fixed newstyle this was the only option, and it has no way to fail.
+                        // A client without fixed newstyle may use EXPORT_NAME only.
                         || (option != option::EXPORT_NAME
                             && !self.client_flags.contains(ClientFlags::FIXED_NEWSTYLE))
                         || (option == option::EXPORT_NAME && length > STRING_MAX_BYTES)
@@ -245,7 +248,7 @@ impl Handshake {
         if self.tls == TlsPolicy::Required && !self.encrypted {
             self.lacks_tls |= !matches!(option, option::STARTTLS | option::ABORT);
             match option {
-                // It has no way to fail.
+                // The reply to EXPORT_NAME cannot be an error.
                 option::EXPORT_NAME => return Next::Close,
                 option::STARTTLS | option::ABORT => {}
                 _ => {
@@ -312,7 +315,8 @@ impl Handshake {
             }
             option::STARTTLS => {
                 reply.send(option_reply::ACK, &[]);
-                // A man in the middle may have sent all that came before (CVE-2021-3716).
+                // Discards all earlier negotiation, because it was not protected: a man in the middle may
+                // have sent it (CVE-2021-3716).
                 self.replies = ReplyStyle::Simple;
                 self.contexts = None;
                 self.block_sizes = None;
@@ -336,7 +340,8 @@ impl Handshake {
     }
 
     fn export_name(&self, name: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
-        // With extended headers a client must use GO, which can be refused; this cannot.
+        // With extended headers a client must use GO. The reply to EXPORT_NAME cannot be an error, so close
+        // the connection.
         let Some(export) = find(exports, name).filter(|_| self.replies != ReplyStyle::Extended) else {
             return Next::Close;
         };
@@ -350,7 +355,7 @@ impl Handshake {
         Next::Transmission(session)
     }
 
-    /// Parses INFO or GO and describes the export.
+    /// Parses INFO or GO, and sends the information that the client requested.
     fn info(&mut self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Session, Refusal> {
         let mut data = Fields(data);
         let name = data.string()?;
@@ -399,7 +404,7 @@ impl Handshake {
         reply: &mut Reply<'_>,
     ) -> Result<(), Refusal> {
         if set {
-            // An earlier choice is forgotten even when this fails.
+            // A new SET_META_CONTEXT replaces the earlier choice, even if it fails.
             self.contexts = None;
         }
         if self.replies == ReplyStyle::Simple {
@@ -454,16 +459,16 @@ impl Handshake {
 
 fn find(exports: &[Export], name: &[u8]) -> Option<usize> {
     let named = exports.iter().position(|export| export.name.as_bytes() == name);
-    // The empty name stands for the default export.
+    // The empty name selects the default export.
     named.or((name.is_empty() && !exports.is_empty()).then_some(0))
 }
 
-/// Kind and text of an error reply.
+/// Reply type and message of an error.
 type Refusal = (u32, &'static str);
 const INVALID: Refusal = (option_reply::ERR_INVALID, "malformed option");
 const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, "no such export");
 
-/// The fields of an option's data that are left.
+/// A reader of an option's data, over the bytes that are not read yet.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -473,7 +478,7 @@ impl<'a> Fields<'a> {
         Ok(value)
     }
 
-    /// A length of 32 bits and as many bytes.
+    /// Reads a string: a 32-bit length and that number of bytes.
     fn string(&mut self) -> Result<&'a [u8], Refusal> {
         let length = self.take::<U32>()?.get() as usize;
         let (string, rest) = self.0.split_at_checked(length).ok_or(INVALID)?;
@@ -485,7 +490,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Writes replies to one option.
+/// Appends replies to one option.
 struct Reply<'a> {
     option: u32,
     output: &'a mut Vec<u8>,

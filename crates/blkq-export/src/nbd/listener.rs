@@ -1,4 +1,4 @@
-//! Sockets on which clients arrive, made on the control plane before an engine gets them.
+//! The sockets of a server. They are opened on the control plane, before an engine accepts clients from them.
 
 use std::ffi::OsStr;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -16,96 +16,97 @@ use rustix::process::Pid;
 
 use crate::peer::Peer;
 
-/// Clients that the kernel lets wait to be accepted.
+/// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Bytes of replies that the kernel may buffer in a unix socket: one deep queue of small
-/// reads. Without the privilege net.core.wmem_max is the limit.
+/// Send buffer of a unix socket, in bytes: the replies of one deep queue of small reads. A process without
+/// CAP_NET_ADMIN is limited by net.core.wmem_max.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
-/// A TCP client that does not answer for a minute is considered dead, and its connection is dropped: it is
-/// asked when it has been silent for so long, so often, at this interval.
+/// TCP keepalive: after 30 s of silence the kernel probes the client every 10 s, and breaks the connection
+/// when three probes had no answer. So a dead client is detected after a minute.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// The users that may connect to a unix socket that is made here, besides root and its owner: connecting takes
-/// the right to write (unix(7)).
+/// Group and mode of a unix socket that the server creates. They decide who may connect besides root and the
+/// owner, because connecting needs write permission on the socket (unix(7)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SocketAccess {
-    /// Permissions of the path, at most 0o777.
+    /// Mode of the socket file, at most 0o777.
     pub mode: u32,
-    /// Group of the path; `None` for that of the process.
+    /// Group of the socket file; `None` for the group of the process.
     pub group: Option<u32>,
 }
 
 impl Default for SocketAccess {
-    /// Nobody else.
+    /// Only the owner and root may connect (mode 0600).
     fn default() -> SocketAccess {
         SocketAccess { mode: 0o600, group: None }
     }
 }
 
-/// Where clients come from.
+/// The socket on which a server accepts clients.
 #[derive(Debug)]
 pub enum Listen {
-    /// A unix socket, made at this path: for its owner only, unless [`SocketAccess`] opens it to others.
-    /// One that nobody answers on is replaced.
+    /// A unix socket that the server creates at this path, for its owner only unless [`SocketAccess`] says
+    /// otherwise. A stale socket file, on which no process listens, is replaced.
     Unix(PathBuf),
-    /// TCP: a host (or address) and a port, 0 for any free one.
+    /// TCP, with a host name or address and a port. Port 0 selects any free port.
     Tcp(String, u16),
-    /// A socket of unix or TCP from elsewhere: listening (socket activation) or connected (one
-    /// client).
+    /// A unix or TCP stream socket that another process opened. It either listens (socket activation) or is
+    /// connected to the only client.
     Inherited(OwnedFd),
 }
 
-/// An opened socket, and its address.
+/// An open socket, and its address.
 pub(super) struct Opened {
     pub socket: Socket,
-    pub place: ListenAddress,
+    pub listen_address: ListenAddress,
 }
 
 pub(super) enum Socket {
     Listening(OwnedFd),
-    /// One client.
+    /// A socket that is connected to the only client.
     Connected(OwnedFd),
 }
 
-/// A socket that listens, and its place.
+/// A listening socket and its address.
 pub struct Listener {
     socket: OwnedFd,
-    place: ListenAddress,
+    listen_address: ListenAddress,
 }
 
-/// Where clients connect. Dropped, the path of a unix socket is removed.
+/// The address of a server. When it is dropped, it removes the socket file of a unix socket that the server
+/// created.
 pub(super) enum ListenAddress {
-    /// With device and inode of what was made there.
+    /// The path, and the device and inode number of the socket file.
     Unix(PathBuf, (u64, u64)),
     Tcp(SocketAddr),
     Inherited {
         connected: bool,
-        /// If it is of TCP; else it is a unix socket.
+        /// The address of a TCP socket; `None` for a unix socket.
         address: Option<SocketAddr>,
-        /// The unix socket that listens, if all users of this machine may connect to it.
+        /// The name of a listening unix socket, if every user of this machine can connect to it.
         open: Option<String>,
     },
 }
 
 impl Listen {
-    /// Listens, for another server than NBD's: accepting does not block.
+    /// Listens for a server other than NBD. The socket is non-blocking.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if another process listens there already, [`ErrorKind::Invalid`] for a socket
-    /// that is connected, and the system's error.
+    /// Returns [`ErrorKind::Busy`] if another process is listening on the socket, [`ErrorKind::Invalid`] for
+    /// an inherited socket that is connected, or the error of the system.
     pub fn listen(self) -> Result<Listener, Error> {
         self.listen_as(SocketAccess::default())
     }
 
-    /// The same, where a unix socket is open to the users that `access` names.
+    /// Listens as [`Listen::listen`] does, with the given access to a unix socket.
     ///
     /// # Errors
-    /// As [`Listen::listen`].
+    /// The errors of [`Listen::listen`].
     pub fn listen_as(self, access: SocketAccess) -> Result<Listener, Error> {
-        let Opened { socket: Socket::Listening(socket), place } = self.open(access)? else {
+        let Opened { socket: Socket::Listening(socket), listen_address } = self.open(access)? else {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 "the inherited socket is connected; pass a listening socket",
@@ -117,7 +118,7 @@ impl Listen {
         };
         nonblocking()
             .map_err(|e: Errno| Error::system("cannot make the listening socket non-blocking", e))?;
-        Ok(Listener { socket, place })
+        Ok(Listener { socket, listen_address })
     }
 
     pub(super) fn open(self, access: SocketAccess) -> Result<Opened, Error> {
@@ -145,8 +146,8 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
             _ => "",
         })
     };
-    // The path takes the mode of the socket, so that nobody else can connect to it before it has its
-    // group and mode.
+    // bind(2) gives the socket file the mode of the socket. So only the owner can connect before `grant` has
+    // set the group and the mode.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(system)?;
     match rustix::net::bind(&socket, &address) {
         Err(Errno::ADDRINUSE) => {
@@ -155,8 +156,8 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
             if !is_socket {
                 return Err(busy("a file with this path exists; remove it, or choose another path"));
             }
-            // Nobody answers on what a killed server left behind. One that accepts nobody (EAGAIN) is
-            // not waited for.
+            // Connecting to the stale socket of a killed server is refused. The probe does not block: a
+            // server whose queue of waiting clients is full returns EAGAIN, which shows that it is running.
             let probe = new_socket(SocketFlags::NONBLOCK)?;
             if rustix::net::connect(probe, &address) != Err(Errno::CONNREFUSED) {
                 return Err(busy("another server is listening; stop it, or choose another path"));
@@ -166,23 +167,25 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
         }
         bound => bound.map_err(system)?,
     }
-    // At once: an attach that finds a socket on which nobody listens takes it for a dead server's.
+    // The socket listens immediately after bind: until then, another attach would take it for the stale
+    // socket of a killed server.
     rustix::net::listen(&socket, BACKLOG).map_err(system)?;
     let made = std::fs::symlink_metadata(&path).map_err(|e| Error::system(what(&path), e))?;
-    let place = ListenAddress::Unix(path.clone(), (made.dev(), made.ino()));
+    let listen_address = ListenAddress::Unix(path.clone(), (made.dev(), made.ino()));
     grant(&path, (made.dev(), made.ino()), access)?;
-    Ok(Opened { socket: Socket::Listening(socket), place })
+    Ok(Opened { socket: Socket::Listening(socket), listen_address })
 }
 
-/// Gives the unix socket `made` at `path` its group and then its mode: it is never open to more than
-/// `access` requires.
+/// Sets the group, then the mode of the unix socket file that was created at `path`. In this order the socket
+/// is never more accessible than `access` allows.
 fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Error> {
     if access == SocketAccess::default() {
         return Ok(());
     }
     let what =
         |change: String| move |e: Errno| Error::system(format!("{}: cannot {change}", path.display()), e);
-    // The socket that was made is changed, whatever is at the path by now.
+    // The descriptor pins the file: another process may replace the file at the path, but only the file that
+    // was created here is changed.
     let socket = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
         .map_err(what("open the new socket".to_owned()))?;
     let found = rustix::fs::fstat(&socket).map_err(what("inspect the socket".to_owned()))?;
@@ -194,7 +197,7 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
             what(format!("change the group to {group}, which only root and members of that group may do")),
         )?;
     }
-    // Linux before 6.6 changes no mode through a descriptor that is only a place.
+    // fchmod(2) does not work on an O_PATH descriptor, and fchmodat2(2) with AT_EMPTY_PATH needs Linux 6.6.
     let descriptor = format!("/proc/self/fd/{}", socket.as_raw_fd());
     rustix::fs::chmod(descriptor, Mode::from_raw_mode(access.mode))
         .map_err(what(format!("set mode {:03o}", access.mode)))
@@ -215,7 +218,7 @@ fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
     };
     let socket = TcpListener::bind(&addresses[..]).map_err(refused)?;
     let address = socket.local_addr().map_err(|e| Error::system(what(), e))?;
-    Ok(Opened { socket: Socket::Listening(socket.into()), place: ListenAddress::Tcp(address) })
+    Ok(Opened { socket: Socket::Listening(socket.into()), listen_address: ListenAddress::Tcp(address) })
 }
 
 fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
@@ -224,12 +227,12 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
     if kind != SocketType::STREAM {
         return Err(Error::new(ErrorKind::Invalid, what()));
     }
-    // The ring waits by itself; with O_NONBLOCK it would not.
+    // io_uring waits for the next client by itself. With O_NONBLOCK it would complete with EAGAIN instead.
     let flags = rustix::fs::fcntl_getfl(&socket).map_err(|e| Error::system(what(), e))?;
     rustix::fs::fcntl_setfl(&socket, flags - OFlags::NONBLOCK).map_err(|e| Error::system(what(), e))?;
     let own = rustix::net::getsockname(&socket).map_err(|e| Error::system(what(), e))?;
     let mut open = None;
-    // The reach of any other family is not known: a guest, for one, connects through AF_VSOCK.
+    // For other families it is not known who can connect. With AF_VSOCK, for example, virtual machines can.
     let address = match sockopt::socket_domain(&socket).map_err(|e| Error::system(what(), e))? {
         AddressFamily::UNIX => {
             open = SocketAddrUnix::try_from(own).ok().and_then(|own| open_to_all(&own));
@@ -249,16 +252,17 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
         }
     };
     if sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))? {
-        let place = ListenAddress::Inherited { connected: false, address, open };
-        return Ok(Opened { socket: Socket::Listening(socket), place });
+        let listen_address = ListenAddress::Inherited { connected: false, address, open };
+        return Ok(Opened { socket: Socket::Listening(socket), listen_address });
     }
     rustix::net::getpeername(&socket)
         .map_err(|e| Error::system("the inherited socket neither listens nor is connected", e))?;
-    let place = ListenAddress::Inherited { connected: true, address, open: None };
-    Ok(Opened { socket: Socket::Connected(socket), place })
+    let listen_address = ListenAddress::Inherited { connected: true, address, open: None };
+    Ok(Opened { socket: Socket::Connected(socket), listen_address })
 }
 
-/// The name of a unix socket to which all users of this machine may connect (unix(7)).
+/// Returns the name of the unix socket if every user of this machine can connect to it: an abstract socket,
+/// which has no permissions, or a socket file that all may write (unix(7)).
 fn open_to_all(address: &SocketAddrUnix) -> Option<String> {
     if let Some(name) = address.abstract_name() {
         return Some(format!("@{}", String::from_utf8_lossy(name)));
@@ -272,22 +276,22 @@ fn is_open_to_all(path: &Path) -> bool {
 }
 
 impl Listener {
-    /// Where it listens, if that is TCP.
+    /// The TCP address on which the server listens, if any.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
-        match &self.place {
+        match &self.listen_address {
             ListenAddress::Tcp(address) => Some(*address),
             _ => None,
         }
     }
 
-    /// The unix socket, if all users of this machine may connect to it.
+    /// The name of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
-        self.place.open_to_all_users()
+        self.listen_address.open_to_all_users()
     }
 
-    /// Where it listens, if that is a unix socket.
+    /// The path of the unix socket on which the server listens, if any.
     pub fn unix_path(&self) -> Option<&Path> {
-        match &self.place {
+        match &self.listen_address {
             ListenAddress::Unix(path, _) => Some(path),
             _ => None,
         }
@@ -301,8 +305,8 @@ impl AsFd for Listener {
 }
 
 impl ListenAddress {
-    /// As an NBD URI of the export of that name, or without one (empty), for clients that must use TLS
-    /// or not.
+    /// The NBD URI of the export with this name, or of the server if the name is empty. `tls`: clients must
+    /// use TLS.
     pub fn uri(&self, tls: bool, export: &str) -> String {
         let scheme = if tls { "nbds" } else { "nbd" };
         let export = escaped(export.as_bytes());
@@ -319,7 +323,7 @@ impl ListenAddress {
         }
     }
 
-    /// Its name, if it is a unix socket to which all users may connect.
+    /// The name of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
         match self {
             ListenAddress::Inherited { open, .. } => open.clone(),
@@ -328,14 +332,14 @@ impl ListenAddress {
         }
     }
 
-    /// Its address, if other machines may reach that.
+    /// The TCP address, if other machines can connect to it.
     pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
         self.address().filter(|address| !is_loopback(address))
     }
 
-    /// Its address, if that is of TCP and for this machine: all of its users may connect.
+    /// The TCP address, if it is a loopback address that every user of this machine can connect to.
     pub fn on_loopback(&self) -> Option<SocketAddr> {
-        // Of one that is connected no other client comes.
+        // A socket that is already connected accepts no other client.
         let connected = matches!(self, ListenAddress::Inherited { connected: true, .. });
         self.address().filter(|address| is_loopback(address) && !connected)
     }
@@ -349,7 +353,7 @@ impl ListenAddress {
     }
 }
 
-/// As part of a URI.
+/// Percent-encodes `text` for a URI.
 fn escaped(text: &[u8]) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
     let escaped = text.iter().map(|byte| match plain(*byte) {
@@ -362,7 +366,7 @@ fn escaped(text: &[u8]) -> String {
 impl Drop for ListenAddress {
     fn drop(&mut self) {
         let ListenAddress::Unix(path, made) = &*self else { return };
-        // Another server may have taken the place meanwhile.
+        // Another server may have created a socket at the same path meanwhile.
         if std::fs::symlink_metadata(path).is_ok_and(|found| (found.dev(), found.ino()) == *made) {
             let _ = std::fs::remove_file(path);
         }
@@ -373,7 +377,8 @@ fn is_loopback(address: &SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
 }
 
-/// Sets up a client's socket. An option that the kernel refuses here only costs speed.
+/// Sets the options of a client's socket. Errors are ignored, because the options only affect speed and the
+/// detection of dead clients.
 pub(super) fn tune(socket: BorrowedFd<'_>) {
     if is_unix(socket) {
         if sockopt::set_socket_send_buffer_size_force(socket, SEND_BUFFER_BYTES).is_err() {
@@ -388,7 +393,7 @@ pub(super) fn tune(socket: BorrowedFd<'_>) {
     }
 }
 
-/// The name of the peer, for people.
+/// Describes the peer for logs and lists of connections.
 pub(super) fn peer_name(socket: BorrowedFd<'_>) -> String {
     if is_unix(socket) {
         return match Peer::of(socket) {
@@ -412,8 +417,8 @@ mod tests {
 
     use super::*;
 
-    /// Another thread checks all the time: it never sees a mode beyond the owner's with another group
-    /// than the one that it is for.
+    /// While sockets are created and removed, another thread checks the file. It must never see a mode that
+    /// lets the group connect before the group is the right one.
     #[test]
     fn a_socket_is_never_more_open_than_asked() {
         let path = std::env::temp_dir().join(format!("blkq-grant-{}", std::process::id()));
@@ -430,7 +435,8 @@ mod tests {
                 let mut seen = 0;
                 while !done.load(Ordering::Relaxed) {
                     let Ok(found) = std::fs::symlink_metadata(&path) else { continue };
-                    // The kernel reads the group first, and then the mode: both may change in between.
+                    // stat(2) reads the group before the mode, and both may change in between. So a wrong
+                    // pair is read again.
                     let Ok(found) =
                         (if is_right(&found) { Ok(found) } else { std::fs::symlink_metadata(&path) })
                     else {

@@ -1,4 +1,4 @@
-//! Options of a server: its exports, and the limits of its clients.
+//! The options of a server: its exports, and the limits for its clients.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,81 +12,85 @@ use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
 use super::ranges::RangeLock;
 use super::tls::TlsOptions;
 
-/// Most requests in flight per connection: two iovecs each, of the 1024 that one send takes.
+/// Upper limit of the requests in flight per connection. Each reply takes up to two iovecs, and one send
+/// takes at most 1024.
 const REQUESTS_MAX: usize = 500;
 
-/// A disk under a name.
+/// A disk that clients can choose by name.
 #[derive(Clone, Debug)]
 pub struct NbdExport {
-    /// The name that clients ask for, at most 4096 bytes. The empty name also means the first export.
+    /// The export name, at most 4096 bytes. A client that asks for the empty name gets the first export.
     pub name: String,
-    /// A line for people, at most 4096 bytes.
+    /// A description for users, at most 4096 bytes. It may be empty.
     pub description: String,
-    /// The disk's queue among the queues of the engine, the same number on every engine.
+    /// The index of the disk's queue among the queues of the engine. It must be the same on each engine of
+    /// the server.
     pub queue: usize,
 }
 
-/// Exports of a server, and limits of its clients.
+/// Exports of a server, and the limits for its clients.
 #[derive(Clone, Debug)]
 pub struct NbdOptions {
-    /// At least one.
+    /// The exports, at least one. The first is the default export.
     pub exports: Vec<NbdExport>,
-    /// Connections at once; more are closed at once, and so are those for which there is no memory.
-    /// A quarter of them may be in the handshake; then others wait to be accepted, and a handshake
-    /// may take one second.
+    /// The number of connections at the same time, at least 1. Further connections are closed immediately, as
+    /// are those for which there is no memory. At most a quarter of the connections, rounded up, may be in
+    /// the handshake: then the server does not accept more, and limits a handshake to one second.
     pub connections_max: usize,
-    /// Requests in flight per connection, 1 to 500; more wait in the socket.
+    /// Requests in flight per connection, 1 to 500. Further requests wait in the socket.
     pub requests_max: usize,
-    /// Bytes in buffers per connection; what would go beyond waits. One request always fits.
+    /// I/O buffers per connection, in bytes. A request that would exceed the limit waits, unless it is the
+    /// only one.
     pub buffered_bytes_max: usize,
-    /// Bytes in buffers of all connections together, beyond 256 KiB each; divided among the
-    /// engines, but at least one largest request, of 32 MiB and its edges, for each of them. A connection
-    /// that finds none left waits its turn, and its requests stay in the socket.
+    /// I/O buffers of all connections together, in bytes, in addition to 256 KiB per connection. Each engine
+    /// gets an equal share, but at least the size of the largest request: 32 MiB and the blocks at its ends.
+    /// A connection that exceeds the share waits until others release memory; its requests stay in the
+    /// socket.
     pub buffered_bytes_total: usize,
-    /// Whether the URI names the first export; clients that name none get it too.
+    /// Whether the URI contains the name of the first export. Clients that ask for no name get this export as
+    /// well.
     pub named_in_uri: bool,
-    /// The users that may connect to the unix sockets that are made.
+    /// Owner group and mode of the unix socket that the server creates.
     pub access: SocketAccess,
-    /// Time for the handshake, in seconds.
+    /// Time limit of the handshake, in seconds, at least 1.
     pub handshake_timeout_s: u64,
-    /// Time in which a client must take replies, or send the whole payload of a write that it
-    /// began, in seconds, plus one for each MiB. Then it is dropped.
+    /// Time in seconds, at least 1, in which a client must take a reply or send the payload of a write, plus
+    /// one second for each MiB. A client that takes longer is disconnected.
     pub transfer_timeout_s: u64,
-    /// Serves every byte: clients may begin and end anywhere, also in the middle of a block, and are shown a size
-    /// that is no multiple of one. All servers of a disk need the same lock, and nothing but these servers may write
-    /// to the disk, which is resized by [`RangeLock::resize`]. `None`: requests are whole logical blocks, and so is
-    /// the size.
+    /// Serves requests that are not aligned to logical blocks: clients see a minimum block size of 1 and the
+    /// exact size of the device. All servers of one disk must share the same lock, nothing else may write to
+    /// the disk, and the disk must be resized with [`RangeLock::resize`]. `None`: requests and the size are
+    /// whole logical blocks.
     pub unaligned: Option<Arc<RangeLock>>,
-    /// TLS, if it is offered.
+    /// TLS for clients, `None` if the server does not offer it.
     pub tls: Option<TlsOptions>,
-    /// Whether clients of other machines may come without TLS.
+    /// Whether other machines may connect without TLS.
     pub insecure: bool,
-    /// An eventfd that does not block, written whenever the last client has disconnected, once one
-    /// has chosen an export: one that only listed exports does not count.
+    /// A non-blocking eventfd that is written when the last client has disconnected, once a client had chosen
+    /// an export. A client that only listed the exports does not count.
     pub idle_event: Option<Arc<OwnedFd>>,
-    /// An eventfd that does not block, written whenever
-    /// [`NbdServer::take_rejections`](super::NbdServer::take_rejections) has some to report; without one there are
-    /// none.
+    /// A non-blocking eventfd that is written when
+    /// [`NbdServer::take_rejections`](super::NbdServer::take_rejections) has something to return. `None`:
+    /// rejections are not recorded.
     pub rejection_event: Option<Arc<OwnedFd>>,
-    /// Mechanisms that can be turned off, also while clients are served.
+    /// Mechanisms that can be switched while clients are connected.
     pub switches: Arc<NbdSwitches>,
 }
 
-/// Mechanisms of a server that can be turned off and on while it runs. Clones of options share
-/// them.
+/// Mechanisms that can be switched off and on while the server is running. Clones of the options share them.
 #[derive(Debug)]
 pub struct NbdSwitches {
-    /// Requests of a client that is busy reading replies are left to gather for a moment
-    /// ([`NbdCounters::receive_backoffs`](super::NbdCounters::receive_backoffs)).
+    /// Delays the next receive for a moment if the client is busy reading replies, so that several requests
+    /// arrive together ([`NbdCounters::receive_backoffs`](super::NbdCounters::receive_backoffs)).
     pub receive_backoff: AtomicBool,
-    /// Large reads are done in parts, for clients that understand that
-    /// ([`NbdCounters::split_reads`](super::NbdCounters::split_reads)). Connections keep
-    /// what it was when they opened.
+    /// Splits large reads into parts if the client negotiated structured replies
+    /// ([`NbdCounters::split_reads`](super::NbdCounters::split_reads)). A change applies to clients that
+    /// connect afterwards.
     pub split_reads: AtomicBool,
 }
 
 impl Default for NbdSwitches {
-    /// All on.
+    /// All mechanisms are switched on.
     fn default() -> NbdSwitches {
         let on = || AtomicBool::new(true);
         NbdSwitches { receive_backoff: on(), split_reads: on() }
@@ -94,9 +98,9 @@ impl Default for NbdSwitches {
 }
 
 impl Default for NbdOptions {
-    /// No export; 64 connections of 256 requests and 64 MiB, 256 MiB for all of them, 10 s to begin, 30 s to take a
-    /// reply or send a payload; whole blocks only; unix sockets for their owner; no TLS; other machines are not let
-    /// in without TLS; no event when clients have disconnected.
+    /// No export; 64 connections with 256 requests and 64 MiB each, 256 MiB together; 10 s for the handshake,
+    /// 30 s to take a reply or send a payload; aligned requests only; unix sockets for their owner only; no
+    /// TLS, and no other machine may connect without it; no events.
     fn default() -> NbdOptions {
         NbdOptions {
             exports: Vec::new(),
@@ -137,13 +141,13 @@ impl NbdOptions {
         Ok(())
     }
 
-    /// Connections that may be in their handshake at once: so many strangers leave most of them to
-    /// others.
+    /// Connections that may be in their handshake at the same time. Clients that never finish it leave the
+    /// other connections to those that do.
     pub(super) fn handshakes_max(&self) -> usize {
         self.connections_max.div_ceil(4)
     }
 
-    /// The export that the URI names, or nothing.
+    /// The export name for the URI, empty if the URI contains none.
     pub(super) fn name_in_uri(&self) -> &str {
         self.exports.first().filter(|_| self.named_in_uri).map_or("", |export| &export.name)
     }

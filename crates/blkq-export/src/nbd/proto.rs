@@ -1,220 +1,223 @@
-//! Numbers and layouts of the NBD protocol: doc/proto.md of the reference implementation,
-//! and its `extension-ext-header` branch for the 64-bit headers. Everything is big endian.
+//! Numbers and layouts of the NBD protocol, from doc/proto.md of the reference implementation and, for 64-bit
+//! headers, from its branch `extension-ext-header`. All integers are big endian.
 
 use bitflags::bitflags;
 use blkq::Status;
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// First word of the server: `NBDMAGIC`.
+/// `NBDMAGIC`, the first word that a server sends.
 pub const INIT_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
-/// Second word of a newstyle server, and first of every option: `IHAVEOPT`.
+/// `IHAVEOPT`, the second word of a newstyle server and the first word of each option.
 pub const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-/// First word of every reply to an option.
+/// The first word of each reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// First word of a compact request.
+/// The first word of a compact (32-bit) request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// First word of an extended request.
+/// The first word of an extended (64-bit) request.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// First word of a simple reply.
+/// The first word of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// First word of a chunk of a structured reply.
+/// The first word of a structured reply chunk.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// First word of a chunk of an extended reply.
+/// The first word of an extended reply chunk.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
-/// Largest string of the protocol, in bytes.
+/// Maximum length of a string in the protocol, in bytes.
 pub const STRING_MAX_BYTES: usize = 4096;
-/// Largest payload of a request or reply, in bytes: the largest that every implementation
-/// can rely on, and what we announce.
+/// Maximum payload of a request or reply in bytes, which this server announces. 32 MiB is the largest payload
+/// that the specification lets clients and servers rely on.
 pub const PAYLOAD_MAX_BYTES: u32 = 32 << 20;
-/// Zeroes after the answer to `NBD_OPT_EXPORT_NAME`, unless the client declined them.
+/// Number of zero bytes after the reply to `NBD_OPT_EXPORT_NAME`, unless both sides negotiated
+/// [`ClientFlags::NO_ZEROES`].
 pub const EXPORT_NAME_ZEROES: usize = 124;
 
 bitflags! {
-    /// Capabilities of the server in the handshake.
+    /// Capabilities that the server announces in the handshake.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct HandshakeFlags: u16 {
-        /// Options may be answered, and refused one by one.
+        /// The server replies to each option, and can reject one without closing the connection.
         const FIXED_NEWSTYLE = 1 << 0;
-        /// The zeroes after `NBD_OPT_EXPORT_NAME` can be left out.
+        /// The server can omit the zeroes after the reply to `NBD_OPT_EXPORT_NAME`.
         const NO_ZEROES = 1 << 1;
     }
 
-    /// The client's answer to [`HandshakeFlags`], bit by bit the same.
+    /// The handshake flags that the client accepts. The bits are those of [`HandshakeFlags`].
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct ClientFlags: u32 {
-        /// The client understands answers to options.
+        /// The client understands replies to options.
         const FIXED_NEWSTYLE = 1 << 0;
-        /// The client does not want the zeroes.
+        /// The client asks the server to omit the zeroes after the reply to `NBD_OPT_EXPORT_NAME`.
         const NO_ZEROES = 1 << 1;
     }
 
-    /// Capabilities of an export.
+    /// Capabilities of an export, for the transmission phase.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct TransmissionFlags: u16 {
-        /// Always set.
+        /// Always set, as the specification demands.
         const HAS_FLAGS = 1 << 0;
-        /// Writes of any kind are refused.
+        /// The server rejects all commands that write.
         const READ_ONLY = 1 << 1;
-        /// `NBD_CMD_FLUSH` is understood.
+        /// The server supports `NBD_CMD_FLUSH`: see [`Command::Flush`].
         const SEND_FLUSH = 1 << 2;
-        /// `NBD_CMD_FLAG_FUA` is understood.
+        /// The server supports `NBD_CMD_FLAG_FUA` for all commands that write.
         const SEND_FUA = 1 << 3;
-        /// Seeks cost time.
+        /// The export has the characteristics of a rotational disk.
         const ROTATIONAL = 1 << 4;
-        /// `NBD_CMD_TRIM` is understood.
+        /// The server supports `NBD_CMD_TRIM`: see [`Command::Trim`].
         const SEND_TRIM = 1 << 5;
-        /// `NBD_CMD_WRITE_ZEROES` and `NBD_CMD_FLAG_NO_HOLE` are understood.
+        /// The server supports `NBD_CMD_WRITE_ZEROES` and `NBD_CMD_FLAG_NO_HOLE`.
         const SEND_WRITE_ZEROES = 1 << 6;
-        /// `NBD_CMD_FLAG_DF` is understood.
+        /// The server supports `NBD_CMD_FLAG_DF`, which only structured and extended replies need.
         const SEND_DF = 1 << 7;
-        /// Flush and FUA hold over all connections.
+        /// A flush or FUA on one connection covers completed writes of all connections.
         const CAN_MULTI_CONN = 1 << 8;
-        /// `NBD_CMD_CACHE` is understood.
+        /// The server supports `NBD_CMD_CACHE`: see [`Command::Cache`].
         const SEND_CACHE = 1 << 10;
-        /// `NBD_CMD_FLAG_FAST_ZERO` is understood.
+        /// The server supports `NBD_CMD_FLAG_FAST_ZERO` for write zeroes.
         const SEND_FAST_ZERO = 1 << 11;
     }
 
-    /// Modifiers of a command.
+    /// Flags of a request (`NBD_CMD_FLAG_*`).
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct CommandFlags: u16 {
-        /// On stable storage before the reply.
+        /// Force unit access: the data must be on stable storage before the reply.
         const FUA = 1 << 0;
-        /// Zeroes must not deallocate.
+        /// Write zeroes must not deallocate the range.
         const NO_HOLE = 1 << 1;
-        /// At most one content chunk in reply.
+        /// Do not fragment: the reply to a read must not be split into several chunks.
         const DF = 1 << 2;
-        /// At most one extent in reply.
+        /// The client wants only one extent in the reply to a block status request.
         const REQ_ONE = 1 << 3;
-        /// Zeroes faster than a write, or not at all.
+        /// Write zeroes must fail immediately if it is not faster than a write.
         const FAST_ZERO = 1 << 4;
-        /// The length of an extended request is that of a payload.
+        /// The length of an extended request is the length of a payload that follows.
         const PAYLOAD_LEN = 1 << 5;
     }
 
-    /// Modifiers of a chunk of a reply.
+    /// Flags of a reply chunk (`NBD_REPLY_FLAG_*`).
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct ReplyFlags: u16 {
-        /// The last chunk of this reply.
+        /// This chunk is the last one of its reply.
         const DONE = 1 << 0;
     }
 
     /// State of an extent in the metadata context `base:allocation`.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub struct AllocationFlags: u32 {
-        /// Not allocated.
+        /// The extent is not allocated: writing it may fail for lack of space.
         const HOLE = 1 << 0;
-        /// Reads as zeroes.
+        /// The extent reads as zeroes.
         const ZERO = 1 << 1;
     }
 }
 
 /// Options of the handshake (`NBD_OPT_*`).
 pub mod option {
-    /// Choose an export and begin, without a way to refuse.
+    /// `NBD_OPT_EXPORT_NAME`: enters the transmission phase. The server cannot reply with an error, only
+    /// disconnect.
     pub const EXPORT_NAME: u32 = 1;
-    /// Abort the session.
+    /// `NBD_OPT_ABORT`: ends the session before the transmission phase.
     pub const ABORT: u32 = 2;
-    /// Name the exports.
+    /// `NBD_OPT_LIST`: requests the names of all exports.
     pub const LIST: u32 = 3;
-    /// Go on under TLS.
+    /// `NBD_OPT_STARTTLS`: continues the handshake under TLS.
     pub const STARTTLS: u32 = 5;
-    /// Describe an export.
+    /// `NBD_OPT_INFO`: requests information about an export.
     pub const INFO: u32 = 6;
-    /// Choose an export and begin.
+    /// `NBD_OPT_GO`: requests information about an export and enters the transmission phase.
     pub const GO: u32 = 7;
-    /// Reply in structured chunks.
+    /// `NBD_OPT_STRUCTURED_REPLY`: negotiates structured replies to requests.
     pub const STRUCTURED_REPLY: u32 = 8;
-    /// Name the metadata contexts.
+    /// `NBD_OPT_LIST_META_CONTEXT`: requests the names of metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
-    /// Choose metadata contexts.
+    /// `NBD_OPT_SET_META_CONTEXT`: chooses metadata contexts for block status requests.
     pub const SET_META_CONTEXT: u32 = 10;
-    /// Use 64-bit headers both ways.
+    /// `NBD_OPT_EXTENDED_HEADERS`: negotiates 64-bit requests and replies.
     pub const EXTENDED_HEADERS: u32 = 11;
 }
 
-/// Kinds of replies to options (`NBD_REP_*`).
+/// Types of replies to options (`NBD_REP_*`).
 pub mod option_reply {
-    /// Done.
+    /// `NBD_REP_ACK`: the server has carried out the option.
     pub const ACK: u32 = 1;
-    /// One export.
+    /// `NBD_REP_SERVER`: describes one export of the list.
     pub const SERVER: u32 = 2;
-    /// One fact about an export.
+    /// `NBD_REP_INFO`: one piece of information about an export.
     pub const INFO: u32 = 3;
-    /// One metadata context.
+    /// `NBD_REP_META_CONTEXT`: describes one metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// The option is not known.
+    /// `NBD_REP_ERR_UNSUP`: the server does not know the option.
     pub const ERR_UNSUP: u32 = 0x8000_0001;
-    /// The option is known and not allowed.
+    /// `NBD_REP_ERR_POLICY`: the server knows the option but is configured not to allow it.
     pub const ERR_POLICY: u32 = 0x8000_0002;
-    /// The option breaks a rule.
+    /// `NBD_REP_ERR_INVALID`: the option is malformed or not allowed in this state.
     pub const ERR_INVALID: u32 = 0x8000_0003;
-    /// TLS comes first.
+    /// `NBD_REP_ERR_TLS_REQD`: the client must start TLS first.
     pub const ERR_TLS_REQD: u32 = 0x8000_0005;
-    /// There is no such export.
+    /// `NBD_REP_ERR_UNKNOWN`: no export has the requested name.
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
-    /// The server is going down.
+    /// `NBD_REP_ERR_SHUTDOWN`: the server is shutting down.
     pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
-    /// The client must ask for the block sizes, for they are not the usual ones.
+    /// `NBD_REP_ERR_BLOCK_SIZE_REQD`: the client must request [`info::BLOCK_SIZE`], because the minimum block
+    /// size is above 512 bytes.
     pub const ERR_BLOCK_SIZE_REQD: u32 = 0x8000_0008;
-    /// The option is too long.
+    /// `NBD_REP_ERR_TOO_BIG`: the option exceeds a limit of the server.
     pub const ERR_TOO_BIG: u32 = 0x8000_0009;
-    /// Extended headers were chosen and exclude this.
+    /// `NBD_REP_ERR_EXT_HEADER_REQD`: the option conflicts with extended headers, which were negotiated.
     pub const ERR_EXT_HEADER_REQD: u32 = 0x8000_000a;
 }
 
-/// Facts about an export (`NBD_INFO_*`).
+/// Types of information about an export (`NBD_INFO_*`).
 pub mod info {
-    /// Size and transmission flags.
+    /// `NBD_INFO_EXPORT`: the size and the transmission flags.
     pub const EXPORT: u16 = 0;
-    /// Its name.
+    /// `NBD_INFO_NAME`: the canonical name of the export.
     pub const NAME: u16 = 1;
-    /// A line for people.
+    /// `NBD_INFO_DESCRIPTION`: a description of the export for users.
     pub const DESCRIPTION: u16 = 2;
-    /// Smallest, preferred and largest request.
+    /// `NBD_INFO_BLOCK_SIZE`: minimum and preferred block size, and maximum payload.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// Kinds of chunks of a reply (`NBD_REPLY_TYPE_*`).
+/// Types of reply chunks (`NBD_REPLY_TYPE_*`).
 pub mod reply_type {
-    /// Nothing more.
+    /// `NBD_REPLY_TYPE_NONE`: the chunk has no payload.
     pub const NONE: u16 = 0;
-    /// Content.
+    /// `NBD_REPLY_TYPE_OFFSET_DATA`: an offset and data that was read.
     pub const OFFSET_DATA: u16 = 1;
-    /// Extents with 32-bit lengths.
+    /// `NBD_REPLY_TYPE_BLOCK_STATUS`: extents with 32-bit lengths.
     pub const BLOCK_STATUS: u16 = 5;
-    /// Extents with 64-bit lengths.
+    /// `NBD_REPLY_TYPE_BLOCK_STATUS_EXT`: extents with 64-bit lengths.
     pub const BLOCK_STATUS_EXT: u16 = 6;
-    /// The request failed.
+    /// `NBD_REPLY_TYPE_ERROR`: the request failed with an [`NbdError`](super::NbdError).
     pub const ERROR: u16 = 0x8001;
 }
 
-/// The command of a request (`NBD_CMD_*`).
+/// Commands of the transmission phase (`NBD_CMD_*`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum Command {
-    /// Send content.
+    /// Reads data from the export.
     Read = 0,
-    /// Take content.
+    /// Writes the payload to the export.
     Write = 1,
-    /// Answer what is in flight and close.
+    /// Ends the session. The server completes the requests in flight, then closes the connection.
     Disconnect = 2,
-    /// Make completed writes stable.
+    /// Makes all completed writes durable.
     Flush = 3,
-    /// The content is no longer needed.
+    /// Discards a range whose data the client no longer needs.
     Trim = 4,
-    /// The content will be read soon.
+    /// Reads a range into the cache of the server.
     Cache = 5,
-    /// Make it read as zeroes.
+    /// Writes zeroes without a payload.
     WriteZeroes = 6,
-    /// Describe the extents.
+    /// Requests the extents of a range in the negotiated metadata contexts.
     BlockStatus = 7,
 }
 
 impl Command {
-    /// The command with this number.
+    /// Returns the command with this number, `None` if it is not supported.
     pub const fn from_number(number: u16) -> Option<Command> {
         Some(match number {
             0 => Command::Read,
@@ -230,25 +233,25 @@ impl Command {
     }
 }
 
-/// Why a request failed: the closed list of the protocol.
+/// Errors of requests. The specification allows only these numbers (they are Linux errno values).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum NbdError {
-    /// The export is read-only.
+    /// EPERM: the export is read-only.
     Permission = 1,
-    /// Input/output error.
+    /// EIO: an input/output error occurred.
     Io = 5,
-    /// Out of memory.
+    /// ENOMEM: the server is out of memory.
     NoMemory = 12,
-    /// The request breaks a rule.
+    /// EINVAL: the request is malformed, or not allowed for this export.
     Invalid = 22,
-    /// Out of space, or beyond the end.
+    /// ENOSPC: there is no space, or a write extends beyond the end of the export.
     NoSpace = 28,
-    /// Too large.
+    /// EOVERFLOW: the request is too large for this reply format.
     Overflow = 75,
-    /// Not supported.
+    /// ENOTSUP: the server does not support the request.
     NotSupported = 95,
-    /// The server is going down.
+    /// ESHUTDOWN: the server is shutting down.
     Shutdown = 108,
 }
 
@@ -278,161 +281,161 @@ macro_rules! wire {
 }
 
 wire! {
-    /// The greeting of the server.
+    /// The first message of the server.
     Greeting = 18 {
-        /// [`INIT_MAGIC`].
+        /// [`INIT_MAGIC`], by which clients recognize an NBD server.
         init: U64,
-        /// [`OPTION_MAGIC`].
+        /// [`OPTION_MAGIC`], by which clients recognize the newstyle handshake.
         magic: U64,
-        /// [`HandshakeFlags`].
+        /// Capabilities of the server, as [`HandshakeFlags`].
         flags: U16,
     }
 
-    /// Head of an option; `length` bytes follow.
+    /// Header of an option, followed by `length` bytes of data.
     OptionHeader = 16 {
-        /// [`OPTION_MAGIC`].
+        /// [`OPTION_MAGIC`]; other values violate the protocol.
         magic: U64,
-        /// Which one.
+        /// Number of the option in [`option`].
         option: U32,
-        /// Bytes that follow.
+        /// Length of the data that follows, in bytes.
         length: U32,
     }
 
-    /// Head of a reply to an option; `length` bytes follow.
+    /// Header of a reply to an option, followed by `length` bytes of data.
     OptionReplyHeader = 20 {
-        /// [`OPTION_REPLY_MAGIC`].
+        /// [`OPTION_REPLY_MAGIC`]; other values violate the protocol.
         magic: U64,
-        /// The option that is answered.
+        /// Number of the option that this is the reply to.
         option: U32,
-        /// Kind of the reply.
+        /// Type of the reply in [`option_reply`].
         reply: U32,
-        /// Bytes that follow.
+        /// Length of the data that follows, in bytes.
         length: U32,
     }
 
-    /// Answer to `NBD_OPT_EXPORT_NAME`.
+    /// Successful reply to the option `NBD_OPT_EXPORT_NAME`.
     ExportNameReply = 10 {
         /// Size of the export in bytes.
         size_bytes: U64,
-        /// [`TransmissionFlags`].
+        /// Capabilities of the export, as [`TransmissionFlags`].
         flags: U16,
     }
 
-    /// Payload of [`info::EXPORT`].
+    /// Data of the information type [`info::EXPORT`].
     InfoExport = 12 {
-        /// [`info::EXPORT`].
+        /// Information type, here always [`info::EXPORT`].
         info: U16,
         /// Size of the export in bytes.
         size_bytes: U64,
-        /// [`TransmissionFlags`].
+        /// Capabilities of the export, as [`TransmissionFlags`].
         flags: U16,
     }
 
-    /// Payload of [`info::BLOCK_SIZE`].
+    /// Data of the information type [`info::BLOCK_SIZE`].
     InfoBlockSize = 14 {
-        /// [`info::BLOCK_SIZE`].
+        /// Information type, here always [`info::BLOCK_SIZE`].
         info: U16,
-        /// Smallest and alignment of all, in bytes.
+        /// Size of the smallest request, and the alignment of all requests, in bytes.
         minimum_bytes: U32,
-        /// Smallest that is efficient, in bytes.
+        /// Size of the smallest request that is efficient, in bytes.
         preferred_bytes: U32,
-        /// Largest payload, in bytes.
+        /// Maximum payload of a request or reply, in bytes.
         payload_max_bytes: U32,
     }
 
-    /// A request, unless extended headers were negotiated.
+    /// A request, if extended headers were not negotiated.
     CompactRequest = 28 {
-        /// [`REQUEST_MAGIC`].
+        /// [`REQUEST_MAGIC`]; other values violate the protocol.
         magic: U32,
-        /// [`CommandFlags`].
+        /// Flags of the request, as [`CommandFlags`].
         flags: U16,
-        /// [`Command`].
+        /// Number of the [`Command`] to carry out.
         command: U16,
-        /// The client's cookie, opaque.
+        /// Opaque value that identifies the request in its reply.
         cookie: U64,
-        /// Where, in bytes.
+        /// Offset in the export, in bytes.
         offset: U64,
-        /// How much, in bytes.
+        /// Length of the range in bytes; for a write also of the payload.
         length: U32,
     }
 
-    /// A request when extended headers were negotiated.
+    /// A request, if extended headers were negotiated.
     ExtendedRequest = 32 {
-        /// [`EXTENDED_REQUEST_MAGIC`].
+        /// [`EXTENDED_REQUEST_MAGIC`]; other values violate the protocol.
         magic: U32,
-        /// [`CommandFlags`].
+        /// Flags of the request, as [`CommandFlags`].
         flags: U16,
-        /// [`Command`].
+        /// Number of the [`Command`] to carry out.
         command: U16,
-        /// The client's cookie, opaque.
+        /// Opaque value that identifies the request in its reply.
         cookie: U64,
-        /// Where, in bytes.
+        /// Offset in the export, in bytes.
         offset: U64,
-        /// How much, in bytes: payload or effect, depending on [`CommandFlags::PAYLOAD_LEN`].
+        /// Length in bytes: of the payload with [`CommandFlags::PAYLOAD_LEN`], else of the range.
         length: U64,
     }
 
-    /// A simple reply; the content follows a successful read.
+    /// A simple reply. The data of a successful read follows.
     SimpleReply = 16 {
-        /// [`SIMPLE_REPLY_MAGIC`].
+        /// [`SIMPLE_REPLY_MAGIC`], by which clients recognize the reply format.
         magic: U32,
-        /// 0 or an [`NbdError`].
+        /// 0 for success, or the number of an [`NbdError`].
         error: U32,
-        /// Of the request.
+        /// Cookie of the request that this is the reply to.
         cookie: U64,
     }
 
-    /// Head of a chunk of a structured reply; `length` bytes follow.
+    /// Header of a structured reply chunk, followed by `length` bytes of payload.
     StructuredReply = 20 {
-        /// [`STRUCTURED_REPLY_MAGIC`].
+        /// [`STRUCTURED_REPLY_MAGIC`], by which clients recognize the reply format.
         magic: U32,
-        /// [`ReplyFlags`].
+        /// Flags of the chunk, as [`ReplyFlags`].
         flags: U16,
-        /// [`reply_type`].
+        /// Type of the chunk in [`reply_type`].
         kind: U16,
-        /// Of the request.
+        /// Cookie of the request that this is the reply to.
         cookie: U64,
-        /// Bytes that follow.
+        /// Length of the payload that follows, in bytes.
         length: U32,
     }
 
-    /// Head of a chunk of an extended reply; `length` bytes follow.
+    /// Header of an extended reply chunk, followed by `length` bytes of payload.
     ExtendedReply = 32 {
-        /// [`EXTENDED_REPLY_MAGIC`].
+        /// [`EXTENDED_REPLY_MAGIC`], by which clients recognize the reply format.
         magic: U32,
-        /// [`ReplyFlags`].
+        /// Flags of the chunk, as [`ReplyFlags`].
         flags: U16,
-        /// [`reply_type`].
+        /// Type of the chunk in [`reply_type`].
         kind: U16,
-        /// Of the request.
+        /// Cookie of the request that this is the reply to.
         cookie: U64,
-        /// Of the request.
+        /// Offset of the request that this is the reply to.
         offset: U64,
-        /// Bytes that follow.
+        /// Length of the payload that follows, in bytes.
         length: U64,
     }
 
-    /// Payload of [`reply_type::ERROR`], without a message.
+    /// Payload of a [`reply_type::ERROR`] chunk, without the message.
     ErrorPayload = 6 {
-        /// An [`NbdError`].
+        /// Number of the [`NbdError`] that occurred.
         error: U32,
-        /// Length of the message that follows.
+        /// Length of the message that follows, in bytes.
         message_length: U16,
     }
 
-    /// An extent of [`reply_type::BLOCK_STATUS`].
+    /// An extent of a [`reply_type::BLOCK_STATUS`] chunk.
     BlockStatusExtent = 8 {
-        /// In bytes.
+        /// Length of the extent in bytes.
         length: U32,
-        /// [`AllocationFlags`].
+        /// State of the extent, as its metadata context defines it.
         flags: U32,
     }
 
-    /// An extent of [`reply_type::BLOCK_STATUS_EXT`].
+    /// An extent of a [`reply_type::BLOCK_STATUS_EXT`] chunk.
     BlockStatusExtentExt = 16 {
-        /// In bytes.
+        /// Length of the extent in bytes.
         length: U64,
-        /// [`AllocationFlags`].
+        /// State of the extent, as its metadata context defines it.
         flags: U64,
     }
 }

@@ -1,35 +1,37 @@
-//! Clients that were turned away or dropped, and why: for a log, which no engine writes.
+//! Records clients that the server rejected or disconnected, and the reasons. The owner of the server takes
+//! the records and logs them, as engines must not write logs.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Rejections of one kind that are reported within [`WINDOW`]; more are only counted.
+/// Number of rejections of one kind that are recorded within [`WINDOW`]. Further ones are counted only, so
+/// that clients cannot flood the log.
 const REPORTED_MAX: u32 = 8;
 const WINDOW: Duration = Duration::from_secs(60);
 
-/// Why a client was turned away, or dropped.
+/// The reason why the server rejected or disconnected a client.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Reason {
-    /// There were as many connections as there may be: so many.
+    /// The given maximum number of connections was reached.
     TooMany(usize),
-    /// There was no memory for one more connection.
+    /// There was no memory for another connection.
     NoMemory,
-    /// It did not ask for TLS, which is required.
+    /// The server requires TLS and the client did not ask for it.
     WithoutTls,
-    /// TLS failed: how, in words.
+    /// TLS failed; the text says how.
     Tls(String),
-    /// It broke the protocol in the handshake.
+    /// The client broke the protocol in the handshake.
     Handshake,
-    /// It broke the protocol with a request.
+    /// The client broke the protocol in the transmission phase.
     Request,
-    /// It was late with its handshake, a payload, or taking its replies.
+    /// The client did not finish its handshake, send a payload or take its replies in time.
     Late,
 }
 
 impl Reason {
-    /// Number of the kind.
+    /// Index of the kind in [`Queue::kinds`].
     fn kind(&self) -> usize {
         match self {
             Reason::TooMany(_) => 0,
@@ -43,20 +45,19 @@ impl Reason {
     }
 }
 
-/// Kinds of reasons.
 const KINDS: usize = 7;
 
-/// A client that was turned away, or dropped.
+/// A client that the server rejected or disconnected.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Rejection {
-    /// The client: `pid 123, uid 0`, or an address and port.
+    /// The client: `pid 123, uid 0` for a unix socket, or its address and port.
     pub peer: String,
-    /// Why.
+    /// The reason of the rejection.
     pub reason: Reason,
-    /// Others before it, for reasons of this kind, that were only counted.
+    /// The number of earlier rejections of this kind that were counted only.
     pub unreported: u64,
-    /// Whether others within the next minute are only counted.
+    /// Whether further rejections of this kind are counted only, until a minute has passed.
     pub last: bool,
 }
 
@@ -73,11 +74,11 @@ struct Queue {
     rejections: Vec<Rejection>,
 }
 
-/// Rejections that nobody has taken yet. At most [`REPORTED_MAX`] of each kind.
+/// Rejections that the owner has not taken yet, at most [`REPORTED_MAX`] of each kind for each minute.
 pub(super) struct Rejections {
-    /// Held for a push or a swap, when a client is rejected.
+    /// Locked to push a rejection, and to take all of them.
     queue: Mutex<Queue>,
-    /// An eventfd that is written when there is one to be taken.
+    /// An eventfd that is written when there are rejections to take.
     event: Option<Arc<OwnedFd>>,
 }
 
@@ -86,7 +87,8 @@ impl Rejections {
         Rejections { queue: Mutex::default(), event }
     }
 
-    /// Notes that `peer` was rejected, unless too many were or nobody wants to know.
+    /// Records that `peer` was rejected. Does nothing if there is no event, and only counts the rejection if
+    /// there were too many.
     pub fn push(&self, reason: Reason, peer: impl FnOnce() -> String) {
         let Some(event) = &self.event else { return };
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,11 +105,12 @@ impl Rejections {
         let (unreported, last) = (std::mem::take(&mut kind.unreported), kind.reported == REPORTED_MAX);
         rejections.push(Rejection { peer: peer(), reason, unreported, last });
         drop(queue);
-        // Full, it has been written and not been read yet.
+        // If the write fails, the counter of the eventfd is at its maximum, so the reader will be woken
+        // anyway.
         let _ = rustix::io::write(event, &1u64.to_ne_bytes());
     }
 
-    /// Those since the last call, oldest first.
+    /// Takes the rejections since the last call, oldest first.
     pub fn take(&self) -> Vec<Rejection> {
         std::mem::take(&mut self.queue.lock().unwrap_or_else(PoisonError::into_inner).rejections)
     }
@@ -135,7 +138,7 @@ mod tests {
         let mut count = [0; 8];
         rustix::io::read(&*event, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 9);
-        // A minute later.
+        // The test pretends that a minute has passed.
         rejections.queue.lock().unwrap().kinds[0].since = Instant::now().checked_sub(WINDOW);
         rejections.push(Reason::TooMany(64), || "c".into());
         assert_eq!(rejections.take()[0].unreported, 92);

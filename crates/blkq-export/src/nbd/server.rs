@@ -1,4 +1,4 @@
-//! The server as its owner sees it: start, observe, stop.
+//! The server as its owner uses it: start, observe, stop.
 
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
@@ -13,7 +13,7 @@ use super::rejections::Rejection;
 use super::source::{ClientOrigin, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
 
-/// The server's part on a simulated engine, and a client for it as a message to it.
+/// Runs the server's source on a simulated engine, with clients that arrive as messages.
 #[cfg(simulation)]
 pub mod simulated {
     use std::any::Any;
@@ -22,50 +22,51 @@ pub mod simulated {
     use super::*;
     use crate::nbd::shared::Message;
 
-    /// A server without a socket to listen on.
+    /// Creates the source of a server that listens on no socket.
     pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
         let loads: Loads = Box::new([AtomicUsize::new(0)]);
         let registry = Arc::new(Registry::new(None, None));
         Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, ClientOrigin::Elsewhere))
     }
 
-    /// Brings it a client.
+    /// Creates the message that brings the source a client.
     pub fn client(socket: OwnedFd) -> Box<dyn Any + Send> {
         Box::new(Message::Client(socket))
     }
 }
 
-/// A running server. Stop it before its engines; dropped, it keeps running until they exit, but its
-/// unix socket is removed.
+/// A running server. Stop it before its engines stop. If it is dropped instead, it keeps running until its
+/// engines exit, but its unix socket is removed.
 pub struct NbdServer {
-    address: String,
-    /// Kept here, as no engine shall touch the file system. `None` once stopped.
-    place: Mutex<Option<ListenAddress>>,
+    uri: String,
+    /// Removes the unix socket when it is dropped. The server keeps it, as engines must not access the file
+    /// system. `None` once the server has stopped.
+    listen_address: Mutex<Option<ListenAddress>>,
     registry: Arc<Registry>,
-    /// The source that accepts is the first. Empty once stopped: its numbers may then be
-    /// those of others.
+    /// The sources, the accepting one first. Empty once the server has stopped, because the engines may then
+    /// give their IDs to other sources.
     sources: Mutex<Vec<(EngineHandle, SourceId)>>,
 }
 
 impl NbdServer {
-    /// Serves clients of `listen` on `engines`, the first of which accepts them and gives
-    /// each to the one with the fewest. Clients can connect when this returns.
+    /// Starts a server that accepts clients of `listen` on the first of `engines` and gives each client to
+    /// the engine that has the fewest. Clients can connect when this returns.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for options out of range, [`ErrorKind::Busy`] if a server listens there
-    /// already, [`ErrorKind::Exposed`] if other machines would be let in without
-    /// [`NbdOptions::insecure`] or TLS, and the errors of the system.
+    /// Returns [`ErrorKind::Invalid`] for options out of range; [`ErrorKind::Busy`] if another server is
+    /// listening; [`ErrorKind::Exposed`] if other machines could connect without TLS and
+    /// [`NbdOptions::insecure`] is not set; or the error of the system.
     ///
     /// # Panics
-    /// If there is no engine.
+    /// If `engines` is empty.
     pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
         options.validate()?;
-        let Opened { socket, place } = listen.open(options.access)?;
-        check_reach(&options, &place)?;
-        let address = place.uri(options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
+        let Opened { socket, listen_address } = listen.open(options.access)?;
+        check_reach(&options, &listen_address)?;
+        let uri = listen_address.uri(options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
         let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
         let options = Arc::new(options);
-        // A single client needs no more than one engine.
+        // A single connection is served by one engine.
         let engines = if matches!(socket, Socket::Connected(_)) { &engines[..1] } else { engines };
         let loads: Arc<Loads> = Arc::new(engines.iter().map(|_| AtomicUsize::new(0)).collect());
         let add = |engine: usize, client_origin: ClientOrigin| {
@@ -87,8 +88,8 @@ impl NbdServer {
         match first {
             Ok(first) => {
                 others.insert(0, first);
-                let place = Mutex::new(Some(place));
-                Ok(NbdServer { address, place, registry, sources: Mutex::new(others) })
+                let listen_address = Mutex::new(Some(listen_address));
+                Ok(NbdServer { uri, listen_address, registry, sources: Mutex::new(others) })
             }
             Err(error) => {
                 others.iter().for_each(|(handle, id)| handle.stop_source(*id, true));
@@ -97,75 +98,77 @@ impl NbdServer {
         }
     }
 
-    /// Where clients connect: `nbd+unix:///?socket=/run/blkq/disk.nbd`, `nbd://127.0.0.1:10809`; with
-    /// `nbds` if they must use TLS.
+    /// The URI for clients, such as `nbd+unix:///?socket=/run/blkq/disk.nbd` or `nbd://127.0.0.1:10809`. The
+    /// scheme begins with `nbds` if clients must use TLS.
     pub fn uri(&self) -> &str {
-        &self.address
+        &self.uri
     }
 
-    /// The address, if other machines may reach it.
+    /// The address of the server, if other machines can connect to it.
     pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.beyond_this_machine()
+        self.listen_address.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.beyond_this_machine()
     }
 
-    /// The address, if it is one of loopback: all users of this machine may connect to it.
+    /// The address of the server, if it is a loopback address: every user of this machine can connect to it.
     pub fn on_loopback(&self) -> Option<SocketAddr> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.on_loopback()
+        self.listen_address.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.on_loopback()
     }
 
-    /// A unix socket, if all users of this machine may connect to it.
+    /// The path of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.open_to_all_users()
+        self.listen_address.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.open_to_all_users()
     }
 
-    /// Connections that are there now.
+    /// The number of clients that are connected now.
     pub fn connection_count(&self) -> usize {
         self.registry.open()
     }
 
-    /// The connections, oldest first.
+    /// The current connections, oldest first.
     pub fn connections(&self) -> Vec<ConnectionInfo> {
         self.registry.list()
     }
 
-    /// Connections turned away because there were too many, or no memory for one more, or the
-    /// server was stopping.
+    /// The number of connections that were rejected since the server started, because there were too many,
+    /// there was no memory for another one, or the server was stopping.
     pub fn refused_connections(&self) -> u64 {
         self.registry.refused()
     }
 
-    /// The clients turned away or dropped since the last call, and why: a few a minute for each
-    /// reason, if [`NbdOptions::rejection_event`] is set.
+    /// Takes the clients that were rejected or disconnected since the last call, with the reasons: at most
+    /// eight a minute for each kind of reason. Empty unless [`NbdOptions::rejection_event`] is set.
     pub fn take_rejections(&self) -> Vec<Rejection> {
         self.registry.rejections.take()
     }
 
-    /// Counters of all connections since the server started.
+    /// Counters since the server started, over all connections.
     pub fn counters(&self) -> NbdCounters {
         self.registry.counters()
     }
 
-    /// Turns clients away that connect, until what this returns is dropped; `None`, and nothing has
-    /// changed, if clients are connected.
+    /// Rejects new clients until the returned guard is dropped. Returns `None`, and changes nothing, if
+    /// clients are connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.registry.pause_if_empty()
     }
 
-    /// Stops the server: no more clients are let in, and its socket is removed when this returns.
-    /// With `force` clients are dropped: no further request is read, those in flight complete, and a client that does
-    /// not take a reply within a second gets none.
+    /// Stops the server: it accepts no more clients, and its socket is removed when this returns. With
+    /// `force`, clients are disconnected: the server reads no further request and completes those in flight,
+    /// but a client that does not take a reply within a second does not get it.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server keeps running.
+    /// Returns [`ErrorKind::Busy`] if clients are connected and `force` is not set. The server then keeps
+    /// running.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         self.begin_stop(force)?.wait();
         Ok(())
     }
 
-    /// As [`NbdServer::stop`], but does not wait: so that several servers stop to serve together.
+    /// Begins to stop as [`NbdServer::stop`] does, but does not wait, so that several servers can stop at the
+    /// same time.
     ///
     /// # Errors
-    /// As [`NbdServer::stop`].
+    /// The errors of [`NbdServer::stop`].
     pub fn begin_stop(&self, force: bool) -> Result<StoppingServer<'_>, Error> {
         if force {
             self.registry.close();
@@ -182,7 +185,7 @@ impl NbdServer {
     }
 }
 
-/// A server that is stopping on each of its engines ([`NbdServer::begin_stop`]).
+/// A server that is stopping on its engines: see [`NbdServer::begin_stop`].
 #[must_use = "the server has stopped once this was waited for"]
 pub struct StoppingServer<'a> {
     server: &'a NbdServer,
@@ -190,16 +193,16 @@ pub struct StoppingServer<'a> {
 }
 
 impl StoppingServer<'_> {
-    /// Waits until no client is connected any more, and removes the socket.
+    /// Waits until all clients are disconnected, then removes the socket.
     pub fn wait(self) {
         self.sources.into_iter().for_each(StoppingSource::wait);
-        drop(self.server.place.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.server.listen_address.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
 
-/// Rejects an address that strangers reach, unless they are kept out or let in on purpose.
-fn check_reach(options: &NbdOptions, place: &ListenAddress) -> Result<(), Error> {
-    let Some(address) = place.beyond_this_machine() else { return Ok(()) };
+/// Rejects an address that other machines can reach, unless TLS is required or the options allow it.
+fn check_reach(options: &NbdOptions, listen_address: &ListenAddress) -> Result<(), Error> {
+    let Some(address) = listen_address.beyond_this_machine() else { return Ok(()) };
     if options.insecure || options.tls_policy() == TlsPolicy::Required {
         return Ok(());
     }

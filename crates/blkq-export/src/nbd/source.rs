@@ -118,15 +118,15 @@ impl NbdSource {
         if crowded {
             self.accept_at_ns = cx.now_ns() + CROWDED_POLL_NS;
             others.iter().for_each(|(handle, id)| handle.send(*id, Box::new(Message::Crowded)));
-            return self.hurry();
+            return self.shorten_handshakes();
         }
         self.accept(cx);
     }
 
     /// Has the clients finish their handshake soon.
-    fn hurry(&mut self) {
+    fn shorten_handshakes(&mut self) {
         for connection in self.connections.iter_mut().flatten() {
-            connection.hurry(CROWDED_HANDSHAKE_NS);
+            connection.shorten_handshake(CROWDED_HANDSHAKE_NS);
             self.shared.expect_deadline(connection.deadline_ns());
         }
     }
@@ -137,7 +137,7 @@ impl NbdSource {
             // SAFETY: the kernel made this descriptor for us.
             let socket = unsafe { OwnedFd::from_raw_fd(cqe.result) };
             if self.registry.admit(self.shared.options.connections_max, || peer_name(socket.as_fd())) {
-                self.place(cx, socket);
+                self.assign(cx, socket);
             }
         } else if !matches!(-cqe.result, libc::ECONNABORTED | libc::EINTR | libc::EAGAIN) {
             // Out of descriptors or memory, or the socket was shut down by another process that has
@@ -147,7 +147,7 @@ impl NbdSource {
     }
 
     /// Gives a client to the engine that has the fewest.
-    fn place(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
+    fn assign(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
         let load = |engine: &usize| self.loads[*engine].load(Relaxed);
         let engine = (0..self.loads.len()).min_by_key(load).unwrap_or(0);
         self.loads[engine].fetch_add(1, Relaxed);
@@ -266,7 +266,7 @@ impl NbdSource {
     }
 
     /// Gives a connection its turn; it goes to the end of those that are ready if it has more to do.
-    fn turn_of(&mut self, slot: u32, cx: &mut SourceContext<'_>) {
+    fn run_connection(&mut self, slot: u32, cx: &mut SourceContext<'_>) {
         let Some(connection) = &mut self.connections[slot as usize] else { return };
         let has_more = connection.turn(&mut self.shared, cx);
         if connection.is_over() {
@@ -304,7 +304,7 @@ unsafe impl Source for NbdSource {
             && let Some(socket) = client.take()
             && self.registry.admit(1, || peer_name(socket.as_fd()))
         {
-            self.place(cx, socket);
+            self.assign(cx, socket);
         }
         Ok(())
     }
@@ -351,7 +351,7 @@ unsafe impl Source for NbdSource {
         };
         match *message {
             Message::Client(socket) => self.connect(cx, socket),
-            Message::Crowded => self.hurry(),
+            Message::Crowded => self.shorten_handshakes(),
             Message::Handshake(slot, tls) => {
                 if let Some(Some(connection)) = self.connections.get_mut(slot as usize) {
                     connection.resume_handshake(tls);
@@ -378,7 +378,7 @@ unsafe impl Source for NbdSource {
         while !self.ready.is_empty() && !self.shared.work.is_over() {
             for _ in 0..self.ready.len() {
                 let Some(slot) = self.ready.pop_front() else { break };
-                self.turn_of(slot, cx);
+                self.run_connection(slot, cx);
                 if self.shared.work.is_over() {
                     break;
                 }

@@ -1,7 +1,7 @@
-//! TLS under NBD: a connection's records on their way in and out.
+//! TLS of one connection: decrypts the records that were received, and encrypts those to be sent.
 //!
-//! Everything is done in memory, on the engine's thread: what was received is decrypted when its
-//! turn comes, what is sent is encrypted a bounded piece at a time. Nothing waits here.
+//! All work is done in memory on the engine's thread, and nothing waits here: received records are decrypted
+//! when the connection has its turn, and replies are encrypted in pieces of bounded size.
 
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 
@@ -13,43 +13,44 @@ use super::certificates::TlsCertificates;
 use super::outgoing::Outgoing;
 use super::verifier::UsageError;
 
-/// Bytes received that are not decrypted yet: several records of 16 KiB.
+/// Size in bytes of the buffer for received records that are not decrypted yet: several records of 16 KiB.
 const INCOMING_BYTES: usize = 128 << 10;
-/// Bytes that are encrypted before they are sent.
+/// Encryption stops at about this number of bytes, which one send then takes.
 const OUTGOING_BYTES: usize = 128 << 10;
-/// Largest record, in bytes.
+/// Maximum plaintext of a record, in bytes (RFC 8446, 5.1).
 const RECORD_BYTES: usize = 16 << 10;
-/// Most that a whole record takes, in bytes.
+/// Maximum size of an encrypted record in bytes: the header, the plaintext, and the expansion that RFC 8446,
+/// 5.2 allows.
 const RECORD_SEALED_MAX_BYTES: usize = 5 + RECORD_BYTES + 256;
 
-/// TLS as a server offers it.
+/// How a server offers TLS.
 #[derive(Clone, Debug)]
 pub struct TlsOptions {
-    /// The server's certificate, and the authority of clients' ones.
+    /// The certificate of the server, and the authorities that sign those of clients.
     pub certificates: TlsCertificates,
-    /// Whether clients must use it.
+    /// Whether clients must use TLS. If not, they may.
     pub required: bool,
 }
 
-/// Why nothing more can be received.
+/// The reason why no more data can be received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TlsEnd {
-    /// The client sent close_notify.
+    /// The client sent close_notify, the orderly end of TLS.
     Closed,
-    /// The client broke the protocol of TLS.
+    /// The client broke the TLS protocol, or TLS failed.
     Broken,
 }
 
-/// One connection's records.
+/// The TLS state and the record buffers of one connection.
 pub struct Tls {
     connection: ServerConnection,
     incoming: Box<[u8]>,
-    /// The part of it that was received and not decrypted.
+    /// `incoming[start..end]` was received and not decrypted.
     start: usize,
     end: usize,
-    /// Steps of decryption that [`Tls::take_steps`] has not returned yet.
+    /// Steps of decryption since the last [`Tls::take_steps`].
     steps: usize,
-    /// Encrypted bytes, and how many of them have left.
+    /// Encrypted bytes; the first `sent` of them have been sent.
     outgoing: Vec<u8>,
     sent: usize,
     closed: bool,
@@ -58,7 +59,8 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// `None` if there is no memory for it. Allocations of rustls itself cannot fail in this way.
+    /// Returns `None` if there is no memory for the buffers. If an allocation of rustls fails, the process
+    /// aborts.
     pub fn new(certificates: &TlsCertificates) -> Option<Tls> {
         let incoming = try_zeroed(INCOMING_BYTES)?;
         let mut outgoing = Vec::new();
@@ -78,7 +80,7 @@ impl Tls {
         })
     }
 
-    /// Where to receive into.
+    /// The free part of the buffer, to receive records into.
     pub fn room(&mut self) -> &mut [u8] {
         self.incoming.copy_within(self.start..self.end, 0);
         self.end -= self.start;
@@ -86,13 +88,15 @@ impl Tls {
         &mut self.incoming[self.end..]
     }
 
-    /// `bytes` more were received. True if there was room for more.
+    /// Notes that `bytes` more were received. Returns whether room is left, which means that the socket is
+    /// empty.
     pub fn received(&mut self, bytes: usize) -> bool {
         self.end += bytes;
         self.end < self.incoming.len()
     }
 
-    /// Decrypts into `plain`, which has room. 0: more must be received first.
+    /// Decrypts into `plain`, which must not be empty. Returns the number of bytes, 0 if more must be
+    /// received first.
     pub fn read(&mut self, plain: &mut [u8]) -> Result<usize, TlsEnd> {
         loop {
             match self.connection.reader().read(plain) {
@@ -107,12 +111,13 @@ impl Tls {
         }
     }
 
-    /// The steps of decryption since the last call: rustls takes about 4 KiB in each, whether bytes come out or not.
+    /// The steps of decryption since the last call. rustls takes about 4 KiB of input in each step, whether
+    /// the step yields plaintext or not.
     pub fn take_steps(&mut self) -> usize {
         std::mem::take(&mut self.steps)
     }
 
-    /// Takes some of what was received. False if there is nothing.
+    /// Passes a piece of the received bytes to rustls. Returns false if there are none.
     fn process(&mut self) -> Result<bool, TlsEnd> {
         let mut rest = &self.incoming[self.start..self.end];
         if rest.is_empty() || self.broken {
@@ -122,7 +127,7 @@ impl Tls {
         let before = rest.len();
         let taken = self.connection.read_tls(&mut rest);
         self.start += before - rest.len();
-        // An error of either leaves an alert for the client.
+        // After an error of either call, rustls has an alert to send to the client.
         self.broken = !matches!(taken, Ok(1..));
         if !self.broken
             && let Err(error) = self.connection.process_new_packets()
@@ -132,29 +137,30 @@ impl Tls {
         if self.broken { Err(TlsEnd::Broken) } else { Ok(true) }
     }
 
-    /// Whether something was received that [`Tls::shake_hands`] is to continue with: signatures take
-    /// too long for an engine.
+    /// Whether received records are waiting for [`Tls::shake_hands`], which a worker calls: a signature takes
+    /// too long for the engine's thread.
     pub fn wants_handshake(&self) -> bool {
         self.connection.is_handshaking() && self.start < self.end && !self.broken
     }
 
-    /// Continues the handshake as far as the received records allow. [`Tls::read`] returns
-    /// how it failed.
+    /// Continues the handshake as far as the received records allow. If the handshake fails, the next
+    /// [`Tls::read`] returns the error.
     pub fn shake_hands(&mut self) {
         while self.connection.is_handshaking() && self.process() == Ok(true) {}
     }
 
-    /// Whether there is something to send that no reply is behind: handshake, alerts.
+    /// Whether TLS itself has something to send, such as handshake messages and alerts.
     pub fn wants_send(&self) -> bool {
         self.connection.wants_write() || !self.unsent().is_empty()
     }
 
-    /// Encrypted bytes that have not left. They stay where they are until [`Tls::sent`].
+    /// Encrypted bytes that have not been sent. They stay at their address until [`Tls::sent`] is called, as
+    /// the kernel reads them.
     pub fn unsent(&self) -> &[u8] {
         &self.outgoing[self.sent..]
     }
 
-    /// `bytes` of it have left.
+    /// Notes that `bytes` of [`Tls::unsent`] were sent.
     pub fn sent(&mut self, bytes: usize) {
         self.sent += bytes;
         if self.sent == self.outgoing.len() {
@@ -163,7 +169,8 @@ impl Tls {
         }
     }
 
-    /// Encrypts as much of `plain` as is sent at a time. Nothing may be unsent.
+    /// Encrypts the next piece of `plain`, about [`OUTGOING_BYTES`]. All earlier encrypted bytes must have
+    /// been sent.
     pub fn encrypt(&mut self, plain: &mut Outgoing) -> Result<(), TlsEnd> {
         self.flush()?;
         while self.outgoing.len() < OUTGOING_BYTES {
@@ -185,7 +192,7 @@ impl Tls {
         Ok(())
     }
 
-    /// Why the client was dropped, in words.
+    /// The reason why TLS failed, as text for a log.
     pub fn failure(&self) -> String {
         use CertificateError::{
             Expired, ExpiredContext, InvalidPurpose, InvalidPurposeContext, Revoked, UnknownIssuer,
@@ -216,7 +223,7 @@ impl Tls {
         text.to_owned()
     }
 
-    /// Sends close_notify, once.
+    /// Queues close_notify; only the first call does.
     pub fn close(&mut self) {
         if !std::mem::replace(&mut self.closed, true) {
             self.connection.send_close_notify();

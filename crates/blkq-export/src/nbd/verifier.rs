@@ -1,4 +1,5 @@
-//! Verifies the certificates of clients: as webpki does, and by what it does not read.
+//! Verifies client certificates. In addition to the checks of webpki, keyUsage must allow what a certificate
+//! is used for.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -13,12 +14,12 @@ use rustls::{
 
 use super::x509::CertificateUse;
 
-/// Why a certificate that webpki would take is rejected: its keyUsage does not allow what it is used for.
+/// The reason why a certificate that webpki accepts is rejected: its keyUsage does not allow the use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum UsageError {
-    /// The client's own, in the handshake (RFC 8446, 4.4.2.2).
+    /// The client's own certificate must be allowed to sign the handshake (RFC 8446, 4.4.2.2).
     Signature,
-    /// That of an intermediate authority (RFC 5280, 6.1.4).
+    /// The certificate of an intermediate authority must be allowed to sign certificates (RFC 5280, 6.1.4).
     Issuer,
 }
 
@@ -33,11 +34,11 @@ impl fmt::Display for UsageError {
 
 impl StdError for UsageError {}
 
-/// Checks keyUsage besides what webpki checks.
+/// Calls the wrapped verifier of webpki, then checks keyUsage.
 #[derive(Debug)]
 pub(super) struct UsageVerifier(pub Arc<dyn ClientCertVerifier>);
 
-/// Checks what the client's certificate and those of intermediate authorities may be used for.
+/// Checks the keyUsage of the client's own certificate and of the intermediate authorities that it sent.
 fn check_usage(
     own: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
@@ -49,7 +50,8 @@ fn check_usage(
     }
     for intermediate in intermediates {
         let usage = parse(intermediate)?;
-        // Of one that is no authority nothing depends.
+        // A certificate that is not an authority cannot be part of the chain, so its keyUsage does not
+        // matter.
         if usage.is_authority && !usage.may_sign_certificates() {
             return refuse(UsageError::Issuer);
         }

@@ -1,8 +1,9 @@
-//! The fields of an X.509 certificate that decide what it may be used for (RFC 5280, 4.1 and 4.2.1). The verifier of
-//! certificates, webpki, takes whatever is configured for an authority, and does not read keyUsage.
+//! Reads the fields of an X.509 certificate that decide what it may be used for (RFC 5280, 4.1 and 4.2.1).
+//! webpki, which verifies the certificates, accepts any configured certificate as an authority and does not
+//! read keyUsage.
 //!
-//! Certificates are what clients send: each length is checked against what is there, nothing is copied, and a
-//! certificate that cannot be read is rejected.
+//! Clients send these certificates. So each length is checked against the remaining bytes, nothing is copied,
+//! and a malformed certificate is rejected.
 
 const BOOLEAN: u8 = 0x01;
 const INTEGER: u8 = 0x02;
@@ -12,44 +13,44 @@ const OBJECT_IDENTIFIER: u8 = 0x06;
 const UTC_TIME: u8 = 0x17;
 const GENERALIZED_TIME: u8 = 0x18;
 const SEQUENCE: u8 = 0x30;
-/// Context-specific and constructed: the version, and the extensions.
+/// Context-specific, constructed tags: the version and the extensions.
 const VERSION: u8 = 0xa0;
 const EXTENSIONS: u8 = 0xa3;
 
-/// `id-ce-keyUsage` and `id-ce-basicConstraints`.
+/// Object identifiers `id-ce-keyUsage` and `id-ce-basicConstraints`.
 const KEY_USAGE: &[u8] = &[0x55, 0x1d, 0x0f];
 const BASIC_CONSTRAINTS: &[u8] = &[0x55, 0x1d, 0x13];
 
-/// The first bits of a key usage.
+/// Bits of the first byte of keyUsage. Bit 0 of the specification is the most significant one.
 const DIGITAL_SIGNATURE: u8 = 0x80;
 const KEY_CERT_SIGN: u8 = 0x04;
 
 /// The purposes and the time for which a certificate may be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CertificateUse {
-    /// Seconds since 1970.
+    /// Start of the validity, in seconds since 1970 (UTC).
     pub not_before: i64,
-    /// The same.
+    /// End of the validity, in seconds since 1970 (UTC).
     pub not_after: i64,
-    /// basicConstraints says that it is of an authority.
+    /// The extension basicConstraints contains CA:TRUE.
     pub is_authority: bool,
-    /// The first byte of keyUsage, if there is one.
+    /// First byte of keyUsage. `None`: the certificate has no keyUsage, so all uses are allowed.
     key_usage: Option<u8>,
 }
 
 impl CertificateUse {
-    /// Reads a certificate; `None` if it is malformed.
+    /// Parses a certificate in DER. Returns `None` if it is malformed.
     pub fn parse(der: &[u8]) -> Option<CertificateUse> {
         let mut certificate = Reader(Reader(der).take(SEQUENCE)?);
         let mut fields = Reader(certificate.take(SEQUENCE)?);
         fields.take_if(VERSION)?;
-        fields.take(INTEGER)?; // its serial number
-        fields.take(SEQUENCE)?; // the algorithm of its signature
-        fields.take(SEQUENCE)?; // its issuer
+        fields.take(INTEGER)?; // serial number
+        fields.take(SEQUENCE)?; // signature algorithm
+        fields.take(SEQUENCE)?; // issuer
         let mut validity = Reader(fields.take(SEQUENCE)?);
         let (not_before, not_after) = (time(validity.element()?)?, time(validity.element()?)?);
-        fields.take(SEQUENCE)?; // its subject
-        fields.take(SEQUENCE)?; // its key
+        fields.take(SEQUENCE)?; // subject
+        fields.take(SEQUENCE)?; // public key
         let mut parsed = CertificateUse { not_before, not_after, is_authority: false, key_usage: None };
         let mut has_constraints = false;
         while !fields.0.is_empty() {
@@ -61,7 +62,7 @@ impl CertificateUse {
             while !extensions.0.is_empty() {
                 let mut extension = Reader(extensions.take(SEQUENCE)?);
                 let name = extension.take(OBJECT_IDENTIFIER)?;
-                extension.take_if(BOOLEAN)?; // whether it is critical
+                extension.take_if(BOOLEAN)?; // critical
                 let value = extension.take(OCTET_STRING)?;
                 match name {
                     BASIC_CONSTRAINTS if !std::mem::replace(&mut has_constraints, true) => {
@@ -69,10 +70,10 @@ impl CertificateUse {
                         parsed.is_authority = is_authority.is_some_and(|value| value != [0]);
                     }
                     KEY_USAGE if parsed.key_usage.is_none() => {
-                        // After the number of unused bits.
+                        // The first byte of a bit string is the number of unused bits.
                         parsed.key_usage = Some(*Reader(value).take(BIT_STRING)?.get(1).unwrap_or(&0));
                     }
-                    // Twice: it may mean anything.
+                    // An extension must not occur twice (RFC 5280, 4.2): its meaning would be ambiguous.
                     BASIC_CONSTRAINTS | KEY_USAGE => return None,
                     _ => {}
                 }
@@ -81,27 +82,27 @@ impl CertificateUse {
         Some(parsed)
     }
 
-    /// Whether its key may sign certificates.
+    /// Whether the key of the certificate may sign other certificates.
     pub fn may_sign_certificates(&self) -> bool {
         self.key_usage.is_none_or(|usage| usage & KEY_CERT_SIGN != 0)
     }
 
-    /// Whether its key may sign a handshake.
+    /// Whether the key of the certificate may sign a TLS handshake.
     pub fn may_sign(&self) -> bool {
         self.key_usage.is_none_or(|usage| usage & DIGITAL_SIGNATURE != 0)
     }
 }
 
-/// The elements of DER that are left.
+/// A reader of DER, over the bytes that are not read yet.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    /// The tag and the content of the next one.
+    /// Reads the tag and the content of the next element.
     fn element(&mut self) -> Option<(u8, &'a [u8])> {
         let (&[tag, first], rest) = self.0.split_first_chunk()?;
         let (length, rest) = match first {
             0..=0x7f => (usize::from(first), rest),
-            // Larger ones do not fit into a file, or a message.
+            // Content of 16 MiB or more cannot occur: neither a file nor a TLS message is that large.
             0x81..=0x83 => {
                 let (bytes, rest) = rest.split_at_checked(usize::from(first & 3))?;
                 (bytes.iter().fold(0, |length, byte| length << 8 | usize::from(*byte)), rest)
@@ -113,19 +114,20 @@ impl<'a> Reader<'a> {
         Some((tag, content))
     }
 
-    /// The content of the next one, which must have that tag.
+    /// Reads the content of the next element, which must have the given tag.
     fn take(&mut self, tag: u8) -> Option<&'a [u8]> {
         let (found, content) = self.element()?;
         (found == tag).then_some(content)
     }
 
-    /// The content of the next one if it has that tag; the outer `None` if it is malformed.
+    /// Reads the content of the next element if it has the given tag. The outer `None` means that the element
+    /// is malformed.
     fn take_if(&mut self, tag: u8) -> Option<Option<&'a [u8]>> {
         if self.0.first() == Some(&tag) { self.take(tag).map(Some) } else { Some(None) }
     }
 }
 
-/// Seconds since 1970 of a time, which DER has in UTC and without fractions.
+/// Converts a time to seconds since 1970. DER requires UTC ("Z") without fractions of a second.
 fn time((tag, text): (u8, &[u8])) -> Option<i64> {
     let digits = text.strip_suffix(b"Z")?;
     let (year, rest) = match tag {
@@ -141,7 +143,7 @@ fn time((tag, text): (u8, &[u8])) -> Option<i64> {
     if !(1..=12).contains(&month) || !(1..=31).contains(&day) {
         return None;
     }
-    // Years begin in March, so that the leap day is the last one.
+    // The year is counted from March, so that a leap day is the last day of its year.
     let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
     let days = 365 * year + year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
     let days = days + (153 * month + 2) / 5 + day - 1 - 719_468;
@@ -213,7 +215,7 @@ mod tests {
         assert!(signs.may_sign() && !signs.may_sign_certificates());
         let issues = parse(&[usage(KEY_CERT_SIGN)]);
         assert!(!issues.may_sign() && issues.may_sign_certificates());
-        // An extension that is there twice decides nothing.
+        // A certificate that contains an extension twice is malformed.
         assert_eq!(CertificateUse::parse(&certificate(&[usage(4), usage(0x80)])), None);
         assert_eq!(CertificateUse::parse(&certificate(&[constraints(&[]), constraints(&[])])), None);
     }
