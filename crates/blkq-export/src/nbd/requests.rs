@@ -1,8 +1,9 @@
-//! The requests of one client, once its handshake is done: found in the stream, submitted as bios, and
-//! answered.
+//! Carries out the requests of one client in the transmission phase: parses them, submits bios, and writes
+//! replies.
 //!
-//! Requests wait in the kernel's socket buffer, not here, when the client has too much in flight:
-//! [`Requests::parse`] then wants nothing more until replies have left.
+//! A client that has too much in flight is slowed down by its socket: [`Requests::parse`] reads no further
+//! request until replies have been sent, so that requests stay in the kernel's socket buffer and take no
+//! memory here.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -26,53 +27,54 @@ use super::stream::Stream;
 use super::transmission::{Request, Step, Transmission};
 use super::unaligned::{Finished, OrderedWrite};
 
-/// Most that the extents of one request take in one metadata context, in bytes.
+/// Maximum size in bytes of the extents of one request in one metadata context.
 const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<StatusExtent>();
 
-/// How [`Requests::parse`] left the stream.
+/// The reason why [`Requests::parse`] returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Parsed {
-    /// More bytes are wanted.
+    /// A request or payload is incomplete: receive more bytes.
     Receive,
-    /// Nothing is, until something has completed or left.
+    /// A limit is reached: parse again after a request has completed or replies have been sent.
     Wait,
-    /// Nothing is in this turn, whose budget is spent.
+    /// The budget of this turn is spent: parse again in the next turn.
     Later,
-    /// The client disconnects.
+    /// The client sent `NBD_CMD_DISC`, and sends nothing more.
     Disconnect,
     /// The client broke the protocol.
     Violation,
 }
 
-/// The requests of one client.
+/// The transmission phase of one client.
 pub(super) struct Requests {
     transmission: Transmission,
-    /// The connection's slot.
+    /// Slot of the connection in its source.
     slot: u32,
-    /// The engine's queue behind the export.
+    /// Index of the export's queue among the queues of the engine.
     queue: usize,
-    /// The bits of a byte's number within its logical block.
+    /// Logical block size in bytes, minus 1.
     block_mask: u64,
     style: ReplyStyle,
     contexts: ChosenContexts,
     counters: RequestCounters,
     incoming: Option<Payload>,
-    /// When the payload must have arrived, `u64::MAX` if none is expected.
+    /// Deadline of the payload; `u64::MAX` if no payload is expected.
     payload_until_ns: u64,
-    /// A request for which there is no room yet.
+    /// A parsed request that waits for memory.
     parsed: Option<Request>,
-    /// Requests received whose replies have not left.
+    /// Requests that were received and whose replies were not sent.
     outstanding: usize,
-    /// Bytes in I/O buffers of this client.
+    /// I/O buffers of this client, in bytes.
     buffered: usize,
-    /// Bios, ordered writes and queries in flight.
+    /// Requests, and parts of reads, in the block layer, in the range lock or with a worker.
     busy: usize,
-    /// The reads that are done in parts, if the client understands that, and it was on when the client connected.
+    /// State of the reads that are split into parts. `None` if the client negotiated simple replies, or if
+    /// splitting was switched off when the client connected.
     split: Option<Box<SplitReads>>,
 }
 
 impl Requests {
-    /// Those of the connection in `slot` for `export`, as agreed on in `session`.
+    /// Begins the transmission phase of the connection in `slot`, which chose `export`.
     pub fn new(
         slot: u32,
         session: Session,
@@ -101,47 +103,44 @@ impl Requests {
         }
     }
 
-    /// Counters of the requests so far.
     pub fn counters(&self) -> &RequestCounters {
         &self.counters
     }
 
-    /// A receive operation begins.
     pub fn count_receive(&mut self) {
         self.counters.receives += 1;
     }
 
-    /// A send operation begins.
     pub fn count_send(&mut self) {
         self.counters.sends += 1;
     }
 
-    /// Requests received whose replies have not left.
+    /// The number of requests that were received and whose replies were not sent.
     pub fn outstanding(&self) -> usize {
         self.outstanding
     }
 
-    /// Whether nothing is in flight in the block layer.
+    /// Whether no request is being carried out.
     pub fn is_idle(&self) -> bool {
         self.busy == 0
     }
 
-    /// When a payload must have arrived.
+    /// Deadline of the payload; `u64::MAX` if no payload is expected.
     pub fn payload_until_ns(&self) -> u64 {
         self.payload_until_ns
     }
 
-    /// Whether a payload follows in the stream.
+    /// Whether a payload is incomplete.
     pub fn expects_payload(&self) -> bool {
         self.incoming.is_some()
     }
 
-    /// Memory for the rest of the payload that follows in the stream.
+    /// The part of the buffer for payload that has not been received.
     pub fn missing_payload(&mut self) -> Option<&mut [u8]> {
         self.incoming.as_mut().map(Payload::missing)
     }
 
-    /// The payload is received from now on: there is a time for it.
+    /// Sets the deadline of the expected payload when the connection begins to receive it.
     pub fn expect_payload(&mut self, shared: &mut EngineShared, cx: &SourceContext<'_>) {
         if let Some(incoming) = &self.incoming
             && self.payload_until_ns == u64::MAX
@@ -150,7 +149,7 @@ impl Requests {
         }
     }
 
-    /// `bytes` of the payload that is on its way have arrived where they belong.
+    /// Notes that `bytes` of the payload were written into [`Requests::missing_payload`].
     pub fn took_payload(&mut self, bytes: usize) {
         if let Some(incoming) = &mut self.incoming {
             incoming.took(bytes);
@@ -158,13 +157,13 @@ impl Requests {
         }
     }
 
-    /// `replies` have left, and with them `freed` bytes of buffers.
+    /// Notes that `replies` were sent, which makes `freed` bytes of buffers free.
     pub fn sent(&mut self, replies: usize, freed: usize, shared: &mut EngineShared) {
         self.outstanding -= replies;
         self.free(freed, shared);
     }
 
-    /// Returns its buffers, before it is dropped.
+    /// Returns the buffers to `shared`. The connection is dropped afterwards.
     pub fn release(&mut self, shared: &mut EngineShared) {
         if let Some(incoming) = self.incoming.take() {
             shared.buffers.put(incoming.into_parts().1);
@@ -172,13 +171,14 @@ impl Requests {
         self.free(self.buffered, shared);
     }
 
-    /// Notes that `bytes` of its buffers are free.
+    /// Notes that `bytes` of this client's buffers are free.
     pub fn free(&mut self, bytes: usize, shared: &mut EngineShared) {
         shared.budget.free(self.buffered, bytes);
         self.buffered -= bytes;
     }
 
-    /// Parses all that has arrived and there is room for.
+    /// Parses the received requests and begins to carry them out, as far as the limits and the turn's budget
+    /// allow.
     pub fn parse(
         &mut self,
         stream: &mut Stream,
@@ -242,7 +242,7 @@ impl Requests {
         self.counters.requests += 1;
     }
 
-    /// Begins to carry out a request.
+    /// Begins to carry out a request, for whose buffers the limits have room.
     fn begin(
         &mut self,
         request: Request,
@@ -287,12 +287,12 @@ impl Requests {
                 self.submit(request, Operation::WriteZeroes, request.range(), Data::None, shared, cx);
             }
             Command::BlockStatus => self.query_status(request, shared, cx),
-            // The parser turns it into a step of its own.
+            // The parser reports `NBD_CMD_DISC` as [`Step::Disconnect`].
             Command::Disconnect => {}
         }
     }
 
-    /// Whether a read is done in parts, which not every request wants.
+    /// Whether a read is split into parts. `NBD_CMD_FLAG_DF` forbids it.
     fn is_split(&self, request: &Request) -> bool {
         request.command == Command::Read
             && split::is_split(request.length)
@@ -301,7 +301,7 @@ impl Requests {
             && self.is_whole_blocks(request)
     }
 
-    /// Begins the parts of reads that need not wait for others.
+    /// Submits parts of split reads until the limit of parts in flight is reached.
     pub fn begin_parts(
         &mut self,
         replies: &mut Outgoing,
@@ -325,14 +325,14 @@ impl Requests {
         }
     }
 
-    /// The connection is broken: parts of reads that have not begun never do.
+    /// Drops the parts of reads that were not submitted, because the connection is broken.
     pub fn abandon_parts(&mut self) {
         if let Some(split) = &mut self.split {
             split.abandon();
         }
     }
 
-    /// Begins to carry out a request that is not whole blocks.
+    /// Begins to carry out a request that is not aligned to logical blocks.
     #[cold]
     fn begin_unaligned(
         &mut self,
@@ -369,7 +369,7 @@ impl Requests {
         shared.query_status(self.in_flight(&request), self.queue, &self.contexts, max, cx);
     }
 
-    /// Answers a request with an error before anything was done for it. A payload is dropped.
+    /// Answers a request with an error before it was submitted. If it has a payload, the payload is skipped.
     fn reject(
         &mut self,
         request: &Request,
@@ -397,7 +397,7 @@ impl Requests {
         (request.offset | request.length) & self.block_mask == 0
     }
 
-    /// Size of the buffers that a request needs.
+    /// Size in bytes of the buffers that a request needs.
     fn buffer_bytes(&self, request: &Request) -> usize {
         if request.command == Command::BlockStatus {
             return self.extents_max_bytes();
@@ -408,7 +408,8 @@ impl Requests {
         plan::buffer_bytes(request, self.block_mask + 1)
     }
 
-    /// Submits a write that must not run at the same time as another to the same block.
+    /// Passes a write to the range lock, because it must not run at the same time as another write to the
+    /// same block.
     fn order(
         &mut self,
         request: Request,
@@ -449,7 +450,7 @@ impl Requests {
         cx: &mut SourceContext<'_>,
     ) {
         let flags = plan::bio_flags(request, operation);
-        // Whole logical blocks are whole sectors.
+        // A logical block is a multiple of 512 bytes.
         let (sector, sectors) = (Sector(range.start >> 9), (range.end - range.start) >> 9);
         self.busy += 1;
         let bio = Bio { operation, flags, sector, sectors, data, user_data: 0 };
@@ -460,7 +461,7 @@ impl Requests {
         InFlight::new(self.slot, request)
     }
 
-    /// A bio completed.
+    /// Handles a completed bio: writes the reply to its request.
     pub fn complete(
         &mut self,
         request: InFlight,
@@ -484,7 +485,7 @@ impl Requests {
             shared.buffers.put(buffer);
         }
         match completion.result {
-            // Of a device that turned out not to discard: a trim is advice.
+            // The device turned out not to support discard. A trim is only a hint, so it succeeds.
             Err(Status::NotSupported) if request.command == Command::Trim => self.done(request.to, replies),
             Err(status) => self.error(request.to, status.into(), replies),
             Ok(()) => {
@@ -496,7 +497,8 @@ impl Requests {
         }
     }
 
-    /// A part of a read completed, or had no memory. A reply has at most one error, at its end.
+    /// Handles a part of a read that completed, or for which there was no memory. An error is reported in the
+    /// last chunk, so a reply contains at most one.
     fn complete_part(
         &mut self,
         request: InFlight,
@@ -530,7 +532,7 @@ impl Requests {
         }
     }
 
-    /// An ordered write completed.
+    /// Handles a completed ordered write: see [`OrderedWrite`].
     pub fn complete_ordered(
         &mut self,
         finished: Finished,
@@ -542,7 +544,7 @@ impl Requests {
         self.complete(request, Completion { user_data: 0, result, data: Data::None }, replies, shared);
     }
 
-    /// A query of the metadata contexts completed.
+    /// Handles a completed query of metadata contexts. `contexts` is `None` if the query failed.
     pub fn complete_status(
         &mut self,
         request: InFlight,
@@ -552,14 +554,14 @@ impl Requests {
         self.busy -= 1;
         replies.hold_extents(self.extents_max_bytes());
         let Some(contexts) = contexts else { return self.error(request.to, NbdError::Io, replies) };
-        // All of it lies beyond the end of a device that shrank.
+        // The device shrank since the client connected, and the whole range is beyond its end.
         if contexts.iter().any(|context| context.extents.is_empty()) {
             return self.error(request.to, NbdError::Invalid, replies);
         }
         replies.reply(|output| self.style.block_status(request.to, &contexts, output));
     }
 
-    /// Most that the extents of one request take, in bytes.
+    /// Maximum size in bytes of the extents of one request in all chosen contexts.
     fn extents_max_bytes(&self) -> usize {
         EXTENTS_MAX_BYTES * self.contexts.contexts.count()
     }

@@ -1,5 +1,5 @@
-//! The state that the connections of one engine share: buffers and their budget, the requests in flight,
-//! and the way of bios into the block layer.
+//! The state that all connections of one engine share: I/O buffers and their budget, requests in flight, and
+//! the submission of bios.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -21,31 +21,33 @@ use super::status::Registry;
 use super::tls::Tls;
 use super::unaligned::{BufferSource, Finished, OrderedWrite, OrderingResults, Unaligned};
 
-/// Kinds of submissions, in the token above the slot of the connection.
+/// Kinds of ring operations. The token of an operation contains the kind above the 32 bits of the
+/// connection's slot.
 pub(super) const RECEIVED: u64 = 0;
 pub(super) const SENT: u64 = 1;
 pub(super) const ACCEPTED: u64 = 2;
 pub(super) const CANCELLED: u64 = 3;
 
-/// Bytes that a client must at least take, or send of a payload, per second.
+/// Minimum rate at which a client must take replies and send payloads, in bytes per second.
 const RATE_MIN: u64 = 1 << 20;
 const NS_PER_SECOND: u64 = 1_000_000_000;
-/// The time that each send may take once the server stops.
+/// Time limit for each send once the server is stopping.
 const STOPPING_SEND_NS: u64 = NS_PER_SECOND;
 
 pub(super) fn token(kind: u64, slot: u32) -> u64 {
     kind << 32 | u64::from(slot)
 }
 
-/// Messages of other threads.
+/// Messages to a source of the server.
 pub(super) enum Message {
-    /// A client for this engine.
+    /// A client that another engine has accepted.
     Client(OwnedFd),
-    /// Too many clients are in their handshake.
+    /// Too many clients are in their handshake: shorten the time limit.
     Crowded,
-    /// TLS of a connection, after a step of its handshake.
+    /// The TLS state of the connection in this slot, after a worker carried out a step of the handshake.
     Handshake(u32, Box<Tls>),
-    /// The state of a range in the metadata contexts that a request asked for, `None` if the query failed.
+    /// The extents for the request with this index in the table of requests in flight; `None` if the query
+    /// failed.
     Status(u32, Option<Vec<ContextStatus>>),
 }
 
@@ -56,30 +58,30 @@ pub(super) struct EngineShared {
     pub budget: Budget,
     in_flight: InFlightTable,
     unaligned: Unaligned,
-    /// The results of ordering.
+    /// Results of ordering, kept for their capacity.
     ready: OrderingResults,
-    /// Bios for which the queue had no room, with the queue.
+    /// Bios that a queue did not accept because it was full, each with the index of its queue.
     requeued: VecDeque<(usize, Bio)>,
-    /// Receive back-offs of this turn, which the registry does not count yet.
+    /// Receive back-offs in this turn, which the registry has not counted yet.
     receive_backoffs: u64,
-    /// The number of the client of each connection, by its slot: for a trace.
+    /// Client number of each connection by its slot, for traces.
     clients: Vec<u32>,
-    /// The earliest deadline of a connection, or earlier.
+    /// No deadline of a connection is before this time. It may be earlier than the earliest deadline.
     deadline_ns: u64,
-    /// The server stops.
+    /// The server is stopping.
     stopping: bool,
-    /// The work for the clients of this engine in the present turn.
+    /// Work done for the clients of this engine in the current turn.
     pub work: TurnWork,
-    /// Makes the signatures of handshakes.
+    /// Runs steps of TLS handshakes, which make signatures.
     handshakes: Worker,
 }
 
 impl EngineShared {
-    /// With an engine's part of the options' limits, of `engines` engines.
+    /// Creates the state for one of `engines` engines. Each gets an equal share of the memory limit.
     pub fn new(options: Arc<NbdOptions>, engines: usize) -> EngineShared {
         EngineShared {
             buffers: BufferPool::new(),
-            // Engines share no memory, so that none has to wait for another.
+            // Each engine has its own budget, so that no engine waits for memory of another.
             budget: Budget::new(options.buffered_bytes_total / engines),
             in_flight: InFlightTable::default(),
             unaligned: Unaligned::new(options.unaligned.clone()),
@@ -95,24 +97,26 @@ impl EngineShared {
         }
     }
 
-    /// From now on this engine's writes are ordered with those of others, if parts of blocks are served.
+    /// Joins the range lock, if unaligned requests are served: from now on, writes of this engine are ordered
+    /// with those of other engines.
     pub fn join(&mut self, cx: &SourceContext<'_>) {
         if self.options.unaligned.is_some() {
             self.unaligned.join(cx);
         }
     }
 
-    /// Whether the block layer wants nothing more for now.
+    /// Whether a queue of the block layer is full, so that no further request should be parsed.
     pub fn is_full(&self) -> bool {
         !self.requeued.is_empty()
     }
 
-    /// Whether nothing is left to be done for a connection that has closed.
+    /// Whether no ordered write is left of connections that have closed.
     pub fn is_idle(&self) -> bool {
         self.unaligned.is_idle()
     }
 
-    /// When `bytes` must have left or arrived; the deadlines are checked then.
+    /// Returns the deadline for sending or receiving `bytes` from now on, and schedules a check of the
+    /// deadlines.
     pub fn transfer_until_ns(&mut self, bytes: u64, cx: &SourceContext<'_>) -> u64 {
         let seconds = self.options.transfer_timeout_s + bytes / RATE_MIN;
         let timeout_ns = if self.stopping { STOPPING_SEND_NS } else { seconds * NS_PER_SECOND };
@@ -121,19 +125,20 @@ impl EngineShared {
         until_ns
     }
 
-    /// The server stops: sends have little time from now on, as the last flush waits for all clients. Returns when
-    /// those in flight must be done.
+    /// Begins to stop the server. From now on each send has one second, because the last flush of the disk
+    /// waits until all clients are disconnected. Returns the deadline for sends in flight.
     pub fn begin_stop(&mut self, cx: &SourceContext<'_>) -> u64 {
         self.stopping = true;
         self.transfer_until_ns(0, cx)
     }
 
-    /// A deadline of a connection.
+    /// Schedules a check of the deadlines at `at_ns`, the deadline of a connection.
     pub fn expect_deadline(&mut self, at_ns: u64) {
         self.deadline_ns = self.deadline_ns.min(at_ns);
     }
 
-    /// Whether a deadline may have passed. Then all of them are to be expected again.
+    /// Returns whether a check of the deadlines is due. The caller must then schedule the deadlines of all
+    /// connections again.
     pub fn take_deadline(&mut self, now_ns: u64) -> bool {
         let passed = now_ns >= self.deadline_ns;
         if passed {
@@ -142,39 +147,41 @@ impl EngineShared {
         passed
     }
 
-    /// When something is to be done, `u64::MAX` if nothing is.
+    /// The time at which the source must run again; `u64::MAX` if it need not.
     pub fn deadline_ns(&self) -> u64 {
         if self.unaligned.is_contended() { 0 } else { self.deadline_ns }
     }
 
-    /// Counts a connection that receives later.
+    /// Counts a receive that was delayed.
     pub fn count_backoff(&mut self) {
         self.receive_backoffs += 1;
     }
 
-    /// Whether writes of whole blocks have to be ordered now.
+    /// Whether writes of whole blocks must be ordered at present: see [`Unaligned::must_order`].
     #[inline]
     pub fn must_order(&self) -> bool {
         self.unaligned.must_order()
     }
 
-    /// Takes a write that must not run at the same time as another to the same block.
+    /// Passes a write to the range lock, because it must not run at the same time as another write to the
+    /// same block.
     pub fn order(&mut self, write: OrderedWrite) {
         self.unaligned.push(write);
     }
 
-    /// Another engine changed the ranges that are locked.
+    /// Notes that another engine changed the range lock: see
+    /// [`RangesChanged`](super::unaligned::RangesChanged).
     pub fn notify_of_ranges(&mut self) {
         self.unaligned.notify();
     }
 
-    /// Submits `bio`, now or as soon as there is room.
+    /// Submits `bio` for the request `in_flight`. If the queue is full, the bio is submitted again later.
     pub fn submit(&mut self, in_flight: InFlight, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
         bio.user_data = self.in_flight.remember(in_flight).into();
         self.submit_bio(queue, bio, cx);
     }
 
-    /// Submits `bio`, which has its `user_data`, now or as soon as there is room.
+    /// Submits `bio`, whose `user_data` is set.
     fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
         self.name_client(queue, &bio, cx);
         if let Err(bio) = cx.submit(queue, bio) {
@@ -182,7 +189,7 @@ impl EngineShared {
         }
     }
 
-    /// The connection in `slot` is that of client `number`.
+    /// Sets the client number of the connection in `slot`.
     pub fn set_client(&mut self, slot: usize, number: u64) {
         if self.clients.len() <= slot {
             self.clients.resize(slot + 1, 0);
@@ -190,7 +197,7 @@ impl EngineShared {
         self.clients[slot] = number as u32;
     }
 
-    /// Names the client of `bio`, which is about to be submitted.
+    /// Tells the tracer which client submits `bio`. Call this directly before the submission.
     #[inline]
     fn name_client(&self, queue: usize, bio: &Bio, cx: &mut SourceContext<'_>) {
         cx.set_trace_client(queue, || {
@@ -200,7 +207,8 @@ impl EngineShared {
         });
     }
 
-    /// Submits the bios that the queues had no room for. True if there were some and none is left.
+    /// Submits the bios again that queues did not accept. Returns whether there were such bios and all were
+    /// accepted now.
     pub fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) -> bool {
         if self.requeued.is_empty() {
             return false;
@@ -215,15 +223,16 @@ impl EngineShared {
         true
     }
 
-    /// Begins the ordered writes whose ranges were granted. [`EngineShared::next_finished`] comes next.
+    /// Begins the ordered writes whose ranges were granted. Afterwards, handle
+    /// [`EngineShared::next_finished`].
     pub fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
         let mut memory = BufferSource { buffers: &mut self.buffers, cx };
         self.unaligned.order_writes(&mut self.in_flight, &mut memory, &mut self.ready);
         self.submit_ready(cx);
     }
 
-    /// A bio completed. Returns the request that it carried out, `None` if it is part of an ordered
-    /// write: [`EngineShared::next_finished`] comes next.
+    /// Handles a completed bio. Returns the request that it carried out. Returns `None` if the bio belongs to
+    /// an ordered write: then handle [`EngineShared::next_finished`].
     pub fn complete(
         &mut self,
         completion: Completion,
@@ -244,12 +253,12 @@ impl EngineShared {
         self.ready.bios = bios;
     }
 
-    /// An ordered write that has completed.
+    /// Takes an ordered write that has completed.
     pub fn next_finished(&mut self) -> Option<Finished> {
         self.ready.finished.pop()
     }
 
-    /// The request whose bio has this `user_data`.
+    /// The request to which the bio with this `user_data` belongs.
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
         match Unaligned::is_ordered(user_data) {
             true => self.unaligned.request_of(user_data),
@@ -257,8 +266,9 @@ impl EngineShared {
         }
     }
 
-    /// Has a worker continue the handshake of TLS: a signature takes up to some milliseconds, in
-    /// which the engine serves others. The engine's worker may be busy with extents for much longer.
+    /// Runs the next step of a TLS handshake on a worker. A signature takes up to some milliseconds, in which
+    /// the engine can serve other clients. These handshakes have their own worker, because queries of extents
+    /// may occupy the engine's worker for much longer.
     pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &SourceContext<'_>) {
         cx.offload_to(&mut self.handshakes, move || {
             tls.shake_hands();
@@ -266,7 +276,7 @@ impl EngineShared {
         });
     }
 
-    /// Queries the metadata contexts that a request asks for.
+    /// Queries the chosen metadata contexts for the range of a request, on the engine's worker.
     pub fn query_status(
         &mut self,
         asks: InFlight,
@@ -278,17 +288,17 @@ impl EngineShared {
         let range = asks.to.offset..asks.to.offset + asks.length;
         let index = self.in_flight.remember(asks);
         let (disk, contexts) = (cx.disk(queue).clone(), contexts.clone());
-        // A driver that panics there fails the command, as one that returns an error does.
+        // A panic of the driver in the query fails the request, as an error of the driver does.
         let query = AssertUnwindSafe(move || contexts.query(&disk, &range, max).ok());
         cx.offload(move || Box::new(Message::Status(index, catch_unwind(query).unwrap_or(None))));
     }
 
-    /// The request whose contexts were queried.
+    /// Removes the request with this index from the table of requests in flight.
     pub fn recall(&mut self, index: u32) -> InFlight {
         self.in_flight.recall(index)
     }
 
-    /// Ends a turn of the engine: adds what it counted to the counters of `registry`.
+    /// Adds the counts of this turn to the counters of `registry`.
     pub fn finish_turn(&mut self, registry: &Registry) {
         registry.count_backoffs(std::mem::take(&mut self.receive_backoffs));
     }

@@ -1,4 +1,4 @@
-//! The server's part on one engine: accepts clients, and passes completions to their connections.
+//! The server's source on one engine: accepts clients, and passes completions to their connections.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -23,29 +23,31 @@ use super::status::Registry;
 use super::stream::{ConnectionBuffers, block_sigpipe};
 use super::unaligned::RangesChanged;
 
-/// How long nothing is accepted after that failed.
+/// Pause in accepting after accept failed, for example for lack of descriptors.
 const ACCEPT_PAUSE_NS: u64 = 100_000_000;
-/// How often connections in their handshake are counted while too many are.
+/// Interval of counting the connections in their handshake, while there are too many.
 const CROWDED_POLL_NS: u64 = 20_000_000;
-/// The time that a handshake then may take.
+/// Limit of a handshake in that case.
 const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
-/// How long unused buffers are kept.
+/// Time after which unused buffers are released.
 const IDLE_NS: u64 = 1_000_000_000;
 
-/// Where clients of this engine come from.
+/// How this engine gets its clients.
 pub(super) enum ClientOrigin {
-    /// A socket that listens, and other engines that may take a client over.
+    /// The engine accepts clients from the listening socket. It passes some of them to the sources on other
+    /// engines, which are listed here.
     Listener(OwnedFd, Vec<(EngineHandle, SourceId)>),
-    /// One client.
+    /// The engine serves the only client, whose socket is `None` once the source has started.
     Client(Option<OwnedFd>),
-    /// The engine with the socket.
+    /// Another engine accepts clients and passes some of them to this engine.
     Elsewhere,
 }
 
-/// Connections of every engine, by its number.
+/// The number of connections of each engine, by its index. Relaxed accesses suffice: the numbers only balance
+/// the load.
 pub(super) type Loads = Box<[AtomicUsize]>;
 
-/// The server on one engine.
+/// The server's part on one engine.
 pub(super) struct NbdSource {
     shared: EngineShared,
     registry: Arc<Registry>,
@@ -53,14 +55,14 @@ pub(super) struct NbdSource {
     loads: Arc<Loads>,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
-    /// Connections that have something to do, in order.
+    /// Slots of the connections that have something to do, in the order of their turns.
     ready: VecDeque<u32>,
     accept_armed: bool,
     cancel_armed: bool,
     accept_at_ns: u64,
-    /// Too many clients were in their handshake when that was last counted.
+    /// Too many clients were in their handshake when they were last counted.
     crowded: bool,
-    /// Since when nothing is in use.
+    /// Time since which no buffer is in use, if there is free memory to release.
     idle_since_ns: Option<u64>,
     stopping: bool,
 }
@@ -92,18 +94,19 @@ impl NbdSource {
 
     fn accept(&mut self, cx: &mut SourceContext<'_>) {
         let ClientOrigin::Listener(listener, _) = &self.client_origin else { return };
-        // One at a time: the next one may have to wait for others' handshakes.
+        // Accepts one client only (no multishot), because further clients may have to wait until others have
+        // finished their handshake.
         let null = std::ptr::null_mut();
         let entry = opcode::Accept::new(types::Fd(listener.as_raw_fd()), null, null.cast())
             .flags(libc::SOCK_CLOEXEC)
             .build();
         self.accept_armed = true;
-        // SAFETY: the listener stays open as long as the source, and no memory is passed.
+        // SAFETY: the source keeps the listening socket open, and the kernel gets no pointer.
         unsafe { cx.push(entry, token(ACCEPTED, 0)) }
     }
 
-    /// Accepts the next client, when it is time. Clients that have not finished their handshake leave
-    /// most connections to others, which wait in the listener's backlog meanwhile.
+    /// Accepts the next client, unless accepting is paused. If too many clients are in their handshake, new
+    /// ones wait in the socket's backlog, so that clients that never finish leave most connections to others.
     fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
         let ClientOrigin::Listener(_, others) = &self.client_origin else { return };
         let crowded = self.registry.handshaking() >= self.shared.options.handshakes_max();
@@ -123,7 +126,7 @@ impl NbdSource {
         self.accept(cx);
     }
 
-    /// Has the clients finish their handshake soon.
+    /// Shortens the time limit of all handshakes on this engine.
     fn shorten_handshakes(&mut self) {
         for connection in self.connections.iter_mut().flatten() {
             connection.shorten_handshake(CROWDED_HANDSHAKE_NS);
@@ -134,19 +137,19 @@ impl NbdSource {
     fn accepted(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
         self.accept_armed = false;
         if cqe.result >= 0 {
-            // SAFETY: the kernel made this descriptor for us.
+            // SAFETY: the kernel returned this new descriptor, which nothing else owns.
             let socket = unsafe { OwnedFd::from_raw_fd(cqe.result) };
             if self.registry.admit(self.shared.options.connections_max, || peer_name(socket.as_fd())) {
                 self.assign(cx, socket);
             }
         } else if !matches!(-cqe.result, libc::ECONNABORTED | libc::EINTR | libc::EAGAIN) {
-            // Out of descriptors or memory, or the socket was shut down by another process that has
-            // it: again at once would only fail again.
+            // The process is out of descriptors or memory, or another process that shares the socket has shut
+            // it down. An immediate retry would fail as well.
             self.accept_at_ns = cx.now_ns() + ACCEPT_PAUSE_NS;
         }
     }
 
-    /// Gives a client to the engine that has the fewest.
+    /// Gives a client to the engine that has the fewest connections.
     fn assign(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
         let load = |engine: &usize| self.loads[*engine].load(Relaxed);
         let engine = (0..self.loads.len()).min_by_key(load).unwrap_or(0);
@@ -160,7 +163,7 @@ impl NbdSource {
         }
     }
 
-    /// Begins with a client that was admitted.
+    /// Opens the connection of a client that [`Registry::admit`] has counted.
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
         let buffers =
             if self.stopping { None } else { ConnectionBuffers::new(self.shared.options.tls.as_ref()) };
@@ -213,7 +216,7 @@ impl NbdSource {
         }
     }
 
-    /// When a time limit of a connection, or a pause, is over at the earliest.
+    /// The earliest deadline of a connection, of unused buffers and of the pause in accepting.
     fn timers_ns(&self) -> Option<u64> {
         let mut at_ns = self.shared.deadline_ns();
         if let Some(since_ns) = self.idle_since_ns {
@@ -229,7 +232,7 @@ impl NbdSource {
         (0..self.connections.len() as u32).for_each(|slot| self.make_ready(slot));
     }
 
-    /// Reads the clock when a deadline may have passed.
+    /// Handles deadlines that have passed. The clock is read only if there is a deadline.
     fn check_deadlines(&mut self, cx: &mut SourceContext<'_>) {
         let Some(deadline_ns) = self.timers_ns() else { return };
         let now_ns = cx.now_ns();
@@ -254,7 +257,7 @@ impl NbdSource {
         self.finish_ordered();
     }
 
-    /// Answers the ordered writes that completed.
+    /// Replies to ordered writes that have completed.
     fn finish_ordered(&mut self) {
         while let Some(finished) = self.shared.next_finished() {
             let slot = finished.request.connection;
@@ -265,7 +268,8 @@ impl NbdSource {
         }
     }
 
-    /// Gives a connection its turn; it goes to the end of those that are ready if it has more to do.
+    /// Gives a connection its turn. If it has more to do, it goes to the end of the ready list, so that each
+    /// connection gets its share.
     fn run_connection(&mut self, slot: u32, cx: &mut SourceContext<'_>) {
         let Some(connection) = &mut self.connections[slot as usize] else { return };
         let has_more = connection.turn(&mut self.shared, cx);
@@ -288,7 +292,8 @@ impl NbdSource {
     }
 }
 
-// SAFETY: it is stopped when it has no connection, and a connection is dropped after all that it submitted.
+// SAFETY: the source counts as stopped only when it has no connection, and a connection is dropped only after
+// all operations that it submitted have completed.
 unsafe impl Source for NbdSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.registrar().require(&[
@@ -384,7 +389,7 @@ unsafe impl Source for NbdSource {
                 }
             }
             self.order_writes(cx);
-            // A connection that waited for memory may have its turn now.
+            // A connection that waits for memory gets a turn, if memory was released.
             if let Some(slot) = self.shared.budget.next() {
                 self.make_ready(slot);
             }
@@ -401,7 +406,7 @@ unsafe impl Source for NbdSource {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        // The budget of the last turn was spent.
+        // The ready list is not empty because the budget of the last turn was spent: run again immediately.
         if self.ready.is_empty() { self.timers_ns() } else { Some(0) }
     }
 
@@ -418,13 +423,14 @@ unsafe impl Source for NbdSource {
         connection.is_some_and(|connection| connection.is_closing())
     }
 
-    // Without force there are no clients: `Registry::close_if_empty` lets the server stop only then.
+    // `force` makes no difference here: `Registry::close_if_empty` lets a server stop without force only when
+    // it has no clients.
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.stopping = true;
         if self.accept_armed && !self.cancel_armed {
             let accept = cx.token(token(ACCEPTED, 0)).0;
             self.cancel_armed = true;
-            // SAFETY: no memory and no descriptor is passed.
+            // SAFETY: the operation passes neither a pointer nor a descriptor.
             unsafe { cx.push(opcode::AsyncCancel::new(accept).build(), token(CANCELLED, 0)) }
         }
         let until_ns = self.shared.begin_stop(cx);
@@ -445,8 +451,8 @@ unsafe impl Source for NbdSource {
 
 impl Drop for NbdSource {
     fn drop(&mut self) {
-        // An engine that exits without stopping its sources leaves operations to the kernel:
-        // their memory is left to it too.
+        // An engine that exits without stopping its sources leaves operations in the kernel. The memory that
+        // these use is leaked.
         for mut connection in self.connections.drain(..).flatten() {
             if connection.is_armed() {
                 let _ = ManuallyDrop::new(connection);
@@ -457,9 +463,9 @@ impl Drop for NbdSource {
     }
 }
 
-/// Capabilities of a disk with these limits.
+/// The capabilities to announce for a disk with these limits.
 fn transmission_flags(limits: &blkq::QueueLimits) -> TransmissionFlags {
-    // All connections share one disk: a flush covers the completed writes of all of them.
+    // CAN_MULTI_CONN: all connections share one disk, so a flush covers the completed writes of all of them.
     let mut flags = TransmissionFlags::HAS_FLAGS
         | TransmissionFlags::SEND_FLUSH
         | TransmissionFlags::SEND_FUA

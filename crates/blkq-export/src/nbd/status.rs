@@ -1,4 +1,4 @@
-//! Connections as the control plane sees them.
+//! The connections and counters of a server, as its owner reads them.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -9,71 +9,71 @@ use serde::{Deserialize, Serialize};
 
 use super::rejections::{Reason, Rejections};
 
-/// One connection, as it is now.
+/// The state of one connection.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ConnectionInfo {
-    /// Counted up from 1.
+    /// Number of the connection, counted from 1 since the server started.
     pub id: u64,
-    /// Its peer: `pid 123, uid 0` (pid 0: not to be seen from this PID namespace), or an address and
-    /// port.
+    /// The client: `pid 123, uid 0` for a unix socket, or its address and port. The pid is 0 if the process
+    /// is in a PID namespace that is not visible from here.
     pub peer: String,
-    /// The export it chose; `None` during the handshake.
+    /// The export that the client chose; `None` during the handshake.
     pub export: Option<String>,
-    /// How long it has been there.
+    /// Time since the client connected.
     pub age: Duration,
-    /// Requests received.
+    /// Requests received from the client.
     pub requests: u64,
-    /// Of these, those answered with an error.
+    /// Requests that were answered with an error.
     pub errors: u64,
-    /// Content sent, in bytes.
+    /// Data of successful reads, in bytes.
     pub read_bytes: u64,
-    /// Content received and written, in bytes.
+    /// Data of successful writes, in bytes.
     pub written_bytes: u64,
-    /// Requests received whose replies have not left.
+    /// Requests that were received and whose replies were not sent.
     pub in_flight: u64,
 }
 
-/// Counters of a server since it started, over all connections that it had.
+/// Counters since the server started, over all its connections, open and closed.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct NbdCounters {
-    /// Connections that were let in.
+    /// Connections that were accepted, including those that are closed.
     pub connections: u64,
-    /// Connections turned away because there were too many, or no memory for one more, or the
-    /// server was stopping.
+    /// Connections that were rejected, because there were too many, there was no memory for another one, or
+    /// the server was stopping.
     pub refused_connections: u64,
-    /// Connections closed because the client broke the protocol.
+    /// Connections that were closed because the client broke the protocol.
     pub violations: u64,
-    /// Connections closed because the client was late with its handshake, a payload, or taking
-    /// its replies.
+    /// Connections that were closed because the client did not finish its handshake, send a payload or take
+    /// its replies in time.
     pub timeouts: u64,
-    /// Requests received.
+    /// Requests received in the transmission phase.
     pub requests: u64,
-    /// Of these, those answered with an error by any layer.
+    /// Requests that were answered with an error, from the server, the block layer or the device.
     pub errors: u64,
-    /// Of those, the ones that never reached the block layer: malformed, outside of the device,
-    /// not allowed.
+    /// Requests that the server rejected before they reached the block layer, because they were malformed,
+    /// not allowed, or outside of the device. They are also counted as errors.
     pub refused_requests: u64,
-    /// Content sent, in bytes.
+    /// Data of successful reads, in bytes.
     pub read_bytes: u64,
-    /// Content received and written, in bytes.
+    /// Data of successful writes, in bytes.
     pub written_bytes: u64,
-    /// Reads that were done in parts.
+    /// Reads that were split into parts.
     #[serde(default)]
     pub split_reads: u64,
-    /// How often a connection received later, because its client was busy reading replies.
+    /// Receives that were delayed because the client was busy reading replies.
     #[serde(default)]
     pub receive_backoffs: u64,
-    /// Receive operations on the sockets of clients that have chosen an export.
+    /// Receive operations in the transmission phase.
     #[serde(default)]
     pub receives: u64,
-    /// Send operations on them.
+    /// Send operations in the transmission phase.
     #[serde(default)]
     pub sends: u64,
 }
 
 impl NbdCounters {
-    /// The difference to `earlier`, of the same servers.
+    /// Returns the counters minus those of `earlier`, an earlier state of the same servers.
     pub fn since(&self, earlier: &NbdCounters) -> NbdCounters {
         NbdCounters {
             connections: self.connections.saturating_sub(earlier.connections),
@@ -108,7 +108,7 @@ impl NbdCounters {
 }
 
 impl std::ops::AddAssign for NbdCounters {
-    /// Adds those of another server.
+    /// Adds the counters of another server.
     fn add_assign(&mut self, other: NbdCounters) {
         self.connections += other.connections;
         self.refused_connections += other.refused_connections;
@@ -126,7 +126,8 @@ impl std::ops::AddAssign for NbdCounters {
     }
 }
 
-/// Counters of one connection, written by its engine once per turn.
+/// Counters of one connection. Its engine writes them once per turn, other threads only read them. Relaxed
+/// accesses suffice, as each counter is read on its own.
 pub(super) struct ConnectionStatus {
     id: u64,
     peer: String,
@@ -146,7 +147,7 @@ pub(super) struct ConnectionStatus {
     in_flight: AtomicU64,
 }
 
-/// Counters of the requests of a connection, kept by it and published once per turn.
+/// Counters that the connection updates for each request, and publishes once per turn.
 #[derive(Default)]
 pub(super) struct RequestCounters {
     pub requests: u64,
@@ -160,7 +161,7 @@ pub(super) struct RequestCounters {
 }
 
 impl ConnectionStatus {
-    /// Shows `counters` to others, and that `in_flight` requests have no reply that left.
+    /// Publishes `counters` and the number of requests in flight.
     pub fn publish(&self, counters: &RequestCounters, in_flight: usize) {
         self.requests.store(counters.requests, Ordering::Relaxed);
         self.errors.store(counters.errors, Ordering::Relaxed);
@@ -173,22 +174,22 @@ impl ConnectionStatus {
         self.in_flight.store(in_flight as u64, Ordering::Relaxed);
     }
 
-    /// The client broke the protocol.
+    /// Counts that the client broke the protocol.
     pub fn count_violation(&self) {
         self.violations.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The client was late.
+    /// Counts that the client missed a deadline.
     pub fn count_timeout(&self) {
         self.timeouts.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Its number, and its peer's name.
+    /// The number of the connection and the description of its client.
     pub fn id_and_peer(&self) -> (u64, &str) {
         (self.id, &self.peer)
     }
 
-    /// Its client chose an export, once.
+    /// Records the export that the client chose. Only the first call has an effect.
     pub fn establish(&self, export: String) {
         if self.export.set(export).is_ok() {
             self.established.fetch_add(1, Ordering::SeqCst);
@@ -196,37 +197,37 @@ impl ConnectionStatus {
     }
 }
 
-/// Connections that are there, and the sum of those that were.
+/// The open connections, and the counters of the closed ones.
 #[derive(Default)]
 struct Connections {
     open: Vec<Arc<ConnectionStatus>>,
     closed: NbdCounters,
 }
 
-/// The connections that all engines of a server and its control share.
+/// The connections of a server, shared by its engines and its owner.
 pub(super) struct Registry {
-    /// Held for a push, a removal or a copy of pointers, never across anything that waits;
-    /// engines take it when a connection opens and closes, not on the data path.
+    /// Held to add or remove a connection and to copy the list, never while the thread waits for anything.
+    /// Engines lock it only when a connection opens or closes.
     connections: Mutex<Connections>,
-    /// Connections that were let in and have not closed.
+    /// Connections that were admitted and have not closed.
     open: AtomicUsize,
-    /// No more are let in.
+    /// No more connections are admitted, because the server is stopping.
     closed: AtomicBool,
-    /// No more are let in while this is above 0.
+    /// No connections are admitted while this is above 0: the number of [`Paused`] guards.
     paused: AtomicUsize,
     accepted: AtomicU64,
     refused: AtomicU64,
     receive_backoffs: AtomicU64,
-    /// A client chose an export and has disconnected.
+    /// At least one client has chosen an export and disconnected.
     served: AtomicBool,
-    /// Connections that have chosen an export.
+    /// Open connections whose clients have chosen an export.
     established: Arc<AtomicUsize>,
     pub rejections: Rejections,
-    /// An eventfd to be written when the last client that was served disconnects.
+    /// An eventfd that is written when the last client disconnects, once `served` is set.
     idle_event: Option<Arc<OwnedFd>>,
 }
 
-/// A server that has no clients and accepts none, until this is dropped.
+/// Keeps a server without clients from accepting any, until this guard is dropped.
 pub struct Paused<'a>(&'a Registry);
 
 impl Drop for Paused<'_> {
@@ -256,9 +257,12 @@ impl Registry {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether one more connection is let in; it then counts until [`Registry::unregister`]
-    /// or [`Registry::turn_away`].
+    /// Decides whether one more connection is accepted. If so, it counts as open until
+    /// [`Registry::unregister`] or [`Registry::turn_away`] is called.
     pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
+        // SeqCst: this increments `open` before it loads `closed` and `paused`; `close_if_empty` and
+        // `pause_if_empty` change these before they load `open`. So at least one side sees the change of the
+        // other.
         let before = self.open.fetch_add(1, Ordering::SeqCst);
         let admitted = before < connections_max
             && !self.closed.load(Ordering::SeqCst)
@@ -273,20 +277,21 @@ impl Registry {
         admitted
     }
 
-    /// A connection that was admitted is turned away all the same.
+    /// Rejects a connection that [`Registry::admit`] has counted.
     pub fn turn_away(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
         self.leave();
     }
 
-    /// A connection that was admitted has closed.
+    /// Counts one open connection less, and signals the idle event if it was the last one.
     fn leave(&self) {
         let last = self.open.fetch_sub(1, Ordering::SeqCst) == 1;
         if last
             && let Some(event) = &self.idle_event
             && self.served.load(Ordering::SeqCst)
         {
-            // Full, it has been written and not been read yet.
+            // If the write fails, the counter of the eventfd is at its maximum, so the reader will be woken
+            // anyway.
             let _ = rustix::io::write(event, &1u64.to_ne_bytes());
         }
     }
@@ -327,7 +332,7 @@ impl Registry {
         self.leave();
     }
 
-    /// Lets no more clients in; false, and nothing changes, if one is connected.
+    /// Stops admitting clients. Returns false, and changes nothing, if a client is connected.
     pub fn close_if_empty(&self) -> bool {
         self.closed.store(true, Ordering::SeqCst);
         let empty = self.open() == 0;
@@ -335,11 +340,11 @@ impl Registry {
         empty
     }
 
-    /// Lets no clients in until the returned guard is dropped; `None`, and nothing changes, if one is
-    /// connected.
+    /// Stops admitting clients until the returned guard is dropped. Returns `None`, and changes nothing, if a
+    /// client is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.paused.fetch_add(1, Ordering::SeqCst);
-        // Its drop undoes it.
+        // Dropping the guard undoes the increment.
         let paused = Paused(self);
         (self.open() == 0).then_some(paused)
     }
@@ -352,14 +357,14 @@ impl Registry {
         self.open.load(Ordering::SeqCst)
     }
 
-    /// Adds the receive back-offs of a turn of an engine.
+    /// Adds the receive back-offs of one turn of an engine.
     pub fn count_backoffs(&self, count: u64) {
         if count > 0 {
             self.receive_backoffs.fetch_add(count, Ordering::Relaxed);
         }
     }
 
-    /// Connections that have not chosen an export yet.
+    /// The number of open connections that are in their handshake.
     pub fn handshaking(&self) -> usize {
         self.open().saturating_sub(self.established.load(Ordering::SeqCst))
     }
@@ -368,7 +373,7 @@ impl Registry {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Counters of all connections so far: none ever decreases.
+    /// Counters of all open and closed connections. No counter ever decreases.
     pub fn counters(&self) -> NbdCounters {
         let connections = self.connections();
         let mut sum = connections.closed;

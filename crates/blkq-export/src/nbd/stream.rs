@@ -1,5 +1,5 @@
-//! The byte stream of one connection: its socket, TLS, and what is received and sent in one
-//! operation of the ring each. It knows nothing of requests.
+//! The byte stream of one connection: the socket, TLS, and at most one receive and one send on the ring. This
+//! module does not interpret the bytes.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -14,22 +14,22 @@ use super::outgoing::Outgoing;
 use super::shared::{RECEIVED, SENT, token};
 use super::tls::{Tls, TlsEnd, TlsOptions};
 
-/// Size of the buffer that requests are received into: thirty writes of 4 KiB, and any
-/// option of the handshake.
+/// Size of the input buffer in bytes: room for thirty writes of 4 KiB, or for any option of the handshake.
 const INPUT_BUFFER_BYTES: usize = 128 << 10;
 const _: () = assert!(INPUT_BUFFER_BYTES >= INPUT_BYTES);
-/// `IORING_RECVSEND_POLL_FIRST` of the kernel's io_uring.h.
+/// `IORING_RECVSEND_POLL_FIRST` of io_uring.h: poll the socket before the first attempt to receive.
 const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 
-/// The memory that a connection needs whatever its client does.
+/// The memory that each connection needs. It is allocated first, so that a client can be rejected if there is
+/// none.
 pub(super) struct ConnectionBuffers {
     input: Box<[u8]>,
-    /// For the client that asks for it.
+    /// TLS state, in case that the client starts TLS.
     tls: Option<Box<Tls>>,
 }
 
 impl ConnectionBuffers {
-    /// `None` if there is not enough memory.
+    /// Allocates the memory; `None` if there is not enough.
     pub fn new(tls: Option<&TlsOptions>) -> Option<ConnectionBuffers> {
         let input = try_zeroed(INPUT_BUFFER_BYTES)?;
         let tls = match tls {
@@ -43,32 +43,32 @@ impl ConnectionBuffers {
 /// The outcome of a completed receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Received {
-    /// So many bytes of the payload, and maybe more after it.
+    /// The given number of payload bytes was received, and possibly input after the payload.
     Payload(usize),
-    /// Nothing: receive again.
+    /// Nothing was received for the parser: receive again, or decrypt.
     Nothing,
-    /// The peer sends no more.
+    /// The client closed its sending side.
     Closed,
-    /// The socket failed.
+    /// The receive failed with an error of the socket.
     Failed,
 }
 
-/// The byte stream of one connection.
+/// The byte stream of one connection. It must not move while an operation is in flight.
 pub(super) struct Stream {
     slot: u32,
     socket: OwnedFd,
     input: Box<[u8]>,
-    /// The part of `input` that was received and not parsed.
+    /// `input[start..end]` was received and not parsed.
     start: usize,
     end: usize,
     gathering: Outgoing,
     sending: Outgoing,
     tls: Option<Box<Tls>>,
-    /// Until TLS starts.
+    /// The TLS state until the client starts TLS.
     tls_offered: Option<Box<Tls>>,
-    /// Replies gathered before TLS started have not left yet: they are sent in clear.
+    /// Replies that were gathered before TLS started are not sent yet. They are sent in plaintext.
     clear: bool,
-    /// A worker continues the handshake of TLS, and has its records.
+    /// A worker has the TLS state, and continues the handshake.
     handshake_offloaded: bool,
     receive_armed: bool,
     /// The last receive emptied the socket.
@@ -105,32 +105,32 @@ impl Stream {
         self.socket.as_fd()
     }
 
-    /// Received bytes that are not consumed, in clear.
+    /// The plaintext that was received and not parsed.
     pub fn input(&self) -> &[u8] {
         &self.input[self.start..self.end]
     }
 
-    /// The same, and the gathered replies.
+    /// As [`Stream::input`], together with [`Stream::replies`].
     pub fn input_and_replies(&mut self) -> (&[u8], &mut Outgoing) {
         (&self.input[self.start..self.end], &mut self.gathering)
     }
 
-    /// `bytes` of the input were used.
+    /// Notes that `bytes` of the input were parsed.
     pub fn consume(&mut self, bytes: usize) {
         self.start += bytes;
     }
 
-    /// Replies gathered for the next send.
+    /// The replies gathered for the next send.
     pub fn replies(&mut self) -> &mut Outgoing {
         &mut self.gathering
     }
 
-    /// Replies gathered or being sent.
+    /// The number of replies that are gathered or being sent.
     pub fn unsent_replies(&self) -> usize {
         self.sending.replies() + self.gathering.replies()
     }
 
-    /// Whether nothing is left to be sent, once no send is in flight.
+    /// Whether nothing is left to send. Valid only while no send is in flight.
     pub fn is_flushed(&self) -> bool {
         self.gathering.is_empty() && !self.tls.as_ref().is_some_and(|tls| tls.wants_send())
     }
@@ -143,29 +143,31 @@ impl Stream {
         self.send_armed
     }
 
-    /// Whether the kernel uses memory of this connection.
+    /// Whether the kernel is using memory of this connection.
     pub fn is_armed(&self) -> bool {
         self.receive_armed || self.send_armed
     }
 
-    /// Nothing may be received until the client knows that TLS starts, and while what was received
-    /// of its handshake waits for a send.
+    /// Whether a send must complete before the next receive: the reply to STARTTLS must be sent in plaintext
+    /// first, and received handshake records wait until the send in flight permits to continue the handshake.
     pub fn must_send_first(&self) -> bool {
         self.clear || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
     }
 
-    /// The next receive tries the socket at once instead of polling it first.
+    /// Lets the next receive try the socket immediately instead of polling first.
     pub fn expect_input(&mut self) {
         self.drained = false;
     }
 
-    /// Completes what is in flight. The peer may have closed already, which is no error here.
+    /// Shuts the socket down, which completes receives in flight. An error is ignored: the peer may have
+    /// closed the connection.
     pub fn shutdown(&self, how: Shutdown) {
         let _ = shutdown(&self.socket, how);
     }
 
-    /// From here on all is encrypted, except the replies gathered before. False if that cannot
-    /// be: a client that sends on before the answer did not ask for TLS.
+    /// Encrypts everything from now on, except the replies that were gathered before. Returns false, and TLS
+    /// must not start, if the client sent data after STARTTLS without waiting for the reply: that data may
+    /// come from a man in the middle.
     pub fn start_tls(&mut self) -> bool {
         let Some(tls) = self.tls_offered.take_if(|_| self.start == self.end) else { return false };
         self.tls = Some(tls);
@@ -173,20 +175,20 @@ impl Stream {
         true
     }
 
-    /// TLS can no longer start.
+    /// Releases the TLS state: the client can no longer start TLS.
     pub fn forget_tls(&mut self) {
         self.tls_offered = None;
     }
 
-    /// Sends close_notify, if TLS is in use.
+    /// Queues close_notify, if TLS is in use.
     pub fn close_tls(&mut self) {
         if let Some(tls) = &mut self.tls {
             tls.close();
         }
     }
 
-    /// Decrypts what was received, into `payload` if there is one, else to the input. Returns
-    /// the number of bytes, 0 if more must be received first.
+    /// Decrypts received records, into `payload` if there is one, else into the input buffer. Returns the
+    /// number of plaintext bytes, 0 if more must be received first.
     pub fn decrypt(&mut self, payload: Option<&mut [u8]>) -> Result<usize, TlsEnd> {
         let Some(tls) = &mut self.tls else { return Ok(0) };
         if self.receive_armed || self.clear || tls.wants_handshake() {
@@ -195,7 +197,7 @@ impl Stream {
         if let Some(payload) = payload {
             return tls.read(payload);
         }
-        // Less than a request, or an option, is left of it: there is room.
+        // At most an incomplete request or option is left in the input, so there is room after it.
         self.input.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
@@ -204,13 +206,13 @@ impl Stream {
         Ok(bytes)
     }
 
-    /// The steps of decryption since the last call.
+    /// The steps of decryption since the last call: see [`Tls::take_steps`].
     pub fn take_decrypt_steps(&mut self) -> usize {
         self.tls.as_mut().map_or(0, |tls| tls.take_steps())
     }
 
-    /// Gives out TLS for a worker to continue its handshake, if that is due. Nothing may be sent or
-    /// received until it is back.
+    /// Returns the TLS state if a worker must continue the handshake. Nothing may be sent or received until
+    /// [`Stream::resume_handshake`] is called.
     pub fn offload_handshake(&mut self) -> Option<Box<Tls>> {
         let idle = !self.is_armed() && !self.clear;
         let tls = self.tls.take_if(|tls| idle && tls.wants_handshake())?;
@@ -218,24 +220,24 @@ impl Stream {
         Some(tls)
     }
 
-    /// TLS is back.
+    /// Takes the TLS state back from the worker.
     pub fn resume_handshake(&mut self, tls: Box<Tls>) {
         self.handshake_offloaded = false;
         self.tls = Some(tls);
     }
 
-    /// Whether a worker continues the handshake of TLS.
+    /// Whether a worker has the TLS state.
     pub fn is_handshake_offloaded(&self) -> bool {
         self.handshake_offloaded
     }
 
-    /// How TLS failed, in words.
+    /// The reason why TLS failed, as text for a log.
     pub fn tls_failure(&self) -> String {
         self.tls.as_ref().map(|tls| tls.failure()).unwrap_or_default()
     }
 
-    /// Prepares a send of all that was gathered, and of what TLS sends by itself. Returns its
-    /// length in bytes, `None` if there is nothing to send. [`Stream::push_send`] comes next.
+    /// Prepares to send the gathered replies, or what TLS itself has to send. Returns the length in bytes,
+    /// `None` if there is nothing to send. The caller then calls [`Stream::push_send`].
     pub fn prepare_send(&mut self) -> Option<u64> {
         if self.gathering.is_empty() {
             return self.tls.as_ref().is_some_and(|tls| tls.wants_send()).then_some(0);
@@ -244,12 +246,13 @@ impl Stream {
         Some(self.sending.prepare() as u64)
     }
 
-    /// Sends what was prepared and has not left. False if it cannot be encrypted.
+    /// Submits a write of what was prepared and not sent. Returns false if it cannot be encrypted.
     ///
-    /// WRITE and WRITEV send to the peer of the connection only. SEND and SENDMSG take an address: with MSG_FASTOPEN a
-    /// thread that was taken over could connect a socket to any host, which the restrictions of the ring do not see.
-    /// Neither has flags: a short write is submitted again for the rest ([`Stream::sent`]), and engines that serve
-    /// clients block SIGPIPE ([`block_sigpipe`]).
+    /// The operations are WRITE and WRITEV, which can only send to the connected peer. SEND and SENDMSG take
+    /// an address: with MSG_FASTOPEN, an attacker who controls this thread could connect a socket to any
+    /// host, which the restrictions of the ring cannot prevent. WRITE and WRITEV have no flags such as
+    /// MSG_WAITALL and MSG_NOSIGNAL. So after a short write the rest is submitted again ([`Stream::sent`]),
+    /// and the thread blocks SIGPIPE ([`block_sigpipe`]).
     #[must_use]
     pub fn push_send(&mut self, cx: &mut SourceContext<'_>) -> bool {
         let fd = types::Fd(self.socket.as_raw_fd());
@@ -267,14 +270,14 @@ impl Stream {
             }
         };
         self.send_armed = true;
-        // SAFETY: the connection is boxed and stays until the send has completed, and nothing
-        // touches `sending`, or what TLS has to send, while `send_armed` is set.
+        // SAFETY: the boxed connection exists until the send has completed. Nothing changes `sending`, or the
+        // encrypted bytes of TLS, while `send_armed` is set.
         unsafe { cx.push(entry, token(SENT, self.slot)) }
         true
     }
 
-    /// A send completed with a count of bytes, or a negative errno. Returns whether all that was
-    /// prepared has left; `Err` if the socket failed.
+    /// Handles a completed send; `result` is the number of bytes, or a negative errno. Returns whether
+    /// everything that was prepared has been sent, `Err` if the socket failed.
     pub fn sent(&mut self, result: i32) -> Result<bool, ()> {
         self.send_armed = false;
         if result < 0 && !matches!(-result, libc::EINTR | libc::EAGAIN) {
@@ -290,29 +293,30 @@ impl Stream {
         })
     }
 
-    /// The send is over: its buffers go back to `pool`. Returns the number of replies in it, and
-    /// the bytes that are free with it.
+    /// Returns the buffers of the completed send to `pool`. Returns the number of replies that were sent, and
+    /// the number of buffer bytes that are now free.
     pub fn recycle_sent(&mut self, pool: &mut BufferPool) -> (usize, usize) {
         self.clear &= !self.gathering.is_empty();
         let replies = self.sending.replies();
         (replies, self.sending.recycle(pool))
     }
 
-    /// Drops the gathered replies. Returns the bytes that are free with it.
+    /// Drops the gathered replies. Returns the number of buffer bytes that are now free.
     pub fn drop_replies(&mut self, pool: &mut BufferPool) -> usize {
         self.gathering.recycle(pool)
     }
 
-    /// Receives more of the stream, and before it the rest of a payload right where it belongs.
+    /// Submits a receive. The rest of a payload, if there is one, is received directly into its buffer, and
+    /// what follows into the input buffer.
     pub fn receive(&mut self, payload: Option<&mut [u8]>, cx: &mut SourceContext<'_>) {
         self.input.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
         let fd = types::Fd(self.socket.as_raw_fd());
-        // Trying a socket that was just emptied would be in vain.
+        // The last receive emptied the socket, so an immediate attempt would most likely fail.
         let ioprio = if self.drained { IORING_RECVSEND_POLL_FIRST } else { 0 };
         let (room, payload) = match &mut self.tls {
-            // Decryption puts it into the payload.
+            // With TLS, records are received here, and decryption writes the payload.
             Some(tls) => (tls.room(), None),
             None => (&mut self.input[self.end..], payload),
         };
@@ -326,13 +330,13 @@ impl Stream {
             }
         };
         self.receive_armed = true;
-        // SAFETY: the connection is boxed and stays until the receive has completed, and nothing
-        // touches input, payload or TLS's records while `receive_armed` is set.
+        // SAFETY: the boxed connection exists until the receive has completed. Nothing touches the input, the
+        // payload or the records of TLS while `receive_armed` is set.
         unsafe { cx.push(entry, token(RECEIVED, self.slot)) }
     }
 
-    /// A receive completed with a count of bytes, or a negative errno, when `payload` bytes of
-    /// a payload were outstanding.
+    /// Handles a completed receive; `result` is the number of bytes, or a negative errno. `payload` is the
+    /// number of payload bytes that were expected.
     pub fn received(&mut self, result: i32, payload: usize) -> Received {
         self.receive_armed = false;
         match -result {
@@ -353,18 +357,19 @@ impl Stream {
         Received::Payload(of_payload)
     }
 
-    /// Returns the buffers to `pool`, before the connection is dropped.
+    /// Returns the buffers to `pool`. The connection is dropped afterwards.
     pub fn release(&mut self, pool: &mut BufferPool) {
         self.gathering.recycle(pool);
         self.sending.recycle(pool);
     }
 }
 
-/// Blocks SIGPIPE on this thread: a write to a socket whose peer has closed raises it, and would end a process that does
-/// not ignore it. Threads that the kernel writes on have all signals blocked.
+/// Blocks SIGPIPE on this thread. A write to a socket whose peer has closed raises the signal, which would
+/// end a process that does not ignore it. The kernel threads that perform operations of the ring have all
+/// signals blocked.
 pub(super) fn block_sigpipe() {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: the set is initialized by the first call; the last one reads it and changes this thread's mask.
+    // SAFETY: the first call initializes the set, and the last call changes only this thread's signal mask.
     unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         libc::sigaddset(set.as_mut_ptr(), libc::SIGPIPE);

@@ -1,5 +1,5 @@
-//! The transmission phase, incoming: finds the requests in a stream of bytes and checks
-//! them against what was negotiated.
+//! The receiving side of the transmission phase: parses requests from a stream of bytes, and checks them
+//! against what was negotiated.
 
 use zerocopy::FromBytes;
 
@@ -7,62 +7,65 @@ use super::handshake::Session;
 use super::proto::*;
 use super::reply::ReplyStyle;
 
-/// A request that may be carried out: aligned, inside the export, allowed.
+/// A valid request: the client may use the command and the flags, and the range is aligned and inside the
+/// export.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
     /// The command; never [`Command::Disconnect`].
     pub command: Command,
-    /// How; only flags that the command has.
+    /// The flags, which are all valid for the command.
     pub flags: CommandFlags,
-    /// The client's cookie.
+    /// Opaque value of the client that identifies the request in its reply.
     pub cookie: u64,
-    /// Where, in bytes. 0 for a flush.
+    /// Offset in the export in bytes, 0 for a flush.
     pub offset: u64,
-    /// How much, in bytes. 0 for a flush, and only for it. At most [`PAYLOAD_MAX_BYTES`]
-    /// for read and write.
+    /// Length in bytes: 0 for a flush, above 0 for all other commands, and at most [`PAYLOAD_MAX_BYTES`] for
+    /// reads and writes.
     pub length: u64,
 }
 
 impl Request {
-    /// Its bytes of the export.
+    /// The range of the request in the export, in bytes.
     pub fn range(&self) -> std::ops::Range<u64> {
         self.offset..self.offset + self.length
     }
 }
 
-/// The outcome of parsing.
+/// The result of parsing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
-    /// No whole request: more bytes are needed.
+    /// The next request is incomplete: receive more bytes.
     Receive,
-    /// A request. The payload of a write comes next: see [`Transmission::payload_bytes`].
+    /// The next request. If it is a write, its payload follows in the stream: see
+    /// [`Transmission::payload_bytes`].
     Request(Request),
-    /// A request to be answered with an error at once. Its payload is dropped by itself.
+    /// A request that must be answered with an error. [`Transmission::next`] skips its payload.
     Rejected {
-        /// The client's cookie.
+        /// Cookie of the request, for the reply.
         cookie: u64,
-        /// Of the request, as an extended reply repeats it.
+        /// Offset of the request, which an extended reply repeats.
         offset: u64,
-        /// The answer.
+        /// The error to reply with.
         error: NbdError,
     },
-    /// The client wants to go: answer what is in flight, then close.
+    /// The client ends the session: answer the requests in flight, then close the connection.
     Disconnect,
-    /// The client broke the protocol so that nothing after this makes sense: close.
+    /// The client broke the protocol in a way that makes the rest of the stream meaningless: answer the
+    /// requests in flight, then close the connection.
     Violation,
 }
 
-/// Finds requests in a stream.
+/// Parses the requests of one session.
 pub struct Transmission {
     session: Session,
-    /// Bytes of payload that come before the next request.
+    /// Bytes of the last request's payload that are left in the stream.
     payload: u32,
-    /// Whether they belong to nobody.
+    /// Whether the rest of the payload is skipped.
     drop_payload: bool,
     over: bool,
 }
 
-/// Either header, in the larger form.
+/// The header of a compact or extended request.
 struct Header {
     flags: u16,
     command: u16,
@@ -72,7 +75,7 @@ struct Header {
 }
 
 impl Transmission {
-    /// The stream after a handshake that led to `session`.
+    /// Begins to parse the stream that follows the handshake of `session`.
     pub fn new(session: Session) -> Transmission {
         Transmission { session, payload: 0, drop_payload: false, over: false }
     }
@@ -82,30 +85,30 @@ impl Transmission {
         &self.session
     }
 
-    /// Bytes of the write just found that were not yet taken. The caller takes them from the
-    /// stream and calls [`Transmission::took_payload`] before it parses the next request.
+    /// The number of payload bytes of the last write that are left in the stream. The caller must take them
+    /// from the stream, and call [`Transmission::took_payload`], before it parses the next request.
     pub fn payload_bytes(&self) -> u32 {
         if self.drop_payload { 0 } else { self.payload }
     }
 
-    /// The payload that comes next is not wanted: it is dropped by itself.
+    /// Lets [`Transmission::next`] skip the rest of the payload.
     pub fn drop_payload(&mut self) {
         self.drop_payload = self.payload > 0;
     }
 
-    /// `bytes` of the payload were taken from the stream.
+    /// Notes that the caller took `bytes` of the payload from the stream.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If fewer than `bytes` bytes of payload are left.
     pub fn took_payload(&mut self, bytes: u32) {
         assert!(bytes <= self.payload_bytes(), "no more than the payload is taken");
         self.payload -= bytes;
     }
 
-    /// Parses the next request at the beginning of `input`, and advances `input` past it.
+    /// Parses the next request at the beginning of `input`, and advances `input` to the byte after it.
     ///
     /// # Panics
-    /// If the payload of the write before was not taken.
+    /// If the payload of the last write was neither taken nor dropped.
     pub fn next(&mut self, input: &mut &[u8]) -> Step {
         if self.over {
             return Step::Violation;
@@ -130,8 +133,8 @@ impl Transmission {
             return self.close(Step::Disconnect);
         }
         let flags = CommandFlags::from_bits(header.flags);
-        // With extended headers a write has to flag that its length is that of a payload. QEMU 10
-        // does not, and means it all the same.
+        // With extended headers, a write must set `NBD_CMD_FLAG_PAYLOAD_LEN`. QEMU 10 does not set it, but
+        // sends the payload, so each write has one.
         let has_payload = command == Some(Command::Write)
             || self.session.replies == ReplyStyle::Extended
                 && header.flags & CommandFlags::PAYLOAD_LEN.bits() != 0;
@@ -153,8 +156,8 @@ impl Transmission {
         step
     }
 
-    /// The next header, if all of it is there. `Err` when the magic number is wrong, which
-    /// shows as soon as the number itself is there.
+    /// Parses the next header; `None` if it is incomplete. A wrong magic number is an error as soon as its
+    /// four bytes have arrived.
     fn header(&self, input: &mut &[u8]) -> Result<Option<Header>, Step> {
         let extended = self.session.replies == ReplyStyle::Extended;
         let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
@@ -200,7 +203,8 @@ impl Transmission {
             Command::Write if session.replies == ReplyStyle::Extended => (true, CommandFlags::PAYLOAD_LEN),
             Command::Write => (true, CommandFlags::empty()),
             Command::Flush => (advertised(TransmissionFlags::SEND_FLUSH), CommandFlags::empty()),
-            // A read-only export advertises neither of the two; its error is read-only, not unknown.
+            // A read-only export announces neither TRIM nor WRITE_ZEROES. They fail with EPERM there, not as
+            // unknown commands.
             Command::Trim => (
                 advertised(TransmissionFlags::SEND_TRIM) || advertised(TransmissionFlags::READ_ONLY),
                 CommandFlags::empty(),
@@ -218,7 +222,7 @@ impl Transmission {
             Command::BlockStatus => (!session.contexts.is_empty(), CommandFlags::REQ_ONE),
             Command::Disconnect => (false, CommandFlags::empty()),
         };
-        // The specification: FUA is valid on every command once it is advertised.
+        // The specification allows FUA with every command, once it was announced.
         allowed.set(CommandFlags::FUA, advertised(TransmissionFlags::SEND_FUA));
         if !known || !allowed.contains(flags) {
             return Err(NbdError::Invalid);
@@ -240,7 +244,8 @@ impl Transmission {
             return Err(if space { NbdError::NoSpace } else { NbdError::Invalid });
         }
         if command == Command::Read && length > u64::from(PAYLOAD_MAX_BYTES) {
-            // A structured reply could be split: the error is that the server does not.
+            // The specification: EOVERFLOW if the server could have split the reply into structured chunks
+            // but does not, else EINVAL.
             let structured = session.replies != ReplyStyle::Simple;
             return Err(if structured { NbdError::Overflow } else { NbdError::Invalid });
         }
