@@ -126,7 +126,7 @@ impl BufferPool {
         }
         self.free = [const { Vec::new() }; CLASSES];
         self.free_bytes = 0;
-        // glibc keeps freed heap memory until it is told to release it. Other C libraries decide themselves.
+        // glibc keeps freed heap memory until malloc_trim is called. Other C libraries have no such function.
         #[cfg(target_env = "gnu")]
         // SAFETY: malloc_trim only releases unused pages of the heap.
         unsafe {

@@ -175,7 +175,7 @@ fn replace(address: usize) -> bool {
         let new = unsafe { libc::mmap(address, bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
         new != libc::MAP_FAILED
     };
-    // Replaces the whole range, so that no more faults follow. If the kernel does not commit that much
+    // Replaces the whole range, so that no further faults follow. If the kernel does not commit that much
     // memory, only the truncated page is replaced.
     mapped(start, bytes) || mapped(start + (address - start) / page * page, page)
 }

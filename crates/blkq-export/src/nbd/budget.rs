@@ -1,4 +1,4 @@
-//! How much of an engine's memory its connections may have in buffers.
+//! Limits the memory that all connections of one engine have in buffers together.
 
 use std::collections::VecDeque;
 
@@ -7,32 +7,32 @@ use crate::buffers::{BUFFER_MAX_BYTES, UNALIGNED_MAX_BYTES};
 use super::proto::PAYLOAD_MAX_BYTES;
 
 const _: () = assert!(PAYLOAD_MAX_BYTES <= BUFFER_MAX_BYTES);
-/// Bytes of the largest request: one of parts of blocks, and the two blocks of 64 KiB at its
-/// edges.
+/// Memory of the largest request in bytes: an unaligned request, and buffers for the two blocks of 64 KiB at
+/// its ends.
 const REQUEST_MAX_BYTES: usize = UNALIGNED_MAX_BYTES + 2 * (64 << 10);
 
-/// Every connection may always have so many bytes: even if others take all the rest, requests of
-/// the usual size proceed.
+/// Memory in bytes that each connection may always use, so that requests of the usual size proceed even if
+/// other connections have used up the shared memory.
 const OWN_BYTES: usize = 256 << 10;
 
-/// The bytes that one engine's connections may have in buffers together, beyond
-/// [`OWN_BYTES`] each. A connection that finds none left waits in line.
+/// The shared memory of one engine's connections: what they use beyond [`OWN_BYTES`] each. If there is not
+/// enough for a connection, it waits; waiting connections are served in order.
 pub(super) struct Budget {
     left: usize,
-    /// Connections that wait, oldest first.
+    /// Connections that wait for memory, oldest first.
     waiting: VecDeque<u32>,
-    /// There may be enough for the first of them now.
+    /// Memory was released, or the first waiting connection has changed: the first one should try again.
     changed: bool,
 }
 
 impl Budget {
-    /// A budget of `bytes`, at least [`REQUEST_MAX_BYTES`] so that any request fits.
+    /// A budget of `bytes`, but at least [`REQUEST_MAX_BYTES`], so that any single request fits.
     pub fn new(bytes: usize) -> Budget {
         Budget { left: bytes.max(REQUEST_MAX_BYTES), waiting: VecDeque::new(), changed: false }
     }
 
-    /// Whether `connection`, which has `held` bytes, may have `bytes` more. If not, it waits:
-    /// [`Budget::next`] names it when it is to ask again.
+    /// Whether `connection`, which already has `held` bytes, may have `bytes` more. If not, the connection
+    /// waits, and [`Budget::next`] returns it when it should try again.
     pub fn take(&mut self, connection: u32, held: usize, bytes: usize) -> bool {
         let shared = shared_part(held + bytes) - shared_part(held);
         let first = self.waiting.front().is_none_or(|first| *first == connection);
@@ -47,21 +47,21 @@ impl Budget {
         true
     }
 
-    /// A connection releases `bytes` of the `held` ones.
+    /// Releases `bytes` of the `held` bytes of a connection.
     pub fn free(&mut self, held: usize, bytes: usize) {
         let shared = shared_part(held) - shared_part(held - bytes);
         self.left += shared;
         self.changed |= shared > 0;
     }
 
-    /// `connection` waits no longer.
+    /// Removes `connection` from the waiting ones.
     pub fn forget(&mut self, connection: u32) {
         let before = self.waiting.len();
         self.waiting.retain(|waiting| *waiting != connection);
         self.changed |= self.waiting.len() < before;
     }
 
-    /// The connection that is to ask again, if there is one.
+    /// Returns the waiting connection that should try again, if any.
     pub fn next(&mut self) -> Option<u32> {
         if std::mem::take(&mut self.changed) { self.waiting.front().copied() } else { None }
     }

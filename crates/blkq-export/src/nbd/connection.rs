@@ -146,7 +146,7 @@ impl Connection {
         }
     }
 
-    /// Whether the connection reads no more requests.
+    /// Whether the connection reads no further requests.
     pub fn is_closing(&self) -> bool {
         self.closing != Closing::No
     }
@@ -182,7 +182,7 @@ impl Connection {
         }
     }
 
-    /// The server is stopping, so the connection reads no more requests. The client has until `until_ns` to
+    /// The server is stopping, so the connection reads no further requests. The client has until `until_ns` to
     /// finish its handshake and to take the replies that are being sent.
     pub fn stop(&mut self, until_ns: u64) {
         match &mut self.phase {
@@ -463,7 +463,7 @@ impl Connection {
                 }
             }
             Received::Nothing => {}
-            // The client sends no more, but earlier requests are still answered.
+            // The client sends nothing more, but earlier requests are still answered.
             Received::Closed if self.closing == Closing::No => self.closing = Closing::Drain,
             Received::Closed => {}
             Received::Failed => self.break_off(),

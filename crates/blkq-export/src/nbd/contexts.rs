@@ -1,4 +1,5 @@
-//! Metadata contexts: what a client can ask of ranges, beside their data, and the answers.
+//! Metadata contexts (`NBD_OPT_SET_META_CONTEXT`): their names, and the extents that block status requests
+//! return.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,44 +9,44 @@ use blkq::{Disk, Driver, Error, Extent, Status};
 
 use super::proto::AllocationFlags;
 
-/// The namespace of QEMU's contexts.
+/// Namespace of the contexts that QEMU defined.
 const QEMU: &[u8] = b"qemu:";
 const BASE: &[u8] = b"base:";
 const ALLOCATION: &[u8] = b"allocation";
 const ALLOCATION_DEPTH: &[u8] = b"allocation-depth";
 const DIRTY_BITMAP: &[u8] = b"qemu:dirty-bitmap:";
 
-/// The number of the first dirty bitmap.
+/// Context ID of the first dirty bitmap.
 const BITMAPS_ID: u32 = 3;
 
-/// Some of the metadata contexts of one export: `base:allocation`, `qemu:allocation-depth`, and its dirty bitmaps,
-/// in this order.
+/// A set of metadata contexts of one export. The bits are, in this order: `base:allocation`,
+/// `qemu:allocation-depth`, and the dirty bitmaps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Contexts(u128);
 
 impl Contexts {
-    /// `base:allocation`.
+    /// The context `base:allocation`, which each export has.
     pub const BASE_ALLOCATION: Contexts = Contexts(1);
-    /// `qemu:allocation-depth`.
+    /// The context `qemu:allocation-depth`, which each export has.
     pub const ALLOCATION_DEPTH: Contexts = Contexts(1 << 1);
 
-    /// The dirty bitmap of this number, below [`BITMAPS_MAX`].
+    /// The context of the dirty bitmap with this index, which must be below [`BITMAPS_MAX`].
     pub const fn bitmap(number: usize) -> Contexts {
         Contexts(1 << (2 + number))
     }
 
-    /// Whether there are none.
+    /// Whether the set contains no context.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// How many there are.
+    /// The number of contexts in the set.
     pub fn count(self) -> usize {
         self.0.count_ones() as usize
     }
 
-    /// Those that a client's `query` names, of an export with the dirty bitmaps `bitmaps`. A namespace names
-    /// all that is in it, if they are to be listed.
+    /// The contexts that match the `query` of a client, of an export that offers `bitmaps`. If `listing` is
+    /// set, the name of a namespace matches all its contexts.
     pub(super) fn matching(query: &[u8], bitmaps: &[OfferedBitmap], listing: bool) -> Contexts {
         let all = Contexts::all(bitmaps);
         let lists = listing && [BASE, QEMU, DIRTY_BITMAP].contains(&query);
@@ -56,18 +57,18 @@ impl Contexts {
         all.ids().filter(is_named).fold(Contexts::default(), |found, id| found.with(Contexts(1 << (id - 1))))
     }
 
-    /// All contexts of an export with the dirty bitmaps `bitmaps`.
+    /// All contexts of an export that offers `bitmaps`.
     pub(super) fn all(bitmaps: &[OfferedBitmap]) -> Contexts {
         let bitmaps = (0..bitmaps.len().min(BITMAPS_MAX)).map(Contexts::bitmap);
         bitmaps.fold(Contexts::BASE_ALLOCATION.with(Contexts::ALLOCATION_DEPTH), Contexts::with)
     }
 
-    /// These and `others`.
+    /// The union of this set and `others`.
     pub fn with(self, others: Contexts) -> Contexts {
         Contexts(self.0 | others.0)
     }
 
-    /// The numbers by which replies name them, from 1 on.
+    /// The context IDs, by which replies identify the contexts. They begin at 1.
     pub fn ids(self) -> impl Iterator<Item = u32> {
         (0..u128::BITS).filter(move |bit| self.0 >> bit & 1 != 0).map(|bit| bit + 1)
     }
@@ -76,13 +77,14 @@ impl Contexts {
 /// A dirty bitmap that clients may choose.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct OfferedBitmap {
-    /// Its name.
+    /// Name of the bitmap, which follows `qemu:dirty-bitmap:` in the name of the context.
     pub name: String,
-    /// Its number ([`Bitmap::id`]): another one may get the name.
+    /// [`Bitmap::id`] of the bitmap. If the bitmap is removed, another bitmap may get the same name but not
+    /// the same ID.
     pub id: u64,
 }
 
-/// The bitmaps of `disk` that clients may choose.
+/// The bitmaps of `disk` that clients may choose: all that are consistent.
 pub(super) fn offered_bitmaps(disk: &Disk) -> Arc<[OfferedBitmap]> {
     let bitmaps = disk.bitmaps();
     let offered = bitmaps.iter().filter(|bitmap| is_offered(bitmap));
@@ -93,7 +95,7 @@ fn is_offered(bitmap: &Bitmap) -> bool {
     bitmap.state() != BitmapState::Inconsistent
 }
 
-/// The name of the context with this number, of an export with the dirty bitmaps `bitmaps`: its namespace, and the rest.
+/// The name of a context, split into the namespace and the rest. `bitmaps` are those that the export offers.
 pub(super) fn context_name(id: u32, bitmaps: &[OfferedBitmap]) -> (&'static [u8], &[u8]) {
     match id {
         1 => (BASE, ALLOCATION),
@@ -102,12 +104,12 @@ pub(super) fn context_name(id: u32, bitmaps: &[OfferedBitmap]) -> (&'static [u8]
     }
 }
 
-/// A run of bytes with one state in a metadata context.
+/// A range of bytes with the same state in a metadata context.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StatusExtent {
-    /// Length in bytes.
+    /// Length of the extent in bytes.
     pub length: u64,
-    /// The state, as the context defines it.
+    /// State of the extent, as its metadata context defines it.
     pub flags: u32,
 }
 
@@ -120,15 +122,16 @@ impl From<Extent> for StatusExtent {
     }
 }
 
-/// The extents of a range in one context.
+/// The extents of a range in one metadata context.
 pub struct ContextStatus {
-    /// The number of the context.
+    /// ID of the context, as in [`Contexts::ids`].
     pub id: u32,
-    /// From the beginning of the range on; at least one, and none of length 0.
+    /// The extents in order, from the start of the range. None has the length 0. The list is empty only if
+    /// the range is beyond the end of the device.
     pub extents: Vec<StatusExtent>,
 }
 
-/// The contexts that a client chose, to be asked on a thread that may wait.
+/// The contexts that a client chose. Queries of them run on a worker, because drivers may block.
 #[derive(Clone)]
 pub(super) struct ChosenContexts {
     pub contexts: Contexts,
@@ -136,10 +139,10 @@ pub(super) struct ChosenContexts {
 }
 
 impl ChosenContexts {
-    /// The extents of `range` of `disk` in each context, at most `max` each.
+    /// Returns the extents of `range` in each context, at most `max` extents for a context.
     ///
     /// # Errors
-    /// The device's.
+    /// Returns [`Status::Io`] if the driver fails, or if a chosen bitmap was removed or cleared.
     pub fn query(&self, disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<ContextStatus>, Status> {
         let of = |id: u32| {
             let extents = match id {
@@ -147,13 +150,13 @@ impl ChosenContexts {
                 2 => depths(disk, range, max)?,
                 _ => self.dirty(id, disk, range, max)?,
             };
-            Ok(ContextStatus { id, extents: within(extents, range.end - range.start) })
+            Ok(ContextStatus { id, extents: clip(extents, range.end - range.start) })
         };
         self.contexts.ids().map(of).collect()
     }
 
-    /// A bitmap that was removed or cleared since has no answer, nor has another one of its name: writes from before
-    /// are not in it.
+    /// A bitmap that was removed, replaced or cleared since the client chose it is an error. The client would
+    /// otherwise take blocks for clean that were written before.
     fn dirty(
         &self,
         id: u32,
@@ -170,18 +173,18 @@ impl ChosenContexts {
 }
 
 fn extents(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
-    let extents = ask_present(disk, |driver| driver.extents(range.clone(), max))?;
+    let extents = query_current_driver(disk, |driver| driver.extents(range.clone(), max))?;
     Ok(extents.into_iter().map(StatusExtent::from).collect())
 }
 
 fn depths(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExtent>, Status> {
-    let depths = ask_present(disk, |driver| driver.allocation_depths(range.clone(), max))?;
+    let depths = query_current_driver(disk, |driver| driver.allocation_depths(range.clone(), max))?;
     Ok(depths.into_iter().map(|run| StatusExtent { length: run.length, flags: run.depth }).collect())
 }
 
-/// Asks the disk's driver, and again if another has replaced it meanwhile: the image of the replaced one may have been
-/// emptied since.
-fn ask_present<T>(disk: &Disk, ask: impl Fn(&dyn Driver) -> Result<T, Error>) -> Result<T, Status> {
+/// Queries the driver of the disk. If the driver was replaced meanwhile, the query is repeated, because a
+/// block commit may have emptied the old driver's image during the query.
+fn query_current_driver<T>(disk: &Disk, ask: impl Fn(&dyn Driver) -> Result<T, Error>) -> Result<T, Status> {
     loop {
         let driver = disk.driver();
         let answer = ask(&*driver);
@@ -191,8 +194,8 @@ fn ask_present<T>(disk: &Disk, ask: impl Fn(&dyn Driver) -> Result<T, Error>) ->
     }
 }
 
-/// Exactly the first `bytes` bytes, whatever the driver returned.
-fn within(mut extents: Vec<StatusExtent>, mut bytes: u64) -> Vec<StatusExtent> {
+/// Limits the extents to the first `bytes` bytes, as a driver may return more than the range.
+fn clip(mut extents: Vec<StatusExtent>, mut bytes: u64) -> Vec<StatusExtent> {
     extents.retain_mut(|extent| {
         extent.length = extent.length.min(bytes);
         bytes -= extent.length;
@@ -229,7 +232,7 @@ mod tests {
 
     const SIZE: u64 = 1 << 20;
 
-    /// An image that a commit empties and replaces while it is asked.
+    /// A driver whose image a block commit empties and replaces during the query.
     struct Emptied(Arc<OnceLock<Weak<Disk>>>);
 
     impl Emptied {

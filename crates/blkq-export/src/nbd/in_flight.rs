@@ -1,4 +1,4 @@
-//! The requests of one engine's connections that the block layer, or the worker, has.
+//! The table of requests in flight of one engine: those that the block layer or a worker is processing.
 
 use std::ops::Range;
 
@@ -7,34 +7,34 @@ use super::reply::ReplyTo;
 use super::split::Part;
 use super::transmission::Request;
 
-/// A request that the block layer, or the worker, has.
+/// A request, or a part of a split read, that the block layer or a worker is processing.
 #[derive(Clone, Copy)]
 pub(super) struct InFlight {
     pub connection: u32,
     pub command: Command,
     pub to: ReplyTo,
-    /// In bytes.
+    /// Length in bytes: of the part, if the read is split.
     pub length: u64,
-    /// The part of a read that it is.
+    /// The part of a split read that this is.
     pub part: Option<Part>,
 }
 
 impl InFlight {
-    /// `request` of `connection`.
+    /// An entry for `request` of the connection in slot `connection`.
     pub fn new(connection: u32, request: &Request) -> InFlight {
         let to = ReplyTo { cookie: request.cookie, offset: request.offset };
         InFlight { connection, command: request.command, to, length: request.length, part: None }
     }
 }
 
-/// Those requests, by the number that is the `user_data` of their bios.
+/// Requests in flight, by an index that is the `user_data` of their bios.
 #[derive(Default)]
 pub(super) struct InFlightTable {
     requests: Vec<InFlight>,
     free: Vec<u32>,
-    /// Which are free, while they are searched. Kept for its room.
+    /// Which entries are free, during [`InFlightTable::find_writes`]. Kept for its capacity.
     is_free: Vec<bool>,
-    /// The ranges that were written to when they were searched last: disjoint, and by offset.
+    /// The ranges of the writes that [`InFlightTable::find_writes`] found: disjoint and ordered by offset.
     writes: Vec<Range<u64>>,
 }
 
@@ -57,12 +57,12 @@ impl InFlightTable {
         self.requests[index as usize]
     }
 
-    /// The request with this number, also one that was recalled.
+    /// The request with this index. It may have been removed already.
     pub fn get(&self, index: u32) -> Option<&InFlight> {
         self.requests.get(index as usize)
     }
 
-    /// Finds out which ranges they write to.
+    /// Collects the ranges of all writes, trims and write zeroes in flight.
     pub fn find_writes(&mut self) {
         self.is_free.clear();
         self.is_free.resize(self.requests.len(), false);
@@ -86,7 +86,7 @@ impl InFlightTable {
         });
     }
 
-    /// Whether one of them wrote to bytes of `range` at the last [`InFlightTable::find_writes`].
+    /// Whether the last [`InFlightTable::find_writes`] found a write to a byte of `range`.
     pub fn wrote_to(&self, range: &Range<u64>) -> bool {
         let first = self.writes.partition_point(|written| written.end <= range.start);
         self.writes.get(first).is_some_and(|written| written.start < range.end)

@@ -1,5 +1,5 @@
-//! The replies that one vectored send takes: headers, and between them content that
-//! is sent from where it lies.
+//! The replies of one vectored send: the headers in one buffer, and between them the data of reads, which is
+//! sent from the I/O buffers without a copy.
 
 use std::ops::Range;
 
@@ -7,34 +7,34 @@ use blkq::IoBuffer;
 
 use crate::buffers::BufferPool;
 
-/// Room for headers that is kept for the next time, in bytes.
+/// Capacity in bytes that the header buffer keeps after a send.
 const HEADERS_KEPT_BYTES: usize = 64 << 10;
-/// Iovecs that the kernel takes at once (`UIO_MAXIOV`).
+/// Maximum number of iovecs in one write (`UIO_MAXIOV` of the kernel).
 const IOVECS_MAX: usize = 1024;
 
 struct Content {
-    /// Headers up to here go before it.
+    /// End of the header bytes that are sent before this data.
     headers_end: usize,
     buffer: IoBuffer,
     part: Range<usize>,
 }
 
-/// Replies gathered, then sent.
+/// Replies that are gathered, and then sent together.
 pub struct Outgoing {
-    /// Everything but content, in order.
+    /// All bytes but the data of reads, in order.
     headers: Vec<u8>,
     contents: Vec<Content>,
-    /// Replies in here.
+    /// The number of complete replies.
     replies: usize,
-    /// Bytes that its connection has for the extents in `headers`.
+    /// Bytes that the connection has reserved for the extents in `headers`.
     extents_bytes: usize,
     iovecs: Vec<libc::iovec>,
-    /// Of the iovecs, those that have left.
+    /// The number of iovecs that have been sent completely.
     sent: usize,
 }
 
 impl Outgoing {
-    /// Nothing.
+    /// An empty collection, which allocates no memory.
     pub fn new() -> Outgoing {
         Outgoing {
             headers: Vec::new(),
@@ -46,50 +46,49 @@ impl Outgoing {
         }
     }
 
-    /// Whether nothing was gathered.
+    /// Whether nothing was gathered since the last recycling.
     pub fn is_empty(&self) -> bool {
         self.headers.is_empty()
     }
 
-    /// Replies gathered since it was last recycled.
+    /// The number of replies gathered since the last recycling.
     pub fn replies(&self) -> usize {
         self.replies
     }
 
-    /// Has `write` append bytes that are no reply to a request.
+    /// Lets `write` append bytes that are not a reply to a request.
     pub fn append<R>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> R) -> R {
         write(&mut self.headers)
     }
 
-    /// Has `write` append the reply to a request.
+    /// Lets `write` append a reply that has no data.
     #[inline]
     pub fn reply(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
         write(&mut self.headers);
         self.replies += 1;
     }
 
-    /// Has `write` append the head of a reply, of which `part` of `buffer`, in its bytes, is the
-    /// content.
+    /// Lets `write` append the header of a reply whose data is `part` of `buffer`, in bytes.
     #[inline]
     pub fn reply_with(&mut self, buffer: IoBuffer, part: Range<usize>, write: impl FnOnce(&mut Vec<u8>)) {
         self.part_with(buffer, part, write);
         self.replies += 1;
     }
 
-    /// As [`Outgoing::reply_with`], of a reply that this does not complete.
+    /// As [`Outgoing::reply_with`], but the reply continues with further chunks.
     #[inline]
     pub fn part_with(&mut self, buffer: IoBuffer, part: Range<usize>, write: impl FnOnce(&mut Vec<u8>)) {
         write(&mut self.headers);
         self.contents.push(Content { headers_end: self.headers.len(), buffer, part });
     }
 
-    /// The connection has `bytes` for extents that are in a reply, until this is recycled.
+    /// Counts `bytes`, which the connection has reserved for extents, as in use until this is recycled.
     pub fn hold_extents(&mut self, bytes: usize) {
         self.extents_bytes += bytes;
     }
 
-    /// Lays out everything for sending; nothing may be appended until it has been recycled.
-    /// Returns the number of bytes.
+    /// Prepares the iovecs for sending, and returns the number of bytes. Nothing may be appended before this
+    /// is recycled.
     pub fn prepare(&mut self) -> usize {
         debug_assert!(self.iovecs.is_empty() && !self.is_empty());
         let mut start = 0;
@@ -102,13 +101,13 @@ impl Outgoing {
         self.iovecs.iter().map(|iovec| iovec.iov_len).sum()
     }
 
-    /// The bytes that are sent next: as many of those that are left as the kernel takes at once.
+    /// The iovecs to send next: the unsent ones, limited to the number that the kernel accepts.
     pub fn unsent(&self) -> &[libc::iovec] {
         let rest = &self.iovecs[self.sent..];
         &rest[..rest.len().min(IOVECS_MAX)]
     }
 
-    /// Notes that `bytes` more have left. True if that was all.
+    /// Notes that `bytes` more were sent. Returns whether everything has been sent.
     pub fn advance(&mut self, mut bytes: usize) -> bool {
         while let Some(iovec) = self.iovecs.get_mut(self.sent) {
             if bytes < iovec.iov_len {
@@ -122,15 +121,16 @@ impl Outgoing {
         true
     }
 
-    /// Hands out the next bytes that are to leave, at most `bytes_max`; empty if all have.
+    /// The next bytes to send, at most `bytes_max`. Empty if everything has been sent.
     pub fn next(&self, bytes_max: usize) -> &[u8] {
         let Some(iovec) = self.iovecs.get(self.sent) else { return &[] };
-        // SAFETY: since `prepare` made it, the iovec lies in headers or content, which nothing
-        // changes before `recycle`, which forgets it.
+        // SAFETY: `prepare` made the iovec from the headers or the data. Neither changes before `recycle`,
+        // which clears the iovecs.
         unsafe { std::slice::from_raw_parts(iovec.iov_base.cast(), iovec.iov_len.min(bytes_max)) }
     }
 
-    /// Empties it; the buffers go back to `pool`. Returns how many bytes are free with that.
+    /// Clears the collection and returns the buffers to `pool`. Returns the number of bytes that the
+    /// connection no longer uses.
     pub(super) fn recycle(&mut self, pool: &mut BufferPool) -> usize {
         let mut freed = std::mem::take(&mut self.extents_bytes);
         for content in self.contents.drain(..) {

@@ -1,4 +1,4 @@
-//! The payload of a write, on its way into a buffer.
+//! A write request whose payload is being received.
 
 use std::ops::Range;
 
@@ -6,36 +6,35 @@ use blkq::IoBuffer;
 
 use super::transmission::Request;
 
-/// A write whose payload is on its way.
+/// A write request, and the buffer into which its payload is received.
 pub(super) struct Payload {
     request: Request,
     buffer: IoBuffer,
-    /// Its part of the buffer that has not arrived.
+    /// The part of the buffer into which the rest of the payload must be received.
     missing: Range<usize>,
 }
 
 impl Payload {
-    /// Of `request`, into `buffer` from its byte `from` on.
+    /// Expects the payload of `request`, which goes into `buffer` at byte `from`.
     pub fn new(request: Request, buffer: IoBuffer, from: usize) -> Payload {
         Payload { missing: from..from + request.length as usize, request, buffer }
     }
 
-    /// The place for the rest.
+    /// The part of the buffer into which the rest of the payload must be received.
     pub fn missing(&mut self) -> &mut [u8] {
         &mut self.buffer[self.missing.clone()]
     }
 
-    /// `bytes` more have arrived where they belong.
+    /// Notes that the next `bytes` bytes of the payload are in the buffer.
     pub fn took(&mut self, bytes: usize) {
         self.missing.start += bytes;
     }
 
-    /// Length of all of it in bytes.
+    /// Length of the whole payload in bytes.
     pub fn length(&self) -> u64 {
         self.request.length
     }
 
-    /// The write and its buffer.
     pub fn into_parts(self) -> (Request, IoBuffer) {
         (self.request, self.buffer)
     }

@@ -1,4 +1,4 @@
-//! How a request that is not whole blocks is carried out, over a block layer that knows only these.
+//! Decides how an unaligned request is carried out, on a block layer that accepts whole logical blocks only.
 
 use std::ops::Range;
 
@@ -9,35 +9,37 @@ use crate::buffers::BufferPool;
 use super::proto::{Command, CommandFlags, NbdError};
 use super::transmission::Request;
 
-/// Most that one cache request reads ahead, in bytes.
+/// Maximum number of bytes that one cache request reads.
 pub(super) const CACHE_MAX_BYTES: u64 = 4 << 20;
 
-/// Whole blocks of a device.
+/// A range of whole logical blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Blocks {
-    /// In bytes of the device.
+    /// The range on the device, in bytes.
     pub range: Range<u64>,
     block: u64,
 }
 
 impl Blocks {
-    /// The blocks of `block` bytes, a power of two, that have bytes of `range`.
+    /// The smallest range of blocks that contains `range`. `block` is the block size in bytes, a power of
+    /// two.
     pub fn around(range: &Range<u64>, block: u64) -> Blocks {
         Blocks { range: range.start & !(block - 1)..range.end.next_multiple_of(block), block }
     }
 
-    /// The blocks that lie in `range` as a whole; maybe none.
+    /// The largest range of blocks inside `range`. It may be empty.
     pub fn within(range: &Range<u64>, block: u64) -> Blocks {
         let (start, end) = (range.start.next_multiple_of(block), range.end & !(block - 1));
         Blocks { range: start..end.max(start), block }
     }
 
-    /// In bytes.
+    /// Length of the range in bytes.
     pub fn length(&self) -> u64 {
         self.range.end - self.range.start
     }
 
-    /// Those at the edges that `part`, of which these are the blocks around, does not fill.
+    /// The offsets of the first and the last block, if `part` does not cover them completely. `self` must be
+    /// [`Blocks::around`] `part`. If both are the same block, it is returned once.
     pub fn edges(&self, part: &Range<u64>) -> [Option<u64>; 2] {
         let head = self.range.start;
         let tail = self.range.end - self.block;
@@ -46,26 +48,27 @@ impl Blocks {
     }
 }
 
-/// How a request that is not whole blocks is carried out.
+/// How an unaligned request is carried out.
 pub(super) enum Plan {
-    /// It is answered with that at once.
+    /// Reply immediately with this result.
     Answer(Result<(), NbdError>),
-    /// These blocks are read, or its payload is received into its place in a buffer for them.
+    /// Read these blocks, or receive the payload of a write into a buffer for these blocks.
     Transfer(Range<u64>),
-    /// It is ordered: zeroes to be written.
+    /// Write zeroes, ordered by the range lock.
     Order,
-    /// These blocks are discarded.
+    /// Discard these blocks without ordering.
     Discard(Range<u64>),
-    /// Its extents are found out.
+    /// Query the extents of the range.
     Extents,
 }
 
-/// How to carry out `request`, which is not whole blocks, on a device with these limits.
+/// Decides how to carry out `request`, which is unaligned, on a device with these limits.
 #[cold]
 pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
     let (range, block) = (request.range(), u64::from(limits.logical_block_bytes));
     let writes = matches!(request.command, Command::Write | Command::WriteZeroes);
-    // The device shrank since its client connected, which nobody below sees within a block.
+    // The device shrank since the client connected. The block layer cannot detect this if the new end is in
+    // the same block.
     if range.end > limits.size_bytes() {
         return Plan::Answer(Err(if writes { NbdError::NoSpace } else { NbdError::Invalid }));
     }
@@ -76,7 +79,7 @@ pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
             let end = range.end.min(range.start + CACHE_MAX_BYTES);
             Plan::Transfer(Blocks::around(&(range.start..end), block).range)
         }
-        // Blocks at the edges are written, which is not what a client calls fast.
+        // The blocks at the ends would have to be read and written, which is not fast.
         Command::WriteZeroes if request.flags.contains(CommandFlags::FAST_ZERO) => {
             Plan::Answer(Err(NbdError::NotSupported))
         }
@@ -86,22 +89,22 @@ pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
             blocks => Plan::Discard(blocks.range),
         },
         Command::BlockStatus => Plan::Extents,
-        // They have neither place nor length.
+        // A flush has no range, so it cannot be unaligned.
         Command::Flush | Command::Disconnect => Plan::Answer(Err(NbdError::Invalid)),
     }
 }
 
-/// The flags of a bio for `request`.
+/// The flags of the bios that carry out `request`.
 pub(super) fn bio_flags(request: &Request, operation: Operation) -> BioFlags {
     let mut flags = BioFlags::empty();
-    // FUA is allowed with every command and means something for those that write.
+    // Clients may set FUA on each command, but it only affects commands that write.
     flags.set(BioFlags::FUA, request.flags.contains(CommandFlags::FUA) && operation.is_write());
     flags.set(BioFlags::NO_UNMAP, request.flags.contains(CommandFlags::NO_HOLE));
     flags.set(BioFlags::NO_FALLBACK, request.flags.contains(CommandFlags::FAST_ZERO));
     flags
 }
 
-/// Size of the buffers that a request needs for data, in bytes.
+/// Size in bytes of the data buffers that a request needs, on a device with blocks of `block` bytes.
 pub(super) fn buffer_bytes(request: &Request, block: u64) -> usize {
     let cached = request.command == Command::Cache;
     let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };

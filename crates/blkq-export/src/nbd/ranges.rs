@@ -1,22 +1,22 @@
-//! The lock on ranges of a device, shared by all engines that serve it.
+//! A lock on byte ranges of a device, shared by all engines that serve the device with unaligned requests.
 //!
-//! A write of a part of a block reads the block, changes it and writes it back. No other write to
-//! that block may run meanwhile, or it would be overwritten. So such a write takes its blocks
-//! exclusively: first come, first served among those that overlap. Writes of whole blocks take
-//! nothing. While no range is taken they see that from one load ([`RangeLock::is_taken`]); else
-//! they search the table, and wait if they overlap with an entry.
+//! A write that covers only a part of a block reads the block, changes it, and writes it back. If another
+//! write to the block ran at the same time, one of them would be lost. So an unaligned write locks its blocks
+//! exclusively; overlapping writes run in the order in which they arrived. Writes of whole blocks lock
+//! nothing. They check with one load whether any range is locked ([`RangeLock::is_taken`]). Only if so, they
+//! search the table, and wait for the entries that they overlap.
 //!
-//! The table maps every byte to the newest entry that has it, as disjoint ranges ordered by offset.
-//! A new entry waits for the entries that it covers there, and takes their place: those waited for
-//! the ones before them. So an entry costs a search, and no scan of others that wait elsewhere.
+//! The table maps each byte to its newest entry, as disjoint ranges ordered by offset. A new entry waits for
+//! the entries that it replaces there, which in turn wait for the entries before them. So adding an entry
+//! needs a search by offset, and no scan over the entries elsewhere.
 //!
-//! The writes of whole blocks that were submitted before a range was taken are in no table. So a
-//! range is granted only when every member (the server's part on one engine) has found none in
-//! flight there: [`LockedTable::check`]. The load may be relaxed for that reason: before a member
-//! checked, it may overlook the new range, and what it submits until then is found by its check;
-//! since the check it has had the mutex, and sees the range.
+//! Writes of whole blocks that were submitted before a range was locked are not in the table. So a range is
+//! granted only after each member (the source of a server on one engine) has found that it has no such write
+//! in flight: [`LockedTable::check`]. For this reason the load in `is_taken` may be relaxed. Before a member
+//! has checked, it may miss the new range, but its check finds the writes that it submits until then. After
+//! the check, the member has held the mutex, and so it sees the range.
 //!
-//! Engines only try the mutex ([`Member::try_enter`]) and wake each other by messages.
+//! Engines never wait for the mutex ([`Member::try_enter`]), and wake each other with messages.
 
 #[cfg(test)]
 mod tests;
@@ -31,17 +31,17 @@ use std::time::{Duration, Instant};
 
 use blkq::{Disk, Error, ErrorKind};
 
-/// How long a resize waits for the writes to the end of the device.
+/// Time limit of a resize for the writes to the end of the device.
 const RESIZE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Has the thread of a member call [`Member::try_enter`] soon.
+/// Makes the thread of a member call [`Member::try_enter`] soon.
 pub(super) type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// Orders the writes to parts of blocks of one disk. All servers of the disk share one, in
+/// Orders unaligned writes of one disk. All servers of the disk must share one lock, in
 /// [`NbdOptions::unaligned`](super::NbdOptions::unaligned).
 #[derive(Default)]
 pub struct RangeLock {
-    /// Exclusive ranges in the table, granted or not.
+    /// The number of exclusive entries in the table, granted or waiting.
     taken: AtomicUsize,
     table: Mutex<Table>,
 }
@@ -49,7 +49,7 @@ pub struct RangeLock {
 #[derive(Default)]
 struct Table {
     next_ticket: u64,
-    /// By their tickets.
+    /// The entries by ticket. A newer entry has a larger ticket.
     entries: BTreeMap<u64, Entry>,
     newest: Newest,
     members: Vec<Option<MemberState>>,
@@ -59,27 +59,28 @@ struct Entry {
     range: Range<u64>,
     exclusive: bool,
     member: usize,
-    /// Its number with its member.
+    /// Identifies the entry for its member: see [`LockedTable::take_granted`].
     key: u32,
-    /// Older entries that it waits for, and members that have not checked.
+    /// The number of older entries, plus the number of members that must still check. The entry is granted
+    /// when this is 0.
     blockers: usize,
-    /// Tickets of the entries that wait for this one.
+    /// Tickets of the newer entries that wait for this one.
     waiters: Vec<u64>,
-    /// Its member left before it was granted. It stays until it would be, so that its waiters do not
-    /// overtake the entries that it waits for.
+    /// The member left before the entry was granted. The entry stays in the table until it would be granted,
+    /// so that the entries that wait for it keep their order.
     abandoned: bool,
 }
 
-/// The ticket of the newest entry of each byte that an entry has.
+/// For each byte that is part of an entry, the ticket of the newest such entry.
 #[derive(Default)]
 struct Newest {
-    /// Disjoint ranges: the first byte, then the end and the ticket.
+    /// Disjoint ranges: the first byte maps to the end and the ticket.
     ranges: BTreeMap<u64, (u64, u64)>,
 }
 
 impl Newest {
-    /// Makes `ticket` the newest of `range`. Appends the tickets that it replaces to `older`, some
-    /// maybe several times.
+    /// Makes `ticket` the newest entry of `range`. Appends the tickets that it replaces to `older`; a ticket
+    /// may be appended several times.
     fn replace(&mut self, range: &Range<u64>, ticket: u64, older: &mut Vec<u64>) {
         if let Some((_, (end, before))) = self.ranges.range_mut(..range.start).next_back()
             && *end > range.start
@@ -100,12 +101,12 @@ impl Newest {
         self.ranges.insert(range.start, (range.end, ticket));
     }
 
-    /// Whether an entry has bytes of `range`.
+    /// Whether any byte of `range` is part of an entry.
     fn overlaps(&self, range: &Range<u64>) -> bool {
         self.ranges.range(..range.end).next_back().is_some_and(|(_, (end, _))| *end > range.start)
     }
 
-    /// Removes `ticket`, an entry that had `range`.
+    /// Removes the entry `ticket`, which has the range `range`.
     fn remove(&mut self, range: &Range<u64>, ticket: u64) {
         let mut from = range.start;
         while let Some((&start, &(end, newest))) = self.ranges.range(from..range.end).next() {
@@ -119,11 +120,11 @@ impl Newest {
 
 struct MemberState {
     wake: Wake,
-    /// Woken, and has not entered since.
+    /// The member was woken and has not called `try_enter` since.
     woken: bool,
-    /// Keys of its entries that were granted, which it has not seen.
+    /// Keys of this member's entries that were granted since its last `take_granted`.
     granted: Vec<u32>,
-    /// Tickets of exclusive ranges in which it may have writes in flight.
+    /// Tickets of the exclusive entries for which this member must still check its writes in flight.
     unchecked: Vec<u64>,
 }
 
@@ -134,18 +135,20 @@ impl std::fmt::Debug for RangeLock {
 }
 
 impl RangeLock {
-    /// Whether any range is taken exclusively, or about to be.
+    /// Whether there are exclusive entries, granted or waiting. See the module's documentation for why the
+    /// load may be relaxed.
     #[inline]
     pub(super) fn is_taken(&self) -> bool {
         self.taken.load(Relaxed) > 0
     }
 
-    /// Resizes `disk` while no write to the last part of a block is under way, as [`Disk::resize`]
-    /// does. Such a write would put back the padding that it read, over bytes that the disk has by
-    /// then.
+    /// Resizes `disk` as [`Disk::resize`] does, while no write to the incomplete block at the end is in
+    /// flight. Such a write reads the padding of the block and writes it back, which would overwrite bytes
+    /// that the resize has made part of the disk.
     ///
     /// # Errors
-    /// Those of [`Disk::resize`]; [`ErrorKind::Busy`] too if writes in flight do not complete.
+    /// The errors of [`Disk::resize`], and [`ErrorKind::Busy`] if the writes in flight do not complete within
+    /// 30 s.
     pub fn resize(self: &Arc<Self>, disk: &Disk, bytes: Option<u64>) -> Result<u64, Error> {
         let thread = thread::current();
         let mut member = self.join(Arc::new(move || thread.unpark()));
@@ -172,7 +175,7 @@ impl RangeLock {
         }
     }
 
-    /// Makes a source a member. Its writes count from now on.
+    /// Adds a member, whose writes are checked from now on.
     pub(super) fn join(self: &Arc<Self>, wake: Wake) -> Member {
         let state = MemberState { wake, woken: false, granted: Vec::new(), unchecked: Vec::new() };
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
@@ -191,27 +194,27 @@ impl RangeLock {
     }
 }
 
-/// One source's part in the lock. Dropped, it gives up all that it has.
+/// One member of the lock. When it is dropped, its entries are released.
 pub(super) struct Member {
     lock: Arc<RangeLock>,
     index: usize,
-    /// Kept for its room.
+    /// Members to wake when the table is unlocked. Kept for its capacity.
     to_wake: Vec<Wake>,
 }
 
 impl Member {
-    /// Scans the table, unless another thread does at the moment: then call again soon.
+    /// Locks the table. Returns `None` if another thread has locked it: then call again soon.
     pub fn try_enter(&mut self) -> Option<LockedTable<'_>> {
         let table = match self.lock.table.try_lock() {
             Ok(table) => table,
-            // The table is changed by assignments only: it is whole at any time.
+            // No code that changes the table can panic halfway, so a poisoned table is consistent.
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
         Some(self.lock.session(table, self.index, &mut self.to_wake))
     }
 
-    /// The same for a thread that may wait for others.
+    /// Locks the table, for a thread that may wait.
     fn enter(&mut self) -> LockedTable<'_> {
         let table = self.lock.table.lock().unwrap_or_else(PoisonError::into_inner);
         self.lock.session(table, self.index, &mut self.to_wake)
@@ -245,11 +248,11 @@ impl Drop for Member {
     }
 }
 
-/// A member with the table in its hands. Those whose ranges were granted are woken when it is
-/// dropped.
+/// The locked table, in the name of one member. When it is dropped, it wakes the members whose entries were
+/// granted.
 pub(super) struct LockedTable<'a> {
     taken: &'a AtomicUsize,
-    /// Always there but while it is dropped.
+    /// `None` only while this is dropped.
     table: Option<MutexGuard<'a, Table>>,
     member: usize,
     to_wake: &'a mut Vec<Wake>,
@@ -260,8 +263,8 @@ impl LockedTable<'_> {
         self.table.as_mut().expect("taken out only when the session is dropped")
     }
 
-    /// Queues for `range` exclusively. [`LockedTable::take_granted`] gives `key` when it is granted.
-    /// Returns the ticket to release.
+    /// Adds an exclusive entry for `range`, and returns its ticket. When it is granted,
+    /// [`LockedTable::take_granted`] returns `key`.
     pub fn lock(&mut self, range: Range<u64>, key: u32) -> u64 {
         self.taken.fetch_add(1, Relaxed);
         let mut unchecked = 0;
@@ -276,8 +279,9 @@ impl LockedTable<'_> {
         self.insert(range, true, key, unchecked)
     }
 
-    /// Queues a write of whole blocks behind the entries that it overlaps: granted as with
-    /// [`LockedTable::lock`]. `None` if there are none, and it may run now.
+    /// Adds an entry for a write of whole blocks that waits for the overlapping entries, and returns its
+    /// ticket: see [`LockedTable::lock`]. Returns `None` if no entry overlaps `range`, so that the write can
+    /// run now.
     pub fn wait(&mut self, range: Range<u64>, key: u32) -> Option<u64> {
         self.table().newest.overlaps(&range).then(|| self.insert(range, false, key, 0))
     }
@@ -302,10 +306,10 @@ impl LockedTable<'_> {
         ticket
     }
 
-    /// Releases the range of `ticket`, or stops waiting for it.
+    /// Removes the entry `ticket`, whether it was granted or not.
     pub fn release(&mut self, ticket: u64) {
         let mut next = Some(ticket);
-        // Abandoned entries whose turn has come.
+        // Abandoned entries that would be granted now.
         let mut abandoned = Vec::new();
         while let Some(ticket) = next.take().or_else(|| abandoned.pop()) {
             let table = self.table();
@@ -323,8 +327,9 @@ impl LockedTable<'_> {
         }
     }
 
-    /// Drops the ranges in which this member has no writes in flight from those that it has to
-    /// check. True if some are left: check again when writes have completed.
+    /// For each exclusive entry that waits for this member's check, asks `has_writes` whether the member has
+    /// writes in flight in the range. Returns true if there are such entries: then call this again when
+    /// writes have completed.
     pub fn check(&mut self, mut has_writes: impl FnMut(&Range<u64>) -> bool) -> bool {
         let member = self.member;
         let Some(state) = &mut self.table().members[member] else { return false };
@@ -344,8 +349,8 @@ impl LockedTable<'_> {
         left
     }
 
-    /// The entry waits for one thing less. Granted, it is for its member to see; true if that has
-    /// left, and the entry is to be released.
+    /// Decrements the blockers of an entry, and grants it when none is left. Returns true if its member has
+    /// left, so that the caller must release the entry.
     fn unblock(&mut self, ticket: u64) -> bool {
         let Some(entry) = self.table().entries.get_mut(&ticket) else { return false };
         entry.blockers -= 1;

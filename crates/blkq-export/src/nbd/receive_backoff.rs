@@ -1,11 +1,11 @@
-//! When a connection receives later: requests that trickle in from a client that is itself busy
-//! cost a wake-up and two system calls for one or two of them. Left to gather for a moment, they
-//! are done in one go, for half the processor time, and the client loses nothing by it.
+//! Delays the next receive of a connection for a moment. If a client is busy reading replies, its requests
+//! arrive one by one, and receiving each of them costs a wake-up and two system calls. After a delay several
+//! requests are received together, which takes half the CPU time and does not slow the client down.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// How long a connection backs off, at most how many requests came before it does, and how
-/// many bytes of replies its client has not read.
+/// Conditions of the back-off: at most REQUESTS_MAX requests arrived since the last decision, and at least
+/// UNREAD_BYTES of replies are unread in the socket. The delay is BACKOFF_NS.
 const BACKOFF_NS: u64 = 100_000;
 const REQUESTS_MAX: u64 = 24;
 const UNREAD_BYTES: i32 = 64 << 10;
@@ -13,47 +13,46 @@ const UNREAD_BYTES: i32 = 64 << 10;
 /// The receive back-off of one connection.
 #[derive(Default)]
 pub(super) struct ReceiveBackoff {
-    /// Until when nothing is received, 0 if that is not so.
+    /// End of the current back-off; 0 if there is none.
     until_ns: u64,
-    /// Requests when it was last considered.
+    /// The number of requests at the last decision.
     requests: u64,
-    /// Whether all requests had been answered when the last bytes came: then the client is what
-    /// is waited for, not the device.
+    /// All requests had been answered when the last bytes arrived. Then the client limits the throughput, not
+    /// the device.
     device_idle: bool,
 }
 
-/// The decision of [`ReceiveBackoff::consider`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Decision {
-    /// Receive at that time.
+    /// Receive at the given time.
     Later(u64),
-    /// The back-off is over: what came meanwhile is there at once.
+    /// The back-off is over: receive now, and expect that data has arrived.
     Over,
-    /// Receive now.
+    /// There is no reason to delay: receive now.
     Now,
 }
 
 impl ReceiveBackoff {
-    /// When it is over, `u64::MAX` if there is none.
+    /// End of the current back-off; `u64::MAX` if there is none.
     pub fn until_ns(&self) -> u64 {
         if self.until_ns == 0 { u64::MAX } else { self.until_ns }
     }
 
-    /// Bytes came; `idle` if all earlier requests had been answered by then.
+    /// Notes that bytes arrived. `idle`: all earlier requests had been answered.
     pub fn note_device(&mut self, idle: bool) {
         self.device_idle = idle;
     }
 
-    /// Cancels it, if there is one.
     pub fn cancel(&mut self) {
         self.until_ns = 0;
     }
 
-    /// Whether to receive later, after `requests` of the connection in all: few came since
-    /// the last time, though the client has many replies to read from `socket`.
+    /// Decides whether to delay the next receive. `requests` is the number of requests of the connection so
+    /// far. Receiving is delayed if few requests arrived since the last call, although many replies are
+    /// unread in `socket`.
     pub fn consider(&mut self, requests: u64, now_ns: u64, socket: BorrowedFd<'_>) -> Decision {
         if self.until_ns > now_ns {
-            // Considered again in the same turn, or woken by another's deadline.
+            // This is called again in the same turn, or because of another deadline.
             return Decision::Later(self.until_ns);
         }
         let few = requests - self.requests <= REQUESTS_MAX;
@@ -70,10 +69,10 @@ impl ReceiveBackoff {
     }
 }
 
-/// Memory of a socket that its peer has not yet taken, in bytes.
+/// The memory of the socket's send buffer that the peer has not read yet, in bytes.
 fn unread_bytes(socket: BorrowedFd<'_>) -> i32 {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: SIOCOUTQ (the same number as TIOCOUTQ) writes one int.
+    // SAFETY: SIOCOUTQ, which has the same number as TIOCOUTQ, writes one int.
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if result == 0 { bytes } else { 0 }
 }

@@ -1,4 +1,4 @@
-//! Replies: everything but the content of a read, which is sent from where it lies.
+//! Writes replies, except the data of reads, which is sent directly from the I/O buffers.
 
 use zerocopy::IntoBytes;
 use zerocopy::byteorder::big_endian::U32;
@@ -6,31 +6,31 @@ use zerocopy::byteorder::big_endian::U32;
 use super::contexts::ContextStatus;
 use super::proto::*;
 
-/// Most extents of one context in a reply; the specification's bound is 2^20.
+/// Maximum number of extents in a reply for one metadata context. The specification allows up to 2^20.
 pub const EXTENTS_MAX: usize = 4096;
 
-/// The format of replies, as negotiated.
+/// The format of replies, as negotiated in the handshake.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReplyStyle {
-    /// One header; the content of a read follows.
+    /// A single header; the data of a read follows it.
     Simple,
-    /// Typed chunks.
+    /// One or more chunks, each with a type.
     Structured,
-    /// The same with 64-bit headers.
+    /// Chunks with 64-bit headers; requests have 64-bit headers as well.
     Extended,
 }
 
 /// The fields of a request that its reply repeats.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ReplyTo {
-    /// The client's cookie.
+    /// Opaque value of the client that identifies the request.
     pub cookie: u64,
-    /// The offset in bytes.
+    /// Offset of the request in bytes, which only extended replies repeat.
     pub offset: u64,
 }
 
 impl ReplyStyle {
-    /// Appends the reply to a request that was done and has no content.
+    /// Appends the reply to a successful request that returns no data.
     pub fn done(self, to: ReplyTo, output: &mut Vec<u8>) {
         match self {
             ReplyStyle::Simple => simple(to, 0, output),
@@ -48,32 +48,33 @@ impl ReplyStyle {
         output.extend_from_slice(payload.as_bytes());
     }
 
-    /// Appends what comes before the content of a read of `length` bytes, at most
-    /// [`PAYLOAD_MAX_BYTES`]. The content must follow.
+    /// Appends the header of the reply to a successful read of `length` bytes, at most [`PAYLOAD_MAX_BYTES`].
+    /// The caller must send the data directly after it.
     pub fn data(self, to: ReplyTo, length: u32, output: &mut Vec<u8>) {
         if self == ReplyStyle::Simple {
             return simple(to, 0, output);
         }
-        // The content is there already: nothing can fail any more, so this chunk is the last.
+        // The data has been read, so no error can follow and this chunk is the last one.
         self.part(to, to.offset, length, true, output);
     }
 
-    /// Appends what comes before the content of a part of a read: `length` bytes from byte `offset` of
-    /// the device on. The content must follow. `last`: no other chunk does.
+    /// Appends the header of a chunk with a part of a read: `length` bytes at `offset` of the device. The
+    /// caller must send the data directly after it. `last`: this is the last chunk of the reply.
     ///
     /// # Panics
-    /// If the style is simple, which knows no parts.
+    /// If the style is simple: simple replies consist of one part.
     pub fn part(self, to: ReplyTo, offset: u64, length: u32, last: bool, output: &mut Vec<u8>) {
         assert!(self != ReplyStyle::Simple, "parts need structured replies");
         self.chunk(to, reply_type::OFFSET_DATA, size_of::<u64>() + length as usize, last, output);
         output.extend_from_slice(&offset.to_be_bytes());
     }
 
-    /// Appends the reply to a block status request: a chunk for each context that was chosen, at least one.
-    /// Extents beyond [`EXTENTS_MAX`] are left out, as is what comes after an extent too long for a 32-bit reply.
+    /// Appends the reply to a block status request: one chunk for each of `contexts`, which must not be
+    /// empty. At most [`EXTENTS_MAX`] extents of a context are sent. If an extent is too long for a
+    /// structured reply, it is shortened and is the last one. The client then asks for the rest.
     ///
     /// # Panics
-    /// If the style is simple, in which block status cannot have been negotiated.
+    /// If the style is simple, in which block status cannot be negotiated.
     pub fn block_status(self, to: ReplyTo, contexts: &[ContextStatus], output: &mut Vec<u8>) {
         for (number, context) in contexts.iter().enumerate() {
             self.context_status(to, context, number + 1 == contexts.len(), output);
@@ -81,7 +82,7 @@ impl ReplyStyle {
     }
 
     fn context_status(self, to: ReplyTo, context: &ContextStatus, last: bool, output: &mut Vec<u8>) {
-        /// Longest extent of a 32-bit reply: a multiple of every block size.
+        /// Maximum length of an extent in a structured reply, in bytes: a multiple of all block sizes.
         const LENGTH_MAX: u64 = (1 << 32) - (1 << 16);
         let mut extents = &context.extents[..context.extents.len().min(EXTENTS_MAX)];
         let id = U32::new(context.id);
@@ -115,7 +116,7 @@ impl ReplyStyle {
         }
     }
 
-    /// Appends the head of a chunk of a reply, the `last` one or not.
+    /// Appends the header of a chunk with `length` bytes of payload.
     fn chunk(self, to: ReplyTo, kind: u16, length: usize, last: bool, output: &mut Vec<u8>) {
         let flags = if last { ReplyFlags::DONE } else { ReplyFlags::empty() };
         let flags = flags.bits().into();

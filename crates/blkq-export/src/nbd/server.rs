@@ -152,7 +152,7 @@ impl NbdServer {
         self.registry.pause_if_empty()
     }
 
-    /// Stops the server: it accepts no more clients, and its socket is removed when this returns. With
+    /// Stops the server: it accepts no further clients, and its socket is removed when this returns. With
     /// `force`, clients are disconnected: the server reads no further request and completes those in flight,
     /// but a client that does not take a reply within a second does not get it.
     ///

@@ -68,7 +68,6 @@ pub(super) struct EngineShared {
     clients: Vec<u32>,
     /// No deadline of a connection is before this time. It may be earlier than the earliest deadline.
     deadline_ns: u64,
-    /// The server is stopping.
     stopping: bool,
     /// Work done for the clients of this engine in the current turn.
     pub work: TurnWork,

@@ -1,5 +1,5 @@
-//! Large reads are done in parts: the first one is on its way to the client while the device reads the
-//! others. Each is a chunk of a structured reply, and they complete in any order.
+//! Splits large reads into parts. The device reads the later parts while the server sends the first one. Each
+//! part is a chunk of a structured reply, and the parts may complete in any order.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -11,66 +11,67 @@ use crate::slots::Slots;
 
 use super::transmission::Request;
 
-/// Length of a part in bytes, but for the last one: with 64 KiB reads were slower, as they are in one piece
+/// Length of each part but the last, in bytes. With parts of 64 KiB, reads were slower than without splitting
 /// (docs/bench.md).
 const PART_BYTES: u64 = 128 << 10;
-/// Most parts of one client in flight: 4 MiB, more than a disk needs at once. A read of 32 MiB has 256
-/// parts, for which the requests of other clients would wait.
+/// Maximum number of parts of one client in flight: 4 MiB, which keeps any disk busy. Without the limit, the
+/// requests of other clients would wait for the 256 parts of a read of 32 MiB.
 const IN_FLIGHT_MAX: usize = 32;
 
-/// A part of a read.
+/// A part of a split read.
 #[derive(Clone, Copy)]
 pub(super) struct Part {
-    /// Of [`SplitReads`].
+    /// Number of the read in [`SplitReads`].
     read: u64,
-    /// Where it begins, in bytes of the device.
+    /// Offset of the part on the device, in bytes.
     pub offset: u64,
 }
 
 struct SplitRead {
     request: Request,
-    /// Where the next part begins, in bytes of the device.
+    /// Offset of the next part to submit, in bytes of the device.
     next: u64,
     /// Parts that have not completed.
     left: u32,
     result: Result<(), Status>,
 }
 
-/// The reads of one client that are done in parts.
+/// The split reads of one client.
 #[derive(Default)]
 pub(super) struct SplitReads {
     reads: Slots<SplitRead>,
-    /// Those with parts that have not begun, in order.
+    /// Reads with parts that were not submitted yet, in the order of their arrival.
     waiting: VecDeque<u64>,
-    /// Parts that have begun and not completed.
+    /// Parts that were submitted and have not completed.
     in_flight: usize,
 }
 
-/// Whether a read of `length` bytes has several parts.
+/// Whether a read of `length` bytes is long enough for several parts.
 pub(super) fn is_split(length: u64) -> bool {
     length > PART_BYTES
 }
 
-/// Size of the buffers for a read of `length` bytes in parts.
+/// Size in bytes of the buffers for all parts of a read of `length` bytes.
 pub(super) fn buffer_bytes(length: u64) -> usize {
     parts(0..length).map(|part| BufferPool::size((part.end - part.start) as u32)).sum()
 }
 
-/// The parts of `range`.
+/// Divides `range` into parts of [`PART_BYTES`].
 pub(super) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
     let starts = range.clone().step_by(PART_BYTES as usize);
     starts.map(move |start| start..range.end.min(start + PART_BYTES))
 }
 
 impl SplitReads {
-    /// Takes a read of a range that is not empty: [`SplitReads::next`] hands out its parts.
+    /// Adds a read, whose range must not be empty. [`SplitReads::next`] returns its parts.
     pub fn begin(&mut self, request: Request) {
         let left = parts(request.range()).count() as u32;
         let read = self.reads.insert(SplitRead { request, next: request.offset, left, result: Ok(()) });
         self.waiting.push_back(read);
     }
 
-    /// Begins the next part, which is to complete, if there is one and it need not wait for others.
+    /// Returns the next part to submit; the caller must call [`SplitReads::complete`] for it. Returns `None`
+    /// if no part is left or the limit of parts in flight is reached.
     pub fn next(&mut self) -> Option<(Request, Part, Range<u64>)> {
         if self.in_flight >= IN_FLIGHT_MAX {
             return None;
@@ -87,12 +88,13 @@ impl SplitReads {
         Some((read.request, Part { read: number, offset: range.start }, range))
     }
 
-    /// No other part begins.
+    /// Drops the parts that were not submitted.
     pub fn abandon(&mut self) {
         self.waiting.clear();
     }
 
-    /// A part completed. Returns the result of its read if that was the last one: the first error.
+    /// Notes that a part completed. If it was the last one of its read, returns the result of the read: the
+    /// first error of a part, if any.
     pub fn complete(&mut self, part: Part, result: Result<(), Status>) -> Option<Result<(), Status>> {
         self.in_flight -= 1;
         let read = self.reads.get_mut(part.read)?;

@@ -148,8 +148,8 @@ impl Stream {
         self.receive_armed || self.send_armed
     }
 
-    /// Whether a send must complete before the next receive: the reply to STARTTLS must be sent in plaintext
-    /// first, and received handshake records wait until the send in flight permits to continue the handshake.
+    /// Whether nothing may be received at present: until the reply to STARTTLS was sent in plaintext, and
+    /// while received handshake records wait for a send to complete.
     pub fn must_send_first(&self) -> bool {
         self.clear || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
     }

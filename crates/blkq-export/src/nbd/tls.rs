@@ -32,7 +32,7 @@ pub struct TlsOptions {
     pub required: bool,
 }
 
-/// The reason why no more data can be received.
+/// The reason why no further data can be received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TlsEnd {
     /// The client sent close_notify, the orderly end of TLS.

@@ -11,7 +11,7 @@ use super::reply::ReplyStyle;
 /// export.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
-    /// The command; never [`Command::Disconnect`].
+    /// The command, which is never [`Command::Disconnect`].
     pub command: Command,
     /// The flags, which are all valid for the command.
     pub flags: CommandFlags,
@@ -31,7 +31,7 @@ impl Request {
     }
 }
 
-/// The result of parsing.
+/// What [`Transmission::next`] found in the stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// The next request is incomplete: receive more bytes.

@@ -1,11 +1,12 @@
-//! Requests that are not whole blocks, over a block layer that knows only these.
+//! Unaligned requests, on a block layer that accepts whole logical blocks only.
 //!
-//! Reads take the blocks around them, and reply with a part. Writes read the blocks at their edges,
-//! put the payload between and write all of it: under a [`RangeLock`], so that no other write to
-//! these blocks is undone. Zeroes do so at their edges, and leave the blocks between to the device.
-//! Trims leave their edges alone.
+//! A read reads the blocks around its range and replies with a part of the data. A write reads the blocks at
+//! its ends, merges the payload, and writes all blocks. It does so under the [`RangeLock`], so that it does
+//! not overwrite the data of another write to these blocks. Write zeroes does the same for the blocks at its
+//! ends, and passes the blocks between them to the device as write zeroes. A trim ignores incomplete blocks.
 //!
-//! Writes of whole blocks come by here only while a range of that lock is taken.
+//! While a range is locked, aligned writes pass through this module as well, because they may have to wait
+//! for it.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -21,20 +22,20 @@ use super::plan::{Blocks, bio_flags, buffer_bytes};
 use super::ranges::{Member, RangeLock};
 use super::transmission::Request;
 
-/// Marks the bios of this module. Above the key of its write are the kinds.
+/// Marks the `user_data` of this module's bios. The kind of the bio is above the key of the write.
 const ORDERED_BIT: u64 = 1 << 40;
 const KIND_SHIFT: u32 = 32;
-/// The block at the beginning, or at the end, is being read; or something is being written.
+/// Kinds of bios: a read of the first or the last block, and a write.
 const READ_HEAD: u64 = 0;
 const READ_TAIL: u64 = 1;
 const WRITE: u64 = 2;
 
-/// A message to a source: it has a range to check, or was granted one.
+/// A message to a source: it must check a new range for writes in flight, or one of its ranges was granted.
 pub(super) struct RangesChanged;
 
-/// A write for the lock to order.
+/// A write that must be ordered by the range lock.
 pub(super) struct OrderedWrite {
-    /// The request that it is of.
+    /// The request that the write carries out.
     request: InFlight,
     queue: usize,
     operation: Operation,
@@ -42,14 +43,14 @@ pub(super) struct OrderedWrite {
     range: Range<u64>,
     block: u64,
     data: Option<IoBuffer>,
-    /// Bytes that its connection counts for its buffers.
+    /// Bytes of buffers that the connection has reserved for the request.
     buffered: usize,
 }
 
 impl OrderedWrite {
-    /// A write, write zeroes or discard of the bytes of `range` on a device with blocks of `block`
-    /// bytes. A discard is whole blocks. The data of a write is that of the blocks around the range,
-    /// with the payload in its place.
+    /// Creates a write, write zeroes or discard of `range` on a device with blocks of `block` bytes. The
+    /// range of a discard must be whole blocks. The data of a write covers the blocks around the range, and
+    /// contains the payload at its position in them.
     pub fn new(
         request: &Request,
         in_flight: InFlight,
@@ -83,7 +84,8 @@ impl OrderedWrite {
     fn bio(&self, blocks: &Range<u64>, operation: Operation, data: Data) -> Bio {
         let flags = match operation {
             Operation::Read => BioFlags::empty(),
-            // An edge of zeroes is written: it has no holes anyway.
+            // The first and the last block of write zeroes are written with data, so NO_UNMAP has no meaning
+            // for them.
             Operation::Write => self.flags & BioFlags::FUA,
             _ => self.flags,
         };
@@ -92,12 +94,12 @@ impl OrderedWrite {
     }
 }
 
-/// An ordered write that has not completed.
+/// An ordered write that waits for the lock or is being carried out.
 struct OrderedInFlight {
     write: OrderedWrite,
-    /// Of the lock, once it is queued there.
+    /// Ticket of the range lock, if the write has an entry there.
     ticket: Option<u64>,
-    /// Bios that have not completed.
+    /// Bios that were submitted and have not completed.
     bios: u32,
     result: IoResult,
 }
@@ -106,18 +108,19 @@ struct OrderedInFlight {
 pub(super) struct Finished {
     pub request: InFlight,
     pub result: IoResult,
-    /// Bytes of buffers that are free with that.
+    /// Bytes of buffers that the connection no longer needs.
     pub freed: usize,
 }
 
-/// The results of ordering: bios to submit, each with its queue, and writes to answer.
+/// The results of ordering: bios to submit, each with the index of its queue, and completed writes to reply
+/// to.
 #[derive(Default)]
 pub(super) struct OrderingResults {
     pub bios: Vec<(usize, Bio)>,
     pub finished: Vec<Finished>,
 }
 
-/// Where buffers come from.
+/// The pool for buffers, and the ring that registers them.
 pub(super) struct BufferSource<'a, 'b> {
     pub buffers: &'a mut BufferPool,
     pub cx: &'a mut SourceContext<'b>,
@@ -126,25 +129,27 @@ pub(super) struct BufferSource<'a, 'b> {
 /// The ordered writes of one engine's connections.
 pub(super) struct Unaligned {
     lock: Arc<RangeLock>,
-    /// Once the source is part of its engine, if it serves parts of blocks.
+    /// The membership in the lock. `None` until the source has started, and always if unaligned requests are
+    /// not served.
     member: Option<Member>,
     writes: Slots<OrderedInFlight>,
-    /// Those that the lock does not know yet, and the tickets to release.
+    /// Writes that have no entry in the lock yet, and tickets to release there: both wait until the table of
+    /// the lock is free.
     arrived: VecDeque<u32>,
     released: Vec<u64>,
-    /// Those that are being begun, with and without the lock. Kept for their capacity.
+    /// Writes that can begin with and without an entry in the lock. Kept for their capacity.
     granted: Vec<u32>,
-    at_once: Vec<(u32, u32)>,
-    /// The lock has something for this source.
+    immediate: Vec<(u32, u32)>,
+    /// Another member sent [`RangesChanged`] since the last [`Unaligned::order_writes`].
     notified: bool,
-    /// There are ranges to check when writes have completed.
+    /// Ranges of other members are left to check when writes have completed.
     unchecked: bool,
-    /// The lock's table was in use.
+    /// Another thread had locked the table when this source tried.
     contended: bool,
 }
 
 impl Unaligned {
-    /// With the lock of the disk; without one there is nothing to order.
+    /// `lock` is the lock of the disk. Without it, no write is ordered.
     pub fn new(lock: Option<Arc<RangeLock>>) -> Unaligned {
         Unaligned {
             lock: lock.unwrap_or_default(),
@@ -153,53 +158,53 @@ impl Unaligned {
             arrived: VecDeque::new(),
             released: Vec::new(),
             granted: Vec::new(),
-            at_once: Vec::new(),
+            immediate: Vec::new(),
             notified: false,
             unchecked: false,
             contended: false,
         }
     }
 
-    /// From now on this engine's writes count.
+    /// Joins the lock: from now on, the writes of this engine are checked.
     pub fn join(&mut self, cx: &SourceContext<'_>) {
         let (handle, id) = (cx.handle().clone(), cx.id());
-        // Without size, so nothing is allocated for the message.
+        // [`RangesChanged`] has no size, so the box allocates nothing.
         self.member = Some(self.lock.join(Arc::new(move || handle.send(id, Box::new(RangesChanged)))));
     }
 
-    /// Whether writes of whole blocks have to be ordered now.
+    /// Whether aligned writes must pass through this module, because a range is locked.
     #[inline]
     pub fn must_order(&self) -> bool {
         self.lock.is_taken()
     }
 
-    /// The lock has something for this source.
+    /// Notes that another member sent [`RangesChanged`].
     pub fn notify(&mut self) {
         self.notified = true;
     }
 
-    /// Whether [`Unaligned::order_writes`] is to be called again soon.
+    /// Whether [`Unaligned::order_writes`] must be called again soon, because the table was in use.
     pub fn is_contended(&self) -> bool {
         self.contended
     }
 
-    /// Whether there is none in flight, and all tickets are released.
+    /// Whether no ordered write is in flight and all tickets are released.
     pub fn is_idle(&self) -> bool {
         self.writes.len() == 0 && self.released.is_empty()
     }
 
-    /// Whether `user_data` is that of a bio of an ordered write.
+    /// Whether `user_data` belongs to a bio of this module.
     #[inline]
     pub fn is_ordered(user_data: u64) -> bool {
         user_data & ORDERED_BIT != 0
     }
 
-    /// The request that the write whose bio has this `user_data` is of.
+    /// The request of the ordered write whose bio has this `user_data`.
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
         Some(&self.writes.get(u64::from(user_data as u32))?.write.request)
     }
 
-    /// Takes a write to be ordered; it begins when [`Unaligned::order_writes`] is called.
+    /// Adds a write. The next [`Unaligned::order_writes`] enters it into the lock.
     pub fn push(&mut self, write: OrderedWrite) {
         let write = OrderedInFlight { write, ticket: None, bios: 0, result: Ok(()) };
         let key = self.writes.insert(write) as u32;
@@ -220,7 +225,8 @@ impl Unaligned {
         self.arrived.is_empty() && self.released.is_empty() && !self.notified && !self.unchecked
     }
 
-    /// Does what is to be done with the lock, and begins what was granted.
+    /// Enters new writes into the lock, releases tickets, checks ranges, and begins the writes that were
+    /// granted.
     pub fn order_writes(
         &mut self,
         in_flight: &mut InFlightTable,
@@ -246,8 +252,9 @@ impl Unaligned {
             }
             arrived.ticket = session.wait(write.range.clone(), key);
             if arrived.ticket.is_none() {
-                // As if no range were taken; known as in flight before the check below.
-                self.at_once.push((key, in_flight.remember(write.request)));
+                // No overlapping range is locked, so the write runs as a normal one. It is added to the table
+                // of requests in flight here, so that the check below finds it.
+                self.immediate.push((key, in_flight.remember(write.request)));
             }
         }
         let mut found = false;
@@ -259,15 +266,15 @@ impl Unaligned {
         });
         session.take_granted(&mut self.granted);
         drop(session);
-        let mut at_once = std::mem::take(&mut self.at_once);
-        for (key, user_data) in at_once.drain(..) {
+        let mut immediate = std::mem::take(&mut self.immediate);
+        for (key, user_data) in immediate.drain(..) {
             let Some(OrderedInFlight { write, .. }) = self.remove(key) else { continue };
             let mut bio = write.bio(&write.range, write.operation, Data::None);
             bio.data = write.data.map_or(Data::None, Data::Buffer);
             bio.user_data = user_data.into();
             ready.bios.push((write.queue, bio));
         }
-        self.at_once = at_once;
+        self.immediate = immediate;
         let mut granted = std::mem::take(&mut self.granted);
         for key in granted.drain(..) {
             self.begin(key, memory, ready);
@@ -276,7 +283,7 @@ impl Unaligned {
         self.granted = granted;
     }
 
-    /// Begins a write that has the lock on its blocks.
+    /// Begins a write whose blocks are locked.
     fn begin(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
         let Some(OrderedInFlight { write, .. }) = self.get(key) else { return };
         let (range, block, operation) = (write.range.clone(), write.block, write.operation);
@@ -299,7 +306,7 @@ impl Unaligned {
         }
     }
 
-    /// Writes whole blocks of the write: of its data, zeroes, or a discard.
+    /// Submits the data, zeroes or discard of the write for whole blocks.
     fn write_blocks(
         &mut self,
         key: u32,
@@ -334,7 +341,7 @@ impl Unaligned {
         }
     }
 
-    /// A bio of an ordered write completed.
+    /// Handles a completed bio of an ordered write.
     pub fn complete(
         &mut self,
         completion: Completion,
@@ -357,7 +364,8 @@ impl Unaligned {
         self.finish(key, memory, ready);
     }
 
-    /// The block at an edge was read.
+    /// Handles a block at an end of the range that was read: merges it with the payload, or zeroes the part
+    /// that the request covers.
     fn complete_edge(
         &mut self,
         key: u32,
@@ -369,7 +377,7 @@ impl Unaligned {
         let Some(OrderedInFlight { write, bios, result, .. }) = self.get(key) else { return };
         let blocks = write.blocks();
         let at = if kind == READ_HEAD { blocks.range.start } else { blocks.range.end - write.block };
-        // The part of the edge that changes, in its bytes.
+        // The part of the block that the request changes, as offsets in the block.
         let from = write.range.start.saturating_sub(at) as usize;
         let until = (write.range.end - at).min(write.block) as usize;
         let block = write.block as usize;
@@ -389,7 +397,7 @@ impl Unaligned {
         }
     }
 
-    /// Removes the write, if it has no bio in flight any more.
+    /// Removes the write and reports it as completed, if no bio of it is in flight.
     fn finish(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
         if self.get(key).is_none_or(|ordered| ordered.bios > 0) {
             return;

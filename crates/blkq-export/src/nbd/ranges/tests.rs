@@ -38,7 +38,7 @@ fn overlapping_ranges_are_granted_in_order() {
     session.release(whole);
     assert_eq!(granted(&mut session), [6]);
     session.release(other_whole);
-    assert_eq!(granted(&mut session), [7], "nobody is overtaken");
+    assert_eq!(granted(&mut session), [7], "no entry is overtaken");
     [second, apart, behind].into_iter().for_each(|ticket| session.release(ticket));
     drop(session);
     assert!(!lock.is_taken());
@@ -81,7 +81,7 @@ fn a_member_that_leaves_releases_its_ranges() {
     assert!(!lock.is_taken());
 }
 
-/// An entry of the model: it is granted as soon as no older one overlaps with it.
+/// An entry of the model, which is granted as soon as no older entry overlaps it.
 struct Modelled {
     ticket: u64,
     range: Range<u64>,
@@ -94,7 +94,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// Grants the entries that no older one blocks, and drops those of them whose member has left.
+/// Grants the entries that no older entry blocks, and drops those whose member has left.
 fn grant(entries: &mut Vec<Modelled>, left: usize, keys: &mut [Vec<u32>; 2]) {
     loop {
         let blocked = |at: usize| entries[..at].iter().any(|e| overlap(&e.range, &entries[at].range));
@@ -112,7 +112,7 @@ fn grant(entries: &mut Vec<Modelled>, left: usize, keys: &mut [Vec<u32>; 2]) {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Two members, of which the second leaves at some time.
+    /// There are two members, and the second one leaves at some time.
     #[test]
     fn ranges_are_granted_as_in_a_list(
         steps in prop::collection::vec((0u8..4, 0u64..40, 1u64..20, any::<prop::sample::Index>()), 1..80),
@@ -166,14 +166,15 @@ proptest! {
     }
 }
 
-/// 32 times as many ranges cost a little more than 32 times as much, not 1024 times.
+/// A linear cost for each range would make 32 times as many ranges take 1024 times as long. With a search by
+/// offset, they take little more than 32 times as long.
 #[test]
 fn a_range_is_not_compared_with_others_elsewhere() {
     let time = |count: u64| {
         let lock = Arc::new(RangeLock::default());
         let (mut member, _) = member(&lock);
         let mut session = member.try_enter().unwrap();
-        // Of this thread: others may run meanwhile.
+        // The CPU time of this thread, as other threads may run meanwhile.
         let now = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap();
         let begin = now();
         let tickets: Vec<u64> = (0..count).map(|at| session.lock(at * 4096..at * 4096 + 512, 0)).collect();
@@ -186,8 +187,8 @@ fn a_range_is_not_compared_with_others_elsewhere() {
     assert!(many < few * 200, "{few:?} for 2000, {many:?} for 64000");
 }
 
-/// Threads that each change words of shared blocks: exclusively in two steps, or as whole
-/// blocks at once, the way engines do. A lost update shows in the sum.
+/// Several threads increment shared blocks, as engines do: exclusively in two steps, or as a write of whole
+/// blocks. A lost update shows in the sum.
 // Contract: data
 #[test]
 fn no_update_is_lost_among_threads() {
@@ -209,8 +210,8 @@ fn no_update_is_lost_among_threads() {
                     let block = (round as usize * 7 + thread) % blocks.len();
                     let range = block as u64 * 512..(block as u64 + 1) * 512;
                     if round % 3 != 0 && !lock.is_taken() {
-                        // A write of whole blocks: between submission and completion others
-                        // find it when they check, which this thread does for them below.
+                        // A write of whole blocks. While it is in flight, other members must wait for this
+                        // member's check, which this thread makes below.
                         writers[block].fetch_add(1, Relaxed);
                         blocks[block].fetch_add(1, Relaxed);
                         writers[block].fetch_sub(1, Relaxed);
@@ -239,7 +240,7 @@ fn no_update_is_lost_among_threads() {
                             break session.release(ticket);
                         }
                     }
-                    // As an engine does when its turn comes.
+                    // An engine makes the check when it has been woken.
                     let wakes = woken.load(Relaxed);
                     if wakes > seen
                         && let Some(mut session) = member.try_enter()
@@ -248,7 +249,7 @@ fn no_update_is_lost_among_threads() {
                         seen = wakes;
                     }
                 }
-                // Others may still wait for this member.
+                // Other members may still wait for this one to check.
                 done.fetch_add(1, Relaxed);
                 while done.load(Relaxed) < THREADS {
                     if let Some(mut session) = member.try_enter() {
