@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pool_keeps_a_bounded_amount() {
+    fn the_pool_keeps_a_bounded_amount_of_memory() {
         let mut queue = queue("buffers");
         let mut pool = BufferPool::new();
         for bytes in [BUFFER_MAX_BYTES + 1, BUFFER_MAX_BYTES, BUFFER_MAX_BYTES / 2, BUFFER_MAX_BYTES / 4] {
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn one_buffer_of_a_row_keeps_no_memory_of_the_others() {
+    fn one_buffer_in_use_does_not_keep_the_memory_of_its_row() {
         const BUFFERS: usize = 2 * FREE_MAX_BYTES / ROW_MIN_BYTES;
         let resident_bytes = || {
             let status = std::fs::read_to_string("/proc/self/status").unwrap();

@@ -69,8 +69,8 @@ mod tests {
 
     /// The test runs itself again in a new PID namespace, from which this process is not visible.
     #[test]
-    fn a_peer_of_another_pid_namespace_has_no_number() {
-        const NAME: &str = "peer::tests::a_peer_of_another_pid_namespace_has_no_number";
+    fn a_peer_in_an_invisible_pid_namespace_has_no_pid() {
+        const NAME: &str = "peer::tests::a_peer_in_an_invisible_pid_namespace_has_no_pid";
         const INSIDE: &str = "BLKQ_TEST_INSIDE";
         if std::env::var_os(INSIDE).is_some() {
             let peer = Peer::of(std::io::stdin()).unwrap();

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_that_of_what_was_in_flight_at_once() {
+    fn slots_take_memory_for_the_peak_number_of_values_only() {
         let mut slots = Slots::default();
         let (one, other) = (slots.insert('a'), slots.insert('b'));
         for value in 'c'..='z' {

@@ -1,5 +1,5 @@
-//! The NBD handshake against byte-exact vectors of the specification.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! The NBD handshake, compared with byte sequences from the specification.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 use blkq_export::nbd::contexts::{Contexts, OfferedBitmap};
 use blkq_export::nbd::handshake::{
@@ -59,7 +59,7 @@ fn context_data(name: &[u8], queries: &[&[u8]]) -> Vec<u8> {
     data
 }
 
-/// A client that has sent its flags.
+/// A client that has sent its flags and can use options.
 struct Client {
     handshake: Handshake,
     exports: Vec<Export>,
@@ -90,14 +90,14 @@ impl Client {
         self.send(&option_bytes(option, data))
     }
 
-    /// Sends an option and expects the error `reply`, and the handshake to continue.
+    /// Sends an option, and expects the error `reply` and that the handshake continues.
     fn refused(&mut self, option: u32, data: &[u8], reply: u32) {
         let (output, next) = self.option(option, data);
         assert_eq!(next, Next::Receive);
         assert_eq!(output[..16], reply_bytes(option, reply, &[])[..16], "option {option} with {data:?}");
     }
 
-    /// Sends an option and expects it to be acknowledged, with nothing else.
+    /// Sends an option, and expects an acknowledgement and no other reply.
     fn acknowledged(&mut self, option: u32, data: &[u8]) {
         assert_eq!(self.option(option, data), (reply_bytes(option, option_reply::ACK, &[]), Next::Receive));
     }
@@ -116,7 +116,7 @@ fn queries_of_contexts_are_bounded_and_take_several_turns() {
     loop {
         turns += 1;
         replies += output.len();
-        // The last option may begin when the budget is all but spent.
+        // The last option of a turn may begin when only one item of the budget is left.
         assert!(client.handshake.take_work() <= blkq::TURN_BUDGET.items + QUERIES_MAX as usize);
         if next == Next::Receive {
             break;
@@ -166,20 +166,20 @@ fn go_describes_the_export_and_begins() {
 }
 
 #[test]
-fn info_describes_and_the_handshake_goes_on() {
+fn info_describes_an_export_and_the_handshake_continues() {
     let mut client = Client::new(3);
     let (output, next) = client.option(option::INFO, &go_data(b"other", &[]));
     let mut expected = reply_bytes(6, option_reply::INFO, &[0, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 5]);
     expected.extend(reply_bytes(6, option_reply::ACK, &[]));
     assert_eq!((output, next), (expected, Next::Receive));
-    client.refused(option::INFO, &go_data(b"nobody", &[]), option_reply::ERR_UNKNOWN);
-    client.refused(option::GO, &go_data(b"nobody", &[3]), option_reply::ERR_UNKNOWN);
+    client.refused(option::INFO, &go_data(b"absent", &[]), option_reply::ERR_UNKNOWN);
+    client.refused(option::GO, &go_data(b"absent", &[3]), option_reply::ERR_UNKNOWN);
     let (_, next) = client.option(option::GO, &go_data(b"other", &[3]));
     assert!(matches!(next, Next::Transmission(session) if session.export == 1));
 }
 
 #[test]
-fn list_names_every_export() {
+fn list_returns_the_name_of_every_export() {
     let mut client = Client::new(3);
     let mut expected = reply_bytes(3, option_reply::SERVER, b"\x00\x00\x00\x04diska disk");
     expected.extend(reply_bytes(3, option_reply::SERVER, b"\x00\x00\x00\x05other"));
@@ -210,15 +210,16 @@ fn metadata_contexts_need_structured_replies_and_one_export() {
         bytes.extend(reply_bytes(option, option_reply::ACK, &[]));
         (bytes, Next::Receive)
     };
-    // Listing: `base:` is the namespace.
+    // A query for a list may name a namespace such as `base:`.
     for queries in [&[b"base:".as_slice()][..], &[b"x-none:1", base]] {
         assert_eq!(client.option(9, &context_data(b"disk", queries)), reply(9, 0));
     }
     client.acknowledged(option::LIST_META_CONTEXT, &context_data(b"other", &[b"qemu:dirty-bitmap:"]));
-    // Setting: no query is none, the name space alone is ignored.
+    // When contexts are set, an empty list of queries selects none, and a namespace without a name is
+    // ignored.
     client.acknowledged(option::SET_META_CONTEXT, &context_data(b"disk", &[]));
     client.acknowledged(option::SET_META_CONTEXT, &context_data(b"disk", &[b"base:"]));
-    client.refused(option::SET_META_CONTEXT, &context_data(b"nobody", &[base]), option_reply::ERR_UNKNOWN);
+    client.refused(option::SET_META_CONTEXT, &context_data(b"absent", &[base]), option_reply::ERR_UNKNOWN);
 
     let set = |client: &mut Client, name: &[u8]| {
         let answer = client.option(option::SET_META_CONTEXT, &context_data(name, &[b"x-none:", base]));
@@ -246,7 +247,7 @@ fn metadata_contexts_need_structured_replies_and_one_export() {
 }
 
 #[test]
-fn contexts_of_qemu_are_listed_by_namespace_and_set_by_name() {
+fn qemu_contexts_are_listed_by_namespace_and_set_by_name() {
     let depth: &[u8] = b"qemu:allocation-depth";
     let (a, b): (&[u8], &[u8]) = (b"qemu:dirty-bitmap:a", b"qemu:dirty-bitmap:b");
     let all = [b"base:allocation".as_slice(), depth, a, b];
@@ -295,7 +296,7 @@ fn extended_headers_take_precedence() {
 }
 
 #[test]
-fn unknown_and_malformed_options_are_refused_one_by_one() {
+fn unknown_and_malformed_options_get_an_error_reply() {
     let mut client = Client::new(3);
     client.refused(option::STARTTLS, &[], option_reply::ERR_POLICY);
     client.refused(option::STARTTLS, b"x", option_reply::ERR_INVALID);
@@ -312,7 +313,7 @@ fn unknown_and_malformed_options_are_refused_one_by_one() {
 }
 
 #[test]
-fn long_options_are_skipped_and_longer_ones_close_the_session() {
+fn long_options_are_skipped_and_too_long_ones_close_the_session() {
     let mut client = Client::new(3);
     client.refused(99, &vec![0; OPTION_MAX_BYTES], option_reply::ERR_UNSUP);
     client.refused(99, &vec![0; OPTION_MAX_BYTES + 1], option_reply::ERR_TOO_BIG);
@@ -324,19 +325,19 @@ fn long_options_are_skipped_and_longer_ones_close_the_session() {
 
 #[test]
 fn an_option_that_cannot_be_answered_closes_the_session() {
-    // Flags that were not offered.
+    // The client sets a flag that the server did not offer.
     let mut output = Vec::new();
     let mut handshake = Handshake::new(TlsPolicy::Off, &mut output);
     assert_eq!(handshake.receive(&[0, 0, 0, 4], &exports(), &mut output), (4, Next::Close));
-    // Not an option.
+    // The magic number of the option is wrong.
     assert_eq!(Client::new(3).send(b"IHAVEOPS\0\0\0\x03\0\0\0\0"), (vec![], Next::Close));
-    // An export that does not exist, by the option that has no error reply.
-    assert_eq!(Client::new(3).option(option::EXPORT_NAME, b"nobody"), (vec![], Next::Close));
+    // EXPORT_NAME names an export that does not exist. Its reply cannot be an error.
+    assert_eq!(Client::new(3).option(option::EXPORT_NAME, b"absent"), (vec![], Next::Close));
     let header = &option_bytes(option::EXPORT_NAME, &[b'x'; 4097])[..16];
     assert_eq!(Client::new(3).send(header), (vec![], Next::Close));
-    // A client that did not take up fixed newstyle has one option only.
+    // A client that does not use fixed newstyle may use EXPORT_NAME only.
     assert_eq!(Client::new(2).option(option::LIST, &[]), (vec![], Next::Close));
-    // More options than anybody needs.
+    // The client sends more options than a handshake may have.
     let mut client = Client::new(3);
     for _ in 0..OPTIONS_MAX {
         client.refused(99, &[], option_reply::ERR_UNSUP);
@@ -345,11 +346,11 @@ fn an_option_that_cannot_be_answered_closes_the_session() {
 }
 
 proptest! {
-    /// However the stream is cut, the answers are the same.
+    /// The replies do not depend on how the stream is cut.
     #[test]
-    fn cuts_do_not_matter(
+    fn replies_do_not_depend_on_how_the_stream_is_cut(
         options in prop::collection::vec((0u32..13, prop::sample::select(vec![
-            vec![], go_data(b"disk", &[3, 2]), go_data(b"nobody", &[]),
+            vec![], go_data(b"disk", &[3, 2]), go_data(b"absent", &[]),
             context_data(b"disk", &[b"base:allocation"]), b"other".to_vec(), vec![7; 70_000],
         ])), 0..8),
         cuts in prop::collection::vec(1usize..40_000, 0..60),
@@ -381,7 +382,7 @@ proptest! {
 
 // Contract: bounded-input
 #[test]
-fn before_required_tls_nothing_is_revealed_or_chosen() {
+fn required_tls_must_start_before_any_other_option() {
     let mut client = Client::with_tls(3, TlsPolicy::Required);
     for (number, data) in [
         (option::LIST, vec![]),
@@ -401,18 +402,18 @@ fn before_required_tls_nothing_is_revealed_or_chosen() {
     client.refused(option::STARTTLS, &[], option_reply::ERR_INVALID);
     client.acknowledged(option::STRUCTURED_REPLY, &[]);
     assert!(matches!(client.option(option::GO, &go_data(b"disk", &[])).1, Next::Transmission(_)));
-    // An option that cannot fail is no way around, and a client that aborts may.
+    // EXPORT_NAME, which cannot fail, must not bypass TLS. ABORT is allowed without TLS.
     let mut client = Client::with_tls(3, TlsPolicy::Required);
     assert_eq!(client.option(option::EXPORT_NAME, b"disk"), (vec![], Next::Close));
     let mut client = Client::with_tls(3, TlsPolicy::Required);
     assert_eq!(client.option(option::ABORT, &[]).1, Next::Close);
 }
 
-/// A man in the middle can send options before the client asks for TLS (CVE-2021-3716), and
-/// after it in the same packet.
+/// A man in the middle can insert options before the client starts TLS (CVE-2021-3716), or after STARTTLS in
+/// the same packet.
 // Contract: bounded-input
 #[test]
-fn nothing_that_was_said_in_clear_counts_under_tls() {
+fn negotiation_before_tls_is_discarded_when_tls_starts() {
     for chosen in [option::STRUCTURED_REPLY, option::EXTENDED_HEADERS] {
         let mut client = Client::with_tls(3, TlsPolicy::Optional);
         client.acknowledged(chosen, &[]);
@@ -431,20 +432,21 @@ fn nothing_that_was_said_in_clear_counts_under_tls() {
 }
 
 #[test]
-fn a_large_minimum_block_must_have_been_asked_for() {
+fn large_minimum_blocks_require_a_block_size_request() {
     let large = || {
         let mut client = Client::new(3);
         client.exports[1].minimum_block_bytes = 4096;
         client
     };
-    // The sizes come before the error, and spare the client a question.
+    // The server sends the block sizes before the error, so that the client need not request them.
     let mut expected = reply_bytes(7, option_reply::INFO, &[0, 0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 5]);
     expected.extend(reply_bytes(7, option_reply::INFO, &[0, 3, 0, 0, 16, 0, 0, 0, 16, 0, 2, 0, 0, 0]));
-    let text = b"requests must be whole blocks of 4096 bytes, and this client does not ask for block sizes";
+    let text = b"the minimum block size is 4096 bytes; request NBD_INFO_BLOCK_SIZE first";
     expected.extend(reply_bytes(7, option_reply::ERR_BLOCK_SIZE_REQD, text));
     let mut client = large();
     assert_eq!(client.option(option::GO, &go_data(b"other", &[])), (expected, Next::Receive));
-    // It may ask in the next GO, or have asked with INFO; of another export it does not count.
+    // The client may request the sizes in the next GO, or may have requested them with INFO. The sizes of
+    // another export do not count.
     assert!(matches!(client.option(option::GO, &go_data(b"other", &[3])).1, Next::Transmission(_)));
     for (asked, refused) in [("other", false), ("disk", true)] {
         let mut client = large();
@@ -452,7 +454,7 @@ fn a_large_minimum_block_must_have_been_asked_for() {
         let (_, next) = client.option(option::GO, &go_data(b"other", &[]));
         assert_eq!(next == Next::Receive, refused, "{asked}");
     }
-    // INFO and EXPORT_NAME go without, and so does GO where the minimum is a sector.
+    // INFO and EXPORT_NAME do not need the request, nor does GO if the minimum block size is 512 bytes.
     let (output, _) = large().option(option::INFO, &go_data(b"other", &[]));
     assert!(output.ends_with(&reply_bytes(6, option_reply::ACK, &[])));
     assert!(matches!(large().option(option::EXPORT_NAME, b"other").1, Next::Transmission(_)));
@@ -460,7 +462,7 @@ fn a_large_minimum_block_must_have_been_asked_for() {
 }
 
 #[test]
-fn a_server_going_down_answers_options_so() {
+fn a_stopping_server_answers_options_with_shutdown() {
     let mut client = Client::new(3);
     client.handshake.shut_down();
     for option in [option::LIST, option::INFO, option::GO, option::STRUCTURED_REPLY, option::STARTTLS, 99] {

@@ -1,5 +1,5 @@
-//! The NBD server and clients that mean harm, or die: nobody else suffers, nothing is kept.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! The NBD server with clients that attack it or die: other clients are not affected, and no resource leaks.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
 
@@ -11,7 +11,7 @@ use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
 use nbd::*;
 
-/// Another client is served as ever.
+/// Checks that another client is served as usual.
 fn assert_serves(served: &Served) {
     let mut client = served.client(ReplyStyle::Structured);
     assert_eq!(client.write(4096, &[5; 4096]), 0);
@@ -19,7 +19,7 @@ fn assert_serves(served: &Served) {
 }
 
 #[test]
-fn garbage_closes_its_own_connection_only() {
+fn garbage_closes_only_the_connection_that_sent_it() {
     let served = serve(ram(), 1, options());
     let long = |option: u32, length: u32| {
         let mut bytes = b"\0\0\0\x03IHAVEOPT".to_vec();
@@ -33,11 +33,11 @@ fn garbage_closes_its_own_connection_only() {
         b"\0\0\0\x03IHAVEOPS\0\0\0\0\0\0\0\0".to_vec(),
         long(7, u32::MAX),
         long(1, 5000),
-        [long(1, 6), b"nobody".to_vec()].concat(),
+        [long(1, 6), b"absent".to_vec()].concat(),
     ];
     for bytes in garbage {
         let mut stream = served.raw();
-        // The server may close before it has taken all.
+        // The server may close the connection before it has received everything.
         let _ = stream.write_all(&bytes);
         let mut greeting = Vec::new();
         let _ = stream.read_to_end(&mut greeting);
@@ -47,7 +47,7 @@ fn garbage_closes_its_own_connection_only() {
         let mut client = served.client(style);
         client.stream.write_all(&[0x55; 1000]).unwrap();
         client.expect_close();
-        // A payload beyond what was announced.
+        // The payload is larger than the server announced.
         let mut client = served.client(style);
         let header = client.bytes(1, 0x20, 0, 0, (32 << 20) + 1, &[]);
         client.stream.write_all(&header).unwrap();
@@ -56,7 +56,7 @@ fn garbage_closes_its_own_connection_only() {
     wait_until("all have disconnected", || served.server.connection_count() == 0);
     let counters = served.server.counters();
     assert_eq!((counters.connections, counters.violations, counters.timeouts), (10, 10, 0));
-    // A client that disconnects as the protocol has it has broken nothing.
+    // A client that sends ABORT does not violate the protocol.
     let mut client = Client::new(served.raw(), ReplyStyle::Simple);
     client.take(18);
     client.stream.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(2, &[])].concat()).unwrap();
@@ -69,10 +69,10 @@ fn garbage_closes_its_own_connection_only() {
     assert_eq!((after.read_bytes, after.written_bytes), (4096, 4096));
 }
 
-/// The signal would end a program that does not ignore it, as those with another main function than Rust's do not.
+/// SIGPIPE would end a program that does not ignore it. Only programs that start in Rust's runtime ignore it.
 #[test]
 fn a_reply_to_a_client_that_has_disconnected_raises_no_signal() {
-    // SAFETY: sets the default action, and no handler.
+    // SAFETY: sets the default action; no handler is installed.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
     let served = serve(slow(50_000_000..=60_000_000), 1, options());
     for _ in 0..3 {
@@ -80,7 +80,7 @@ fn a_reply_to_a_client_that_has_disconnected_raises_no_signal() {
         client.send(0, 0, 7, 0, 4096, &[]);
         wait_until("the read is in flight", || served.disk.stats().in_flight[0] == 1);
         drop(client);
-        wait_until("the reply was in vain", || served.server.connection_count() == 0);
+        wait_until("the connection is closed", || served.server.connection_count() == 0);
     }
     assert_serves(&served);
 }
@@ -93,7 +93,7 @@ fn clients_that_never_read_do_not_delay_a_forced_stop() {
     for client in &mut silent {
         (0..2).for_each(|cookie| client.send(0, 0, cookie, 0, 32 << 20, &[]));
     }
-    // One of them has not even finished its handshake.
+    // One more client has not finished its handshake.
     let mut early = served.raw();
     early.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(3, &[]).repeat(100)].concat()).unwrap();
     wait_until("replies wait for all", || {
@@ -102,7 +102,8 @@ fn clients_that_never_read_do_not_delay_a_forced_stop() {
     });
     let begin = Instant::now();
     served.server.stop(true).unwrap();
-    // A hang guard: each send may take a second, and without that 31 and more.
+    // A limit to detect hangs. Each send may take one second; without this limit, the clients would be
+    // disconnected after 31 seconds or more.
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
     assert!(served.server.counters().timeouts > 0);
 }
@@ -125,7 +126,7 @@ fn no_engine_serves_while_a_forced_stop_waits_for_another() {
         drop(quiesced);
         stop.join().unwrap().unwrap();
     });
-    assert_eq!(busy.reply(|_| 4096).error, 0, "in flight, and so answered");
+    assert_eq!(busy.reply(|_| 4096).error, 0, "the read was in flight, so it is answered");
 }
 
 #[test]
@@ -145,14 +146,14 @@ fn an_oversized_option_is_refused_and_skipped() {
 }
 
 #[test]
-fn a_client_that_does_not_finish_the_handshake_is_dropped() {
+fn a_client_that_stalls_in_the_handshake_is_disconnected() {
     let served = serve(ram(), 1, NbdOptions { handshake_timeout_s: 2, ..options() });
     let mut working = served.client(ReplyStyle::Simple);
     let begin = Instant::now();
     let silent = served.raw();
     let mut halfway = served.raw();
     halfway.write_all(b"\0\0\0\x03IHAVEOPT\0\0").unwrap();
-    wait_until("all are let in", || served.server.counters().connections == 3);
+    wait_until("all are connected", || served.server.counters().connections == 3);
     for stream in [silent, halfway] {
         let mut client = Client::new(stream, ReplyStyle::Simple);
         client.take(18);
@@ -166,7 +167,7 @@ fn a_client_that_does_not_finish_the_handshake_is_dropped() {
 }
 
 #[test]
-fn too_many_connections_are_closed_at_once() {
+fn connections_beyond_the_limit_are_closed_immediately() {
     let served = serve(ram(), 1, NbdOptions { connections_max: 2, ..options() });
     let mut first = served.client(ReplyStyle::Simple);
     let second = served.client(ReplyStyle::Simple);
@@ -176,39 +177,39 @@ fn too_many_connections_are_closed_at_once() {
     assert_eq!(served.server.counters().refused_connections, 1);
     assert_eq!(first.read(0, 512), [0; 512]);
     drop(second);
-    wait_until("there is room", || served.server.connection_count() == 1);
+    wait_until("a connection is free", || served.server.connection_count() == 1);
     assert_serves(&served);
 }
 
 // Contract: non-blocking
 #[test]
-fn a_client_that_does_not_read_is_dropped_and_slows_no_other() {
+fn a_client_that_does_not_read_is_disconnected_without_delays() {
     let limits = NbdOptions { transfer_timeout_s: 3, buffered_bytes_max: 2 << 20, ..options() };
     let served = serve(ram(), 1, limits);
     let mut stuck = served.client(ReplyStyle::Simple);
     stuck.stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
     let begin = Instant::now();
-    // Asks for gigabytes and takes nothing.
+    // The client requests gigabytes and takes no reply.
     let request = stuck.bytes(0, 0, 0, 0, 1 << 20, &[]);
     let mut sent = 0;
     while sent < 20_000 && stuck.stream.write_all(&request).is_ok() {
         sent += 1;
     }
-    assert!(sent < 20_000, "it is not throttled");
-    // Two with buffers, one that waits for room.
+    assert!(sent < 20_000, "the client is not throttled");
+    // Two requests have buffers, and one waits for memory.
     let connections = served.server.connections();
     assert!(connections.iter().all(|info| info.in_flight <= 3), "{connections:?}");
     let mut other = served.client(ReplyStyle::Simple);
     for _ in 0..100 {
         other.read(0, 4096);
     }
-    wait_until("the stuck one is dropped", || served.server.connection_count() == 1);
-    assert!(begin.elapsed() >= Duration::from_millis(2900), "three seconds and one for each MiB");
+    wait_until("the stuck client is disconnected", || served.server.connection_count() == 1);
+    assert!(begin.elapsed() >= Duration::from_millis(2900), "three seconds, and one for each MiB");
     other.read(0, 4096);
 }
 
 #[test]
-fn errors_not_taken_are_bounded_too() {
+fn unread_error_replies_take_bounded_memory() {
     let served = serve(ram(), 1, options());
     let mut client = served.client(ReplyStyle::Structured);
     client.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
@@ -217,13 +218,13 @@ fn errors_not_taken_are_bounded_too() {
     while sent < 2000 && client.stream.write_all(&request).is_ok() {
         sent += 1;
     }
-    assert!(sent < 2000, "two million errors were kept");
+    assert!(sent < 2000, "the server keeps two million error replies");
     assert!(served.server.connections()[0].in_flight <= 256);
     assert_serves(&served);
 }
 
 #[test]
-fn the_largest_requests_of_many_clients_share_the_memory_of_one() {
+fn large_requests_of_many_clients_share_the_memory_of_one() {
     let served = serve(ram(), 1, NbdOptions { buffered_bytes_total: 1, ..options() });
     std::thread::scope(|scope| {
         for number in 0..6u8 {
@@ -240,9 +241,9 @@ fn the_largest_requests_of_many_clients_share_the_memory_of_one() {
     });
 }
 
-/// A client that disconnects at any byte of its stream, with I/O in flight, leaves nothing.
+/// A client may disconnect at any byte of its stream, with I/O in flight. Nothing of it must be left.
 #[test]
-fn a_client_may_vanish_at_any_step() {
+fn a_client_may_disconnect_at_any_byte_of_its_stream() {
     let served = serve(slow(100_000..=2_000_000), 2, options());
     let mut conversation = b"\0\0\0\x03".to_vec();
     conversation.extend(option_bytes(8, &[]));
@@ -269,7 +270,7 @@ fn a_client_may_vanish_at_any_step() {
         let mut stream = served.raw();
         stream.write_all(&conversation[..cut]).unwrap();
         if number % 3 == 0 {
-            // Some see the beginning of the answer before they die.
+            // Some clients read the beginning of the reply before they disconnect.
             let _ = stream.read(&mut [0; 40]);
         }
         drop(stream);
@@ -280,18 +281,18 @@ fn a_client_may_vanish_at_any_step() {
 }
 
 #[test]
-fn strangers_in_the_handshake_leave_connections_to_others() {
+fn stalled_handshakes_leave_connections_to_other_clients() {
     let served = serve(ram(), 2, NbdOptions { connections_max: 8, ..options() });
-    let strangers: Vec<_> = (0..8).map(|_| served.raw()).collect();
-    // It waits for those before it, which have a second each, two at a time.
+    let stalled: Vec<_> = (0..8).map(|_| served.raw()).collect();
+    // The client waits for the clients before it, which have one second each, two at a time.
     let mut client = served.client(ReplyStyle::Structured);
     assert_eq!(client.read(0, 512), [0; 512]);
     assert!(served.server.connection_count() <= 3, "{}", served.server.connection_count());
     let timeouts = served.server.counters().timeouts;
     assert!((6..=8).contains(&timeouts), "{timeouts}");
     assert_eq!(served.server.refused_connections(), 0);
-    // A client that finishes the handshake makes room at once: as many as there may be.
-    drop(strangers);
+    // A client that finishes its handshake makes room immediately, until the limit of connections is reached.
+    drop(stalled);
     let others: Vec<_> = (0..7).map(|_| served.client(ReplyStyle::Structured)).collect();
     assert_eq!(served.server.connections().iter().filter(|client| client.export.is_some()).count(), 8);
     drop(others);

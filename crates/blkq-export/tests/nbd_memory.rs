@@ -1,6 +1,6 @@
-//! The NBD server and clients that ask for much memory. Alone in its process, whose memory
-//! is what is measured.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! The NBD server with clients that request much memory. The test has its own process, because it measures
+//! the memory of the process.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
 
@@ -12,7 +12,7 @@ use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
 use nbd::*;
 
-/// Kilobytes of memory that this process takes.
+/// The resident memory of this process in KiB.
 fn resident_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -21,17 +21,17 @@ fn resident_kib() -> u64 {
 
 // Contract: bounded-input
 #[test]
-fn promised_payloads_take_no_memory_and_delay_nobody_for_long() {
+fn announced_payloads_take_no_memory_and_delay_no_client() {
     let limits = NbdOptions { transfer_timeout_s: 1, buffered_bytes_total: 32 << 20, ..options() };
     let served = serve(ram(), 1, limits);
     let before_kib = resident_kib();
     let begin = Instant::now();
-    // Eight of them use up what there is for all.
+    // Eight of these clients use up the shared memory.
     let stuck: Vec<_> = (0..12)
         .map(|_| {
             let mut client = served.client(ReplyStyle::Simple);
-            let promise = client.bytes(1, 0, 0, 0, 4 << 20, &[]);
-            client.stream.write_all(&promise).unwrap();
+            let announcement = client.bytes(1, 0, 0, 0, 4 << 20, &[]);
+            client.stream.write_all(&announcement).unwrap();
             client
         })
         .collect();
@@ -40,12 +40,12 @@ fn promised_payloads_take_no_memory_and_delay_nobody_for_long() {
         assert_eq!(small.write(0, &[1; 65536]), 0);
         assert_eq!(small.read(0, 65536).len(), 65536);
     }
-    assert_eq!(served.server.connection_count(), 13, "it waits for none of them");
-    assert!(resident_kib() < before_kib + (20 << 10), "promises take memory");
-    // The largest request of all has its turn when the stuck ones are dropped.
+    assert_eq!(served.server.connection_count(), 13, "no stuck client was disconnected yet");
+    assert!(resident_kib() < before_kib + (20 << 10), "announced payloads take memory");
+    // The largest possible request gets its memory when the stuck clients have been disconnected.
     assert_eq!(small.write(0, &vec![2; 32 << 20]), 0);
     assert_eq!(small.read((32 << 20) - 512, 512), [2; 512]);
-    wait_until("the stuck ones are dropped", || served.server.connection_count() == 1);
-    assert!(begin.elapsed() >= Duration::from_millis(4900), "one second and one for each MiB");
+    wait_until("the stuck clients are disconnected", || served.server.connection_count() == 1);
+    assert!(begin.elapsed() >= Duration::from_millis(4900), "one second, and one for each MiB");
     drop(stuck);
 }

@@ -1,6 +1,6 @@
-//! The NBD server where there is no memory for one more connection. Alone in its process, whose
-//! allocator refuses.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! The NBD server when there is no memory for another connection. The test has its own process, because it
+//! replaces the allocator.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
 
@@ -15,7 +15,7 @@ use blkq_export::nbd::{NbdOptions, TlsCertificates, TlsOptions};
 use nbd::pki::Pki;
 use nbd::*;
 
-/// Memory of at least so many bytes is refused when [`LARGE_LEFT`] is used up.
+/// Allocations of this size or larger fail when [`LARGE_LEFT`] is used up.
 const LARGE_BYTES: usize = 128 << 10;
 static LARGE_LEFT: AtomicI64 = AtomicI64::new(i64::MAX);
 
@@ -25,20 +25,21 @@ fn refuses(layout: Layout) -> bool {
     layout.size() >= LARGE_BYTES && LARGE_LEFT.fetch_sub(1, Ordering::Relaxed) <= 0
 }
 
-// SAFETY: the system's allocator, which may refuse as well.
+// SAFETY: calls the system's allocator or fails, as an allocator may.
 unsafe impl GlobalAlloc for Limited {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: what the caller promises.
+        // SAFETY: the caller upholds the contract of `alloc`.
         if refuses(layout) { null_mut() } else { unsafe { System.alloc(layout) } }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: what the caller promises.
+        // SAFETY: the caller upholds the contract of `alloc_zeroed`.
         if refuses(layout) { null_mut() } else { unsafe { System.alloc_zeroed(layout) } }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        // SAFETY: what the caller promises; all memory is the system's.
+        // SAFETY: the caller upholds the contract of `dealloc`, and the system's allocator made all
+        // allocations.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -46,11 +47,11 @@ unsafe impl GlobalAlloc for Limited {
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-/// Clients come while there are only so many pieces of large memory. The first `needed` - 1 times
-/// that is too few: each is turned away, and connected clients are served.
-fn come(options: NbdOptions, needed: i64) {
+/// Clients connect while the number of large allocations is limited. As long as there are fewer than
+/// `needed`, each new client is rejected, and connected clients are served.
+fn connect_with_limited_memory(options: NbdOptions, needed: i64) {
     let served = serve(ram(), 1, options);
-    let mut there = served.client(ReplyStyle::Simple);
+    let mut connected = served.client(ReplyStyle::Simple);
     for left in 0..needed {
         LARGE_LEFT.store(left, Ordering::Relaxed);
         let mut client = served.raw();
@@ -59,27 +60,30 @@ fn come(options: NbdOptions, needed: i64) {
             Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
             Ok(_) => assert_eq!(greeting, b""),
         }
-        wait_until("it is counted", || served.server.refused_connections() == left as u64 + 1);
+        wait_until("the rejection is counted", || served.server.refused_connections() == left as u64 + 1);
         assert_eq!(served.server.connection_count(), 1);
-        assert_eq!(there.write(0, &[left as u8 + 1; 4096]), 0);
-        assert_eq!(there.read(0, 4096), [left as u8 + 1; 4096]);
+        assert_eq!(connected.write(0, &[left as u8 + 1; 4096]), 0);
+        assert_eq!(connected.read(0, 4096), [left as u8 + 1; 4096]);
     }
     LARGE_LEFT.store(needed, Ordering::Relaxed);
     let mut client = served.client(ReplyStyle::Simple);
     assert_eq!(client.read(0, 4096), [needed as u8; 4096]);
-    assert_eq!(LARGE_LEFT.load(Ordering::Relaxed), 0, "it needed less");
-    let mut asks = served.raw();
-    assert_eq!(asks.read(&mut [0]).unwrap(), 0, "an admitted client used up the rest");
+    assert_eq!(LARGE_LEFT.load(Ordering::Relaxed), 0, "the client needed fewer allocations");
+    let mut rejected = served.raw();
+    assert_eq!(rejected.read(&mut [0]).unwrap(), 0, "an admitted client used up the rest");
     LARGE_LEFT.store(i64::MAX, Ordering::Relaxed);
 }
 
 // Contract: errors
 #[test]
-fn a_client_without_memory_is_closed_and_the_others_are_served() {
-    come(options(), 1);
-    // Two pieces more for TLS, which a client may begin with.
+fn a_client_without_memory_is_rejected_and_others_are_served() {
+    connect_with_limited_memory(options(), 1);
+    // A client that may start TLS needs two more allocations.
     let pki = Pki::new();
     let files = ["server-cert.pem", "server-key.pem"].map(|name| (name, name));
     let certificates = TlsCertificates::load(&pki.gather("tls", &files)).unwrap();
-    come(NbdOptions { tls: Some(TlsOptions { certificates, required: false }), ..options() }, 3);
+    connect_with_limited_memory(
+        NbdOptions { tls: Some(TlsOptions { certificates, required: false }), ..options() },
+        3,
+    );
 }

@@ -1,5 +1,5 @@
-//! The NBD server over real sockets: what well-behaved clients get.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! The NBD server over real sockets, with well-behaved clients.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
 
@@ -35,11 +35,11 @@ fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn every_command_in_every_style() {
+fn every_command_works_in_every_reply_format() {
     let served = serve(ram(), 1, options());
     for (style, base) in STYLES.into_iter().zip([0, 64 << 20, 128 << 20]) {
         let mut client = served.client(style);
-        // Everything is offered: flush, FUA, trim, zeroes, multi-conn, cache, fast zero.
+        // The server announces flush, FUA, trim, write zeroes, multi-conn, cache and fast zero.
         assert_eq!(client.flags & !0x80, 0b1101_0110_1101, "{style:?}");
         for (at, length) in [(0, 512), (512, 4096), (1 << 20, 300 << 10), (4 << 20, 32 << 20)] {
             let data = pattern(base + at, length);
@@ -84,12 +84,12 @@ fn block_status_reports_data_and_holes() {
         assert_eq!(client.call(6, 0, 1 << 20, 65536, &[]).0, 0);
     }
     let mut client = served.client(ReplyStyle::Simple);
-    assert_eq!(client.call(7, 0, 0, 4096, &[]).0, 22, "was not negotiated");
+    assert_eq!(client.call(7, 0, 0, 4096, &[]).0, 22, "block status was not negotiated");
 }
 
 // Contract: errors
 #[test]
-fn a_rejected_request_is_answered_and_the_connection_stays() {
+fn a_rejected_request_keeps_the_connection_open() {
     let read_only = Disk::builder(ram()).read_only(true).build().unwrap();
     let path = socket_path();
     let engine = engines(&read_only);
@@ -119,10 +119,10 @@ fn a_rejected_request_is_answered_and_the_connection_stays() {
     assert!(info.peer.contains(&format!("pid {}", std::process::id())), "{}", info.peer);
 }
 
-/// Several clients on several engines, each with many requests of many sizes in flight, whose
-/// replies come in any order: everybody reads what they wrote.
+/// Several clients use several engines. Each has many requests of different sizes in flight, whose replies
+/// come in any order, and must read what it wrote.
 #[test]
-fn many_clients_at_once_get_their_own_data() {
+fn many_concurrent_clients_read_their_own_data() {
     let served = serve(ram(), 2, options());
     let share = SIZE / 6;
     std::thread::scope(|scope| {
@@ -147,7 +147,7 @@ fn many_clients_at_once_get_their_own_data() {
                         let reply = client.reply(|_| 0);
                         assert!(reply.error == 0 && wanted.contains_key(&reply.cookie));
                     }
-                    // Reads, more than the buffers hold at once, whose replies wait for us.
+                    // The client requests more data than the buffers may hold, and the replies wait for it.
                     let mut stream = Vec::new();
                     for (at, data) in &wanted {
                         stream.extend(client.bytes(0, 0, *at, *at, data.len() as u64, &[]));
@@ -166,7 +166,7 @@ fn many_clients_at_once_get_their_own_data() {
 }
 
 #[test]
-fn replies_come_in_any_order_and_disconnect_waits_for_all() {
+fn replies_may_be_reordered_and_disconnect_waits_for_all() {
     let served = serve(slow(10_000..=3_000_000), 1, options());
     let mut client = served.client(ReplyStyle::Structured);
     for cookie in 0..200 {
@@ -181,7 +181,7 @@ fn replies_come_in_any_order_and_disconnect_waits_for_all() {
 }
 
 #[test]
-fn a_device_that_completes_all_at_once_loses_nothing() {
+fn requests_that_complete_together_are_all_answered() {
     const DEPTH: u64 = 64;
     let served = serve(slow(1_000_000..=1_000_000), 1, options());
     let mut client = served.client(ReplyStyle::Simple);
@@ -190,14 +190,14 @@ fn a_device_that_completes_all_at_once_loses_nothing() {
         let requests: Vec<u8> = requests.flatten().collect();
         std::io::Write::write_all(&mut client.stream, &requests).unwrap();
     };
-    // Rounds enough for the device to be given half of it at a time.
+    // After enough rounds, the pacing gives the device half of the requests at a time.
     for round in 0..30 {
         ask(&mut client, round);
         let mut cookies: Vec<u64> = (0..DEPTH).map(|_| client.reply(|_| 4096).cookie).collect();
         cookies.sort_unstable();
         assert_eq!(cookies, (round * DEPTH..(round + 1) * DEPTH).collect::<Vec<_>>());
     }
-    // A client that disconnects in any state leaves nothing behind.
+    // A client may disconnect with requests in flight, and nothing of it must be left.
     ask(&mut client, 30);
     drop(client);
     wait_until("the connection closes", || served.server.connection_count() == 0);
@@ -215,14 +215,14 @@ fn a_half_closed_connection_is_answered() {
 }
 
 #[test]
-fn one_large_request_fits_whatever_the_limit() {
+fn a_single_large_request_fits_below_any_buffer_limit() {
     let limits = blkq_export::nbd::NbdOptions { buffered_bytes_max: 4096, requests_max: 2, ..options() };
     let served = serve(ram(), 1, limits);
     let mut client = served.client(ReplyStyle::Simple);
     let data = pattern(3, 32 << 20);
     assert_eq!(client.write(0, &data), 0);
     assert!(client.read(0, 32 << 20) == data);
-    // More than the limits let in at once wait their turn.
+    // Requests beyond the limits wait.
     let mut stream = Vec::new();
     for cookie in 0..50u64 {
         stream.extend(client.bytes(1, 0, cookie, cookie << 16, 65536, &pattern(cookie, 65536)));
@@ -240,11 +240,11 @@ fn one_large_request_fits_whatever_the_limit() {
 }
 
 #[test]
-fn the_socket_is_its_owners_and_goes_with_the_server() {
+fn only_the_owner_can_connect_and_stop_removes_the_socket() {
     let served = serve(ram(), 1, options());
     let mode = std::fs::metadata(&served.path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
-    // A server answers there.
+    // A server is listening on the socket.
     let start = |path: &std::path::Path| {
         let disk = Disk::builder(ram()).build().unwrap();
         let engine = engines(&disk).remove(0);
@@ -253,19 +253,19 @@ fn the_socket_is_its_owners_and_goes_with_the_server() {
     };
     let busy = start(&served.path).err().unwrap();
     assert_eq!(busy.kind(), ErrorKind::Busy, "{busy}");
-    // A file that is no socket stays.
+    // A file that is not a socket is not replaced.
     let file = socket_path();
     std::fs::write(&file, "precious").unwrap();
     assert_eq!(start(&file).err().unwrap().kind(), ErrorKind::Busy);
     assert_eq!(std::fs::read(&file).unwrap(), b"precious");
     std::fs::remove_file(&file).unwrap();
-    // The socket of a killed server is replaced.
+    // The stale socket of a killed server is replaced.
     let stale = socket_path();
     drop(UnixListener::bind(&stale).unwrap());
     let (_engine, server) = start(&stale).unwrap();
     let mut client = Client::begin(UnixStream::connect(&stale).unwrap(), ReplyStyle::Simple);
     assert_eq!(client.read(0, 512), [0; 512]);
-    // With a client it keeps running, unless forced; without one it stops.
+    // While a client is connected, the server only stops with force. Without clients it stops.
     let refused = server.stop(false).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Busy);
     assert_eq!(client.read(0, 512), [0; 512]);
@@ -277,13 +277,13 @@ fn the_socket_is_its_owners_and_goes_with_the_server() {
 }
 
 #[test]
-fn force_answers_what_is_in_flight_and_drops_the_client() {
+fn a_forced_stop_answers_requests_in_flight_then_disconnects() {
     let served = serve(slow(500_000_000..=600_000_000), 1, options());
     let mut client = served.client(ReplyStyle::Simple);
     for cookie in 0..20 {
         client.send(0, 0, cookie, 0, 4096, &[]);
     }
-    wait_until("all have arrived", || served.server.connections()[0].in_flight == 20);
+    wait_until("all requests have arrived", || served.server.connections()[0].in_flight == 20);
     served.server.stop(true).unwrap();
     assert_eq!(served.server.connection_count(), 0);
     for _ in 0..20 {
@@ -294,7 +294,7 @@ fn force_answers_what_is_in_flight_and_drops_the_client() {
 }
 
 #[test]
-fn tcp_and_inherited_sockets() {
+fn tcp_and_inherited_sockets_can_be_served() {
     let disk = Disk::builder(ram()).queues(1).build().unwrap();
     let engine = engines(&disk);
     let handles = [engine[0].handle().clone()];
@@ -335,17 +335,17 @@ fn tcp_and_inherited_sockets() {
     assert!(NbdServer::start(Listen::Inherited(file.into()), options(), &handles).is_err());
 }
 
-/// Guests and others may reach such a socket, and the server cannot know.
+/// Virtual machines, for example, may connect to such a socket, which the server cannot find out.
 // Contract: bounded-input
 #[test]
-fn an_inherited_socket_of_another_family_is_refused() {
+fn an_inherited_socket_must_be_a_unix_or_tcp_socket() {
     let socket = match rustix::net::socket(AddressFamily::VSOCK, SocketType::STREAM, None) {
         Err(rustix::io::Errno::AFNOSUPPORT) => return eprintln!("left out: no AF_VSOCK here"),
         socket => socket.unwrap(),
     };
     let engine = engines(&Disk::builder(ram()).queues(1).build().unwrap());
     let start = |listen, options| NbdServer::start(listen, options, &[engine[0].handle().clone()]);
-    // SAFETY: the address is whole, and the kernel only reads it.
+    // SAFETY: the address is initialized, and the kernel only reads it.
     let bound = unsafe {
         let mut address: libc::sockaddr_vm = std::mem::zeroed();
         address.svm_family = libc::AF_VSOCK as _;
@@ -363,9 +363,9 @@ fn an_inherited_socket_of_another_family_is_refused() {
     );
 }
 
-/// TCP wants TLS or `insecure` beyond loopback; a unix socket that is open to all is reported.
+/// Beyond loopback, TCP requires TLS or `insecure`. A unix socket that every user can connect to is reported.
 #[test]
-fn the_reach_of_an_inherited_socket_is_known() {
+fn inherited_sockets_are_checked_for_who_can_connect() {
     let engine = engines(&Disk::builder(ram()).queues(1).build().unwrap());
     let start = |listen, options| NbdServer::start(listen, options, &[engine[0].handle().clone()]);
     let tcp = |address| Listen::Inherited(TcpListener::bind(address).unwrap().into());
@@ -385,7 +385,7 @@ fn the_reach_of_an_inherited_socket_is_known() {
 }
 
 #[test]
-fn a_logical_block_of_4096_is_announced_and_enforced() {
+fn a_block_size_of_4096_is_announced_and_enforced() {
     let served = serve(Box::new(Ram::new(SIZE, 4096, false).unwrap()), 1, options());
     let mut client = served.client(ReplyStyle::Simple);
     assert_eq!(client.write(512, &[0; 4096]), 22);
@@ -401,10 +401,10 @@ fn run(program: &str, arguments: &[&str]) -> String {
     text
 }
 
-/// Another implementation of the protocol copies in and out, with several connections, and
-/// finds the holes again.
+/// libnbd, another implementation of the protocol, copies an image in and out over several connections, and
+/// finds the holes.
 #[test]
-fn libnbd_copies_an_image_there_and_back() {
+fn libnbd_copies_an_image_in_and_out() {
     let served = serve(ram(), 2, options());
     let output = run("nbdinfo", &["--list", served.uri()]);
     assert!(output.contains("export=\"disk\"") && output.contains("description: for a test"), "{output}");
@@ -428,7 +428,7 @@ fn libnbd_copies_an_image_there_and_back() {
     std::fs::remove_file(copy).unwrap();
 }
 
-/// A device that finds out on the way that it cannot discard.
+/// A device that finds out while it is in use that it does not support discard.
 struct NoDiscard(Arc<AtomicBool>);
 
 impl Driver for NoDiscard {
@@ -451,7 +451,7 @@ impl Driver for NoDiscard {
     }
 }
 
-// SAFETY: requests complete before anything uses their memory.
+// SAFETY: requests complete in `queue_requests`, and nothing accesses their memory later.
 unsafe impl DriverQueue for NoDiscard {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
@@ -467,22 +467,22 @@ unsafe impl DriverQueue for NoDiscard {
 }
 
 #[test]
-fn a_trim_that_turns_out_to_be_impossible_is_no_error() {
+fn a_trim_that_the_device_does_not_support_succeeds() {
     const SEND_TRIM: u16 = 1 << 5;
     let served = serve(Box::new(NoDiscard(Arc::new(AtomicBool::new(true)))), 1, options());
     let mut client = served.client(ReplyStyle::Structured);
     assert_ne!(client.flags & SEND_TRIM, 0);
-    // Trims are advice. The first one reaches the driver; the block layer rejects the others itself.
+    // A trim is a hint. The first one reaches the driver; the block layer rejects the others.
     for flags in [0, 0, 1] {
         assert_eq!(client.call(4, flags, 0, 8 << 20, &[]), (0, vec![]));
     }
     let mut later = served.client(ReplyStyle::Structured);
-    assert_eq!(later.flags & SEND_TRIM, 0, "no longer offered");
-    assert_eq!(later.call(4, 0, 0, 512, &[]).0, 22, "not offered, not known");
+    assert_eq!(later.flags & SEND_TRIM, 0, "trim is no longer announced");
+    assert_eq!(later.call(4, 0, 0, 512, &[]).0, 22, "trim was not announced");
 }
 
 #[test]
-fn caching_is_answered_at_once_where_there_is_no_page_cache() {
+fn cache_requests_read_only_if_there_is_a_page_cache() {
     let path = std::env::temp_dir().join(format!("blkq-nbd-cache-{}", std::process::id()));
     std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
     let open = |direct_io| {
@@ -509,7 +509,8 @@ fn a_silent_tcp_client_is_probed_within_half_a_minute() {
     let stream = TcpStream::connect(server.uri().strip_prefix("nbd://").unwrap()).unwrap();
     let (ours, theirs) = (stream.local_addr().unwrap().port(), stream.peer_addr().unwrap().port());
     let _client = Client::begin(stream, ReplyStyle::Simple);
-    // The server's side: "sl local remote st queues tr:when ...", a timer of kind 2 is keepalive's.
+    // The server's side in /proc/net/tcp: "sl local remote st queues tr:when ...". Timer 2 is the keepalive
+    // timer.
     let sides = [format!("0100007F:{theirs:04X}"), format!("0100007F:{ours:04X}")];
     let timer = || {
         let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
@@ -539,7 +540,7 @@ fn receives_and_sends_of_all_connections_are_counted() {
     one_after_the_other();
     wait_until("the connection has closed", || served.server.connections().is_empty());
     let first = counters();
-    // Each request is received and answered by itself, and the receive of the end is one more.
+    // Each request is received and answered separately, and one more receive finds the end of the stream.
     assert!(first.receives >= 20 && (20..=21).contains(&first.sends), "{first:?}");
     one_after_the_other();
     wait_until("the connection has closed", || served.server.connections().is_empty());
@@ -555,7 +556,7 @@ fn receive_back_off_is_counted_and_can_be_turned_off() {
         switches.receive_backoff.store(on, Ordering::Relaxed);
         let mut client = served.client(ReplyStyle::Simple);
         let mut replies = 0;
-        // Replies that it does not read pile up, then requests trickle in.
+        // Replies that the client does not read pile up, while its requests arrive one by one.
         for cookie in 0..30 {
             client.send(0, 0, cookie, 0, 4096, &[]);
             replies += 1;

@@ -1,5 +1,5 @@
-//! Large reads: done in parts where the client understands that, else in one.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! Large reads are split into parts if the client negotiated structured replies.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
 
@@ -14,8 +14,8 @@ use blkq_export::nbd::reply::ReplyStyle;
 use nbd::*;
 
 const PART: usize = 128 << 10;
-const IN_PARTS: [ReplyStyle; 2] = [ReplyStyle::Structured, ReplyStyle::Extended];
-/// `NBD_CMD_FLAG_DF`: the reply is to be in one chunk.
+const SPLIT_STYLES: [ReplyStyle; 2] = [ReplyStyle::Structured, ReplyStyle::Extended];
+/// `NBD_CMD_FLAG_DF`: the reply must not be split.
 const DF: u16 = 1 << 2;
 const EIO: u32 = 5;
 
@@ -26,10 +26,10 @@ fn pattern(bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_large_read_is_answered_in_parts_unless_that_is_not_wanted() {
+fn a_large_read_is_split_unless_the_client_forbids_it() {
     let served = serve(ram(), 1, options());
     let data = pattern(2 * PART + 4096);
-    for style in IN_PARTS {
+    for style in SPLIT_STYLES {
         let mut client = served.client(style);
         assert_eq!(client.write(4096, &data), 0);
         for (flags, length, chunks) in
@@ -53,11 +53,11 @@ fn a_large_read_is_answered_in_parts_unless_that_is_not_wanted() {
     }
     let mut simple = served.client(ReplyStyle::Simple);
     assert!(simple.read(4096, data.len()) == data);
-    wait_until("they are counted", || served.server.counters().split_reads == 4);
+    wait_until("the split reads are counted", || served.server.counters().split_reads == 4);
 }
 
 #[test]
-fn a_client_keeps_what_was_on_when_it_came() {
+fn switching_off_split_reads_affects_new_clients_only() {
     let options = options();
     let switches = options.switches.clone();
     let served = serve(ram(), 1, options);
@@ -73,8 +73,8 @@ fn a_client_keeps_what_was_on_when_it_came() {
 }
 
 #[test]
-fn parts_that_complete_out_of_order_are_put_in_their_places() {
-    for style in IN_PARTS {
+fn parts_that_complete_out_of_order_have_the_right_offset() {
+    for style in SPLIT_STYLES {
         let late = "delay=2ms,op=read,rate=1/2".parse::<FaultSpec>().unwrap();
         let served = serve(Box::new(Fault::new(ram(), late).unwrap()), 1, options());
         let mut client = served.client(style);
@@ -92,12 +92,12 @@ fn parts_that_complete_out_of_order_are_put_in_their_places() {
 }
 
 #[test]
-fn an_error_in_the_middle_is_the_one_error_of_the_reply() {
-    // The first part, one in the middle, the last, and all of them.
+fn a_split_read_reports_exactly_one_error() {
+    // The fault hits the first part, one in the middle, the last one, two of them, or all.
     for (fault, parts) in [("0-1", 3), ("300K-301K", 3), ("511K-512K", 3), ("200K-400K", 1), ("0-512K", 0)] {
         let fault = format!("error=EIO,op=read,range={fault}").parse::<FaultSpec>().unwrap();
         let served = serve(Box::new(Fault::new(ram(), fault).unwrap()), 1, options());
-        for style in IN_PARTS {
+        for style in SPLIT_STYLES {
             let mut client = served.client(style);
             client.send(0, 0, 1, 0, 512 << 10, &[]);
             let mut content = 0;
@@ -111,7 +111,7 @@ fn an_error_in_the_middle_is_the_one_error_of_the_reply() {
                 content += 1;
             }
             assert_eq!(content, parts);
-            assert_eq!(client.read(1 << 20, 512 << 10), vec![0; 512 << 10], "the client lives on");
+            assert_eq!(client.read(1 << 20, 512 << 10), vec![0; 512 << 10], "the client is still served");
             let idle = || served.server.connections().iter().all(|one| one.in_flight == 0);
             wait_until("every request is answered", idle);
         }
@@ -119,15 +119,15 @@ fn an_error_in_the_middle_is_the_one_error_of_the_reply() {
 }
 
 #[test]
-fn more_parts_than_one_send_takes_are_sent() {
+fn more_parts_than_one_send_can_take_are_all_sent() {
     let served = serve(slow(1_000_000..=1_000_000), 1, options());
     let mut client = served.client(ReplyStyle::Structured);
-    // More than 1024 pieces: of each of 256 replies three parts with their heads.
+    // The replies need more than 1024 iovecs: each of the 256 replies has three parts with headers.
     let length = 2 * PART + 512;
     for cookie in 0..256u64 {
         client.send(0, 0, cookie, cookie * 4096, length as u64, &[]);
     }
-    // Nothing is received meanwhile.
+    // The client reads nothing until then.
     wait_until("200 replies are complete", || {
         let reads = &served.disk.stats()[StatGroup::Read];
         reads.ios + reads.merges >= 3 * 200
@@ -139,12 +139,12 @@ fn more_parts_than_one_send_takes_are_sent() {
 }
 
 #[test]
-fn clients_that_leave_in_the_middle_leave_no_memory_taken() {
-    // No more memory than one request takes: what one client kept, another would wait for.
+fn clients_that_disconnect_in_a_split_read_leak_no_memory() {
+    // The memory suffices for one large request, so memory that one client leaks would block another.
     let limits = NbdOptions { buffered_bytes_total: 32 << 20, ..options() };
     let served = serve(slow(10_000..=5_000_000), 1, limits);
     for round in 0..12 {
-        let mut client = served.client(IN_PARTS[round % 2]);
+        let mut client = served.client(SPLIT_STYLES[round % 2]);
         for cookie in 0..4 {
             client.send(0, 0, cookie, cookie << 23, 8 << 20, &[]);
         }
@@ -154,34 +154,34 @@ fn clients_that_leave_in_the_middle_leave_no_memory_taken() {
     }
     let mut client = served.client(ReplyStyle::Extended);
     assert_eq!(client.read(0, 32 << 20).len(), 32 << 20);
-    wait_until("the others are gone", || served.server.connection_count() == 1);
+    wait_until("the others are disconnected", || served.server.connection_count() == 1);
 }
 
 #[test]
-fn a_client_that_takes_no_parts_is_dropped_in_time() {
+fn a_client_that_stops_reading_parts_is_disconnected() {
     let limits = NbdOptions { transfer_timeout_s: 1, ..options() };
     let served = serve(ram(), 1, limits);
     let mut stuck = served.client(ReplyStyle::Structured);
     stuck.send(0, 0, 1, 0, 4 << 20, &[]);
     stuck.chunk();
     assert_eq!(served.server.connection_count(), 1);
-    wait_until("the stuck one is dropped", || served.server.connection_count() == 0);
+    wait_until("the stuck client is disconnected", || served.server.connection_count() == 0);
 }
 
 #[test]
-fn parts_of_large_reads_leave_room_for_the_reads_of_others() {
+fn parts_of_a_large_read_do_not_delay_other_clients() {
     let stuck = "stuck=600s,op=read,range=0-32M".parse::<FaultSpec>().unwrap();
-    // No more requests at once than a large read has parts.
+    // A disk with fewer tags than a large read has parts.
     let disk = Disk::builder(Box::new(Fault::new(ram(), stuck).unwrap())).depth(64).merge(false);
     let served = serve_disk(disk.build().unwrap(), options());
     let mut large = served.client(ReplyStyle::Structured);
     large.send(0, 0, 1, 0, 32 << 20, &[]);
-    wait_until("its parts are stuck", || served.disk.stats().in_flight[0] > 0);
+    wait_until("parts of the large read are stuck", || served.disk.stats().in_flight[0] > 0);
     let mut small = served.client(ReplyStyle::Structured);
     for offset in 0..100u64 {
         assert_eq!(small.read((32 << 20) + offset * 4096, 4096).len(), 4096);
     }
-    assert!(served.server.connections().iter().any(|one| one.in_flight == 1), "the large one waits");
+    assert!(served.server.connections().iter().any(|one| one.in_flight == 1), "the large read waits");
     served.disk.set_driver(&FaultSpec::default()).unwrap();
     assert_eq!(large.reply(|_| 0).payload.len(), 32 << 20);
     let most = served.disk.stats().in_flight_max[0];

@@ -1,7 +1,7 @@
-//! Directories of certificates that are wrong in ways which would let in strangers, and handshakes
-//! while the engine's worker is busy.
+//! Certificate directories with mistakes that would let the wrong clients in, and handshakes while the
+//! engine's worker is busy.
 // Contract: bounded-input
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
 
@@ -27,7 +27,7 @@ const SERVER: [(&str, &str); 2] =
 const AUTHORITY: (&str, &str) = ("ca-cert.pem", "ca-cert.pem");
 
 fn refusal(directory: &Path) -> String {
-    TlsCertificates::load(directory).expect_err("it is refused").to_string()
+    TlsCertificates::load(directory).expect_err("the directory must be rejected").to_string()
 }
 
 #[test]
@@ -60,22 +60,22 @@ fn a_revocation_list_of_another_authority_is_rejected() {
         why.contains("ca-crl.pem: the revocation list was issued by an authority that is not in ca-cert.pem"),
         "{why}"
     );
-    // One good list does not make up for the other.
+    // One valid list does not make up for another that is not.
     let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
     std::fs::write(directory.join("ca-crl.pem"), read("ca-crl.pem") + &read("other-crl.pem")).unwrap();
     assert_eq!(refusal(&directory), why);
-    // The fix that it names.
+    // The hint of the message: add the authority.
     std::fs::write(directory.join("ca-cert.pem"), read("ca-cert.pem") + &read("other-cert.pem")).unwrap();
     assert!(TlsCertificates::load(&directory).unwrap().verifies_clients());
 }
 
-/// As [`refusal`], of the certificates for servers with `key` in place of the right one.
+/// The error of a directory in which `key` replaces the key of the server.
 fn refusal_of_key(pki: &Pki, name: &str, key: &str) -> String {
     refusal(&pki.gather(name, &[SERVER[0], (key, "server-key.pem")]))
 }
 
 #[test]
-fn each_refused_key_is_named_with_the_reason() {
+fn each_unusable_key_is_named_with_the_reason() {
     let pki = Pki::new();
     let why = refusal_of_key(&pki, "mixed-up", "client-key.pem");
     assert!(
@@ -114,7 +114,7 @@ fn each_refused_key_is_named_with_the_reason() {
 }
 
 #[test]
-fn rsa_keys_of_three_sizes_are_taken_and_others_named_as_keys() {
+fn rsa_keys_of_other_sizes_than_three_are_rejected() {
     let pki = Pki::new();
     for (bits, taken) in [(2048, true), (2432, false), (2560, false), (3072, true)] {
         let (size, key, cert) =
@@ -154,7 +154,7 @@ fn certificates_are_reloaded_as_a_whole_or_not_at_all() {
 }
 
 #[test]
-fn a_file_of_authorities_has_nothing_else_in_it() {
+fn ca_cert_pem_must_contain_only_usable_authorities() {
     let pki = Pki::new();
     pki.certificate(None, "leaf", &["basicConstraints=critical,CA:FALSE"]);
     pki.certificate(None, "nosign", &["keyUsage=critical,digitalSignature"]);
@@ -179,14 +179,15 @@ fn a_file_of_authorities_has_nothing_else_in_it() {
         let directory = pki.gather(name, &[&SERVER[..], &[(&*file, "ca-cert.pem")]].concat());
         let refused = refusal(&directory);
         assert!(refused.contains(&format!("ca-cert.pem: certificate 1 in the file {why}")), "{refused}");
-        // Beside a good one it is refused all the same.
+        // The file is also rejected if a valid certificate precedes this one.
         let read = |name: &str| std::fs::read_to_string(pki.file(name)).unwrap();
         std::fs::write(directory.join("ca-cert.pem"), read("ca-cert.pem") + &read(&file)).unwrap();
         assert!(refusal(&directory).contains("certificate 2"), "{}", refusal(&directory));
     }
 }
 
-/// Whether a client with the certificates in `files` gets through the handshake, and how it fails.
+/// Performs a handshake with the certificate `name` and the intermediate certificates `chain`. Returns how it
+/// fails.
 fn shake_hands(pki: &Pki, served: &nbd::Served, name: &str, chain: &[&str]) -> Result<(), String> {
     let mut stream = served.raw();
     let take = |bytes| std::io::Read::read_exact(&mut &stream, &mut vec![0; bytes]);
@@ -207,14 +208,15 @@ fn shake_hands(pki: &Pki, served: &nbd::Served, name: &str, chain: &[&str]) -> R
     while tls.is_handshaking() {
         tls.complete_io(&mut stream).map_err(|e| e.to_string())?;
     }
-    // The server has checked the certificate when it answers.
+    // In TLS 1.3 the server checks the certificate of the client after the client has finished, so wait for a
+    // reply.
     let mut secure = StreamOwned::new(tls, stream);
     secure.write_all(&option_bytes(3, &[])).map_err(|e| e.to_string())?;
     std::io::Read::read_exact(&mut secure, &mut [0; 20]).map_err(|e| e.to_string())
 }
 
 #[test]
-fn certificates_are_used_for_what_their_key_usage_allows() {
+fn key_usage_limits_what_client_certificates_can_do() {
     let pki = Pki::new();
     let client = ["basicConstraints=critical,CA:FALSE", "extendedKeyUsage=clientAuth"];
     let with = |usage: &'static str| [&client[..], &[usage]].concat();
@@ -238,14 +240,14 @@ fn certificates_are_used_for_what_their_key_usage_allows() {
     ] {
         let outcome = shake_hands(&pki, &served, name, chain);
         assert_eq!(outcome.is_err(), refused.is_some(), "{name}: {outcome:?}");
-        wait_until("it has disconnected", || served.server.connection_count() == 0);
+        wait_until("the client is disconnected", || served.server.connection_count() == 0);
         let reasons: Vec<_> = served.server.take_rejections().into_iter().map(|it| it.reason).collect();
         let expected: Vec<_> = refused.map(|why| Reason::Tls(why.to_owned())).into_iter().collect();
         assert_eq!(reasons, expected, "{name}");
     }
 }
 
-/// A RAM disk that finds out its extents when it is let.
+/// A RAM disk whose query of extents blocks until the test permits it to continue.
 struct SlowExtents {
     disk: Box<dyn Driver>,
     let_go: Mutex<Receiver<()>>,
@@ -278,11 +280,11 @@ fn a_slow_block_status_delays_no_handshake() {
     let (let_go, receiver) = channel();
     let driver = SlowExtents { disk: ram(), let_go: Mutex::new(receiver) };
     let served = serve(Box::new(driver), 1, NbdOptions { tls, ..options() });
-    // Dropped before the server, if this fails.
+    // This is dropped before the server if the test fails, so that the query ends.
     let let_go = let_go;
     let mut clear = served.client(ReplyStyle::Structured);
     clear.send(7, 0, 1, 0, 4096, &[]);
-    wait_until("the status is asked for", || served.server.connections()[0].in_flight == 1);
+    wait_until("the block status request is in flight", || served.server.connections()[0].in_flight == 1);
 
     let mut stream = served.raw();
     let take = |bytes| std::io::Read::read_exact(&mut &stream, &mut vec![0; bytes]);

@@ -1,5 +1,5 @@
-//! NBD requests and replies against byte-exact vectors of the specification.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! NBD requests and replies, compared with byte sequences from the specification.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 use blkq::Status;
 use blkq_export::nbd::contexts::{ContextStatus, Contexts, StatusExtent};
@@ -87,7 +87,7 @@ fn an_extended_request_is_32_bytes_and_reaches_beyond_32_bits() {
 
 #[test]
 fn every_command_takes_the_flags_of_the_specification() {
-    // FUA, NO_HOLE, DF, REQ_ONE, FAST_ZERO, PAYLOAD_LEN
+    // The bits from the right: FUA, NO_HOLE, DF, REQ_ONE, FAST_ZERO, PAYLOAD_LEN.
     let allowed: [(Command, u16); 6] = [
         (Command::Read, 0b00101),
         (Command::Write, 0b00001),
@@ -122,7 +122,7 @@ fn every_command_takes_the_flags_of_the_specification() {
 }
 
 #[test]
-fn requests_that_were_not_advertised_are_rejected() {
+fn commands_that_were_not_announced_are_rejected() {
     let bare = |replies| Session {
         flags: TransmissionFlags::HAS_FLAGS,
         contexts: Contexts::default(),
@@ -133,7 +133,7 @@ fn requests_that_were_not_advertised_are_rejected() {
         let bytes = encode(ReplyStyle::Structured, command, flags, 0, length);
         assert_eq!(one(bare(ReplyStyle::Structured), &bytes), refused(0, NbdError::Invalid), "{command}");
     }
-    // Fast zeroes only with write zeroes' flag.
+    // FAST_ZERO is only valid if the server announced it.
     let slow = Session {
         flags: TransmissionFlags::all() - TransmissionFlags::READ_ONLY - TransmissionFlags::SEND_FAST_ZERO,
         ..session(ReplyStyle::Simple)
@@ -179,10 +179,10 @@ fn a_read_only_export_refuses_every_write() {
 }
 
 #[test]
-fn the_payload_of_a_rejected_write_is_dropped() {
+fn the_payload_of_a_rejected_write_is_skipped() {
     let style = ReplyStyle::Simple;
     let mut bytes = encode(style, 1, 0, SIZE, 1024);
-    // A payload that resembles requests.
+    // The payload resembles requests.
     bytes.extend(encode(style, 2, 0, 0, 0).iter().cycle().take(1024));
     bytes.extend(encode(style, 3, 0, 0, 0));
     let mut transmission = Transmission::new(session(style));
@@ -197,12 +197,12 @@ fn the_payload_of_a_rejected_write_is_dropped() {
 }
 
 #[test]
-fn extended_payloads_are_consumed_whatever_the_command() {
+fn extended_payloads_are_skipped_for_every_command() {
     let style = ReplyStyle::Extended;
     let mut transmission = Transmission::new(session(style));
     let mut bytes = encode(style, 7, 0x20, 0, 12);
     bytes.extend([0xee; 12]);
-    // A write has a payload even if its client omits the flag.
+    // A write has a payload even if the client omits the flag.
     for flags in [0, 0x20] {
         bytes.extend(encode(style, 1, flags, 0, 512));
         bytes.extend([0xee; 512]);
@@ -240,7 +240,7 @@ fn written(write: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
 }
 
 #[test]
-fn simple_replies() {
+fn simple_replies_match_the_specification() {
     let style = ReplyStyle::Simple;
     let head = |error| [0x67, 0x44, 0x66, 0x98, 0, 0, 0, error, 1, 2, 3, 4, 5, 6, 7, 8];
     assert_eq!(written(|out| style.done(TO, out)), head(0));
@@ -249,7 +249,7 @@ fn simple_replies() {
 }
 
 #[test]
-fn structured_replies() {
+fn structured_replies_match_the_specification() {
     let style = ReplyStyle::Structured;
     let none = [0x66, 0x8e, 0x33, 0xef, 0, 1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0];
     assert_eq!(written(|out| style.done(TO, out)), none);
@@ -264,12 +264,12 @@ fn structured_replies() {
         0, 0, 0, 3, 0xff, 0xff, 0, 0, 0, 0, 0, 0,
     ];
     assert_eq!(written(|out| style.block_status(TO, &base(&extents), out)), status);
-    // An extent after one that had to be cut short would be misplaced.
+    // An extent that was shortened must be the last one: a following extent would be at the wrong offset.
     let after = [extents[1], extents[0]];
     assert_eq!(written(|out| style.block_status(TO, &base(&after), out)).len(), 20 + 4 + 8);
 }
 
-/// The answer in one context.
+/// The extents in the context `base:allocation`.
 fn base(extents: &[StatusExtent]) -> [ContextStatus; 1] {
     [ContextStatus { id: 1, extents: extents.to_vec() }]
 }
@@ -287,7 +287,7 @@ fn each_context_of_a_reply_has_a_chunk() {
 }
 
 #[test]
-fn extended_replies() {
+fn extended_replies_match_the_specification() {
     let style = ReplyStyle::Extended;
     let head = |kind: u16, length: u8| {
         let mut bytes = vec![0x6e, 0x8a, 0x27, 0x8c, 0, 1];
@@ -318,7 +318,7 @@ fn the_extents_of_a_reply_are_bounded() {
 }
 
 #[test]
-fn every_status_has_the_number_of_the_protocol() {
+fn every_status_maps_to_an_error_of_the_protocol() {
     for status in Status::ALL {
         assert_eq!(NbdError::from(status) as u32, status.nbd());
     }
@@ -328,8 +328,8 @@ fn style() -> impl Strategy<Value = ReplyStyle> {
     prop::sample::select(vec![ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended])
 }
 
-/// Everything found in `stream` when it arrives in pieces of the given lengths, with the
-/// payloads of the writes.
+/// Parses `stream`, which arrives in pieces of the given lengths. Returns the requests and the payloads of
+/// the writes.
 fn parse(session: Session, stream: &[u8], cuts: &[usize]) -> Vec<(Step, Vec<u8>)> {
     let mut transmission = Transmission::new(session);
     let mut found: Vec<(Step, Vec<u8>)> = Vec::new();
@@ -360,9 +360,9 @@ fn parse(session: Session, stream: &[u8], cuts: &[usize]) -> Vec<(Step, Vec<u8>)
 }
 
 proptest! {
-    /// Requests are found as they were sent, in order, however the stream is cut.
+    /// The parser finds the requests as they were sent, in order, however the stream is cut.
     #[test]
-    fn parsed_is_encoded_whatever_the_cuts(
+    fn parsing_does_not_depend_on_how_the_stream_is_cut(
         style in style(),
         requests in prop::collection::vec((0u16..10, 0u16..0x40, 0u64..(SIZE >> 9) + 4, 0u64..9), 0..20),
         cuts in prop::collection::vec(1usize..3000, 0..100),

@@ -1,6 +1,5 @@
-//! NBD requests that begin and end anywhere: checked against an array of bytes, and several at once
-//! against each other.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! Unaligned NBD requests, compared with an array of bytes, and several of them at the same time.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
 
@@ -38,7 +37,7 @@ fn faulty(bytes: u64, block: u32, spec: &str) -> Box<dyn Driver> {
     Box::new(Fault::new(ram_of(bytes, block), spec.parse::<FaultSpec>().unwrap()).unwrap())
 }
 
-/// A file of `bytes` bytes, all of them served; removed when this is dropped.
+/// An image file whose size need not be a multiple of a block. It is removed when this is dropped.
 struct Image(PathBuf);
 
 impl Image {
@@ -90,12 +89,12 @@ fn steps() -> impl Strategy<Value = Vec<(Step, u64, u64, usize)>> {
     prop::collection::vec((step, any::<u64>(), any::<u64>(), 0usize..3), 1..40)
 }
 
-/// One step by one client, and what it does to the array.
+/// Carries out one step, and applies it to the model.
 fn take_step(client: &mut Client<UnixStream>, model: &mut [u8], block: u64, step: &(Step, u64, u64, usize)) {
     let (step, offset, length, _) = step;
     let size = model.len() as u64;
     let offset = offset % size;
-    // Most are short, some are long, some are whole blocks.
+    // Most ranges are short, some are long, some are whole blocks.
     let length = match length % 4 {
         0 => length >> 2,
         1 => (length >> 2) % (3 * block),
@@ -123,7 +122,8 @@ fn take_step(client: &mut Client<UnixStream>, model: &mut [u8], block: u64, step
         }
         Step::Trim => {
             assert_eq!(client.call(4, 0, offset, length, &[]).0, 0);
-            // Zeroes or what was there, but nothing else, and nothing outside.
+            // A trim leaves each byte as it was or makes it zero. The final comparison shows that it changed
+            // nothing outside.
             let now = client.read(offset, length as usize);
             for (old, new) in model[range].iter_mut().zip(now) {
                 assert!(new == 0 || new == *old);
@@ -137,7 +137,7 @@ fn take_step(client: &mut Client<UnixStream>, model: &mut [u8], block: u64, step
     }
 }
 
-/// The extents are no longer than what was asked for, and zeroes are zeroes.
+/// Checks that the extents do not exceed the requested range, and that extents of zeroes contain zeroes.
 fn check_status(client: &mut Client<UnixStream>, model: &[u8], offset: u64, length: u64) {
     let (error, status) = client.call(7, 0, offset, length, &[]);
     assert_eq!(error, 0);
@@ -157,10 +157,10 @@ fn check_status(client: &mut Client<UnixStream>, model: &[u8], offset: u64, leng
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Three clients on two queues, one step after the other.
+    /// Three clients on one or two queues take their steps one after the other.
     // Contract: data
     #[test]
-    fn every_byte_is_where_the_array_has_it(
+    fn unaligned_requests_behave_like_an_array_of_bytes(
         steps in steps(), blocks in 1u64..40, block_log2 in 9u32..13, two_queues: bool,
     ) {
         let block = 1u64 << block_log2;
@@ -175,7 +175,7 @@ proptest! {
         }
     }
 
-    /// The same with files that end anywhere, and stay as long as they are.
+    /// As the test before, with files whose end is not the end of a block. The files must keep their size.
     // Contract: data
     #[test]
     fn a_file_is_served_to_its_last_byte(
@@ -202,11 +202,11 @@ proptest! {
     }
 }
 
-/// A file grows behind its last, partial block while a byte of that block is written, and the
-/// device with it.
+/// While a byte of the last, incomplete block is being written, the file grows beyond this block, and the
+/// device is resized.
 // Contract: data
 #[test]
-fn a_write_to_the_end_leaves_bytes_that_a_resize_brings() {
+fn a_write_to_the_end_keeps_bytes_that_a_resize_adds() {
     const SIZE: u64 = 10_001;
     for (queues, direct_io) in [(1, DirectIo::Off), (2, DirectIo::Off), (1, DirectIo::On)] {
         let image = Image::new(SIZE);
@@ -231,11 +231,11 @@ fn a_write_to_the_end_leaves_bytes_that_a_resize_brings() {
     }
 }
 
-/// Clients on several engines that write neighbouring bytes of the same blocks, with many requests
-/// in flight: everybody finds their own.
+/// Clients on several engines write neighboring bytes of the same blocks, with many requests in flight. Each
+/// must read what it wrote.
 // Contract: data
 #[test]
-fn neighbours_in_a_block_do_not_undo_each_other() {
+fn writes_to_parts_of_one_block_do_not_undo_each_other() {
     const SIZE: u64 = 64 << 10;
     for queues in [1, 3] {
         write_as_neighbours(faulty(SIZE, 4096, "seed=1;delay=200us,p99=2ms"), SIZE, queues);
@@ -246,7 +246,7 @@ fn neighbours_in_a_block_do_not_undo_each_other() {
     }
 }
 
-/// Has clients write neighbouring bytes of a device of `size` bytes.
+/// Lets clients write neighboring bytes of a device of `size` bytes.
 fn write_as_neighbours(driver: Box<dyn Driver>, size: u64, queues: usize) {
     const CLIENTS: u64 = 4;
     const STRIDE: u64 = 97;
@@ -262,7 +262,7 @@ fn write_as_neighbours(driver: Box<dyn Driver>, size: u64, queues: usize) {
                     for places in places.chunks(32) {
                         let mut stream = Vec::new();
                         for place in places {
-                            // Some by zeroes, which have edges too.
+                            // Some of the ranges are zeroed instead, which changes incomplete blocks as well.
                             let command = if (place + round) % 5 == 0 { 6 } else { 1 };
                             let data = vec![value; if command == 1 { STRIDE as usize } else { 0 }];
                             stream.extend(client.bytes(command, 0, *place, place * STRIDE, STRIDE, &data));
@@ -286,11 +286,11 @@ fn write_as_neighbours(driver: Box<dyn Driver>, size: u64, queues: usize) {
     });
 }
 
-/// A client writes whole blocks, waits and reads them back, while others on other engines change
-/// a few bytes of each: what only the first one writes is as it wrote it last.
+/// One client writes whole blocks and reads them back, while others on other engines change a few bytes of
+/// each block. The bytes that only the first client writes must be those of its last write.
 // Contract: data
 #[test]
-fn a_write_of_whole_blocks_is_not_undone() {
+fn an_aligned_write_is_not_undone_by_unaligned_ones() {
     const BLOCK: usize = 4096;
     for queues in [1, 2] {
         let served = serve(faulty(1 << 20, BLOCK as u32, "seed=3;delay=100us,p99=1ms"), queues, bytes());
@@ -309,7 +309,7 @@ fn a_write_of_whole_blocks_is_not_undone() {
                     }
                 });
             }
-            // Also when one of them fails.
+            // The other clients stop as well if an assertion fails.
             struct Stop<'a>(&'a AtomicBool);
             impl Drop for Stop<'_> {
                 fn drop(&mut self) {
@@ -319,7 +319,7 @@ fn a_write_of_whole_blocks_is_not_undone() {
             let _stop = Stop(&stop);
             let mut client = served.client(ReplyStyle::Structured);
             for round in 1..120u8 {
-                // Alternately as one write, and as zeroes.
+                // The blocks are alternately written and zeroed.
                 let value = if round % 3 == 0 { 0 } else { round };
                 let error = match value {
                     0 => client.call(6, 0, 0, 4 * BLOCK as u64, &[]).0,
@@ -337,10 +337,10 @@ fn a_write_of_whole_blocks_is_not_undone() {
     }
 }
 
-/// A write of whole blocks is on its way when no range is taken; a part of a block comes then.
+/// A write of whole blocks is in flight, and no range is locked, when a write to a part of a block arrives.
 // Contract: data
 #[test]
-fn a_write_that_was_first_is_waited_for() {
+fn an_unaligned_write_waits_for_aligned_ones_in_flight() {
     for queues in [1, 2] {
         let spec = "delay=50ms,op=write,count=1;delay=150ms,op=write,after=1";
         let served = serve(faulty(1 << 20, 4096, spec), queues, bytes());
@@ -355,9 +355,10 @@ fn a_write_that_was_first_is_waited_for() {
     }
 }
 
-/// Live changes wait for the I/O in flight, and that waits for nothing that they block.
+/// Live changes of settings wait for the I/O in flight, which must not wait for anything that the changes
+/// block.
 #[test]
-fn live_changes_pass_under_unaligned_writes() {
+fn settings_can_change_during_unaligned_writes() {
     let served = serve(faulty(1 << 20, 512, "seed=5;delay=100us"), 2, bytes());
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -375,7 +376,7 @@ fn live_changes_pass_under_unaligned_writes() {
         }
         for round in 0..30 {
             let writes = served.disk.stats()[StatGroup::Write].ios;
-            wait_until("writes", || served.disk.stats()[StatGroup::Write].ios > writes);
+            wait_until("some writes have completed", || served.disk.stats()[StatGroup::Write].ios > writes);
             let scheduler = [SchedulerKind::MqDeadline, SchedulerKind::None][round % 2];
             served.disk.set(Setting::Scheduler(scheduler)).unwrap();
             drop(served.disk.quiesce());
@@ -385,7 +386,7 @@ fn live_changes_pass_under_unaligned_writes() {
 }
 
 #[test]
-fn the_largest_requests_fit() {
+fn the_largest_unaligned_requests_are_served() {
     const LARGE: usize = 32 << 20;
     let served = serve(ram(), 1, bytes());
     for (style, offset) in STYLES.into_iter().zip([1, 511, 4095]) {
@@ -403,7 +404,7 @@ fn the_largest_requests_fit() {
 }
 
 #[test]
-fn an_error_at_an_edge_is_answered_and_leaves_nothing_locked() {
+fn an_error_in_an_incomplete_block_leaves_no_range_locked() {
     let served = serve(faulty(1 << 20, 4096, "none"), 2, bytes());
     let mut client = served.client(ReplyStyle::Structured);
     let mut other = served.client(ReplyStyle::Structured);
@@ -419,9 +420,9 @@ fn an_error_at_an_edge_is_answered_and_leaves_nothing_locked() {
     }
 }
 
-/// The requests in flight of a client that leaves complete, and then others have their turn.
+/// When a client disconnects, its requests in flight complete, and then other clients proceed.
 #[test]
-fn a_client_that_leaves_leaves_nothing_locked() {
+fn a_client_that_disconnects_leaves_no_range_locked() {
     let served = serve(faulty(1 << 20, 4096, "delay=20ms"), 2, bytes());
     for round in 0..10 {
         let mut leaves = served.client(ReplyStyle::Structured);
@@ -437,7 +438,7 @@ fn a_client_that_leaves_leaves_nothing_locked() {
 }
 
 #[test]
-fn bounds_are_bytes_and_whole_blocks_where_they_are_demanded() {
+fn unaligned_requests_are_rejected_unless_they_are_enabled() {
     let served = serve(ram_of(8192, 512), 1, bytes());
     let mut client = served.client(ReplyStyle::Structured);
     assert_eq!(client.write(8191, &[1]), 0);

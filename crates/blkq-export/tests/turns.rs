@@ -1,6 +1,7 @@
-//! The work of a turn that clients choose: an engine does no more than its budget for each source.
+//! In one turn, an engine spends no more than its budget on the requests of each source, whatever the clients
+//! send.
 // Contract: bounded-input
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 #[path = "vhost/front_end.rs"]
 mod front_end;
@@ -20,7 +21,7 @@ use blkq_export::nbd::{Listen, NbdServer};
 use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
 use front_end::{DATA, F_INDIRECT, FEATURES, FrontEnd, SIZE};
 
-/// Notes by how much a counter grows in one turn of its engine at most.
+/// Records the largest growth of a counter in one turn of an engine.
 struct Probe<F> {
     count: F,
     turn: u64,
@@ -29,7 +30,7 @@ struct Probe<F> {
     most: Arc<AtomicU64>,
 }
 
-// SAFETY: it pushes and submits nothing.
+// SAFETY: the source pushes no operation and submits no bio.
 unsafe impl<F: Fn() -> u64> Source for Probe<F> {
     fn start(&mut self, _: &mut SourceContext<'_>) -> Result<(), Error> {
         Ok(())
@@ -54,7 +55,7 @@ unsafe impl<F: Fn() -> u64> Source for Probe<F> {
     }
 }
 
-/// By how much `count` grows in a turn of `engine` at most.
+/// Returns the largest growth of `count` in one turn of `engine`.
 fn probe(engine: &EngineHandle, count: impl Fn() -> u64 + Send + 'static) -> Arc<AtomicU64> {
     let most = Arc::new(AtomicU64::new(0));
     let noted = most.clone();
@@ -80,7 +81,8 @@ fn a_turn_reads_no_more_descriptors_than_its_budget() {
     let mut front = FrontEnd::started(&path, FEATURES | F_INDIRECT, 1);
     let counted = device.clone();
     let most = probe(engine, move || counted.counters().requests);
-    // All heads share the largest table. The type of the request is unknown, so it completes immediately.
+    // All descriptor heads use the same table, which has the maximum length. The type of the request is
+    // unknown, so the request completes immediately.
     let entries: u16 = 1024;
     let (table, header, data) = (DATA, DATA + (64 << 10), DATA + (65 << 10));
     front.memory.bytes(header, 16).fill(0x77);
@@ -101,8 +103,8 @@ fn a_turn_reads_no_more_descriptors_than_its_budget() {
         front.rings[0].make_available(&front.memory, head);
     }
     rustix::io::write(&front.rings[0].kick, &1u64.to_ne_bytes()).unwrap();
-    wait_until("all are done", || device.counters().requests - before == u64::from(SIZE));
-    assert_eq!(most.load(SeqCst), 1, "each of them is more than the budget");
+    wait_until("all requests have completed", || device.counters().requests - before == u64::from(SIZE));
+    assert_eq!(most.load(SeqCst), 1, "each request exceeds the budget");
     drop(front);
     device.stop(true).unwrap();
 }
@@ -119,7 +121,7 @@ fn a_turn_begins_no_more_nbd_requests_than_its_budget() {
     let mut clients: Vec<_> = (0..8).map(|_| connect()).collect();
     let counted = server.clone();
     let most = probe(engine, move || counted.counters().requests);
-    // Everything arrives while the engine does something else.
+    // All requests arrive while the engine is held.
     let ((begun, begins), (release, released)) = (channel(), channel::<()>());
     std::thread::scope(|scope| {
         let hold = move |_: blkq::Registrar<'_>| {

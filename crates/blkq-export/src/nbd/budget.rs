@@ -78,13 +78,13 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     #[test]
-    fn waiting_connections_have_their_turn_and_small_ones_continue() {
+    fn waiting_connections_are_served_in_order() {
         let mut budget = Budget::new(64 * MIB);
         assert!(budget.take(1, 0, 32 * MIB) && budget.take(2, 0, 32 * MIB));
         assert!(!budget.take(3, 0, 32 * MIB) && !budget.take(4, 0, MIB));
-        assert!(budget.take(5, 0, OWN_BYTES), "what is its own it may always have");
+        assert!(budget.take(5, 0, OWN_BYTES), "its own share is always available");
         assert_eq!(budget.next(), None);
-        assert!(!budget.take(5, OWN_BYTES, 1), "a connection overtakes none that wait");
+        assert!(!budget.take(5, OWN_BYTES, 1), "a connection must not overtake waiting ones");
         budget.forget(5);
         budget.free(32 * MIB, 32 * MIB);
         assert_eq!(budget.next(), Some(3));

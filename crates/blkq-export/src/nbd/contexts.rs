@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bitmap_that_began_anew_has_no_answer() {
+    fn a_bitmap_that_was_cleared_or_replaced_is_an_error() {
         let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
         disk.add_bitmap("b", 512).unwrap();
         let choose = || ChosenContexts { contexts: Contexts::bitmap(0), bitmaps: offered_bitmaps(&disk) };
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_beside_a_commit_is_answered_by_the_new_image() {
+    fn a_query_during_a_commit_is_answered_by_the_new_image() {
         for context in [Contexts::BASE_ALLOCATION, Contexts::ALLOCATION_DEPTH] {
             let place = Arc::new(OnceLock::new());
             let disk = Disk::builder(Box::new(Emptied(place.clone()))).build().unwrap();

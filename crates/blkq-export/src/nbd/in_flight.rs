@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn writes_in_flight_are_found_until_they_are_recalled() {
+    fn writes_in_flight_are_found_until_they_complete() {
         let mut table = InFlightTable::default();
         let in_flight = |command, offset, length| InFlight {
             connection: 0,

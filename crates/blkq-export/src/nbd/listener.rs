@@ -420,7 +420,7 @@ mod tests {
     /// While sockets are created and removed, another thread checks the file. It must never see a mode that
     /// lets the group connect before the group is the right one.
     #[test]
-    fn a_socket_is_never_more_open_than_asked() {
+    fn a_socket_is_never_more_accessible_than_requested() {
         let path = std::env::temp_dir().join(format!("blkq-grant-{}", std::process::id()));
         let group =
             if rustix::process::geteuid().is_root() { 65_534 } else { rustix::process::getegid().as_raw() };

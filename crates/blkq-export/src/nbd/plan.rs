@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_and_edges() {
+    fn blocks_around_and_within_a_range() {
         let around = |range: Range<u64>| Blocks::around(&range, 512);
         let edges = |range: Range<u64>| around(range.clone()).edges(&range);
         assert_eq!(around(511..513).range, 0..1024);

@@ -86,13 +86,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_client_with_much_to_read_is_left_alone_and_briefly() {
+    fn receives_are_delayed_only_if_many_replies_are_unread() {
         let (mut server, mut client) = UnixStream::pair().unwrap();
         let mut backoff = ReceiveBackoff::default();
         backoff.note_device(true);
-        assert_eq!(backoff.consider(1, 1_000, server.as_fd()), Decision::Now, "it has read everything");
+        assert_eq!(
+            backoff.consider(1, 1_000, server.as_fd()),
+            Decision::Now,
+            "the client has read everything"
+        );
         server.write_all(&[0; 96 << 10]).unwrap();
-        assert_eq!(backoff.consider(100, 2_000, server.as_fd()), Decision::Now, "it asks for much");
+        assert_eq!(backoff.consider(100, 2_000, server.as_fd()), Decision::Now, "many requests arrived");
         backoff.note_device(false);
         assert_eq!(backoff.consider(101, 3_000, server.as_fd()), Decision::Now, "the device is busy");
         backoff.note_device(true);

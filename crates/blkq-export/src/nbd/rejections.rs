@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_is_reported_once_and_other_kinds_still_are() {
+    fn many_rejections_of_one_kind_do_not_hide_other_kinds() {
         let event = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
         let rejections = Rejections::new(Some(event.clone()));
         (0..100).for_each(|_| rejections.push(Reason::TooMany(64), || "a".into()));
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_reader_nothing_is_kept() {
+    fn rejections_are_not_recorded_without_an_event() {
         let rejections = Rejections::new(None);
         rejections.push(Reason::Late, || unreachable!());
         assert_eq!(rejections.take(), []);

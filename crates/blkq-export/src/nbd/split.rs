@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_completes_with_its_last_part_and_the_first_error() {
+    fn a_split_read_completes_with_the_first_error_of_its_parts() {
         let mut split = SplitReads::default();
         let range = 4096..4096 + 2 * PART_BYTES + 512;
         let first = begin(&mut split, range.clone());
@@ -138,13 +138,13 @@ mod tests {
         assert_eq!(split.complete(second[0].0, Ok(())), None);
         assert_eq!(split.complete(second[2].0, Ok(())), Some(Ok(())));
         let third = begin(&mut split, 0..PART_BYTES + 1);
-        assert_eq!(split.complete(third[1].0, Ok(())), None, "nothing is left of an earlier read");
+        assert_eq!(split.complete(third[1].0, Ok(())), None, "no state is left of an earlier read");
         assert_eq!(split.complete(third[0].0, Ok(())), Some(Ok(())));
         assert_eq!((split.reads.len(), split.in_flight), (0, 0));
     }
 
     #[test]
-    fn parts_beyond_the_limit_begin_in_order_as_others_complete() {
+    fn parts_beyond_the_limit_are_submitted_in_order() {
         let mut split = SplitReads::default();
         let bytes = IN_FLIGHT_MAX as u64 * PART_BYTES;
         let mut begun = VecDeque::from(begin(&mut split, 0..bytes + PART_BYTES));
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_of_parts_are_what_the_parts_take() {
+    fn buffer_sizes_of_split_reads_are_those_of_their_parts() {
         assert_eq!(buffer_bytes(2 * PART_BYTES), 256 << 10);
         assert_eq!(buffer_bytes(PART_BYTES + 512), (128 << 10) + 4096);
         assert!(!is_split(PART_BYTES) && is_split(PART_BYTES + 1));

@@ -408,11 +408,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_paused_server_accepts_nobody_until_it_resumes() {
+    fn a_paused_server_admits_no_client_until_it_resumes() {
         let registry = Registry::new(None, None);
         let admit = || registry.admit(9, String::new);
         assert!(admit() && registry.pause_if_empty().is_none());
-        assert!(admit(), "not paused, as a client was there");
+        assert!(admit(), "not paused, because a client was connected");
         registry.turn_away();
         registry.turn_away();
         let paused = [(); 2].map(|()| registry.pause_if_empty().unwrap());
@@ -425,6 +425,6 @@ mod tests {
         let paused = registry.pause_if_empty();
         registry.close();
         drop(paused);
-        assert!(!admit(), "closed meanwhile");
+        assert!(!admit(), "the server was closed meanwhile");
     }
 }

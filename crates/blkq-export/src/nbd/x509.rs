@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn uses_follow_from_the_extensions() {
+    fn permitted_uses_follow_from_the_extensions() {
         let parse = |extensions: &[Vec<u8>]| CertificateUse::parse(&certificate(extensions)).unwrap();
         let plain = parse(&[extension(&[0x55, 0x1d, 0x11], &[1])]);
         assert!(!plain.is_authority && plain.may_sign() && plain.may_sign_certificates());
@@ -236,7 +236,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_is_sent_leads_to_a_panic(at in 0..500_usize, byte: u8, cut in 0..500_usize) {
+        fn a_modified_certificate_never_leads_to_a_panic(at in 0..500_usize, byte: u8, cut in 0..500_usize) {
             let mut der = certificate(&[usage(4), constraints(&element(BOOLEAN, &[0xff]))]);
             let length = der.len();
             der[at % length] = byte;
@@ -246,7 +246,7 @@ mod tests {
         }
 
         #[test]
-        fn nor_does_anything_else(der: Vec<u8>, content: Vec<u8>) {
+        fn arbitrary_bytes_never_lead_to_a_panic(der: Vec<u8>, content: Vec<u8>) {
             let _ = CertificateUse::parse(&der);
             let _ = CertificateUse::parse(&certificate(&[extension(KEY_USAGE, &content)]));
         }

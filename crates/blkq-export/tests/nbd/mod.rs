@@ -1,5 +1,5 @@
-//! A server to test, and a small client that sends exactly what a test wants it to send.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! A server to test, and a small client that sends exactly the bytes that a test needs.
+#![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 pub mod pki;
@@ -24,13 +24,13 @@ pub fn ram() -> Box<dyn Driver> {
     Box::new(Ram::new(SIZE, 512, false).unwrap())
 }
 
-/// A device whose requests take `range_ns` nanoseconds, and so complete out of order.
+/// A device whose requests take a random time in `range_ns`, in nanoseconds, and so complete out of order.
 pub fn slow(range_ns: std::ops::RangeInclusive<u64>) -> Box<dyn Driver> {
     let completion = ModelCompletion::Random(range_ns, 1);
     Box::new(Model::new(ModelOptions { completion, ..ModelOptions::new(SIZE) }).unwrap())
 }
 
-/// A path that nobody else uses, with characters that a URI cannot have.
+/// A unique path that contains characters which a URI must escape.
 pub fn socket_path() -> PathBuf {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -102,7 +102,7 @@ pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A reply: cookie, error (0: none), and content or payload.
+/// The reply to a request: the error (0: none), and the data of a read or the payload of the last chunk.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Reply {
     pub cookie: u64,
@@ -114,19 +114,19 @@ pub struct Client<S> {
     pub stream: S,
     pub style: ReplyStyle,
     pub flags: u16,
-    /// In bytes, as the server reports.
+    /// Size in bytes, as the server announced it.
     pub size: u64,
-    /// Parts of reads that are not complete, by cookie and offset.
+    /// Parts of incomplete reads, by cookie and offset.
     parts: BTreeMap<(u64, u64), Vec<u8>>,
 }
 
 impl<S: Read + Write> Client<S> {
-    /// Before the handshake.
+    /// A client that has not begun the handshake.
     pub fn new(stream: S, style: ReplyStyle) -> Client<S> {
         Client { stream, style, flags: 0, size: 0, parts: BTreeMap::new() }
     }
 
-    /// Completes the handshake and enters transmission.
+    /// Completes the handshake and enters the transmission phase.
     pub fn begin(stream: S, style: ReplyStyle) -> Client<S> {
         let mut client = Client::new(stream, style);
         assert_eq!(client.take(18), b"NBDMAGICIHAVEOPT\0\x03");
@@ -139,7 +139,7 @@ impl<S: Read + Write> Client<S> {
         if style != ReplyStyle::Simple {
             client.option(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation");
         }
-        client.option(7, b"\0\0\0\0\0\x01\0\x03"); // with the block sizes
+        client.option(7, b"\0\0\0\0\0\x01\0\x03"); // GO with NBD_INFO_BLOCK_SIZE
         client
     }
 
@@ -149,7 +149,7 @@ impl<S: Read + Write> Client<S> {
         taken
     }
 
-    /// Sends an option and expects it to be acknowledged.
+    /// Sends an option and expects an acknowledgement.
     fn option(&mut self, option: u32, data: &[u8]) {
         self.stream.write_all(&option_bytes(option, data)).unwrap();
         loop {
@@ -159,7 +159,7 @@ impl<S: Read + Write> Client<S> {
                 1 => return,
                 3 if payload[1] == 3 => {}
                 3 => {
-                    // Information of kind 0: the size and the flags.
+                    // NBD_INFO_EXPORT: the size and the flags.
                     self.size = u64::from_be_bytes(payload[2..10].try_into().unwrap());
                     self.flags = u16::from_be_bytes(payload[10..12].try_into().unwrap());
                 }
@@ -169,7 +169,7 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// The bytes of a request.
+    /// Encodes a request.
     pub fn bytes(
         &self,
         command: u16,
@@ -200,7 +200,7 @@ impl<S: Read + Write> Client<S> {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// The next chunk of a structured or extended reply: flags, kind, cookie, and what follows.
+    /// Receives a chunk of a structured or extended reply: flags, type, cookie and payload.
     pub fn chunk(&mut self) -> (u16, u16, u64, Vec<u8>) {
         let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap());
         let extended = self.style == ReplyStyle::Extended;
@@ -212,7 +212,8 @@ impl<S: Read + Write> Client<S> {
         (short(4), short(6), word(&header[8..16]), self.take(length as usize))
     }
 
-    /// The reply that is complete next. `read_bytes` returns how long the content of a simple reply is.
+    /// Receives chunks until a reply is complete. `read_bytes` returns the length of the data in a simple
+    /// reply.
     pub fn reply(&mut self, read_bytes: impl FnOnce(u64) -> usize) -> Reply {
         let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap());
         if self.style == ReplyStyle::Simple {
@@ -223,7 +224,7 @@ impl<S: Read + Write> Client<S> {
             let payload = if error == 0 { self.take(read_bytes(cookie)) } else { Vec::new() };
             return Reply { cookie, error, payload };
         }
-        // Of reads, in parts that come in any order, mixed with those of others.
+        // Reads are answered in parts, which arrive in any order and mixed with those of other reads.
         let mut parts = std::mem::take(&mut self.parts);
         loop {
             let (flags, kind, cookie, mut payload) = self.chunk();
@@ -233,7 +234,7 @@ impl<S: Read + Write> Client<S> {
                 1 => {
                     let content = payload.split_off(8);
                     let part = parts.insert((cookie, word(&payload)), content);
-                    assert_eq!(part, None, "a part twice");
+                    assert_eq!(part, None, "a part was sent twice");
                     payload.clear();
                 }
                 0x8001 => error = u32::from_be_bytes(payload[..4].try_into().unwrap()),
@@ -246,7 +247,7 @@ impl<S: Read + Write> Client<S> {
             assert_eq!(flags, 1);
             let mut next = None;
             for ((_, offset), part) in parts.extract_if((cookie, 0)..=(cookie, u64::MAX), |_, _| error == 0) {
-                assert!(next.is_none_or(|next| next == offset), "parts with a gap between them");
+                assert!(next.is_none_or(|next| next == offset), "there is a gap between parts");
                 next = Some(offset + part.len() as u64);
                 payload.extend(part);
             }
@@ -255,7 +256,7 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// One request and its reply.
+    /// Sends a request and receives its reply.
     pub fn call(
         &mut self,
         command: u16,
@@ -281,10 +282,10 @@ impl<S: Read + Write> Client<S> {
         data
     }
 
-    /// Expects that the server sends nothing more.
+    /// Expects that the server closes the connection without sending more.
     pub fn expect_close(&mut self) {
         let mut rest = Vec::new();
-        // A reset is a close too: the server closed before it had read all.
+        // The kernel resets the connection if the server closed it before it had read everything.
         if let Err(error) = self.stream.read_to_end(&mut rest) {
             assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
         }

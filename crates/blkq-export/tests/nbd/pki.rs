@@ -1,16 +1,16 @@
-//! Certificates for tests, made with openssl.
+//! Creates certificates for tests with openssl.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A directory of them: of an authority, NAME-cert.pem and NAME-key.pem. It is removed when this is dropped.
+/// A directory of certificates: NAME-cert.pem and NAME-key.pem. It is removed when this is dropped.
 pub struct Pki {
     directory: PathBuf,
 }
 
 impl Pki {
-    /// An authority `ca`, and certificates of it for a `server` (localhost) and a `client`.
+    /// Creates the authority `ca`, and certificates signed by it for a `server` (localhost) and a `client`.
     pub fn new() -> Pki {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -27,12 +27,12 @@ impl Pki {
         self.directory.join(name)
     }
 
-    /// An authority that nobody has signed.
+    /// Creates a self-signed authority.
     pub fn authority(&self, name: &str) {
         self.request(name, &["-addext", "keyUsage=critical,keyCertSign,cRLSign"]);
     }
 
-    /// A certificate that `authority` has signed.
+    /// Creates a certificate that is signed by `authority`.
     pub fn issue(&self, authority: &str, name: &str, usage: &str) {
         let [cert, key] = [format!("{authority}-cert.pem"), format!("{authority}-key.pem")];
         let usage = format!("extendedKeyUsage={usage}");
@@ -41,7 +41,8 @@ impl Pki {
         self.request(name, &[&extensions[..], &name_of_host].concat());
     }
 
-    /// A certificate with these extensions, signed by `authority`, or by itself without one.
+    /// Creates a certificate with these extensions. It is signed by `authority`, or self-signed if that is
+    /// `None`.
     pub fn certificate(&self, authority: Option<&str>, name: &str, extensions: &[&str]) {
         let of = authority.map(|it| [format!("{it}-cert.pem"), format!("{it}-key.pem")]);
         let signed = of.iter().flat_map(|[cert, key]| ["-CA", cert, "-CAkey", key]);
@@ -58,7 +59,7 @@ impl Pki {
         self.openssl(&[&of_all[..], &own, words].concat());
     }
 
-    /// A list, NAME-crl.pem, on which `authority` revokes nothing.
+    /// Creates AUTHORITY-crl.pem, a list on which `authority` revokes no certificate.
     pub fn revocations(&self, authority: &str) {
         let config = "[ca]\ndefault_ca = all\n[all]\ndatabase = index\ncrlnumber = number\ncrl_extensions = more\ndefault_md = sha256\ndefault_crl_days = 2\n[more]\nauthorityKeyIdentifier = keyid:always\n";
         for (name, content) in [("config", config), ("index", ""), ("number", "01\n")] {
@@ -71,7 +72,7 @@ impl Pki {
         ]);
     }
 
-    /// A directory `name` in here with copies of `files`, each under the second of its names.
+    /// Creates a subdirectory `name` with copies of `files`: pairs of the name here and the name there.
     pub fn gather(&self, name: &str, files: &[(&str, &str)]) -> PathBuf {
         let directory = self.file(name);
         std::fs::create_dir(&directory).unwrap();
@@ -81,7 +82,7 @@ impl Pki {
         directory
     }
 
-    /// Runs openssl in the directory.
+    /// Runs openssl in the directory of certificates.
     pub fn openssl(&self, words: &[&str]) {
         let mut command = Command::new("openssl");
         let output = command.args(words).current_dir(Path::new(&self.directory)).output();

@@ -54,7 +54,7 @@ fn every_member_checks_for_writes_in_flight_first() {
     drop(session);
     assert_eq!((a_woken.load(Relaxed), b_woken.load(Relaxed)), (0, 1));
     let mut session = b.try_enter().unwrap();
-    assert!(session.check(|range| *range == (0..512)), "a write is in flight there");
+    assert!(session.check(|range| *range == (0..512)), "this member has a write in flight");
     drop(session);
     assert_eq!(granted(&mut a.try_enter().unwrap()), []);
     assert!(!b.try_enter().unwrap().check(|_| false));
@@ -65,7 +65,7 @@ fn every_member_checks_for_writes_in_flight_first() {
 }
 
 #[test]
-fn a_member_that_leaves_releases_its_ranges() {
+fn a_member_that_is_dropped_releases_its_ranges() {
     let lock = Arc::new(RangeLock::default());
     let ((mut a, _), (mut b, b_woken)) = (member(&lock), member(&lock));
     a.try_enter().unwrap().lock(0..512, 1);
@@ -114,7 +114,7 @@ proptest! {
 
     /// There are two members, and the second one leaves at some time.
     #[test]
-    fn ranges_are_granted_as_in_a_list(
+    fn ranges_are_granted_in_the_order_of_a_simple_model(
         steps in prop::collection::vec((0u8..4, 0u64..40, 1u64..20, any::<prop::sample::Index>()), 1..80),
         leaves: prop::sample::Index,
     ) {
@@ -169,7 +169,7 @@ proptest! {
 /// A linear cost for each range would make 32 times as many ranges take 1024 times as long. With a search by
 /// offset, they take little more than 32 times as long.
 #[test]
-fn a_range_is_not_compared_with_others_elsewhere() {
+fn the_cost_of_a_range_does_not_grow_with_their_number() {
     let time = |count: u64| {
         let lock = Arc::new(RangeLock::default());
         let (mut member, _) = member(&lock);
@@ -191,7 +191,7 @@ fn a_range_is_not_compared_with_others_elsewhere() {
 /// blocks. A lost update shows in the sum.
 // Contract: data
 #[test]
-fn no_update_is_lost_among_threads() {
+fn no_update_of_concurrent_threads_is_lost() {
     use std::sync::atomic::AtomicU64;
     const THREADS: usize = 4;
     const ROUNDS: u64 = 2000;
