@@ -365,7 +365,7 @@ fn an_inherited_socket_must_be_a_unix_or_tcp_socket() {
 
 /// Beyond loopback, TCP requires TLS or `insecure`. A unix socket that every user can connect to is reported.
 #[test]
-fn inherited_sockets_are_checked_for_who_can_connect() {
+fn open_access_to_inherited_sockets_is_refused_or_reported() {
     let engine = engines(&Disk::builder(ram()).queues(1).build().unwrap());
     let start = |listen, options| NbdServer::start(listen, options, &[engine[0].handle().clone()]);
     let tcp = |address| Listen::Inherited(TcpListener::bind(address).unwrap().into());

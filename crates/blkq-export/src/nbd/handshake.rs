@@ -82,7 +82,7 @@ pub enum TlsPolicy {
     Required,
 }
 
-/// What the caller must do next.
+/// The next step of the caller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
     /// Receive more bytes from the client.

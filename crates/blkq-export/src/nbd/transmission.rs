@@ -31,7 +31,7 @@ impl Request {
     }
 }
 
-/// What [`Transmission::next`] found in the stream.
+/// The outcome of one call of [`Transmission::next`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// The next request is incomplete: receive more bytes.
