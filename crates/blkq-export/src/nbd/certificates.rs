@@ -195,18 +195,18 @@ fn verifier(
     let (authority, revoked) = (directory.join(AUTHORITY), directory.join(REVOKED));
     // A file that exists but cannot be read must be an error. If it counted as missing, clients would need no
     // certificate.
-    let is_there = |file: &Path| file.symlink_metadata().is_ok();
-    if !is_there(&authority) {
-        let alone = format_args!(
+    let exists = |file: &Path| file.symlink_metadata().is_ok();
+    if !exists(&authority) {
+        let why = format_args!(
             "a revocation list needs {AUTHORITY}, which does not exist; add it, or remove the list"
         );
-        return if is_there(&revoked) { Err(invalid(&revoked, &alone)) } else { Ok(None) };
+        return if exists(&revoked) { Err(invalid(&revoked, &why)) } else { Ok(None) };
     }
     let roots = authorities(read_all(&authority, "certificate")?, UnixTime::now())
         .map_err(|why| invalid(&authority, &why))?;
     let roots = Arc::new(roots);
     let mut builder = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
-    if is_there(&revoked) {
+    if exists(&revoked) {
         let lists: Vec<CertificateRevocationListDer<'static>> = read_all(&revoked, "revocation list")?;
         if lists.iter().any(|list| !is_of(list, &roots)) {
             let why = format_args!(

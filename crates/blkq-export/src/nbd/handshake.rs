@@ -91,7 +91,7 @@ pub enum Next {
     /// of this turn is spent.
     Later,
     /// Send the output in plaintext, then continue under TLS in both directions. If there are received bytes
-    /// that were not consumed, close the connection: they came before TLS and cannot be trusted.
+    /// that were not consumed, close the connection: they were sent before TLS and cannot be trusted.
     StartTls,
     /// Enter the transmission phase of this session.
     Transmission(Session),

@@ -39,7 +39,7 @@ pub(super) struct InFlightTable {
 }
 
 impl InFlightTable {
-    pub fn remember(&mut self, in_flight: InFlight) -> u32 {
+    pub fn insert(&mut self, in_flight: InFlight) -> u32 {
         match self.free.pop() {
             Some(index) => {
                 self.requests[index as usize] = in_flight;
@@ -52,7 +52,7 @@ impl InFlightTable {
         }
     }
 
-    pub fn recall(&mut self, index: u32) -> InFlight {
+    pub fn remove(&mut self, index: u32) -> InFlight {
         self.free.push(index);
         self.requests[index as usize]
     }
@@ -107,23 +107,23 @@ mod tests {
             length,
             part: None,
         };
-        let read = table.remember(in_flight(Command::Read, 0, 8192));
-        let write = table.remember(in_flight(Command::Write, 1024, 1024));
+        let read = table.insert(in_flight(Command::Read, 0, 8192));
+        let write = table.insert(in_flight(Command::Write, 1024, 1024));
         let writes_to = |table: &mut InFlightTable, range: Range<u64>| {
             table.find_writes();
             table.wrote_to(&range)
         };
         assert!(!writes_to(&mut table, 0..1024) && !writes_to(&mut table, 2048..4096));
         assert!(writes_to(&mut table, 0..1025) && writes_to(&mut table, 2047..4096));
-        table.recall(write);
+        table.remove(write);
         assert!(!writes_to(&mut table, 0..4096));
-        let trim = table.remember(in_flight(Command::Trim, 0, 512));
+        let trim = table.insert(in_flight(Command::Trim, 0, 512));
         assert_eq!(trim, write);
         assert!(writes_to(&mut table, 0..4096));
-        table.recall(read);
-        table.remember(in_flight(Command::WriteZeroes, 4096, 4096));
-        table.remember(in_flight(Command::Write, 6144, 512));
-        table.remember(in_flight(Command::Write, 9216, 512));
+        table.remove(read);
+        table.insert(in_flight(Command::WriteZeroes, 4096, 4096));
+        table.insert(in_flight(Command::Write, 6144, 512));
+        table.insert(in_flight(Command::Write, 9216, 512));
         table.find_writes();
         assert_eq!(table.writes, [0..512, 4096..8192, 9216..9728]);
         let found = [3584, 4096, 7680, 8192, 8704, 9216, 9728].map(|at| table.wrote_to(&(at..at + 512)));

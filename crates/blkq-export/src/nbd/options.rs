@@ -50,7 +50,7 @@ pub struct NbdOptions {
     /// Whether the URI contains the name of the first export. Clients that ask for no name get this export as
     /// well.
     pub named_in_uri: bool,
-    /// Owner group and mode of the unix socket that the server creates.
+    /// Group and mode of the unix socket that the server creates.
     pub access: SocketAccess,
     /// Time limit of the handshake, in seconds, at least 1.
     pub handshake_timeout_s: u64,
@@ -78,6 +78,7 @@ pub struct NbdOptions {
 }
 
 /// Mechanisms that can be switched off and on while the server is running. Clones of the options share them.
+/// Relaxed accesses suffice, because no other data depends on a switch.
 #[derive(Debug)]
 pub struct NbdSwitches {
     /// Delays the next receive for a moment if the client is busy reading replies, so that several requests

@@ -87,7 +87,7 @@ bitflags! {
         const NO_HOLE = 1 << 1;
         /// Do not fragment: the reply to a read must not be split into several chunks.
         const DF = 1 << 2;
-        /// The client wants only one extent in the reply to a block status request.
+        /// The client requests only one extent in the reply to a block status request.
         const REQ_ONE = 1 << 3;
         /// Write zeroes must fail immediately if it is not faster than a write.
         const FAST_ZERO = 1 << 4;

@@ -41,7 +41,8 @@ pub(super) type Wake = Arc<dyn Fn() + Send + Sync>;
 /// [`NbdOptions::unaligned`](super::NbdOptions::unaligned).
 #[derive(Default)]
 pub struct RangeLock {
-    /// The number of exclusive entries in the table, granted or waiting.
+    /// The number of exclusive entries in the table, granted or waiting. Changed under the mutex of the table,
+    /// and read without it: see the module's documentation for why relaxed accesses suffice.
     taken: AtomicUsize,
     table: Mutex<Table>,
 }
@@ -86,9 +87,9 @@ impl Newest {
             && *end > range.start
         {
             older.push(*before);
-            let (behind, before) = (std::mem::replace(end, range.start), *before);
-            if behind > range.end {
-                self.ranges.insert(range.end, (behind, before));
+            let (old_end, before) = (std::mem::replace(end, range.start), *before);
+            if old_end > range.end {
+                self.ranges.insert(range.end, (old_end, before));
             }
         }
         while let Some((&start, &(end, before))) = self.ranges.range(range.clone()).next() {
@@ -135,8 +136,7 @@ impl std::fmt::Debug for RangeLock {
 }
 
 impl RangeLock {
-    /// Whether there are exclusive entries, granted or waiting. See the module's documentation for why the
-    /// load may be relaxed.
+    /// Whether there are exclusive entries, granted or waiting.
     #[inline]
     pub(super) fn is_taken(&self) -> bool {
         self.taken.load(Relaxed) > 0

@@ -4,10 +4,11 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Conditions of the back-off: at most REQUESTS_MAX requests arrived since the last decision, and at least
-/// UNREAD_BYTES of replies are unread in the socket. The delay is BACKOFF_NS.
+/// Delay of a receive in nanoseconds: time for several requests to arrive.
 const BACKOFF_NS: u64 = 100_000;
+/// A receive is delayed only if at most this number of requests arrived since the last decision.
 const REQUESTS_MAX: u64 = 24;
+/// A receive is delayed only if the client has not read at least this number of bytes of replies.
 const UNREAD_BYTES: i32 = 64 << 10;
 
 /// The receive back-off of one connection.

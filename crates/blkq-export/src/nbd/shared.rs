@@ -176,7 +176,7 @@ impl EngineShared {
 
     /// Submits `bio` for the request `in_flight`. If the queue is full, the bio is submitted again later.
     pub fn submit(&mut self, in_flight: InFlight, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
-        bio.user_data = self.in_flight.remember(in_flight).into();
+        bio.user_data = self.in_flight.insert(in_flight).into();
         self.submit_bio(queue, bio, cx);
     }
 
@@ -238,7 +238,7 @@ impl EngineShared {
         cx: &mut SourceContext<'_>,
     ) -> Option<(InFlight, Completion)> {
         if !Unaligned::is_ordered(completion.user_data) {
-            return Some((self.in_flight.recall(completion.user_data as u32), completion));
+            return Some((self.in_flight.remove(completion.user_data as u32), completion));
         }
         let mut memory = BufferSource { buffers: &mut self.buffers, cx };
         self.unaligned.complete(completion, &mut memory, &mut self.ready);
@@ -285,7 +285,7 @@ impl EngineShared {
         cx: &mut SourceContext<'_>,
     ) {
         let range = asks.to.offset..asks.to.offset + asks.length;
-        let index = self.in_flight.remember(asks);
+        let index = self.in_flight.insert(asks);
         let (disk, contexts) = (cx.disk(queue).clone(), contexts.clone());
         // A panic of the driver in the query fails the request, as an error of the driver does.
         let query = AssertUnwindSafe(move || contexts.query(&disk, &range, max).ok());
@@ -293,8 +293,8 @@ impl EngineShared {
     }
 
     /// Removes the request with this index from the table of requests in flight.
-    pub fn recall(&mut self, index: u32) -> InFlight {
-        self.in_flight.recall(index)
+    pub fn remove_request(&mut self, index: u32) -> InFlight {
+        self.in_flight.remove(index)
     }
 
     /// Adds the counts of this turn to the counters of `registry`.

@@ -172,7 +172,7 @@ impl NbdSource {
             if !self.stopping {
                 self.registry.rejections.push(Reason::NoMemory, || peer_name(socket.as_fd()));
             }
-            return self.registry.turn_away();
+            return self.registry.reject_admitted();
         };
         tune(socket.as_fd());
         let status = self.registry.register(peer_name(socket.as_fd()));
@@ -364,7 +364,7 @@ unsafe impl Source for NbdSource {
                 }
             }
             Message::Status(index, contexts) => {
-                let request = self.shared.recall(index);
+                let request = self.shared.remove_request(index);
                 if let Some(Some(connection)) = self.connections.get_mut(request.connection as usize) {
                     connection.complete_status(request, contexts);
                     self.make_ready(request.connection);

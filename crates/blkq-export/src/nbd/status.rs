@@ -215,6 +215,7 @@ pub(super) struct Registry {
     closed: AtomicBool,
     /// No connections are admitted while this is above 0: the number of [`Paused`] guards.
     paused: AtomicUsize,
+    /// Statistics, as are the two counters below: relaxed accesses suffice.
     accepted: AtomicU64,
     refused: AtomicU64,
     receive_backoffs: AtomicU64,
@@ -258,7 +259,7 @@ impl Registry {
     }
 
     /// Decides whether one more connection is accepted. If so, it counts as open until
-    /// [`Registry::unregister`] or [`Registry::turn_away`] is called.
+    /// [`Registry::unregister`] or [`Registry::reject_admitted`] is called.
     pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
         // SeqCst: this increments `open` before it loads `closed` and `paused`; `close_if_empty` and
         // `pause_if_empty` change these before they load `open`. So at least one side sees the change of the
@@ -278,7 +279,7 @@ impl Registry {
     }
 
     /// Rejects a connection that [`Registry::admit`] has counted.
-    pub fn turn_away(&self) {
+    pub fn reject_admitted(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
         self.leave();
     }
@@ -413,15 +414,15 @@ mod tests {
         let admit = || registry.admit(9, String::new);
         assert!(admit() && registry.pause_if_empty().is_none());
         assert!(admit(), "not paused, because a client was connected");
-        registry.turn_away();
-        registry.turn_away();
+        registry.reject_admitted();
+        registry.reject_admitted();
         let paused = [(); 2].map(|()| registry.pause_if_empty().unwrap());
         for paused in paused {
             assert!(!admit());
             drop(paused);
         }
         assert!(admit());
-        registry.turn_away();
+        registry.reject_admitted();
         let paused = registry.pause_if_empty();
         registry.close();
         drop(paused);

@@ -67,7 +67,7 @@ pub(super) struct Stream {
     /// The TLS state until the client starts TLS.
     tls_offered: Option<Box<Tls>>,
     /// Replies that were gathered before TLS started are not sent yet. They are sent in plaintext.
-    clear: bool,
+    plaintext_pending: bool,
     /// A worker has the TLS state, and continues the handshake.
     handshake_offloaded: bool,
     receive_armed: bool,
@@ -90,7 +90,7 @@ impl Stream {
             sending: Outgoing::new(),
             tls: None,
             tls_offered: buffers.tls,
-            clear: false,
+            plaintext_pending: false,
             handshake_offloaded: false,
             receive_armed: false,
             drained: false,
@@ -151,7 +151,7 @@ impl Stream {
     /// Whether nothing may be received at present: until the reply to STARTTLS was sent in plaintext, and
     /// while received handshake records wait for a send to complete.
     pub fn must_send_first(&self) -> bool {
-        self.clear || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
+        self.plaintext_pending || self.tls.as_ref().is_some_and(|tls| tls.wants_handshake())
     }
 
     /// Lets the next receive try the socket immediately instead of polling first.
@@ -171,7 +171,7 @@ impl Stream {
     pub fn start_tls(&mut self) -> bool {
         let Some(tls) = self.tls_offered.take_if(|_| self.start == self.end) else { return false };
         self.tls = Some(tls);
-        self.clear = true;
+        self.plaintext_pending = true;
         true
     }
 
@@ -191,7 +191,7 @@ impl Stream {
     /// number of plaintext bytes, 0 if more must be received first.
     pub fn decrypt(&mut self, payload: Option<&mut [u8]>) -> Result<usize, TlsEnd> {
         let Some(tls) = &mut self.tls else { return Ok(0) };
-        if self.receive_armed || self.clear || tls.wants_handshake() {
+        if self.receive_armed || self.plaintext_pending || tls.wants_handshake() {
             return Ok(0);
         }
         if let Some(payload) = payload {
@@ -214,7 +214,7 @@ impl Stream {
     /// Returns the TLS state if a worker must continue the handshake. Nothing may be sent or received until
     /// [`Stream::resume_handshake`] is called.
     pub fn offload_handshake(&mut self) -> Option<Box<Tls>> {
-        let idle = !self.is_armed() && !self.clear;
+        let idle = !self.is_armed() && !self.plaintext_pending;
         let tls = self.tls.take_if(|tls| idle && tls.wants_handshake())?;
         self.handshake_offloaded = true;
         Some(tls)
@@ -256,7 +256,7 @@ impl Stream {
     #[must_use]
     pub fn push_send(&mut self, cx: &mut SourceContext<'_>) -> bool {
         let fd = types::Fd(self.socket.as_raw_fd());
-        let entry = match self.tls.as_mut().filter(|_| !self.clear) {
+        let entry = match self.tls.as_mut().filter(|_| !self.plaintext_pending) {
             None => {
                 let iovecs = self.sending.unsent();
                 opcode::Writev::new(fd, iovecs.as_ptr(), iovecs.len() as u32).build()
@@ -284,7 +284,7 @@ impl Stream {
             return Err(());
         }
         let bytes = result.max(0) as usize;
-        Ok(match self.tls.as_mut().filter(|_| !self.clear) {
+        Ok(match self.tls.as_mut().filter(|_| !self.plaintext_pending) {
             None => self.sending.advance(bytes),
             Some(tls) => {
                 tls.sent(bytes);
@@ -296,7 +296,7 @@ impl Stream {
     /// Returns the buffers of the completed send to `pool`. Returns the number of replies that were sent, and
     /// the number of buffer bytes that are now free.
     pub fn recycle_sent(&mut self, pool: &mut BufferPool) -> (usize, usize) {
-        self.clear &= !self.gathering.is_empty();
+        self.plaintext_pending &= !self.gathering.is_empty();
         let replies = self.sending.replies();
         (replies, self.sending.recycle(pool))
     }

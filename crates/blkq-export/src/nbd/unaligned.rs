@@ -142,7 +142,7 @@ pub(super) struct Unaligned {
     immediate: Vec<(u32, u32)>,
     /// Another member sent [`RangesChanged`] since the last [`Unaligned::order_writes`].
     notified: bool,
-    /// Ranges of other members are left to check when writes have completed.
+    /// Exclusive ranges are left to check when writes of this engine have completed.
     unchecked: bool,
     /// Another thread had locked the table when this source tried.
     contended: bool,
@@ -254,7 +254,7 @@ impl Unaligned {
             if arrived.ticket.is_none() {
                 // No overlapping range is locked, so the write runs as a normal one. It is added to the table
                 // of requests in flight here, so that the check below finds it.
-                self.immediate.push((key, in_flight.remember(write.request)));
+                self.immediate.push((key, in_flight.insert(write.request)));
             }
         }
         let mut found = false;
