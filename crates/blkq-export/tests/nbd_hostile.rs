@@ -69,7 +69,7 @@ fn garbage_closes_only_the_connection_that_sent_it() {
     assert_eq!((after.read_bytes, after.written_bytes), (4096, 4096));
 }
 
-/// SIGPIPE would end a program that does not ignore it. Only programs that start in Rust's runtime ignore it.
+/// Programs with Rust's main function ignore SIGPIPE. A program with another main function would be killed.
 #[test]
 fn a_reply_to_a_client_that_has_disconnected_raises_no_signal() {
     // SAFETY: sets the default action; no handler is installed.
@@ -96,7 +96,7 @@ fn clients_that_never_read_do_not_delay_a_forced_stop() {
     // One more client has not finished its handshake.
     let mut early = served.raw();
     early.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(3, &[]).repeat(100)].concat()).unwrap();
-    wait_until("replies wait for all", || {
+    wait_until("each client has replies to read", || {
         let connections = served.server.connections();
         connections.len() == 17 && connections[..16].iter().all(|client| client.in_flight > 0)
     });

@@ -238,16 +238,16 @@ fn a_write_to_the_end_keeps_bytes_that_a_resize_adds() {
 fn writes_to_parts_of_one_block_do_not_undo_each_other() {
     const SIZE: u64 = 64 << 10;
     for queues in [1, 3] {
-        write_as_neighbours(faulty(SIZE, 4096, "seed=1;delay=200us,p99=2ms"), SIZE, queues);
+        write_neighboring_ranges(faulty(SIZE, 4096, "seed=1;delay=200us,p99=2ms"), SIZE, queues);
         for mode in [DirectIo::On, DirectIo::Off] {
             let image = Image::new(SIZE + 97 * 3);
-            write_as_neighbours(image.driver(512, mode), SIZE + 97 * 3, queues);
+            write_neighboring_ranges(image.driver(512, mode), SIZE + 97 * 3, queues);
         }
     }
 }
 
 /// Lets clients write neighboring bytes of a device of `size` bytes.
-fn write_as_neighbours(driver: Box<dyn Driver>, size: u64, queues: usize) {
+fn write_neighboring_ranges(driver: Box<dyn Driver>, size: u64, queues: usize) {
     const CLIENTS: u64 = 4;
     const STRIDE: u64 = 97;
     let served = serve(driver, queues, bytes());
@@ -256,28 +256,28 @@ fn write_as_neighbours(driver: Box<dyn Driver>, size: u64, queues: usize) {
             let served = &served;
             scope.spawn(move || {
                 let mut client = served.client(STYLES[number as usize % 3]);
-                let places: Vec<u64> = (0..size / STRIDE).filter(|place| place % CLIENTS == number).collect();
+                let ranges: Vec<u64> = (0..size / STRIDE).filter(|index| index % CLIENTS == number).collect();
                 for round in 1..4u64 {
                     let value = (number << 4 | round) as u8;
-                    for places in places.chunks(32) {
+                    for ranges in ranges.chunks(32) {
                         let mut stream = Vec::new();
-                        for place in places {
+                        for index in ranges {
                             // Some of the ranges are zeroed instead, which changes incomplete blocks as well.
-                            let command = if (place + round) % 5 == 0 { 6 } else { 1 };
+                            let command = if (index + round) % 5 == 0 { 6 } else { 1 };
                             let data = vec![value; if command == 1 { STRIDE as usize } else { 0 }];
-                            stream.extend(client.bytes(command, 0, *place, place * STRIDE, STRIDE, &data));
+                            stream.extend(client.bytes(command, 0, *index, index * STRIDE, STRIDE, &data));
                         }
                         std::io::Write::write_all(&mut client.stream, &stream).unwrap();
-                        for _ in places {
+                        for _ in ranges {
                             assert_eq!(client.reply(|_| 0).error, 0);
                         }
                     }
-                    for place in &places {
-                        let wanted = if (place + round) % 5 == 0 { 0 } else { value };
-                        let found = client.read(place * STRIDE, STRIDE as usize);
+                    for index in &ranges {
+                        let wanted = if (index + round) % 5 == 0 { 0 } else { value };
+                        let found = client.read(index * STRIDE, STRIDE as usize);
                         assert!(
                             found.iter().all(|byte| *byte == wanted),
-                            "client {number}, round {round}, {place}: {found:x?}"
+                            "client {number}, round {round}, {index}: {found:x?}"
                         );
                     }
                 }

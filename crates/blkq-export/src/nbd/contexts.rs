@@ -155,8 +155,8 @@ impl ChosenContexts {
         self.contexts.ids().map(of).collect()
     }
 
-    /// A bitmap that was removed, replaced or cleared since the client chose it is an error. The client would
-    /// otherwise take blocks for clean that were written before.
+    /// It is an error if the bitmap was removed, replaced or cleared since the client chose it. Otherwise the
+    /// client would treat blocks as clean that were written before.
     fn dirty(
         &self,
         id: u32,

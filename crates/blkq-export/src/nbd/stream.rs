@@ -236,8 +236,8 @@ impl Stream {
         self.tls.as_ref().map(|tls| tls.failure()).unwrap_or_default()
     }
 
-    /// Prepares to send the gathered replies, or what TLS itself has to send. Returns the length in bytes,
-    /// `None` if there is nothing to send. The caller then calls [`Stream::push_send`].
+    /// Prepares to send the gathered replies, or what TLS itself has to send. Returns the length of the replies
+    /// in bytes, or `None` if there is nothing to send. After `Some`, the caller calls [`Stream::push_send`].
     pub fn prepare_send(&mut self) -> Option<u64> {
         if self.gathering.is_empty() {
             return self.tls.as_ref().is_some_and(|tls| tls.wants_send()).then_some(0);
