@@ -1,5 +1,5 @@
-//! The kernel's interface: what of `include/uapi/linux/ublk_cmd.h` is used here, under its
-//! names. Layouts are asserted at compile time.
+//! The part of `include/uapi/linux/ublk_cmd.h` that is used here, under the kernel's names. Layouts are
+//! asserted at compile time.
 
 use std::mem::offset_of;
 
@@ -7,48 +7,49 @@ use bitflags::bitflags;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 bitflags! {
-    /// `UBLK_F_*`: what a kernel has, and what a device was made with.
+    /// `UBLK_F_*`: the features that a kernel offers, or that a device was created with. In parentheses: the
+    /// version of Linux that added a feature.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct Features: u64 {
-        /// The server refers to the pages of a request (Linux 6.15).
+        /// The server may do I/O on the pages of a request (Linux 6.15).
         const SUPPORT_ZERO_COPY = 1 << 0;
-        /// Completions run in the task of the queue.
+        /// Completions run in the task that serves the queue.
         const URING_CMD_COMP_IN_TASK = 1 << 1;
-        /// The server asks for the data of each write.
+        /// The server requests the data of each write with a command.
         const NEED_GET_DATA = 1 << 2;
-        /// The device outlives its server (6.1).
+        /// The device stays when its server exits, and another server can take it over (6.1).
         const USER_RECOVERY = 1 << 3;
-        /// Requests that the old server had in flight are reissued to the new one (6.1).
+        /// Requests that the old server had in flight are reissued to the new server (6.1).
         const USER_RECOVERY_REISSUE = 1 << 4;
-        /// Users other than root may have devices (6.3).
+        /// Users other than root may create devices (6.3).
         const UNPRIVILEGED_DEV = 1 << 5;
-        /// Commands are encoded as ioctls are (6.4).
+        /// Commands are encoded like ioctls (6.4).
         const CMD_IOCTL_ENCODE = 1 << 6;
         /// The server copies data by reading and writing the character device (6.5).
         const USER_COPY = 1 << 7;
-        /// Zoned devices (6.6).
+        /// The device is zoned (6.6).
         const ZONED = 1 << 8;
-        /// I/O of a device without a server fails (6.13).
+        /// I/O of a device without a server fails instead of waiting for a server (6.13).
         const USER_RECOVERY_FAIL_IO = 1 << 9;
-        /// A device in use can be resized (6.16).
+        /// The size of a started device can change (6.16).
         const UPDATE_SIZE = 1 << 10;
-        /// The pages of a request become a registered buffer of the ring (6.16).
+        /// The kernel registers the pages of each request as a buffer of the server's ring (6.16).
         const AUTO_BUF_REG = 1 << 11;
-        /// A device can be quiesced on command (6.16).
+        /// The device can be quiesced by a command (6.16).
         const QUIESCE = 1 << 12;
-        /// Any task may serve any tag (6.16).
+        /// Each tag of a queue may be served by another task (6.16).
         const PER_IO_DAEMON = 1 << 13;
-        /// Buffers may be registered by other tasks (6.17).
+        /// A task that does not serve the queue may register buffers (6.17).
         const BUF_REG_OFF_DAEMON = 1 << 14;
-        /// Many requests per command (7.0).
+        /// One command carries many requests (7.0).
         const BATCH_IO = 1 << 15;
-        /// Integrity data (7.0).
+        /// Requests carry integrity metadata (7.0).
         const INTEGRITY = 1 << 16;
-        /// A device is stopped only if nobody has it open (7.0).
+        /// `UBLK_CMD_TRY_STOP_DEV` stops a device only if it is not open (7.0).
         const SAFE_STOP_DEV = 1 << 17;
-        /// The kernel does not scan for partitions (7.0).
+        /// The kernel does not scan the device for partitions when it starts (7.0).
         const NO_AUTO_PART_SCAN = 1 << 18;
-        /// Data in memory that is shared with the user of the device (7.1).
+        /// Data moves through memory that the server shares with users of the device (7.1).
         const SHMEM_ZC = 1 << 19;
         const _ = !0;
     }
@@ -67,253 +68,232 @@ const fn control_write(number: u32) -> u32 {
     ioc(3, number, size_of::<ControlCommand>())
 }
 
-/// `UBLK_U_CMD_*`: commands to `/dev/ublk-control`.
+// UBLK_U_CMD_*: commands to /dev/ublk-control.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Control {
-    /// The processors of a queue.
+    /// Reads the CPU mask of a queue.
     GetQueueAffinity = control_read(0x01),
-    /// The [`DeviceInfo`] of a device.
     GetDevInfo = control_read(0x02),
-    /// Makes a device.
     AddDev = control_write(0x04),
-    /// Removes it, and waits until nobody refers to it.
+    /// Removes a device. The kernel completes this when no process has the character device open.
     DelDev = control_write(0x05),
     /// Makes the block device appear.
     StartDev = control_write(0x06),
-    /// Makes it disappear.
+    /// Makes the block device disappear.
     StopDev = control_write(0x07),
-    /// Sets the [`Parameters`], before it is started.
+    /// Sets the [`Parameters`] of a device that is not started.
     SetParams = control_write(0x08),
-    /// Reads them.
     GetParams = control_read(0x09),
-    /// A new server takes over.
+    /// Begins the takeover of a device whose server has exited.
     StartUserRecovery = control_write(0x10),
-    /// The new server serves.
+    /// Completes the takeover: the calling server serves the device.
     EndUserRecovery = control_write(0x11),
-    /// As [`Control::GetDevInfo`], for other users than root.
+    /// As [`Control::GetDevInfo`], for a user who names the device by its path.
     GetDevInfo2 = control_read(0x12),
-    /// The [`Features`] of the kernel.
+    /// Reads the [`Features`] of the kernel.
     GetFeatures = control_read(0x13),
-    /// Changes the size of a device in use.
+    /// Changes the size of a started device.
     UpdateSize = control_write(0x15),
-    /// Takes a device away from its server, which answers what it has in flight.
+    /// Makes new requests wait for another server. The current server still completes its requests in flight.
     QuiesceDev = control_write(0x16),
-    /// Stops a device unless it is open.
+    /// As [`Control::StopDev`], but fails if the block device is open.
     TryStopDev = control_write(0x17),
 }
 
-/// `UBLK_U_IO_FETCH_REQ`: a tag is ready for its first request.
+/// `UBLK_U_IO_FETCH_REQ`: the server is ready for the first request of a tag.
 pub const FETCH: u32 = ioc(3, 0x20, size_of::<IoCommand>());
-/// `UBLK_U_IO_COMMIT_AND_FETCH_REQ`: a request is done, and its tag ready for the next.
+/// `UBLK_U_IO_COMMIT_AND_FETCH_REQ`: completes the request of a tag, and makes the tag ready for its next
+/// request.
 pub const COMMIT_AND_FETCH: u32 = ioc(3, 0x21, size_of::<IoCommand>());
 
-/// `UBLK_MAX_QUEUE_DEPTH`.
-pub const QUEUE_DEPTH_MAX: u16 = 4096;
-/// `ublksrv_ctrl_cmd.queue_id` of commands that are for no queue.
+pub const QUEUE_DEPTH_MAX: u16 = 4096; // UBLK_MAX_QUEUE_DEPTH
+/// `ublksrv_ctrl_cmd.queue_id` of commands for a device as a whole.
 pub const NO_QUEUE: u16 = u16::MAX;
-/// `dev_id` of a device that shall get any free number.
+/// `dev_id` with which the kernel chooses a free number for a new device.
 pub const ANY_ID: u32 = u32::MAX;
 
-/// `UBLK_IO_OP_*`: the low 8 bits of [`IoDescriptor::op_flags`].
+/// `UBLK_IO_OP_*`, the low 8 bits of [`IoDescriptor::op_flags`].
 pub const OP_READ: u32 = 0;
-/// Memory to device.
 pub const OP_WRITE: u32 = 1;
-/// Make durable what has completed.
 pub const OP_FLUSH: u32 = 2;
-/// The content is no longer needed.
 pub const OP_DISCARD: u32 = 3;
-/// Reads as zeroes afterwards.
 pub const OP_WRITE_ZEROES: u32 = 5;
-/// `UBLK_IO_F_FUA`, not shifted: the whole word has it at this place.
+/// `UBLK_IO_F_FUA`, as a bit of the whole [`IoDescriptor::op_flags`].
 pub const IO_FUA: u32 = 1 << 13;
-/// `UBLK_IO_F_NOUNMAP`, not shifted.
+/// `UBLK_IO_F_NOUNMAP`, as a bit of the whole word.
 pub const IO_NO_UNMAP: u32 = 1 << 15;
-/// `UBLK_IO_F_NEED_REG_BUF`, not shifted: the kernel could not register the request's pages.
+/// `UBLK_IO_F_NEED_REG_BUF`, as a bit of the whole word: the kernel could not register the pages of the
+/// request.
 pub const IO_NEED_REGISTER: u32 = 1 << 17;
 
-/// `UBLK_AUTO_BUF_REG_FALLBACK`: then the request comes with [`IO_NEED_REGISTER`], and does not fail.
+/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose pages the kernel cannot register has [`IO_NEED_REGISTER`],
+/// instead of failing.
 const REGISTER_FALLBACK: u64 = 1 << 0;
 
-/// `ublk_auto_buf_reg_to_sqe_addr`: the address of a command whose next request's pages become
-/// the ring's registered buffer `index`.
+/// `ublk_auto_buf_reg_to_sqe_addr`: the address field of a command, with which the kernel registers the pages
+/// of the tag's next request as buffer `index` of the ring.
 pub const fn register_address(index: u16) -> u64 {
     index as u64 | REGISTER_FALLBACK << 16
 }
 
-/// Where the data of the request of `tag` in `queue` begins in the character device
-/// (`UBLKSRV_IO_BUF_OFFSET`, `UBLK_TAG_OFF`, `UBLK_QID_OFF`).
+/// Offset in the character device at which a server reads or writes the data of the request of `tag` in
+/// `queue` (`UBLKSRV_IO_BUF_OFFSET`, `UBLK_TAG_OFF`, `UBLK_QID_OFF`).
 pub const fn data_offset(queue: u16, tag: u16) -> u64 {
     0x8000_0000 + ((queue as u64) << 41 | (tag as u64) << 25)
 }
 
-/// `struct ublksrv_ctrl_cmd`: the command that a control submission carries.
+/// `struct ublksrv_ctrl_cmd`, the payload of a submission to the control device.
 #[derive(Clone, Copy, Debug, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct ControlCommand {
-    /// Which device.
     pub dev_id: u32,
-    /// Which queue, or [`NO_QUEUE`].
+    /// Index of a queue, or [`NO_QUEUE`].
     pub queue_id: u16,
-    /// Length of the buffer in bytes.
+    /// Length of the buffer in bytes, including the path.
     pub len: u16,
-    /// Address of the buffer.
     pub addr: u64,
-    /// An argument.
+    /// The argument of the command, if it has one.
     pub data: u64,
-    /// Length of the path, with its NUL, that the buffer begins with; 0 if there is none.
+    /// Length in bytes of the path, with its NUL, at the beginning of the buffer; 0 if there is no path.
     pub dev_path_len: u16,
     pub(super) pad: u16,
     pub(super) reserved: u32,
 }
 
-/// `struct ublksrv_ctrl_dev_info`.
+// struct ublksrv_ctrl_dev_info
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct DeviceInfo {
-    /// Hardware queues; the kernel takes at most one for each processor.
+    /// Number of hardware queues. The kernel creates at most one for each CPU.
     pub nr_hw_queues: u16,
-    /// Requests per queue.
+    /// Number of tags of each queue.
     pub queue_depth: u16,
-    /// `UBLK_S_DEV_*`.
+    /// One of `UBLK_S_DEV_*`, such as [`STATE_DEAD`].
     pub state: u16,
     pub(super) pad0: u16,
-    /// Largest request.
     pub max_io_buf_bytes: u32,
     /// The number N of `/dev/ublkbN`.
     pub dev_id: u32,
-    /// The server's process, -1 if there is none.
+    /// Process ID of the server, -1 without a server.
     pub ublksrv_pid: i32,
     pub(super) pad1: u32,
-    /// [`Features`].
+    // Features
     pub flags: u64,
-    /// The server's own, kept by the kernel.
+    /// A number that the kernel stores for the server and does not interpret.
     pub ublksrv_flags: u64,
-    /// The user that made it.
+    /// The user who created the device.
     pub owner_uid: u32,
-    /// The group of that user.
     pub owner_gid: u32,
     pub(super) reserved: [u64; 2],
 }
 
-/// `UBLK_S_DEV_DEAD`: not started, or stopped.
+/// `UBLK_S_DEV_DEAD`: the device is not started, or stopped.
 pub const STATE_DEAD: u16 = 0;
 
 /// `struct ublksrv_io_desc`: a request, written by the kernel.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct IoDescriptor {
-    /// Operation in the low 8 bits, flags above.
+    /// The operation in the low 8 bits, flags above.
     pub op_flags: u32,
-    /// Length.
     pub nr_sectors: u32,
-    /// Place.
     pub start_sector: u64,
-    /// The buffer.
+    /// The address that the server passed with the command of the tag.
     pub addr: u64,
 }
 
-/// `struct ublksrv_io_cmd`: the command that a queue's submission carries.
+/// `struct ublksrv_io_cmd`, the payload of a submission to a queue.
 #[derive(Clone, Copy, Debug, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct IoCommand {
-    /// Queue.
     pub q_id: u16,
-    /// Tag.
     pub tag: u16,
-    /// Bytes done, or a negative errno.
+    /// The number of bytes done, or a negative errno.
     pub result: i32,
-    /// The buffer for the next request.
+    /// Address of the buffer for the tag's next request.
     pub addr: u64,
 }
 
-/// `UBLK_ATTR_*`.
+// UBLK_ATTR_*, bits of BasicParameters::attrs.
 pub const ATTR_READ_ONLY: u32 = 1 << 0;
-/// Seeks cost time.
 pub const ATTR_ROTATIONAL: u32 = 1 << 1;
-/// There is a write cache: flushes are sent.
+/// The device has a volatile write cache, so the kernel sends flushes.
 pub const ATTR_VOLATILE_CACHE: u32 = 1 << 2;
-/// Writes with FUA are sent as such.
+/// The device supports FUA; otherwise the kernel sends a flush after the write.
 pub const ATTR_FUA: u32 = 1 << 3;
 
-/// `struct ublk_param_basic`.
+// struct ublk_param_basic
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct BasicParameters {
-    /// `UBLK_ATTR_*`.
     pub attrs: u32,
-    /// Logical block, as a power of two.
+    /// Logical block size, as the exponent of a power of two. So are the next three sizes.
     pub logical_bs_shift: u8,
-    /// Physical block.
     pub physical_bs_shift: u8,
-    /// Preferred size.
     pub io_opt_shift: u8,
-    /// Smallest size without a penalty.
+    /// Smallest size of a request that is not slower than necessary.
     pub io_min_shift: u8,
-    /// Largest request in sectors.
     pub max_sectors: u32,
-    /// Requests do not cross multiples of it; 0: no such boundary.
+    /// The kernel splits requests at multiples of this number of sectors; 0: no such boundary.
     pub chunk_sectors: u32,
-    /// Size in sectors.
     pub dev_sectors: u64,
-    /// Segments do not cross multiples of it plus one; 0: no such boundary.
+    /// The kernel splits segments at multiples of this number plus one, in bytes of memory; 0: no such
+    /// boundary.
     pub virt_boundary_mask: u64,
 }
 
-/// `struct ublk_param_discard`.
+// struct ublk_param_discard
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct DiscardParameters {
-    /// Offset of the first unit of discards in bytes.
+    /// Offset in bytes of the first unit of discards.
     pub discard_alignment: u32,
     /// Unit of discards in bytes, not 0.
     pub discard_granularity: u32,
-    /// Largest discard, 0 for none.
+    /// Largest discard; 0 if the device has no discard.
     pub max_discard_sectors: u32,
-    /// Largest write zeroes, 0 for none.
+    /// Largest write zeroes; 0 if the device has no write zeroes.
     pub max_write_zeroes_sectors: u32,
-    /// 1.
+    /// Must be 1; the kernel accepts no other number.
     pub max_discard_segments: u16,
     pub(super) reserved0: u16,
 }
 
-/// `struct ublk_param_dma_align`.
+// struct ublk_param_dma_align
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct AlignParameters {
-    /// Bits that are zero in the address and the length of each piece of memory, below a page.
+    /// A mask below the page size: its bits are zero in the address and in the length of each segment of
+    /// memory.
     pub alignment: u32,
     pub(super) pad: u32,
 }
 
-/// `UBLK_PARAM_TYPE_BASIC`: [`Parameters::basic`] is meant.
+// UBLK_PARAM_TYPE_*, bits of Parameters::types: which members are present.
 pub const PARAM_BASIC: u32 = 1 << 0;
-/// [`Parameters::discard`] is meant.
 pub const PARAM_DISCARD: u32 = 1 << 1;
-/// `UBLK_PARAM_TYPE_DMA_ALIGN`: [`Parameters::align`] is meant (Linux 6.15).
+// Since Linux 6.15.
 pub const PARAM_ALIGN: u32 = 1 << 4;
 
 /// `struct ublk_params`, up to the last member that is used here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct Parameters {
-    /// Size of this structure.
+    /// Size of this structure in bytes.
     pub len: u32,
-    /// `UBLK_PARAM_TYPE_*`.
     pub types: u32,
-    /// Parameters of every device.
     pub basic: BasicParameters,
-    /// Discard and write zeroes.
     pub discard: DiscardParameters,
     pub(super) devt: [u32; 4],
     pub(super) zoned: [u32; 8],
-    /// Memory of requests.
     pub align: AlignParameters,
-    /// The kernel's continues here.
+    /// Beginning of `struct ublk_param_segment`, which is not used here. The member gives this structure a
+    /// size without implicit padding, as `IntoBytes` demands.
     pub(super) end: u32,
 }
 
-// As `pahole` and the header's own comments have them.
+// The offsets are those that `pahole` prints for the structures of the kernel.
 const _: () = {
     assert!(size_of::<ControlCommand>() == 32);
     assert!(offset_of!(ControlCommand, addr) == 8 && offset_of!(ControlCommand, data) == 16);
@@ -351,10 +331,10 @@ mod tests {
 
     #[test]
     fn requests_and_pages_are_addressed_as_the_kernel_reads_them() {
-        // Bits 0 to 15 the index, bit 16 the flag, all above zero.
+        // Bits 0 to 15 are the index, bit 16 is the flag, and all bits above are zero.
         assert_eq!(register_address(0x1234), 0x1_1234);
         assert_eq!(data_offset(0, 0), 0x8000_0000);
-        // 25 bits of offset, 16 of tag, then the queue.
+        // Layout: 25 bits of offset, 16 bits of tag, then the queue.
         assert_eq!(data_offset(3, 5), 0x8000_0000 + (5 << 25) + (3 << 41));
         assert_eq!(data_offset(4095, 0xffff) >> 63, 0, "a file offset");
     }

@@ -1,37 +1,39 @@
-//! Processes that a server forks before it has threads, each for what the server itself must not do.
-//! They share no memory with it, and no descriptor but those that they keep.
+//! Forks processes that do what a server itself must not do. The server forks them before it starts threads.
+//! They share no memory with the server, and keep only the descriptors that they need.
 
 use std::ffi::CStr;
 use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-/// The name of the process that watches the users of a device.
+/// Name of the process of [`IdleWatch`](super::IdleWatch). [`usage`](super::usage) recognizes the process by
+/// it.
 pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 
-/// Forks a process called `name` that runs `body` and exits. It keeps the descriptors of `kept` and
-/// ignores the signals that a terminal or a service manager sends to all processes of a server:
-/// `body` returns when the server has exited.
+/// Forks a process called `name` that runs `body` and exits. The process keeps the descriptors of `kept`. It
+/// ignores the signals that a terminal or a service manager sends to all processes of a server, because it
+/// must still be running when the server stops its device; so `body` must return when the server has exited.
 ///
 /// # Errors
-/// If there can be no more processes.
+/// Returns the error of fork(2), for example at the limit of processes.
 ///
 /// # Safety
-/// This process must have one thread only: the new one has but that, and what others had
-/// locked would stay so in it.
+/// This process must have only one thread. The new process contains only a copy of the thread that forks: a
+/// lock that another thread holds would stay locked in it.
 pub(super) unsafe fn fork<const N: usize>(
     name: &CStr,
     kept: [OwnedFd; N],
     body: impl FnOnce([OwnedFd; N]) -> io::Result<()>,
 ) -> io::Result<()> {
-    // A handler of the server, run in the child too, would report one signal to the server twice.
+    // Signals are blocked until the child ignores them: a handler of the server, run in the child, would
+    // report the signal to the server a second time.
     let before = signals(libc::SIG_BLOCK, &all_signals())?;
     // SAFETY: the caller guarantees that there are no other threads.
     let forked = unsafe { libc::fork() };
     let error = io::Error::last_os_error();
     if forked == 0 {
         for signal in IGNORED {
-            // SAFETY: no code of this program is run.
+            // SAFETY: SIG_IGN installs no handler, so no code of this program runs.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
     }
@@ -41,18 +43,19 @@ pub(super) unsafe fn fork<const N: usize>(
         0 => {
             let _ = rustix::thread::set_name(name);
             let done = keep_only(kept).and_then(body);
-            // SAFETY: nothing of the process that this one was copied from shall run in it any more.
+            // SAFETY: _exit runs no destructor and no exit handler, which in this copy would act for the
+            // server.
             unsafe { libc::_exit(i32::from(done.is_err())) }
         }
         _ => Ok(()),
     }
 }
 
-/// The signals that a terminal or a service manager sends to all processes of a server.
+/// Sent to all processes of a server by a terminal or a service manager.
 const IGNORED: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 fn all_signals() -> libc::sigset_t {
-    // SAFETY: zeroes are a sigset_t, which is written.
+    // SAFETY: all zeroes are a valid sigset_t, and sigfillset writes a valid pointer.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&mut all);
@@ -60,9 +63,9 @@ fn all_signals() -> libc::sigset_t {
     }
 }
 
-/// Changes the signal mask of this thread; returns the one before.
+/// Changes the signal mask of this thread, and returns the previous mask.
 fn signals(how: libc::c_int, set: &libc::sigset_t) -> io::Result<libc::sigset_t> {
-    // SAFETY: zeroes are a sigset_t, and both are.
+    // SAFETY: all zeroes are a valid sigset_t, and both pointers are valid.
     unsafe {
         let mut before: libc::sigset_t = std::mem::zeroed();
         match libc::pthread_sigmask(how, set, &mut before) {
@@ -72,7 +75,8 @@ fn signals(how: libc::c_int, set: &libc::sigset_t) -> io::Result<libc::sigset_t>
     }
 }
 
-/// Closes all other descriptors: of the image with its locks first of all.
+/// Closes all descriptors but `kept` and the standard streams, which become /dev/null. An open file
+/// description of the image, for one, would keep the locks of the image.
 fn keep_only<const N: usize>(kept: [OwnedFd; N]) -> io::Result<[OwnedFd; N]> {
     std::env::set_current_dir("/")?;
     let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
@@ -92,8 +96,8 @@ fn keep_only<const N: usize>(kept: [OwnedFd; N]) -> io::Result<[OwnedFd; N]> {
 }
 
 fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
-    // SAFETY: nothing of this process uses its descriptors any more, but those that it keeps, which
-    // are left out, and the standard ones.
+    // SAFETY: this process uses no descriptors but `kept`, which the caller leaves out of the range, and the
+    // standard streams, which are below the range.
     if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } != 0 {
         return Err(io::Error::last_os_error());
     }

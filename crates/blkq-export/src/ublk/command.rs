@@ -1,14 +1,12 @@
-//! The commands of a device's life, as a server, its setup process and the control device name them.
+//! Numbers of the commands that a server sends to its setup process, and that process to the control device.
 
-/// A command.
 pub(super) type Command = u32;
-/// Makes a device.
 pub(super) const ADD: Command = 1;
-/// Makes the block device appear.
+/// Starts the device: `/dev/ublkbN` appears.
 pub(super) const START: Command = 2;
-/// Stops the block device.
+/// Stops the device, even if it is open: `/dev/ublkbN` disappears.
 pub(super) const STOP: Command = 3;
-/// Stops it unless it is in use.
+/// As [`STOP`], but fails with `EBUSY` if the block device is open.
 pub(super) const TRY_STOP: Command = 4;
-/// Removes the device.
+/// Removes the stopped device, with its character device and its number.
 pub(super) const DELETE: Command = 5;

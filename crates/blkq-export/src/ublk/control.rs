@@ -1,5 +1,5 @@
-//! The control device, `/dev/ublk-control`: one command at a time, each with a bound on its
-//! time, through a small io_uring of its own.
+//! The control device, `/dev/ublk-control`. Commands go one at a time through a small io_uring of their own,
+//! each with a timeout.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -16,81 +16,81 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 use super::abi::{self, ControlCommand, DeviceInfo, Features, NO_QUEUE, Parameters};
 use super::command::{Command, DELETE, STOP, TRY_STOP};
 
-/// The control device.
+/// Path of the control device of the ublk driver.
 pub const CONTROL_PATH: &str = "/dev/ublk-control";
-/// Where the kernel lists the character devices.
+/// The kernel lists the character devices here.
 const CLASS_PATH: &str = "/sys/class/ublk-char";
 
-/// How long the kernel may take for what it does from memory.
+/// Timeout of commands that the kernel answers from memory.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long making and starting a device may take: the kernel scans for partitions. Some
-/// kernels never complete it (Linux 6.18.4, for one, which then has lost the driver).
+/// Timeout of creating and of starting a device, for which the kernel scans partitions. Some kernels never
+/// complete such a command: Linux 6.18.4, for one, whose driver is unusable from then on.
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the kernel waits for each queue to have an idle command.
+/// Time that the kernel waits for each queue to have an idle command when it quiesces a device.
 const QUIESCE_WAIT: Duration = Duration::from_secs(1);
-/// How long stopping a device may take: it waits for the I/O in flight.
+/// Timeout of stopping a device, which waits for the I/O in flight.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long removing a device may wait for processes that still refer to it.
+/// Time that removing a device waits for processes that have the character device open.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Bytes of the mask of processors: as many as [`CpuSet`] has.
+/// Size of a CPU mask: one bit for each CPU of a [`CpuSet`].
 const MASK_BYTES: usize = CpuSet::MAX_CPU / 8;
 
-/// The control device, opened.
+/// An open control device. It runs one command at a time.
 pub struct ControlDevice {
     ring: IoUring<Entry128, cqueue::Entry>,
     file: File,
     privileged: bool,
-    /// The command of the ring did not complete in time, and has not yet.
+    /// The last command timed out, and the ring has not seen its completion yet.
     pending: bool,
 }
 
-/// A command.
 struct Call<'a> {
     command: abi::Control,
     id: u32,
     data: u64,
-    /// Read or written by the kernel, or both.
+    /// The kernel reads it, writes it, or both, as the command demands.
     buffer: &'a mut [u8],
     timeout: Duration,
 }
 
-/// The character device of device `id`.
+/// Path of the character device of device `id`.
 pub fn character_path(id: u32) -> String {
     format!("/dev/ublkc{id}")
 }
 
-/// The block device of device `id`.
+/// Path of the block device of device `id`.
 pub fn block_path(id: u32) -> String {
     format!("/dev/ublkb{id}")
 }
 
 impl ControlDevice {
-    /// Opens the control device.
+    /// Opens the control device, and sets up a ring for its commands.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if the kernel has no ublk, [`ErrorKind::Denied`] if the user may
-    /// not use it, [`ErrorKind::Unsupported`] if io_uring cannot carry its commands.
+    /// [`ErrorKind::NotFound`] if the kernel has no ublk, [`ErrorKind::Denied`] if the user may not use it,
+    /// [`ErrorKind::Unsupported`] if io_uring cannot carry its commands.
     pub fn open() -> Result<ControlDevice, Error> {
         let file = OpenOptions::new().read(true).write(true).open(CONTROL_PATH).map_err(|e| {
-            let cure = match e.kind() {
+            let hint = match e.kind() {
                 io::ErrorKind::NotFound if has_module() => "modprobe ublk_drv, as root",
                 io::ErrorKind::NotFound => "boot a kernel with ublk (CONFIG_BLK_DEV_UBLK)",
                 io::ErrorKind::PermissionDenied => {
-                    "become root, or have the administrator install the udev rules"
+                    "run this as root, or ask the administrator to install the udev rules of docs/ublk.md"
                 }
                 _ => "see docs/ublk.md",
             };
-            Error::system(format!("cannot open {CONTROL_PATH}"), e).with_cure(cure)
+            Error::system(format!("cannot open {CONTROL_PATH}"), e).with_cure(hint)
         })?;
         let ring = IoUring::<Entry128, cqueue::Entry>::builder()
             .build(2)
-            .map_err(|e| Error::system("cannot set up io_uring for ublk's commands", e))?;
+            .map_err(|e| Error::system("cannot set up an io_uring for the commands of ublk", e))?;
         let privileged =
             capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
         Ok(ControlDevice { ring, file, privileged, pending: false })
     }
 
-    /// Whether this process may make devices with all that the kernel offers.
+    /// Whether this process has CAP_SYS_ADMIN, which the kernel demands for all features but unprivileged
+    /// devices.
     pub fn is_privileged(&self) -> bool {
         self.privileged
     }
@@ -98,14 +98,14 @@ impl ControlDevice {
     fn call(&mut self, call: Call<'_>) -> io::Result<()> {
         let Call { command, id, data, buffer, timeout } = call;
         if self.pending {
-            // Another ring, that a late answer is not taken for that of this command. The old one stays
-            // open: closing it would keep a processor busy until its command completes.
+            // A new ring, so that the late completion is not taken for that of this command. The old ring is
+            // leaked: closing it would keep a kernel worker busy until its command completes.
             let ring = IoUring::<Entry128, cqueue::Entry>::builder().build(2)?;
             std::mem::forget(std::mem::replace(&mut self.ring, ring));
             self.pending = false;
         }
-        // Others than root name the device by its path, for its permissions to be
-        // checked; nothing needs a device to exist to make one or to ask for features.
+        // A user without CAP_SYS_ADMIN names the device by its path, so that the kernel can check the
+        // permissions of the node. The two other commands do not act on an existing device.
         let names_device = command == abi::Control::GetDevInfo2
             || !self.privileged && !matches!(command, abi::Control::AddDev | abi::Control::GetFeatures);
         let path = if names_device { format!("{}\0", character_path(id)) } else { String::new() };
@@ -124,8 +124,8 @@ impl ControlDevice {
         bytes[..size_of::<ControlCommand>()].copy_from_slice(request.as_bytes());
         let fd = types::Fd(self.file.as_raw_fd());
         let entry = opcode::UringCmd80::new(fd, command as u32).cmd(bytes).build();
-        // SAFETY: the file is open as long as the ring; the memory is kept for good should the
-        // command not end.
+        // SAFETY: the file is open as long as the ring is. If the command does not complete in time, the
+        // memory is leaked.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
         match self.wait(timeout) {
             Ok(result) if result >= 0 => {
@@ -134,7 +134,7 @@ impl ControlDevice {
             }
             Ok(result) => Err(io::Error::from_raw_os_error(-result)),
             Err(error) => {
-                // The kernel may still write it.
+                // The kernel may still write to the memory.
                 std::mem::forget(memory);
                 self.pending = true;
                 Err(error)
@@ -142,10 +142,10 @@ impl ControlDevice {
         }
     }
 
-    /// Waits once more for a command without a buffer that did not complete in time.
+    /// Waits again for a command without a buffer that did not complete in time.
     ///
     /// # Errors
-    /// The kernel's error; [`io::ErrorKind::TimedOut`] if it still did not reply.
+    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`] if the command still has not completed.
     pub(super) fn wait_again(&mut self) -> io::Result<()> {
         let result = self.wait(STOP_TIMEOUT)?;
         self.pending = false;
@@ -171,38 +171,40 @@ impl ControlDevice {
         }
     }
 
-    /// Features of the kernel.
+    /// Reads the features of the kernel's ublk driver.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] before Linux 6.5, which does not report them.
+    /// [`ErrorKind::Unsupported`] before Linux 6.5, which has no such command.
     pub fn features(&mut self) -> Result<Features, Error> {
         let mut features = 0u64;
         let (command, buffer) = (abi::Control::GetFeatures, features.as_mut_bytes());
         let call = Call { command, id: abi::ANY_ID, data: 0, buffer, timeout: ANSWER_TIMEOUT };
         match self.call(call) {
             Ok(()) => Ok(Features::from_bits_retain(features)),
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => Err(failed("asking for the features", e)),
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => {
+                Err(failed("read the features of the driver", e))
+            }
             Err(_) => Err(Error::new(
                 ErrorKind::Unsupported,
-                "this kernel's ublk is too old; boot Linux 6.5 or newer",
+                "ublk of this kernel is too old; boot Linux 6.5 or newer",
             )),
         }
     }
 
-    /// Makes a device. The kernel changes `info` to what it became.
+    /// Creates a device. The kernel changes `info` to the values that it has chosen.
     ///
     /// # Errors
-    /// The kernel's error, or that it did not reply in time.
+    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`].
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> io::Result<()> {
         let id = info.dev_id;
         let command = abi::Control::AddDev;
         self.call(Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: START_TIMEOUT })
     }
 
-    /// The numbers of all devices, made by any user.
+    /// The numbers of all devices, including those of other users.
     ///
     /// # Errors
-    /// If the kernel's list cannot be read.
+    /// Returns the error of reading the kernel's list in /sys.
     pub fn devices(&self) -> Result<Vec<u32>, Error> {
         let list = match std::fs::read_dir(CLASS_PATH) {
             Ok(list) => list,
@@ -213,7 +215,7 @@ impl ControlDevice {
         Ok(list.filter_map(|entry| number(entry.ok()?.file_name())).collect())
     }
 
-    /// Information about device `id`; `None` if there is none.
+    /// Information about device `id`; `None` if there is no such device.
     ///
     /// # Errors
     /// The kernel's error.
@@ -223,7 +225,7 @@ impl ControlDevice {
             let call = Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: ANSWER_TIMEOUT };
             self.call(call)
         };
-        // For a device of another user the kernel wants the path, from root too.
+        // For a device that another user created, the kernel demands the path even from root.
         let answer = match ask(abi::Control::GetDevInfo) {
             Err(e) if e.raw_os_error() != Some(libc::ENODEV) => ask(abi::Control::GetDevInfo2),
             answer => answer,
@@ -231,19 +233,19 @@ impl ControlDevice {
         match answer {
             Ok(()) => Ok(Some(info)),
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(None),
-            Err(e) => Err(failed("asking for a device", e)),
+            Err(e) => Err(failed("read the state of a device", e)),
         }
     }
 
-    /// The processors whose I/O comes through queue `queue` of device `id`.
+    /// The CPUs whose I/O reaches the server through queue `queue` of device `id`.
     ///
     /// # Errors
-    /// The kernel's error; one is that it has more processors than fit.
+    /// Returns the kernel's error, for example `EINVAL` if its CPU mask is larger than a [`CpuSet`].
     pub fn affinity(&mut self, id: u32, queue: u16) -> Result<CpuSet, Error> {
         let mut mask = [0u8; MASK_BYTES];
         let (command, data) = (abi::Control::GetQueueAffinity, u64::from(queue));
         self.call(Call { command, id, data, buffer: &mut mask, timeout: ANSWER_TIMEOUT })
-            .map_err(|e| failed("asking for the processors of a queue", e))?;
+            .map_err(|e| failed("read the CPUs of a queue", e))?;
         let mut set = CpuSet::new();
         for cpu in 0..CpuSet::MAX_CPU {
             if mask[cpu / 8] & 1 << (cpu % 8) != 0 {
@@ -253,7 +255,7 @@ impl ControlDevice {
         Ok(set)
     }
 
-    /// Sets the parameters of device `id`, which is not started.
+    /// Sets the parameters of device `id`, which must not be started yet.
     ///
     /// # Errors
     /// The kernel's error.
@@ -261,10 +263,10 @@ impl ControlDevice {
         let mut parameters = *parameters;
         let (command, buffer) = (abi::Control::SetParams, parameters.as_mut_bytes());
         self.call(Call { command, id, data: 0, buffer, timeout: ANSWER_TIMEOUT })
-            .map_err(|e| failed("setting the parameters of a device", e))
+            .map_err(|e| failed("set the parameters of a device", e))
     }
 
-    /// The parameters of device `id`.
+    /// Reads the parameters of device `id`.
     ///
     /// # Errors
     /// The kernel's error.
@@ -273,12 +275,12 @@ impl ControlDevice {
         buffer[..4].copy_from_slice((size_of::<Parameters>() as u32).as_bytes());
         let command = abi::Control::GetParams;
         self.call(Call { command, id, data: 0, buffer: &mut buffer, timeout: ANSWER_TIMEOUT })
-            .map_err(|e| failed("asking for the parameters of a device", e))?;
-        Parameters::read_from_bytes(&buffer)
-            .map_err(|_| Error::new(ErrorKind::System, "ublk: the parameters have another size"))
+            .map_err(|e| failed("read the parameters of a device", e))?;
+        Parameters::read_from_bytes(&buffer).map_err(|_| {
+            Error::new(ErrorKind::System, "ublk: the kernel returned parameters of another size")
+        })
     }
 
-    /// A command with one argument and no buffer.
     fn plain(&mut self, command: abi::Control, id: u32, data: u64, timeout: Duration) -> io::Result<()> {
         self.call(Call { command, id, data, buffer: &mut [], timeout })
     }
@@ -291,11 +293,11 @@ impl ControlDevice {
         self.plain(abi::Control::StartDev, id, u64::from(pid), START_TIMEOUT)
     }
 
-    /// Gives a command that needs the number of a device only.
+    /// Issues a command whose only argument is the number of the device.
     ///
     /// # Errors
     /// The kernel's error.
-    pub(super) fn give(&mut self, what: Command, id: u32) -> io::Result<()> {
+    pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
         match what {
             STOP => self.stop(id),
             TRY_STOP => self.try_stop(id),
@@ -304,19 +306,20 @@ impl ControlDevice {
         }
     }
 
-    /// Makes it disappear. I/O in flight is waited for, later I/O fails.
+    /// Makes the block device disappear. The kernel waits for I/O in flight, and fails later I/O.
     fn stop(&mut self, id: u32) -> io::Result<()> {
         self.plain(abi::Control::StopDev, id, 0, STOP_TIMEOUT)
     }
 
-    /// As [`ControlDevice::stop`], unless the device is open
+    /// As [`ControlDevice::stop`], but fails with `EBUSY` if the block device is open
     /// ([`Features::SAFE_STOP_DEV`]).
     fn try_stop(&mut self, id: u32) -> io::Result<()> {
         self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT)
     }
 
-    /// Removes device `id`; that there is no such device is no error. One that is still
-    /// open is removed when it is closed: then this returns after a moment all the same.
+    /// Removes device `id`, and succeeds if there is no such device. While the character device is open the
+    /// kernel only marks the device for removal; then this returns after [`DELETE_TIMEOUT`], and the last
+    /// close removes the device.
     fn delete(&mut self, id: u32) -> io::Result<()> {
         match self.plain(abi::Control::DelDev, id, 0, DELETE_TIMEOUT) {
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
@@ -325,34 +328,34 @@ impl ControlDevice {
         }
     }
 
-    /// This process becomes the server of device `id`, whose own has exited.
+    /// Begins to take over device `id`, whose server has exited.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while the old one has not exited, and the kernel's error.
+    /// [`ErrorKind::Busy`] while the old server is still exiting, and the kernel's error.
     pub fn start_recovery(&mut self, id: u32) -> Result<(), Error> {
         self.plain(abi::Control::StartUserRecovery, id, 0, ANSWER_TIMEOUT)
-            .map_err(|e| failed("taking over a device", e))
+            .map_err(|e| failed("take over a device", e))
     }
 
-    /// This process serves device `id` from now on.
+    /// Completes the takeover: this process serves device `id` from now on.
     ///
     /// # Errors
     /// The kernel's error.
     pub fn end_recovery(&mut self, id: u32) -> Result<(), Error> {
         let pid = u64::from(std::process::id());
         self.plain(abi::Control::EndUserRecovery, id, pid, START_TIMEOUT)
-            .map_err(|e| failed("taking over a device", e))
+            .map_err(|e| failed("take over a device", e))
     }
 
-    /// Queues new requests to device `id` until another process serves it, and cancels the idle
-    /// commands of this one ([`Features::QUIESCE`]).
+    /// Makes new requests of device `id` wait until another process serves the device, and cancels the idle
+    /// commands of this process ([`Features::QUIESCE`]).
     ///
     /// # Errors
-    /// If it has no idle one for a second, and the kernel's error.
+    /// Returns the kernel's error, for example if a queue has no idle command for a second.
     pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
         let wait_ms = QUIESCE_WAIT.as_millis() as u64;
         self.plain(abi::Control::QuiesceDev, id, wait_ms, ANSWER_TIMEOUT)
-            .map_err(|e| failed("quiescing a device", e))
+            .map_err(|e| failed("quiesce a device", e))
     }
 
     /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]).
@@ -361,35 +364,39 @@ impl ControlDevice {
     /// The kernel's error.
     pub fn update_size(&mut self, id: u32, sectors: u64) -> Result<(), Error> {
         self.plain(abi::Control::UpdateSize, id, sectors, ANSWER_TIMEOUT)
-            .map_err(|e| failed("changing the size of a device", e))
+            .map_err(|e| failed("change the size of a device", e))
     }
 }
 
-/// Whether the running kernel has the driver as a module, which need not be loaded.
+/// Whether the driver is a module of the running kernel, loaded or not.
 fn has_module() -> bool {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let module = format!("/lib/modules/{}/kernel/drivers/block/ublk_drv.ko", release.trim());
     ["", ".xz", ".zst", ".gz"].iter().any(|end| Path::new(&format!("{module}{end}")).exists())
 }
 
-/// Why no device was made.
+/// The error of a failed [`ControlDevice::add`].
 pub(super) fn not_added(error: io::Error) -> Error {
     match error.raw_os_error() {
-        Some(libc::EACCES) => {
-            Error::system("cannot make a ublk device: the module's parameter ublks_max allows no more", error)
-                .with_cure("raise it, or export over NBD")
+        Some(libc::EACCES) => Error::system(
+            "cannot create a ublk device: the limit ublks_max of the module ublk_drv is reached",
+            error,
+        )
+        .with_cure("raise it in /sys/module/ublk_drv/parameters/ublks_max, or export over NBD"),
+        Some(libc::EPERM) => {
+            Error::system("cannot create a ublk device", error).with_cure("run this as root")
         }
-        Some(libc::EPERM) => Error::system("cannot make a ublk device", error).with_cure("become root"),
-        _ => failed("making a device", error),
+        _ => failed("create a device", error),
     }
 }
 
+/// The error of a command; `what` completes the sentence "ublk cannot".
 pub(super) fn failed(what: &str, error: io::Error) -> Error {
     if error.kind() == io::ErrorKind::TimedOut {
-        let message = format!("ublk: {what}: the kernel does not answer; see its log (dmesg)");
+        let message = format!("ublk cannot {what}: the kernel does not answer; see its log (dmesg)");
         return Error::new(ErrorKind::System, message);
     }
-    Error::system(format!("ublk: {what}"), error)
+    Error::system(format!("ublk cannot {what}"), error)
 }
 
 #[cfg(test)]
@@ -398,11 +405,11 @@ mod tests {
 
     use super::*;
 
-    /// A control device that has a command until `event` is written.
+    /// A control device with a command that completes when `event` is written.
     fn busy(event: &impl AsRawFd) -> ControlDevice {
         let mut ring = IoUring::<Entry128, cqueue::Entry>::builder().build(2).unwrap();
         let poll = opcode::PollAdd::new(types::Fd(event.as_raw_fd()), libc::POLLIN as u32).build();
-        // SAFETY: the descriptor is open as long as the ring, or leaked with it.
+        // SAFETY: the descriptor stays open as long as the ring, or both are leaked.
         unsafe { ring.submission().push(&poll.into()) }.unwrap();
         let file = File::open("/dev/zero").unwrap();
         ControlDevice { ring, file, privileged: true, pending: true }

@@ -1,4 +1,4 @@
-//! How the data of requests moves between the pages of the kernel's request and the driver.
+//! How the data of a request moves between the pages of the kernel's request and the driver of the disk.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,21 +7,21 @@ use blkq::{Error, ErrorKind, QueueLimits};
 
 use super::abi::Features;
 
-/// The side that copies the data of a device.
+/// Which side copies the data of a device's requests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CopyMode {
-    /// The kernel, between the pages and a buffer of each tag, as it hands a request over and takes
-    /// it back.
+    /// The kernel copies between the pages and a buffer that each tag has: the data of a write before the
+    /// server gets the request, the data of a read when the server completes it.
     Kernel,
-    /// This process, by reading and writing the character device: buffers are for what is in
-    /// flight.
+    /// This process copies, by reading and writing the character device. It needs buffers only for requests
+    /// in flight.
     User,
-    /// Nobody: the driver does its I/O on the pages (Linux 6.16).
+    /// Neither side copies: the driver does its I/O on the pages of the request (Linux 6.16).
     None,
 }
 
 impl CopyMode {
-    /// As it is written on the command line.
+    /// The name of the mode in options and settings.
     pub fn name(self) -> &'static str {
         match self {
             CopyMode::Kernel => "kernel",
@@ -30,7 +30,8 @@ impl CopyMode {
         }
     }
 
-    /// The features of a device that works so. This process copies whatever the kernel cannot register.
+    /// The features of a device with this mode. With [`CopyMode::None`], too, this process copies the data of
+    /// requests whose pages the kernel cannot register.
     pub(super) fn features(self) -> Features {
         match self {
             CopyMode::Kernel => Features::empty(),
@@ -39,7 +40,7 @@ impl CopyMode {
         }
     }
 
-    /// How a device with `features` works.
+    /// The mode of a device that was created with `features`.
     pub(super) fn of(features: Features) -> CopyMode {
         if features.contains(Features::AUTO_BUF_REG) {
             CopyMode::None
@@ -50,7 +51,8 @@ impl CopyMode {
         }
     }
 
-    /// The reason why a device of a disk with `limits` cannot work so, if there is one.
+    /// Why a device of a disk with `limits` cannot use this mode; `None` if it can. The parameters are as in
+    /// [`CopyMode::choose`].
     fn obstacle(
         self,
         kernel: Features,
@@ -61,25 +63,27 @@ impl CopyMode {
         if self == CopyMode::Kernel {
             None
         } else if !privileged {
-            Some("only root may keep the kernel from copying")
+            Some("only root may use the copy modes user and none")
         } else if self == CopyMode::None && !kernel.contains(Features::AUTO_BUF_REG) {
             Some("this kernel's ublk cannot register the pages of requests (Linux 6.16 and newer can)")
         } else if self == CopyMode::None && !limits.kernel_pages {
-            Some("the driver reads the data, or has no file to write it to")
+            Some("the driver processes the data in memory, which needs a copy")
         } else if self == CopyMode::None && !buffers {
             Some(
-                "the ring got no table of registered buffers, for lack of memory or by the limit of locked memory",
+                "the ring has no table of registered buffers, because the memory or the limit of locked memory is too small",
             )
         } else {
             None
         }
     }
 
-    /// How a device of a disk with `limits` is to work: as `wanted`, or in the best way, and then
-    /// why in no better one. `buffers`: whether the rings of all queues have room for its pages.
+    /// Chooses the mode for a device of a disk with `limits`: the mode `wanted`, or else the best one,
+    /// together with the reason if that is not [`CopyMode::None`]. `kernel`: features of the kernel.
+    /// `privileged`: whether this process has CAP_SYS_ADMIN. `buffers`: whether the rings of all queues have
+    /// room for the pages of all tags.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if it cannot work as wanted.
+    /// [`ErrorKind::Unsupported`] if a device cannot use the mode `wanted`.
     pub(super) fn choose(
         wanted: Option<CopyMode>,
         kernel: Features,
@@ -120,7 +124,7 @@ impl FromStr for CopyMode {
     fn from_str(text: &str) -> Result<CopyMode, Error> {
         let all = [CopyMode::Kernel, CopyMode::User, CopyMode::None];
         all.into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("data is copied by kernel, user or none, not {text:?}"))
+            Error::new(ErrorKind::Invalid, format!("the copy mode is kernel, user or none, not {text:?}"))
         })
     }
 }
@@ -130,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_best_way_that_kernel_user_and_driver_allow_is_taken() {
+    fn the_best_mode_that_kernel_user_and_driver_allow_is_chosen() {
         let file = QueueLimits { kernel_pages: true, ..QueueLimits::default() };
         let memory = QueueLimits::default();
         let (old, new) = (Features::USER_COPY, Features::USER_COPY | Features::AUTO_BUF_REG);
@@ -171,7 +175,7 @@ mod tests {
         assert!(why.unwrap().contains("locked memory"));
         let refused = choose(Some(CopyMode::None)).unwrap_err().to_string();
         assert!(
-            refused.starts_with("copy mode none: the ring got no table of registered buffers"),
+            refused.starts_with("copy mode none: the ring has no table of registered buffers"),
             "{refused}"
         );
         for mode in [CopyMode::Kernel, CopyMode::User] {

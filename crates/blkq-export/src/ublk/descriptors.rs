@@ -1,4 +1,4 @@
-//! The descriptors of a queue: memory that the kernel writes, and shows to its server.
+//! The request descriptors of a queue: an array that the kernel writes, and that the server maps read-only.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -10,7 +10,7 @@ use super::abi::{IoDescriptor, QUEUE_DEPTH_MAX};
 
 const PAGE_BYTES: usize = 4096;
 
-/// The descriptors of one queue, by tag.
+/// The mapped descriptors of one queue, indexed by tag.
 pub(super) struct Descriptors {
     memory: NonNull<IoDescriptor>,
     depth: u16,
@@ -21,14 +21,14 @@ impl Descriptors {
         (usize::from(depth) * size_of::<IoDescriptor>()).next_multiple_of(PAGE_BYTES)
     }
 
-    /// Maps those of `queue`, of `depth` tags, from the character device.
+    /// Maps the descriptors of `queue`, which has `depth` tags, from the character device.
     ///
     /// # Errors
-    /// The kernel's error.
+    /// Returns the error of mmap(2).
     pub fn map(file: &File, queue: u16, depth: u16) -> Result<Descriptors, Error> {
-        // UBLKSRV_CMD_BUF_OFFSET is 0, and every queue has room for the largest depth.
+        // UBLKSRV_CMD_BUF_OFFSET is 0, and the kernel reserves room for the largest depth for each queue.
         let offset = usize::from(queue) * Self::bytes(QUEUE_DEPTH_MAX);
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
+        // SAFETY: the kernel chooses the address of the new mapping, so no existing memory changes.
         let memory = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -41,24 +41,25 @@ impl Descriptors {
         };
         match NonNull::new(memory) {
             Some(mapped) if memory != libc::MAP_FAILED => Ok(Descriptors { memory: mapped.cast(), depth }),
-            _ => Err(Error::system("cannot map the queue of a ublk device", std::io::Error::last_os_error())),
+            _ => Err(Error::system("cannot map a queue of the ublk device", std::io::Error::last_os_error())),
         }
     }
 
-    /// The request of `tag`, whose command has completed.
+    /// Reads the request of `tag`. The command of the tag must have completed.
     #[inline]
     pub fn read(&self, tag: u16) -> IoDescriptor {
         assert!(tag < self.depth);
-        // SAFETY: inside the mapping, which lives as long as `self`. The kernel wrote it before it
-        // completed the command, whose completion was read with acquire ordering, and writes it
-        // again only after the next command; volatile, for the compiler knows nothing of that.
+        // SAFETY: the descriptor is inside the mapping, which exists as long as `self`. The kernel wrote the
+        // descriptor before it completed the command, and the ring read that completion with acquire
+        // ordering. The kernel writes the descriptor again only after the next command of the tag. Volatile,
+        // because the compiler cannot see the kernel's writes.
         unsafe { self.memory.add(usize::from(tag)).read_volatile() }
     }
 }
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: mapped in `map` with this very size, and nobody has a reference into it.
+        // SAFETY: `map` created this mapping with the same size, and there are no references into it.
         unsafe { libc::munmap(self.memory.as_ptr().cast(), Self::bytes(self.depth)) };
     }
 }

@@ -1,4 +1,4 @@
-//! The life of a device: made, started, taken over, stopped, removed.
+//! Creates, starts, takes over, stops and removes a device.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,59 +14,60 @@ use super::abi::{ANY_ID, DeviceInfo, Features, QUEUE_DEPTH_MAX};
 use super::command::{Command, DELETE, STOP};
 use super::control::{ControlDevice, character_path};
 use super::copy::CopyMode;
-use super::identity::{Identity, give_commands, stop};
+use super::identity::{Identity, issue_commands, stop};
 use super::idle::IdleWatch;
 use super::parameters::{REQUEST_MAX_BYTES, parameters};
 use super::setup::SetupProcess;
 use super::source::{QueueOptions, QueueSource, RefusedCommand, Shared};
 use super::usage;
 
-/// How long a device node may take to appear and to be made accessible: devtmpfs is prompt,
-/// udev is not.
+/// Time that a device node may take to appear and to become accessible: devtmpfs creates it immediately, but
+/// udev sets its permissions later.
 const NODE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the old server of a device may take to exit: its I/O in flight completes first.
+/// Time that the old server of a device may take to exit, which it does after its I/O in flight has
+/// completed.
 const TAKE_OVER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a server that leaves may take to complete its requests.
+/// Time that a server that hands its device over may take to complete its requests.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How a device is made.
+/// The options of a new device.
 pub struct UblkOptions {
-    /// Which one it will be.
+    /// The identity that the state file recorded for the device.
     pub identity: Identity,
-    /// Whether it outlives this process, where the kernel and the user's rights allow it.
+    /// Whether the device stays when this process exits, so that another can take it over. Ignored if the
+    /// kernel or the privileges of this process do not allow it.
     pub recoverable: bool,
-    /// Whether the kernel scans for partitions, which it does for root only.
+    /// Whether the kernel scans for partitions. It does so only if root serves the device.
     pub partscan: bool,
-    /// How data moves; `None` for the best way.
+    /// Which side copies the data; `None` for the best mode that is possible.
     pub copy: Option<CopyMode>,
-    /// As many engines serve each queue, at least 1; more only with [`Features::PER_IO_DAEMON`].
+    /// Number of engines that serve each queue, at least 1; more only with [`Features::PER_IO_DAEMON`].
     pub threads_per_queue: u16,
-    /// Makes it, and makes it appear.
+    /// The process that creates, starts, stops and removes the device.
     pub setup: SetupProcess,
-    /// Watches its users, and writes back what they wrote.
+    /// The process that detects users of the device, and writes back what they wrote.
     pub users: IdleWatch,
-    /// An eventfd that does not block, written when [`UblkDevice::failure`] has something.
+    /// A non-blocking eventfd that is written when [`UblkDevice::failure`] has an error.
     pub failure_event: Arc<OwnedFd>,
 }
 
-/// A device, served by this process.
+/// A device that this process serves.
 pub struct UblkDevice {
     identity: Identity,
-    /// Features of the kernel.
-    kernel: Features,
+    kernel_features: Features,
     info: DeviceInfo,
     threads_per_queue: u16,
-    /// Why its data moves in no better way, if that was to be chosen.
+    /// Why the data is copied although no copy mode was requested.
     copied_because: Option<&'static str>,
     serving: Mutex<Option<Serving>>,
-    /// Stops and removes it.
+    /// The process that stops and removes the device.
     setup: Mutex<SetupProcess>,
-    /// Locked while the device is claimed: two cannot claim it at once.
+    /// The lock is held while this process claims the device, because a second claim would find it in use.
     users: Mutex<IdleWatch>,
 }
 
-/// While this exists, the users of the device are not scanned.
+/// Pauses the scans for users of the device until it is dropped: a scan claims the device for a moment.
 #[derive(Debug)]
 struct Paused<'a>(MutexGuard<'a, IdleWatch>);
 
@@ -76,43 +77,43 @@ impl Drop for Paused<'_> {
     }
 }
 
-/// A block device that nobody uses, nor can mount until this is dropped.
+/// A block device that is not in use. No process can mount it until this is dropped.
 #[derive(Debug)]
 pub struct Claimed<'a> {
     _claim: File,
     _paused: Paused<'a>,
 }
 
-/// The part of a device that stops with its server.
+/// The part of a device that ends when this process stops to serve it.
 struct Serving {
     shared: Arc<Shared>,
     sources: Vec<(EngineHandle, SourceId)>,
 }
 
-/// Whether the ring of each of `engines` has slots for the pages of `requests`.
+/// Whether the ring of each of `engines` has registered buffers for the pages of `requests` requests.
 fn has_kernel_buffers(engines: &[EngineHandle], requests: u16) -> bool {
     engines.iter().all(|engine| engine.kernel_buffers() >= requests)
 }
 
-/// Rejects no thread for a queue, and several where the kernel takes a queue's commands from one only.
+/// Rejects 0 threads, and more than 1 if the kernel accepts the commands of a queue from one thread only.
 fn check_threads(kernel: Features, threads_per_queue: u16) -> Result<(), Error> {
     match threads_per_queue {
-        0 => Err(Error::new(ErrorKind::Invalid, "ublk: a queue needs a thread")),
+        0 => Err(Error::new(ErrorKind::Invalid, "ublk: each queue needs at least 1 thread")),
         1 => Ok(()),
         _ if kernel.contains(Features::PER_IO_DAEMON) => Ok(()),
         _ => Err(Error::new(
             ErrorKind::Unsupported,
-            "this kernel's ublk has one thread serve a queue (Linux 6.16 and newer allow several)",
+            "several threads for each ublk queue need Linux 6.16 or newer",
         )),
     }
 }
 
 impl UblkDevice {
-    /// Makes a device of `disk` and serves it on `engines`: as many of them as each queue has threads
-    /// are for the first queue, and so on.
+    /// Creates a device of `disk` and serves it on `engines`. The first `threads_per_queue` engines serve the
+    /// first queue, the next ones the second queue, and so on.
     ///
     /// # Errors
-    /// Whatever keeps it from being usable; nothing is left of it then.
+    /// Returns the error of the first step that fails. The device is then removed again.
     pub fn start(
         disk: &Arc<Disk>,
         engines: &[EngineHandle],
@@ -130,7 +131,7 @@ impl UblkDevice {
         let parameters = parameters(&limits, copy)?;
         let recovery = Features::USER_RECOVERY | Features::USER_RECOVERY_REISSUE | Features::QUIESCE;
         let recovery = if recoverable { recovery } else { Features::empty() };
-        let wanted = match control.is_privileged() {
+        let requested = match control.is_privileged() {
             true => kernel & (recovery | Features::UPDATE_SIZE | Features::SAFE_STOP_DEV),
             false => Features::UNPRIVILEGED_DEV,
         };
@@ -139,14 +140,15 @@ impl UblkDevice {
             queue_depth: depth,
             max_io_buf_bytes: REQUEST_MAX_BYTES,
             dev_id: ANY_ID,
-            flags: (wanted | copy.features() | Features::CMD_IOCTL_ENCODE).bits(),
+            flags: (requested | copy.features() | Features::CMD_IOCTL_ENCODE).bits(),
             ublksrv_flags: identity.cookie,
             ..DeviceInfo::default()
         };
         setup.add(&mut info)?;
         let device = UblkDevice::new(kernel, info, threads_per_queue, setup, users);
         let device = UblkDevice { copied_because: because, ..device };
-        // Others than root may do nothing with the device before udev has given it to them.
+        // A user other than root cannot use the device before udev has given the node to that user, so the
+        // node is opened first.
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
             .and_then(|file| device.serve(&mut control, file, engines, partscan, failure_event))
@@ -155,20 +157,20 @@ impl UblkDevice {
         match started {
             Ok(()) => Ok(device),
             Err(error) => {
-                // The error reports why it did not start.
-                let mut give = |command| control.give(command, info.dev_id);
-                let _ = give_commands(&mut give, &[STOP]).and_then(|()| device.delete(give));
+                // `error` is the cause. A failure of the clean-up would hide it.
+                let mut issue = |command| control.issue(command, info.dev_id);
+                let _ = issue_commands(&mut issue, &[STOP]).and_then(|()| device.delete(issue));
                 Err(error)
             }
         }
     }
 
-    /// Takes over the device `identity`, whose server has exited or is exiting: its I/O in flight is
-    /// reissued to this process.
+    /// Takes over the device `identity`, whose server has exited or is exiting. The kernel reissues the
+    /// server's I/O in flight to this process.
     ///
     /// # Errors
-    /// [`ErrorKind::Mismatch`] if the disk is not what the device was made of; that the server does not
-    /// exit within 30 seconds, and the kernel's error. The device stays as it was.
+    /// [`ErrorKind::Mismatch`] if the disk does not fit the device; an error if the server does not exit
+    /// within 30 seconds, and the kernel's error. The device then still waits for a server.
     pub fn take_over(
         identity: Identity,
         disk: &Arc<Disk>,
@@ -184,35 +186,38 @@ impl UblkDevice {
         let unusable = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
         let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
-            return unusable(ErrorKind::Mismatch, "the device was made without recovery");
+            return unusable(ErrorKind::Mismatch, "the device was created without recovery");
         }
         if usize::from(info.nr_hw_queues) * usize::from(threads_per_queue) > engines.len() {
-            return unusable(ErrorKind::Mismatch, "the device has more queues than the disk");
+            return unusable(ErrorKind::Mismatch, "the device has more queues than there are engines");
         }
         let limits = disk.limits();
         let copy = CopyMode::of(Features::from_bits_retain(info.flags));
         if copy == CopyMode::None && !limits.kernel_pages {
             return unusable(
                 ErrorKind::Mismatch,
-                "its data is not copied, and the driver cannot do that now",
+                "the device has copy mode none, which the driver of the image does not support",
             );
         }
         let buffers = has_kernel_buffers(engines, info.queue_depth.div_ceil(threads_per_queue));
         if copy == CopyMode::None && !buffers {
             return unusable(
                 ErrorKind::Unsupported,
-                "its data is not copied, and the ring got no table of registered buffers; raise the limit of \
+                "the device has copy mode none, but the ring has no table of registered buffers; raise the limit of \
                  locked memory",
             );
         }
         let (was, is) = (control.parameters(identity.id)?.basic, parameters(&limits, copy)?.basic);
         if was.logical_bs_shift != is.logical_bs_shift {
-            return unusable(ErrorKind::Mismatch, "the image now has other blocks than the device");
+            return unusable(
+                ErrorKind::Mismatch,
+                "the logical block size of the image is not that of the device",
+            );
         }
         if was.dev_sectors > is.dev_sectors {
             return unusable(
                 ErrorKind::Mismatch,
-                "the image is now smaller than the device; make it as large as it was",
+                "the image is smaller than the device; enlarge it to the size of the device",
             );
         }
         let until = Instant::now() + TAKE_OVER_TIMEOUT;
@@ -230,7 +235,7 @@ impl UblkDevice {
     }
 
     fn new(
-        kernel: Features,
+        kernel_features: Features,
         info: DeviceInfo,
         threads_per_queue: u16,
         setup: SetupProcess,
@@ -239,7 +244,16 @@ impl UblkDevice {
         let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
         let (copied_because, serving) = (None, Mutex::new(None));
         let (setup, users) = (Mutex::new(setup), Mutex::new(users));
-        UblkDevice { identity, kernel, info, threads_per_queue, copied_because, serving, setup, users }
+        UblkDevice {
+            identity,
+            kernel_features,
+            info,
+            threads_per_queue,
+            copied_because,
+            serving,
+            setup,
+            users,
+        }
     }
 
     fn users(&self) -> MutexGuard<'_, IdleWatch> {
@@ -256,7 +270,7 @@ impl UblkDevice {
         self.setup.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the engines fetch from the queues of the character device.
+    /// Adds a source to each engine, which fetches requests from its queue of the character device.
     fn serve(
         &self,
         control: &mut ControlDevice,
@@ -270,11 +284,11 @@ impl UblkDevice {
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         let serving = serving.insert(Serving { shared: shared.clone(), sources: Vec::new() });
         let threads = self.threads_per_queue;
-        let places =
+        let assignments =
             (0..self.info.nr_hw_queues).flat_map(|queue| (0..threads).map(move |thread| (queue, thread)));
-        for ((queue, thread), engine) in places.zip(engines) {
-            // An old kernel or a large machine: then it runs anywhere, and so do threads that would be
-            // in each other's way.
+        for ((queue, thread), engine) in assignments.zip(engines) {
+            // The thread runs on any CPU if the kernel does not report the CPUs of the queue, and if there
+            // are more threads than CPUs, because threads that share a CPU delay each other.
             let processors = control.affinity(id, queue).unwrap_or_else(|_| CpuSet::new());
             let crowded = processors.count() < u32::from(threads);
             let options = QueueOptions {
@@ -289,7 +303,7 @@ impl UblkDevice {
             };
             let make = move || {
                 if !partscan {
-                    distrust_this_thread();
+                    drop_sys_admin();
                 }
                 Box::new(QueueSource::new(options)) as Box<dyn Source>
             };
@@ -298,17 +312,17 @@ impl UblkDevice {
         Ok(())
     }
 
-    /// Why a queue lost a tag, if one did: the kernel refused its command, and never completes what
-    /// it has in flight there unless another server takes the device over.
+    /// Why a queue has lost a tag, if one has: the kernel refused the command of the tag. The kernel never
+    /// completes a request of that tag until another server takes the device over.
     pub fn failure(&self) -> Option<Error> {
         let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
         let RefusedCommand { queue, tag, errno } = *serving.as_ref()?.shared.refused.get()?;
         let what =
-            format!("{}: the kernel refused the command of tag {tag} of queue {queue}", self.identity.path());
+            format!("{}: the kernel refused the command of queue {queue}, tag {tag}", self.identity.path());
         Some(Error::system(what, io::Error::from_raw_os_error(errno)))
     }
 
-    /// The reason of the queues, if they have one, for an error of the whole.
+    /// Replaces `error` by the failure of a queue, if there is one, because that is the cause.
     fn explain(&self, error: Error) -> Error {
         self.failure().unwrap_or(error)
     }
@@ -318,7 +332,7 @@ impl UblkDevice {
         let until = Instant::now() + NODE_TIMEOUT;
         while !std::path::Path::new(&path).exists() {
             if Instant::now() > until {
-                let message = format!("{path} does not appear; mount a devtmpfs on /dev, or run udev");
+                let message = format!("{path} did not appear; mount a devtmpfs on /dev, or run udev");
                 return Err(Error::new(ErrorKind::System, message));
             }
             std::thread::sleep(POLL_INTERVAL);
@@ -326,27 +340,26 @@ impl UblkDevice {
         Ok(())
     }
 
-    /// Which device it is.
+    /// The number of the device and the cookie that the kernel stores with it.
     pub fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// Whether it passes pages that no thread of this process reaches ([`CopyMode::None`]).
+    /// Whether requests refer to pages that this process cannot read or write ([`CopyMode::None`]).
     pub fn passes_kernel_pages(&self) -> bool {
         self.copy() == CopyMode::None
     }
 
-    /// How its data moves.
     fn copy(&self) -> CopyMode {
         CopyMode::of(Features::from_bits_retain(self.info.flags))
     }
 
-    /// Whether another process may take it over.
+    /// Whether another process can take the device over.
     pub fn is_recoverable(&self) -> bool {
         self.info.flags & Features::USER_RECOVERY.bits() != 0
     }
 
-    /// Facts for `show`.
+    /// Queues, depth, copy mode and recovery in a line, for users.
     pub fn describe(&self) -> String {
         let DeviceInfo { nr_hw_queues, queue_depth, .. } = self.info;
         let queues = if nr_hw_queues == 1 { "queue" } else { "queues" };
@@ -362,28 +375,31 @@ impl UblkDevice {
         )
     }
 
-    /// Stops and removes the device: it is removed when this returns. Without `force` not if it is in use; with it,
-    /// what is written so far is written back if that takes a moment only, and later I/O fails.
+    /// Stops and removes the device; it is removed when this returns. Without `force` this fails if the
+    /// device is in use. With `force`, the kernel writes back cached data if that takes at most a few
+    /// seconds, and fails later I/O.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if it is in use; the device keeps running. The kernel's error.
+    /// [`ErrorKind::Busy`] if the device is in use; it keeps running then. Otherwise the kernel's error.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         let mut paused = self.pause_watch();
-        // Neither by this process: the kernel would wait for its I/O, and its exit for the kernel.
+        // Other processes write back and stop the device. A thread of this one would wait for I/O that the
+        // process itself serves, and could not be killed, because the kernel aborts that I/O only when the
+        // last thread has exited.
         if force {
             paused.0.write_back(self.identity.id);
         }
         let mut setup = self.setup();
-        let mut give = |command| setup.give(command, self.identity.id);
-        stop(&mut give, self.identity.id, self.kernel, force)?;
-        self.delete(give)
+        let mut issue = |command| setup.issue(command, self.identity.id);
+        stop(&mut issue, self.identity.id, self.kernel_features, force)?;
+        self.delete(issue)
     }
 
-    /// While that is `on`, has the event of [`IdleWatch`] written when nobody uses the device any more.
-    /// Users from before it is on count if they still are.
+    /// While `on`, the event of [`IdleWatch`] is written when the device has no users any longer. Users from
+    /// before the call count if they still use the device.
     ///
     /// # Errors
-    /// If its users cannot be seen.
+    /// Returns the error of the process that scans for users, for example if it cannot read the node.
     pub fn watch_users(&self, on: bool) -> Result<(), Error> {
         let mut users = self.users();
         if !on {
@@ -391,12 +407,14 @@ impl UblkDevice {
             return Ok(());
         }
         let path = self.identity.path();
-        users.start(self.identity.id).map_err(|e| Error::system(format!("cannot see the users of {path}"), e))
+        users
+            .start(self.identity.id)
+            .map_err(|e| Error::system(format!("cannot scan for users of {path}"), e))
     }
 
-    /// Before this process exits and leaves the device to the next server: has new requests wait,
-    /// where the kernel can (Linux 6.16), and those at `disk` complete. Those that do not, within 5 seconds,
-    /// are reissued.
+    /// Prepares this process for its exit, after which another server takes the device over. New requests
+    /// wait in the kernel if it can do that (Linux 6.16), and the requests at `disk` complete. The kernel
+    /// reissues those that do not complete within 5 seconds to the next server.
     pub fn quiesce(&self, disk: &Disk) {
         let quiesced = self.info.flags & Features::QUIESCE.bits() != 0
             && ControlDevice::open().and_then(|mut control| control.quiesce(self.identity.id)).is_ok();
@@ -406,40 +424,40 @@ impl UblkDevice {
         }
     }
 
-    /// Removes the device, which is stopped.
-    fn delete(&self, give: impl FnMut(Command) -> io::Result<()>) -> Result<(), Error> {
+    /// Removes the device, which must be stopped.
+    fn delete(&self, issue: impl FnMut(Command) -> io::Result<()>) -> Result<(), Error> {
         let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Serving { shared, sources }) = serving {
-            // The kernel has completed all commands, or is about to.
+            // The device is stopped, so the kernel has completed all commands, or is about to.
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
             drop(shared);
         }
-        give_commands(give, &[DELETE])
+        issue_commands(issue, &[DELETE])
     }
 
+    /// Checks whether the kernel can resize the device.
+    ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the size of the device cannot change while it is in use.
     pub fn check_resizable(&self) -> Result<(), Error> {
-        if self.kernel.contains(Features::UPDATE_SIZE) {
+        if self.kernel_features.contains(Features::UPDATE_SIZE) {
             return Ok(());
         }
-        let message = format!(
-            "{}: this kernel cannot resize a ublk device that is in use (Linux 6.16 and newer can)",
-            self.identity.path()
-        );
+        let message =
+            format!("{}: resizing a ublk device in use needs Linux 6.16 or newer", self.identity.path());
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
-    /// Claims the block device until what this returns is dropped, so that nobody mounts it meanwhile.
+    /// Claims the block device, so that no other process can mount it, until the returned value is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if it is in use, as far as this process sees.
+    /// [`ErrorKind::Busy`] if the device is in use, as far as this process can see.
     pub fn claim(&self) -> Result<Claimed<'_>, Error> {
         let paused = self.pause_watch();
         Ok(Claimed { _claim: usage::claim(&self.identity.path())?, _paused: paused })
     }
 
-    /// Passes a new size in bytes to the kernel.
+    /// Sets the size of the device in bytes.
     ///
     /// # Errors
     /// As [`UblkDevice::check_resizable`], and the kernel's error.
@@ -448,11 +466,11 @@ impl UblkDevice {
         ControlDevice::open()?.update_size(self.identity.id, bytes >> 9)
     }
 
-    /// Makes the kernel refuse writes, or take them again.
+    /// Makes the kernel reject or accept writes to the device.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if the device was made read-only and cannot change, and the kernel's
-    /// error.
+    /// [`ErrorKind::Unsupported`] if the device was created read-only, which the kernel does not change, and
+    /// the kernel's error.
     pub fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         let path = self.identity.path();
         let set = || {
@@ -471,48 +489,50 @@ impl UblkDevice {
         match set() {
             Ok(now) if now == read_only => Ok(()),
             Ok(_) => {
-                let message = format!("the kernel keeps {path} read-only, as it was made");
+                let message = format!("{path} was created read-only, and the kernel does not change that");
                 Err(Error::new(ErrorKind::Unsupported, message))
             }
-            Err(e) => Err(Error::system(format!("cannot change whether {path} is read-only"), e)),
+            Err(e) => Err(Error::system(
+                format!("cannot make {path} {}", if read_only { "read-only" } else { "writable" }),
+                e,
+            )),
         }
     }
 }
 
-/// The kernel scans for partitions, now or when it is asked to, on devices only that threads with
-/// CAP_SYS_ADMIN serve (`GD_SUPPRESS_PART_SCAN`). Serving needs none of it.
-fn distrust_this_thread() {
+/// Drops CAP_SYS_ADMIN from this thread, which does not need it to serve. If a thread that serves a device
+/// lacks it, the kernel never scans the device for partitions (`GD_SUPPRESS_PART_SCAN`), not even on request.
+fn drop_sys_admin() {
     if let Ok(mut sets) = capabilities(None)
         && sets.effective.contains(CapabilitySet::SYS_ADMIN)
     {
         sets.effective.remove(CapabilitySet::SYS_ADMIN);
-        // Of the capabilities it has, any may be absent.
+        // A failure means only that the kernel scans for partitions.
         let _ = set_capabilities(None, sets);
     }
 }
 
-/// `BLKROSET` of linux/fs.h.
+// From linux/fs.h.
 const BLKROSET: libc::Ioctl = 0x125d;
-/// `BLKROGET` of linux/fs.h.
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// Opens a character device as soon as it is there and udev has given it to the user.
+/// Opens a character device. Waits until the node exists and udev has given it to the user.
 fn open_node(path: &str) -> Result<File, Error> {
     let until = Instant::now() + NODE_TIMEOUT;
     loop {
-        // Without O_NONBLOCK io_uring would have a worker of its own read and write it.
+        // Without O_NONBLOCK, io_uring would read and write the device on a kernel worker thread.
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         match OpenOptions::new().read(true).write(true).custom_flags(flags).open(path) {
             Ok(file) => return Ok(file),
             Err(e) if Instant::now() > until => {
-                let cure = match e.kind() {
+                let hint = match e.kind() {
                     io::ErrorKind::NotFound => "mount a devtmpfs on /dev, or run udev",
                     io::ErrorKind::PermissionDenied => {
-                        "become root, or install the udev rules of docs/ublk.md"
+                        "run this as root, or install the udev rules of docs/ublk.md"
                     }
                     _ => "see docs/ublk.md",
                 };
-                return Err(Error::system(format!("cannot open {path}"), e).with_cure(cure));
+                return Err(Error::system(format!("cannot open {path}"), e).with_cure(hint));
             }
             Err(_) => std::thread::sleep(POLL_INTERVAL),
         }

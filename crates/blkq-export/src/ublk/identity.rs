@@ -1,4 +1,4 @@
-//! Which device it is, whether or not it has a server, and how it is stopped and removed.
+//! Identifies a device, with or without a server, and stops and removes it.
 
 use std::io;
 use std::path::Path;
@@ -12,35 +12,35 @@ use super::control::{ControlDevice, block_path, failed};
 use super::setup::SetupProcess;
 use super::usage;
 
-/// Which device it is, for longer than its server lives.
+/// Identifies a device, also after its server has exited.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Identity {
-    /// The number N of `/dev/ublkbN`; [`u32::MAX`] of one that is about to be made, whose number
-    /// only the kernel knows.
+    /// The number N of `/dev/ublkbN`. [`u32::MAX`] for a device that is about to be created, because the
+    /// kernel chooses the number.
     pub id: u32,
-    /// Kept by the kernel with the device: another one that got the same number has another.
+    /// A number that the kernel stores with the device. A later device with the same `id` has another cookie.
     pub cookie: u64,
 }
 
 impl Identity {
-    /// Of a device that is about to be made: written down before, so that it is found if its server
-    /// is killed meanwhile.
+    /// The identity of a device that is about to be created. The state file records it before the device
+    /// exists, so that the device is found if its server is killed in between.
     pub fn of_new() -> Identity {
-        // Differs between any two devices that live between two boots.
+        // No two devices of the same boot have the same value.
         Identity { id: ANY_ID, cookie: monotonic_ns() }
     }
 
-    /// The block device.
+    /// Path of the block device.
     pub fn path(&self) -> String {
         block_path(self.id)
     }
 
-    /// The kernel's information about the device; `None` if there is no such device.
+    /// Reads the kernel's information about the device; `None` if there is no such device.
     pub(super) fn info(&self, control: &mut ControlDevice) -> Result<Option<DeviceInfo>, Error> {
         let ids = if self.id == ANY_ID { control.devices()? } else { vec![self.id] };
         for id in ids {
             let info = match control.info(id) {
-                // The device of another user is none of ours.
+                // A device that another user created is not this one.
                 Err(e) if self.id == ANY_ID && e.kind() == ErrorKind::Denied => continue,
                 info => info?,
             };
@@ -51,15 +51,15 @@ impl Identity {
         Ok(None)
     }
 
-    /// The device with its number, if it waits for a new server. A device whose server has exited and
-    /// that waits for none is removed.
+    /// The device with its number, if it waits for a new server. If its server has exited and no other can
+    /// take the device over, this removes the device.
     ///
     /// # Errors
-    /// If the kernel cannot be asked, or does not remove it.
+    /// Returns the kernel's error of the query or of the removal.
     pub fn survivor(&self) -> Result<Option<Identity>, Error> {
         let mut control = match ControlDevice::open() {
             Ok(control) => control,
-            // The driver was unloaded, and that it is only without devices.
+            // The driver is not loaded, so there are no devices.
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(e),
         };
@@ -68,16 +68,16 @@ impl Identity {
         if is_recoverable(&info) {
             return Ok(Some(Identity { id, cookie: self.cookie }));
         }
-        // It was never started; or the kernel has stopped the block device, and leaves the character
-        // device.
-        let give = |command| control.give(command, id);
-        give_commands(give, &[STOP, DELETE]).map(|()| None)
+        // The device was never started; or the kernel has stopped the block device, and its character device
+        // is left.
+        let issue = |command| control.issue(command, id);
+        issue_commands(issue, &[STOP, DELETE]).map(|()| None)
     }
 
-    /// As [`Identity::survivor`], but a device that no server can take over stays.
+    /// As [`Identity::survivor`], but never removes a device.
     ///
     /// # Errors
-    /// If the kernel cannot be asked.
+    /// Returns the kernel's error.
     pub fn waiting(&self) -> Result<Option<Identity>, Error> {
         let mut control = match ControlDevice::open() {
             Ok(control) => control,
@@ -88,10 +88,10 @@ impl Identity {
         Ok(info.map(|info| Identity { id: info.dev_id, cookie: self.cookie }))
     }
 
-    /// The size of the device in bytes; `None` if it no longer exists.
+    /// The size of the device in bytes; `None` if there is no such device.
     ///
     /// # Errors
-    /// The kernel's error.
+    /// Returns the kernel's error.
     pub fn size_bytes(&self) -> Result<Option<u64>, Error> {
         let mut control = ControlDevice::open()?;
         match self.info(&mut control)? {
@@ -105,20 +105,20 @@ impl Identity {
         Error::new(ErrorKind::NotFound, message)
     }
 
-    /// Removes a device whose server has exited, by way of `setup`. Without `force` not if it is in
-    /// use; with it, I/O that waits for a new server fails.
+    /// Removes a device whose server has exited, with the process `setup`. Without `force` this fails if the
+    /// device is in use. With `force`, I/O that waits for a new server fails.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if it is in use, and the kernel's error.
+    /// [`ErrorKind::Busy`] if the device is in use, and the kernel's error.
     pub fn remove(&self, force: bool, mut setup: SetupProcess) -> Result<(), Error> {
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
         if self.info(&mut control)?.is_none() {
             return Ok(());
         }
-        let mut give = |command| setup.give(command, self.id);
-        stop(&mut give, self.id, kernel, force)?;
-        give_commands(give, &[DELETE])
+        let mut issue = |command| setup.issue(command, self.id);
+        stop(&mut issue, self.id, kernel, force)?;
+        issue_commands(issue, &[DELETE])
     }
 }
 
@@ -127,44 +127,44 @@ fn is_recoverable(info: &DeviceInfo) -> bool {
     info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0
 }
 
-/// Gives the commands that stop or remove a device.
-pub(super) fn give_commands(
-    mut give: impl FnMut(Command) -> io::Result<()>,
+/// Issues `commands` one after the other, until one fails. They are commands that stop or remove a device.
+pub(super) fn issue_commands(
+    mut issue: impl FnMut(Command) -> io::Result<()>,
     commands: &[Command],
 ) -> Result<(), Error> {
     commands.iter().try_for_each(|command| {
-        let what = if *command == DELETE { "removing a device" } else { "stopping a device" };
-        give(*command).map_err(|e| match e.kind() {
+        let what = if *command == DELETE { "remove a device" } else { "stop a device" };
+        issue(*command).map_err(|e| match e.kind() {
             io::ErrorKind::TimedOut if *command != DELETE => Error::new(
                 ErrorKind::System,
-                "ublk: the device does not stop, for I/O in flight does not complete; try again when its \
-                 image answers",
+                "ublk: the device does not stop, because I/O in flight does not complete; try again when the storage \
+                 of the image responds",
             ),
             _ => failed(what, e),
         })
     })
 }
 
-/// Makes the block device disappear. Without `force` not if it is in use.
+/// Makes the block device disappear. Without `force` this fails if the device is in use.
 pub(super) fn stop(
-    give: &mut impl FnMut(Command) -> io::Result<()>,
+    issue: &mut impl FnMut(Command) -> io::Result<()>,
     id: u32,
     kernel: Features,
     force: bool,
 ) -> Result<(), Error> {
-    // A stop that timed out may have completed since: then there is no device to check.
+    // An earlier stop that timed out may have completed since. Then there is no block device left to check.
     if force || !Path::new(&block_path(id)).exists() {
-        return give_commands(give, &[STOP]);
+        return issue_commands(issue, &[STOP]);
     }
-    // Claimed until it is stopped, so that nobody opens it meanwhile.
+    // The claim keeps other processes from mounting the device until it is stopped.
     let claim = usage::claim(&block_path(id))?;
     if kernel.contains(Features::SAFE_STOP_DEV) {
-        // The kernel checks itself, atomically.
+        // The kernel itself checks for openers, atomically with the stop.
         drop(claim);
-        return give_commands(give, &[TRY_STOP]).map_err(|e| match e.kind() {
+        return issue_commands(issue, &[TRY_STOP]).map_err(|e| match e.kind() {
             ErrorKind::Busy => usage::busy(&block_path(id), "another process has it open"),
             _ => e,
         });
     }
-    give_commands(give, &[STOP])
+    issue_commands(issue, &[STOP])
 }

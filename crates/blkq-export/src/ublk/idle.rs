@@ -1,17 +1,19 @@
-//! Detects that a block device has no users any more, which the kernel does not report to its server.
+//! Detects that a block device has no users any longer. The kernel does not report this to the server of a
+//! device.
 //!
-//! inotify(7) notifies it when the nodes in /dev are opened and closed, and it scans then. Nothing
-//! notifies it of a mount or an unmount: a claimed device is scanned every second.
-//! A program that only asks what there is (udev, or mount(8) before it mounts) has it open for less
-//! than a second, and is no user.
+//! inotify(7) reports when a process opens or closes the device's nodes in /dev; each event starts a scan for
+//! users. Mounts and unmounts cause no event, so a claimed device is scanned every second. A program that
+//! only inspects the device (udev, or mount(8) before it mounts) has it open for less than a second and does
+//! not count as a user.
 //!
-//! Seeing the open files of all processes takes privileges that the server, which reads what clients
-//! send, does not keep. So a process of its own scans: it takes the number of a device and whether to
-//! scan, and returns nothing but that the device is idle.
+//! A scan must see the open files of all processes. The server drops that privilege, because it parses
+//! what clients send. So a separate process scans. The server sends it the number of the device and whether
+//! to scan, and it returns only that the device is idle.
 //!
-//! It also has the kernel write back cached data of the device before a forced stop. A server that did so
-//! itself could not be killed while its image hangs: its thread would wait for its own I/O, which the
-//! kernel aborts only when the last of its threads has exited.
+//! The process also makes the kernel write back cached data of the device before a forced stop. If the server
+//! did this itself while the storage of its image hangs, it could not be killed: its thread would wait for
+//! I/O that the server itself serves, and the kernel aborts that I/O only when the server's last thread has
+//! exited.
 
 use std::ffi::OsString;
 use std::fs;
@@ -33,43 +35,42 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 use super::child;
 use super::usage::{self, Use};
 
-/// How long after an open or close the device is scanned.
+/// Delay between an open or a close and the scan. Events often come in groups.
 const SETTLE: Duration = Duration::from_millis(250);
-/// How long nobody may use it before that is reported, and how often a claimed device is scanned.
+/// How long a device must be unused before that is reported, and the interval of scans of a claimed device.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the process may take to answer, which it does after a scan, to write back, and to exit.
+/// How long the process may take to reply, which it does after a running scan, to write back, and to exit.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Room for a few events.
+/// Buffer for inotify events, whose size depends on the name of the file.
 const EVENT_BYTES: usize = 4096;
 
-/// Requests to the process.
+// Requests to the process.
 const OFF: u32 = 0;
 const ON: u32 = 1;
 const PAUSE: u32 = 2;
 const RESUME: u32 = 3;
 const WRITE_BACK: u32 = 4;
 
-/// A request to the process.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Request {
     what: u32,
-    /// The number of the device.
+    /// The number N of `/dev/ublkbN`.
     id: u32,
     sequence: u32,
 }
 
-/// Its answer to the request of that number.
+/// The reply to the request with the same `sequence`.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Reply {
     sequence: u32,
-    /// 0, or why not.
+    /// 0 if the request succeeded.
     errno: i32,
 }
 
-/// A process that reports, while that is on, when the last user of a block device has closed it, and writes
-/// back what they wrote. It exits when this is dropped, or its server exits.
+/// A process that reports when the last user of a block device has closed it, while that is switched on, and
+/// that writes back what the users wrote. It exits when this is dropped or the server exits.
 #[derive(Debug)]
 pub struct IdleWatch {
     socket: UnixStream,
@@ -78,15 +79,15 @@ pub struct IdleWatch {
 }
 
 impl IdleWatch {
-    /// Forks the process. In it `confine` drops all but reading of `/proc` and `/dev`, and returns
-    /// whether that was possible. It writes the event `idle`.
+    /// Forks the process. There, `confine` drops all privileges but reading `/proc` and `/dev`, and returns
+    /// whether that succeeded; if not, the process exits. The process writes the event `idle`.
     ///
     /// # Errors
-    /// The kernel's error.
+    /// Returns the kernel's error.
     ///
     /// # Safety
-    /// This process must have one thread only: the new one has but that, and what others had
-    /// locked would stay so in it.
+    /// This process must have only one thread. The new process contains only a copy of the thread that forks:
+    /// a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(idle: &OwnedFd, confine: impl FnOnce() -> bool) -> Result<IdleWatch, Error> {
         // SAFETY: as the caller guarantees.
         unsafe { IdleWatch::fork_in(Path::new("/dev"), idle, confine) }.map_err(|e| {
@@ -95,7 +96,7 @@ impl IdleWatch {
     }
 
     /// # Safety
-    /// As of [`IdleWatch::fork`].
+    /// As for [`IdleWatch::fork`].
     unsafe fn fork_in(
         directory: &Path,
         idle: &OwnedFd,
@@ -105,7 +106,7 @@ impl IdleWatch {
         socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
         let server = std::process::id();
         let body = |[socket, idle]: [OwnedFd; 2]| {
-            // It may have exited already.
+            // If the server has exited before this line, another process is the parent.
             let orphaned = getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server);
             if !orphaned && confine() {
                 Watch::new(directory, server, socket.into(), idle).run()?;
@@ -117,54 +118,54 @@ impl IdleWatch {
         Ok(IdleWatch { socket, sequence: 0, on: false })
     }
 
-    /// Begins to watch the block device `id`. When it has been used, from now on or already, and
-    /// is not in use any more, the event is written, again every second for as long as that is so.
+    /// Starts to watch the block device `id`. When the device has had a user, now or later, and is unused,
+    /// the process writes the event, and again every second while the device stays unused.
     ///
     /// # Errors
-    /// If the process may not see its node, or has exited.
+    /// Returns the process's error, for example if it cannot read the node, or that it was killed.
     pub(super) fn start(&mut self, id: u32) -> io::Result<()> {
-        let asked = self.ask(ON, id);
-        self.on = asked.is_ok();
-        if asked.is_err() {
-            // A process that replies late would scan all the same.
+        let started = self.ask(ON, id);
+        self.on = started.is_ok();
+        if started.is_err() {
+            // A process that has not replied in time may still start to scan.
             let _ = self.send(OFF, 0);
         }
-        asked
+        started
     }
 
-    /// Stops watching; when it returns no scan has the device claimed.
+    /// Stops watching. When this returns, no scan claims the device.
     pub(super) fn stop(&mut self) {
-        // A process that has exited does not scan.
+        // An error means that the process has exited, and so does not scan.
         let _ = self.ask(OFF, 0);
         self.on = false;
     }
 
-    /// Does not claim the device for a scan until [`IdleWatch::resume`].
+    /// Makes scans stop until [`IdleWatch::resume`], so that none claims the device.
     pub(super) fn pause(&mut self) {
         if self.on {
             let _ = self.ask(PAUSE, 0);
         }
     }
 
-    /// See [`IdleWatch::pause`].
     pub(super) fn resume(&mut self) {
         if self.on {
             let _ = self.send(RESUME, 0);
         }
     }
 
-    /// Has the kernel write back cached data of the block device `id`, as far as a moment allows.
+    /// Makes the kernel write back cached data of the block device `id`. Returns when that is done, or after
+    /// [`ANSWER_TIMEOUT`].
     pub(super) fn write_back(&mut self, id: u32) {
         let _ = self.ask(WRITE_BACK, id);
     }
 
-    /// Sends a request, and waits for the answer.
+    /// Sends a request and waits for its reply.
     fn ask(&mut self, what: u32, id: u32) -> io::Result<()> {
         self.send(what, id)?;
         loop {
             let mut reply = Reply::new_zeroed();
             self.socket.read_exact(reply.as_mut_bytes()).map_err(no_answer)?;
-            // Others are late answers to earlier requests.
+            // A reply with another sequence number is the late one of an earlier request.
             if reply.sequence == self.sequence {
                 return match reply.errno {
                     0 => Ok(()),
@@ -183,37 +184,38 @@ impl IdleWatch {
 
 fn no_answer(error: io::Error) -> io::Error {
     match error.kind() {
-        // A socket's timeout is reported as EAGAIN.
+        // A socket reports its timeout as EAGAIN.
         io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
-        _ => io::Error::other("the process that watches its users was killed"),
+        _ => io::Error::other("the process that scans for users was killed"),
     }
 }
 
 impl Drop for IdleWatch {
     fn drop(&mut self) {
-        // Without its socket it exits; its side of the socket is the last that it closes.
+        // The process exits when the server's side is shut down, and closes its own side last. So the end of
+        // the stream means that it has exited.
         let _ = self.socket.shutdown(Shutdown::Write);
-        // Late replies come first.
+        // Replies that came late are still in the stream.
         while self.socket.read(&mut [0; size_of::<Reply>()]).is_ok_and(|bytes| bytes > 0) {}
     }
 }
 
-/// The process.
+/// The state of the forked process.
 struct Watch<'a> {
-    /// Where the nodes of devices are.
+    /// Directory of the device nodes: /dev, but for tests.
     directory: &'a Path,
-    /// The process of the server, which is no user.
+    /// Process ID of the server, which does not count as a user.
     server: u32,
     socket: UnixStream,
     idle: OwnedFd,
-    /// Of the device, while it is on.
+    /// The watched nodes; `None` while watching is off.
     nodes: Option<Nodes>,
     paused: bool,
-    /// Set by any writer, and by a reader that a scan finds.
+    /// The device has had a user: a process that wrote, a claim, or a process that had it open for
+    /// [`IDLE_INTERVAL`].
     used: bool,
 }
 
-/// Why the process woke.
 enum Wake {
     Request,
     Nodes,
@@ -227,7 +229,7 @@ impl Watch<'_> {
 
     /// Runs until the server exits.
     fn run(mut self) -> io::Result<()> {
-        // Since when each scan has found it open.
+        // The first of the consecutive scans that found the device open.
         let mut open_since: Option<Instant> = None;
         let mut last_event = Instant::now();
         let mut wait = None;
@@ -251,7 +253,8 @@ impl Watch<'_> {
             };
             let Scan { found, undisturbed, written } = nodes.scan(self.server);
             self.used |= written || matches!(found, Use::Claimed);
-            // On a slow machine a moment may be longer than SETTLE.
+            // Compares times and not the number of scans: on a slow machine, a program that only inspects the
+            // device may have it open for longer than SETTLE.
             open_since = matches!(found, Use::Open).then(|| open_since.unwrap_or_else(Instant::now));
             self.used |= open_since.is_some_and(|since| since.elapsed() >= IDLE_INTERVAL);
             wait = match found {
@@ -261,10 +264,10 @@ impl Watch<'_> {
                 }
                 Use::Claimed | Use::Unknown => Some(IDLE_INTERVAL),
                 Use::Open if !self.used => Some(IDLE_INTERVAL),
-                // inotify(7) reports the close.
+                // inotify(7) will report the close.
                 Use::Open => None,
-                Use::Nobody if !self.used => None,
-                Use::Nobody => {
+                Use::Unused if !self.used => None,
+                Use::Unused => {
                     let rest = IDLE_INTERVAL.saturating_sub(last_event.elapsed());
                     if rest.is_zero() {
                         let _ = rustix::io::write(&self.idle, &1u64.to_ne_bytes());
@@ -278,12 +281,12 @@ impl Watch<'_> {
         }
     }
 
-    /// The nodes to watch now.
+    /// The nodes, unless watching is off or paused.
     fn nodes(&self) -> Option<&Nodes> {
         self.nodes.as_ref().filter(|_| !self.paused)
     }
 
-    /// Waits for a request and for events of the nodes, for `time` at most.
+    /// Waits for a request, an event of the nodes, or the end of `time`.
     fn wait(&self, time: Option<Duration>) -> Wake {
         let time = time.map(|time| rustix::event::Timespec {
             tv_sec: time.as_secs() as i64,
@@ -303,15 +306,15 @@ impl Watch<'_> {
         match ready {
             Ok(0) => Wake::Timeout,
             Ok(_) if !request.is_empty() => Wake::Request,
-            // Interrupted: checks for events, of which there may be none.
+            // poll(2) was interrupted. Reading the events is harmless if there are none.
             _ => Wake::Nodes,
         }
     }
 
-    /// Carries out the next request.
+    /// Executes the next request.
     ///
     /// # Errors
-    /// If the server has exited.
+    /// Returns an error if the server has exited.
     fn serve(&mut self) -> io::Result<()> {
         let mut request = Request::new_zeroed();
         self.socket.read_exact(request.as_mut_bytes())?;
@@ -346,9 +349,9 @@ impl Watch<'_> {
 /// The result of a scan for users.
 struct Scan {
     found: Use,
-    /// Nobody opened or closed a node meanwhile.
+    /// No process opened or closed a node during the scan.
     undisturbed: bool,
-    /// A writer closed one meanwhile.
+    /// A process that could write closed a node during the scan.
     written: bool,
 }
 
@@ -356,7 +359,7 @@ fn was_written(events: &[ReadFlags]) -> bool {
     events.iter().any(|event| event.contains(ReadFlags::CLOSE_WRITE))
 }
 
-/// The nodes of a device and of its partitions.
+/// The nodes of a device and its partitions, watched by inotify.
 struct Nodes {
     path: String,
     inotify: OwnedFd,
@@ -386,36 +389,36 @@ impl Nodes {
 
     fn add_partition(&self, path: &Path) {
         if path != Path::new(&self.path) && usage::is_part_of(path, &self.path) {
-            // Removed again, it is not used.
+            // A failure means that the partition was removed again, and so is not in use.
             let _ = self.add(path);
         }
     }
 
     /// Scans for users other than `server`.
     fn scan(&self, server: u32) -> Scan {
-        // First the scan, which takes long and opens nothing: the kernel merges equal events, so
-        // that the open of the probe would hide another at that time.
+        // The scan of /proc comes first: it takes long and causes no events. The kernel merges equal
+        // consecutive events, so an open by the probe before it could hide an open by another process.
         let open = usage::is_open(&self.path, server);
         let mut events = self.take_events();
         let undisturbed = events.is_empty();
         let found = match usage::probe(&self.path) {
-            Use::Nobody if open => Use::Open,
+            Use::Unused if open => Use::Open,
             found => found,
         };
         let probing = self.take_events();
-        // Those of the probe itself.
+        // The events that the probe itself causes.
         let own = [ReadFlags::OPEN, ReadFlags::CLOSE_NOWRITE];
         let undisturbed = undisturbed && (probing.is_empty() || probing == own);
         events.extend(probing);
         Scan { found, undisturbed, written: was_written(&events) }
     }
 
-    /// The events of the nodes so far.
+    /// Reads the events that have happened, and adds new partitions to the watch.
     fn take_events(&self) -> Vec<ReadFlags> {
         let mut memory = [MaybeUninit::uninit(); EVENT_BYTES];
         let mut reader = inotify::Reader::new(self.inotify.as_fd(), &mut memory);
         let mut happened = Vec::new();
-        // Until there is none.
+        // The descriptor does not block: reading fails when all events are read.
         while let Ok(event) = reader.next() {
             if event.events().contains(ReadFlags::CREATE) {
                 let name = event.file_name().map(|name| OsString::from_vec(name.to_bytes().to_vec()));
@@ -445,7 +448,7 @@ mod tests {
         rustix::io::read(idle, &mut [0; 8]).is_ok()
     }
 
-    /// Nothing is reported for longer than idle nodes have to be idle.
+    /// Asserts that nothing is reported for longer than a device must be unused to be reported.
     fn assert_never_notified(idle: &OwnedFd, why: &str) {
         assert_stays_for(IDLE_INTERVAL * 2, why, || !is_notified(idle));
     }
@@ -456,47 +459,48 @@ mod tests {
 
     // Contract: detach
     #[test]
-    fn the_last_close_is_reported_and_a_probe_is_no_use() {
+    fn the_last_close_is_reported_and_a_short_open_is_not_a_use() {
         let directory = std::env::temp_dir().join(format!("blkq-idle-{}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
         let path = directory.join("ublkb1");
         fs::write(&path, "").unwrap();
         let idle = event();
-        // SAFETY: the copy runs the code of the watch only, which takes no lock of another thread.
+        // SAFETY: the child runs only the code of the watch, which takes no lock that another thread may
+        // hold.
         let mut watch = unsafe { IdleWatch::fork_in(&directory, &idle, || true) }.unwrap();
         assert_eq!(watch.start(2).unwrap_err().kind(), io::ErrorKind::NotFound);
         watch.start(1).unwrap();
         drop(File::open(&path).unwrap());
-        assert_never_notified(&idle, "a probe is no use");
+        assert_never_notified(&idle, "a short open is not a use");
         let partition = directory.join("ublkb1p1");
         fs::write(directory.join("ublkb10"), "").unwrap();
         fs::write(&partition, "").unwrap();
-        // The maker of a node writes it: only from then on it is watched.
+        // `fs::write` opens the new node for writing before the watch is added, so only the next open counts.
         let mut child = user(File::open(&partition).unwrap());
-        assert_never_notified(&idle, "it is in use");
+        assert_never_notified(&idle, "a process has the partition open");
         watch.pause();
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_never_notified(&idle, "it is paused");
+        assert_never_notified(&idle, "the watch is paused");
         watch.resume();
-        wait_until("nobody uses it any more", || is_notified(&idle));
-        wait_until("and that is reported again", || is_notified(&idle));
+        wait_until("the device has no users", || is_notified(&idle));
+        wait_until("the unused device is reported again", || is_notified(&idle));
         watch.stop();
-        // It may have been reported once more before.
+        // Discards a report from before the stop.
         is_notified(&idle);
         drop(OpenOptions::new().write(true).open(&path).unwrap());
-        assert_never_notified(&idle, "it is not watched");
+        assert_never_notified(&idle, "the watch is off");
         watch.start(1).unwrap();
-        assert_never_notified(&idle, "earlier users do not count");
+        assert_never_notified(&idle, "users from before the start do not count");
         drop(OpenOptions::new().write(true).open(&path).unwrap());
-        wait_until("a short write does", || is_notified(&idle));
+        wait_until("a short open for writing counts as a use", || is_notified(&idle));
         drop(watch);
         fs::remove_dir_all(&directory).unwrap();
     }
 
     // Contract: detach
     #[test]
-    fn late_replies_and_a_dead_process_are_recognized() {
+    fn late_replies_and_a_killed_process_are_recognized() {
         let (socket, mut other) = UnixStream::pair().unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         let mut watch = IdleWatch { socket, sequence: 0, on: false };

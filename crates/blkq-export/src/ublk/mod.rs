@@ -1,10 +1,14 @@
-//! ublk: the kernel's block devices in user space, `/dev/ublkbN`.
+//! ublk: block devices of the kernel, `/dev/ublkbN`, that a process serves.
 //!
-//! `abi` is the kernel's interface, `control` its control device, `parameters` the limits of a
-//! disk in its words, `copy` how data moves, `source` a queue on its engine with its `descriptors`,
-//! `device` the life of a device, `setup` a process that makes it, `usage` its users and `idle` a
-//! process that sees when it has none any more, `child` what both are, [`process`] what a process that serves one
-//! must be.
+//! - `abi` declares the kernel's interface, and `control` sends commands to its control device.
+//! - `parameters` translates the limits of a disk for the kernel.
+//! - `copy` chooses which side copies the data of requests.
+//! - `source` serves a queue on an engine, and `descriptors` maps the requests that the kernel writes.
+//! - `device` creates, starts, takes over, stops and removes a device; `identity` finds a device that has
+//!   outlived its server.
+//! - `setup` is a process that issues the commands that may hang, and `idle` one that detects when the device
+//!   has no users. `child` forks both, and `usage` finds users.
+//! - [`process`] prepares a process to serve a block device.
 
 mod abi;
 mod child;
@@ -21,7 +25,8 @@ mod setup;
 mod source;
 mod usage;
 
-/// The parts that a fuzzer drives: the words that the kernel writes, and those that it gets.
+/// The interface of a fuzzer: the decoding of words that the kernel writes, and the parameters that the
+/// kernel gets.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::abi::{IoDescriptor, Parameters};

@@ -1,16 +1,17 @@
-//! The parameters of a device, from the limits of the disk behind it.
+//! The parameters of a device, derived from the limits of its disk.
 
 use blkq::{Error, ErrorKind, QueueLimits};
 
 use super::abi::{self, AlignParameters, BasicParameters, DiscardParameters, Parameters};
 use super::copy::CopyMode;
 
-/// Largest request: the size of the buffer of one tag.
+/// Largest request in bytes, which is the size of the buffer of one tag.
 pub const REQUEST_MAX_BYTES: u32 = 512 << 10;
-/// Largest discard and write zeroes. The kernel counts both in 32 bits of bytes, and the whole of
-/// it is one request, which others wait for.
+/// Largest discard and write zeroes in bytes. The kernel counts both in 32 bits of bytes. A smaller maximum
+/// than that keeps one request from delaying others for long.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-/// Smallest largest request that the kernel takes (`PAGE_SECTORS`), and largest logical block.
+/// Page size: the smallest value that the kernel accepts for the largest request (`PAGE_SECTORS`), and the
+/// largest logical block.
 const PAGE_BYTES: u32 = 4096;
 
 fn shift(bytes: u32) -> u8 {
@@ -18,19 +19,19 @@ fn shift(bytes: u32) -> u8 {
 }
 
 fn sectors(bytes: u64, block: u32) -> u32 {
-    // At most DISCARD_MAX_BYTES.
+    // The cast is lossless: the result is at most DISCARD_MAX_BYTES >> 9.
     ((bytes.min(DISCARD_MAX_BYTES) & !(u64::from(block) - 1)) >> 9) as u32
 }
 
-/// The parameters of a device with `limits`, whose data moves by `copy`.
+/// The parameters of a device of a disk with `limits`, whose data moves by `copy`.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] for blocks that are larger than a page.
+/// [`ErrorKind::Invalid`] if the logical block is larger than a page.
 pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Error> {
     let block = limits.logical_block_bytes;
     if block > PAGE_BYTES {
         let message = format!(
-            "ublk has no logical blocks of more than {PAGE_BYTES} bytes, and this device's are {block}"
+            "ublk supports logical blocks of at most {PAGE_BYTES} bytes, and those of the image have {block}"
         );
         return Err(Error::new(ErrorKind::Invalid, message));
     }
@@ -41,12 +42,12 @@ pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Er
     attribute(limits.write_cache, abi::ATTR_VOLATILE_CACHE);
     attribute(limits.write_cache && limits.fua, abi::ATTR_FUA);
     let request_bytes = limits.max_request_bytes.clamp(PAGE_BYTES, REQUEST_MAX_BYTES) & !(block - 1);
-    // Not every kernel can split at other boundaries; what it does not split, the disk does.
+    // Not every kernel splits at boundaries that are no powers of two. The disk splits such requests itself.
     let chunk_bytes = if limits.chunk_bytes.is_power_of_two() { limits.chunk_bytes } else { 0 };
-    // The layer below does write zeroes of either kind if the driver does one of them.
+    // A driver that supports one kind of write zeroes is enough, because the disk emulates the other kind.
     let zeroes_bytes = limits.max_write_zeroes_bytes.max(limits.max_write_zeroes_no_unmap_bytes);
-    // The backing file meets the pages themselves then. A block aligns them for whatever direct I/O
-    // may demand later: it is never more (see `QueueLimits::validate`).
+    // With copy mode none, the pages go to the backing file as they are. Direct I/O never demands more
+    // alignment than the logical block (see `QueueLimits::validate`), also when it is switched on later.
     let align = if copy == CopyMode::None { abi::PARAM_ALIGN } else { 0 };
     Ok(Parameters {
         len: size_of::<Parameters>() as u32,
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_the_file_meets_are_aligned_for_any_direct_io() {
+    fn pages_that_go_to_the_file_are_aligned_for_direct_io() {
         for block in [512, 4096] {
             let limits = QueueLimits { logical_block_bytes: block, ..limits() };
             let got = parameters(&limits, CopyMode::None).unwrap();
@@ -132,10 +133,10 @@ mod tests {
     fn capabilities_that_a_device_lacks_are_not_offered() {
         let bare = QueueLimits { capacity_bytes: 4096, read_only: true, fua: true, ..QueueLimits::default() };
         let got = parameters(&bare, CopyMode::User).unwrap();
-        // FUA without a cache would have no meaning.
+        // FUA has no meaning without a write cache.
         assert_eq!(got.basic.attrs, abi::ATTR_READ_ONLY);
         assert_eq!((got.discard.max_discard_sectors, got.discard.max_write_zeroes_sectors), (0, 0));
-        assert_eq!(got.discard.discard_granularity, 512, "the kernel takes none of 0");
+        assert_eq!(got.discard.discard_granularity, 512, "the kernel rejects 0");
     }
 
     #[test]

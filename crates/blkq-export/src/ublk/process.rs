@@ -1,6 +1,6 @@
-//! The state a process must be in to serve a block device that others, and the kernel itself, use: it must
-//! not wait for memory that only writing to that device would free, must not be killed for memory
-//! before others are, and must not hold mounts.
+//! Prepares a process to serve a block device that other processes and the kernel itself use. Such a process
+//! must not wait for memory that only a write to its own device would free, must not be killed for lack of
+//! memory before the users of the device, and must not keep mounts of its own device alive.
 
 use std::fs;
 use std::os::unix::ffi::OsStringExt;
@@ -11,18 +11,19 @@ use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_change, unmount};
 use rustix::process::{configure_io_flusher_behavior, is_io_flusher};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-/// Never killed for memory (`OOM_SCORE_ADJ_MIN`).
+/// `OOM_SCORE_ADJ_MIN`: the kernel never kills the process for lack of memory.
 const OOM_SCORE_ADJ: &str = "-1000";
-/// Mounts of the system that the process needs later, with those below them.
+/// The process needs these mounts, and the mounts below them, later.
 const SYSTEM: [&str; 2] = ["/dev", "/proc"];
-/// The one that it needs without those: settings of the block device.
+/// The process needs this mount, but not the mounts below it, for the settings of the block device.
 const SETTINGS: &str = "/sys";
 
-/// Makes this process, which must have no other thread yet, fit to serve a block device; threads
-/// that it makes later are, too. Of the mounts it keeps those that `kept` lies on.
+/// Prepares this process to serve a block device. The process must not have started threads yet; later
+/// threads inherit the preparation. Of the mounts, the process keeps those that the paths `kept` are on.
 ///
 /// # Errors
-/// The refusals that root gets. Others go without: they may do none of it.
+/// Returns the error of a step that fails for root. For other users this does nothing, because they lack the
+/// privileges.
 pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
@@ -39,33 +40,33 @@ pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
     leave_mounts(kept)
 }
 
-/// Gives this process mounts of its own. In those of others it could be the last one, and then
-/// would, as it exits, unmount a file system on its own device and wait for itself for ever. And of
-/// these copies it keeps only what it needs, so that unmounting one never blocks.
+/// Gives this process a mount namespace of its own, with only the mounts that it needs. In a shared namespace
+/// the process could be the last user: its exit would unmount a file system that is on its own device, and
+/// wait for itself for ever. A mount that the process keeps without need would stay mounted when another
+/// process unmounts it.
 fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
-    let failed = |e| Error::system("cannot serve a block device: a mount namespace of its own", e);
-    // SAFETY: without other threads there is none that would be surprised by other mounts; files
-    // that are open stay so.
+    let failed = |e| Error::system("cannot serve a block device: cannot create a mount namespace", e);
+    // SAFETY: there are no other threads that could rely on the shared namespace, and open files stay open.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(failed)?;
     let propagation = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     mount_change("/", propagation).map_err(failed)?;
     let mounts = fs::read_to_string("/proc/self/mountinfo")
         .map_err(|e| Error::system("cannot serve a block device: /proc/self/mountinfo", e))?;
-    // The kernel names mounts by where they really are.
+    // mountinfo shows paths without symbolic links.
     let real = |path: &PathBuf| match (fs::canonicalize(path), path.parent().map(fs::canonicalize)) {
         (Ok(real), _) | (Err(_), Some(Ok(real))) => real,
         _ => path.clone(),
     };
     let kept: Vec<PathBuf> = kept.iter().map(real).collect();
     for point in unneeded(&mounts, &kept) {
-        // A mount below another one is not reachable, and its path blocks nothing.
+        // If this fails, the mount is hidden under another mount, and keeps no path busy.
         let _ = unmount(&point, UnmountFlags::DETACH);
     }
     Ok(())
 }
 
-/// The mount points of `mountinfo` (proc_pid_mountinfo(5)) that neither the system nor `kept` is
-/// on, the last one first.
+/// The mount points of `mountinfo` (proc_pid_mountinfo(5)) that neither the system nor a path of `kept` is
+/// on, in reverse order, because mounts on top of others come later.
 fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
     let points = mountinfo.lines().filter_map(|line| Some(unescape(line.split(' ').nth(4)?)));
     let needed = |point: &Path| {
@@ -78,7 +79,7 @@ fn unneeded(mountinfo: &str, kept: &[PathBuf]) -> Vec<PathBuf> {
     points
 }
 
-/// A path in which some bytes are written as backslash and three octal digits.
+/// Decodes a path in which the kernel has written some bytes as a backslash and three octal digits.
 fn unescape(text: &str) -> PathBuf {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

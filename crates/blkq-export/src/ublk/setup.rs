@@ -1,9 +1,13 @@
-//! A process that gives commands to the control device in place of the server. The kernel runs them
-//! inside the process that gives them, which cannot exit before they complete: there are kernels that
-//! never complete making a device; starting one waits for its server, for partitions are read; and
-//! stopping one waits for the requests that the server has, which are aborted only when that exits.
-//! Then only this process hangs, which holds nothing, and neither a server with its image nor a command.
-//! It lives as long as the server, and exits with it.
+//! A process that issues commands to the control device on behalf of the server. The kernel executes such a
+//! command in the process that issues it, which cannot exit before the command completes. Three commands may
+//! hang:
+//!
+//! - Some kernels never complete the creation of a device.
+//! - Starting a device waits for the server, because the kernel reads the partition table.
+//! - Stopping a device waits for the requests in flight, which the kernel aborts only when the server exits.
+//!
+//! If this process hangs, nothing is lost: it holds no image and no lock, and neither the server nor a
+//! command waits for it without a timeout. It exits with the server.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -21,58 +25,57 @@ use super::child;
 use super::command::{ADD, Command, DELETE, START};
 use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 
-/// How long the idle process may take to exit.
+/// How long the process may take to exit if no command hangs.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How much longer the server waits than the process.
+/// How much longer the server waits for a reply than the process waits for the kernel.
 const SLACK: Duration = Duration::from_secs(2);
-/// How long writing a setting of a new device is waited for: less than [`SLACK`].
+/// How long the process waits for the kernel to apply a setting of a new device. Must be less than [`SLACK`].
 const SETTING_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Where block devices without hardware have their settings. The process writes there, if it can.
+/// Directory of the settings of block devices without hardware. The process changes the settings of a new
+/// device there.
 pub const SETTINGS_DIRECTORY: &str = "/sys/devices/virtual/block";
 
-/// A request to the process.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Request {
     what: Command,
-    /// The server's process.
+    /// Process ID of the server.
     pid: u32,
     info: DeviceInfo,
 }
 
-/// The reply to a request.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Reply {
-    /// 0, or why not.
+    /// 0 if the command succeeded.
     errno: i32,
     pad: u32,
     info: DeviceInfo,
 }
 
-/// The process, which exits when this is dropped.
+/// The server's end of the process, which exits when this is dropped.
 #[derive(Debug)]
 pub struct SetupProcess {
     socket: UnixStream,
-    /// It did not reply: the next reply would be that to an earlier request.
+    /// The process did not reply in time: the next reply on the socket would belong to an earlier request.
     silent: bool,
-    /// A command did not complete in time, and keeps the process from exiting until it does.
+    /// A command did not complete in time. The process cannot exit before it does.
     hangs: bool,
 }
 
 impl SetupProcess {
-    /// Makes the process. In it `confine` drops all but `/dev/ublk-control`, and returns whether
-    /// that was possible.
+    /// Forks the process. There, `confine` drops all privileges but `/dev/ublk-control` and the settings of
+    /// block devices, and returns whether that succeeded; if not, the process exits.
     ///
     /// # Errors
-    /// The kernel's error.
+    /// Returns the kernel's error.
     ///
     /// # Safety
-    /// This process must have one thread only: the new one has but that, and what others had
-    /// locked would stay so in it.
+    /// This process must have only one thread. The new process contains only a copy of the thread that forks:
+    /// a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {
-        let failure = |e| Error::system("cannot start the process that gives ublk's commands", e);
+        let failure = |e| Error::system("cannot start the process that controls the ublk device", e);
         let (socket, other) = UnixStream::pair().map_err(failure)?;
         let answer_timeout = Some(START_TIMEOUT + SLACK);
         socket.set_read_timeout(answer_timeout).map_err(failure)?;
@@ -104,19 +107,19 @@ impl SetupProcess {
                 self.hangs |= reply.errno == libc::ETIMEDOUT;
                 Err(io::Error::from_raw_os_error(reply.errno))
             }
-            // A socket's timeout is reported as EAGAIN.
+            // A socket reports its timeout as EAGAIN.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 self.silent = true;
                 Err(io::ErrorKind::TimedOut.into())
             }
-            Err(_) => Err(io::Error::other("the process that gives ublk's commands was killed")),
+            Err(_) => Err(io::Error::other("the process that controls the ublk device was killed")),
         }
     }
 
-    /// Makes a device. The kernel changes `info` to what it became.
+    /// Creates a device. The kernel changes `info` to the values that it has chosen.
     ///
     /// # Errors
-    /// The kernel's error, or that it did not reply in time.
+    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`] as its source.
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
         *info = self.ask(Request { what: ADD, pid: 0, info: *info }).map_err(not_added)?;
         Ok(())
@@ -128,14 +131,14 @@ impl SetupProcess {
     /// As [`SetupProcess::add`].
     pub(super) fn start(&mut self, info: &DeviceInfo) -> Result<(), Error> {
         let request = Request { what: START, pid: std::process::id(), info: *info };
-        self.ask(request).map(|_| ()).map_err(|e| failed("starting a device", e))
+        self.ask(request).map(|_| ()).map_err(|e| failed("start a device", e))
     }
 
-    /// Gives one of the commands that need the number of a device only.
+    /// Issues a command whose only argument is the number of the device.
     ///
     /// # Errors
-    /// The kernel's error, or that it did not reply in time.
-    pub(super) fn give(&mut self, what: Command, id: u32) -> io::Result<()> {
+    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`].
+    pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
         let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
         self.ask(Request { what, pid: 0, info }).map(|_| ())
     }
@@ -143,7 +146,8 @@ impl SetupProcess {
 
 impl Drop for SetupProcess {
     fn drop(&mut self) {
-        // Without its socket it exits; its side of the socket is the last that it closes.
+        // The process exits when the server's side is shut down, and closes its own side last. So the end of
+        // the stream means that it has exited.
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
         if !self.silent && !self.hangs && self.socket.set_read_timeout(Some(EXIT_TIMEOUT)).is_ok() {
             let _ = self.socket.read(&mut [0]);
@@ -151,18 +155,18 @@ impl Drop for SetupProcess {
     }
 }
 
-/// A command about a device that did not complete in time.
+/// A command that did not complete in time. The kernel may still complete it.
 struct Unfinished {
     what: Command,
     id: u32,
     control: ControlDevice,
 }
 
-/// Carries out the next request. A command that is given again while the kernel still has it is waited for:
-/// another one would only wait for that.
+/// Executes the next request. If the same command for the same device has not completed yet, this waits for
+/// it again, because a second command would only wait for the first one.
 ///
 /// # Errors
-/// If the server has exited.
+/// Returns an error if the server has exited.
 fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
     let mut request = Request::new_zeroed();
     socket.read_exact(request.as_mut_bytes())?;
@@ -178,7 +182,7 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
                     remove_scheduler(id);
                     Ok(())
                 }),
-                _ => control.give(what, id),
+                _ => control.issue(what, id),
             };
             (done, control)
         }),
@@ -186,12 +190,13 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
     let result = match given {
         Ok((done, control)) => {
             if done.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::TimedOut) {
-                // The ring of the one before stays open, too.
+                // The ring of the previous command stays open, too: closing it would wait for the command.
                 std::mem::forget(unfinished.replace(Unfinished { what, id, control }));
             }
             done
         }
-        // The server opened it before; EIO has to do for why it cannot be opened now.
+        // The server has opened the control device before. The reply has only a number, so EIO represents the
+        // reason.
         Err(_) => Err(io::Error::from_raw_os_error(libc::EIO)),
     };
     let result =
@@ -199,19 +204,19 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
     let reply = Reply { errno: result.err().unwrap_or(0), pad: 0, info };
     let sent = socket.write_all(reply.as_bytes());
     if sent.is_err() && request.what == ADD && reply.errno == 0 {
-        // No process is left that knows of the device.
+        // The server has been killed, and its state file does not contain the number of the device.
         if let Ok(mut control) = ControlDevice::open() {
-            let _ = control.give(DELETE, info.dev_id);
+            let _ = control.issue(DELETE, info.dev_id);
         }
     }
     sent
 }
 
-/// Runs `start`, and is killed if the server exits: without that, the kernel waits for the queues of the
-/// device for as long as it may, and this process with it.
+/// Runs `start`. The kernel kills this process if the server exits in the meantime; otherwise the command
+/// would wait for the queues of a device that no process serves.
 fn while_server_runs(server: u32, start: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
     set_parent_process_death_signal(Some(Signal::KILL))?;
-    // It may have exited already.
+    // If the server exited before prctl(2), the kernel does not send the signal.
     if getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server) {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
@@ -220,20 +225,22 @@ fn while_server_runs(server: u32, start: impl FnOnce() -> io::Result<()>) -> io:
     started
 }
 
-/// Removes the kernel's scheduler of a new device, which its loop devices do not have either: the disk
-/// below the image has one, and the server can have one. Where that is not permitted, the kernel keeps
-/// the one that it gives to every device with one queue, which costs time and changes nothing else.
+/// Switches off the kernel's scheduler of a new device, as the kernel does for its loop devices: the disk
+/// that stores the image has a scheduler, and the server can have one. Without permission the kernel's
+/// default scheduler stays, which costs time and changes nothing else.
 fn remove_scheduler(id: u32) {
     let setting =
         OpenOptions::new().write(true).open(format!("{SETTINGS_DIRECTORY}/ublkb{id}/queue/scheduler"));
-    // The kernel waits for the requests that it has passed on, and the image perhaps never completes one.
+    // The kernel first waits for the requests of the device, and the storage of the image may never complete
+    // one.
     let _ = setting.and_then(|setting| write_within(SETTING_TIMEOUT, setting, b"none"));
 }
 
-/// Writes `text` to `file` on a thread of the kernel's, which is left behind if it takes longer than `limit`.
+/// Writes `text` to `file` in a kernel worker thread. If that takes longer than `limit`, the write continues
+/// in the background.
 ///
 /// # Errors
-/// The kernel's error, or [`io::ErrorKind::TimedOut`]: then it is written later, or never.
+/// Returns the kernel's error, or [`io::ErrorKind::TimedOut`].
 fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<()> {
     let mut ring = IoUring::new(1)?;
     let fd = types::Fd(file.as_raw_fd());
@@ -253,7 +260,7 @@ fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<
             Err(e) => e,
             Ok(_) => continue,
         };
-        // Closing the ring would wait for the write.
+        // Leaked, because closing the ring would wait for the write.
         std::mem::forget((ring, file));
         return Err(error);
     }
@@ -274,42 +281,43 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_setup_process_is_not_a_hung_kernel() {
+    fn a_killed_setup_process_is_not_taken_for_a_hung_kernel() {
         let (socket, other) = UnixStream::pair().unwrap();
         let mut setup = setup_process_of(socket);
         drop(other);
-        let error = setup.give(STOP, 0).unwrap_err();
+        let error = setup.issue(STOP, 0).unwrap_err();
         assert!(error.to_string().contains("killed"), "{error}");
-        assert!(!setup.silent && !setup.hangs, "its exit is waited for");
+        assert!(!setup.silent && !setup.hangs, "drop waits for its exit");
     }
 
     // Contract: detach
     #[test]
-    fn a_setup_process_without_a_reply_is_not_waited_for() {
+    fn drop_does_not_wait_for_a_setup_process_without_a_reply() {
         let (socket, mut other) = UnixStream::pair().unwrap();
         let mut setup = setup_process_of(socket);
-        assert_eq!(setup.give(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        // Its late reply is not taken for that to another command.
+        assert_eq!(setup.issue(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        // The late reply is not taken for the reply to another command.
         other.write_all(Reply::new_zeroed().as_bytes()).unwrap();
-        assert_eq!(setup.give(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(setup.issue(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
-    fn a_command_that_did_not_complete_can_be_given_again() {
+    fn a_command_that_did_not_complete_can_be_repeated() {
         let (socket, mut other) = UnixStream::pair().unwrap();
         let mut setup = setup_process_of(socket);
         for errno in [libc::ETIMEDOUT, 0] {
             other.write_all(Reply { errno, ..Reply::new_zeroed() }.as_bytes()).unwrap();
         }
-        assert_eq!(setup.give(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
-        setup.give(STOP, 0).unwrap();
-        assert!(setup.hangs, "its exit is not waited for");
+        assert_eq!(setup.issue(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
+        setup.issue(STOP, 0).unwrap();
+        assert!(setup.hangs, "drop does not wait for its exit");
     }
 
     // Contract: detach
     #[test]
     fn the_setup_process_exits_with_its_server() {
-        // SAFETY: the copy runs the setup process's code only, which takes no lock of another thread.
+        // SAFETY: the child runs only the code of the setup process, which takes no lock that another thread
+        // may hold.
         let setup = unsafe { SetupProcess::fork(|| true) }.unwrap();
         let mut socket = setup.socket.try_clone().unwrap();
         drop(setup);
@@ -319,7 +327,7 @@ mod tests {
 
     // Contract: detach
     #[test]
-    fn a_setting_that_the_kernel_does_not_take_is_left_behind() {
+    fn a_setting_that_the_kernel_does_not_apply_is_left_behind() {
         let (reader, writer) = io::pipe().unwrap();
         let writer = OwnedFd::from(writer);
         write_within(Duration::from_secs(10), writer.try_clone().unwrap().into(), b"none").unwrap();
@@ -330,7 +338,7 @@ mod tests {
         let (begin, limit) = (Instant::now(), Duration::from_millis(50));
         let error = write_within(limit, writer.into(), b"none").unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        assert!(begin.elapsed() >= limit, "it waits that long");
+        assert!(begin.elapsed() >= limit, "it waits until the limit");
         let mut text = [0; 4];
         File::from(OwnedFd::from(reader)).read_exact(&mut text).unwrap();
         assert_eq!(&text, b"none");

@@ -1,12 +1,13 @@
-//! The tags of a queue of a device that one engine serves, all of them or every nth: takes all
-//! requests that have arrived, submits them under one plug, and commits them as they complete. One
-//! turn is one io_uring_enter.
+//! Serves a queue of a device on an engine, or every nth tag of the queue if several engines share it. One
+//! turn of the engine takes all requests that have arrived, submits them under one plug, and commits them as
+//! they complete. A turn makes one io_uring_enter call.
 //!
-//! A tag belongs to the kernel while its command is in flight, and to this side from the
-//! command's completion, which brings a request, to the command that commits it. Where the kernel
-//! copies, it writes and reads the tag's buffer on this very thread, inside io_uring_enter, and
-//! only while the command is in flight; where nobody does, it has put the request's pages into
-//! the ring's table when the request comes, and takes them out as it is committed.
+//! While the command of a tag is in flight, the tag belongs to the kernel. The completion of the command
+//! hands a request to the server, and the next command of the tag commits that request. With
+//! [`CopyMode::Kernel`], the kernel reads and writes the tag's buffer only while the command is in flight, on
+//! the thread that serves the tag, inside io_uring_enter. With [`CopyMode::None`], the kernel registers the
+//! pages of the request in the ring's buffer table before it completes the command, and unregisters them when
+//! the request is committed.
 
 #[cfg(test)]
 mod tests;
@@ -32,27 +33,27 @@ use super::abi::{self, IoCommand, IoDescriptor};
 use super::copy::CopyMode;
 use super::descriptors::Descriptors;
 
-/// The engine's queue of the disk: each engine has one.
+// An engine has one queue of the disk.
 const ENGINE_QUEUE: usize = 0;
-/// How often idleness is checked: then the memory of the buffers is released.
+/// Interval of the check for idleness, which releases the memory of the buffers.
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
-/// The token of that, beyond those of the slots.
+/// Token payload of the interval's timeout. Payloads of slots are smaller.
 const IDLE: u64 = 1 << 16;
-/// Where the kernel copies: the front of a tag's buffer that is registered with the ring while the
-/// tag is in use, so that direct I/O of small requests need not pin its pages each time. All tags
-/// together may lock some hundred KiB.
+/// With [`CopyMode::Kernel`]: the length in bytes of the beginning of a tag's buffer that is registered with
+/// the ring while the tag is in use, so that direct I/O of small requests does not pin its pages each time.
+/// Small, because registered memory is locked: 512 KiB for a queue of 128 tags.
 const FRONT_BYTES: u32 = 4096;
-/// In the token of reading or writing the data of a slot's request.
+/// Flag of a token payload: the submission copies the data of the slot's request.
 const COPY: u64 = 1 << 17;
 
-/// The state that the queues of a device share.
+/// The state that all queues of a device share.
 pub(super) struct Shared {
-    /// The character device. Removing the device waits until it is closed.
+    /// The character device. The kernel completes the removal of the device when it is closed.
     pub file: File,
-    /// The first command that the kernel refused: its tag is lost, and a caller that waits for a
-    /// request of it waits for another server.
+    /// The first command that the kernel refused. The kernel does not complete requests of its tag until
+    /// another server takes the device over.
     pub refused: OnceLock<RefusedCommand>,
-    /// An eventfd that does not block, written when there is one.
+    /// A non-blocking eventfd that is written when `refused` is set.
     pub failure_event: Arc<OwnedFd>,
 }
 
@@ -64,11 +65,10 @@ pub(super) struct RefusedCommand {
     pub errno: i32,
 }
 
-/// The outcome of a command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum CommandResult {
     Request,
-    /// `UBLK_IO_RES_ABORT`: the device stops, or waits for another server.
+    /// `UBLK_IO_RES_ABORT`: the device was stopped, or waits for another server.
     Aborted,
     Refused {
         errno: i32,
@@ -80,60 +80,60 @@ fn command_result(result: i32) -> CommandResult {
         // UBLK_IO_RES_OK
         0 => CommandResult::Request,
         abort if abort == -libc::ENODEV => CommandResult::Aborted,
-        // UBLK_IO_RES_NEED_GET_DATA, which no device here asks for, would be a positive number.
+        // No device here has NEED_GET_DATA, so the kernel never returns the positive
+        // UBLK_IO_RES_NEED_GET_DATA.
         other => CommandResult::Refused { errno: if other < 0 { -other } else { libc::EPROTO } },
     }
 }
 
-/// Options of a queue, as one thread serves it.
+/// The part of a queue that one thread serves.
 pub(super) struct QueueOptions {
     pub shared: Arc<Shared>,
     pub queue: u16,
-    /// Tags of the queue, of all its threads.
+    /// Number of tags of the queue, those of other threads included.
     pub depth: u16,
-    /// Which of the queue's threads this one is, from 0.
+    /// Index of this thread among the threads of the queue.
     pub thread: u16,
-    /// Threads of the queue: this one serves the tags `thread`, `thread + threads` and so on.
+    /// Number of threads of the queue: this one serves the tags `thread`, `thread + threads`, and so on.
     pub threads: u16,
-    /// How data moves.
     pub copy: CopyMode,
-    /// Largest request.
     pub request_max_bytes: u32,
-    /// Where its thread shall run.
+    /// CPUs on which the thread should run; empty for any CPU.
     pub processors: CpuSet,
 }
 
 impl QueueOptions {
-    /// The tags that this thread serves.
     fn tags(&self) -> impl ExactSizeIterator<Item = u16> + use<> {
         (self.thread..self.depth).step_by(usize::from(self.threads))
     }
 }
 
-/// A tag that this thread serves. Its index is the payload of the tag's tokens and bios.
+/// A tag that this thread serves. The index of the slot is the payload of the tag's tokens, and the
+/// `user_data` of its bios.
 struct Slot {
-    /// The kernel's number of it.
+    /// The kernel's number of the tag.
     tag: u16,
-    /// Where the kernel copies: the tag's own, away while a bio has it.
+    /// With [`CopyMode::Kernel`]: the tag's buffer, `None` while a bio owns it.
     buffer: Option<IoBuffer>,
-    /// The requests for its front since its memory was released, as far as they matter: with the
-    /// second one the front is registered, which costs as much as several requests.
+    /// Number of requests of at most [`FRONT_BYTES`] since the memory was released, up to 2. The second
+    /// request registers the front of the buffer: registering costs as much as several requests, so it must
+    /// not happen for a single one.
     front_requests: u8,
-    /// The data's place for the kernel: the address of that buffer, or the index in the ring's
-    /// table.
+    /// Where the kernel finds the data: the address of `buffer`, or with [`CopyMode::None`] an index in the
+    /// ring's table of buffers.
     place: u64,
-    /// How the data of its request moves.
+    /// How the data of the current request moves.
     copy: CopyMode,
-    /// While this process copies: the next step.
+    /// With [`CopyMode::User`], while this process copies: what to do with the buffer afterwards.
     copying: Option<Copying>,
-    /// Its request reads.
+    /// The current request is a read.
     reads: bool,
-    /// The result for the kernel if the request succeeds.
+    /// The result for the kernel if the current request succeeds: its length in bytes, or 0 without data.
     good_result: i32,
 }
 
 impl Slot {
-    /// A request for the front of the buffer has arrived.
+    /// Counts a request of at most [`FRONT_BYTES`], and registers the front of the buffer at the second one.
     #[inline]
     fn register_front(&mut self, cx: &mut SourceContext<'_>) {
         match (self.front_requests, &mut self.buffer) {
@@ -146,7 +146,7 @@ impl Slot {
         }
     }
 
-    /// Unregisters the buffer, which is here, and returns it.
+    /// Unregisters the buffer and returns it. No bio may own the buffer.
     fn unregister_buffer(&mut self, cx: &mut SourceContext<'_>) -> Option<&mut IoBuffer> {
         let buffer = self.buffer.as_mut()?;
         cx.registrar().unregister_buffer(buffer);
@@ -155,46 +155,47 @@ impl Slot {
     }
 }
 
-/// The next step when the data of a request has been copied.
+/// The step that follows the copying of data.
 enum Copying {
-    /// It is written to the disk.
+    /// Submit the write, whose data has been copied from the kernel.
     Write(Bio),
-    /// It has been read from the disk: the request is done.
+    /// Commit the read, whose data has been copied to the kernel.
     Read(IoBuffer),
 }
 
-/// A queue of a device, as far as one thread serves it.
+/// A queue of a device, or the part of it that one thread serves.
 pub(super) struct QueueSource {
     options: QueueOptions,
-    /// The character device in the ring's table. It stays there for as long as the ring: so nobody
-    /// can take the device over before all I/O of this ring, file I/O too, has completed.
+    /// The character device in the ring's table of files. The entry stays until the ring is closed, which
+    /// waits for all I/O of the ring, including file I/O. Only then the kernel lets another server take the
+    /// device over.
     file: Option<FileSlot>,
     descriptors: Option<Descriptors>,
     slots: Vec<Slot>,
-    /// Buffers for what this process copies.
+    /// With [`CopyMode::User`]: the buffers of requests in flight.
     pool: BufferPool,
-    /// Slots whose request has arrived.
+    /// Slots whose request has arrived and is not submitted yet.
     arrived: Vec<u16>,
-    /// Bios for which the queue had no room.
+    /// Bios that the disk's queue had no room for.
     requeued: VecDeque<Bio>,
-    /// Commands that the kernel has.
+    /// Number of commands in flight.
     armed: usize,
-    /// Requests that have begun and are not committed.
+    /// Number of requests that are submitted and not committed.
     in_flight: usize,
-    /// Buffers may have taken memory, and the interval runs.
-    used: bool,
-    /// A request came in this interval.
-    asked: bool,
+    /// Buffers may have memory to release, and the timeout of [`IDLE_INTERVAL`] is in flight.
+    timer_runs: bool,
+    /// A request used a buffer in the current interval.
+    used_buffers: bool,
     stopping: bool,
-    /// Not even the kernel's commands are waited for.
+    /// The engine exits: commands in flight are no longer waited for.
     forced: bool,
 }
 
-/// There is none for the data of `requests` of up to `bytes`.
+/// The error if there is no memory for the data of `requests` requests of up to `bytes` bytes.
 fn no_memory(requests: usize, bytes: u32) -> Error {
     let mib = (requests as u64 * u64::from(bytes)) >> 20;
     let message = format!(
-        "ublk: no memory for the data of a queue's requests ({mib} MiB): use a smaller depth, or fewer queues"
+        "ublk: no memory for the buffers of a queue ({mib} MiB); use a smaller depth or fewer queues"
     );
     Error::new(ErrorKind::System, message)
 }
@@ -212,14 +213,14 @@ impl QueueSource {
             requeued: VecDeque::new(),
             armed: 0,
             in_flight: 0,
-            used: false,
-            asked: false,
+            timer_runs: false,
+            used_buffers: false,
             stopping: false,
             forced: false,
         }
     }
 
-    /// Makes what each tag needs for its data.
+    /// Creates the slot of each tag, with its buffer or its entry in the ring's table of buffers.
     fn open_slots(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         let QueueOptions { copy, request_max_bytes, .. } = self.options;
         let tags = self.options.tags();
@@ -243,7 +244,8 @@ impl QueueSource {
         Ok(())
     }
 
-    /// Gives the kernel the command `operation` for the tag of slot `index`.
+    /// Submits the command `operation` for the tag of slot `index`. `result` is that of the request that it
+    /// commits.
     fn command(&mut self, cx: &mut SourceContext<'_>, operation: u32, index: u16, result: i32) {
         let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
         let Slot { tag, place, .. } = self.slots[usize::from(index)];
@@ -258,11 +260,12 @@ impl QueueSource {
             _ => entry.build(),
         };
         self.armed += 1;
-        // SAFETY: the file and the buffers stay until all commands are back, or the ring is closed.
+        // SAFETY: the file and the buffers stay until all commands have completed, or until the ring is
+        // closed.
         unsafe { cx.push(entry, u64::from(index)) }
     }
 
-    /// The request of slot `index` is done.
+    /// Completes the request of slot `index`, and fetches the next one.
     fn commit(&mut self, cx: &mut SourceContext<'_>, index: u16, result: Result<(), i32>) {
         self.in_flight -= 1;
         let result = match result {
@@ -272,7 +275,7 @@ impl QueueSource {
         self.command(cx, abi::COMMIT_AND_FETCH, index, result);
     }
 
-    /// Begins the request that has arrived in slot `index`.
+    /// Submits the request that has arrived in slot `index`, or first copies the data of a write.
     fn begin(&mut self, cx: &mut SourceContext<'_>, index: u16) {
         let Some(descriptors) = &self.descriptors else { return };
         let slot = &mut self.slots[usize::from(index)];
@@ -300,9 +303,9 @@ impl QueueSource {
                 self.submit(cx, Bio { data, ..bio });
             }
             CopyMode::None => {
-                // SAFETY: the request came without an error and without the mark that its pages are
-                // not registered: they are, in this ring, until the command that commits it, which
-                // follows the completion of the bio.
+                // SAFETY: the request arrived without an error and without `IO_NEED_REGISTER`, so the kernel
+                // has registered its pages in this ring. They stay registered until the command that commits
+                // the request, which follows the completion of the bio.
                 let pages = unsafe { KernelPages::new(slot.place as u16, bytes) };
                 self.submit(cx, Bio { data: Data::Kernel(pages), ..bio });
             }
@@ -320,7 +323,7 @@ impl QueueSource {
         }
     }
 
-    /// Copies the data of the request of slot `index`, to or from the buffer in `copying`.
+    /// Copies the data of the request of slot `index` between the kernel and the buffer in `copying`.
     fn copy(&mut self, cx: &mut SourceContext<'_>, index: u16, mut copying: Copying) {
         let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
         let slot = &mut self.slots[usize::from(index)];
@@ -331,16 +334,17 @@ impl QueueSource {
                 opcode::Read::new(file, buffer.as_mut_ptr(), bytes).offset(offset).build()
             }
             Copying::Read(buffer) => opcode::Write::new(file, buffer.as_ptr(), bytes).offset(offset).build(),
-            // Such a request has a buffer.
+            // Unreachable: a request with data that is copied has a buffer.
             Copying::Write(_) => return,
         };
         slot.copying = Some(copying);
-        // SAFETY: the buffer is at least as long (see `BufferPool::take`), and stays in the slot
-        // until this has completed, or the ring is closed.
+        // SAFETY: the buffer has at least that length (see `BufferPool::take`), and stays in the slot until
+        // the copy has completed, or until the ring is closed.
         unsafe { cx.push(entry, COPY | u64::from(index)) }
     }
 
-    /// The data of the request of slot `index` was copied, `result` bytes of it or an error.
+    /// Continues the request of slot `index` after its data was copied. `result` is the number of bytes, or a
+    /// negative errno.
     fn copied(&mut self, cx: &mut SourceContext<'_>, index: u16, result: i32) {
         let slot = &mut self.slots[usize::from(index)];
         let whole = result == slot.good_result;
@@ -362,7 +366,7 @@ impl QueueSource {
     }
 
     fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
-        // Those that wait go first.
+        // Requeued bios go first, so that none starves.
         let result = if self.requeued.is_empty() { self.submit_now(cx, bio) } else { Err(bio) };
         if let Err(bio) = result {
             self.requeued.push_back(bio);
@@ -384,42 +388,43 @@ impl QueueSource {
         }
     }
 
-    /// A buffer is about to be used.
+    /// Notes that a request uses a buffer, and starts the check for idleness.
     fn use_memory(&mut self, cx: &mut SourceContext<'_>) {
-        self.asked = true;
-        if !self.used {
-            self.used = true;
-            self.watch(cx);
+        self.used_buffers = true;
+        if !self.timer_runs {
+            self.timer_runs = true;
+            self.start_interval(cx);
         }
     }
 
-    /// Begins an interval; when it expires, idleness is checked.
-    fn watch(&mut self, cx: &mut SourceContext<'_>) {
-        self.asked = false;
+    /// Starts an interval, after which [`QueueSource::trim`] checks for idleness.
+    fn start_interval(&mut self, cx: &mut SourceContext<'_>) {
+        self.used_buffers = false;
         let entry = opcode::Timeout::new(&raw const IDLE_INTERVAL).build();
-        // SAFETY: the interval is static.
+        // SAFETY: the kernel reads the interval, which is static.
         unsafe { cx.push(entry, IDLE) }
     }
 
-    /// Releases the memory of idle tags if no request came in the interval that is over.
+    /// Releases the memory of the buffers if no request used one in the interval that has ended.
     fn trim(&mut self, cx: &mut SourceContext<'_>) {
         if self.stopping {
             return;
         }
-        if self.asked || self.in_flight > 0 || !self.arrived.is_empty() {
-            return self.watch(cx);
+        if self.used_buffers || self.in_flight > 0 || !self.arrived.is_empty() {
+            return self.start_interval(cx);
         }
-        // Nothing is in flight, so all are here; and the kernel is not in them (see above).
+        // No request is in flight, so each slot owns its buffer; and the kernel accesses a buffer only inside
+        // io_uring_enter of this thread.
         IoBuffer::release_all_pages(self.slots.iter_mut().filter_map(|slot| slot.unregister_buffer(cx)));
         if self.pool.is_idle() {
             self.pool.trim(cx.registrar());
         }
-        self.used = false;
+        self.timer_runs = false;
     }
 
-    /// The kernel refused the command of the tag of slot `index`, which never completes again: reports
-    /// that.
-    fn lose(&mut self, index: u16, errno: i32) {
+    /// Reports that the kernel refused the command of slot `index`. The kernel sends no further requests for
+    /// its tag.
+    fn fail_tag(&mut self, index: u16, errno: i32) {
         let QueueOptions { shared, queue, .. } = &self.options;
         let tag = self.slots[usize::from(index)].tag;
         if shared.refused.set(RefusedCommand { queue: *queue, tag, errno }).is_ok() {
@@ -431,9 +436,10 @@ impl QueueSource {
         self.in_flight == 0 && (self.armed == 0 || self.forced)
     }
 
-    /// Lets go of the device when all is done.
+    /// Closes the device and releases the memory when this source has stopped and all requests have
+    /// completed.
     fn release(&mut self, cx: &mut SourceContext<'_>) {
-        // Forced, the ring closes soon, and the kernel may still be in the buffers until then.
+        // If the engine exits, the ring is closed soon, and until then the kernel may access the buffers.
         if self.stopping && !self.forced && self.is_drained() {
             if let Some(mut file) = self.file.take() {
                 cx.registrar().unregister_file(&mut file);
@@ -444,10 +450,11 @@ impl QueueSource {
     }
 }
 
-/// The bio that `descriptor` asks for, without its data.
+/// The bio for `descriptor`, without its data.
 ///
 /// # Errors
-/// The errno of what is not known, or larger than a request may be.
+/// `EOPNOTSUPP` for an unknown operation, and `EINVAL` for data of no sector or of more than
+/// `request_max_bytes`.
 pub fn bio_of(descriptor: &IoDescriptor, request_max_bytes: u32) -> Result<Bio, i32> {
     let (sector, sectors) = (Sector(descriptor.start_sector), u64::from(descriptor.nr_sectors));
     let operation = match descriptor.op_flags & 0xff {
@@ -471,8 +478,8 @@ pub fn bio_of(descriptor: &IoDescriptor, request_max_bytes: u32) -> Result<Bio, 
     Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
 }
 
-/// How the data of `descriptor` moves on a queue with this `copy` mode: pages that the
-/// kernel could not register this process copies.
+/// How the data of the request `descriptor` moves on a queue with the mode `copy`. If the kernel could not
+/// register the pages, this process copies the data.
 fn copy_of(descriptor: &IoDescriptor, copy: CopyMode) -> CopyMode {
     match copy {
         CopyMode::None if descriptor.op_flags & abi::IO_NEED_REGISTER != 0 => CopyMode::User,
@@ -480,7 +487,7 @@ fn copy_of(descriptor: &IoDescriptor, copy: CopyMode) -> CopyMode {
     }
 }
 
-/// Binds this thread to those of `processors` on which it may run.
+/// Binds this thread to the CPUs of `processors` on which it may run.
 fn bind(processors: &CpuSet) {
     let Ok(allowed) = sched_getaffinity(None) else { return };
     let mut set = CpuSet::new();
@@ -488,12 +495,13 @@ fn bind(processors: &CpuSet) {
         .filter(|cpu| processors.is_set(*cpu) && allowed.is_set(*cpu))
         .for_each(|cpu| set.set(cpu));
     if set.count() > 0 {
-        // It is faster there, and works elsewhere.
+        // An error is harmless: the thread is only faster there.
         let _ = sched_setaffinity(None, &set);
     }
 }
 
-// SAFETY: it is stopped when all commands and bios are back, or, forced, when the engine exits.
+// SAFETY: it has stopped when all commands and bios have completed, or, if the engine exits, when all bios
+// have completed: the buffers then stay until the ring is closed.
 unsafe impl Source for QueueSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.registrar().require(&[("IORING_OP_URING_CMD", opcode::UringCmd16::CODE)])?;
@@ -502,7 +510,8 @@ unsafe impl Source for QueueSource {
         self.descriptors = Some(Descriptors::map(&shared.file, *queue, *depth)?);
         let shared = shared.clone();
         self.open_slots(cx)?;
-        // Last, as what the ring has keeps the device from being removed.
+        // This is the last step that can fail, because the device cannot be removed while the ring has the
+        // file.
         self.file = Some(cx.registrar().register_file(shared.file.as_fd())?);
         (0..self.slots.len() as u16).for_each(|index| self.command(cx, abi::FETCH, index, 0));
         Ok(())
@@ -518,8 +527,9 @@ unsafe impl Source for QueueSource {
         let index = cqe.token.payload() as u16;
         match command_result(cqe.result) {
             CommandResult::Request => return self.arrived.push(index),
-            // A device that was removed, or left to another server, loses nothing.
-            CommandResult::Refused { errno } if !self.stopping => self.lose(index, errno),
+            // When the source is stopping, the device was removed or is left to another server: no request is
+            // lost.
+            CommandResult::Refused { errno } if !self.stopping => self.fail_tag(index, errno),
             CommandResult::Refused { .. } | CommandResult::Aborted => {}
         }
         self.release(cx);
@@ -539,7 +549,7 @@ unsafe impl Source for QueueSource {
     }
 
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
-        // A server that exits leaves the rest to the next one.
+        // If the engine exits, the next server gets the remaining requests.
         if !self.forced {
             self.resubmit_requeued(cx);
             let mut arrived = std::mem::take(&mut self.arrived);
@@ -550,23 +560,23 @@ unsafe impl Source for QueueSource {
 
     fn client_of(&self, user_data: u64) -> Option<String> {
         let Slot { tag, .. } = self.slots.get(usize::try_from(user_data).ok()?)?;
-        Some(format!("the kernel's block device, tag {tag} of its queue {}", self.options.queue))
+        Some(format!("the kernel's block device (queue {}, tag {tag})", self.options.queue))
     }
 
     fn is_abandoned(&self, _user_data: u64) -> bool {
         self.stopping && !self.forced
     }
 
-    /// While the engine lives, the device has been stopped, and all commands come back: the kernel
-    /// would write to the buffers of those that do not. An engine that exits leaves the device to
-    /// another server.
+    /// Unless the engine exits, the device has been stopped, and the kernel completes all commands. They must
+    /// be waited for, because the kernel may write to their buffers until then. An engine that exits leaves
+    /// the device to another server.
     fn stop(&mut self, cx: &mut SourceContext<'_>, _force: bool) {
         self.stopping = true;
         if cx.engine_exits() && !self.forced {
             self.forced = true;
             cx.registrar().abandon();
-            // They are not in flight, and the next server gets them with the rest. The kernel may
-            // still be in their buffers.
+            // Requeued bios are not in flight any longer, but their slots stay: the kernel may still access
+            // the buffers. The next server gets their requests with all others.
             self.in_flight -= self.requeued.len();
         }
         self.release(cx);

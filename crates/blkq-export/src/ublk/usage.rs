@@ -1,5 +1,5 @@
-//! Users of a block device. The kernel reports claims (mounts, swap, device mapper); processes that
-//! only have it open are found in /proc.
+//! Detects users of a block device. The kernel reports claims (mounts, swap, device mapper). A process that
+//! only has the device open is found in /proc.
 
 use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
@@ -12,24 +12,23 @@ use blkq::{Error, ErrorKind};
 use super::child;
 
 pub(super) fn busy(path: &str, why: &str) -> Error {
-    Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close it first"))
+    Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close the device first"))
 }
 
-/// The use of a block device.
+/// How a block device is used.
 pub(super) enum Use {
-    /// It, or a partition of it, is mounted or claimed in another way.
+    /// The device or one of its partitions is mounted or claimed in another way.
     Claimed,
-    /// A process has it, or a partition of it, open.
+    /// A process has the device or one of its partitions open.
     Open,
-    /// Nobody.
-    Nobody,
-    /// There is no such device any more.
+    Unused,
+    /// The device no longer exists.
     Removed,
-    /// It cannot be found out now.
+    /// The use cannot be determined now.
     Unknown,
 }
 
-/// Names of udev's processes: of systemd the first one and its workers, and eudev's.
+/// Process names of udev: systemd's daemon and its workers, and eudev's daemon.
 const UDEV: [&str; 3] = ["systemd-udevd", "(udev-worker)", "udevd"];
 
 fn is_udev(command: &str) -> bool {
@@ -40,41 +39,42 @@ fn open_exclusively(path: &str) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path)
 }
 
-/// Whether a process other than this one and `server` has the block device `path` open, but for udev,
-/// which probes every device that appears.
+/// Whether a process other than this one and `server` has the block device `path` open. udev is ignored,
+/// because it probes every new device.
 pub(super) fn is_open(path: &str, server: u32) -> bool {
     opener(path, server, |command| !is_udev(command)).is_some()
 }
 
-/// Whether the block device `path` is claimed ([`Use::Claimed`]), found out by claiming it: another
-/// process that wants to in this moment cannot. [`Use::Nobody`] if it is not.
+/// Whether the block device `path` is claimed: [`Use::Claimed`] or [`Use::Unused`]. This tries to claim the
+/// device, so an attempt of another process to claim it at this moment fails.
 pub(super) fn probe(path: &str) -> Use {
     match open_exclusively(path) {
-        Ok(_) => Use::Nobody,
+        Ok(_) => Use::Unused,
         Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Use::Claimed,
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => Use::Removed,
         Err(_) => Use::Unknown,
     }
 }
 
-/// Claims the block device `path`, so that nobody mounts it meanwhile.
+/// Claims the block device `path`, so that no other process can mount it.
 ///
 /// # Errors
-/// [`ErrorKind::Busy`] if it is in use, as far as this process sees.
+/// [`ErrorKind::Busy`] if the device is in use, as far as this process can see.
 pub(super) fn claim(path: &str) -> Result<File, Error> {
     let claimed = open_exclusively(path).map_err(|e| match e.raw_os_error() {
-        Some(libc::EBUSY) => busy(path, "it, or a partition of it, is mounted or claimed"),
+        Some(libc::EBUSY) => busy(path, "the device or one of its partitions is mounted or claimed"),
         _ => Error::system(format!("cannot open {path}"), e),
     })?;
     check_unopened(path, std::process::id()).map(|()| claimed)
 }
 
-/// Checks that no process other than this one and `server` has the block device `path` open, as far
-/// as this user may know. A confined daemon cannot: the command that asks it to stop checks before,
-/// and may find the daemon itself, which checks whether others have it.
+/// Checks that no process other than this one and `server` has the block device `path` open, as far as this
+/// user may see. A confined daemon sees no other processes, so the command that asks the daemon to stop calls
+/// this before. That command passes the daemon as `server`, because the daemon itself may have the device
+/// open.
 ///
 /// # Errors
-/// [`ErrorKind::Busy`] if there is one.
+/// [`ErrorKind::Busy`] if there is such a process.
 pub fn check_unopened(path: &str, server: u32) -> Result<(), Error> {
     match opener(path, server, |_| true) {
         Some(process) => Err(busy(path, &format!("process {process} has it open"))),
@@ -82,8 +82,9 @@ pub fn check_unopened(path: &str, server: u32) -> Result<(), Error> {
     }
 }
 
-/// A process other than this one, `server` and its watch that has the block device `path` or a
-/// partition of it open, and whose name `counts`: its number and name.
+/// Finds a process that has the block device `path` or one of its partitions open, and for whose name
+/// `counts` is true. This process, `server` and its process [`child::IDLE_NAME`] are skipped. Returns its ID
+/// and name.
 fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
     let known = [std::process::id().to_string(), server.to_string()];
     let processes = fs::read_dir("/proc").ok()?.flatten();
@@ -92,7 +93,7 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
         let pid = name
             .to_str()
             .filter(|name| name.bytes().all(|b| b.is_ascii_digit()) && !known.iter().any(|pid| pid == name));
-        // Others' processes, or one that has just exited.
+        // Skips processes of other users, and processes that have just exited.
         let (Some(pid), Ok(fds)) = (pid, fs::read_dir(process.path().join("fd"))) else { continue };
         if fds
             .flatten()
@@ -100,7 +101,8 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
             .any(|target| is_part_of(&target, path))
         {
             let command = &name_of(pid);
-            // The one of a killed server may still write back, for the next server.
+            // Also skips the watch of a killed server, whose parent is no blkq process: it may still write
+            // back, for the next server.
             let is_of = |parent| parent == server || name_of(parent) != "blkq";
             let is_watch = || {
                 command.as_bytes() == child::IDLE_NAME.to_bytes()
@@ -114,29 +116,30 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
     None
 }
 
-/// The name of a process, empty if it has exited.
+/// The name of a process; empty if the process has exited.
 fn name_of(process: impl Display) -> String {
     let name = fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
     name.trim_end_matches('\n').to_owned()
 }
 
-/// The parent of the process at `path` of /proc.
+/// The parent's ID of the process with the directory `path` in /proc.
 fn parent(path: &Path) -> Option<u32> {
     let status = fs::read_to_string(path.join("status")).ok()?;
     status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
 }
 
-/// Whether `target` is the device `path` (`/dev/ublkb1`) or a partition of it (`/dev/ublkb1p2`).
+/// Whether `target` is the device `path` (`/dev/ublkb1`) or one of its partitions (`/dev/ublkb1p2`).
 pub(super) fn is_part_of(target: &Path, path: &str) -> bool {
     let Some(rest) = target.to_str().and_then(|target| target.strip_prefix(path)) else { return false };
     rest.is_empty() || rest.strip_prefix('p').is_some_and(|part| part.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Has the kernel write back cached data of the block device `path`, which is about to be removed: all
-/// file systems if one of them is on it, else what was written to it. Returns when that is done.
+/// Makes the kernel write back cached data of the block device `path`, and returns when that is done. If the
+/// device is claimed, a file system may be on it, and this writes back all file systems.
 pub(super) fn write_back(path: &str) {
-    // Claimed for a moment only: a command that stops the device can claim it while this hangs. The last
-    // close writes back too, and would hang with the claim: so the device is open once more.
+    // The claim is released immediately, so that a command that stops the device can claim it while this
+    // hangs. The last close of a device writes back, too, and would hang before the claim is released: so
+    // `device` stays open meanwhile.
     let open = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     match (open, open_exclusively(path)) {
         (Ok(device), Ok(claimed)) => {

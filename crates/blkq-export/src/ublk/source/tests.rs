@@ -17,7 +17,7 @@ fn flags_are_read_where_the_kernel_puts_them() {
     assert_eq!((write.sector, write.sectors), (Sector(8), 8));
     let zeroes = |flags| bio_of(&descriptor(abi::OP_WRITE_ZEROES | flags, 1 << 21), 4096).unwrap();
     assert_eq!(zeroes(1 << 15).flags, BioFlags::NO_UNMAP);
-    // Where it would be if the word were shifted, there is another flag.
+    // Shifted by 8, as the header has it, the flag would be this bit, which has another meaning.
     assert_eq!(zeroes(1 << 23).flags, BioFlags::empty());
     let flush = bio_of(&descriptor(abi::OP_FLUSH | 1 << 13, 0), 4096).unwrap();
     assert_eq!(
@@ -36,7 +36,7 @@ fn a_request_too_large_or_of_an_unknown_kind_is_rejected() {
 
 // Contract: errors
 #[test]
-fn only_a_request_and_an_abort_are_no_lost_tag() {
+fn a_tag_is_lost_unless_its_command_succeeds_or_is_aborted() {
     assert_eq!(command_result(0), CommandResult::Request);
     assert_eq!(command_result(-libc::ENODEV), CommandResult::Aborted);
     assert_eq!(command_result(-libc::EINVAL), CommandResult::Refused { errno: libc::EINVAL });
@@ -48,7 +48,7 @@ fn engine_and_options() -> (EngineThread, QueueOptions) {
     (EngineThread::spawn("ublk", vec![(disk, 0)]).unwrap(), options())
 }
 
-/// A queue on a file whose driver knows no commands.
+/// Options with a file that supports no commands of io_uring.
 fn options() -> QueueOptions {
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let (refused, failure_event) = (OnceLock::new(), Arc::new(event));
@@ -70,7 +70,7 @@ fn wait_for_failure(shared: &Shared) {
     assert_eq!(poll(&mut fds, Some(&minute)), Ok(1));
 }
 
-/// The kernel itself rejects them.
+/// /dev/zero acts as a device whose commands the kernel refuses.
 // Contract: errors
 #[test]
 fn a_refused_command_is_reported() {
@@ -84,7 +84,7 @@ fn a_refused_command_is_reported() {
 }
 
 #[test]
-fn every_tag_is_served_by_one_thread_and_known_by_its_number() {
+fn every_tag_is_served_by_exactly_one_thread() {
     for (depth, threads) in [(1, 1), (1, 3), (7, 2), (128, 5), (4096, 64)] {
         let mut tags: Vec<u16> = (0..threads)
             .flat_map(|thread| {
@@ -105,10 +105,10 @@ fn every_tag_is_served_by_one_thread_and_known_by_its_number() {
     assert!([1, 4].contains(&shared.refused.get().unwrap().tag));
 }
 
-/// A queue with a command that the kernel does not complete.
+/// A queue with one command that the kernel never completes.
 struct Armed(QueueSource);
 
-// SAFETY: nothing is in flight.
+// SAFETY: the source has submitted nothing that could be in flight.
 unsafe impl Source for Armed {
     fn start(&mut self, _: &mut SourceContext<'_>) -> Result<(), Error> {
         self.0.armed = 1;
@@ -129,7 +129,7 @@ unsafe impl Source for Armed {
 }
 
 #[test]
-fn buffers_that_the_kernel_has_live_as_long_as_the_engine() {
+fn buffers_of_unfinished_commands_stay_until_the_engine_exits() {
     let (engine, options) = engine_and_options();
     let handle = engine.handle().clone();
     let source = handle.add_source(move || Box::new(Armed(QueueSource::new(options)))).unwrap();
@@ -145,6 +145,6 @@ fn pages_that_are_not_registered_are_copied() {
     assert_eq!(copy_of(&plain, CopyMode::None), CopyMode::None);
     assert_eq!(copy_of(&marked, CopyMode::None), CopyMode::User);
     for mode in [CopyMode::Kernel, CopyMode::User] {
-        assert_eq!(copy_of(&marked, mode), mode, "it is for others");
+        assert_eq!(copy_of(&marked, mode), mode, "the mark has a meaning for copy mode none only");
     }
 }
