@@ -306,8 +306,8 @@ fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {
         return;
     }
     for (bytes, says) in [
-        (MEMORY as u64 - 4096, "8 MiB of locked memory, and 7 MiB may be locked"),
-        (MEMORY as u64, "Cannot allocate memory (os error 12); others of this user lock memory too"),
+        (MEMORY as u64 - 4096, "8 MiB of locked memory, but 7 MiB may be locked"),
+        (MEMORY as u64, "Cannot allocate memory (os error 12); the limit of locked memory is too small"),
     ] {
         let place = Place::new("vhost-limit");
         let image = place.image("image", 8 << 20);

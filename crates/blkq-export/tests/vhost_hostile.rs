@@ -112,7 +112,7 @@ fn a_refused_request_is_answered_and_changes_nothing() {
     refused(SET_INFLIGHT_FD, vec![0; 20], &[file]);
     refused(SET_CONFIG, [words(&[0, 8, 0]), vec![0; 8]].concat(), &[]);
     let report = served.report();
-    assert!(matches!(&report.event, Event::Refused(why) if why.contains("not known")), "{report:?}");
+    assert!(matches!(&report.event, Event::Refused(why) if why.contains("unknown request")), "{report:?}");
     assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
 }
 

@@ -156,7 +156,7 @@ fn memory_that_does_not_fit_is_served_unregistered() {
         ),
         (
             RegistrationLimits { locked_max: None, memory_left: all },
-            "8 MiB were left to the cgroup of this process",
+            "8 MiB are left to the cgroup of this process",
         ),
     ] {
         let served = serve_registered(image(DirectIo::On, None), 2, limits);

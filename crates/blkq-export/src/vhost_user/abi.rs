@@ -1,62 +1,50 @@
-//! Numbers of virtio 1.2, 5.2 (block device) and 6 (reserved feature bits).
+//! Constants of virtio 1.2: section 5.2 (block device) and chapter 6 (reserved feature bits).
 
-/// Feature bits of a block device, and those of rings that a device offers.
+/// Feature bits that the device offers: of a block device, and of its rings.
 pub mod feature {
-    /// Largest buffer of a request.
+    /// The configuration has the largest size of a buffer of a request.
     pub const SIZE_MAX: u64 = 1 << 1;
-    /// Most buffers of a request.
+    /// The configuration has the largest number of buffers of a request.
     pub const SEG_MAX: u64 = 1 << 2;
-    /// Writes are refused.
     pub const RO: u64 = 1 << 5;
-    /// Size of logical blocks.
+    /// The configuration has the size of logical blocks.
     pub const BLK_SIZE: u64 = 1 << 6;
-    /// There is a write cache that flushes empty.
+    /// The device has a volatile write cache and supports flushes.
     pub const FLUSH: u64 = 1 << 9;
-    /// Physical blocks and preferred sizes.
+    /// The configuration has the physical block size and preferred sizes.
     pub const TOPOLOGY: u64 = 1 << 10;
-    /// The driver may switch the write cache.
+    /// The driver may switch the write cache on and off.
     pub const CONFIG_WCE: u64 = 1 << 11;
-    /// Several queues.
+    /// The device has several queues.
     pub const MQ: u64 = 1 << 12;
-    /// Discards.
     pub const DISCARD: u64 = 1 << 13;
-    /// Write zeroes.
     pub const WRITE_ZEROES: u64 = 1 << 14;
-    /// Tables of descriptors.
+    /// Requests may use indirect tables of descriptors.
     pub const RING_INDIRECT_DESC: u64 = 1 << 28;
-    /// Kicks and calls at an index only.
+    /// Each side names the index at which it expects the next notification.
     pub const RING_EVENT_IDX: u64 = 1 << 29;
-    /// Not a device of before virtio 1.
+    /// The device follows virtio 1 and not an earlier draft.
     pub const VERSION_1: u64 = 1 << 32;
-    /// Packed rings.
     pub const RING_PACKED: u64 = 1 << 34;
 }
 
-/// Reads.
+// Types of requests (VIRTIO_BLK_T_*).
 pub const T_IN: u32 = 0;
-/// Writes.
 pub const T_OUT: u32 = 1;
-/// Flushes.
 pub const T_FLUSH: u32 = 4;
-/// Asks for the serial number.
 pub const T_GET_ID: u32 = 8;
-/// Discards ranges.
 pub const T_DISCARD: u32 = 11;
-/// Writes zeroes to ranges.
 pub const T_WRITE_ZEROES: u32 = 13;
 
-/// Done.
+// Status of a completed request (VIRTIO_BLK_S_*).
 pub const S_OK: u8 = 0;
-/// Failed.
 pub const S_IOERR: u8 = 1;
-/// The device does not do that.
 pub const S_UNSUPP: u8 = 2;
 
-/// Bytes of a request's header.
 pub const HEADER_BYTES: usize = 16;
-/// Bytes of a range of discard and write zeroes.
+/// Size of a range of a discard or write zeroes in a request.
 pub const RANGE_BYTES: usize = 16;
-/// In the flags of a range: write zeroes may deallocate.
+/// A flag of a range: write zeroes may deallocate the range.
 pub const RANGE_UNMAP: u32 = 1;
-/// Bytes of a serial number, without a terminator if it is as long.
+/// Size of a serial number, which has no terminator if it is that long.
 pub const ID_BYTES: usize = 20;

@@ -1,5 +1,5 @@
-//! A part of a ring, in memory that the guest shares: read and written only as atomics, at offsets
-//! that are checked.
+//! A part of a ring, in memory that the guest shares. It is only accessed as atomic words, at checked
+//! offsets.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -7,38 +7,37 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use crate::mapping::Mapping;
 
-/// Bytes that the guest and this process both access, which stay mapped as long as the value. All
-/// words of them are little endian.
+/// Bytes that the guest and this process both access. They stay mapped as long as the value exists. Words are
+/// little endian.
 pub struct Area {
     start: NonNull<u8>,
     bytes: usize,
-    /// Keeps the bytes mapped.
     mapping: Arc<Mapping>,
 }
 
-// SAFETY: the bytes are shared with another process anyway, and accessed only as atomics.
+// SAFETY: the bytes are shared with another process in any case, and are only accessed as atomics.
 unsafe impl Send for Area {}
 // SAFETY: as above.
 unsafe impl Sync for Area {}
 
 macro_rules! word {
     ($load:ident, $store:ident, $word:ty, $atomic:ty) => {
-        /// The word at `offset`.
+        /// Loads the word at `offset`.
         ///
         /// # Panics
-        /// If it is not inside, or not aligned.
+        /// If the word is not inside the area, or not aligned.
         #[inline(always)]
         pub fn $load(&self, offset: usize, order: Ordering) -> $word {
             #[cfg(test)]
             history::load(order);
-            // SAFETY: a valid place, see `place`; the guest writes it as another process.
+            // SAFETY: `place` returns a valid address. The guest writes the word from another process.
             <$word>::from_le(unsafe { self.place::<$atomic>(offset).as_ref() }.load(order))
         }
 
-        /// Changes the word at `offset`.
+        /// Stores the word at `offset`.
         ///
         /// # Panics
-        /// If it is not inside, or not aligned.
+        /// If the word is not inside the area, or not aligned.
         #[inline(always)]
         pub fn $store(&self, offset: usize, value: $word, order: Ordering) {
             #[cfg(test)]
@@ -49,33 +48,34 @@ macro_rules! word {
             blkq::simulation::instant();
             #[cfg(test)]
             history::store(self, offset, u64::from(value), size_of::<$word>(), order);
-            // SAFETY: a valid place, see `place`; the guest reads it as another process.
+            // SAFETY: `place` returns a valid address. The guest reads the word from another process.
             unsafe { self.place::<$atomic>(offset).as_ref() }.store(value.to_le(), order);
         }
     };
 }
 
 impl Area {
-    /// The `bytes` from `start` on, which is aligned to 8 bytes if words of that size are used, else to
-    /// the largest that are.
+    /// The area of `bytes` bytes from `start` on. `start` must be aligned to the largest word that is
+    /// accessed.
     ///
     /// # Safety
-    /// They must be mapped for reading and writing, for as long as `mapping` lives.
+    /// The bytes must be mapped for reading and writing as long as `mapping` exists.
     pub unsafe fn new(mapping: Arc<Mapping>, start: NonNull<u8>, bytes: usize) -> Area {
         Area { start, bytes, mapping }
     }
 
-    /// The mapping that it is part of.
+    /// The mapping that contains the area.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
-    /// The place of a word, which is inside and aligned, and mapped as long as `self`.
+    /// The address of the word at `offset`, which is inside the area, aligned, and mapped as long as `self`
+    /// exists.
     #[inline(always)]
     fn place<A>(&self, offset: usize) -> NonNull<A> {
         let inside = offset.checked_add(size_of::<A>()).is_some_and(|end| end <= self.bytes);
-        assert!(inside, "beside a ring");
-        // SAFETY: inside.
+        assert!(inside, "a word is outside of its ring");
+        // SAFETY: the offset is inside the area.
         let place = unsafe { self.start.add(offset) }.cast::<A>();
         assert!(place.is_aligned(), "a word of a ring is not aligned");
         place
@@ -87,35 +87,36 @@ impl Area {
     word!(load_u64, store_u64, u64, AtomicU64);
 }
 
-/// A device that dies between two stores, wherever a test wants.
+/// Simulates a device that is killed between two stores.
 #[cfg(test)]
 pub mod crash {
     use std::cell::Cell;
 
     thread_local! {
-        static LEFT: Cell<Option<u64>> = const { Cell::new(None) };
+        static STORES_LEFT: Cell<Option<u64>> = const { Cell::new(None) };
     }
 
-    /// From here on `stores` stores of this thread into areas are done, and then none; `None` for all.
+    /// Executes the next `stores` stores of this thread into areas, and ignores all later ones. `None`
+    /// executes all.
     pub fn after(stores: Option<u64>) {
-        LEFT.set(stores);
+        STORES_LEFT.set(stores);
     }
 
-    /// Whether the device is dead.
+    /// Whether the last allowed store has been executed: the device is dead.
     pub fn happened() -> bool {
-        LEFT.get() == Some(0)
+        STORES_LEFT.get() == Some(0)
     }
 
     pub(super) fn survives() -> bool {
-        let left = LEFT.get();
+        let left = STORES_LEFT.get();
         if let Some(stores) = left {
-            LEFT.set(Some(stores.saturating_sub(1)));
+            STORES_LEFT.set(Some(stores.saturating_sub(1)));
         }
         left != Some(0)
     }
 }
 
-/// The stores of a thread into areas, to be undone, and done again in part.
+/// Records the stores of a thread into areas, so that a test can undo them and repeat some of them.
 #[cfg(test)]
 pub mod history {
     use std::cell::RefCell;
@@ -128,15 +129,15 @@ pub mod history {
         static EVENTS: RefCell<Option<Vec<Event>>> = const { RefCell::new(None) };
     }
 
-    /// A part of what a thread did.
+    /// An access of a thread to an area.
     pub enum Event {
         Store(Store),
-        /// It loaded something to acquire.
+        /// A load with acquire ordering.
         Acquire,
     }
 
     impl Event {
-        /// The word that a store replaced.
+        /// The word that the store replaced; `None` for a load.
         pub fn before(&self) -> Option<Word> {
             match self {
                 Event::Store(store) => Some(store.before()),
@@ -145,7 +146,7 @@ pub mod history {
         }
     }
 
-    /// A word of an area.
+    /// The value of a word of an area.
     pub struct Word {
         area: Area,
         offset: usize,
@@ -166,7 +167,7 @@ pub mod history {
             Word { area, offset, value, bytes }
         }
 
-        /// Writes it. Returns the word that it replaced.
+        /// Writes the word, and returns the one that it replaced.
         fn write(&self) -> Word {
             let before = Word::read(&self.area, self.offset, self.bytes);
             let order = Ordering::Relaxed;
@@ -180,7 +181,7 @@ pub mod history {
         }
     }
 
-    /// A store.
+    /// A store of a word.
     pub struct Store {
         before: Word,
         after: u64,
@@ -188,36 +189,36 @@ pub mod history {
     }
 
     impl Store {
-        /// The word that it replaced.
+        /// The word that the store replaced.
         pub fn before(&self) -> Word {
             let Word { area, offset, value, bytes } = &self.before;
             Word { value: *value, ..Word::read(area, *offset, *bytes) }
         }
 
-        /// Does it again. Returns the word that it replaced now.
+        /// Repeats the store, and returns the word that it replaces now.
         pub fn apply(&self) -> Word {
             let Word { area, offset, bytes, .. } = &self.before;
             Word { value: self.after, ..Word::read(area, *offset, *bytes) }.write()
         }
     }
 
-    /// Notes what this thread does from now on.
+    /// Starts to record the accesses of this thread.
     pub fn begin() {
         EVENTS.set(Some(Vec::new()));
     }
 
-    /// Returns the events of this thread since then; no more are noted.
+    /// Stops recording, and returns what was recorded.
     pub fn take() -> Vec<Event> {
         EVENTS.take().unwrap_or_default()
     }
 
-    /// Writes words, one after the other.
+    /// Writes `words` in the given order.
     pub fn undo(words: Vec<Word>) {
         words.iter().for_each(|word| drop(word.write()));
     }
 
     fn note(event: impl FnOnce() -> Event) {
-        // Its own loads and stores are not noted.
+        // The events are taken out meanwhile, so that the accesses of `event` itself are not recorded.
         if let Some(mut events) = EVENTS.take() {
             events.push(event());
             EVENTS.set(Some(events));

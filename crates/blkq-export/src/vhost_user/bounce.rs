@@ -1,36 +1,37 @@
-//! Data on its way between a guest's memory and a buffer that the disk can use.
+//! Copies data between a guest's memory and a buffer whose alignment the disk accepts.
 
 use blkq::{Data, IoBuffer, Segment};
 
 use crate::buffers::{BUFFER_MAX_BYTES, BufferPool};
 
-/// A word at any address.
+/// A word at an unaligned address.
 #[repr(C, packed)]
 #[derive(Clone, Copy)]
 struct Unaligned(u64);
 
-/// Copies the guest's bytes, each read once, to the begin of `buffer`, as far as it goes.
+/// Copies the bytes of `guest` to the beginning of `buffer`, until one of the two ends. Each byte is read
+/// once.
 pub fn copy_in(guest: &Data, buffer: &mut [u8]) {
     for_each(guest, buffer.len(), |start, at, bytes| {
         let to = &mut buffer[at..at + bytes];
         let mut words = to.chunks_exact_mut(8);
         let mut from = start;
         for word in &mut words {
-            // SAFETY: inside the segment, which its owner keeps mapped; the guest may write to it
-            // meanwhile, so it is read by volatile words.
+            // SAFETY: the word is inside the segment, which its owner keeps mapped. The read is volatile,
+            // because the guest may write to the segment at the same time.
             let value = unsafe { from.cast::<Unaligned>().read_volatile() };
             word.copy_from_slice(&value.0.to_ne_bytes());
-            // SAFETY: at most one byte past the end of the segment.
+            // SAFETY: the result is at most one byte past the end of the segment.
             from = unsafe { from.add(8) };
         }
         for byte in words.into_remainder() {
-            // SAFETY: as above.
+            // SAFETY: the byte is inside the segment, as above.
             (*byte, from) = unsafe { (from.read_volatile(), from.add(1)) };
         }
     });
 }
 
-/// Copies the begin of `buffer` to the guest's memory, as far as that goes.
+/// Copies the beginning of `buffer` to the memory of `guest`, until one of the two ends.
 pub fn copy_out(buffer: &[u8], guest: &Data) {
     for_each(guest, buffer.len(), |start, at, bytes| {
         let words = buffer[at..at + bytes].chunks_exact(8);
@@ -53,8 +54,8 @@ pub fn copy_out(buffer: &[u8], guest: &Data) {
     });
 }
 
-/// Calls with the begin of each segment of `guest`, how many bytes are before it, and how many it has,
-/// for `bytes` of them.
+/// Calls `piece` for each segment of the first `bytes` bytes of `guest`, with the segment's address, its
+/// offset in the data and its length.
 fn for_each(guest: &Data, bytes: usize, mut piece: impl FnMut(*mut u8, usize, usize)) {
     let Data::Segments(owner) = guest else { return };
     let mut at = 0;
@@ -65,24 +66,22 @@ fn for_each(guest: &Data, bytes: usize, mut piece: impl FnMut(*mut u8, usize, us
     }
 }
 
-/// Bytes of buffers in use from which on no more requests are taken: a guest with little memory may
-/// name it in many of them.
+/// While this number of bytes is in buffers, a ring takes no requests. Otherwise a guest with little
+/// memory could make this process allocate much, with many requests that name the same memory.
 const IN_USE_MAX_BYTES: u64 = 2 * BUFFER_MAX_BYTES as u64;
 
-/// Where buffers come from.
-pub struct Bounces {
+/// The buffers of one ring.
+pub struct BounceBuffers {
     pool: BufferPool,
     in_use_bytes: u64,
 }
 
-impl Bounces {
-    /// Without buffers.
-    pub fn new() -> Bounces {
-        Bounces { pool: BufferPool::new(), in_use_bytes: 0 }
+impl BounceBuffers {
+    pub fn new() -> BounceBuffers {
+        BounceBuffers { pool: BufferPool::new(), in_use_bytes: 0 }
     }
 
-    /// A buffer of at least `bytes`; `None` if there is no memory, or that is more than
-    /// [`BUFFER_MAX_BYTES`].
+    /// A buffer of at least `bytes` bytes; `None` without memory, or for more than [`BUFFER_MAX_BYTES`].
     pub fn take(&mut self, bytes: u32, ring: blkq::Registrar<'_>) -> Option<IoBuffer> {
         if bytes > BUFFER_MAX_BYTES {
             return None;
@@ -92,23 +91,23 @@ impl Bounces {
         Some(buffer)
     }
 
-    /// Takes back a buffer.
+    /// Returns a buffer to the pool.
     pub fn put(&mut self, buffer: IoBuffer) {
         self.in_use_bytes -= buffer.len() as u64;
         self.pool.put(buffer);
     }
 
-    /// Whether no more requests are to be taken until a buffer comes back.
+    /// Whether the ring must not take requests until a buffer is returned.
     pub fn is_exhausted(&self) -> bool {
         self.in_use_bytes >= IN_USE_MAX_BYTES
     }
 
-    /// Whether there is memory to release.
+    /// Whether [`BounceBuffers::trim`] can release memory.
     pub fn is_idle(&self) -> bool {
         self.pool.is_idle()
     }
 
-    /// Releases it.
+    /// Releases the memory of unused buffers.
     pub fn trim(&mut self, ring: blkq::Registrar<'_>) {
         self.pool.trim(ring);
     }

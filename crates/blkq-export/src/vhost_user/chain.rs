@@ -1,18 +1,18 @@
-//! A chain of descriptors as it was read, once, and why a ring cannot be served any longer.
+//! A chain of descriptors, copied out of the ring once; and the errors that stop a ring.
 
 use std::fmt;
 
-/// Most descriptors of a chain. A driver makes none longer than its ring, which has at most 1024 in
-/// every front end known; some make longer ones in an indirect table, up to this.
+/// Most descriptors of a chain. A driver makes no chain longer than its ring, and no known front end has
+/// rings of more than 1024 descriptors. An indirect table may be longer than the ring, up to this limit.
 pub const DESCRIPTORS_MAX: usize = 1024;
 
-/// A descriptor may be followed by another.
+/// The chain continues with another descriptor.
 pub const DESCRIPTOR_NEXT: u16 = 1;
-/// The device writes the buffer.
+/// The device writes the buffer, and does not read it.
 pub const DESCRIPTOR_WRITE: u16 = 2;
 /// The buffer is a table of descriptors.
 pub const DESCRIPTOR_INDIRECT: u16 = 4;
-/// Bytes of a descriptor.
+/// Size of a descriptor in the ring.
 pub const DESCRIPTOR_BYTES: usize = 16;
 
 /// A buffer of a chain.
@@ -20,18 +20,19 @@ pub const DESCRIPTOR_BYTES: usize = 16;
 pub struct Buffer {
     /// Guest address of the first byte.
     pub address: u64,
-    /// Bytes, at least one.
+    /// Length in bytes, at least 1.
     pub length: u32,
 }
 
-/// A chain that was taken from a ring and goes back to it: which one.
+/// Identifies a chain from the time it is taken from the ring until it is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Head {
-    /// Less than the ring's size, and in flight once at a time.
+    /// The index of the first descriptor, or the buffer identifier of a packed ring. It is less than the
+    /// ring's size, and no two chains in flight have the same.
     pub index: u16,
-    /// Descriptors of the ring that it takes: those of a packed ring are counted.
+    /// Number of descriptors of the ring that the chain occupies. Only a packed ring counts them.
     pub(super) slots: u16,
-    /// Of a packed ring that records what is in flight: the first record.
+    /// The first entry of the chain in the record of requests in flight of a packed ring.
     pub(super) record: u16,
 }
 
@@ -43,7 +44,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// An empty one, which is filled again and again.
+    /// An empty chain. It has room for most requests, and is reused for all of them.
     pub fn new() -> Chain {
         Chain { buffers: Vec::with_capacity(256), readable: 0 }
     }
@@ -60,7 +61,7 @@ impl Chain {
         &self.buffers[self.readable..]
     }
 
-    /// How many buffers there are: the descriptors that were read for them.
+    /// The number of buffers, which is the number of descriptors that were read for them.
     #[inline]
     pub fn descriptors(&self) -> usize {
         self.buffers.len()
@@ -72,7 +73,7 @@ impl Chain {
         self.readable = 0;
     }
 
-    /// Adds the buffer of a descriptor with `flags`.
+    /// Adds the buffer of a descriptor with `flags`. `head` is only for the error.
     #[inline]
     pub(super) fn push(&mut self, head: u16, buffer: Buffer, flags: u16) -> Result<(), RingError> {
         if buffer.length == 0 {
@@ -95,11 +96,11 @@ impl Chain {
 /// A part of a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Part {
-    /// The descriptors.
     Descriptors,
-    /// Written by the driver: the available ring, or when it wants to be called.
+    /// The area that the driver writes: the available ring, or the driver's event suppression of a packed
+    /// ring.
     Driver,
-    /// Written by the device: the used ring, or when it wants to be kicked.
+    /// The area that the device writes: the used ring, or the device's event suppression of a packed ring.
     Device,
 }
 
@@ -107,15 +108,15 @@ impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Part::Descriptors => "descriptors",
-            Part::Driver => "driver's area",
-            Part::Device => "device's area",
+            Part::Driver => "driver area",
+            Part::Device => "device area",
         })
     }
 }
 
-/// Why a ring was stopped: what the guest, or its front end, did against the specification.
+/// Why a ring was stopped: how the guest or its front end violated the specification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[allow(missing_docs, reason = "the text of each names its fields")]
+#[allow(missing_docs, reason = "the message of each variant explains its fields")]
 pub enum RingError {
     Size { size: u32 },
     Unmapped { part: Part, address: u64 },
@@ -144,44 +145,58 @@ impl fmt::Display for RingError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use RingError::*;
         match *self {
-            Size { size } => write!(f, "a ring of {size} descriptors"),
+            Size { size } => write!(f, "a ring cannot have {size} descriptors"),
             Unmapped { part, address } => {
-                write!(f, "the {part} at {address:#x} are misaligned or not inside one memory region")
+                write!(
+                    f,
+                    "cannot use the {part} at {address:#x}: misaligned, or not inside one memory region"
+                )
             }
-            Base { base } => write!(f, "the ring cannot begin at {base:#x}"),
+            Base { base } => write!(f, "the ring cannot start at base {base:#x}"),
             AvailableIndex { index, expected, size } => write!(
                 f,
-                "the available index jumped from {expected} to {index}, which is more than {size} descriptors"
+                "the available index jumped from {expected} to {index}, but the ring has {size} descriptors"
             ),
-            HeadRange { head, size } => write!(f, "descriptor {head} is available, of {size}"),
-            HeadInFlight { head } => write!(f, "descriptor {head} is available again while it is in flight"),
-            NextRange { head, next } => write!(f, "the chain of descriptor {head} names descriptor {next}"),
+            HeadRange { head, size } => {
+                write!(f, "descriptor {head} was made available, but the ring has {size} descriptors")
+            }
+            HeadInFlight { head } => write!(f, "descriptor {head} was made available while it is in flight"),
+            NextRange { head, next } => {
+                write!(
+                    f,
+                    "the chain of descriptor {head} continues at descriptor {next}, which does not exist"
+                )
+            }
             ChainLoop { head } => write!(f, "the chain of descriptor {head} is a loop"),
             ChainTooLong { head } => {
                 write!(f, "the chain of descriptor {head} has more than {DESCRIPTORS_MAX} buffers")
             }
             RingOverrun { head } => {
-                write!(f, "the chain of buffer {head} is longer than what is free in the ring")
+                write!(f, "the chain of buffer {head} has more descriptors than are free in the ring")
             }
             IndirectNotNegotiated { head } => {
-                write!(f, "the chain of descriptor {head} is indirect, which was not negotiated")
+                write!(f, "the chain of descriptor {head} has an indirect table, which was not negotiated")
             }
             IndirectLength { head, length } => {
-                write!(f, "the indirect table of descriptor {head} has {length} bytes")
+                write!(f, "the indirect table of descriptor {head} cannot have {length} bytes")
             }
-            IndirectNested { head } => write!(f, "the indirect table of descriptor {head} has another one"),
-            IndirectNext { head } => write!(f, "an indirect table of descriptor {head} is not the last"),
-            EmptyBuffer { head } => write!(f, "the chain of descriptor {head} has a buffer without bytes"),
+            IndirectNested { head } => {
+                write!(f, "the indirect table of descriptor {head} contains another indirect table")
+            }
+            IndirectNext { head } => {
+                write!(f, "the chain of descriptor {head} continues after an indirect table")
+            }
+            EmptyBuffer { head } => write!(f, "the chain of descriptor {head} has a buffer of 0 bytes"),
             Order { head } => {
-                write!(f, "the chain of descriptor {head} has a buffer to read behind one to write")
+                write!(f, "the chain of descriptor {head} has a readable buffer after a writable one")
             }
             BufferUnmapped { address, length } => {
-                write!(f, "the {length} bytes at guest address {address:#x} are not memory")
+                write!(f, "the {length} bytes at guest address {address:#x} are not guest memory")
             }
-            HeaderShort { bytes } => write!(f, "a request header of {bytes} bytes"),
-            NoStatus => f.write_str("a request without a byte for its status"),
-            Inflight { what } => write!(f, "the record of requests in flight: {what}"),
-            MemoryLost => f.write_str("guest memory was truncated under the device"),
+            HeaderShort { bytes } => write!(f, "a request has only {bytes} bytes of its header"),
+            NoStatus => f.write_str("a request has no byte for its status"),
+            Inflight { what } => write!(f, "the record of requests in flight is invalid: {what}"),
+            MemoryLost => f.write_str("the file of guest memory was truncated"),
         }
     }
 }

@@ -1,6 +1,5 @@
-//! The socket of a front end: whole messages in, replies out, and nothing waits. A message's
-//! descriptors are those that arrive with any of its bytes: what is received never reaches into the
-//! next message.
+//! The socket of a front end: receives whole messages and sends replies, without blocking. The descriptors of
+//! a message are those that arrive with any of its bytes; a receive never reads beyond the end of a message.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -14,60 +13,57 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown, recvmsg, sendmsg, shutdown,
 };
 
-use super::foreign::Foreign;
 use super::message::{FILES_MAX, HEADER_BYTES, Header, Refusal, Reply, refuse};
+use super::untrusted_fd::UntrustedFd;
 
-/// Replies that wait for a front end that does not read them; then its requests are not read either.
+/// Most replies that wait for a front end to read them. At the limit, requests are not read.
 const WAITING_MAX: usize = 1;
-/// How long the front end may take to send the rest of a message, or to read a reply.
+/// Time that a front end may take to send the rest of a message, or to read a reply.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most descriptors that the kernel passes at once (SCM_MAX_FD): what it cannot deliver it closes itself,
-/// on the thread that receives.
+/// `SCM_MAX_FD`, the most descriptors that the kernel passes in one message. With room for all of them none
+/// is dropped: the kernel would close a descriptor that does not fit on the receiving thread, which may hang.
 const PASSED_MAX: usize = 253;
 
-/// Why a connection is over.
+/// Why the connection to a front end is closed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Closed {
     /// The front end closed it.
     ByPeer,
-    /// The front end broke the protocol.
+    /// The front end violated the protocol.
     Violation(Refusal),
-    /// The socket failed.
+    /// An operation on the socket failed.
     Socket(Errno),
 }
 
-/// A message as it arrived.
 #[derive(Debug)]
 pub struct Incoming {
-    /// Its header.
     pub header: Header,
-    /// Its payload.
     pub payload: Vec<u8>,
-    /// Its descriptors.
-    pub files: Vec<Foreign>,
+    pub files: Vec<UntrustedFd>,
 }
 
-/// A reply that has not left as a whole.
+/// A reply that has not been sent completely.
 struct Waiting {
     reply: Reply,
     sent: usize,
 }
 
-/// The socket of a front end.
+/// The connection to a front end.
 pub struct Channel {
-    socket: Foreign,
-    /// The bytes that have arrived of the next message.
+    socket: UntrustedFd,
+    /// Received bytes of the next message.
     bytes: Vec<u8>,
     header: Option<Header>,
-    files: Vec<Foreign>,
+    files: Vec<UntrustedFd>,
     waiting: VecDeque<Waiting>,
-    /// Since when the rest of a message, or the reading of a reply, is waited for.
+    /// The time since which the channel waits for the rest of a message, or for the front end to read a
+    /// reply.
     since: Option<Instant>,
 }
 
 impl Channel {
-    /// The channel over `socket`, which need not be set not to block.
-    pub fn new(socket: Foreign) -> Channel {
+    /// A channel over `socket`, which may be in blocking mode.
+    pub fn new(socket: UntrustedFd) -> Channel {
         Channel {
             socket,
             bytes: Vec::with_capacity(HEADER_BYTES),
@@ -78,33 +74,34 @@ impl Channel {
         }
     }
 
-    /// When the front end must have sent the rest of a message, or read a reply.
+    /// The time by which the front end must have sent the rest of a message, or read a reply.
     pub fn deadline(&self) -> Option<Instant> {
         self.since.map(|since| since + MESSAGE_TIMEOUT)
     }
 
-    /// Checks at `now` that [`Channel::deadline`] has not passed. To be called after all was received and
-    /// sent that can be.
+    /// Checks at time `now` that [`Channel::deadline`] has not passed. The caller must first have received
+    /// and sent all that the socket allows.
     ///
     /// # Errors
-    /// That the front end is late, and with what.
+    /// A violation that names what the front end has failed to do in time.
     pub fn check_deadline(&self, now: Instant) -> Result<(), Closed> {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return Ok(());
         }
         let what = if self.waiting.is_empty() { "sent the rest of a message" } else { "read a reply" };
-        Err(Closed::Violation(refuse(format!("it has not {what} for {} s", MESSAGE_TIMEOUT.as_secs()))))
+        let seconds = MESSAGE_TIMEOUT.as_secs();
+        Err(Closed::Violation(refuse(format!("the front end has not {what} for {seconds} s"))))
     }
 
-    /// Whether requests are read, and whether replies wait: what to poll for.
+    /// Whether to poll for requests, and whether to poll for room to send replies.
     pub fn interest(&self) -> (bool, bool) {
         (self.waiting.len() < WAITING_MAX, !self.waiting.is_empty())
     }
 
-    /// Receives until a message is there; `None` if the rest of it has yet to come.
+    /// Receives the next message; `None` if it has not arrived completely.
     ///
     /// # Errors
-    /// Why the connection is over.
+    /// Returns why the connection must be closed.
     pub fn receive(&mut self) -> Result<Option<Incoming>, Closed> {
         loop {
             let wanted = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
@@ -140,7 +137,7 @@ impl Channel {
         }
     }
 
-    /// Receives once, at most up to byte `wanted` of the message.
+    /// Receives once, at most up to offset `wanted` of the message.
     fn receive_some(&mut self, wanted: usize) -> Result<(), Closed> {
         let before = self.bytes.len();
         self.bytes.resize(wanted, 0);
@@ -151,7 +148,7 @@ impl Channel {
         let received = recvmsg(&self.socket, &mut into, &mut control, flags);
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(files) = message {
-                self.files.extend(files.map(Foreign::new));
+                self.files.extend(files.map(UntrustedFd::new));
             }
         }
         let received = match received {
@@ -166,28 +163,30 @@ impl Channel {
         };
         self.bytes.truncate(before + received.bytes);
         if received.flags.contains(ReturnFlags::CTRUNC) || self.files.len() > FILES_MAX {
-            return Err(Closed::Violation(refuse(format!("more than {FILES_MAX} descriptors in a message"))));
+            return Err(Closed::Violation(refuse(format!(
+                "a message has more than {FILES_MAX} descriptors"
+            ))));
         }
         match received.bytes {
             0 if self.bytes.is_empty() => Err(Closed::ByPeer),
-            0 => Err(Closed::Violation(refuse("it closed the connection in the middle of a message"))),
+            0 => Err(Closed::Violation(refuse("the connection was closed in the middle of a message"))),
             _ => Ok(()),
         }
     }
 
-    /// Sends `reply`, now or when the front end reads.
+    /// Queues `reply`, and sends as much as the socket takes.
     ///
     /// # Errors
-    /// Why the connection is over.
+    /// Returns why the connection must be closed.
     pub fn send(&mut self, reply: Reply) -> Result<(), Closed> {
         self.waiting.push_back(Waiting { reply, sent: 0 });
         self.flush()
     }
 
-    /// Sends what waits, as far as the socket takes it.
+    /// Sends the queued replies, as far as the socket takes them.
     ///
     /// # Errors
-    /// Why the connection is over.
+    /// Returns why the connection must be closed.
     pub fn flush(&mut self) -> Result<(), Closed> {
         while let Some(Waiting { reply, sent }) = self.waiting.front_mut() {
             let file = reply.file.as_ref().filter(|_| *sent == 0).map(AsFd::as_fd);
@@ -212,7 +211,7 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // For the front end it is closed now, whenever that is done.
+        // The front end sees the end of the connection now, although another thread closes the socket later.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }
@@ -223,7 +222,7 @@ impl AsFd for Channel {
     }
 }
 
-/// Sends some of `bytes`, with a descriptor, without waiting.
+/// Sends some of `bytes`, and `file` with them, without blocking.
 pub(super) fn send_some(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -248,7 +247,7 @@ mod tests {
 
     fn pair() -> (UnixStream, Channel) {
         let (front, back) = UnixStream::pair().unwrap();
-        (front, Channel::new(Foreign::new(back.into())))
+        (front, Channel::new(UntrustedFd::new(back.into())))
     }
 
     fn header(code: u32, flags: u32, size: u32) -> Vec<u8> {

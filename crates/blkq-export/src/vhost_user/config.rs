@@ -1,31 +1,33 @@
-//! The device as a driver reads it: the features that are offered, and `virtio_blk_config` (virtio
-//! 1.2, 5.2.4), from the limits of a disk.
+//! The device as a driver sees it: the offered features and `virtio_blk_config` (virtio 1.2, 5.2.4), derived
+//! from the limits of a disk.
 
 use blkq::{Operation, QueueLimits};
 
 use super::abi::feature;
 
-/// Most ranges of a discard or write zeroes.
+/// Most ranges of a discard or write zeroes request.
 pub const RANGES_MAX: usize = 32;
-/// Most buffers of data of a request: with header and status they fit a ring of 128 descriptors, the
-/// size that front ends use unless they are configured otherwise.
+/// Most data buffers of a request. With header and status, such a request fits into a ring of 128
+/// descriptors, the default size of QEMU and other front ends.
 pub const SEGMENTS_MAX: u32 = 126;
-/// Bytes of the configuration, up to and with the fields of write zeroes.
+/// Size of the configuration: up to and including the fields of write zeroes.
 pub const CONFIG_BYTES: usize = 60;
-/// Where the field is that a driver may write: the write cache.
+/// Offset of `writeback`, the only field that a driver may write.
 pub const WRITEBACK_AT: usize = 32;
-/// Largest discard and write zeroes, in bytes: others wait for it.
+/// Largest discard and write zeroes in bytes. A limit, because one request delays others.
 const RANGE_MAX_BYTES: u64 = 1 << 30;
 
-/// Largest segment of a request: [`SEGMENTS_MAX`] of them are less than the 1 GiB of a request, and than the
-/// 31 bits in which libblkio computes their sum.
+/// Largest segment of a request in bytes. The sum of [`SEGMENTS_MAX`] such segments is less than the 1 GiB of
+/// a request, and fits into the 31 bits in which libblkio computes it.
 const SEGMENT_MAX_BYTES: u32 = 1 << 23;
 
-/// Features that come and go with the limits. A driver keeps what it was offered when a live change, or the
-/// daemon that follows a killed one, offers something else: its requests are checked by the limits.
+/// Features that depend on the limits of the disk. After a live change, or in the daemon that follows a
+/// killed one, they may differ from what a driver was offered. The driver keeps its features, and its
+/// requests are checked against the limits.
 pub const FEATURES_OF_LIMITS: u64 = feature::RO | feature::DISCARD | feature::WRITE_ZEROES;
 
-/// The features that a device with `limits` offers. It may have more queues than it has engines.
+/// The features that a device with `limits` offers. MQ is always offered, because a device may get several
+/// engines.
 pub fn features(limits: &QueueLimits) -> u64 {
     let mut features = feature::SEG_MAX
         | feature::SIZE_MAX
@@ -64,8 +66,8 @@ pub fn range_sectors_max(limits: &QueueLimits, operation: Operation) -> u64 {
     if is_supported { RANGE_MAX_BYTES >> 9 } else { 0 }
 }
 
-/// The configuration of a device with `limits` and `queues`, whose write cache is on or off for the
-/// driver.
+/// The configuration of a device with `limits` and `queues`. `write_cache`: whether the driver sees a write
+/// cache.
 pub fn config(limits: &QueueLimits, queues: u16, write_cache: bool) -> [u8; CONFIG_BYTES] {
     let block = limits.logical_block_bytes;
     let blocks = |bytes: u32| bytes / block;

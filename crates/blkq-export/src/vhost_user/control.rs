@@ -1,5 +1,5 @@
-//! The control thread of a device: accepts front ends, one at a time, and does what they ask for. It
-//! waits in poll(2), and for engines that drain a ring; for no front end.
+//! The control thread of a device: accepts front ends, one at a time, and executes their requests. The thread
+//! blocks only in poll(2), and while an engine drains a ring; it never waits for a front end.
 
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,46 +11,45 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 
 use super::channel::{Channel, Closed};
-use super::foreign::{Foreign, are_too_many};
 use super::message::refuse;
 use super::session::Session;
 use super::shared::Shared;
 use super::status::Event;
+use super::untrusted_fd::{UntrustedFd, are_too_many};
 use crate::nbd::Listener;
 use crate::peer::Peer;
 use crate::sync::atomic::Ordering::SeqCst;
 
-/// How long nothing is accepted after that failed.
+/// Pause after a failed accept(2).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Messages of a front end that are handled before all else is looked at.
+/// Most messages of a front end that are handled before other events are checked.
 const MESSAGES_MAX: usize = 64;
 
-/// A front end.
 struct Connected {
     channel: Channel,
     session: Session,
 }
 
-/// The control thread.
+/// The state of the control thread.
 pub struct Control {
     shared: Arc<Shared>,
     listener: Listener,
     connected: Option<Connected>,
-    /// When to accept again.
+    /// The time of the next accept(2), after one that failed.
     accept_at: Option<Instant>,
 }
 
-/// The result of poll(2).
+/// The events that poll(2) has reported.
 struct Ready {
     woken: bool,
     arrival: bool,
     front_end: bool,
-    /// Of the socket of this side's requests.
+    /// Events of the socket for requests of the back end ([`Session::request_socket`]).
     requests: PollFlags,
 }
 
 impl Control {
-    /// The control thread of the device of `shared`, which accepts from `listener`.
+    /// The control thread of the device `shared`. It accepts front ends from `listener`.
     pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Control {
         Control { shared, listener, connected: None, accept_at: None }
     }
@@ -59,16 +58,16 @@ impl Control {
     pub fn run(mut self) {
         while !self.shared.stopping.load(SeqCst) {
             let ready = self.wait();
-            // Nothing that a front end sends shall end the thread.
+            // A panic that a front end provokes must not end the thread: it closes the connection.
             if catch_unwind(AssertUnwindSafe(|| self.turn(&ready))).is_err() {
-                self.disconnect(Some("an internal error: please report it".to_owned()));
+                self.disconnect(Some("internal error; please report it".to_owned()));
             }
         }
         self.disconnect(None);
         close_listener(self.listener);
     }
 
-    /// Waits until there is something to do.
+    /// Waits for events and deadlines.
     fn wait(&mut self) -> Ready {
         let now = Instant::now();
         let pause = self.accept_at.map(|at| at.saturating_duration_since(now));
@@ -91,7 +90,8 @@ impl Control {
                 polls.push(PollFd::from_borrowed_fd(socket, PollFlags::IN));
             }
         }
-        // An error, and an interruption, are looked at as if all were ready: nothing here blocks.
+        // After an error or an interruption all descriptors are checked. This is harmless, because none of
+        // them blocks.
         match poll(&mut polls, timeout.as_ref()) {
             Ok(_) => Ready {
                 woken: !polls[0].revents().is_empty(),
@@ -117,7 +117,7 @@ impl Control {
             self.disconnect(match closed {
                 Closed::ByPeer => None,
                 Closed::Violation(refusal) => Some(refusal.0),
-                Closed::Socket(errno) => Some(format!("its socket: {errno}")),
+                Closed::Socket(errno) => Some(format!("socket error: {errno}")),
             });
         }
         if ready.arrival {
@@ -125,7 +125,7 @@ impl Control {
         }
     }
 
-    /// Sends and receives what there is.
+    /// Sends waiting replies, and receives and executes messages.
     fn exchange(&mut self) -> Result<(), Closed> {
         let Some(Connected { channel, session }) = &mut self.connected else { return Ok(()) };
         channel.flush()?;
@@ -134,7 +134,9 @@ impl Control {
                 break;
             }
             if are_too_many() {
-                return Err(Closed::Violation(refuse("too many descriptors of front ends cannot be closed")));
+                return Err(Closed::Violation(refuse(
+                    "too many descriptors of front ends hang when they are closed",
+                )));
             }
             let Some(message) = channel.receive()? else { break };
             if let Some(reply) = session.handle(message).map_err(Closed::Violation)? {
@@ -151,17 +153,17 @@ impl Control {
     fn accept(&mut self) {
         self.accept_at = None;
         if are_too_many() {
-            // One more socket could not be closed either.
+            // Another socket could not be closed either.
             return self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
         }
         let socket = match accept_with(&self.listener, SocketFlags::CLOEXEC) {
-            Ok(socket) => Foreign::new(socket),
+            Ok(socket) => UntrustedFd::new(socket),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
-            // Out of descriptors or memory: again at once would only fail again.
+            // Descriptors or memory are exhausted. An immediate retry would fail, too.
             Err(_) => return self.accept_at = Some(Instant::now() + ACCEPT_PAUSE),
         };
         let peer = peer_name(&socket);
-        // Dropped, the socket of one that is not let in closes.
+        // If the front end is rejected, dropping the socket closes the connection.
         if self.shared.registry.admit(&peer) {
             match Session::new(self.shared.clone(), &peer) {
                 Ok(session) => self.connected = Some(Connected { channel: Channel::new(socket), session }),
@@ -170,40 +172,41 @@ impl Control {
         }
     }
 
-    /// The front end has disconnected, or broke the protocol: its rings are drained, and its memory unmapped.
+    /// Ends the session of the front end: drains its rings and unmaps its memory. `violation`: how it
+    /// violated the protocol.
     fn disconnect(&mut self, violation: Option<String>) {
         let Some(Connected { channel, session }) = self.connected.take() else { return };
         drop(channel);
         if let Some(reason) = violation {
             self.shared.registry.report(session.peer(), Event::Violation(reason));
         }
-        // Whatever becomes of it, another one may come.
+        // Another front end may connect even if the drop panics.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(session)));
         self.shared.registry.leave();
     }
 }
 
-/// Does what the control thread was woken for. The wake-up is forgotten first: all that is noted after
-/// that brings another.
+/// Handles a wake-up of the control thread. The event is cleared before the reasons are read, so that a
+/// reason that is added later wakes the thread again.
 pub fn take_wakeup(shared: &Shared, session: Option<&mut Session>) {
     shared.wake.clear();
     if let Some(session) = session {
-        session.woken();
+        session.handle_wakeup();
     }
 }
 
-/// Closes `listener`. Connections that wait there, with whatever descriptors in their queues, are
-/// closed by other threads.
+/// Closes `listener`, and the connections that wait there. Other threads close these connections, because
+/// their queues may contain any descriptors.
 pub fn close_listener(listener: Listener) {
-    // An inherited socket is that of other processes too.
+    // Only a socket that this process created is shut down. Other processes share an inherited one.
     if listener.unix_path().is_some() && shutdown(&listener, Shutdown::Both).is_ok() {
         while let Ok(socket) = accept_with(&listener, SocketFlags::CLOEXEC) {
-            drop(Foreign::new(socket));
+            drop(UntrustedFd::new(socket));
         }
     }
 }
 
-fn peer_name(socket: &Foreign) -> String {
+fn peer_name(socket: &UntrustedFd) -> String {
     match Peer::of(socket) {
         Ok(Peer { pid, uid }) => {
             format!("pid {}, uid {}", rustix::process::Pid::as_raw(pid), uid.as_raw())

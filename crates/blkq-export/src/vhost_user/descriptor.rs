@@ -1,4 +1,4 @@
-//! The common parts of both kinds of ring: descriptors, indirect tables, event indexes.
+//! The parts that both kinds of ring have in common: descriptors, indirect tables and event indexes.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use super::area::Area;
 use super::chain::{Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, Part, RingError};
 use super::memory::{Cursor, GuestMemory, Span};
 
-/// Addresses and size of a ring's parts, and which features it has.
+/// The addresses, the size and the features of a ring. Addresses are those of the front end.
 pub struct Layout {
     pub size: u16,
     pub event_idx: bool,
@@ -16,7 +16,7 @@ pub struct Layout {
     pub device_area: u64,
 }
 
-/// A part of a ring, or why it cannot be one.
+/// Finds a part of a ring in `memory`, or returns why the ring cannot be used.
 pub fn area(
     memory: &Arc<GuestMemory>,
     part: Part,
@@ -27,7 +27,7 @@ pub fn area(
     memory.area(address, bytes, align).ok_or(RingError::Unmapped { part, address })
 }
 
-/// A descriptor, read once.
+/// A descriptor, copied out of the ring once.
 #[derive(Clone, Copy, Debug)]
 pub struct Descriptor {
     pub address: u64,
@@ -37,7 +37,7 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// From the two words of one of a split ring: address; length, flags, next.
+    /// Decodes a descriptor of a split ring from its two words: the address; and length, flags and next.
     #[inline]
     pub fn split(low: u64, high: u64) -> Descriptor {
         Descriptor {
@@ -48,7 +48,8 @@ impl Descriptor {
         }
     }
 
-    /// From the two words of one of a packed ring: address; length, identifier, flags.
+    /// Decodes a descriptor of a packed ring from its two words: the address; and length, identifier and
+    /// flags.
     #[inline]
     pub fn packed(low: u64, high: u64) -> Descriptor {
         Descriptor { address: low, length: high as u32, flags: (high >> 48) as u16, next: 0 }
@@ -65,13 +66,13 @@ impl Descriptor {
     }
 }
 
-/// Whether a step from `old` to `new` passes `event` (virtio 1.2, 2.7.7.1).
+/// Whether an index that moves from `old` to `new` passes `event` (virtio 1.2, 2.7.7.1).
 #[inline]
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
-/// Entries of the indirect table that `table` names.
+/// The number of entries of the indirect table that the descriptor `table` names.
 pub fn indirect_entries(head: u16, table: &Descriptor, negotiated: bool) -> Result<u32, RingError> {
     if !negotiated {
         return Err(RingError::IndirectNotNegotiated { head });
@@ -90,17 +91,16 @@ pub fn indirect_entries(head: u16, table: &Descriptor, negotiated: bool) -> Resu
     Ok(entries)
 }
 
-/// An indirect table, found once.
 pub struct Table<'a> {
     memory: &'a GuestMemory,
     address: u64,
     length: u32,
-    /// All of it, unless it is in two regions.
+    /// The whole table, unless it crosses two memory regions: then each entry is looked up.
     whole: Option<Span<'a>>,
 }
 
 impl<'a> Table<'a> {
-    /// The table of `entries` that `descriptor` names.
+    /// The table that `descriptor` names.
     #[inline]
     pub fn new(memory: &'a GuestMemory, cursor: &mut Cursor, descriptor: &Descriptor) -> Table<'a> {
         let &Descriptor { address, length, .. } = descriptor;
@@ -108,10 +108,10 @@ impl<'a> Table<'a> {
         Table { memory, address, length, whole }
     }
 
-    /// The two words of entry `index`, read once.
+    /// The two words of entry `index`. Each byte is read once.
     ///
     /// # Errors
-    /// [`RingError::BufferUnmapped`].
+    /// [`RingError::BufferUnmapped`] if the entry is not guest memory.
     #[inline]
     pub fn entry(&self, cursor: &mut Cursor, index: u32) -> Result<(u64, u64), RingError> {
         let offset = index * DESCRIPTOR_BYTES as u32;

@@ -1,4 +1,4 @@
-//! The device as its owner sees it: start, observe, stop.
+//! Starts, observes and stops a device.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,32 +14,31 @@ use super::shared::Shared;
 use super::status::{FrontEnd, FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
 use crate::nbd::{Listen, Listener, SocketAccess};
 
-/// Options of a device.
 #[derive(Clone, Debug, Default)]
 pub struct VhostUserOptions {
-    /// The serial number that guests see: its first 20 bytes.
+    /// The serial number. Guests see the first 20 bytes.
     pub serial: String,
     /// The users that may connect to the unix socket.
     pub access: SocketAccess,
-    /// An eventfd that does not block, written whenever the front end has disconnected.
+    /// A non-blocking eventfd that is written whenever the front end has disconnected.
     pub idle_event: Option<Arc<OwnedFd>>,
-    /// An eventfd that does not block, written whenever [`VhostUserDevice::take_reports`] has some;
-    /// without one there are none.
+    /// A non-blocking eventfd that is written whenever [`VhostUserDevice::take_reports`] has events. Without
+    /// it, no events are collected.
     pub report_event: Option<Arc<OwnedFd>>,
-    /// Register guest memory with the engines' rings, so that direct I/O need not pin its pages each time.
-    /// All of it is then taken, and what the guest frees (a balloon, free page reporting) is lost to
-    /// it: see docs/vhost-user.md.
+    /// Register guest memory with the engines' rings, so that direct I/O does not pin its pages each time.
+    /// Registration allocates all of guest memory, and memory that the guest frees later (balloon, free page
+    /// reporting) is not returned: see docs/vhost-user.md.
     pub register_memory: Option<RegistrationLimits>,
 }
 
 enum State {
-    /// Front ends may connect, and wait.
+    /// Front ends can connect, but are not served yet.
     Listening(Listener),
     Serving(JoinHandle<()>),
     Stopped,
 }
 
-/// A running device. Stop it before its engines; dropped, it is stopped by force.
+/// A running device. Stop it before its engines. If it is dropped, it is stopped by force.
 pub struct VhostUserDevice {
     uri: String,
     open_to_all: Option<String>,
@@ -48,11 +47,11 @@ pub struct VhostUserDevice {
 }
 
 impl VhostUserDevice {
-    /// Serves `disk` on `engines`, one for each of its queues, to the front end that connects to
-    /// `listen`. It can connect when this returns.
+    /// Serves `disk` on `engines`, one for each queue of the disk, to the front end that connects to
+    /// `listen`. Front ends can connect when this returns.
     ///
     /// # Errors
-    /// As [`VhostUserDevice::listen`] and [`VhostUserDevice::serve`].
+    /// The errors of [`VhostUserDevice::listen`] and [`VhostUserDevice::serve`].
     pub fn start(
         listen: Listen,
         options: VhostUserOptions,
@@ -64,12 +63,12 @@ impl VhostUserDevice {
         Ok(device)
     }
 
-    /// As [`VhostUserDevice::start`], but front ends that connect wait until
+    /// As [`VhostUserDevice::start`], but front ends that connect are not served until
     /// [`VhostUserDevice::serve`].
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if another process listens there already, [`ErrorKind::Invalid`] for a socket that is
-    /// not of unix, or without engines, and the errors of the system.
+    /// [`ErrorKind::Busy`] if another process listens on the socket, [`ErrorKind::Invalid`] without engines
+    /// or if the socket is not a unix socket, and the errors of the system.
     pub fn listen(
         listen: Listen,
         options: VhostUserOptions,
@@ -78,14 +77,14 @@ impl VhostUserDevice {
     ) -> Result<VhostUserDevice, Error> {
         let invalid = |what: &str| Error::new(ErrorKind::Invalid, format!("vhost-user: {what}"));
         if engines.is_empty() {
-            return Err(invalid("there is no engine"));
+            return Err(invalid("a device needs at least one engine"));
         }
         if matches!(listen, Listen::Tcp(..)) {
-            return Err(invalid("memory cannot be shared over TCP; give a unix socket"));
+            return Err(invalid("memory cannot be shared over TCP; use a unix socket"));
         }
         let listener = listen.listen_as(options.access)?;
         if listener.tcp_address().is_some() {
-            return Err(invalid("memory cannot be shared over TCP; give a unix socket"));
+            return Err(invalid("memory cannot be shared over TCP; use a unix socket"));
         }
         let uri = match listener.unix_path() {
             Some(path) => format!("vhost-user:{}", path.display()),
@@ -101,32 +100,34 @@ impl VhostUserDevice {
         Ok(VhostUserDevice { uri, open_to_all, shared, state: Mutex::new(State::Listening(listener)) })
     }
 
-    /// Makes the rings of the kernel that signal eventfds, for a process that gives up the right to make
-    /// rings before [`VhostUserDevice::serve`]: one for each of the 64 rings that a guest may have, and one
-    /// more, with a descriptor and 8 KiB of locked memory each. Otherwise they are made when front ends need
-    /// them. Waits for memory for at most 2 s.
+    /// Creates the io_urings that signal eventfds, for a process that drops the right to create rings before
+    /// [`VhostUserDevice::serve`]: one for each of the 64 rings of a guest, and one for errors. Each needs a
+    /// descriptor and 8 KiB of locked memory. Without this call, the rings are created when front ends need
+    /// them. Waits for memory for at most 2 seconds.
     ///
     /// # Errors
-    /// That there is no room for all (RLIMIT_MEMLOCK, RLIMIT_NOFILE): eventfds of the last rings are
-    /// rejected then. [`ErrorKind::Busy`] if front ends are served already, or were, and nothing is made.
+    /// The kernel's error if there is no room for all rings (RLIMIT_MEMLOCK, RLIMIT_NOFILE); the device then
+    /// rejects the eventfds of the missing ones. [`ErrorKind::Busy`], and nothing is created, if
+    /// [`VhostUserDevice::serve`] has been called.
     pub fn prepare(&self) -> Result<(), Error> {
-        // An engine that found its ring in use here would lose a call.
+        // The lock on the state keeps `serve` from running meanwhile: an engine whose notifier is locked here
+        // would skip a call to its guest. Notifiers are locked after the state, here and nowhere else.
         let state = self.state();
         if !matches!(*state, State::Listening(_)) {
-            return Err(Error::new(ErrorKind::Busy, "vhost-user: front ends are served already"));
+            return Err(Error::new(ErrorKind::Busy, "vhost-user: the device already serves front ends"));
         }
         let deadline = Instant::now() + MEMORY_WAIT;
         let calls = self.shared.calls.iter().map(Arc::as_ref);
-        // Each is tried: one that was not would be made later.
+        // All are tried, even after an error.
         let prepare = |result: Result<(), Error>, notifier: &Notifier| result.and(notifier.prepare(deadline));
         calls.chain([&self.shared.errors]).fold(Ok(()), prepare)
     }
 
-    /// Starts the thread that serves front ends; with the rights of the thread that calls this. Does
-    /// nothing if it has been started, or the device has stopped.
+    /// Starts the thread that serves front ends. It has the privileges of the calling thread. Does nothing if
+    /// the thread has been started or the device has stopped.
     ///
     /// # Errors
-    /// [`ErrorKind::System`] if there can be no more threads; the device has stopped then.
+    /// [`ErrorKind::System`] if the thread cannot be started; the device has then stopped.
     pub fn serve(&self) -> Result<(), Error> {
         let mut state = self.state();
         let listener = match std::mem::replace(&mut *state, State::Stopped) {
@@ -147,27 +148,27 @@ impl VhostUserDevice {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where front ends connect: `vhost-user:/run/blkq/disk.vhost`.
+    /// The address for front ends, such as `vhost-user:/run/blkq/disk.vhost`.
     pub fn uri(&self) -> &str {
         &self.uri
     }
 
-    /// The unix socket, if all users of this machine may connect to it.
+    /// The path of the unix socket if all users of this machine can connect to it, else `None`.
     pub fn open_to_all_users(&self) -> Option<String> {
         self.open_to_all.clone()
     }
 
-    /// The front end, if one is connected.
+    /// The connected front end, if there is one.
     pub fn front_end(&self) -> Option<FrontEndInfo> {
         self.shared.registry.front_end()
     }
 
-    /// Whether guest memory is registered, where it fits.
+    /// Whether guest memory is registered if it fits the limits.
     pub fn registers_memory(&self) -> bool {
         self.shared.register_memory.is_some()
     }
 
-    /// Front ends connected: 0 or 1.
+    /// Number of connected front ends: 0 or 1.
     pub fn connection_count(&self) -> usize {
         self.shared.registry.is_connected().into()
     }
@@ -177,57 +178,59 @@ impl VhostUserDevice {
         self.shared.registry.counters()
     }
 
-    /// Events of front ends and their rings since the last call: a few a minute of each kind, if
-    /// [`VhostUserOptions::report_event`] is set.
+    /// Events of front ends and their rings since the last call: at most 8 of each kind per minute, and only
+    /// if [`VhostUserOptions::report_event`] is set.
     pub fn take_reports(&self) -> Vec<Report> {
         self.shared.registry.take_reports()
     }
 
-    /// The disk has another size, or other limits: the guest is notified, if its front end can be.
+    /// Notifies the guest that the size or the limits of the disk have changed, if its front end supports
+    /// that.
     pub fn resized(&self) {
         self.shared.change_config();
     }
 
-    /// Turns front ends away that connect, until what this returns is dropped; `None`, and nothing has
-    /// changed, if one is connected.
+    /// Rejects all front ends until the returned value is dropped. Returns `None`, and changes nothing, if a
+    /// front end is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.shared.registry.pause_if_empty()
     }
 
-    /// Stops the device: its socket is removed when this returns. With `force` the front end is dropped when
-    /// its requests in flight have completed.
+    /// Stops the device and removes its socket. With `force`, a connected front end is disconnected after its
+    /// requests in flight have completed.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if a front end is connected and `force` is not set; the device goes on.
+    /// [`ErrorKind::Busy`] if a front end is connected and `force` is not set; the device continues to run.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         self.begin_stop(force)?.wait();
         Ok(())
     }
 
-    /// As [`VhostUserDevice::stop`], but does not wait: so that servers of several kinds stop to serve together.
+    /// As [`VhostUserDevice::stop`], but does not wait, so that servers of several kinds can stop at the same
+    /// time.
     ///
     /// # Errors
-    /// As [`VhostUserDevice::stop`].
+    /// As for [`VhostUserDevice::stop`].
     pub fn begin_stop(&self, force: bool) -> Result<StoppingDevice<'_>, Error> {
         if force {
             self.shared.registry.close();
         } else if !self.shared.registry.close_if(|front_end| front_end.is_none()) {
             return Err(Error::new(ErrorKind::Busy, "a front end is connected"));
         }
-        // The control thread stops the rings of the front end that there is.
+        // The control thread also stops the rings of a connected front end.
         self.shared.stop();
         Ok(StoppingDevice(self))
     }
 
-    /// Stops the device for another daemon that goes on with it: as [`VhostUserDevice::stop`] with force,
-    /// but the front end that is connected must keep a record of its requests in flight.
+    /// Stops the device for another daemon that will continue to serve its front end: as
+    /// [`VhostUserDevice::stop`] with force, but a connected front end must track its requests in flight.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if it keeps none; the device goes on.
+    /// [`ErrorKind::Busy`] if the front end does not track them; the device continues to run.
     pub fn stop_for_next(&self) -> Result<(), Error> {
         let may_close = |front_end: Option<&FrontEnd>| front_end.is_none_or(FrontEnd::is_recorded);
         if !self.shared.registry.close_if(may_close) {
-            return Err(Error::new(ErrorKind::Busy, "the front end keeps no record of requests in flight"));
+            return Err(Error::new(ErrorKind::Busy, "the front end does not track requests in flight"));
         }
         self.shared.stop();
         StoppingDevice(self).wait();
@@ -236,11 +239,11 @@ impl VhostUserDevice {
 }
 
 /// A device that is stopping ([`VhostUserDevice::begin_stop`]).
-#[must_use = "the device has stopped once this was waited for"]
+#[must_use = "the device has stopped when `wait` returns"]
 pub struct StoppingDevice<'a>(&'a VhostUserDevice);
 
 impl StoppingDevice<'_> {
-    /// Waits until the front end is dropped, and its requests in flight have completed.
+    /// Waits until the front end is disconnected and its requests in flight have completed.
     pub fn wait(self) {
         let state = std::mem::replace(&mut *self.0.state(), State::Stopped);
         match state {
@@ -255,7 +258,7 @@ impl StoppingDevice<'_> {
 
 impl Drop for VhostUserDevice {
     fn drop(&mut self) {
-        // Forced, it does not refuse.
+        // With force, only an internal error could be returned.
         let _ = self.stop(true);
     }
 }

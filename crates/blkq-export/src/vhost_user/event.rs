@@ -1,8 +1,9 @@
-//! Eventfds of this process's own, that do not block.
+//! Signals eventfds that this process created, which do not block.
 
 use std::os::fd::OwnedFd;
 
-/// Writes to `event`, which does not block; one that is full has been written already.
+/// Writes to `event`. A write fails only if the counter is at its limit, and then the event is signaled
+/// already.
 pub fn signal(event: &OwnedFd) {
     let _ = rustix::io::write(event, &1u64.to_ne_bytes());
 }

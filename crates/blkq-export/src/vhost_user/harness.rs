@@ -1,7 +1,7 @@
-//! A guest for tests: memory with canaries around it, and the driver's side of both kinds of ring,
-//! written from the specification without a look at the device's side.
-#![allow(clippy::unwrap_used, missing_docs, reason = "of tests")]
-#![allow(dead_code, reason = "unit tests and the simulation each use a part of it")]
+//! A guest for tests: memory with canaries around each region, and the driver's side of both kinds of ring.
+//! The driver was written from the specification, independently of the device's side.
+#![allow(clippy::unwrap_used, missing_docs, reason = "test code")]
+#![allow(dead_code, reason = "unit tests and the simulation each use a part of this module")]
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -13,29 +13,29 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use super::memory::{Cursor, GuestMemory, RegionSpec};
 use super::ring::RingSpec;
 
-/// Between guest addresses and those of the front end.
+/// Difference between the front end's address and the guest address of the same byte.
 pub const USER_OFFSET: u64 = 0x7f00_0000_0000;
 const CANARY: u8 = 0xc5;
 const PAGE: u64 = 4096;
 
-/// A guest's memory.
+/// The memory of a guest.
 pub struct Guest {
     pub memory: Arc<GuestMemory>,
     pub file: File,
-    /// The address of each region, and where it is in the file.
+    /// For each region: guest address, offset in the file, length.
     places: Vec<(u64, u64, u64)>,
-    /// The file, but for what the device wrote since that was expected.
+    /// The content of the file, except for what the device has written since the last [`Guest::expect`].
     expected: Mutex<Vec<u8>>,
 }
 
 impl Guest {
-    /// Regions of a guest address and a length, of one file, with canaries before and behind each.
+    /// Creates regions of the given guest addresses and lengths in one file, with canaries around each.
     pub fn new(regions: &[(u64, u64)]) -> Guest {
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
         let mut places = Vec::new();
         let mut at = PAGE;
         for (address, length) in regions {
-            // Not at the begin of a page.
+            // An unaligned offset, because the protocol allows it.
             at += 64;
             places.push((*address, at, *length));
             at = (at + length).next_multiple_of(PAGE) + PAGE;
@@ -55,19 +55,20 @@ impl Guest {
         Guest { memory, file, places, expected: Mutex::new(expected) }
     }
 
-    /// The address of each region, where it is in the file, and its length.
+    /// For each region: guest address, offset in the file, length.
     pub fn places(&self) -> &[(u64, u64, u64)] {
         &self.places
     }
 
-    /// Nobody wrote beside the regions.
+    /// Asserts that nothing was written outside of the regions.
     pub fn assert_intact(&self) {
         let whole: Vec<(u64, u64)> =
             self.places.iter().map(|(address, _, length)| (*address, *length)).collect();
         assert_eq!(self.changed_beside(&whole), None, "written beside a region");
     }
 
-    /// Calls with the parts of the file that `bytes` from `address` on are, and where they begin in those.
+    /// Calls `part` for each part of the file that belongs to the `bytes` bytes from `address` on, with its
+    /// range in the file and its offset in the bytes.
     fn parts(&self, address: u64, bytes: u64, mut part: impl FnMut(std::ops::Range<usize>, usize)) {
         for (start, at, length) in &self.places {
             let (from, to) = (address.max(*start), (address + bytes).min(start + length));
@@ -77,7 +78,8 @@ impl Guest {
         }
     }
 
-    /// The device may write these parts of the memory, by address and length: that is expected from now on.
+    /// Accepts the present content of these parts of the memory, given by address and length, which the
+    /// device may have written.
     pub fn expect(&self, written: &[(u64, u64)]) {
         let mut expected = self.expected.lock().unwrap();
         for (address, bytes) in written {
@@ -87,8 +89,8 @@ impl Guest {
         }
     }
 
-    /// Where in the file something was changed that neither the guest wrote nor is in `written`, which is
-    /// expected from now on.
+    /// The offset in the file of a byte that has changed, although the guest did not write it and it is not
+    /// in `written`. The content of `written` is accepted, as by [`Guest::expect`].
     pub fn changed_beside(&self, written: &[(u64, u64)]) -> Option<usize> {
         self.expect(written);
         let expected = self.expected.lock().unwrap();
@@ -109,8 +111,8 @@ impl Guest {
         });
     }
 
-    /// Writes what nobody expects: a device that has a defect.
-    pub fn memory_of_device(&self, address: u64, bytes: &[u8]) {
+    /// Writes as a defective device would: the change is not expected.
+    pub fn write_unexpected(&self, address: u64, bytes: &[u8]) {
         assert!(self.memory.write(&mut Cursor::default(), address, bytes), "{address:#x}");
     }
 
@@ -132,7 +134,7 @@ impl Guest {
         u16::from_le_bytes(self.read(address))
     }
 
-    /// A descriptor of a split ring, or of an indirect table of one.
+    /// Writes a descriptor of a split ring or of its indirect tables.
     pub fn put_split(&self, table: u64, index: u16, address: u64, length: u32, flags: u16, next: u16) {
         let mut bytes = address.to_le_bytes().to_vec();
         bytes.extend(length.to_le_bytes());
@@ -141,7 +143,7 @@ impl Guest {
         self.write(table + u64::from(index) * 16, &bytes);
     }
 
-    /// A descriptor of a packed ring; the flags last.
+    /// Writes a descriptor of a packed ring, with the flags last.
     pub fn put_packed(&self, table: u64, index: u16, address: u64, length: u32, id: u16, flags: u16) {
         let at = table + u64::from(index) * 16;
         self.write(at, &address.to_le_bytes());
@@ -151,36 +153,36 @@ impl Guest {
     }
 }
 
-/// A buffer that a driver offers: address, length, and whether the device writes it.
+/// A buffer that a driver offers: guest address, length, and whether the device writes it.
 pub type Offer = (u64, u32, bool);
 
-/// The driver's side of a ring, at fixed places of a guest's memory.
+/// The driver's side of a ring, at fixed addresses of a guest's memory.
 #[derive(Clone)]
 pub struct Driver {
     pub spec: RingSpec,
-    /// Guest addresses.
+    // Guest addresses.
     descriptors: u64,
     driver_area: u64,
     device_area: u64,
-    /// Indirect tables: one for each head, of 8 entries.
+    /// Indirect tables of 8 entries, one for each head.
     tables: u64,
-    /// Free descriptors of a split ring, free identifiers of a packed one.
+    /// Free descriptors of a split ring, or free identifiers of a packed one.
     free: Vec<u16>,
-    /// By head: the descriptors that it takes.
+    /// For each head: the descriptors that the chain occupies.
     taken: Vec<Vec<u16>>,
-    /// Free places of a packed ring.
+    /// Number of free descriptors of a packed ring.
     room: u16,
     next: u16,
     wrap: bool,
     used: u16,
     used_wrap: bool,
-    /// Where `next` was when it was last asked for a kick.
+    /// The value of `next` at the last call of [`Driver::wants_kick`].
     kicked: u16,
     added: u16,
 }
 
 impl Driver {
-    /// Guest memory that it needs from its address on.
+    /// The size of the guest memory that a driver uses, in bytes.
     pub const BYTES: u64 = 0x10000;
 
     pub fn new(guest: &Guest, at: u64, size: u16, packed: bool, event_idx: bool) -> Driver {
@@ -215,7 +217,7 @@ impl Driver {
         }
     }
 
-    /// A split ring that has counted to `index`.
+    /// Changes a new split ring to one whose indexes have counted to `index`.
     pub fn start_at(&mut self, guest: &Guest, index: u16) {
         assert!(!self.spec.packed);
         (self.next, self.used, self.kicked) = (index, index, index);
@@ -228,13 +230,13 @@ impl Driver {
         self.tables + u64::from(head % 64) * 128
     }
 
-    /// Whether `buffers` descriptors are free.
+    /// Whether there is room for a chain of `buffers` descriptors.
     pub fn has_room(&self, buffers: usize) -> bool {
         let room = if self.spec.packed { usize::from(self.room) } else { self.free.len() };
         room >= buffers && !self.free.is_empty()
     }
 
-    /// Makes a chain available. Returns its head.
+    /// Makes a chain available, and returns its head.
     pub fn add(&mut self, guest: &Guest, buffers: &[Offer], indirect: bool) -> u16 {
         let head = if self.spec.packed {
             self.add_packed(guest, buffers, indirect)
@@ -282,7 +284,8 @@ impl Driver {
         let mut head = None;
         for (address, length, flags) in &chain {
             let turn = if self.wrap { 0x80 } else { 0x8000 };
-            // The first one's flags last: it makes all of them available.
+            // The flags of the first descriptor are written last, because they make the whole chain
+            // available.
             let (now, later) = if head.is_none() {
                 (flags | (turn ^ 0x8080), Some(flags | turn))
             } else {
@@ -304,7 +307,7 @@ impl Driver {
         id
     }
 
-    /// Whether the device wants a kick for what was added since this was asked last.
+    /// Whether the device wants a kick for the chains that were added since the last call.
     pub fn wants_kick(&mut self, guest: &Guest) -> bool {
         let (old, new) = (self.kicked, self.next);
         self.kicked = new;
@@ -323,7 +326,7 @@ impl Driver {
             0 => true,
             1 => false,
             _ => {
-                // Whether the place was passed, step by step.
+                // Whether `next` has passed the position `event`, checked position by position.
                 let event = guest.get16(self.device_area);
                 let (mut at, mut wrap) = (new, self.wrap);
                 let steps = (new + self.spec.size - old) % self.spec.size;
@@ -339,7 +342,7 @@ impl Driver {
         }
     }
 
-    /// Asks for a call at the next used chain; false: asks for none.
+    /// Enables or disables calls. If enabled, the device calls at the next used chain.
     pub fn want_calls(&mut self, guest: &Guest, wanted: bool) {
         if !self.spec.packed {
             if self.spec.event_idx {
@@ -361,13 +364,14 @@ impl Driver {
         guest.put16(self.driver_area + 2, flags);
     }
 
-    /// Where a device goes on that knows of nothing in flight: behind what the driver has seen as used.
+    /// The base for a device that does not know which chains are in flight: the position after the chains
+    /// that the driver has taken as used.
     pub fn used_position(&self) -> u32 {
         let at = u32::from(self.used | u16::from(self.spec.packed && self.used_wrap) << 15);
         if self.spec.packed { at | at << 16 } else { at }
     }
 
-    /// The next chain that the device has used: its head, and the bytes written.
+    /// Takes the next chain that the device has used. Returns its head and the number of bytes written.
     pub fn take_used(&mut self, guest: &Guest) -> Option<(u16, u32)> {
         let (head, written) = if self.spec.packed {
             let at = self.descriptors + u64::from(self.used) * 16;
@@ -385,7 +389,7 @@ impl Driver {
             (u16::try_from(head).unwrap(), u32::from_le_bytes(guest.read(at + 4)))
         };
         let taken = std::mem::take(&mut self.taken[usize::from(head)]);
-        assert!(!taken.is_empty(), "used, and not available: {head}");
+        assert!(!taken.is_empty(), "used without being available: {head}");
         if self.spec.packed {
             self.room += taken.len() as u16;
             self.used += taken.len() as u16;

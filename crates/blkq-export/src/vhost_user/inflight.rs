@@ -1,10 +1,14 @@
-//! The record of what is in flight (vhost-user, "Inflight I/O tracking"): memory that the front end
-//! keeps while a daemon dies and another one takes its place, which resubmits exactly what the driver
-//! does not know to be used.
+//! The record of requests in flight (vhost-user, "Inflight I/O tracking"): memory that the front end keeps
+//! when a daemon is killed. The next daemon reads from the record which requests the driver has made
+//! available and does not see as used, and submits them again.
 //!
-//! Stores are in the order of the specification, each of them atomic: a daemon may die between any
-//! two. All that is read at the start is checked, as the front end may have written it; later nothing
-//! is read.
+//! The stores are atomic and in the order of the specification, because a daemon may be killed between any
+//! two. When a daemon opens a record it checks all that it reads, because the front end can write to this
+//! memory. Later it reads nothing.
+//!
+//! Loads are relaxed, because the daemon that wrote the record has exited. A kill leaves the stores that were
+//! executed, in the order of the machine code. So a store has release ordering if the next daemon must not
+//! find it without the stores before it: that ordering keeps the compiler from reordering them.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -16,55 +20,57 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use super::area::Area;
 use crate::mapping::Mapping;
 
-/// Regions of queues begin at multiples of this.
+/// The region of each queue begins at a multiple of this number of bytes.
 const ALIGN: u64 = 64;
-/// Bytes before the records, and of a record, of a split ring.
+/// Of a split ring: size in bytes of the header of a region, and of each record.
 const SPLIT: (u64, u64) = (16, 16);
-/// The same of a packed ring.
+/// Of a packed ring: size in bytes of the header of a region, and of each record.
 const PACKED: (u64, u64) = (32, 32);
-/// Where a queue's region has its version, which is 0 in a new one.
+/// Offset of the version in a queue's region. The version of a new region is 0.
 pub(super) const VERSION: usize = 8;
-/// Most queues of a device.
+/// Most queues that a record may have.
 const QUEUES_MAX: u16 = 256;
 
-/// Bytes behind the regions of the queues, of this program's own: a mark, and whether the driver has a
-/// write cache. Front ends do not send that again to the next daemon.
+/// Size of the trailer that this program adds after the regions of the queues: a mark, and whether the
+/// driver has switched the write cache on. Front ends do not send that setting to the next daemon.
 const TRAILER_BYTES: u64 = 64;
 const TRAILER_MARK: u64 = u64::from_le_bytes(*b"blkq-wce");
 const WRITE_CACHE_AT: usize = 8;
 
-/// Descriptors for each queue in a new record, for a front end that asks for `size`. QEMU asks for as many as its
-/// option queue-size says, by default 128, but on virtio-mmio the driver may use rings of 1024.
+/// The number of descriptors of each queue in a new record for a front end that asks for `size`. QEMU asks
+/// for the value of its property queue-size, by default 128. But with virtio-mmio the driver may use rings of
+/// 1024.
 pub fn recorded_size(size: u16) -> u16 {
     size.max(1024)
 }
 
-/// Bytes of a queue's region.
+/// Size in bytes of the region of a queue of `size` descriptors.
 fn queue_bytes(size: u16, packed: bool) -> u64 {
     let (header, record) = if packed { PACKED } else { SPLIT };
     (header + record * u64::from(size)).next_multiple_of(ALIGN)
 }
 
-/// The record of a device: a region for each of its queues.
+/// The record of a device, with a region for each queue.
 pub struct InflightRegion {
     mapping: Arc<Mapping>,
     queues: u16,
     size: u16,
     packed: bool,
-    /// None in a record of another program.
+    /// `None` if another program created the record.
     trailer: Option<Area>,
 }
 
 impl InflightRegion {
-    /// A new one, of zeroes, for `queues` of `size` descriptors; the file is for the front end, and has
-    /// [`InflightRegion::bytes`].
+    /// Creates a record of zeroes for `queues` queues of `size` descriptors. The returned file is for the
+    /// front end; the record takes its first [`InflightRegion::bytes`].
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for no queues, too many, or none of a size; and the kernel's error.
+    /// [`ErrorKind::Invalid`] for 0 or more than 256 queues, or for a size that is not 1 to 32768; and the
+    /// kernel's error.
     pub fn create(queues: u16, size: u16, packed: bool) -> Result<(InflightRegion, OwnedFd), Error> {
         check(queues, size)?;
         let bytes = u64::from(queues) * queue_bytes(size, packed) + TRAILER_BYTES;
-        let failed = |e| Error::system("cannot make memory for the requests in flight", e);
+        let failed = |e| Error::system("cannot create the memory that records requests in flight", e);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("blkq-inflight", flags).map_err(failed)?;
         ftruncate(&file, bytes).map_err(failed)?;
@@ -74,11 +80,11 @@ impl InflightRegion {
         Ok((InflightRegion { mapping, queues, size, packed, trailer }, file))
     }
 
-    /// The one that the front end kept: `bytes` of `file` from `offset` on.
+    /// Opens a record that the front end kept: `bytes` bytes of `file` from `offset` on.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if it is too small for that many queues of that size; whatever
-    /// [`Mapping::new`] refuses.
+    /// [`ErrorKind::Invalid`] if the record is too small for `queues` queues of `size` descriptors, and the
+    /// errors of [`Mapping::new`].
     pub fn open(
         file: OwnedFd,
         offset: u64,
@@ -91,7 +97,7 @@ impl InflightRegion {
         let needed = u64::from(queues) * queue_bytes(size, packed);
         if bytes < needed || !offset.is_multiple_of(ALIGN) {
             return Err(invalid(format!(
-                "{bytes} bytes at {offset} for {queues} queues of {size} descriptors"
+                "{bytes} bytes at offset {offset} do not fit {queues} queues of {size} descriptors"
             )));
         }
         let has_trailer = bytes >= needed + TRAILER_BYTES;
@@ -101,36 +107,39 @@ impl InflightRegion {
         Ok(InflightRegion { mapping, queues, size, packed, trailer })
     }
 
-    /// The descriptors for each queue in a record of `bytes` that the front end kept, which says `size`: those of
-    /// [`recorded_size`] if this program made it.
-    pub fn kept_size(bytes: u64, queues: u16, size: u16, packed: bool) -> u16 {
+    /// The number of descriptors of each queue in a record of `bytes` bytes that the front end kept, and for
+    /// which it states `size`: [`recorded_size`] if this program created the record, else `size`.
+    pub fn stored_size(bytes: u64, queues: u16, size: u16, packed: bool) -> u16 {
         let recorded = recorded_size(size);
         let is_own = bytes == u64::from(queues) * queue_bytes(recorded, packed) + TRAILER_BYTES;
         if is_own { recorded } else { size }
     }
 
-    /// Its length.
+    /// Size of the record in bytes.
     pub fn bytes(&self) -> u64 {
         let queues = u64::from(self.queues) * queue_bytes(self.size, self.packed);
         queues + if self.trailer.is_some() { TRAILER_BYTES } else { 0 }
     }
 
-    /// Whether the driver has a write cache, if a daemon has noted that.
+    /// Whether the driver has switched the write cache on; `None` if no daemon has recorded that.
     pub fn write_cache(&self) -> Option<bool> {
         let trailer = self.trailer.as_ref()?;
+        // Acquire, because the mark is stored after the setting that it confirms.
         let is_noted = trailer.load_u64(0, Ordering::Acquire) == TRAILER_MARK;
         is_noted.then(|| trailer.load_u64(WRITE_CACHE_AT, Ordering::Relaxed) != 0)
     }
 
-    /// Notes for the next daemon whether the driver has a write cache.
+    /// Records for the next daemon whether the driver has switched the write cache on.
     pub fn set_write_cache(&self, on: bool) {
         if let Some(trailer) = &self.trailer {
+            // The mark confirms the setting, and so is stored after it.
             trailer.store_u64(WRITE_CACHE_AT, on.into(), Ordering::Relaxed);
             trailer.store_u64(0, TRAILER_MARK, Ordering::Release);
         }
     }
 
-    /// Forgets all requests: no ring uses it now, and the next ones begin anew.
+    /// Discards all recorded requests. No ring may use the record; the rings that are started next begin with
+    /// new regions.
     pub fn clear(&self) {
         for index in 0..self.queues {
             if let Some(queue) = self.queue(index, self.size, self.packed) {
@@ -139,44 +148,45 @@ impl InflightRegion {
         }
     }
 
-    /// The record of queue `index`, for a ring of `size` descriptors of that kind; `None` if there is
-    /// none, or not for such a ring.
+    /// The record of queue `index` for a ring of `size` descriptors; `None` if there is no such queue, or if
+    /// its region is too small or for the other kind of ring.
     pub fn queue(&self, index: u16, size: u16, packed: bool) -> Option<InflightQueue> {
         if index >= self.queues || size > self.size || packed != self.packed {
             return None;
         }
         let bytes = queue_bytes(self.size, packed);
         let start = u64::from(index) * bytes;
-        // SAFETY: inside the mapping, which has `queues` times as much.
+        // SAFETY: the offset is inside the mapping, which contains `queues` such regions.
         let start = unsafe { self.mapping.start().add(start as usize) };
-        // SAFETY: the mapping has these bytes, and a region begins at a multiple of 64 of it.
+        // SAFETY: the mapping contains the whole region, which begins at a multiple of 64 bytes in it.
         let area = unsafe { Area::new(Arc::clone(&self.mapping), start, bytes as usize) };
         Some(InflightQueue { area, size })
     }
 }
 
-/// The last bytes of a region of `bytes`.
+/// The last bytes of a record of `bytes` bytes.
 fn trailer_of(mapping: &Arc<Mapping>, bytes: u64) -> Area {
-    // SAFETY: the region has these bytes at its end.
+    // SAFETY: the record has these bytes at its end.
     let start = unsafe { mapping.start().add((bytes - TRAILER_BYTES) as usize) };
-    // SAFETY: inside the mapping; regions of queues, and so this, begin at multiples of 64 of it.
+    // SAFETY: the trailer is inside the mapping. Like the regions of queues, it begins at a multiple of 64
+    // bytes in it.
     unsafe { Area::new(Arc::clone(mapping), start, TRAILER_BYTES as usize) }
 }
 
 fn invalid(what: String) -> Error {
-    Error::new(ErrorKind::Invalid, format!("requests in flight: {what}"))
+    Error::new(ErrorKind::Invalid, format!("the record of requests in flight: {what}"))
 }
 
 fn check(queues: u16, size: u16) -> Result<(), Error> {
     if queues == 0 || queues > QUEUES_MAX || size == 0 || size > 1 << 15 {
-        return Err(invalid(format!("{queues} queues of {size} descriptors")));
+        return Err(invalid(format!("it cannot have {queues} queues of {size} descriptors")));
     }
     Ok(())
 }
 
-/// The record of one queue, not yet used.
+/// The record of one queue, before a ring uses it.
 pub struct InflightQueue {
     pub(super) area: Area,
-    /// Records that are used: one for each descriptor of the ring.
+    /// Number of records that the ring uses: one for each of its descriptors.
     pub(super) size: u16,
 }

@@ -1,5 +1,5 @@
-//! The record of a packed ring: a copy of each descriptor that was taken, as the ring's own may be
-//! overwritten, in entries that a free list joins.
+//! The record of a packed ring. It contains a copy of each descriptor that was taken, because the device
+//! overwrites descriptors of the ring. Free entries are linked in a list.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -8,14 +8,14 @@ use super::chain::RingError;
 use super::descriptor::Descriptor;
 use super::inflight::{InflightQueue, VERSION};
 
-/// Fields of the region.
+// Offsets in the header of the region.
 const COUNT: usize = 10;
 const FREE_HEAD: usize = 12;
 const OLD_FREE_HEAD: usize = 14;
-/// The used index, the old one, the lap of each in a byte, and padding: stored as one word, as a
-/// device that dies between two stores must leave no position that is half of each.
+// The used index, the old used index, the wrap counter of each as a byte, and padding. They are stored as one
+// word, so that a device that is killed between two stores never leaves a mix of two positions.
 const POSITIONS: usize = 16;
-/// Fields of a record.
+// Size of a record, and offsets in it.
 const RECORD_BYTES: usize = 32;
 const MARK: usize = 0;
 const NEXT: usize = 2;
@@ -31,40 +31,40 @@ const ADDRESS: usize = 24;
 pub struct PackedInflight {
     area: Area,
     size: u16,
+    /// The counter of the next chain, which gives the order in which chains were taken.
     counter: u64,
-    /// By entry: the next free one, or the next of its chain.
+    /// For each entry: the next free entry, or the next entry of its chain.
     next: Box<[u16]>,
-    /// By first entry: the last one of the chain.
+    /// For the first entry of each chain: the last entry of the chain.
     last: Box<[u16]>,
-    /// The first free entry; `size` if there is none.
+    /// The first free entry; `size` if no entry is free.
     free: u16,
-    /// The next used descriptor goes there.
+    /// The position of the next used descriptor.
     used: UsedPosition,
-    /// First entries of the chains of the batch that is being shown.
+    /// First entries of the chains in the batch that is about to be published.
     batch: Vec<u16>,
 }
 
-/// Where used descriptors go: the index, and the lap's bit.
+/// A position of the ring: an index and the wrap counter.
 pub type UsedPosition = (u16, bool);
 
-/// A chain that was in flight when the device died.
+/// A chain that was in flight when the device was killed.
 pub struct Recovered {
     counter: u64,
-    /// Its first entry.
+    /// The first entry of the chain in the record.
     pub record: u16,
-    /// Its buffer identifier.
+    /// The buffer identifier of the chain.
     pub id: u16,
-    /// Its descriptors.
     pub descriptors: Vec<Descriptor>,
 }
 
-/// The state of a ring as the record has it.
+/// The state of a ring according to its record.
 pub struct State {
-    /// The next used descriptor goes there.
+    /// The position of the next used descriptor.
     pub used: UsedPosition,
-    /// Up to there a batch was written that the driver does not see.
+    /// The end of a batch that was written to the ring but not published.
     pub abandoned: UsedPosition,
-    /// In the order in which they were taken.
+    /// The chains in flight, in the order in which they were taken.
     pub chains: Vec<Recovered>,
 }
 
@@ -73,12 +73,13 @@ fn record(entry: u16) -> usize {
 }
 
 impl PackedInflight {
-    /// The record of a ring, and the state of the ring by it. `None` in its place if the record is a new
-    /// one, of a ring whose next used descriptor goes to `used`. `is_new` if its driver has just
-    /// cleared it; `shown` decides if the driver sees what was written to a position as used.
+    /// Opens the record of a ring, and returns the recorded state of the ring; `None` if the record is new.
+    /// `used`: the position of the next used descriptor, for a new record. `is_new`: the driver has just
+    /// cleared the ring. `shown` returns whether the driver sees the descriptor at a position as used.
     ///
     /// # Errors
-    /// A version that is not known; another size; entries that name what there is not.
+    /// [`RingError::Inflight`] if the version is unknown, the size is that of another ring, or the entries
+    /// are inconsistent.
     pub fn open(
         queue: InflightQueue,
         used: UsedPosition,
@@ -99,15 +100,15 @@ impl PackedInflight {
         };
         match this.area.load_u16(VERSION, Relaxed) {
             0 => this.begin(),
-            // A guest that starts anew clears its ring, and the front end may keep the record.
+            // The guest has cleared its ring to use it from the beginning, but the front end may still have
+            // the record.
             1 if is_new && this.positions().1 != (0, true) => this.begin(),
             1 => return this.recover(shown).map(|state| (this, Some(state))),
-            _ => return Err(RingError::Inflight { what: "a version that is not known" }),
+            _ => return Err(RingError::Inflight { what: "unknown version" }),
         }
         Ok((this, None))
     }
 
-    /// Makes it a new one.
     fn begin(&mut self) {
         self.area.store_u16(VERSION, 0, Release);
         for entry in 0..self.size {
@@ -119,7 +120,7 @@ impl PackedInflight {
         self.area.store_u16(VERSION, 1, Release);
     }
 
-    /// The new and the old position.
+    /// The new and the old position of the next used descriptor.
     fn positions(&self) -> (UsedPosition, UsedPosition) {
         let positions = self.area.load_u64(POSITIONS, Relaxed);
         let new = (positions as u16, positions >> 32 & 0xff != 0);
@@ -129,13 +130,14 @@ impl PackedInflight {
     fn recover(&mut self, shown: impl FnOnce(UsedPosition) -> bool) -> Result<State, RingError> {
         let size = self.size;
         if self.area.load_u16(COUNT, Relaxed) != size {
-            return Err(RingError::Inflight { what: "it is that of a ring of another size" });
+            return Err(RingError::Inflight { what: "the ring has another size" });
         }
         let (new, old) = self.positions();
         if new.0 >= size || old.0 >= size {
-            return Err(RingError::Inflight { what: "a position beyond the ring" });
+            return Err(RingError::Inflight { what: "a position is beyond the end of the ring" });
         }
-        // The driver sees either all of the last batch, or nothing of it.
+        // The first descriptor of a batch is written last. So the driver sees either the whole last batch or
+        // nothing of it.
         let is_shown = new != old && shown(old);
         self.used = if is_shown { new } else { old };
         self.free = self.area.load_u16(if is_shown { FREE_HEAD } else { OLD_FREE_HEAD }, Relaxed);
@@ -147,7 +149,7 @@ impl PackedInflight {
             entry = self.next[usize::from(entry)];
         }
         if entry != size {
-            return Err(RingError::Inflight { what: "its free list is a loop" });
+            return Err(RingError::Inflight { what: "the free list has a loop" });
         }
         let mut chains = Vec::new();
         for first in 0..size {
@@ -157,14 +159,15 @@ impl PackedInflight {
             }
         }
         if owned.contains(&false) {
-            return Err(RingError::Inflight { what: "an entry belongs to nothing" });
+            return Err(RingError::Inflight { what: "an entry is neither free nor in a chain" });
         }
         chains.sort_by_key(|chain| chain.counter);
         self.counter = chains.last().map_or(0, |chain| chain.counter.wrapping_add(1));
         Ok(State { used: self.used, abandoned: new, chains })
     }
 
-    /// The ring is as the record has it: nothing that a daemon left half done remains.
+    /// Stores the present state of the ring in both the new and the old fields. After this, the last batch
+    /// counts as published.
     pub fn settle(&mut self) {
         self.store_free();
         self.area.store_u16(OLD_FREE_HEAD, self.free, Release);
@@ -177,7 +180,7 @@ impl PackedInflight {
         for _ in 0..count {
             match owned.get_mut(usize::from(entry)) {
                 Some(owned) if !*owned => *owned = true,
-                _ => return Err(RingError::Inflight { what: "a chain has entries of another" }),
+                _ => return Err(RingError::Inflight { what: "two chains have the same entry" }),
             }
             let at = record(entry);
             id = self.area.load_u16(at + ID, Relaxed);
@@ -191,7 +194,7 @@ impl PackedInflight {
             entry = self.next[usize::from(entry)];
         }
         if count == 0 || id >= self.size {
-            return Err(RingError::Inflight { what: "a chain without descriptors" });
+            return Err(RingError::Inflight { what: "a chain has no descriptors" });
         }
         let counter = self.area.load_u64(record(first) + COUNTER, Relaxed);
         Ok(Recovered { counter, record: first, id, descriptors })
@@ -206,10 +209,11 @@ impl PackedInflight {
         self.area.store_u64(POSITIONS, indices | u64::from(new.1) << 32 | u64::from(old.1) << 40, Release);
     }
 
-    /// A chain was taken, of these descriptors and with this identifier. Returns its first entry.
+    /// Records a chain that was taken, with its descriptors and its identifier. Returns the first entry of
+    /// the chain.
     ///
     /// # Panics
-    /// If there are not as many free entries: the ring takes no more than it has.
+    /// Panics if too few entries are free. The ring never takes more descriptors than it has.
     pub fn take(&mut self, descriptors: &[Descriptor], id: u16) -> u16 {
         let first = self.free;
         let head = record(first);
@@ -232,8 +236,8 @@ impl PackedInflight {
         first
     }
 
-    /// The chain that begins at entry `first` is part of the batch that the driver is about to see.
-    /// None is taken before [`PackedInflight::commit`].
+    /// Adds the chain with the first entry `first` to the batch that is about to be published. No chain may
+    /// be taken before [`PackedInflight::commit`].
     pub fn complete(&mut self, first: u16) {
         let last = self.last[usize::from(first)];
         self.next[usize::from(last)] = self.free;
@@ -243,13 +247,13 @@ impl PackedInflight {
         self.batch.push(first);
     }
 
-    /// The batch is about to be written to the ring, up to `used`.
+    /// Records that the batch is about to be written to the ring, up to the position `used`.
     pub fn prepare(&mut self, used: UsedPosition) {
         self.store_positions(used, self.used);
         self.used = used;
     }
 
-    /// The driver sees the batch.
+    /// Records that the driver sees the batch.
     pub fn commit(&mut self) {
         for first in self.batch.drain(..) {
             self.area.store_u8(record(first) + MARK, 0, Release);

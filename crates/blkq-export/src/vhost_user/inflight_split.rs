@@ -1,5 +1,5 @@
-//! The record of a split ring: a mark and a counter for each head, and a list of the heads that were
-//! used last, for a daemon that dies between showing them to the driver and removing their marks.
+//! The record of a split ring. Each head has a mark and a counter. The heads that were used last are linked
+//! in a list, for a device that is killed after it has published them and before it has removed their marks.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -7,11 +7,11 @@ use super::area::Area;
 use super::chain::RingError;
 use super::inflight::{InflightQueue, VERSION};
 
-/// Fields of the region.
+// Offsets in the header of the region.
 const COUNT: usize = 10;
 const LAST_BATCH: usize = 12;
 const USED_INDEX: usize = 14;
-/// Fields of a record.
+// Size of a record, and offsets in it.
 const RECORD_BYTES: usize = 16;
 const MARK: usize = 0;
 const NEXT: usize = 6;
@@ -20,10 +20,10 @@ const COUNTER: usize = 8;
 /// The record of a split ring.
 pub struct SplitInflight {
     area: Area,
-    /// Counts chains as they are taken.
+    /// The counter of the next chain, which gives the order in which chains were taken.
     counter: u64,
     last_batch: u16,
-    /// Heads that are used, and not yet shown to the driver.
+    /// Heads that are used and not published yet.
     batch: Vec<u16>,
 }
 
@@ -32,11 +32,11 @@ fn record(head: u16) -> usize {
 }
 
 impl SplitInflight {
-    /// The record of a ring whose used index is `used`, and the heads that are in flight, in the order
-    /// in which they were taken. `None` in their place if the record is a new one.
+    /// Opens the record of a ring whose used index is `used`. Returns the heads in flight, in the order in
+    /// which they were taken; `None` if the record is new.
     ///
     /// # Errors
-    /// A version that is not known; another size.
+    /// [`RingError::Inflight`] if the version is unknown or the size is that of another ring.
     pub fn open(queue: InflightQueue, used: u16) -> Result<(SplitInflight, Option<Vec<u16>>), RingError> {
         let InflightQueue { area, size } = queue;
         let version = area.load_u16(VERSION, Relaxed);
@@ -44,30 +44,33 @@ impl SplitInflight {
             SplitInflight { area, counter: 0, last_batch: 0, batch: Vec::with_capacity(usize::from(size)) };
         match version {
             0 => {
-                // The driver may have used the ring before: an index of 0 would look like a batch.
+                // If the driver has used the ring before, a recorded index of 0 would later be taken for an
+                // unfinished batch.
                 this.area.store_u16(USED_INDEX, used, Relaxed);
                 this.area.store_u16(COUNT, size, Relaxed);
                 this.area.store_u16(VERSION, 1, Release);
                 Ok((this, None))
             }
             1 => this.recover(size, used).map(|heads| (this, Some(heads))),
-            _ => Err(RingError::Inflight { what: "a version that is not known" }),
+            _ => Err(RingError::Inflight { what: "unknown version" }),
         }
     }
 
     fn recover(&mut self, size: u16, used: u16) -> Result<Vec<u16>, RingError> {
         if self.area.load_u16(COUNT, Relaxed) != size {
-            return Err(RingError::Inflight { what: "it is that of a ring of another size" });
+            return Err(RingError::Inflight { what: "the ring has another size" });
         }
         self.last_batch = self.area.load_u16(LAST_BATCH, Relaxed);
-        // The driver sees as many more as used as the index has advanced: those are the last batch. Its
-        // list is followed that far and no further, whatever its end names.
+        // The driver sees `used`, and the record has the index before the last batch, so the difference is
+        // the length of that batch. The list is followed to that length only; its end names any head.
         let shown = used.wrapping_sub(self.area.load_u16(USED_INDEX, Relaxed));
         if shown <= size {
             let mut head = self.last_batch;
             for _ in 0..shown {
                 if head >= size {
-                    return Err(RingError::Inflight { what: "its last batch names no descriptor" });
+                    return Err(RingError::Inflight {
+                        what: "the last batch names a descriptor that does not exist",
+                    });
                 }
                 self.area.store_u8(record(head) + MARK, 0, Relaxed);
                 head = self.area.load_u16(record(head) + NEXT, Relaxed);
@@ -83,7 +86,7 @@ impl SplitInflight {
         Ok(heads.into_iter().map(|(_, head)| head).collect())
     }
 
-    /// The chain of `head` was taken.
+    /// Records that the chain of `head` was taken.
     #[inline]
     pub fn take(&mut self, head: u16) {
         self.area.store_u64(record(head) + COUNTER, self.counter, Relaxed);
@@ -91,7 +94,7 @@ impl SplitInflight {
         self.counter = self.counter.wrapping_add(1);
     }
 
-    /// The chain of `head` is used, as the driver will see.
+    /// Adds the chain of `head` to the batch that is about to be published.
     #[inline]
     pub fn complete(&mut self, head: u16) {
         self.area.store_u16(record(head) + NEXT, self.last_batch, Relaxed);
@@ -100,7 +103,7 @@ impl SplitInflight {
         self.batch.push(head);
     }
 
-    /// The driver sees all that is used: its index is `used`.
+    /// Records that the driver sees the batch. `used` is the used index that it sees.
     #[inline]
     pub fn commit(&mut self, used: u16) {
         for head in self.batch.drain(..) {

@@ -1,8 +1,8 @@
-//! A guest's memory: an immutable table of mapped regions. Every address that a guest or its front
-//! end names goes through here, and nothing outside of the regions is ever touched.
+//! The memory of a guest: an immutable table of mapped regions. Each address that a guest or its front end
+//! names is looked up here, and nothing outside of the regions is ever accessed.
 //!
-//! The guest goes on using its memory meanwhile. So nothing here makes a reference to plain bytes of
-//! it: what is looked at is copied out first, once, and then checked.
+//! The guest continues to use its memory. So no code here creates a reference to plain bytes of it: bytes are
+//! copied out, each of them once, and then checked.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
@@ -14,20 +14,19 @@ use blkq::{Error, ErrorKind, RegisteredMemory, Segment};
 use super::area::Area;
 use crate::mapping::Mapping;
 
-/// Most regions of a table: what GET_MAX_MEM_SLOTS answers.
+/// Most regions of a table, which is the reply to GET_MAX_MEM_SLOTS.
 pub const REGIONS_MAX: usize = 64;
 
-/// A region as a front end describes it. The file is closed when it has been mapped.
+/// A region as the front end describes it. The file is closed after it has been mapped.
 pub struct RegionSpec {
-    /// Its first address for the guest.
+    /// Guest address of the first byte.
     pub guest_start: u64,
-    /// Its first address in the front end, by which that names the parts of rings.
+    /// Address of the first byte in the front end, which names the parts of rings by such addresses.
     pub user_start: u64,
-    /// Length in bytes.
     pub length: u64,
-    /// The file with its bytes.
+    /// The file that contains the region.
     pub file: OwnedFd,
-    /// Where they begin in the file.
+    /// Offset of the region in the file.
     pub file_offset: u64,
 }
 
@@ -41,10 +40,10 @@ struct Region {
     registrations: Option<Registrations>,
 }
 
-/// The registrations of a region with one ring: of each [`REGISTERED_MEMORY_MAX_BYTES`] of it.
+/// The registrations of a region with one ring, one for each [`REGISTERED_MEMORY_MAX_BYTES`] of the region.
 pub type Registrations = Arc<[RegisteredMemory]>;
 
-// SAFETY: the pointer is into the mapping, which is both.
+// SAFETY: the pointer points into the mapping, which is `Send` and `Sync`.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
@@ -54,7 +53,9 @@ impl Region {
         let RegionSpec { guest_start, user_start, length, file, file_offset } = spec;
         for (start, whose) in [(guest_start, "guest"), (user_start, "front end")] {
             if start.checked_add(length).is_none() {
-                return Err(invalid(format!("{length} bytes at {whose} address {start:#x}")));
+                return Err(invalid(format!(
+                    "{length} bytes at the {whose} address {start:#x} exceed 64 bits"
+                )));
             }
         }
         let mapping = Arc::new(Mapping::new(file.as_fd(), file_offset, length)?);
@@ -67,11 +68,12 @@ fn invalid(what: String) -> Error {
     Error::new(ErrorKind::Invalid, format!("guest memory: {what}"))
 }
 
-/// Which region the last address was in: the next one mostly is, too. Good for any table.
+/// The index of the region that contained the last address, because the next address is usually in the same
+/// region. A cursor may be used with any table.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Cursor(usize);
 
-/// A piece of guest memory that is contiguous here.
+/// A range of guest memory that is contiguous in this process.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
     start: NonNull<u8>,
@@ -79,22 +81,22 @@ pub struct Span<'a> {
     registration: Option<&'a RegisteredMemory>,
 }
 
-/// The table of a guest's memory. A changed table is a new value; regions that both have are mapped
-/// once, and unmapped when the last of the two is dropped.
+/// The table of a guest's memory. A change creates a new table. Regions that both tables contain are mapped
+/// once, and unmapped when the last table that contains them is dropped.
 pub struct GuestMemory {
-    /// By address, none overlapping.
+    /// Sorted by guest address; no two overlap.
     regions: Box<[Region]>,
 }
 
 impl GuestMemory {
-    /// Maps the regions.
+    /// Maps `regions` into a new table.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for regions that overlap, wrap around or are too many, and whatever
-    /// [`Mapping::new`] refuses.
+    /// [`ErrorKind::Invalid`] for regions that overlap, that exceed the address space or that are more than
+    /// [`REGIONS_MAX`], and the errors of [`Mapping::new`].
     pub fn map(regions: Vec<RegionSpec>) -> Result<GuestMemory, Error> {
         if regions.len() > REGIONS_MAX {
-            return Err(invalid(format!("{} regions, more than {REGIONS_MAX}", regions.len())));
+            return Err(invalid(format!("{} regions are more than {REGIONS_MAX}", regions.len())));
         }
         let regions: Result<Vec<Region>, Error> = regions.into_iter().map(Region::map).collect();
         GuestMemory::of(regions?)
@@ -102,7 +104,7 @@ impl GuestMemory {
 
     fn of(mut regions: Vec<Region>) -> Result<GuestMemory, Error> {
         if regions.len() > REGIONS_MAX {
-            return Err(invalid(format!("{} regions, more than {REGIONS_MAX}", regions.len())));
+            return Err(invalid(format!("{} regions are more than {REGIONS_MAX}", regions.len())));
         }
         let overlap = |start: fn(&Region) -> u64, regions: &mut Vec<Region>| {
             regions.sort_by_key(start);
@@ -120,23 +122,23 @@ impl GuestMemory {
         Ok(GuestMemory { regions: regions.into() })
     }
 
-    /// The table with one more region.
+    /// The table with an additional region.
     ///
     /// # Errors
-    /// As [`GuestMemory::map`].
+    /// As for [`GuestMemory::map`].
     pub fn with_region(&self, spec: RegionSpec) -> Result<GuestMemory, Error> {
         if self.regions.len() >= REGIONS_MAX {
-            return Err(invalid(format!("more than {REGIONS_MAX} regions")));
+            return Err(invalid(format!("there are already {REGIONS_MAX} regions, the maximum")));
         }
         let mut regions = self.regions.to_vec();
         regions.push(Region::map(spec)?);
         GuestMemory::of(regions)
     }
 
-    /// The table without the region that is exactly this.
+    /// The table without the region that has exactly this address, front end address and length.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if there is none.
+    /// [`ErrorKind::Invalid`] if there is no such region.
     pub fn without_region(
         &self,
         guest_start: u64,
@@ -149,12 +151,12 @@ impl GuestMemory {
         };
         match regions.iter().position(is_it) {
             Some(index) => drop(regions.remove(index)),
-            None => return Err(invalid(format!("no region of {length} bytes at {guest_start:#x}"))),
+            None => return Err(invalid(format!("there is no region of {length} bytes at {guest_start:#x}"))),
         }
         GuestMemory::of(regions)
     }
 
-    /// The table with the registrations that regions of it have in `other`.
+    /// The table, with the registrations that its regions have in `other`.
     pub fn with_registrations_of(&self, other: Option<&GuestMemory>) -> GuestMemory {
         let mut regions = self.regions.clone();
         for region in &mut regions {
@@ -165,10 +167,10 @@ impl GuestMemory {
         GuestMemory { regions }
     }
 
-    /// Has `register` register the regions that are not yet: it is passed their mapping and length.
+    /// Calls `register` for each region that is not registered, with the region's mapping and length.
     ///
     /// # Errors
-    /// The first error of `register`.
+    /// Returns the first error of `register`.
     pub fn register_missing<E>(
         &mut self,
         mut register: impl FnMut(&Arc<Mapping>, u64) -> Result<Registrations, E>,
@@ -179,23 +181,23 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Number of regions.
     pub fn region_count(&self) -> usize {
         self.regions.len()
     }
 
-    /// Bytes of all regions.
+    /// Total length of the regions in bytes.
     pub fn bytes(&self) -> u64 {
         self.regions.iter().map(|region| region.length).sum()
     }
 
-    /// Whether a page of it vanished: its file was truncated. The rings on it must stop.
+    /// Whether the file of a region was truncated while it was mapped. The rings that use the table must then
+    /// stop.
     #[inline]
     pub fn is_broken(&self) -> bool {
         self.regions.iter().any(|region| region.mapping.is_broken())
     }
 
-    /// The region with guest address `address`, and the offset in it.
+    /// The region that contains the guest address `address`, and the offset in it.
     #[inline]
     fn find(&self, cursor: &mut Cursor, address: u64) -> Option<(&Region, u64)> {
         if let Some(region) = self.regions.get(cursor.0)
@@ -211,9 +213,8 @@ impl GuestMemory {
         (offset < region.length).then_some((region, offset))
     }
 
-    /// The first piece of the `bytes` (at least one) from guest address `address` on that is
-    /// contiguous here: all of it, up to the end of a region, or of what is registered as one. `None` if
-    /// not even the first byte is memory.
+    /// The first contiguous part of the `bytes` bytes (at least 1) from guest address `address` on. It ends
+    /// at the latest where a region or a registration ends. `None` if the address is not guest memory.
     #[inline]
     pub fn span(&self, cursor: &mut Cursor, address: u64, bytes: u32) -> Option<Span<'_>> {
         let (region, offset) = self.find(cursor, address)?;
@@ -223,12 +224,12 @@ impl GuestMemory {
             bytes = bytes.min(REGISTERED_MEMORY_MAX_BYTES - offset % REGISTERED_MEMORY_MAX_BYTES);
             registration = registrations.get((offset / REGISTERED_MEMORY_MAX_BYTES) as usize);
         }
-        // SAFETY: inside the region, which is mapped as long as `self`.
+        // SAFETY: the offset is inside the region, which is mapped as long as `self` exists.
         let start = unsafe { region.start.add(offset as usize) };
         Some(Span { start, bytes: bytes as u32, registration })
     }
 
-    /// Copies `N` bytes at guest address `address` out, each of them once.
+    /// Copies `N` bytes from guest address `address` on. Each byte is read once.
     #[inline]
     pub fn load<const N: usize>(&self, cursor: &mut Cursor, address: u64) -> Option<[u8; N]> {
         let span = self.span(cursor, address, N as u32)?;
@@ -239,7 +240,7 @@ impl GuestMemory {
         self.read(cursor, address, &mut bytes).then_some(bytes)
     }
 
-    /// Writes one byte at guest address `address`; false if that is no memory.
+    /// Writes one byte at guest address `address`. Returns false if that is not guest memory.
     #[inline]
     pub fn write_byte(&self, cursor: &mut Cursor, address: u64, byte: u8) -> bool {
         let span = self.span(cursor, address, 1);
@@ -249,8 +250,8 @@ impl GuestMemory {
         })
     }
 
-    /// Fills `bytes` from guest address `address` on; false if a part of that is no memory, and then
-    /// `bytes` is in part as it was.
+    /// Fills `bytes` from guest address `address` on. Returns false if a part of the range is not guest
+    /// memory; `bytes` may then be filled in part.
     #[inline]
     pub fn read(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &mut [u8]) -> bool {
         while !bytes.is_empty() {
@@ -260,15 +261,15 @@ impl GuestMemory {
             };
             let (now, rest) = bytes.split_at_mut(span.bytes as usize);
             span.copy_to(now);
-            // No region reaches the last address.
+            // This cannot overflow, because no region contains the last address.
             address += u64::from(span.bytes);
             bytes = rest;
         }
         true
     }
 
-    /// Copies `bytes` to guest address `address` and on; false if a part of that is no memory, and
-    /// then a part may have been copied.
+    /// Copies `bytes` to guest address `address`. Returns false if a part of the range is not guest memory;
+    /// `bytes` may then be written in part.
     #[inline]
     pub fn write(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &[u8]) -> bool {
         while !bytes.is_empty() {
@@ -278,15 +279,15 @@ impl GuestMemory {
             };
             let (now, rest) = bytes.split_at(span.bytes as usize);
             span.copy_from(now);
-            // No region reaches the last address.
+            // This cannot overflow, because no region contains the last address.
             address += u64::from(span.bytes);
             bytes = rest;
         }
         true
     }
 
-    /// The part of a ring that has `bytes` at front end address `user_address`, aligned to `align`
-    /// bytes. `None` if it is not, or not inside one region.
+    /// The part of a ring with `bytes` bytes at the front end's address `user_address`. `None` if the part is
+    /// not aligned to `align` bytes, or not inside one region.
     pub fn area(&self, user_address: u64, bytes: usize, align: usize) -> Option<Area> {
         self.regions.iter().find_map(|region| {
             let offset = user_address.checked_sub(region.user_start)?;
@@ -294,9 +295,9 @@ impl GuestMemory {
             if end > region.length {
                 return None;
             }
-            // SAFETY: inside the region.
+            // SAFETY: the offset is inside the region.
             let start = unsafe { region.start.add(offset as usize) };
-            // SAFETY: the bytes are inside the region, which stays mapped as long as its mapping.
+            // SAFETY: the bytes are inside the region, which stays mapped as long as its mapping exists.
             start
                 .as_ptr()
                 .addr()
@@ -307,20 +308,20 @@ impl GuestMemory {
 }
 
 impl Span<'_> {
-    /// First byte. Anyone may write it at any time.
+    /// The address of the first byte. The guest may write to the memory at any time.
     #[inline]
     pub fn start(self) -> NonNull<u8> {
         self.start
     }
 
-    /// Length in bytes; at least one.
+    /// Length in bytes, at least 1.
     #[inline]
-    #[allow(clippy::len_without_is_empty, reason = "none is empty")]
+    #[allow(clippy::len_without_is_empty, reason = "a span is never empty")]
     pub fn len(self) -> u32 {
         self.bytes
     }
 
-    /// All of it, for I/O.
+    /// The span as a segment of a bio.
     #[inline]
     pub fn segment(self) -> Segment {
         match self.registration {
@@ -329,7 +330,8 @@ impl Span<'_> {
         }
     }
 
-    /// Copies the `N` bytes at `offset` out, each of them once; `None` if they are not all inside.
+    /// Copies `N` bytes from `offset` on; `None` if the span does not contain all of them. Each byte is read
+    /// once.
     #[inline]
     pub fn load<const N: usize>(self, offset: u32) -> Option<[u8; N]> {
         let left = self.bytes.checked_sub(offset)?;
@@ -337,13 +339,14 @@ impl Span<'_> {
             return None;
         }
         let mut bytes = [0; N];
-        // SAFETY: inside the span.
+        // SAFETY: the offset is inside the span.
         let start = unsafe { self.start.add(offset as usize) };
         Span { start, bytes: left, registration: None }.copy_to(&mut bytes);
         Some(bytes)
     }
 
-    /// Copies the first bytes of it out. Each byte is read once: what was checked is what is used.
+    /// Fills `bytes` from the beginning of the span. Each byte is read once, so that a checked value cannot
+    /// change afterwards.
     #[inline]
     pub fn copy_to(self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.bytes as usize);
@@ -351,19 +354,19 @@ impl Span<'_> {
         let mut words = bytes.chunks_exact_mut(8);
         let mut at = 0;
         for word in &mut words {
-            // SAFETY: inside the span.
+            // SAFETY: the word is inside the span.
             let value = unsafe { start.add(at).cast::<Unaligned>().read_volatile() };
             word.copy_from_slice(&value.0.to_ne_bytes());
             at += 8;
         }
         for byte in words.into_remainder() {
-            // SAFETY: inside the span.
+            // SAFETY: the byte is inside the span.
             *byte = unsafe { start.add(at).read_volatile() };
             at += 1;
         }
     }
 
-    /// Copies `bytes` to its begin.
+    /// Copies `bytes` to the beginning of the span.
     #[inline]
     pub fn copy_from(self, bytes: &[u8]) {
         assert!(bytes.len() <= self.bytes as usize);
@@ -373,19 +376,19 @@ impl Span<'_> {
         for word in &mut words {
             let mut value = [0; 8];
             value.copy_from_slice(word);
-            // SAFETY: inside the span.
+            // SAFETY: the word is inside the span.
             unsafe { start.add(at).cast::<Unaligned>().write_volatile(Unaligned(u64::from_ne_bytes(value))) };
             at += 8;
         }
         for byte in words.remainder() {
-            // SAFETY: inside the span.
+            // SAFETY: the byte is inside the span.
             unsafe { start.add(at).write_volatile(*byte) };
             at += 1;
         }
     }
 }
 
-/// A word at any address.
+/// A word at an unaligned address.
 #[repr(C, packed)]
 #[derive(Clone, Copy)]
 struct Unaligned(u64);

@@ -1,57 +1,56 @@
-//! The messages of vhost-user (QEMU's docs/interop/vhost-user.rst), as bytes and descriptors: no
-//! socket, no state. Numbers are in the byte order of the machine, which both ends run on.
+//! The messages of vhost-user (QEMU's docs/interop/vhost-user.rst), as bytes and descriptors, without a
+//! socket and without state. Numbers have the byte order of the machine, because both ends run on it.
 
 use std::os::fd::OwnedFd;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::foreign::Foreign;
+use super::untrusted_fd::UntrustedFd;
 
-/// Bytes of a header.
 pub const HEADER_BYTES: usize = size_of::<Header>();
-/// Longest payload that any known request has, rounded up: a longer one is a violation.
+/// Longest accepted payload in bytes. All known requests are shorter.
 pub const PAYLOAD_MAX_BYTES: usize = 4096;
-/// Most descriptors of a message.
+/// Most descriptors that a message may have.
 pub const FILES_MAX: usize = 32;
-/// Bytes of the configuration space that a message may name.
+/// Size of the part of the configuration space that messages can name, in bytes.
 pub const CONFIG_MAX_BYTES: u32 = 256;
 
 const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
-/// In the payload of a message about a ring's eventfd: there is none.
+/// A flag in the payload of messages with the eventfd of a ring: the message has no descriptor.
 const NO_FILE: u64 = 1 << 8;
 
-/// Virtio's feature bit 30, which virtio does not use: there are protocol features.
+/// `VHOST_USER_F_PROTOCOL_FEATURES`: a feature bit that virtio does not use, and that announces protocol
+/// features.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
-/// The protocol features that are offered.
+/// The protocol features that this back end offers (`VHOST_USER_PROTOCOL_F_*`).
 pub mod protocol {
-    /// GET_QUEUE_NUM.
+    /// The front end may ask for the number of queues with GET_QUEUE_NUM.
     pub const MQ: u64 = 1 << 0;
-    /// Requests that ask for it are acknowledged.
+    /// Any request can ask for an acknowledgement.
     pub const REPLY_ACK: u64 = 1 << 3;
-    /// Requests of the back end, on a socket of their own.
+    /// The back end may send requests, over another socket.
     pub const BACKEND_REQ: u64 = 1 << 5;
-    /// The configuration space is the back end's.
+    /// The back end has the configuration space of the device.
     pub const CONFIG: u64 = 1 << 9;
-    /// Requests in flight are noted in memory that survives the back end.
+    /// Requests in flight are recorded in memory that outlives the back end.
     pub const INFLIGHT_SHMFD: u64 = 1 << 12;
-    /// RESET_DEVICE.
+    /// The front end may reset the device with RESET_DEVICE.
     pub const RESET_DEVICE: u64 = 1 << 13;
-    /// Regions of memory are added and removed one by one.
+    /// Memory regions can be added and removed one at a time.
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
-    /// The status of the virtio device.
+    /// The front end passes the status of the virtio device.
     pub const STATUS: u64 = 1 << 16;
-    /// All of them.
     pub const OFFERED: u64 =
         MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS | STATUS;
 }
 
-/// Numbers of requests.
+/// The codes of requests, named as in the specification (`VHOST_USER_*`).
 pub mod code {
-    #![allow(missing_docs, reason = "named as in the specification")]
+    #![allow(missing_docs, reason = "the names are those of the specification")]
     pub const GET_FEATURES: u32 = 1;
     pub const SET_FEATURES: u32 = 2;
     pub const SET_OWNER: u32 = 3;
@@ -79,11 +78,11 @@ pub mod code {
     pub const REM_MEM_REG: u32 = 38;
     pub const SET_STATUS: u32 = 39;
     pub const GET_STATUS: u32 = 40;
-    /// Of the back end: the configuration space has changed.
+    /// A request of the back end: the configuration space has changed.
     pub const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 
-/// The name of request `code`, for people.
+/// The name of the request `code`, for messages to users.
 pub fn name(code: u32) -> String {
     let known = match code {
         code::GET_FEATURES => "GET_FEATURES",
@@ -118,47 +117,49 @@ pub fn name(code: u32) -> String {
     known.to_owned()
 }
 
-/// The header of a message.
+/// The header of a message, without its payload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct Header {
-    /// Number of the request.
+    /// One of the request codes ([`code`]).
     pub code: u32,
     flags: u32,
-    /// Bytes of the payload that follows.
+    /// Length in bytes of the payload that follows.
     pub size: u32,
 }
 
 impl Header {
-    /// Parses a header that a front end sent.
     ///
     /// # Errors
-    /// A version that is not 1, a reply, or a payload longer than any.
+    /// A refusal of a version other than 1, of a reply, and of a payload of more than [`PAYLOAD_MAX_BYTES`].
     pub fn parse(bytes: [u8; HEADER_BYTES]) -> Result<Header, Refusal> {
         let header: Header = zerocopy::transmute!(bytes);
         if header.flags & VERSION_MASK != VERSION {
-            return Err(refuse(format!("version {} in a header", header.flags & VERSION_MASK)));
+            return Err(refuse(format!(
+                "the header has version {}, not {VERSION}",
+                header.flags & VERSION_MASK
+            )));
         }
         if header.flags & !(VERSION_MASK | NEED_REPLY) != 0 {
-            return Err(refuse(format!("flags {:#x} in a header", header.flags)));
+            return Err(refuse(format!("the header has invalid flags: {:#x}", header.flags)));
         }
         if header.size as usize > PAYLOAD_MAX_BYTES {
-            return Err(refuse(format!("a payload of {} bytes", header.size)));
+            let size = header.size;
+            return Err(refuse(format!("a payload of {size} bytes is longer than {PAYLOAD_MAX_BYTES}")));
         }
         Ok(header)
     }
 
-    /// Whether an acknowledgement is asked for.
+    /// Whether the front end asks for an acknowledgement.
     pub fn needs_reply(&self) -> bool {
         self.flags & NEED_REPLY != 0
     }
 }
 
-/// Why a message is refused, in words.
+/// Why a message is refused, as a text for users.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Refusal(pub String);
 
-/// A refusal with this reason.
 pub fn refuse(reason: impl Into<String>) -> Refusal {
     Refusal(reason.into())
 }
@@ -169,119 +170,115 @@ impl From<blkq::Error> for Refusal {
     }
 }
 
-/// A ring and a number of it.
+/// The number of a ring, and a value for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct VringState {
-    /// Number of the ring.
     pub index: u32,
-    /// Its size, base or state.
+    /// The size, the base or the state of the ring, depending on the message.
     pub number: u32,
 }
 
-/// The addresses of a ring's parts in the front end.
+/// Addresses of the parts of a ring in the address space of the front end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct VringAddresses {
-    /// Number of the ring.
     pub index: u32,
-    /// Whether changes of the used ring are logged, which they never are here.
+    /// Whether to log changes of the used ring. Logging is not offered here.
     pub flags: u32,
-    /// Descriptors, or the packed ring.
     pub descriptors: u64,
-    /// The used ring; the device's event suppression of a packed ring.
+    /// Address of the used ring, or of the device's event suppression in a packed ring.
     pub used: u64,
-    /// The available ring; the driver's event suppression of a packed ring.
+    /// Address of the available ring, or of the driver's event suppression in a packed ring.
     pub available: u64,
-    /// Where changes are logged.
+    /// Guest address of the log.
     pub log: u64,
 }
 
-/// A region of memory.
+/// A region of guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct Region {
-    /// Its first address for the guest.
+    /// Guest address of the first byte.
     pub guest: u64,
-    /// Its length in bytes.
     pub size: u64,
-    /// Its first address in the front end.
+    /// Address of the first byte in the front end.
     pub user: u64,
-    /// Where it begins in its file.
+    /// Offset of the region in its file.
     pub offset: u64,
 }
 
-/// The memory that notes requests in flight.
+/// Describes the memory that records requests in flight.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct InflightArea {
-    /// Its bytes.
     pub size: u64,
-    /// Where they begin in the file.
+    /// Offset of the record in its file.
     pub offset: u64,
-    /// Rings that it has room for.
+    /// Number of rings that the record is for.
     pub queues: u16,
-    /// Descriptors of each of them.
+    /// Number of descriptors of each ring.
     pub queue_size: u16,
-    /// Bytes up to the alignment of the C structure.
+    /// The padding at the end of the C structure.
     pub padding: u32,
 }
 
-/// The C structure has no padding on the wire: 20 bytes.
+/// Some front ends send the structure without its padding.
 const INFLIGHT_BYTES: usize = 20;
 
-/// A part of the configuration space.
+/// A range of the configuration space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct ConfigRange {
-    /// Its first byte.
+    /// Offset of the first byte.
     pub offset: u32,
-    /// Its bytes, at least one.
+    /// Length in bytes, at least 1.
     pub size: u32,
-    /// Whether it is written for a migration.
+    /// Whether the range is written for a migration.
     pub flags: u32,
 }
 
-/// A request of a front end, with the descriptors that came with it.
+/// A request of a front end, with its descriptors.
 #[derive(Debug)]
-#[allow(missing_docs, reason = "named as in the specification")]
+#[allow(missing_docs, reason = "the names are those of the specification")]
 pub enum Request {
     GetFeatures,
     SetFeatures(u64),
     SetOwner,
     ResetOwner,
-    SetMemTable(Vec<(Region, Foreign)>),
+    SetMemTable(Vec<(Region, UntrustedFd)>),
     SetVringNum(VringState),
     SetVringAddr(VringAddresses),
     SetVringBase(VringState),
     GetVringBase(VringState),
-    SetVringKick(u32, Option<Foreign>),
-    SetVringCall(u32, Option<Foreign>),
-    SetVringErr(u32, Option<Foreign>),
+    SetVringKick(u32, Option<UntrustedFd>),
+    SetVringCall(u32, Option<UntrustedFd>),
+    SetVringErr(u32, Option<UntrustedFd>),
     GetProtocolFeatures,
     SetProtocolFeatures(u64),
     GetQueueNum,
     SetVringEnable(VringState),
-    SetBackendReqFd(Foreign),
+    SetBackendReqFd(UntrustedFd),
     GetConfig(ConfigRange),
     SetConfig(ConfigRange, Vec<u8>),
     GetInflightFd(InflightArea),
-    SetInflightFd(InflightArea, Foreign),
+    SetInflightFd(InflightArea, UntrustedFd),
     ResetDevice,
     GetMaxMemSlots,
-    AddMemReg(Region, Foreign),
+    AddMemReg(Region, UntrustedFd),
     RemMemReg(Region),
     SetStatus(u64),
     GetStatus,
 }
 
 impl Request {
-    /// Parses the request with `header`, whose payload and descriptors have arrived. Descriptors of a
-    /// request that is refused are closed.
+    /// Parses the payload and the descriptors of a request with `header`. If the request is refused, its
+    /// descriptors are closed.
     ///
     /// # Errors
-    /// An unknown request, a payload of a wrong size, descriptors missing or superfluous.
-    pub fn parse(header: &Header, payload: &[u8], files: Vec<Foreign>) -> Result<Request, Refusal> {
+    /// A refusal of an unknown request, of a payload with a wrong size, and of too few or too many
+    /// descriptors.
+    pub fn parse(header: &Header, payload: &[u8], files: Vec<UntrustedFd>) -> Result<Request, Refusal> {
         let mut files = files.into_iter();
         let request = match header.code {
             code::GET_FEATURES => empty(payload, Request::GetFeatures)?,
@@ -324,46 +321,46 @@ impl Request {
             code::GET_MAX_MEM_SLOTS => empty(payload, Request::GetMaxMemSlots)?,
             code::ADD_MEM_REG => Request::AddMemReg(single_region(payload)?, needed(files.next())?),
             code::REM_MEM_REG => {
-                // Some front ends pass the descriptor again, to be closed.
+                // Some front ends pass the descriptor, too; it is not needed.
                 drop(files.next());
                 Request::RemMemReg(single_region(payload)?)
             }
             code::SET_STATUS => Request::SetStatus(whole(payload)?),
             code::GET_STATUS => empty(payload, Request::GetStatus)?,
-            _ => return Err(refuse("it is not known here")),
+            _ => return Err(refuse("unknown request")),
         };
         match files.count() {
             0 => Ok(request),
-            more => Err(refuse(format!("{more} descriptors more than it has"))),
+            more => Err(refuse(format!("the message has {more} descriptors too many"))),
         }
     }
 }
 
 fn wrong_size(payload: &[u8]) -> Refusal {
-    refuse(format!("its payload has {} bytes", payload.len()))
+    refuse(format!("a payload of {} bytes has the wrong size", payload.len()))
 }
 
-fn needed(file: Option<Foreign>) -> Result<Foreign, Refusal> {
-    file.ok_or_else(|| refuse("its descriptor is missing"))
+fn needed(file: Option<UntrustedFd>) -> Result<UntrustedFd, Refusal> {
+    file.ok_or_else(|| refuse("the message has no descriptor"))
 }
 
 fn empty(payload: &[u8], request: Request) -> Result<Request, Refusal> {
     if payload.is_empty() { Ok(request) } else { Err(wrong_size(payload)) }
 }
 
-/// The whole payload as one value.
+/// Parses the whole payload as one value.
 fn whole<T: FromBytes>(payload: &[u8]) -> Result<T, Refusal> {
     T::read_from_bytes(payload).map_err(|_| wrong_size(payload))
 }
 
-fn mem_table(payload: &[u8], files: Vec<Foreign>) -> Result<Vec<(Region, Foreign)>, Refusal> {
+fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region, UntrustedFd)>, Refusal> {
     let (counts, mut rest) = <[u32; 2]>::read_from_prefix(payload).map_err(|_| wrong_size(payload))?;
     let count = counts[0] as usize;
     if count > FILES_MAX || rest.len() != count * size_of::<Region>() {
-        return Err(refuse(format!("{count} regions in a payload of {} bytes", payload.len())));
+        return Err(refuse(format!("a payload of {} bytes does not fit {count} regions", payload.len())));
     }
     if files.len() != count {
-        return Err(refuse(format!("{} descriptors for {count} regions", files.len())));
+        return Err(refuse(format!("the message has {} descriptors for {count} regions", files.len())));
     }
     let mut regions = Vec::with_capacity(count);
     for file in files {
@@ -379,16 +376,16 @@ fn single_region(payload: &[u8]) -> Result<Region, Refusal> {
     Region::read_from_bytes(rest).map_err(|_| wrong_size(payload))
 }
 
-/// The number of a ring, and its eventfd.
-fn ring_file(payload: &[u8], file: Option<Foreign>) -> Result<(u32, Option<Foreign>), Refusal> {
+/// Parses the number of a ring. The eventfd may be missing if the payload says so.
+fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Option<UntrustedFd>), Refusal> {
     let value: u64 = whole(payload)?;
     if value & !(NO_FILE | 0xff) != 0 {
-        return Err(refuse(format!("ring {value:#x}")));
+        return Err(refuse(format!("invalid ring {value:#x}")));
     }
     let ring = value as u32 & 0xff;
     match (value & NO_FILE != 0, file) {
         (true, None) => Ok((ring, None)),
-        (true, Some(_)) => Err(refuse("it came with a descriptor that its flags deny")),
+        (true, Some(_)) => Err(refuse("the message has a descriptor although its payload denies that")),
         (false, file) => Ok((ring, Some(needed(file)?))),
     }
 }
@@ -399,14 +396,14 @@ fn config(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
     if range.size == 0 || end.is_none_or(|end| end > CONFIG_MAX_BYTES) || bytes.len() != range.size as usize {
         let ConfigRange { offset, size, .. } = range;
         return Err(refuse(format!(
-            "{size} bytes of configuration at {offset}, with {} of them",
+            "invalid configuration range: {size} bytes at offset {offset}, with {} bytes of data",
             bytes.len()
         )));
     }
     Ok((range, bytes))
 }
 
-/// Front ends whose structure is padded send 24 bytes, others 20.
+/// Parses the structure with or without its padding: 24 or 20 bytes.
 fn inflight(payload: &[u8]) -> Result<InflightArea, Refusal> {
     let mut padded = [0; size_of::<InflightArea>()];
     if payload.len() != INFLIGHT_BYTES && payload.len() != padded.len() {
@@ -416,28 +413,27 @@ fn inflight(payload: &[u8]) -> Result<InflightArea, Refusal> {
     Ok(zerocopy::transmute!(padded))
 }
 
-/// A message to a front end.
+/// A reply to a front end.
 #[derive(Debug)]
 pub struct Reply {
-    /// Header and payload.
     pub bytes: Vec<u8>,
-    /// A descriptor that goes with it.
+    /// A descriptor to send with the reply.
     pub file: Option<OwnedFd>,
 }
 
 impl Reply {
-    /// The reply to request `code` with these bytes.
+    /// The reply to request `code` with this payload.
     pub fn new(code: u32, payload: &[u8]) -> Reply {
         Reply { bytes: message(code, VERSION | REPLY, payload), file: None }
     }
 
-    /// The reply with one number.
+    /// The reply to request `code` with one number.
     pub fn number(code: u32, value: u64) -> Reply {
         Reply::new(code, value.as_bytes())
     }
 }
 
-/// The request of a back end that the configuration space is read again. No reply is asked for.
+/// The request of the back end to read the configuration space again. It asks for no acknowledgement.
 pub fn config_change() -> Vec<u8> {
     message(code::BACKEND_CONFIG_CHANGE, VERSION, &[])
 }

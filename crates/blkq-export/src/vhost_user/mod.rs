@@ -1,16 +1,21 @@
-//! vhost-user-blk: the disk of a virtual machine, read and written in the guest's own memory.
+//! vhost-user-blk: serves the disk to a virtual machine, whose requests and data are in the guest's own
+//! memory.
 //!
-//! A `device` has a thread that serves one front end at a time (`control`): whole messages arrive over
-//! a `channel`, are parsed by `message`, and a `session` does what they ask for: it makes the table of
-//! memory, and has each `vring` served by a `source` on an engine. `shared` and `status` are what all of
-//! them see; `foreign` are the descriptors of a front end, which may hang, and a `notifier` signals those by
-//! which it is called.
-//!
-//! `memory` is the guest's memory, made of [`mapping`](crate::mapping)s, and `registration` for rings of the
-//! kernel that know it; `ring` a
-//! ring of either kind, `split` or `packed`, in `area`s of it, with `descriptor` and `chain` in common;
-//! `request` what a chain asks for, with its data as `segments`, which `bounce` copies if it must;
-//! `config` what a driver reads of the device, and `abi` the numbers of virtio.
+//! - `device` starts and stops a device. Its thread (`control`) serves one front end at a time: a `channel`
+//!   receives
+//! whole messages, `message` parses them, and a `session` executes them. `shared` and `status` are the state
+//! that
+//!   these share with the engines.
+//! - `vring` is a ring as the control thread sees it, and `source` serves the ring on an engine. A `notifier`
+//!   signals the front end.
+//! - `untrusted_fd` handles descriptors that a front end passes, any of which may hang.
+//! - `memory` is the table of guest memory, made of [`mapping`](crate::mapping)s; `registration` registers
+//!   guest memory with the rings of engines.
+//! - `ring` is a ring of either kind, `split` or `packed`; both use `area`, `descriptor` and `chain`. The
+//!   `inflight` modules record the requests in flight for the daemon that follows a killed one.
+//! - `request` parses a chain. `segments` collects the memory of its data, and `bounce` copies data that is
+//!   not aligned.
+//! - `config` is the configuration space of the device, and `abi` has the numbers of virtio.
 
 mod abi;
 mod area;
@@ -22,7 +27,6 @@ mod control;
 mod descriptor;
 mod device;
 mod event;
-mod foreign;
 #[cfg(any(test, simulation))]
 mod harness;
 mod inflight;
@@ -47,6 +51,7 @@ mod split;
 mod status;
 #[cfg(test)]
 mod truncation_tests;
+mod untrusted_fd;
 mod vring;
 mod wakeup;
 
@@ -54,7 +59,7 @@ pub use device::{StoppingDevice, VhostUserDevice, VhostUserOptions};
 pub use registration::RegistrationLimits;
 pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
 
-/// The parts that a fuzzer drives: a guest's memory, rings in it, and requests.
+/// The interface of fuzzers: guest memory, rings in it, and requests.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::abi::S_OK;

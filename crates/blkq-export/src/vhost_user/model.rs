@@ -1,7 +1,7 @@
-//! The properties of a served ring that the model checkers prove: the control thread starts and stops it,
-//! with other tables of memory, on a real engine, while the guest adds requests and another thread looks
-//! on; [`rejection`] and [`wakeup`] have more. Rings are polled, so that nothing is submitted to the kernel;
-//! the engine's ring and the event of the control thread are twins.
+//! Properties of a served ring that the model checkers prove. The control thread starts and stops the ring on
+//! a real engine, with different tables of memory, while the guest adds requests and another thread reads the
+//! status. [`rejection`] and [`wakeup`] check further properties. Rings are polled, so that nothing is
+//! submitted to the kernel. The engine's ring and the event of the control thread are replaced by models.
 
 mod front_end;
 mod rejection;
@@ -27,8 +27,9 @@ const RING: u64 = 0x10000;
 const HEADERS: u64 = 0x100000;
 const REQUESTS: u32 = 2;
 
-/// Runs `body` in the first `most` orders that loom finds with at most so many forced switches, unless
-/// LOOM_MAX_PERMUTATIONS has another limit: a ring that is polled has far more; or in so many random ones.
+/// Runs `body` in different orders of its threads and prints their number. loom runs at most `most` orders
+/// with at most `switches` forced switches, because a polled ring has far more; LOOM_MAX_PERMUTATIONS changes
+/// that limit. shuttle runs `most` random orders.
 fn model(name: &str, switches: usize, most: usize, body: impl Fn() + Send + Sync + 'static) {
     use std::sync::atomic::{AtomicUsize, Ordering};
     let runs = Arc::new(AtomicUsize::new(0));
@@ -88,7 +89,7 @@ fn start_and_stop_with_new_memory() {
     vring.set_addresses(VringAddresses { index: 0, flags: 0, descriptors, used, available, log: 0 }).unwrap();
     let mut taken = 0;
     for round in 0..2 {
-        // Another table of the same memory.
+        // A different table with the same memory.
         let memory = Arc::new(guest.memory.with_registrations_of(None));
         vring.set_kick(None).unwrap();
         let context = RingContext {
@@ -114,9 +115,9 @@ fn start_and_stop_with_new_memory() {
         }
         let base = vring.stop_for_base();
         taken += std::iter::from_fn(|| driver.take_used(&guest)).count() as u32;
-        assert_eq!(base, taken, "all that was taken has completed");
+        assert_eq!(base, taken, "the ring continues after what it took, all of which has completed");
         assert!(vring.take_rejections(&shared).is_empty());
-        assert_eq!(Arc::strong_count(&memory), 1, "nothing keeps memory that was replaced");
+        assert_eq!(Arc::strong_count(&memory), 1, "the replaced table is no longer used");
     }
     assert_eq!(taken, REQUESTS);
     onlooker.join().unwrap();
@@ -131,12 +132,14 @@ fn start_and_stop_with_new_memory() {
 
 #[cfg(loom)]
 #[test]
-fn loom_a_ring_stops_with_all_that_it_took() {
-    model("loom_a_ring_stops_with_all_that_it_took", 1, 10_000, start_and_stop_with_new_memory);
+fn loom_a_ring_that_stops_has_completed_all_it_took() {
+    let name = "loom_a_ring_that_stops_has_completed_all_it_took";
+    model(name, 1, 10_000, start_and_stop_with_new_memory);
 }
 
 #[cfg(shuttle)]
 #[test]
-fn shuttle_a_ring_stops_with_all_that_it_took() {
-    model("shuttle_a_ring_stops_with_all_that_it_took", 1, 5_000, start_and_stop_with_new_memory);
+fn shuttle_a_ring_that_stops_has_completed_all_it_took() {
+    let name = "shuttle_a_ring_that_stops_has_completed_all_it_took";
+    model(name, 1, 5_000, start_and_stop_with_new_memory);
 }

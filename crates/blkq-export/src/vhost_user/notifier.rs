@@ -1,7 +1,7 @@
-//! Notifies a front end through a descriptor that it controls as well: it may fill an eventfd, and choose
-//! whether a write to it then waits, at any time. So nothing here writes to one. It is registered with
-//! a ring of its own, and the kernel signals it when a request without any effect completes there: that
-//! adds to the count, up to its limit, and never waits.
+//! Notifies a front end through a descriptor that the front end controls as well: at any time it may fill an
+//! eventfd and choose whether a write to it blocks. So this module never writes to an eventfd. The eventfd is
+//! registered with an io_uring of its own, and the kernel signals it when a NOP completes there. That adds 1
+//! to its counter, up to the counter's limit, and never blocks.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -14,18 +14,19 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode};
 use rustix::net::{SendFlags, send};
 
-use super::foreign::CallFile;
+use super::untrusted_fd::CallFile;
 
-/// How long a ring that is made ahead waits for memory: as those of engines, the kernel frees a closed one
-/// some time later.
+/// How long [`Notifier::prepare`] waits for memory. The kernel frees a closed ring some time later, and until
+/// then its locked memory counts.
 pub const MEMORY_WAIT: Duration = Duration::from_secs(2);
 const MEMORY_RETRY: Duration = Duration::from_millis(20);
 
-/// All that a ring may register: `IORING_REGISTER_EVENTFD`, `IORING_UNREGISTER_EVENTFD`.
+// The only operations that a ring may register: IORING_REGISTER_EVENTFD, IORING_UNREGISTER_EVENTFD.
 const REGISTER_OPERATIONS: [u8; 2] = [4, 5];
 
-/// Sends notifications to a front end. Its ring is made with the first eventfd, if not before, and
-/// stays: however often front ends connect and set descriptors, the kernel has no more rings to free.
+/// Sends notifications to a front end. Its io_uring is created with the first eventfd, or before by
+/// [`Notifier::prepare`], and stays: the kernel frees closed rings late, so rings are not created for each
+/// connection.
 #[derive(Default)]
 pub struct Notifier {
     state: Mutex<State>,
@@ -42,7 +43,7 @@ enum Ring {
     #[default]
     None,
     Made(Box<IoUring>),
-    /// There is none, and none can be made any more: the error number of the attempt.
+    /// There is no ring and none can be created later. Contains the errno of the attempt.
     Missing(i32),
 }
 
@@ -50,16 +51,16 @@ enum Ring {
 enum Target {
     #[default]
     None,
-    /// The eventfd that is registered with the ring.
+    /// An eventfd that is registered with the ring.
     Event,
     Socket(CallFile),
 }
 
 impl Notifier {
-    /// Makes the ring, for a process that can make none later; waits for memory until `deadline`.
+    /// Creates the ring, for a process that cannot create one later. Waits for memory until `deadline`.
     ///
     /// # Errors
-    /// Those of io_uring_setup(2); [`Notifier::set`] rejects eventfds then.
+    /// Returns the error of io_uring_setup(2); [`Notifier::set`] then rejects eventfds.
     pub fn prepare(&self, deadline: Instant) -> Result<(), Error> {
         let mut state = self.state();
         if matches!(state.ring, Ring::None) {
@@ -79,20 +80,20 @@ impl Notifier {
         }
     }
 
-    /// Notifies through `file` from now on.
+    /// Sets the descriptor for notifications.
     ///
     /// # Errors
-    /// Those of io_uring_setup(2) and io_uring_register(2); there is no descriptor then.
+    /// Returns the error of io_uring_setup(2) or io_uring_register(2); no descriptor is then set.
     pub fn set(&self, file: Option<CallFile>) -> Result<(), Error> {
         self.state().set(file).map_err(failed)
     }
 
-    /// Notifies the front end, and returns whether it has set a descriptor. Never waits: a socket that is
-    /// full or closed gets nothing. Does nothing while another thread sets a descriptor, after which that
-    /// one must have the front end notified.
+    /// Notifies the front end, and returns whether a descriptor is set. Never blocks: a full or closed socket
+    /// is skipped. Does nothing while another thread sets a descriptor; that thread must then make the engine
+    /// notify the new descriptor.
     ///
     /// # Errors
-    /// Those of io_uring_enter(2): the kernel is out of memory.
+    /// Returns the error of io_uring_enter(2), if the kernel has no memory.
     pub fn notify(&self) -> io::Result<bool> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -108,10 +109,10 @@ impl Notifier {
         Ok(true)
     }
 
-    /// Notifies through `file`, once.
+    /// Notifies through `file` once.
     ///
     /// # Errors
-    /// As [`Notifier::set`] and [`Notifier::notify`].
+    /// As for [`Notifier::set`] and [`Notifier::notify`].
     pub fn notify_once(&self, file: &CallFile) -> Result<(), Error> {
         if matches!(file, CallFile::Socket(_)) {
             send_one(file);
@@ -141,7 +142,7 @@ impl State {
         Ok(())
     }
 
-    /// Registers an eventfd, which nothing need keep open from then on. Returns the ring.
+    /// Registers an eventfd with the ring, and returns the ring. The descriptor need not stay open.
     fn register(&mut self, event: &CallFile) -> io::Result<&mut IoUring> {
         if matches!(self.ring, Ring::None) {
             self.ring = Ring::Made(Box::new(make_ring()?));
@@ -157,7 +158,7 @@ impl State {
     }
 }
 
-/// A ring that can do nothing but what this needs.
+/// Creates a ring that can only execute NOPs and register an eventfd.
 fn make_ring() -> io::Result<IoUring> {
     let ring = IoUring::builder().dontfork().setup_r_disabled().build(1)?;
     let mut allowed = vec![Restriction::sqe_op(opcode::Nop::CODE)];
@@ -167,9 +168,10 @@ fn make_ring() -> io::Result<IoUring> {
     Ok(ring)
 }
 
-/// Has a request complete that does nothing.
+/// Submits a NOP and takes its completion.
 fn complete_one(ring: &mut IoUring) -> io::Result<()> {
-    // SAFETY: no memory is passed. There is room, unless one is left that could not be submitted.
+    // SAFETY: a NOP has no memory. If the queue is full, a NOP that could not be submitted before is still in
+    // it.
     let _ = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
     ring.submit()?;
     ring.completion().for_each(drop);
@@ -181,12 +183,12 @@ fn send_one(socket: &CallFile) {
 }
 
 fn failed(error: io::Error) -> Error {
-    let cure = match error.raw_os_error() {
+    let hint = match error.raw_os_error() {
         Some(libc::ENOMEM) => "raise the limit of locked memory (ulimit -l)",
         Some(libc::EMFILE) => "raise the limit of open files (ulimit -n)",
         _ => "see io_uring_register(2)",
     };
-    Error::system("cannot signal an eventfd through io_uring", error).with_cure(cure)
+    Error::system("cannot signal an eventfd through io_uring", error).with_cure(hint)
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! A packed ring (virtio 1.2, 2.8): one table that both sides write, whose flags carry the turn.
+//! A packed ring (virtio 1.2, 2.8): one table that both sides write. Two bits of a descriptor's flags say
+//! whose it is.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -12,20 +13,20 @@ use super::inflight::InflightQueue;
 use super::inflight_packed::{PackedInflight, Recovered, UsedPosition};
 use super::memory::{Cursor, GuestMemory};
 
-/// Bits of a descriptor's flags: who made it, in which lap.
+// Bits of a descriptor's flags. With the wrap counter they say whether a descriptor is available or used.
 const AVAILABLE: u16 = 1 << 7;
 const USED: u16 = 1 << 15;
-/// Where the flags are in a descriptor, and the identifier.
+// Offsets in a descriptor.
 const LENGTH_AT: usize = 8;
 const ID_AT: usize = 12;
 const FLAGS_AT: usize = 14;
-/// An event suppression area: a position with its lap, then one of these.
+// An event suppression area: a position with its wrap counter, then one of these values.
 const EVENT_BYTES: usize = 4;
 const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_AT: u16 = 2;
 
-/// A place in the ring, and the lap's bit.
+/// An index in the ring, and the wrap counter, which changes with each lap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Position {
     index: u16,
@@ -33,7 +34,7 @@ struct Position {
 }
 
 impl Position {
-    /// Of the 16 bits that messages and event areas have.
+    /// Decodes the 16 bits that messages and event areas contain.
     fn of(bits: u16) -> Position {
         Position { index: bits & 0x7fff, wrap: bits & 0x8000 != 0 }
     }
@@ -42,7 +43,7 @@ impl Position {
         self.index | if self.wrap { 0x8000 } else { 0 }
     }
 
-    /// `slots` further, at most a lap.
+    /// Advances by `slots`, which is at most one lap.
     #[inline]
     fn advance(&mut self, slots: u16, size: u16) {
         self.index += slots;
@@ -53,12 +54,13 @@ impl Position {
     }
 }
 
-/// The available and the used bit of a descriptor's flags.
-fn turn(flags: u16) -> (bool, bool) {
+/// The available bit and the used bit of a descriptor's flags.
+fn wrap_bits(flags: u16) -> (bool, bool) {
     (flags & AVAILABLE != 0, flags & USED != 0)
 }
 
-/// Whether a ring is as its driver cleared it: a descriptor that was ever made has an address.
+/// Whether all descriptors are zero, as a driver leaves a new ring. A descriptor that was once made available
+/// has an address.
 fn is_cleared(descriptors: &Area, size: u16) -> bool {
     (0..usize::from(size) * 2).all(|word| descriptors.load_u64(word * 8, Ordering::Relaxed) == 0)
 }
@@ -71,32 +73,34 @@ pub struct PackedRing {
     size: u16,
     event_idx: bool,
     indirect: bool,
-    /// Where the next chain will be.
+    /// The position of the next chain.
     next: Position,
-    /// Where the next used descriptor goes.
+    /// The position of the next used descriptor.
     used: Position,
-    /// Descriptors that were taken, and that the driver does not see as used: never more than the ring
-    /// has.
+    /// Number of descriptors that were taken and that the driver does not see as used. Never more than
+    /// `size`.
     in_flight: u16,
-    /// Chains that are used, with the bytes written, which the driver does not see yet.
-    entered: Vec<(Head, u32)>,
-    /// The descriptors of the chain that is being taken, for the record.
+    /// Used chains that are not published yet, with the number of bytes written.
+    unpublished: Vec<(Head, u32)>,
+    /// The descriptors of the chain that is being taken, to be recorded.
     taken: Vec<Descriptor>,
     inflight: Option<PackedInflight>,
-    /// Chains of the device that died, the next one last.
+    /// Chains that were in flight when the device before was killed. The next one is last.
     recovered: Vec<Recovered>,
-    /// The first time the driver is called.
+    /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
+    /// wait for a call that the device before did not make.
     call_first: bool,
     memory: Arc<GuestMemory>,
     cursor: Cursor,
 }
 
 impl PackedRing {
-    /// The ring in `memory`. `base` has the position of the next chain in its lower half, that of the
-    /// next used descriptor in its upper half.
+    /// Opens the ring in `memory`. The lower half of `base` is the position of the next chain, the upper half
+    /// that of the next used descriptor.
     ///
     /// # Errors
-    /// A size of 0 or beyond 32768; a position beyond the ring; a part that is not inside one region.
+    /// A [`RingError`] for a size of 0 or more than 32768, a position beyond the ring, or a part that is not
+    /// inside one region.
     pub fn new(memory: &Arc<GuestMemory>, layout: &Layout, base: u32) -> Result<PackedRing, RingError> {
         let &Layout { size, event_idx, indirect, .. } = layout;
         if size == 0 || size > 1 << 15 {
@@ -109,8 +113,8 @@ impl PackedRing {
         let (descriptors, driver_event, device_event) = PackedRing::areas(memory, layout)?;
         let flags =
             |index: usize| descriptors.load_u16(index * DESCRIPTOR_BYTES + FLAGS_AT, Ordering::Relaxed);
-        // Some front ends send 0 for a new ring of either kind, and 0 is the second lap of a packed one.
-        // But then something was used in the first.
+        // Some front ends send the base 0 for a new ring of either kind. For a packed ring, 0 means the
+        // second lap; but if that is meant, some descriptor was used in the first lap.
         if base == 0 && (0..usize::from(size)).all(|index| flags(index) & USED == 0) {
             (next.wrap, used.wrap) = (true, true);
         }
@@ -124,7 +128,7 @@ impl PackedRing {
             next,
             used,
             in_flight: 0,
-            entered: Vec::with_capacity(usize::from(size)),
+            unpublished: Vec::with_capacity(usize::from(size)),
             taken: Vec::new(),
             inflight: None,
             recovered: Vec::new(),
@@ -148,13 +152,13 @@ impl PackedRing {
         ))
     }
 
-    /// Records what is in flight in `queue`, and takes up what a device that died left there.
+    /// Records chains in flight in `queue`, and recovers the chains that a killed device has left there.
     ///
     /// # Errors
-    /// A record that is not that of this ring.
+    /// [`RingError::Inflight`] if the record is not that of this ring.
     pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
         let shown = |(index, wrap): UsedPosition| {
-            let (available, used) = turn(self.load_flags(index, Ordering::Acquire));
+            let (available, used) = wrap_bits(self.load_flags(index, Ordering::Acquire));
             !(available == wrap && used != wrap)
         };
         let is_new = is_cleared(&self.descriptors, self.size);
@@ -162,7 +166,7 @@ impl PackedRing {
         let (mut inflight, state) = PackedInflight::open(queue, used, is_new, shown)?;
         if let Some(state) = state {
             self.used = Position { index: state.used.0, wrap: state.used.1 };
-            self.hide(state.abandoned);
+            self.remove_unpublished(state.abandoned);
             inflight.settle();
             self.in_flight = 0;
             for chain in &state.chains {
@@ -177,15 +181,15 @@ impl PackedRing {
         Ok(())
     }
 
-    /// A device that died may have written used descriptors up to `end`, but for the first, which keeps
-    /// the driver from seeing them: they must not be there when the first is.
-    fn hide(&self, end: UsedPosition) {
+    /// Removes used descriptors up to `end` that the killed device wrote but did not publish. The driver
+    /// would see them as soon as the first descriptor of the next batch is published.
+    fn remove_unpublished(&self, end: UsedPosition) {
         let mut position = self.used;
         for _ in 0..self.size {
             if (position.index, position.wrap) == end {
                 break;
             }
-            let (available, used) = turn(self.load_flags(position.index, Ordering::Relaxed));
+            let (available, used) = wrap_bits(self.load_flags(position.index, Ordering::Relaxed));
             if available == position.wrap && used == position.wrap {
                 let flags = if position.wrap { AVAILABLE } else { USED };
                 self.store_flags(position.index, flags);
@@ -209,12 +213,13 @@ impl PackedRing {
     /// The flags of the next descriptor, if the driver has made it available.
     #[inline]
     fn available(&self) -> Option<u16> {
+        // Acquire: the driver writes the flags of the first descriptor last, after the whole chain.
         let flags = self.load_flags(self.next.index, Ordering::Acquire);
-        let (available, used) = turn(flags);
+        let (available, used) = wrap_bits(flags);
         (available == self.next.wrap && used != self.next.wrap).then_some(flags)
     }
 
-    /// Takes the next chain.
+    /// Takes the next chain. Its descriptors are stored in `chain`.
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         if let Some(recovered) = self.recovered.pop() {
@@ -262,7 +267,7 @@ impl PackedRing {
         Ok(Head { index: id, slots: descriptors.len() as u16, record })
     }
 
-    /// Adds a descriptor to its chain; true if it is the last one.
+    /// Adds a descriptor to `chain`, and returns whether it is the last one of the chain.
     #[inline]
     fn read_descriptor(
         &mut self,
@@ -292,29 +297,31 @@ impl PackedRing {
         Ok(())
     }
 
-    /// Enters a chain as used, with `written` bytes, not yet to be seen by the driver.
+    /// Adds a used chain, of which the device has written `written` bytes. The driver sees it after
+    /// [`PackedRing::publish`].
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
-        self.entered.push((head, written));
+        self.unpublished.push((head, written));
     }
 
-    /// Shows the driver what was entered. Returns whether it wants to be called.
+    /// Publishes the used chains. Returns whether the driver must be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
-        if self.entered.is_empty() {
+        if self.unpublished.is_empty() {
             return false;
         }
         let first = self.used;
-        let slots = self.entered.iter().map(|(head, _)| head.slots).sum();
+        let slots = self.unpublished.iter().map(|(head, _)| head.slots).sum();
         self.used.advance(slots, self.size);
         if let Some(inflight) = &mut self.inflight {
-            self.entered.iter().for_each(|(head, _)| inflight.complete(head.record));
+            self.unpublished.iter().for_each(|(head, _)| inflight.complete(head.record));
             inflight.prepare((self.used.index, self.used.wrap));
         }
-        // The driver finds all of them once it sees the first, whose flags come last.
+        // The driver sees the whole batch when it sees the first descriptor, so the flags of that are stored
+        // last, with release ordering.
         let mut position = first;
         let mut first_flags = 0;
-        for &(head, written) in &self.entered {
+        for &(head, written) in &self.unpublished {
             let at = usize::from(position.index) * DESCRIPTOR_BYTES;
             self.descriptors.store_u32(at + LENGTH_AT, written, Ordering::Relaxed);
             self.descriptors.store_u16(at + ID_AT, head.index, Ordering::Relaxed);
@@ -330,12 +337,13 @@ impl PackedRing {
             position.advance(head.slots, self.size);
         }
         self.store_flags(first.index, first_flags);
-        self.entered.clear();
+        self.unpublished.clear();
         self.in_flight -= slots;
         if let Some(inflight) = &mut self.inflight {
             inflight.commit();
         }
-        // The descriptor must be seen before it is decided that the driver does not wait for it.
+        // The store of the flags must precede the load of the driver's event: otherwise the driver could go
+        // to sleep in between, and would not be called.
         fence(Ordering::SeqCst);
         if std::mem::take(&mut self.call_first) {
             return true;
@@ -350,7 +358,7 @@ impl PackedRing {
                 let new = self.used.index;
                 needs_event(wanted.index.wrapping_sub(lap), new, new.wrapping_sub(slots))
             }
-            // Not a value that it may have.
+            // Not a valid value: the driver is called, to be safe.
             _ => true,
         }
     }
@@ -360,23 +368,25 @@ impl PackedRing {
         self.device_event.store_u32(0, bits, Ordering::Release);
     }
 
-    /// Asks the driver for a kick at the next chain. Returns whether there is one already.
+    /// Asks the driver for a kick at the next chain. Returns whether a chain is already available.
     pub fn enable_kicks(&mut self) -> bool {
         match self.event_idx {
             true => self.set_event(self.next.bits(), EVENT_AT),
             false => self.set_event(0, EVENT_ENABLE),
         }
-        // The driver must see the wish, or this side its chain.
+        // Either the driver sees the request for a kick, or this side sees the driver's chain. Without the
+        // fence both could miss each other.
         fence(Ordering::SeqCst);
         !self.recovered.is_empty() || self.available().is_some()
     }
 
-    /// Identifiers of what [`PackedRing::pop`] returns before anything else.
+    /// Identifiers of the chains that were in flight when the device before was killed; [`PackedRing::pop`]
+    /// returns these first.
     pub fn recovered(&self) -> impl Iterator<Item = u16> {
         self.recovered.iter().map(|chain| chain.id)
     }
 
-    /// Both positions: what GET_VRING_BASE answers.
+    /// The reply to GET_VRING_BASE: both positions.
     pub fn base(&self) -> u32 {
         u32::from(self.next.bits()) | u32::from(self.used.bits()) << 16
     }

@@ -1,12 +1,13 @@
-//! Guest memory as registered buffers of the engines' rings: the kernel pins its pages once, and not for
-//! each request.
+//! Registers guest memory as buffers of the engines' io_urings: the kernel then pins the pages once, and not
+//! for each request.
 //!
-//! Each engine has a table of the guest's memory of its own, whose regions name their registrations with
-//! its ring. A table lives as long as a request that has memory of it; a registration, and with it the
-//! mapping, as long as a table that names it. So nothing is unregistered that a request still uses, and
-//! nothing else is ever mapped where a ring knows guest memory.
+//! Each engine has its own table of guest memory, whose regions refer to the registrations with the engine's
+//! ring. A request keeps its table, a table keeps its registrations, and a registration keeps its mapping. So
+//! nothing is unregistered while a request uses it, and no other memory is ever mapped at an address that a
+//! ring takes for guest memory.
 //!
-//! All or nothing: memory that does not fit is served unregistered, by all engines.
+//! Memory is registered as a whole or not at all: if it does not fit the limits, all engines serve it
+//! unregistered.
 
 use std::error::Error as _;
 use std::io;
@@ -19,51 +20,51 @@ use blkq::{EngineHandle, Error, ErrorKind, RegisteredMemory};
 use super::memory::{GuestMemory, Registrations};
 use crate::mapping::Mapping;
 
-/// How long registering is tried again when too little memory may be locked (ENOMEM): that of a daemon
-/// that was just killed counts until the kernel has closed its rings, some time later.
+/// How long registration is retried after ENOMEM. The locked memory of a daemon that was just killed counts
+/// until the kernel has closed its rings, some time later.
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
-/// The time between two tries.
+/// Delay between two attempts to register memory.
 const MEMORY_RETRY: Duration = Duration::from_millis(100);
 
-/// The limits within which guest memory is registered. `None`: as much as there is.
+/// Limits for the registration of guest memory. `None`: no limit.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct RegistrationLimits {
-    /// The memory in bytes that may be locked, by all engines together: RLIMIT_MEMLOCK, unless engines
-    /// have the capability CAP_IPC_LOCK.
+    /// The most memory in bytes that all engines together may lock: RLIMIT_MEMLOCK. `None` for engines with
+    /// CAP_IPC_LOCK.
     pub locked_max: Option<u64>,
-    /// The memory in bytes that is left to this process: of that of its cgroup.
+    /// The memory in bytes that the cgroup of this process can still allocate.
     pub memory_left: Option<u64>,
 }
 
-/// The guest's memory as each engine has it registered.
+/// The tables of guest memory with the registrations of each engine.
 pub struct RegisteredTables {
     engines: Vec<EngineHandle>,
     limits: RegistrationLimits,
-    /// One for each engine, or none.
+    /// One table for each engine, or no table.
     tables: Vec<Arc<GuestMemory>>,
 }
 
 impl RegisteredTables {
-    /// Of `engines`, without memory.
+    /// Tables for `engines`, without memory.
     pub fn new(engines: Vec<EngineHandle>, limits: RegistrationLimits) -> RegisteredTables {
         RegisteredTables { engines, limits, tables: Vec::new() }
     }
 
-    /// The memory as engine `index` has it registered, if it is.
+    /// The table of engine `index`; `None` if no memory is registered.
     pub fn table(&self, index: usize) -> Option<&Arc<GuestMemory>> {
         self.tables.get(index)
     }
 
-    /// Registers `memory` in the place of what was: regions that both have stay registered. No ring of
-    /// the guest may be served meanwhile. Takes as long as the kernel needs to pin the pages.
+    /// Registers `memory` instead of the present memory. Regions that both contain stay registered. No ring
+    /// of the guest may be served meanwhile. This takes as long as the kernel needs to pin the pages.
     ///
     /// # Errors
-    /// The limit that it does not fit into; then nothing is registered.
+    /// Returns the limit that is exceeded, or the kernel's error; no memory is then registered.
     pub fn replace(&mut self, memory: &GuestMemory) -> Result<(), Error> {
         let table_of =
             |index| memory.with_registrations_of(self.tables.get(index).map(|table: &Arc<_>| &**table));
         let mut tables: Vec<GuestMemory> = (0..self.engines.len()).map(table_of).collect();
-        // Everywhere, before anything is registered: it is one account.
+        // All engines release memory before any registers more, because one limit applies to all of them.
         self.release();
         let registered = self.check_limits(memory.bytes()).and_then(|()| {
             self.engines.iter().zip(&mut tables).try_for_each(|(engine, table)| {
@@ -86,30 +87,30 @@ impl RegisteredTables {
         let needed = bytes.saturating_mul(engines);
         if let Some(most) = self.limits.locked_max.filter(|most| needed > *most) {
             let message = format!(
-                "{} MiB of guest memory, registered with each of {engines} engines, take {} MiB of locked memory, and {} MiB may be locked (RLIMIT_MEMLOCK)",
+                "{} MiB of guest memory, registered with each of {engines} engines, need {} MiB of locked memory, but {} MiB may be locked (RLIMIT_MEMLOCK)",
                 mib(bytes),
                 mib(needed),
                 most >> 20
             );
-            let cure = "raise the limit (ulimit -l, LimitMEMLOCK= of systemd)";
-            return Err(Error::new(ErrorKind::Invalid, message).with_cure(cure));
+            let hint = "raise the limit (ulimit -l, LimitMEMLOCK= of systemd)";
+            return Err(Error::new(ErrorKind::Invalid, message).with_cure(hint));
         }
         if let Some(most) = self.limits.memory_left.filter(|most| bytes > *most) {
             let message = format!(
-                "{} MiB of guest memory are all taken when they are registered, and {} MiB were left to the cgroup of this process",
+                "registration allocates all {} MiB of guest memory, but {} MiB are left to the cgroup of this process",
                 mib(bytes),
                 most >> 20
             );
-            return Err(Error::new(ErrorKind::Invalid, message).with_cure("raise its memory.max"));
+            return Err(Error::new(ErrorKind::Invalid, message).with_cure("raise memory.max of the cgroup"));
         }
         Ok(())
     }
 
-    /// Unregisters what no table names any more.
+    /// Unregisters the memory that no table uses.
     fn release(&mut self) {
         self.tables.clear();
         for engine in &self.engines {
-            // An engine that has exited has nothing registered.
+            // An error means that the engine has exited, and its registrations with it.
             let _ = engine.with_registrar(|mut registrar| registrar.unregister_dropped());
         }
     }
@@ -121,13 +122,14 @@ impl Drop for RegisteredTables {
     }
 }
 
-/// Registers the `bytes` of `mapping`.
+/// Registers the first `bytes` bytes of `mapping` with the ring of `engine`.
 fn register(engine: &EngineHandle, mapping: &Arc<Mapping>, bytes: u64) -> Result<Registrations, Error> {
     let mut pieces = Vec::new();
     let mut at = 0;
     while at < bytes {
         let piece = REGISTERED_MEMORY_MAX_BYTES.min(bytes - at) as usize;
-        // On this thread: the engine then finds all pages there, which is much faster.
+        // Allocates the pages on this thread, which is much faster than on the engine, and does not delay the
+        // engine's I/O.
         mapping.populate(at as usize, piece);
         pieces.push(register_piece(engine, mapping, at as usize, piece)?);
         at += piece as u64;
@@ -145,10 +147,10 @@ fn register_piece(
     loop {
         let mapping = Arc::clone(mapping);
         let registered = engine.with_registrar(move |mut registrar| {
-            // SAFETY: the caller's piece is inside the region.
+            // SAFETY: the caller passes a range inside the region.
             let start = unsafe { mapping.start().add(at) };
-            // SAFETY: they are mapped as long as the mapping lives. The one that maps other memory in
-            // their place is the handler of SIGBUS, which notes that, and rings on it stop.
+            // SAFETY: the bytes are mapped as long as the mapping exists. Only the handler of SIGBUS maps
+            // other memory there; it marks the mapping as broken, and the rings that use it stop.
             unsafe { registrar.register_memory(start, bytes, mapping) }
         })?;
         let error = match registered {
@@ -156,19 +158,19 @@ fn register_piece(
             Err(error) => error,
         };
         let errno = error.source().and_then(|it| it.downcast_ref::<io::Error>()?.raw_os_error());
-        let cure = match errno {
+        let hint = match errno {
             Some(libc::ENOMEM) if begin.elapsed() < MEMORY_WAIT => {
                 std::thread::sleep(MEMORY_RETRY);
                 continue;
             }
             Some(libc::ENOMEM) => {
-                "others of this user lock memory too, or there is too little: raise the limit (ulimit -l, LimitMEMLOCK= of systemd)"
+                "the limit of locked memory is too small, or other processes of this user use it: raise it (ulimit -l, LimitMEMLOCK= of systemd)"
             }
             Some(libc::EFAULT | libc::EOPNOTSUPP) => {
-                "guest memory must be of tmpfs or hugetlbfs (a memfd), and as long as its region"
+                "guest memory must be on tmpfs or hugetlbfs (a memfd), and each region must be inside its file"
             }
             _ => "",
         };
-        return Err(error.with_cure(cure));
+        return Err(error.with_cure(hint));
     }
 }

@@ -1,6 +1,6 @@
-//! A chain as a request of a virtio block device (virtio 1.2, 5.2.6). How the driver cut it into
-//! buffers means nothing: the first 16 bytes to read are the header, the last byte to write is the
-//! status, and what is between is data.
+//! Parses a chain as a request of a virtio block device (virtio 1.2, 5.2.6). The driver may split a request
+//! into buffers in any way: the first 16 readable bytes are the header, the last writable byte is the status,
+//! and the bytes between are data.
 
 use std::sync::Arc;
 
@@ -12,72 +12,68 @@ use super::config::RANGES_MAX;
 use super::memory::{Cursor, GuestMemory};
 use super::segments::{Gathered, SegmentPool};
 
-/// Largest data of a request in bytes; what is longer fails.
+/// Most data of a request in bytes. Longer requests fail.
 const DATA_MAX_BYTES: u64 = 1 << 30;
 
-/// A range of a discard or of write zeroes, in sectors of 512 bytes.
+/// A range of a discard or of write zeroes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Range {
-    /// Where it begins.
+    /// The first sector of 512 bytes.
     pub sector: Sector,
-    /// How long it is.
+    /// The length in sectors of 512 bytes.
     pub sectors: u64,
-    /// Write zeroes may deallocate.
+    /// Whether write zeroes may deallocate the range.
     pub unmap: bool,
 }
 
-/// The task of a request.
+/// The operation that a request asks for.
 #[derive(Debug)]
 pub enum Action {
-    /// Reads or writes: of `bytes`, a multiple of 512, that may be 0 (then `data` is none, and all
-    /// that is left to do is to complete it).
+    /// A read or write of `bytes` bytes, a multiple of 512. If `bytes` is 0 there is no data, and the request
+    /// is complete.
     Transfer {
-        /// [`Operation::Read`] or [`Operation::Write`].
+        /// Either [`Operation::Read`] or [`Operation::Write`].
         operation: Operation,
-        /// Where.
         sector: Sector,
-        /// How much.
+        /// The length of the data in bytes.
         bytes: u64,
-        /// The guest's memory.
+        /// The memory of the guest.
         data: Data,
-        /// All addresses and lengths of its pieces, in one: where this has a bit below the device's
-        /// `memory_align`, the data must be copied.
+        /// All addresses and lengths of the segments, combined by OR. If a bit below the disk's
+        /// `memory_align` is set, the data must be copied.
         unaligned: usize,
-        /// How many pieces there are, if all are in memory that was registered as one; else 0.
+        /// The number of segments if all are in the same registration, else 0.
         registered_pieces: usize,
     },
-    /// Discards or writes zeroes: [`Parser::ranges`] has where, at least one and at most
-    /// [`RANGES_MAX`].
+    /// A discard or write zeroes of the ranges in [`Parser::ranges`], which has 1 to [`RANGES_MAX`] ranges.
     Ranges {
-        /// [`Operation::Discard`] or [`Operation::WriteZeroes`].
+        /// Either [`Operation::Discard`] or [`Operation::WriteZeroes`].
         operation: Operation,
     },
-    /// Flushes.
     Flush,
-    /// Completes at once, with this status. The serial number was written.
+    /// The request completes with this status. A serial number has been written already.
     Reply(u8),
 }
 
-/// A request.
 #[derive(Debug)]
 pub struct BlockRequest {
-    /// Guest address of the status byte, which is memory.
+    /// Guest address of the status byte, which is guest memory.
     pub status: u64,
-    /// For [`BlockRequest::written`].
+    /// The first argument of [`BlockRequest::written`].
     pub writable: u32,
-    /// The rest.
     pub action: Action,
 }
 
 impl BlockRequest {
-    /// The bytes that the device has written into the chain, from its first byte to write on.
+    /// The number of bytes that the device has written without a gap, from the first writable byte of the
+    /// chain on.
     pub fn written(writable: u32, status: u8) -> u32 {
-        // After an error the data may have gaps; the status alone is one byte.
+        // After an error the data may have gaps, unless the status is the only writable byte.
         if status == S_OK || writable == 1 { writable } else { 0 }
     }
 }
 
-/// The status byte of a result.
+/// The status byte for the result of a request.
 pub fn status_of(result: IoResult) -> u8 {
     match result {
         Ok(()) => S_OK,
@@ -86,9 +82,9 @@ pub fn status_of(result: IoResult) -> u8 {
     }
 }
 
-/// Parses requests, and keeps the memory of that for the next one.
+/// Parses requests. The memory that this needs is reused for the next request.
 pub struct Parser {
-    /// The ranges of the last request that was [`Action::Ranges`].
+    /// The ranges of the last [`Action::Ranges`].
     pub ranges: Vec<Range>,
     segments: SegmentPool,
     cursor: Cursor,
@@ -96,7 +92,7 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// For a device with the serial number `id`, of which the first 20 bytes count.
+    /// A parser for a device with the serial number `id`, of which guests see the first 20 bytes.
     pub fn new(id: &str) -> Parser {
         let mut bytes = [0; ID_BYTES];
         let length = id.len().min(ID_BYTES);
@@ -109,22 +105,23 @@ impl Parser {
         }
     }
 
-    /// Takes back what a completion returned.
+    /// Reuses the segments of a completed request.
     #[inline]
     pub fn recycle(&mut self, data: Data) {
         self.segments.recycle(data);
     }
 
-    /// Writes a status byte.
+    /// Writes the status byte at guest address `address`.
     #[inline]
     pub fn write_status(&mut self, memory: &GuestMemory, address: u64, status: u8) -> bool {
         memory.write_byte(&mut self.cursor, address, status)
     }
 
-    /// The request that `chain` holds.
+    /// Parses the request in `chain`.
     ///
     /// # Errors
-    /// No header, no status byte, or a buffer that is no memory: the ring must be stopped.
+    /// A [`RingError`] if the header or the status byte is missing, or if a buffer is not guest memory. The
+    /// ring must then stop.
     #[inline]
     pub fn parse(&mut self, chain: &Chain, memory: &Arc<GuestMemory>) -> Result<BlockRequest, RingError> {
         let header: [u8; HEADER_BYTES] = match chain.readable().first() {
@@ -170,7 +167,7 @@ impl Parser {
                 (read_bytes.min(ID_BYTES as u64)) as u32 + u32::from(read_bytes <= ID_BYTES as u64)
             }
             _ if read_bytes == 0 => 1,
-            // The status is not the first byte.
+            // The status is not the first writable byte.
             _ => 0,
         };
         Ok(BlockRequest { status, writable, action })
@@ -198,7 +195,7 @@ impl Parser {
         Ok(Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces })
     }
 
-    /// Writes the serial number, as much of it as there is room for.
+    /// Writes as much of the serial number as `room` bytes can hold.
     fn identify(&mut self, chain: &Chain, memory: &GuestMemory, room: u64) -> Result<Action, RingError> {
         let mut id = &self.id[..room.min(ID_BYTES as u64) as usize];
         for &Buffer { address, length } in chain.writable() {
@@ -239,7 +236,7 @@ impl Parser {
         Ok(Action::Ranges { operation })
     }
 
-    /// Fills `bytes` from byte `skip` of `buffers` on; returns how many there were.
+    /// Fills `bytes` from offset `skip` of `buffers` on. Returns the number of bytes that the buffers had.
     fn read(
         &mut self,
         buffers: &[Buffer],

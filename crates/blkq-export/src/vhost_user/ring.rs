@@ -1,4 +1,4 @@
-//! A ring of either kind, and what is in flight in it.
+//! A ring of either kind, and its chains in flight.
 
 use std::sync::Arc;
 
@@ -10,27 +10,25 @@ use super::packed::PackedRing;
 use super::split::SplitRing;
 use crate::mapping::Mapping;
 
-/// Most descriptors of a ring.
+/// Most descriptors of a ring (virtio 1.2, 2.7 and 2.8).
 pub const RING_SIZE_MAX: u16 = 1 << 15;
 
-/// A ring as a front end describes it. Addresses are the front end's own ("user addresses").
+/// A ring as a front end describes it. Addresses are those of the front end ("user addresses").
 #[derive(Clone, Debug)]
 pub struct RingSpec {
-    /// Descriptors: a power of two for a split ring.
+    /// Number of descriptors: a power of two for a split ring.
     pub size: u16,
-    /// Packed, not split: VIRTIO_F_RING_PACKED was negotiated.
+    /// Whether VIRTIO_F_RING_PACKED was negotiated: a packed ring, not a split one.
     pub packed: bool,
-    /// VIRTIO_F_RING_EVENT_IDX was negotiated.
+    /// VIRTIO_F_RING_EVENT_IDX was negotiated; the next field is for VIRTIO_F_INDIRECT_DESC.
     pub event_idx: bool,
-    /// VIRTIO_F_RING_INDIRECT_DESC was negotiated.
     pub indirect: bool,
-    /// Address of the descriptors.
     pub descriptors: u64,
     /// Address of the available ring, or of the driver's event suppression area.
     pub driver_area: u64,
     /// Address of the used ring, or of the device's event suppression area.
     pub device_area: u64,
-    /// Where to begin, as SET_VRING_BASE has it.
+    /// The start position, as in SET_VRING_BASE.
     pub base: u32,
 }
 
@@ -59,14 +57,14 @@ mod publication_tests;
 #[cfg(test)]
 mod tests;
 
-/// The device's side of a ring. Each head is in flight once at a time.
+/// The device's side of a ring. No two chains in flight have the same head.
 pub struct Ring {
     kind: Kind,
-    /// By head.
+    /// For each head: whether it is in flight.
     in_flight: Box<[bool]>,
     count: usize,
     memory: Arc<GuestMemory>,
-    /// That of the record of what is in flight.
+    /// The mapping of the record of requests in flight.
     record: Option<Arc<Mapping>>,
 }
 
@@ -80,13 +78,13 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// The ring that `spec` describes, in `memory`. Requests in flight are recorded in `inflight`; those
-    /// that a daemon which died left there come out of [`Ring::pop`] first, in the order in which they
-    /// were taken, and the base then follows from the record.
+    /// Opens the ring that `spec` describes in `memory`. Chains in flight are recorded in `inflight`. If a
+    /// killed daemon has left chains there, [`Ring::pop`] returns these first, in the order in which they
+    /// were taken, and the record determines where the ring continues.
     ///
     /// # Errors
-    /// A size or a base that a ring cannot have; a part that is not inside one memory region; a record
-    /// that is not that of the ring.
+    /// A [`RingError`] for an invalid size or base, for a part that is not inside one memory region, and for
+    /// a record that does not fit the ring.
     pub fn new(
         memory: Arc<GuestMemory>,
         spec: &RingSpec,
@@ -113,15 +111,16 @@ impl Ring {
             Kind::Split(ring)
         };
         if is_unsound {
-            return Err(RingError::Inflight { what: "a chain is in it twice" });
+            return Err(RingError::Inflight { what: "a chain is recorded twice" });
         }
         Ok(Ring { kind, in_flight: vec![false; usize::from(spec.size)].into(), count: 0, memory, record })
     }
 
-    /// Takes the next chain into `chain`. Returns which, or `None` if none is available.
+    /// Takes the next chain into `chain`, and returns its head; `None` if no chain is available.
     ///
     /// # Errors
-    /// The rule that the driver broke. The ring is not to be used any more, except for what is in flight.
+    /// Returns the rule that the driver broke. No more chains may then be taken, but those in flight can
+    /// complete.
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         let head = match &mut self.kind {
@@ -146,15 +145,15 @@ impl Ring {
         Ok(Some(head))
     }
 
-    /// Enters the chain of `head`, of which the device wrote the first `written` bytes, as used. The
-    /// driver sees it after [`Ring::publish`].
+    /// Adds the chain of `head`, of which the device has written the first `written` bytes, to the used
+    /// chains. The driver sees it after [`Ring::publish`].
     ///
     /// # Panics
-    /// If it is not in flight.
+    /// If the chain is not in flight.
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         let was = std::mem::replace(&mut self.in_flight[usize::from(head.index)], false);
-        assert!(was, "a chain completes once");
+        assert!(was, "a chain completes only once");
         self.count -= 1;
         match &mut self.kind {
             Kind::Split(ring) => ring.push_used(head.index, written),
@@ -162,7 +161,7 @@ impl Ring {
         }
     }
 
-    /// Whether [`Ring::pop`] has yet to return chains that a daemon left in flight which died.
+    /// Whether [`Ring::pop`] has yet to return chains that a killed daemon left in flight.
     #[inline]
     pub fn has_recovered(&self) -> bool {
         match &self.kind {
@@ -171,20 +170,21 @@ impl Ring {
         }
     }
 
-    /// Shows the driver what was entered. Returns whether it wants to be called.
+    /// Publishes the used chains. Returns whether the driver must be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
         either!(self, ring => ring.publish())
     }
 
-    /// Asks the driver for a kick at the next chain. Returns whether there is one already: then
-    /// [`Ring::pop`] finds it, and there may be no kick.
+    /// Asks the driver for a kick at the next chain. Returns whether a chain is already available; then
+    /// [`Ring::pop`] returns it, and the driver may not send a kick.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
         either!(self, ring => ring.enable_kicks())
     }
 
-    /// Where the ring goes on: what GET_VRING_BASE answers, once nothing is in flight.
+    /// The position at which the ring continues, for the reply to GET_VRING_BASE. Valid when no chain is in
+    /// flight.
     pub fn base(&self) -> u32 {
         match &self.kind {
             Kind::Split(ring) => ring.base().into(),
@@ -192,13 +192,13 @@ impl Ring {
         }
     }
 
-    /// Whether memory of the ring, of the data or of the record was truncated: then it must stop.
+    /// Whether the file of the ring, of guest memory or of the record was truncated. The ring must then stop.
     #[inline]
     pub fn is_broken(&self) -> bool {
         self.memory.is_broken() || self.record.as_ref().is_some_and(|mapping| mapping.is_broken())
     }
 
-    /// Chains that were taken and are not used yet.
+    /// The number of chains that were taken and are not used yet.
     #[cfg(any(test, fuzzing))]
     pub fn in_flight(&self) -> usize {
         self.count

@@ -1,5 +1,5 @@
-//! The data of a request as segments of guest memory, without an allocation per request: what a
-//! completion returns is filled again.
+//! The data of a request as segments of guest memory. The lists of segments of completed requests are reused,
+//! so that a request allocates nothing.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -10,25 +10,25 @@ use super::chain::{Buffer, RingError};
 use super::config::SEGMENTS_MAX;
 use super::memory::{Cursor, GuestMemory};
 
-/// Most owners that are kept for the next request.
+/// Most idle lists of a ring.
 const IDLE_MAX: usize = 1024;
-/// Most segments that one of these has room for: more than a request as advertised has. Others would
-/// keep the memory of the largest request that a guest ever made.
+/// Most segments that an idle list has room for: more than a request within the advertised limits needs.
+/// Longer lists are freed, because they would keep the memory of the largest request that a guest ever made.
 const IDLE_SEGMENTS_MAX: usize = 2 * SEGMENTS_MAX as usize;
-/// Most segments that all of these have room for together, 512 KiB: for 260 requests as large as advertised. A guest
-/// may have 64 rings.
+/// Most segments that all idle lists of a ring together have room for, 512 KiB: enough for 260 requests of
+/// the advertised size. A guest may have 64 rings.
 const IDLE_SEGMENTS_TOTAL_MAX: usize = 32 << 10;
 
-/// Pieces of guest memory, which stay mapped as long as the value has them.
+/// Segments of guest memory, which stay mapped as long as the value refers to them.
 #[derive(Default)]
 struct GuestSegments {
     segments: Vec<Segment>,
     memory: Option<Arc<GuestMemory>>,
 }
 
-// SAFETY: the segments are spans of `memory`, which keeps them mapped until `clear` or `fill`, by
-// their exclusive borrow, removes both. The guest may access them meanwhile: see `SegmentOwner` on
-// memory that another process shares.
+// SAFETY: the segments are spans of `memory`, which keeps them mapped. Only `fill` removes either, and needs
+// an exclusive borrow. The guest may access the memory at the same time: see `SegmentOwner` on memory that
+// another process shares.
 unsafe impl SegmentOwner for GuestSegments {
     fn segments(&self) -> &[Segment] {
         &self.segments
@@ -36,7 +36,8 @@ unsafe impl SegmentOwner for GuestSegments {
 }
 
 impl GuestSegments {
-    /// Takes the `bytes` of `buffers` that follow the first `skip`.
+    /// Replaces the segments by the `bytes` bytes of `buffers` that follow the first `skip`. Returns all
+    /// addresses and lengths of the segments, combined by OR.
     #[inline]
     fn fill(
         &mut self,
@@ -76,7 +77,7 @@ impl GuestSegments {
         Ok(unaligned)
     }
 
-    /// How many pieces there are, if all are in memory that was registered as one; else 0.
+    /// The number of segments if all are in the same registration, else 0.
     #[inline]
     fn registered_pieces(&self) -> usize {
         let Some(first) = self.segments.first().filter(|first| first.is_registered()) else { return 0 };
@@ -84,7 +85,8 @@ impl GuestSegments {
         if together { self.segments.len() } else { 0 }
     }
 
-    /// Adds a piece, or makes the last one longer.
+    /// Adds a segment, or extends the last one if `segment` follows it in memory and has the same
+    /// registration.
     #[inline]
     fn push(&mut self, segment: Segment) {
         if let Some(last) = self.segments.last_mut()
@@ -100,32 +102,32 @@ impl GuestSegments {
     }
 }
 
-/// Owners of segments that no bio has.
+/// Idle lists of segments, which no bio uses.
 #[derive(Default)]
 pub struct SegmentPool {
     #[allow(clippy::vec_box, reason = "the boxes that bios carry")]
     idle: Vec<Box<Box<dyn SegmentOwner>>>,
-    /// Segments that they have room for.
+    /// Number of segments that the idle lists have room for.
     idle_segments: usize,
     cursor: Cursor,
 }
 
-/// The memory of a request.
+/// The data of a request.
 pub struct Gathered {
-    /// For the bio.
+    /// The segments, for a bio.
     pub data: Data,
-    /// All addresses and lengths of the pieces, in one: its low zero bits are their alignment.
+    /// All addresses and lengths of the segments, combined by OR: its low zero bits are their alignment.
     pub unaligned: usize,
-    /// How many pieces it has, if all are in memory that was registered as one; else 0.
+    /// The number of segments if all are in the same registration, else 0.
     pub registered_pieces: usize,
 }
 
 impl SegmentPool {
-    /// The memory of the `bytes` (at least one) of `buffers` that follow the first `skip`; `buffers`
-    /// must have as many.
+    /// Collects the segments of the `bytes` bytes (at least 1) of `buffers` that follow the first `skip`.
+    /// `buffers` must contain that number of bytes.
     ///
     /// # Errors
-    /// [`RingError::BufferUnmapped`].
+    /// [`RingError::BufferUnmapped`] if one of the bytes is not guest memory.
     #[inline]
     pub fn gather(
         &mut self,
@@ -136,10 +138,10 @@ impl SegmentPool {
     ) -> Result<Gathered, RingError> {
         let mut owner = self.idle.pop().unwrap_or_else(fresh);
         let Some(segments) = segments_of(&mut owner) else {
-            // Only such are kept.
+            // Unreachable: only lists of this type are kept.
             return Err(RingError::MemoryLost);
         };
-        // A fresh one has room for none.
+        // A new list has room for no segments.
         self.idle_segments -= segments.segments.capacity();
         match segments.fill(memory, &mut self.cursor, buffers, skip, bytes) {
             Ok(unaligned) => {
@@ -153,7 +155,7 @@ impl SegmentPool {
         }
     }
 
-    /// Keeps what a completion returned, if it came from [`SegmentPool::gather`].
+    /// Keeps the segments of a completed request for reuse, if they came from [`SegmentPool::gather`].
     #[inline]
     pub fn recycle(&mut self, data: Data) {
         if let Data::Segments(owner) = data {
@@ -189,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn room_for_many_segments_is_not_kept() {
+    fn long_lists_of_segments_are_not_kept() {
         let mut pool = SegmentPool::default();
         for (capacity, kept) in [(4, 1), (IDLE_SEGMENTS_MAX, 2), (IDLE_SEGMENTS_MAX + 1, 2)] {
             let owner = GuestSegments { segments: Vec::with_capacity(capacity), memory: None };

@@ -1,5 +1,6 @@
-//! A front end that is connected: it negotiates, and its requests change the table of memory and the
-//! rings. This runs on the control thread, which may wait for engines; they never wait for it.
+//! The session of a connected front end: it negotiates features, and its requests change the table of memory
+//! and the rings. All of this runs on the control thread, which may wait for engines; engines never wait for
+//! it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -12,7 +13,6 @@ use rustix::io::Errno;
 use super::abi::feature;
 use super::channel::{Incoming, send_some};
 use super::config::{FEATURES_OF_LIMITS, WRITEBACK_AT, config, features};
-use super::foreign::Foreign;
 use super::inflight::{InflightRegion, recorded_size};
 use super::memory::{GuestMemory, REGIONS_MAX, RegionSpec};
 use super::message::{
@@ -22,13 +22,14 @@ use super::message::{
 use super::registration::RegisteredTables;
 use super::shared::{Shared, VRINGS_MAX};
 use super::status::Event;
+use super::untrusted_fd::UntrustedFd;
 use super::vring::{RingContext, Vring, stop_all};
 use crate::sync::atomic::Ordering::SeqCst;
 
-/// In the status of a virtio device: it must be reset (virtio 1.2, 2.1).
+/// A bit in the status of a virtio device: the driver must reset the device (virtio 1.2, 2.1).
 const DEVICE_NEEDS_RESET: u64 = 0x40;
 
-/// A front end that is connected.
+/// The state of the connection to a front end.
 pub struct Session {
     shared: Arc<Shared>,
     peer: Arc<str>,
@@ -36,28 +37,28 @@ pub struct Session {
     features: u64,
     status: u64,
     memory: Arc<GuestMemory>,
-    /// The same as engines have it registered, if that is asked for.
+    /// The tables of `memory` with its registrations, if memory is to be registered.
     registered: Option<RegisteredTables>,
     vrings: Vec<Vring>,
-    /// Requests in flight are recorded there.
+    /// The record of requests in flight, if the front end has passed one.
     inflight: Option<Arc<InflightRegion>>,
-    /// A ring was served: what is recorded as in flight is this session's.
+    /// A ring has been served in this session, so the requests in the record are those of this session.
     has_served: bool,
-    /// Where requests of this side go.
-    request_socket: Option<Foreign>,
-    /// The write cache, as the driver switched it.
+    /// The socket for requests of the back end.
+    request_socket: Option<UntrustedFd>,
+    /// The write cache setting of the driver.
     writeback: bool,
-    /// Writes are durable when they complete.
+    /// Writes must be durable when they complete.
     write_through: Arc<AtomicBool>,
-    /// Why a ring could not be started, by the request that is handled.
+    /// Why the request that is being executed could not start a ring.
     not_started: Option<Refusal>,
 }
 
 impl Session {
-    /// The session of front end `peer`, which has been let in.
+    /// The session of the front end `peer`, which has been admitted.
     ///
     /// # Errors
-    /// An empty table of memory that cannot be made.
+    /// Returns an error if the empty table of memory cannot be created.
     pub fn new(shared: Arc<Shared>, peer: &str) -> Result<Session, blkq::Error> {
         let registered =
             shared.register_memory.map(|limits| RegisteredTables::new(shared.engines.clone(), limits));
@@ -74,23 +75,23 @@ impl Session {
             has_served: false,
             request_socket: None,
             writeback: true,
-            // Until the driver shows that it can flush.
+            // Write-through until the driver shows that it can flush.
             write_through: Arc::new(AtomicBool::new(true)),
             not_started: None,
         })
     }
 
-    /// Does what a message asks for. Returns the reply, if it has one.
+    /// Executes a message, and returns its reply if it has one.
     ///
     /// # Errors
-    /// That the message breaks the protocol, and cannot be refused otherwise than by closing the
-    /// connection.
+    /// Returns the violation of the protocol if it can be answered only by closing the connection.
     pub fn handle(&mut self, incoming: Incoming) -> Result<Option<Reply>, Refusal> {
         let Incoming { header, payload, files } = incoming;
         self.not_started = None;
         let done = Request::parse(&header, &payload, files)
             .and_then(|request| self.execute(request, header.size as usize));
-        // User-mode Linux waits for the acknowledgement of the very message that negotiates them.
+        // Taken after the request is executed, because user-mode Linux expects the acknowledgement of the
+        // very message that negotiates acknowledgements.
         let acknowledged = header.needs_reply() && self.protocol & protocol::REPLY_ACK != 0;
         match done {
             Ok(Some(reply)) => Ok(Some(reply)),
@@ -114,7 +115,7 @@ impl Session {
         match request {
             Request::GetFeatures => return number(code::GET_FEATURES, self.offered()),
             Request::SetFeatures(features) => self.set_features(features)?,
-            Request::SetOwner => self.begin()?,
+            Request::SetOwner => self.set_owner()?,
             Request::ResetOwner => self.stop_rings(),
             Request::SetMemTable(regions) => {
                 let specs: Result<_, _> =
@@ -144,7 +145,10 @@ impl Session {
             Request::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
             Request::SetProtocolFeatures(features) => {
                 if features & !protocol::OFFERED != 0 {
-                    return Err(refuse(format!("{:#x} was not offered", features & !protocol::OFFERED)));
+                    return Err(refuse(format!(
+                        "features {:#x} were not offered",
+                        features & !protocol::OFFERED
+                    )));
                 }
                 self.protocol = features;
             }
@@ -154,7 +158,7 @@ impl Session {
             }
             Request::SetVringEnable(VringState { index, number }) => {
                 if number > 1 {
-                    return Err(refuse(format!("state {number}")));
+                    return Err(refuse(format!("a ring cannot have the state {number}")));
                 }
                 self.vring(index)?.set_enabled(number == 1);
                 self.start_ring(index);
@@ -187,12 +191,12 @@ impl Session {
             Request::SetStatus(status) => {
                 self.need(protocol::STATUS, "STATUS")?;
                 if status > 0xff {
-                    return Err(refuse(format!("status {status:#x}")));
+                    return Err(refuse(format!("invalid status {status:#x}")));
                 }
                 self.status = status;
                 if status == 0 {
                     self.stop_rings();
-                    self.forget_in_flight();
+                    self.discard_in_flight();
                 }
             }
             Request::GetStatus => {
@@ -205,9 +209,9 @@ impl Session {
         Ok(None)
     }
 
-    /// A front end that owns the connection already begins anew: so does QEMU for a disk that was unplugged
-    /// and is plugged in again, and hands all of its memory over once more.
-    fn begin(&mut self) -> Result<(), Refusal> {
+    /// Executes SET_OWNER. A front end that owns the connection already starts from the beginning: QEMU does
+    /// so when a disk is unplugged and plugged in again, and then passes all of its memory once more.
+    fn set_owner(&mut self) -> Result<(), Refusal> {
         if !self.vrings.iter().any(Vring::is_served) {
             self.set_memory(GuestMemory::map(Vec::new())?);
             self.inflight = None;
@@ -228,38 +232,45 @@ impl Session {
     }
 
     fn vring(&mut self, index: u32) -> Result<&mut Vring, Refusal> {
-        self.vrings.get_mut(index as usize).ok_or_else(|| refuse(format!("ring {index} of {VRINGS_MAX}")))
+        let rings = VRINGS_MAX;
+        self.vrings
+            .get_mut(index as usize)
+            .ok_or_else(|| refuse(format!("there is no ring {index}, only {rings}")))
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
-        let strange = features & !self.offered() & !FEATURES_OF_LIMITS;
-        if strange != 0 {
-            return Err(refuse(format!("{strange:#x} was not offered")));
+        let unknown = features & !self.offered() & !FEATURES_OF_LIMITS;
+        if unknown != 0 {
+            return Err(refuse(format!("features {unknown:#x} were not offered")));
         }
         let of_rings = |features: u64| features & !F_PROTOCOL_FEATURES;
         if of_rings(features) != of_rings(self.features) && self.vrings.iter().any(Vring::is_served) {
-            return Err(refuse("the features change while rings are served"));
+            return Err(refuse("features cannot change while rings are served"));
         }
         self.features = features;
-        self.switch_cache();
+        self.update_write_through();
         (0..VRINGS_MAX as u32).for_each(|index| self.start_ring(index));
         Ok(())
     }
 
-    /// Virtio 1.2, 5.2.5.2 and 5.2.6.2: the write cache is what the driver switched, if it can; one that
-    /// it does not know to flush is not there.
-    fn switch_cache(&self) {
+    /// Applies the setting of the write cache (virtio 1.2, 5.2.5.2 and 5.2.6.2). The driver's setting counts
+    /// if the driver can switch the cache. A driver that does not flush has no write cache.
+    fn update_write_through(&self) {
         let has = |feature: u64| self.features & feature != 0;
         let writeback = has(feature::FLUSH) && (self.writeback || !has(feature::CONFIG_WCE));
+        // Relaxed: the flag protects no other data. A request that the driver adds after the reply reaches
+        // the engine through the ring, whose indexes are read with acquire ordering.
         self.write_through.store(!writeback, Relaxed);
     }
 
-    /// The write cache as the driver reads it; before it has acknowledged features, what it may have.
-    fn shown_cache(&self) -> bool {
+    /// The write cache that the driver reads in the configuration. Before features are negotiated, it is the
+    /// driver's setting.
+    fn visible_write_cache(&self) -> bool {
         self.writeback && (self.features == 0 || self.features & feature::FLUSH != 0)
     }
 
-    fn note_cache(&self) {
+    /// Records the write cache setting for the daemon that follows this one.
+    fn record_write_cache(&self) {
         if let Some(region) = &self.inflight {
             region.set_write_cache(self.writeback);
         }
@@ -276,7 +287,7 @@ impl Session {
         }
     }
 
-    /// Starts ring `index`, if it can be started.
+    /// Starts ring `index` if it has all that it needs.
     fn start_ring(&mut self, index: u32) {
         let (context, enabled) = (self.context(index), self.features & F_PROTOCOL_FEATURES == 0);
         let Some(vring) = self.vrings.get_mut(index as usize) else { return };
@@ -286,8 +297,8 @@ impl Session {
         }
     }
 
-    /// Replaces the table of memory. Rings are drained before, and go on after that: nothing is in
-    /// flight in memory that is no more in the table.
+    /// Replaces the table of memory. Rings are drained before and continue afterwards, so that no request is
+    /// in flight in memory that is no longer in the table.
     fn set_memory(&mut self, memory: GuestMemory) {
         let served: Vec<u32> =
             self.vrings.iter().filter(|vring| vring.is_served()).map(Vring::index).collect();
@@ -297,7 +308,7 @@ impl Session {
         served.into_iter().for_each(|index| self.start_ring(index));
     }
 
-    /// Registers the memory, if that is asked for. Memory that does not fit is served unregistered.
+    /// Registers the memory, if this is enabled. Memory that does not fit the limits is served unregistered.
     fn register_memory(&mut self) {
         let Some(tables) = &mut self.registered else { return };
         let registered = match tables.replace(&self.memory) {
@@ -318,20 +329,20 @@ impl Session {
         }
     }
 
-    /// As it was, but for what the front end thinks that this side keeps: the protocol features, the
-    /// memory, and the write cache (virtio 1.2, 5.2.5: after a reset it may be on or off). QEMU goes on to
-    /// show drivers what was last written there, and writes no more than changes.
+    /// Resets the device, except for the state that the front end expects to stay: the protocol features, the
+    /// memory, and the write cache setting (virtio 1.2, 5.2.5: after a reset it may be on or off). QEMU
+    /// continues to show drivers the last setting, and sends only changes.
     fn reset(&mut self) {
         stop_all(&mut self.vrings);
         self.vrings.iter_mut().for_each(|vring| vring.reset());
-        self.forget_in_flight();
+        self.discard_in_flight();
         (self.features, self.status) = (0, 0);
-        self.switch_cache();
+        self.update_write_through();
     }
 
-    /// The device was reset, and its rings are drained: what a rejected ring left in flight belongs to
-    /// a driver that begins anew.
-    fn forget_in_flight(&self) {
+    /// Discards the recorded requests. The device was reset and its rings are drained: what is left are
+    /// requests of a rejected ring, and the driver no longer waits for these.
+    fn discard_in_flight(&self) {
         if let Some(region) = self.inflight.as_ref().filter(|_| self.has_served) {
             region.clear();
         }
@@ -339,8 +350,8 @@ impl Session {
 
     fn config(&self, range: ConfigRange) -> Reply {
         let mut bytes = zerocopy::IntoBytes::as_bytes(&range).to_vec();
-        let config = config(&self.shared.disk.limits(), self.shared.queues(), self.shown_cache());
-        // Fields that the device does not have are zero.
+        let config = config(&self.shared.disk.limits(), self.shared.queues(), self.visible_write_cache());
+        // Fields that the device does not have read as zeroes.
         let at = |at: u32| config.get(at as usize).copied().unwrap_or(0);
         bytes.extend((range.offset..range.offset + range.size).map(at));
         Reply::new(code::GET_CONFIG, &bytes)
@@ -352,11 +363,13 @@ impl Session {
         match (bytes, flags) {
             (&[value @ 0..=1], 0 | 1) if offset as usize == WRITEBACK_AT => {
                 self.writeback = value == 1;
-                self.note_cache();
-                self.switch_cache();
+                self.record_write_cache();
+                self.update_write_through();
                 Ok(())
             }
-            _ => Err(refuse(format!("{size} bytes at {offset} cannot be written"))),
+            _ => {
+                Err(refuse(format!("the {size} bytes at offset {offset} of the configuration are read-only")))
+            }
         }
     }
 
@@ -367,76 +380,79 @@ impl Session {
         let queue_size = recorded_size(area.queue_size);
         let (inflight, file) = InflightRegion::create(area.queues, queue_size, packed)?;
         let area = InflightArea { size: inflight.bytes(), offset: 0, ..area };
-        // As long as the request: some front ends have padding.
+        // As long as the payload of the request, with or without padding.
         let payload = &zerocopy::IntoBytes::as_bytes(&area)[..payload_bytes];
         Ok(Reply { file: Some(file), ..Reply::new(code::GET_INFLIGHT_FD, payload) })
     }
 
-    fn set_inflight(&mut self, area: InflightArea, file: Foreign) -> Result<(), Refusal> {
+    fn set_inflight(&mut self, area: InflightArea, file: UntrustedFd) -> Result<(), Refusal> {
         self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
         check_inflight(&area)?;
         if self.vrings.iter().any(Vring::is_served) {
-            return Err(refuse("rings are served"));
+            return Err(refuse("the record of requests in flight cannot change while rings are served"));
         }
         let packed = self.features & feature::RING_PACKED != 0;
         let InflightArea { size, offset, queues, queue_size, .. } = area;
-        let queue_size = InflightRegion::kept_size(size, queues, queue_size, packed);
+        let queue_size = InflightRegion::stored_size(size, queues, queue_size, packed);
         let file = file.into_memory()?;
         self.inflight = Some(Arc::new(InflightRegion::open(file, offset, size, queues, queue_size, packed)?));
         self.shared.registry.set_recorded(true);
-        // An earlier daemon of this front end knew how the driver had switched the cache, and the front
-        // end does not say it again.
+        // An earlier daemon of this front end may have recorded the driver's setting of the write cache. The
+        // front end does not send it again.
         match self.inflight.as_ref().and_then(|region| region.write_cache()) {
             Some(writeback) => self.writeback = writeback,
-            None => self.note_cache(),
+            None => self.record_write_cache(),
         }
-        self.switch_cache();
+        self.update_write_through();
         Ok(())
     }
 
-    /// Something woke the control thread: a new configuration, or a ring that was rejected.
-    pub fn woken(&mut self) {
+    /// Handles the reasons of a wake-up: the configuration has changed, or rings were rejected.
+    pub fn handle_wakeup(&mut self) {
         if self.shared.config_changed.swap(false, SeqCst) {
-            self.config_changed();
+            self.notify_config_change();
         }
         self.report_rejections();
     }
 
-    /// The configuration has changed: the front end is notified, if it can be.
-    fn config_changed(&mut self) {
+    /// Notifies the front end, if it supports that, that the configuration has changed.
+    fn notify_config_change(&mut self) {
         let Some(socket) = &self.request_socket else { return };
         let message = config_change();
         match send_some(socket.as_fd(), &message, None) {
             Ok(bytes) if bytes == message.len() => {}
-            // Such messages wait there already: it has yet to read the configuration.
+            // The queue of the socket is full of such messages, so the front end has yet to read the
+            // configuration.
             Err(Errno::AGAIN) => {}
-            Ok(_) => self.give_up_requests("a part of a message left"),
-            Err(errno) => self.give_up_requests(&errno.to_string()),
+            Ok(_) => self.close_backend_channel("the socket took only a part of a message"),
+            Err(errno) => self.close_backend_channel(&errno.to_string()),
         }
     }
 
-    /// Where requests of this side go: to be polled, for input that does not come.
+    /// The socket for requests of the back end. It is polled to detect that the front end closes it or sends
+    /// data.
     pub fn request_socket(&self) -> Option<BorrowedFd<'_>> {
         self.request_socket.as_ref().map(AsFd::as_fd)
     }
 
-    /// Closes that socket, of which poll(2) returned `events`. In its queue could be a descriptor of the
-    /// front end's own connection, which then would not close.
+    /// Closes [`Session::request_socket`], for which poll(2) returned `events`. Received data is never read,
+    /// but its descriptors could keep sockets open, even the connection of the front end itself.
     pub fn close_request_socket(&mut self, events: PollFlags) {
         if events.contains(PollFlags::HUP) {
             self.request_socket = None;
         } else {
-            self.give_up_requests("it sends what is no reply, as none is asked for");
+            self.close_backend_channel("the front end sent data, but no replies are expected");
         }
     }
 
-    fn give_up_requests(&mut self, why: &str) {
+    /// Closes the socket for requests of the back end, and reports the consequence.
+    fn close_backend_channel(&mut self, why: &str) {
         self.request_socket = None;
-        let reason = format!("it is not notified of the device's new size: {why}");
+        let reason = format!("the front end will not be notified of a new size: {why}");
         self.shared.registry.report(&self.peer, Event::Refused(reason));
     }
 
-    /// Reports the rings that were rejected meanwhile.
+    /// Reports the rings that were rejected since the last call.
     fn report_rejections(&mut self) {
         for vring in &mut self.vrings {
             for reason in vring.take_rejections(&self.shared) {
@@ -445,7 +461,7 @@ impl Session {
         }
     }
 
-    /// The front end, for people.
+    /// The process of the front end, for messages to users.
     pub fn peer(&self) -> &str {
         &self.peer
     }
@@ -461,7 +477,7 @@ impl Drop for Session {
     }
 }
 
-/// Whether a request has a reply of its own, which reports no errors.
+/// Whether a request has its own reply, which cannot report an error.
 fn has_reply(code: u32) -> bool {
     matches!(
         code,
@@ -479,12 +495,12 @@ fn has_reply(code: u32) -> bool {
 fn check_inflight(area: &InflightArea) -> Result<(), Refusal> {
     let InflightArea { queues, queue_size, .. } = *area;
     if queues == 0 || usize::from(queues) > VRINGS_MAX || queue_size == 0 {
-        return Err(refuse(format!("{queues} rings of {queue_size} descriptors")));
+        return Err(refuse(format!("invalid number of rings ({queues}) or descriptors ({queue_size})")));
     }
     Ok(())
 }
 
-fn spec(region: Region, file: Foreign) -> Result<RegionSpec, Refusal> {
+fn spec(region: Region, file: UntrustedFd) -> Result<RegionSpec, Refusal> {
     let Region { guest, size, user, offset } = region;
     let file = file.into_memory()?;
     Ok(RegionSpec { guest_start: guest, user_start: user, length: size, file, file_offset: offset })

@@ -1,4 +1,4 @@
-//! The state that the control thread of a device, its sessions, its rings and its owner share.
+//! The state that a device's control thread shares with its sessions, its rings and the code that started it.
 
 use std::sync::Arc;
 
@@ -12,36 +12,36 @@ use super::wakeup::Wakeup;
 use crate::sync::atomic::AtomicBool;
 use crate::sync::atomic::Ordering::SeqCst;
 
-/// Most rings: ring `i` is served by engine `i` modulo the number of engines.
+/// Most rings of a device. Engine `i` modulo the number of engines serves ring `i`.
 pub const VRINGS_MAX: usize = 64;
 
-/// That state.
 pub struct Shared {
     pub disk: Arc<Disk>,
-    /// At least one.
+    /// The engines that serve rings, at least one.
     pub engines: Vec<EngineHandle>,
-    /// The serial number that guests see: its first 20 bytes.
+    /// The serial number. Guests see the first 20 bytes.
     pub serial: Arc<str>,
-    /// Where it listens.
+    /// The address of the listening socket.
     pub address: Option<SocketAddrAny>,
     pub registry: Registry,
-    /// Guest memory is registered with the engines' rings.
+    /// Set if guest memory is to be registered with the engines' rings.
     pub register_memory: Option<RegistrationLimits>,
-    /// There is something for the control thread.
+    /// Wakes the control thread when a ring was rejected, or when one of the flags below was set.
     pub wake: Arc<Wakeup>,
     pub stopping: AtomicBool,
     pub config_changed: AtomicBool,
-    /// They call the guest, by the number of the ring. Of one that is served only its engine notifies.
+    /// One notifier for each ring, which signals the driver (a call). While a ring is served, only its engine
+    /// notifies.
     pub calls: [Arc<Notifier>; VRINGS_MAX],
-    /// It notifies the front end of a ring that was rejected.
+    /// Signals the front end that a ring was rejected.
     pub errors: Notifier,
 }
 
 impl Shared {
-    /// Of a device that listens nowhere, reports to nobody and registers no memory.
+    /// The state of a device without a listening socket, report events and registered memory.
     ///
     /// # Errors
-    /// That there can be no more descriptors.
+    /// Returns the error of eventfd(2).
     pub fn new(disk: &Arc<Disk>, engines: Vec<EngineHandle>, serial: &str) -> Result<Shared, Error> {
         Ok(Shared {
             disk: disk.clone(),
@@ -58,24 +58,25 @@ impl Shared {
         })
     }
 
-    /// Queues that drivers are shown: one for each engine.
+    /// The number of queues that drivers are shown: one for each engine.
     pub fn queues(&self) -> u16 {
         self.engines.len() as u16
     }
 
-    /// The number of the engine of ring `index`.
+    /// The index of the engine that serves ring `index`.
     pub fn engine_of(&self, index: u32) -> usize {
         index as usize % self.engines.len()
     }
 
-    /// The disk has another size, or other limits.
+    /// Notes that the size or the limits of the disk have changed, and wakes the control thread.
     pub fn change_config(&self) {
-        // No plain store: loom would let the swap that takes it read what was there before.
+        // A swap instead of a store, because loom would let the swap that reads the flag return the older
+        // value.
         self.config_changed.swap(true, SeqCst);
         self.wake.wake();
     }
 
-    /// Has the control thread exit.
+    /// Makes the control thread exit.
     pub fn stop(&self) {
         self.stopping.store(true, SeqCst);
         self.wake.wake();

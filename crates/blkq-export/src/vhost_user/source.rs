@@ -1,5 +1,6 @@
-//! A ring on its engine: takes the requests that are available, as far as the budget of a turn allows, submits them
-//! under one plug, and calls the guest at most once per turn. It stops when nothing of it is in flight any more.
+//! Serves a ring on its engine. A turn of the engine takes the available requests, as far as the budget
+//! allows, submits them under one plug, and calls the guest at most once. The source stops when no request of
+//! the ring is in flight.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -20,7 +21,7 @@ use crate::slots::Slots;
 use crate::work::TurnWork;
 
 use super::abi::{S_IOERR, S_OK};
-use super::bounce::{Bounces, copy_in, copy_out};
+use super::bounce::{BounceBuffers, copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
 use super::memory::GuestMemory;
@@ -30,113 +31,109 @@ use super::ring::Ring;
 use super::status::{RingCounters, RingStatus};
 use super::wakeup::Wakeup;
 
-/// The engine's queue behind its rings: each engine has one.
+// An engine has one queue of the disk.
 const ENGINE_QUEUE: usize = 0;
-/// Tokens: the poll for kicks, and its cancellation.
+// Token payloads: the poll for kicks, and its cancellation.
 const KICKED: u64 = 1 << 32;
 const CANCELLED: u64 = 2 << 32;
-/// How often a ring without a kick eventfd is polled.
+/// Interval in nanoseconds at which a ring without a kick eventfd is polled.
 const POLL_NS: u64 = 1_000_000;
-/// How long unused buffers are kept.
+/// Time in nanoseconds after which unused buffers are released.
 const IDLE_NS: u64 = 1_000_000_000;
 
-/// A ring, and all that it is served with.
+/// A ring, and all that is needed to serve it.
 pub struct VringStart {
-    /// Where it goes on.
     pub ring: Ring,
-    /// The memory that it is in.
+    /// The guest memory that contains the ring and the data.
     pub memory: Arc<GuestMemory>,
-    /// Becomes readable when there are requests; without it the ring is polled.
+    /// Becomes readable when the driver has added requests. Without it the ring is polled.
     pub kick: Option<Arc<OwnedFd>>,
-    /// Notified when there are completions.
+    /// Notifies the driver of completed requests.
     pub call: Arc<Notifier>,
-    /// For others to see.
     pub status: Arc<RingStatus>,
-    /// Writes are durable when they complete.
+    /// Writes must be durable when they complete.
     pub write_through: Arc<AtomicBool>,
-    /// The serial number.
     pub serial: Arc<str>,
-    /// Is woken when the ring was rejected.
+    /// Woken when the ring is rejected.
     pub wake: Arc<Wakeup>,
-    /// The front end, for people.
+    /// The process of the front end, for messages to users.
     pub peer: Arc<str>,
 }
 
-/// A message to the source: the descriptor by which the guest is called is another one.
+/// A message to the source: another descriptor for calls was set.
 pub struct CallChanged;
 
-/// A request in flight.
 struct Slot {
     head: Head,
     /// Guest address of the status byte.
     status: u64,
+    /// The first argument of [`BlockRequest::written`].
     writable: u32,
-    /// Bios that have not completed.
+    /// Number of bios that have not completed.
     bios: u32,
     result: IoResult,
     read: bool,
     sector: Sector,
     bytes: u32,
-    /// All addresses and lengths of its data, in one: [`Action::Transfer`].
+    /// The same value as in [`Action::Transfer`].
     unaligned: usize,
-    /// The guest's memory, while the data is in a buffer.
+    /// The guest's memory, while the data is in a bounce buffer.
     bounced: Option<Data>,
 }
 
-/// Data that was read into a buffer, on its way to the guest.
+/// Data that was read into a bounce buffer, and is to be copied to the guest.
 struct CopyOut {
     slot: u64,
     guest: Data,
     buffer: IoBuffer,
 }
 
-/// A ring that is served.
+/// The source of a ring.
 pub struct VringSource {
     start: VringStart,
     parser: Parser,
     chain: Chain,
     slots: Slots<Slot>,
-    /// Bios for which the queue had no room.
-    refused: VecDeque<Bio>,
-    bounces: Bounces,
-    /// Reads whose bios have completed.
+    /// Bios that the disk's queue had no room for.
+    requeued: VecDeque<Bio>,
+    bounces: BounceBuffers,
+    /// Completed reads whose data must be copied to the guest.
     copies: VecDeque<CopyOut>,
     work: TurnWork,
     idle_since_ns: Option<u64>,
     counters: RingCounters,
     /// Requests have completed that the guest does not see yet.
     unpublished: bool,
-    /// There may be requests that nobody is going to kick for.
-    more: bool,
+    /// There may be requests for which the driver will not kick.
+    may_have_more: bool,
     kicks_enabled: bool,
     poll_armed: bool,
     cancel_armed: bool,
-    /// No kick will come any more.
+    /// The kick descriptor reported an error or a hangup: further kicks cannot arrive.
     kick_closed: bool,
     next_poll_ns: u64,
     rejected: bool,
     stopping: bool,
-    /// Whether the kernel's vectored calls reach registered memory.
+    /// Whether the kernel's vectored calls can use registered memory.
     vectors_registered: bool,
-    /// The engine exits: what a daemon that died left in flight stays for the next one.
+    /// The engine exits: recovered requests that have not begun stay for the next daemon.
     engine_exits: bool,
 }
 
 impl VringSource {
-    /// Serves the ring of `start`.
     pub fn new(start: VringStart) -> VringSource {
         VringSource {
             parser: Parser::new(&start.serial),
             chain: Chain::new(),
             slots: Slots::default(),
-            refused: VecDeque::new(),
-            bounces: Bounces::new(),
+            requeued: VecDeque::new(),
+            bounces: BounceBuffers::new(),
             copies: VecDeque::new(),
             work: TurnWork::default(),
             idle_since_ns: None,
             counters: RingCounters::default(),
             unpublished: false,
-            more: true,
+            may_have_more: true,
             kicks_enabled: false,
             poll_armed: false,
             cancel_armed: false,
@@ -150,11 +147,12 @@ impl VringSource {
         }
     }
 
-    /// Nothing is taken from the ring, nor put into it, any more.
+    /// Rejects the ring: from now on nothing is taken from it or added to it.
     #[cold]
     fn reject(&mut self, reason: &dyn std::fmt::Display) {
         if !std::mem::replace(&mut self.rejected, true) {
-            // Zeroes that stand in its place are no mistake of the guest.
+            // If memory was truncated, `reason` may be a consequence of the zeroes that replace it, and not a
+            // mistake of the guest.
             let lost = self.start.ring.is_broken().then(|| RingError::MemoryLost.to_string());
             let _ = self.start.status.rejected.set(lost.unwrap_or_else(|| reason.to_string()));
             self.start.wake.wake();
@@ -166,7 +164,7 @@ impl VringSource {
         let entry =
             opcode::PollAdd::new(types::Fd(kick.as_raw_fd()), libc::POLLIN as u32).multi(true).build();
         self.poll_armed = true;
-        // SAFETY: the descriptor stays open as long as the source, and no memory is passed.
+        // SAFETY: the descriptor stays open as long as the source, and the poll has no memory.
         unsafe { cx.push(entry, KICKED) }
     }
 
@@ -174,31 +172,32 @@ impl VringSource {
         if self.poll_armed && !self.cancel_armed {
             self.cancel_armed = true;
             let poll = cx.token(KICKED).0;
-            // SAFETY: no memory and no descriptor is passed.
+            // SAFETY: the cancellation has no memory and no descriptor.
             unsafe { cx.push(opcode::AsyncCancel::new(poll).build(), CANCELLED) }
         }
     }
 
-    /// Whether requests of a daemon that died have yet to begin. They are no longer available, and so they
-    /// begin before the ring stops.
+    /// Whether recovered requests have yet to begin. These are no longer available in the ring, so they must
+    /// begin before the source stops.
     fn has_recovered(&self) -> bool {
         !self.rejected && !self.engine_exits && self.start.ring.has_recovered()
     }
 
-    /// Takes what is available, as far as the turn's budget allows; once it stops, what was in flight before. The guest
-    /// chooses how many descriptors a request has, many requests may share one table of them, and requests that
-    /// complete immediately are limited by nothing else.
+    /// Takes the available requests, as far as the turn's budget allows. A source that stops takes only
+    /// recovered requests. The budget is needed because the guest chooses the number of descriptors of a
+    /// request, because many requests may share an indirect table, and because requests that complete
+    /// immediately are not limited by the depth of the queue.
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
-        self.more = false;
+        self.may_have_more = false;
         loop {
-            if self.rejected || !self.refused.is_empty() || self.bounces.is_exhausted() {
+            if self.rejected || !self.requeued.is_empty() || self.bounces.is_exhausted() {
                 return;
             }
             if self.stopping && !self.has_recovered() {
                 return;
             }
             if self.work.is_over() {
-                self.more = true;
+                self.may_have_more = true;
                 return;
             }
             match self.start.ring.pop(&mut self.chain) {
@@ -219,7 +218,7 @@ impl VringSource {
         }
     }
 
-    /// Begins the request of `head`, whose chain has been read.
+    /// Begins the request of `head`, which is in `self.chain`.
     fn begin(&mut self, cx: &mut SourceContext<'_>, head: Head) {
         self.counters.requests += 1;
         let BlockRequest { status, writable, action } =
@@ -240,7 +239,7 @@ impl VringSource {
             bounced: None,
         };
         let limits = cx.limits(ENGINE_QUEUE);
-        // For the guest the device ends where its configuration says.
+        // The guest sees a device of whole blocks, which may be smaller than the image.
         let end = limits.whole_bytes() >> 9;
         let is_inside = |sector: u64, sectors: u64| sector.checked_add(sectors).is_some_and(|at| at <= end);
         match action {
@@ -287,7 +286,8 @@ impl VringSource {
         }
     }
 
-    /// Submits a read or a write of `data`, through a buffer if that is not aligned as the disk needs it.
+    /// Submits a read or write of `data`; through a bounce buffer if the disk does not accept the alignment
+    /// of `data`.
     fn transfer(&mut self, cx: &mut SourceContext<'_>, mut slot: Slot, data: Data, registered_pieces: usize) {
         let data = if is_aligned(cx, &slot) {
             let is_reached = registered_pieces == 1 || self.vectors_registered;
@@ -306,7 +306,7 @@ impl VringSource {
             slot.bounced = Some(data);
             Data::Buffer(buffer)
         };
-        // Zeroes in the place of memory that was lost meanwhile do not reach the disk.
+        // Memory that was truncated in the meantime reads as zeroes, which must not reach the disk.
         if self.start.ring.is_broken() {
             return self.reject(&RingError::MemoryLost);
         }
@@ -319,15 +319,16 @@ impl VringSource {
         self.submit(cx, Bio { operation, flags, sector, sectors, data, user_data });
     }
 
+    /// The load is relaxed for the reason in `Session::update_write_through`.
     fn write_flags(&self) -> BioFlags {
         if self.start.write_through.load(Relaxed) { BioFlags::FUA } else { BioFlags::empty() }
     }
 
     fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
-        // Those that wait go first.
-        let refused = if self.refused.is_empty() { self.submit_now(cx, bio) } else { Err(bio) };
-        if let Err(bio) = refused {
-            self.refused.push_back(bio);
+        // Waiting bios go first, so that none starves.
+        let result = if self.requeued.is_empty() { self.submit_now(cx, bio) } else { Err(bio) };
+        if let Err(bio) = result {
+            self.requeued.push_back(bio);
         }
     }
 
@@ -338,15 +339,15 @@ impl VringSource {
         cx.submit(ENGINE_QUEUE, bio)
     }
 
-    fn retry_refused(&mut self, cx: &mut SourceContext<'_>) {
-        while let Some(bio) = self.refused.pop_front() {
+    fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) {
+        while let Some(bio) = self.requeued.pop_front() {
             if let Err(bio) = self.submit_now(cx, bio) {
-                return self.refused.push_front(bio);
+                return self.requeued.push_front(bio);
             }
         }
     }
 
-    /// Copies data that was read to the guest, as far as the turn's budget allows.
+    /// Copies data of completed reads to the guest, as far as the turn's budget allows.
     fn copy_reads(&mut self) {
         while !self.work.is_over()
             && let Some(CopyOut { slot: number, guest, buffer }) = self.copies.pop_front()
@@ -360,7 +361,7 @@ impl VringSource {
         }
     }
 
-    /// A bio of the request in slot `number` is done.
+    /// Completes a bio of the request in slot `number`, and the request with its last bio.
     #[inline]
     fn complete_bio(&mut self, number: u64, result: IoResult) {
         let Some(slot) = self.slots.get_mut(number) else { return };
@@ -374,7 +375,7 @@ impl VringSource {
         }
     }
 
-    /// Completes a request: the guest sees it with the next [`VringSource::publish`].
+    /// Completes a request. The guest sees it after the next [`VringSource::publish`].
     fn finish(&mut self, slot: Slot, status: u8) {
         if status != S_OK {
             self.counters.errors += 1;
@@ -392,7 +393,7 @@ impl VringSource {
         self.unpublished = true;
     }
 
-    /// Shows the guest what has completed, and calls it if it wants that.
+    /// Publishes the completed requests, and calls the guest if necessary.
     fn publish(&mut self) {
         if !std::mem::take(&mut self.unpublished) || self.rejected {
             return;
@@ -406,7 +407,7 @@ impl VringSource {
     fn call(&mut self) {
         match self.start.call.notify() {
             Ok(notified) => self.counters.calls += u64::from(notified),
-            Err(error) => self.reject(&format_args!("its driver cannot be called: {error}")),
+            Err(error) => self.reject(&format_args!("the driver cannot be called: {error}")),
         }
     }
 
@@ -425,12 +426,12 @@ impl VringSource {
     }
 }
 
-/// Whether the disk takes its data as it is.
+/// Whether the disk accepts the alignment of the request's data.
 fn is_aligned(cx: &SourceContext<'_>, slot: &Slot) -> bool {
     slot.unaligned & (cx.limits(ENGINE_QUEUE).memory_align as usize - 1) == 0
 }
 
-// SAFETY: it is stopped when its poll and all bios are back.
+// SAFETY: the source has stopped when its poll and all bios have completed.
 unsafe impl Source for VringSource {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         self.watch_kicks(cx);
@@ -447,7 +448,7 @@ unsafe impl Source for VringSource {
         match u32::try_from(cqe.result) {
             Ok(events) => {
                 self.counters.kicks += 1;
-                // The other end is closed: the connection reports why.
+                // No more kicks can arrive. The end of the connection is reported instead of this.
                 self.kick_closed |=
                     events as i32 & i32::from(libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0;
                 if self.kick_closed {
@@ -457,7 +458,7 @@ unsafe impl Source for VringSource {
             Err(_) if self.stopping || self.rejected || self.kick_closed => {}
             Err(_) => {
                 let errno = rustix::io::Errno::from_raw_os_error(-cqe.result);
-                self.reject(&format_args!("its kick descriptor cannot be polled: {errno}"));
+                self.reject(&format_args!("the kick descriptor cannot be polled: {errno}"));
             }
         }
     }
@@ -470,7 +471,7 @@ unsafe impl Source for VringSource {
             && !self.rejected
             && !is_aligned(cx, slot)
         {
-            // It waited while a live change raised the alignment.
+            // A live change raised the required alignment while the bio was waiting: copy the data after all.
             if let Some(slot) = self.slots.take(number) {
                 self.transfer(cx, slot, completion.data, 0);
             }
@@ -492,7 +493,8 @@ unsafe impl Source for VringSource {
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
         let _ = cx;
         if message.is::<CallChanged>() {
-            // A completion may have been announced to the one before, which nobody reads any more.
+            // The last completion may have been signaled to the previous descriptor, which the driver no
+            // longer reads.
             self.call();
         }
     }
@@ -502,12 +504,12 @@ unsafe impl Source for VringSource {
             self.reject(&RingError::MemoryLost);
         }
         self.work.begin(cx);
-        self.retry_refused(cx);
+        self.resubmit_requeued(cx);
         self.copy_reads();
         self.publish();
         if !self.stopping || self.has_recovered() {
             self.take_requests(cx);
-            // Those that needed no bio.
+            // Publishes requests that needed no bio.
             self.publish();
         }
         if !self.stopping {
@@ -522,6 +524,7 @@ unsafe impl Source for VringSource {
         }
         self.trim(cx);
         self.start.status.publish(&self.counters, self.slots.len());
+        // Release: pairs with the load in `vring::stop_all`.
         self.start.status.base.store(self.start.ring.base(), Release);
     }
 
@@ -532,7 +535,7 @@ unsafe impl Source for VringSource {
         if self.rejected || self.stopping && !self.has_recovered() {
             return None;
         }
-        if self.more {
+        if self.may_have_more {
             return Some(0);
         }
         if self.stopping {
@@ -550,7 +553,8 @@ unsafe impl Source for VringSource {
     }
 
     fn is_abandoned(&self, _user_data: u64) -> bool {
-        // A ring that was rejected has no answer for its guest, and perhaps zeroes in the place of its data.
+        // A rejected ring cannot return results to its guest, and its memory may have been replaced by
+        // zeroes.
         self.stopping || self.rejected
     }
 

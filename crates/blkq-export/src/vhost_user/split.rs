@@ -1,5 +1,5 @@
-//! A split ring (virtio 1.2, 2.7): descriptors, what the driver has made available, what the device
-//! has used. Every field is read once, and checked after that.
+//! A split ring (virtio 1.2, 2.7): a table of descriptors, the available ring, and the used ring. Each field
+//! is read once, and then checked.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -11,9 +11,9 @@ use super::inflight::InflightQueue;
 use super::inflight_split::SplitInflight;
 use super::memory::{Cursor, GuestMemory};
 
-/// In the driver's flags: no calls, please.
+/// A flag of the available ring: the driver does not need calls.
 const NO_INTERRUPT: u16 = 1;
-/// Flags, index, and at the end an event index: two bytes each.
+// Offsets in the available and the used ring, which both end with an event index of 2 bytes.
 const FLAGS: usize = 0;
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
@@ -26,28 +26,30 @@ pub struct SplitRing {
     size: u16,
     event_idx: bool,
     indirect: bool,
-    /// Chains taken, as counted by the available index.
+    /// The available index of the next chain.
     next: u16,
-    /// The available index as it was read last.
+    /// The available index at the last read.
     seen: u16,
-    /// The used index, including what is not published.
+    /// The used index, including chains that are not published yet.
     used_next: u16,
-    /// The used index that the driver knows.
+    /// The used index that the driver sees.
     published: u16,
-    /// It is not known whether the driver was ever called: the first time it is.
+    /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
+    /// wait for a call that the device before did not make.
     call_first: bool,
     inflight: Option<SplitInflight>,
-    /// Heads of the device that died, the next one last.
+    /// Heads that were in flight when the device before was killed. The next one is last.
     recovered: Vec<u16>,
     memory: Arc<GuestMemory>,
     cursor: Cursor,
 }
 
 impl SplitRing {
-    /// The ring in `memory`, from the available index `next` on.
+    /// Opens the ring in `memory`. `next` is the available index of the next chain.
     ///
     /// # Errors
-    /// A size that is no power of two of at most 32768; a part that is not inside one region.
+    /// A [`RingError`] for a size that is not a power of two up to 32768, or a part that is not inside one
+    /// region.
     pub fn new(memory: &Arc<GuestMemory>, layout: &Layout, next: u16) -> Result<SplitRing, RingError> {
         let &Layout { size, event_idx, indirect, .. } = layout;
         if !size.is_power_of_two() {
@@ -87,10 +89,10 @@ impl SplitRing {
         self.size - 1
     }
 
-    /// Records what is in flight in `queue`, and takes up what a device that died left there.
+    /// Records chains in flight in `queue`, and recovers the chains that a killed device has left there.
     ///
     /// # Errors
-    /// A record that is not that of this ring.
+    /// [`RingError::Inflight`] if the record is not that of this ring.
     pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
         let (inflight, heads) = SplitInflight::open(queue, self.published)?;
         if let Some(heads) = heads {
@@ -103,13 +105,13 @@ impl SplitRing {
         Ok(())
     }
 
-    /// The head of the next chain.
+    /// Takes the head of the next chain.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<u16>, RingError> {
         if let Some(head) = self.recovered.pop() {
             return Ok(Some(head));
         }
-        if self.next == self.seen && !self.look() {
+        if self.next == self.seen && !self.read_available_index() {
             return Ok(None);
         }
         let ahead = self.seen.wrapping_sub(self.next);
@@ -129,13 +131,14 @@ impl SplitRing {
         Ok(Some(head))
     }
 
-    /// Reads the available index; false if nothing is new.
-    fn look(&mut self) -> bool {
+    /// Reads the available index, and returns whether it is new. Acquire: the driver writes the chain and its
+    /// entry in the ring before the index.
+    fn read_available_index(&mut self) -> bool {
         self.seen = self.available.load_u16(INDEX, Ordering::Acquire);
         self.seen != self.next
     }
 
-    /// Reads the chain of `head`, which is less than the ring's size.
+    /// Reads the chain of `head`, which is less than the ring's size, into `chain`.
     #[inline]
     pub fn read_chain(&mut self, head: u16, chain: &mut Chain) -> Result<(), RingError> {
         chain.clear();
@@ -182,7 +185,8 @@ impl SplitRing {
         Err(RingError::ChainLoop { head })
     }
 
-    /// Enters the chain of `head` as used, with `written` bytes, not yet to be seen by the driver.
+    /// Adds the chain of `head`, of which the device has written `written` bytes, to the used ring. The
+    /// driver sees it after [`SplitRing::publish`].
     #[inline]
     pub fn push_used(&mut self, head: u16, written: u32) {
         let at = ENTRIES + usize::from(self.used_next & self.mask()) * 8;
@@ -194,19 +198,21 @@ impl SplitRing {
         }
     }
 
-    /// Shows the driver what was entered. Returns whether it wants to be called.
+    /// Publishes the used chains. Returns whether the driver must be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.used_next);
         if old == new {
             return false;
         }
+        // Release: the entries of the used ring must be visible before the index.
         self.used.store_u16(INDEX, new, Ordering::Release);
         self.published = new;
         if let Some(inflight) = &mut self.inflight {
             inflight.commit(new);
         }
-        // The index must be seen before it is decided that the driver does not wait for it.
+        // The store of the index must precede the load of the driver's event: otherwise the driver could go
+        // to sleep in between, and would not be called.
         fence(Ordering::SeqCst);
         if std::mem::take(&mut self.call_first) {
             return true;
@@ -220,7 +226,7 @@ impl SplitRing {
         }
     }
 
-    /// Asks the driver for a kick at the next chain. Returns whether there is one already.
+    /// Asks the driver for a kick at the next chain. Returns whether a chain is already available.
     pub fn enable_kicks(&mut self) -> bool {
         if self.event_idx {
             let event = ENTRIES + usize::from(self.size) * 8;
@@ -228,17 +234,18 @@ impl SplitRing {
         } else {
             self.used.store_u16(FLAGS, 0, Ordering::Relaxed);
         }
-        // The driver must see the wish, or this side its chain.
+        // Either the driver sees the request for a kick, or this side sees the driver's chain. Without the
+        // fence both could miss each other.
         fence(Ordering::SeqCst);
-        !self.recovered.is_empty() || self.seen != self.next || self.look()
+        !self.recovered.is_empty() || self.seen != self.next || self.read_available_index()
     }
 
-    /// The available index of the next chain: what GET_VRING_BASE answers.
+    /// The reply to GET_VRING_BASE: the available index of the next chain.
     pub fn base(&self) -> u16 {
         self.next
     }
 
-    /// Heads that [`SplitRing::pop`] returns before anything else.
+    /// Heads that were in flight when the device before was killed; [`SplitRing::pop`] returns these first.
     pub fn recovered(&self) -> impl Iterator<Item = u16> {
         self.recovered.iter().copied()
     }

@@ -1,4 +1,5 @@
-//! A device as its owner sees it: the front end, its rings, counters, and what a log should say.
+//! The status of a device for the process that runs it: the front end, its rings, counters, and events for
+//! the log.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
@@ -12,42 +13,42 @@ use crate::sync::{Mutex, MutexGuard, OnceLock};
 
 use super::event::signal;
 
-/// Reports of one kind within [`WINDOW`]; more are only counted.
+/// Most reports of one kind within [`WINDOW`]. Further events are only counted.
 const REPORTED_MAX: u32 = 8;
 const WINDOW: Duration = Duration::from_secs(60);
 
-/// Counters of a device since it was attached, over all front ends that it had.
+/// Counters of a device since it was attached, over all of its front ends.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct VhostUserCounters {
-    /// Front ends that were let in.
+    /// Front ends that were admitted.
     pub connections: u64,
-    /// Front ends turned away because another one was connected, or the device was stopping.
+    /// Front ends that were rejected because another one was connected or the device was stopping.
     pub refused_connections: u64,
-    /// Front ends dropped because they broke the protocol.
+    /// Front ends that were disconnected because they violated the protocol.
     pub violations: u64,
-    /// Rings stopped, or never started, because of what the guest or its front end put into them.
+    /// Rings that were stopped, or never started, because of their content.
     pub rejected_rings: u64,
-    /// Kicks received.
+    /// Kicks that drivers have sent.
     pub kicks: u64,
-    /// Calls sent.
+    /// Calls that were sent to drivers.
     pub calls: u64,
-    /// Requests taken from rings.
+    /// Requests that were taken from rings.
     pub requests: u64,
-    /// Of these, those that completed with an error, or are not supported.
+    /// Requests that completed with an error or are not supported.
     pub errors: u64,
-    /// Bytes read for guests.
+    /// Bytes that guests have read.
     pub read_bytes: u64,
-    /// Bytes written for guests.
+    /// Bytes that guests have written.
     pub written_bytes: u64,
-    /// Requests whose data was copied, because the guest's memory is not aligned as the disk needs it.
+    /// Requests whose data was copied because the disk does not accept the alignment of the guest's memory.
     pub bounced: u64,
-    /// Requests whose data is in registered memory of the guest: the kernel did not pin its pages.
+    /// Requests whose data is in registered memory, so that the kernel did not pin its pages.
     #[serde(default)]
     pub registered: u64,
 }
 
 impl VhostUserCounters {
-    /// The difference to `earlier`, of the same device.
+    /// The counters minus those at an earlier time.
     #[must_use]
     pub fn since(&self, earlier: &VhostUserCounters) -> VhostUserCounters {
         self.zip(earlier, u64::saturating_sub)
@@ -77,53 +78,53 @@ impl std::ops::AddAssign for VhostUserCounters {
     }
 }
 
-/// A ring that is, or was, served, as it is now.
+/// The present state of a ring that is or was served.
 #[derive(Clone, Debug)]
 pub struct RingInfo {
-    /// Its number.
+    /// The index of the ring.
     pub index: u32,
-    /// Its descriptors.
+    /// The number of descriptors of the ring.
     pub size: u16,
-    /// Requests in flight.
+    /// The number of requests in flight.
     pub in_flight: u64,
-    /// Why it was stopped, if it was because of what is in it.
+    /// Why the ring was rejected, if it was.
     pub rejected: Option<String>,
 }
 
-/// The front end that is connected, as it is now.
+/// The present state of the connected front end.
 #[derive(Clone, Debug)]
 pub struct FrontEndInfo {
-    /// Counted up from 1.
+    /// Front ends are numbered from 1.
     pub id: u64,
-    /// Its process: `pid 123, uid 0` (pid 0: not to be seen from this PID namespace).
+    /// The process, such as `pid 123, uid 0`. The pid is 0 if the process is not in this PID namespace.
     pub peer: String,
-    /// How long it has been there.
+    /// Time since the front end connected.
     pub age: Duration,
-    /// Its rings that were started, by number.
+    /// The rings that were started, in the order of their indexes.
     pub rings: Vec<RingInfo>,
-    /// The counters of all of its rings.
+    /// The sum of the counters of all rings.
     pub counters: VhostUserCounters,
-    /// Requests in flight.
+    /// The number of requests in flight.
     pub in_flight: u64,
-    /// It keeps a record of its requests in flight: another daemon can go on with them.
+    /// Whether the front end tracks its requests in flight, so that another daemon can continue with these.
     pub recorded: bool,
-    /// Bytes of its memory that are registered with each engine's ring, or why none are; `None` if that
-    /// is not asked for, or it has not shared its memory yet.
+    /// The number of bytes of guest memory that are registered with the ring of each engine, or why none are
+    /// registered. `None` if registration is off, or the front end has not shared its memory yet.
     pub registered_memory: Option<Result<u64, String>>,
 }
 
-/// Something happened to a front end, or a ring of it, that its owner may want to log.
+/// An event of a front end or of one of its rings, for the log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event {
-    /// It was turned away: another one is connected.
+    /// The front end was rejected because another one is connected.
     Occupied,
-    /// It was dropped: it broke the protocol, how.
+    /// The front end was disconnected because it violated the protocol. Contains how.
     Violation(String),
-    /// A request of it was refused: why. It stays.
+    /// A request of the front end was refused. Contains why. The front end stays connected.
     Refused(String),
-    /// A ring was stopped, or not started: which, and why.
+    /// A ring was stopped, or not started. Contains its index and the reason.
     RingRejected(u32, String),
-    /// Its memory was not registered, and is served all the same: why.
+    /// The memory of the front end is served, but not registered. Contains why.
     MemoryUnregistered(String),
 }
 
@@ -141,19 +142,19 @@ impl Event {
 
 const KINDS: usize = 5;
 
-/// An event of a front end.
+/// An [`Event`] for the log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Report {
-    /// The front end: `pid 123, uid 0`.
+    /// The process of the front end, such as `pid 123, uid 0`.
     pub peer: String,
-    /// That event.
+    /// The event that is to be logged.
     pub event: Event,
-    /// Events of this kind before it that were only counted.
+    /// Number of earlier events of this kind that were not reported.
     pub unreported: u64,
 }
 
-/// Counters of a ring, written by its engine once per turn, and the state that its engine and the
-/// control thread share.
+/// The counters of a ring, which its engine stores once per turn, and the state that the engine and the
+/// control thread share. Counters are relaxed: they are statistics, and no other data depends on them.
 #[derive(Default)]
 pub(super) struct RingStatus {
     pub index: u32,
@@ -167,13 +168,13 @@ pub(super) struct RingStatus {
     pub bounced: AtomicU64,
     pub registered: AtomicU64,
     pub in_flight: AtomicU64,
-    /// Where the ring goes on: good once its source has stopped.
+    /// The position at which the ring continues. Valid when its source has stopped.
     pub base: AtomicU32,
-    /// Why it was rejected.
+    /// Why the ring was rejected.
     pub rejected: OnceLock<String>,
 }
 
-/// Counters of a ring, kept by its source.
+/// The counters of a ring as its source counts them.
 #[derive(Default)]
 pub(super) struct RingCounters {
     pub kicks: u64,
@@ -191,7 +192,7 @@ impl RingStatus {
         RingStatus { index, size, base: AtomicU32::new(base), ..RingStatus::default() }
     }
 
-    /// Shows `counters` to others, and that so many requests are in flight.
+    /// Stores `counters` and the number of requests in flight for other threads.
     pub fn publish(&self, counters: &RingCounters, in_flight: usize) {
         self.kicks.store(counters.kicks, Relaxed);
         self.calls.store(counters.calls, Relaxed);
@@ -228,21 +229,20 @@ impl RingStatus {
     }
 }
 
-/// The front end that is connected.
 pub(super) struct FrontEnd {
     id: u64,
     peer: String,
     since: Instant,
-    /// Of each ring the one that was started last.
+    /// The last status of each ring that was started.
     rings: Vec<Arc<RingStatus>>,
-    /// Of those before them.
+    /// The sum of the counters of rings that were replaced in `rings`.
     earlier: VhostUserCounters,
     recorded: bool,
     registered_memory: Option<Result<u64, String>>,
 }
 
 impl FrontEnd {
-    /// It keeps a record of its requests in flight.
+    /// Whether the front end tracks its requests in flight.
     pub fn is_recorded(&self) -> bool {
         self.recorded
     }
@@ -264,26 +264,26 @@ struct Limit {
 #[derive(Default)]
 struct State {
     front_end: Option<FrontEnd>,
-    /// The counters of front ends that have disconnected, and of events that concern none.
+    /// The counters of earlier front ends, and of events that belong to no ring.
     sum: VhostUserCounters,
-    /// No more are let in.
+    /// Front ends are no longer admitted.
     closed: bool,
-    /// No more are let in while this is above 0.
+    /// Number of [`Paused`] values. While it is not 0, front ends are not admitted.
     paused: usize,
     limits: [Limit; KINDS],
     reports: Vec<Report>,
 }
 
-/// The state of a device that its control thread and its owner share. Engines do not take it.
+/// The state that the control thread shares with the owner of the device. Engines never take its lock.
 pub(super) struct Registry {
     state: Mutex<State>,
-    /// An eventfd to be written when the front end has disconnected.
+    /// An eventfd that is written when the front end has disconnected.
     idle_event: Option<Arc<OwnedFd>>,
-    /// An eventfd to be written when there is a report.
+    /// An eventfd that is written when there is a report.
     report_event: Option<Arc<OwnedFd>>,
 }
 
-/// A device that has no front end and accepts none, until this is dropped.
+/// While this exists, the device has no front end and admits none.
 pub struct Paused<'a>(&'a Registry);
 
 impl Drop for Paused<'_> {
@@ -301,7 +301,7 @@ impl Registry {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the front end `peer` in, unless there is one, or none is let in.
+    /// Admits the front end `peer`, unless another one is connected or the device does not admit any.
     pub fn admit(&self, peer: &str) -> bool {
         let mut state = self.state();
         if state.closed || state.paused > 0 || state.front_end.is_some() {
@@ -328,7 +328,7 @@ impl Registry {
         true
     }
 
-    /// The front end has disconnected, and none of its rings is served any more.
+    /// Removes the front end, which has disconnected, and none of whose rings is served.
     pub fn leave(&self) {
         let mut state = self.state();
         if let Some(front_end) = state.front_end.take() {
@@ -341,21 +341,20 @@ impl Registry {
         }
     }
 
-    /// The front end keeps a record of its requests in flight.
+    /// Sets whether the front end tracks its requests in flight.
     pub fn set_recorded(&self, recorded: bool) {
         if let Some(front_end) = &mut self.state().front_end {
             front_end.recorded = recorded;
         }
     }
 
-    /// So many bytes of the front end's memory are registered, or why none are; `None` if it has none.
     pub fn set_registered_memory(&self, registered: Option<Result<u64, String>>) {
         if let Some(front_end) = &mut self.state().front_end {
             front_end.registered_memory = registered;
         }
     }
 
-    /// A ring is about to be served.
+    /// Adds a ring that is about to be served.
     pub fn add_ring(&self, ring: &Arc<RingStatus>) {
         let mut state = self.state();
         let Some(front_end) = &mut state.front_end else { return };
@@ -367,7 +366,7 @@ impl Registry {
         front_end.rings.sort_by_key(|ring| ring.index);
     }
 
-    /// Notes `event` of `peer` for the log, unless there were too many, and counts it.
+    /// Counts `event` of `peer`, and reports it unless there were too many events of its kind.
     pub fn report(&self, peer: &str, event: Event) {
         let mut state = self.state();
         match &event {
@@ -400,8 +399,8 @@ impl Registry {
         self.state().front_end.is_some()
     }
 
-    /// Turns all front ends away from now on, if `may` allows it by the one that is connected; false, and
-    /// nothing has changed, if not.
+    /// Stops to admit front ends if `may` returns true for the connected one. Otherwise returns false, and
+    /// changes nothing.
     pub fn close_if(&self, may: impl FnOnce(Option<&FrontEnd>) -> bool) -> bool {
         let mut state = self.state();
         let closes = may(state.front_end.as_ref());
@@ -413,7 +412,7 @@ impl Registry {
         self.state().closed = true;
     }
 
-    /// Turns front ends away until what this returns is dropped; `None` if one is connected.
+    /// Stops to admit front ends until the returned value is dropped. `None` if a front end is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         let mut state = self.state();
         if state.front_end.is_some() {
@@ -469,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_front_end_with_a_record_is_left_to_another_daemon() {
+    fn only_a_front_end_that_tracks_requests_can_be_handed_over() {
         let registry = Registry::new(None, None);
         let close = || registry.close_if(|front_end| front_end.is_none_or(FrontEnd::is_recorded));
         assert!(registry.admit("a") && !close());

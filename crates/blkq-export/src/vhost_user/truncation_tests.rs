@@ -1,5 +1,5 @@
-//! Memory that a front end truncates while it is used. The cases that may kill run in processes of
-//! their own: this test program, asked for one of them.
+//! Tests of memory whose file the front end truncates while it is used. Each case may kill its process, so it
+//! runs in a process of its own: this test program, with the case in an environment variable.
 
 use std::fs::File;
 use std::os::unix::process::ExitStatusExt;
@@ -18,7 +18,7 @@ use crate::vhost_user::ring::Ring;
 
 const RINGS: u64 = 0x10_0000;
 const DATA: u64 = 0x20_0000;
-/// Names the case that a process runs.
+/// The environment variable that names the case.
 const CASE: &str = "BLKQ_SIGBUS_CASE";
 
 fn ring_on_truncated_memory() {
@@ -37,9 +37,9 @@ fn ring_on_truncated_memory() {
         assert!(!ring.is_broken());
 
         ftruncate(&guest.file, 0).unwrap();
-        // Whatever a device or a driver does then goes on, on zeroes, and is noticed.
+        // The device and the driver must still work, on zeroes, and notice the truncation.
         for segment in owner.segments() {
-            // SAFETY: mapped as long as the owner lives, be it with zeroes.
+            // SAFETY: the segment stays mapped as long as its owner, to zeroes if necessary.
             let byte = unsafe { segment.ptr.read_volatile() };
             assert_eq!(byte, 0);
             // SAFETY: as above.
@@ -51,11 +51,12 @@ fn ring_on_truncated_memory() {
         ring.publish();
         ring.enable_kicks();
         let _ = ring.pop(&mut chain);
-        assert!(!other.memory.is_broken(), "memory of another device");
+        assert!(!other.memory.is_broken(), "the memory of another device");
         other.write(DATA, b"fine");
         other.assert_intact();
         drop((ring, owner, parser, guest));
-        // The place in the table is free again, and not broken.
+        // A new mapping may reuse the entry of the old one in the table of the handler, and must not be
+        // broken.
         let next = Guest::new(&[(RINGS, Driver::BYTES)]);
         assert!(!next.memory.is_broken());
     }
@@ -85,33 +86,33 @@ fn many_threads_at_once() {
     assert!(guest.memory.is_broken());
 }
 
-/// A file of no guest, mapped and truncated.
+/// The file of another mapping, which is not guest memory, is truncated.
 fn fault_elsewhere() {
     let guest = Guest::new(&[(RINGS, 0x1000)]);
     let file = File::from(memfd_create("other", MemfdFlags::CLOEXEC).unwrap());
     ftruncate(&file, 4096).unwrap();
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address of the new mapping.
     let memory =
         unsafe { mmap(std::ptr::null_mut(), 4096, ProtFlags::READ, MapFlags::SHARED, &file, 0).unwrap() };
     ftruncate(&file, 0).unwrap();
     let _: [u8; 1] = guest.read(RINGS);
-    // SAFETY: mapped, be it that nothing is behind it.
+    // SAFETY: the address is mapped, although the file no longer has this page.
     std::hint::black_box(unsafe { memory.cast::<u8>().read_volatile() });
 }
 
 fn signal_that_was_sent() {
     let _guest = Guest::new(&[(RINGS, 0x1000)]);
     for _ in 0..3 {
-        // SAFETY: sends to this thread.
+        // SAFETY: raise only sends a signal to this thread.
         unsafe { libc::raise(libc::SIGBUS) };
     }
     many_threads_at_once();
 }
 
 fn run(case: &str) -> ExitStatus {
-    let test = "vhost_user::truncation_tests::truncated_memory_is_noticed_and_kills_nobody";
+    let test = "vhost_user::truncation_tests::truncated_memory_is_noticed_and_kills_no_process";
     let mut command = Command::new(std::env::current_exe().unwrap());
-    // A sanitizer would report the fault instead.
+    // A sanitizer with its own handler would report the fault.
     command.args([test, "--exact", "--nocapture"]).env(CASE, case).env("ASAN_OPTIONS", "handle_sigbus=0");
     let output = command.output().unwrap();
     let text =
@@ -122,7 +123,7 @@ fn run(case: &str) -> ExitStatus {
 
 // Contract: bounded-input
 #[test]
-fn truncated_memory_is_noticed_and_kills_nobody() {
+fn truncated_memory_is_noticed_and_kills_no_process() {
     let cases: [(&str, fn()); 4] = [
         ("ring", ring_on_truncated_memory),
         ("threads", many_threads_at_once),
@@ -131,16 +132,16 @@ fn truncated_memory_is_noticed_and_kills_nobody() {
     ];
     if let Ok(name) = std::env::var(CASE) {
         let (_, case) = cases.iter().find(|(case, _)| *case == name).unwrap();
-        // Without a dump of the core, which could take long.
+        // Without a core dump, which could take long.
         let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: a limit of this process.
+        // SAFETY: setrlimit reads one valid structure.
         unsafe { libc::setrlimit(libc::RLIMIT_CORE, &none) };
         return case();
     }
     assert!(run("ring").success());
     assert!(run("threads").success());
-    // Everything else is as if the handler were not there.
+    // A fault that has another cause has its usual effect.
     assert_eq!(run("elsewhere").signal(), Some(libc::SIGBUS));
-    // The standard library ignores the first that is sent.
+    // The handler of the standard library ignores the first such signal.
     assert!(run("sent").success());
 }

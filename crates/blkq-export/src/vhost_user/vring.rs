@@ -1,4 +1,4 @@
-//! A ring as the control thread sees it: how a front end describes it, and the source that serves it.
+//! A ring as the control thread sees it: how the front end has described it, and the source that serves it.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -8,7 +8,6 @@ use std::sync::atomic::Ordering::Acquire;
 use blkq::{Disk, EngineHandle, SourceId, StoppingSource};
 
 use super::abi::feature;
-use super::foreign::{CallFile, Foreign};
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
 use super::message::{Refusal, VringAddresses, refuse};
@@ -16,28 +15,29 @@ use super::ring::{Ring, RingSpec};
 use super::shared::Shared;
 use super::source::{CallChanged, VringSource, VringStart};
 use super::status::{Event, RingStatus};
+use super::untrusted_fd::{CallFile, UntrustedFd};
 
-/// Largest ring (virtio 1.2, 2.7 and 2.8).
+/// Most descriptors of a ring (virtio 1.2, 2.7 and 2.8).
 const SIZE_MAX: u32 = 1 << 15;
 
-/// The things that rings share, while they are served.
+/// The values that all rings of a device have in common when they are started.
 pub struct RingContext {
-    /// The guest's memory, as the ring's engine has it.
+    /// The table of guest memory for the engine of the ring.
     pub memory: Arc<GuestMemory>,
-    /// Virtio's features, as acknowledged.
+    /// The features of virtio that the driver has acknowledged.
     pub features: u64,
-    /// Where requests in flight are recorded.
+    /// The record of requests in flight.
     pub inflight: Option<Arc<InflightRegion>>,
-    /// Writes are durable when they complete.
+    /// Writes must be durable when they complete.
     pub write_through: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
 enum Kick {
-    /// None was set: the ring is stopped.
+    /// No kick eventfd was set since the ring was stopped.
     #[default]
     Stopped,
-    /// There is no eventfd: the ring is polled.
+    /// The front end has no kick eventfd: the ring is polled.
     Polled,
     Event(Arc<OwnedFd>),
 }
@@ -48,12 +48,12 @@ struct Serving {
     engine: EngineHandle,
     id: SourceId,
     status: Arc<RingStatus>,
-    /// Its rejection has been reported.
+    /// Whether its rejection has been reported.
     reported: bool,
 }
 
 impl Serving {
-    /// Why it was rejected, once.
+    /// Why the ring was rejected; returned only once.
     fn take_rejection(&mut self) -> Option<String> {
         let reason = self.status.rejected.get().filter(|_| !self.reported)?;
         self.reported = true;
@@ -61,7 +61,6 @@ impl Serving {
     }
 }
 
-/// A ring of a front end.
 #[derive(Default)]
 pub struct Vring {
     index: u32,
@@ -72,29 +71,30 @@ pub struct Vring {
     error: Option<CallFile>,
     enabled: Option<bool>,
     serving: Option<Serving>,
-    /// Why it was rejected, each time that has yet to be reported.
+    /// Reasons of rejections that have not been reported yet.
     rejections: Vec<String>,
 }
 
 impl Vring {
-    /// Ring `index`, of which nothing is known.
+    /// Ring `index`, before the front end describes it.
     pub fn new(index: usize) -> Vring {
         Vring { index: index as u32, ..Vring::default() }
     }
 
-    /// Whether it is served.
     pub fn is_served(&self) -> bool {
         self.serving.is_some()
     }
 
-    /// Whether it was rejected.
     pub fn is_rejected(&self) -> bool {
         self.serving.as_ref().is_some_and(|serving| serving.status.rejected.get().is_some())
     }
 
     fn refuse_if_served(&self, what: &str) -> Result<(), Refusal> {
         if self.is_served() {
-            return Err(refuse(format!("the {what} of ring {} changes while it is served", self.index)));
+            return Err(refuse(format!(
+                "the {what} of ring {} cannot change while it is served",
+                self.index
+            )));
         }
         Ok(())
     }
@@ -106,40 +106,40 @@ impl Vring {
         }
         self.refuse_if_served("size")?;
         if !(1..=SIZE_MAX).contains(&size) {
-            return Err(refuse(format!("{size} descriptors")));
+            return Err(refuse(format!("a ring cannot have {size} descriptors")));
         }
         self.size = size;
         Ok(())
     }
 
-    /// Sets the addresses of its parts.
+    /// Sets the addresses of the parts of the ring.
     pub fn set_addresses(&mut self, addresses: VringAddresses) -> Result<(), Refusal> {
         let parts = |it: &VringAddresses| (it.descriptors, it.used, it.available);
         if self.addresses.as_ref().map(parts) == Some(parts(&addresses)) {
             return Ok(());
         }
-        self.refuse_if_served("place")?;
+        self.refuse_if_served("address")?;
         self.addresses = Some(addresses);
         Ok(())
     }
 
-    /// Sets where it begins.
+    /// Sets the position at which the ring starts.
     pub fn set_base(&mut self, base: u32) -> Result<(), Refusal> {
         self.refuse_if_served("base")?;
         self.base = base;
         Ok(())
     }
 
-    /// Sets the eventfd that the guest kicks; the ring is started with it.
-    pub fn set_kick(&mut self, file: Option<Foreign>) -> Result<(), Refusal> {
+    /// Sets the kick eventfd. The ring is stopped, and can be started again with the new eventfd.
+    pub fn set_kick(&mut self, file: Option<UntrustedFd>) -> Result<(), Refusal> {
         let file = file.map(|file| file.into_event()).transpose()?;
         self.stop();
         self.kick = file.map_or(Kick::Polled, |file| Kick::Event(Arc::new(file)));
         Ok(())
     }
 
-    /// Sets the eventfd by which the guest is called.
-    pub fn set_call(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
+    /// Sets the descriptor through which the driver is called.
+    pub fn set_call(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Refusal> {
         let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         shared.calls[self.index as usize].set(file)?;
         if let Some(Serving { engine, id, .. }) = &self.serving {
@@ -148,13 +148,13 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets the eventfd that is written when the ring is rejected.
-    pub fn set_error(&mut self, shared: &Shared, file: Option<Foreign>) -> Result<(), Refusal> {
+    /// Sets the descriptor that is signaled when the ring is rejected.
+    pub fn set_error(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Refusal> {
         self.error = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         Ok(())
     }
 
-    /// Enables or disables it; disabled, it is drained.
+    /// Enables or disables the ring. A ring that is disabled is drained.
     pub fn set_enabled(&mut self, enabled: bool) {
         self.enabled = Some(enabled);
         if !enabled {
@@ -162,10 +162,11 @@ impl Vring {
         }
     }
 
-    /// Starts to serve it, if all that needs is known and it is enabled (`enabled` if the front end has not set that).
+    /// Starts to serve the ring if the front end has described it completely, and it is enabled. `enabled`
+    /// counts if the front end has not enabled or disabled the ring.
     ///
     /// # Errors
-    /// Why it cannot be: that is reported, too.
+    /// Returns why the ring cannot be served. This is also reported as a rejection.
     pub fn start(
         &mut self,
         shared: &Arc<Shared>,
@@ -200,7 +201,7 @@ impl Vring {
         };
         let record = context.inflight.as_ref().map(|region| {
             let queue = region.queue(self.index as u16, spec.size, spec.packed);
-            queue.ok_or_else(|| rejected("the record of requests in flight is not for such a ring".into()))
+            queue.ok_or_else(|| rejected("the record of requests in flight does not fit the ring".into()))
         });
         let record = record.transpose()?;
         let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| rejected(e.to_string()))?;
@@ -224,49 +225,50 @@ impl Vring {
         Ok(())
     }
 
-    /// Stops to serve it, when nothing of it is in flight any more. It may be started again, where it
-    /// was.
+    /// Stops to serve the ring when none of its requests is in flight. It can be started again at the same
+    /// position.
     pub fn stop(&mut self) {
         stop_all(std::slice::from_mut(self));
     }
 
-    /// Stops it until there is another kick eventfd. Returns where it goes on.
+    /// Stops the ring until another kick eventfd is set. Returns the position at which it continues.
     pub fn stop_for_base(&mut self) -> u32 {
         self.stop();
         self.kick = Kick::Stopped;
         self.base
     }
 
-    /// Stops it, and forgets how it was described, but for how the front end is notified.
+    /// Stops the ring and resets its description, but keeps the descriptor for errors.
     pub fn reset(&mut self) {
         self.stop();
         let (error, rejections) = (self.error.take(), std::mem::take(&mut self.rejections));
         *self = Vring { index: self.index, error, rejections, ..Vring::default() };
     }
 
-    /// Why it was rejected since this was last asked, each time: it may have been started again. The front
-    /// end is notified as often.
+    /// The reasons of all rejections since the last call. The ring may have been started again after each.
+    /// The front end is signaled once for each.
     pub fn take_rejections(&mut self, shared: &Shared) -> Vec<String> {
         self.rejections.extend(self.serving.as_mut().and_then(Serving::take_rejection));
         for error in self.error.iter().cycle().take(self.rejections.len()) {
-            // Without memory for that, only the log has the reason.
+            // If this fails for lack of memory, the rejection is only in the log.
             let _ = shared.errors.notify_once(error);
         }
         std::mem::take(&mut self.rejections)
     }
 
-    /// Its number.
     pub fn index(&self) -> u32 {
         self.index
     }
 }
 
-/// Stops to serve `vrings`. All begin to stop before the first is waited for: none serves its guest meanwhile.
+/// Stops `vrings`. All of them begin to stop before the first one is waited for, so that none serves its
+/// guest longer than another.
 pub fn stop_all(vrings: &mut [Vring]) {
     let served = vrings.iter_mut().filter_map(|vring| vring.serving.take().map(|serving| (vring, serving)));
     let served: Vec<(&mut Vring, Serving)> = served.collect();
-    // A flush of a ring may wait for a write of another one that is held after an error, or a request
-    // for its tag: the front end waits for the one ring before it stops the other.
+    // A flush of one ring may wait for a write of another ring that is held after an error, or for a tag. The
+    // loop below waits for the first ring before it stops the second, so held requests must fail while it
+    // runs.
     let _reporting = served.first().map(|(_, serving)| serving.disk.report_errors());
     let begin = |(vring, serving): (_, Serving)| {
         let stopping = serving.engine.begin_stop(serving.id, true);
@@ -275,6 +277,7 @@ pub fn stop_all(vrings: &mut [Vring]) {
     let stopping: Vec<(&mut Vring, Serving, StoppingSource)> = served.into_iter().map(begin).collect();
     for (vring, mut serving, stopping) in stopping {
         stopping.wait();
+        // Acquire: pairs with the store of the source.
         vring.base = serving.status.base.load(Acquire);
         vring.rejections.extend(serving.take_rejection());
     }

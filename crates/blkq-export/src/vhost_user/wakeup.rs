@@ -1,4 +1,4 @@
-//! The event that wakes the control thread of a device, and its twin for the model checkers.
+//! The event that wakes the control thread of a device, and a replacement for the model checkers.
 
 #[cfg(not(model_check))]
 pub use event::Wakeup;
@@ -14,26 +14,26 @@ mod event {
 
     use super::super::event::signal;
 
-    /// An eventfd that does not block.
     pub struct Wakeup(OwnedFd);
 
     impl Wakeup {
-        /// One that is not set.
+        /// Creates the event, which is not set.
         ///
         /// # Errors
-        /// That there can be no more descriptors.
+        /// Returns the error of eventfd(2).
         pub fn new() -> Result<Wakeup, Error> {
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map(Wakeup)
-                .map_err(|errno| Error::system("vhost-user: eventfd", errno))
+                .map_err(|errno| Error::system("vhost-user: cannot create an eventfd", errno))
         }
 
-        /// Wakes the control thread, now or when it next waits. It is called after the reason can be found.
+        /// Wakes the control thread, now or when it next waits. The caller must have stored the reason
+        /// before.
         pub fn wake(&self) {
             signal(&self.0);
         }
 
-        /// Forgets that it was woken, before it checks what for. Returns whether it was.
+        /// Clears the event, before the reasons are read. Returns whether it was set.
         pub fn clear(&self) -> bool {
             rustix::io::read(&self.0, &mut [0; 8]).is_ok()
         }
@@ -47,7 +47,7 @@ mod event {
 }
 
 #[cfg(model_check)]
-#[allow(missing_docs, reason = "as those of the real one")]
+#[allow(missing_docs, reason = "as in the real module")]
 mod twin {
     use std::os::fd::{AsFd, BorrowedFd};
 
@@ -75,7 +75,7 @@ mod twin {
             std::mem::take(&mut *self.is_set.lock().expect("no panic"))
         }
 
-        /// Waits until it is set, as poll(2) does.
+        /// Waits until the event is set. Replaces poll(2).
         #[cfg(test)]
         pub fn wait(&self) {
             let mut is_set = self.is_set.lock().expect("no panic");

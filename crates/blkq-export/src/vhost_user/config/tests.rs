@@ -21,19 +21,19 @@ fn word(bytes: &[u8; CONFIG_BYTES], at: usize) -> u32 {
 #[test]
 fn every_limit_has_its_field() {
     let bytes = config(&limits(), 4, true);
-    // Sectors of 512 bytes, whatever the block is.
+    // Capacity in sectors of 512 bytes, although the block is larger.
     assert_eq!((word(&bytes, 0), word(&bytes, 4)), (20480, 0));
     assert_eq!((word(&bytes, 8), word(&bytes, 12)), (1 << 23, SEGMENTS_MAX));
     assert!(u64::from(word(&bytes, 8)) * u64::from(word(&bytes, 12)) <= 1 << 30, "a request");
     assert_eq!(word(&bytes, 20), 4096);
-    // Blocks: the exponent of physical ones, no offset, least and best sizes.
+    // Topology: the exponent of the physical block, no offset, the least and the best size in blocks.
     assert_eq!((&bytes[24..26], &bytes[26..28], word(&bytes, 28)), (&[2, 0][..], &[4, 0][..], 16));
     assert_eq!((bytes[32], bytes[33], &bytes[34..36]), (1, 0, &[4, 0][..]));
     assert_eq!((word(&bytes, 36), word(&bytes, 40), word(&bytes, 44)), ((1 << 30) >> 9, 32, 16));
     // Not the driver's 1 MiB, by which the layer splits.
     assert_eq!((word(&bytes, 48), word(&bytes, 52), bytes[56]), ((1 << 30) >> 9, 32, 1));
     assert_eq!(config(&limits(), 4, false)[WRITEBACK_AT], 0);
-    // The tail that is not a block is not the guest's.
+    // The guest does not see the part of a block at the end.
     let odd = QueueLimits { padding_bytes: 100, ..limits() };
     assert_eq!(word(&config(&odd, 1, true), 0), 20480 - 8);
 }
@@ -46,7 +46,7 @@ fn features_follow_the_limits() {
     assert_eq!(features(&limits()), usual | rings | DISCARD | WRITE_ZEROES);
     let plain = QueueLimits { max_discard_bytes: 0, max_write_zeroes_bytes: 0, ..limits() };
     assert_eq!(features(&plain), usual | rings | WRITE_ZEROES);
-    // Without an operation of the driver's, zeroes are written.
+    // Without a write zeroes operation of the driver, the block layer writes zeroes.
     assert_eq!(word(&config(&plain, 1, true), 48), (1 << 30) >> 9);
     assert_eq!((word(&config(&plain, 1, true), 36), config(&plain, 1, true)[56]), (0, 0));
     let read_only = QueueLimits { read_only: true, ..limits() };

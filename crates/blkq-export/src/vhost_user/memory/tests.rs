@@ -23,7 +23,7 @@ fn refusal(regions: Vec<RegionSpec>) -> String {
 }
 
 #[test]
-fn bytes_are_where_the_file_has_them() {
+fn addresses_lead_to_the_right_bytes_of_the_file() {
     let file = file(0x10000);
     let memory = GuestMemory::map(vec![
         region(0x8000, 0x700_0000, 0x2000, &file, 0x3040),
@@ -43,10 +43,10 @@ fn bytes_are_where_the_file_has_them() {
         assert!(memory.span(cursor, address, 1).is_none(), "{address:#x}");
         assert!(!memory.write(cursor, address, &[0]) && memory.load::<2>(cursor, address).is_none());
     }
-    // Up to the end of the region, and not beyond.
+    // A span ends at the end of its region.
     assert_eq!(memory.span(cursor, 0x9ff0, 100).unwrap().len(), 16);
     assert!(memory.load::<16>(cursor, 0x9ff0).is_some() && memory.load::<17>(cursor, 0x9ff0).is_none());
-    // Parts of rings are named by the front end's addresses, and lie in one region.
+    // Parts of rings have addresses of the front end, and must lie in one region.
     assert!(memory.area(0x700_0000, 0x2000, 16).is_some());
     assert!(memory.area(0x700_0010, 0x1ff0, 16).is_some());
     assert!(memory.area(0x700_0010, 0x1ff1, 16).is_none() && memory.area(0x700_0008, 16, 16).is_none());
@@ -70,7 +70,7 @@ fn bytes_of_any_length_cross_adjacent_regions() {
 }
 
 #[test]
-fn regions_that_make_no_sense_are_refused() {
+fn invalid_regions_are_rejected() {
     let file = file(0x10000);
     let one = |start, length, offset| vec![region(start, USER_OFFSET, length, &file, offset)];
     assert!(refusal(one(0, 0, 0)).contains("0 bytes"));
@@ -90,7 +90,7 @@ fn regions_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn descriptors_that_are_no_memory_are_refused() {
+fn descriptors_that_are_not_memory_are_rejected() {
     let (pipe, _other) = std::io::pipe().unwrap();
     let device = File::open("/dev/zero").unwrap();
     let directory = File::open("/").unwrap();
@@ -100,14 +100,14 @@ fn descriptors_that_are_no_memory_are_refused() {
     let proc = File::open("/proc/self/maps").unwrap();
     let refused = refusal(vec![region(0, 0, 1, &proc, 0)]);
     assert!(refused.contains("the file has 0 bytes"), "{refused}");
-    // One that cannot be written.
+    // A file that cannot be mapped for writing.
     let sealed = file(0x1000);
     fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
     assert!(refusal(vec![region(0, 0, 0x1000, &sealed, 0)]).contains("cannot map"));
 }
 
 #[test]
-fn a_region_is_mapped_as_long_as_a_table_has_it() {
+fn a_region_is_mapped_as_long_as_a_table_contains_it() {
     let mapped = || {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         maps.lines().filter(|line| line.contains("memfd:counted")).count()

@@ -1,4 +1,4 @@
-//! A front end of a device without a socket: its messages, and a guest with one ring, which is polled.
+//! A front end without a socket: it sends the messages, and acts as a guest with one ring, which is polled.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -12,26 +12,26 @@ use super::super::message::{code, protocol};
 use super::super::simulated::Device;
 
 const RING: u64 = 0x10000;
-/// Where the driver's area is in a ring.
+/// Address of the driver area of the ring.
 const DRIVER_AREA: u64 = RING + 0x4000;
 const HEADERS: u64 = 0x100000;
 const SIZE: u16 = 16;
-/// There is no kick descriptor.
+/// Payload of SET_VRING_KICK without an eventfd.
 const POLLED: u64 = 1 << 8;
 
-/// That front end; the engine outlives its device.
+/// A front end and its guest. The engine is dropped after the device.
 pub struct FrontEnd {
     pub device: Device,
     pub guest: Guest,
     pub driver: Driver,
     pub engine: EngineThread,
-    /// Is written when the ring is rejected.
+    /// Signaled when the ring is rejected.
     error: OwnedFd,
 }
 
 impl FrontEnd {
-    /// One that has negotiated, shared its memory and the record of what is in flight, and described its
-    /// ring.
+    /// A front end that has negotiated features, shared its memory and the record of requests in flight, and
+    /// described its ring.
     pub fn connect() -> FrontEnd {
         let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
         let engine = EngineThread::spawn("model", vec![(disk.clone(), 0)]).unwrap();
@@ -62,7 +62,7 @@ impl FrontEnd {
         this
     }
 
-    /// Sends a message whose payload is these words. Returns the reply.
+    /// Sends a message whose payload is `words`, and returns the reply.
     fn send(
         &mut self,
         code: u32,
@@ -76,46 +76,44 @@ impl FrontEnd {
         self.device.handle(&message, files).unwrap()
     }
 
-    /// Starts the ring.
     pub fn start(&mut self) {
         self.send(code::SET_VRING_KICK, &[POLLED], &[]);
     }
 
-    /// Stops the ring. Returns where it goes on.
+    /// Stops the ring, and returns its base.
     pub fn stop(&mut self) -> u64 {
         let (reply, _) = self.send(code::GET_VRING_BASE, &[0], &[]).unwrap();
         u64::from_ne_bytes(reply[12..20].try_into().unwrap()) >> 32
     }
 
-    /// Resets the device.
     pub fn reset(&mut self) {
         self.send(code::RESET_DEVICE, &[], &[]);
     }
 
-    /// Takes the device's requests on the other end of `socket`.
+    /// Makes the device send its requests to the other end of `socket`.
     pub fn take_requests_on(&mut self, socket: OwnedFd) {
         self.send(code::SET_BACKEND_REQ_FD, &[], &[socket.as_fd()]);
     }
 
-    /// Makes request `number` available: a read of a sector.
+    /// Makes a request available that reads one sector. `number` selects its place in memory.
     pub fn add(&mut self, number: u64) {
         let at = HEADERS + number * 0x400;
         self.guest.write(at, &[0; 16]);
         self.driver.add(&self.guest, &[(at, 16, false), (at + 0x200, 512, true), (at + 16, 1, true)], false);
     }
 
-    /// Makes a descriptor available that the ring does not have, behind `count` requests.
+    /// Makes a descriptor available that does not exist, after `count` requests.
     pub fn spoil(&self, count: u16) {
         self.guest.put16(DRIVER_AREA + 4 + u64::from(count) * 2, SIZE);
         self.guest.put16(DRIVER_AREA + 2, count + 1);
     }
 
-    /// Makes that descriptor unavailable again.
+    /// Makes the descriptor of [`FrontEnd::spoil`] unavailable again.
     pub fn repair(&self, count: u16) {
         self.guest.put16(DRIVER_AREA + 2, count);
     }
 
-    /// How often it was notified that the ring is rejected.
+    /// The number of rejections that were signaled since the last call.
     pub fn errors(error: &OwnedFd) -> u64 {
         let mut count = [0; 8];
         match rustix::io::read(error, &mut count) {
@@ -124,7 +122,7 @@ impl FrontEnd {
         }
     }
 
-    /// The event of rejections.
+    /// The event that signals rejections.
     pub fn error(&self) -> OwnedFd {
         self.error.try_clone().unwrap()
     }

@@ -1,5 +1,6 @@
-//! The control thread sleeps until it is woken: by an engine whose ring is rejected, or by the device's
-//! owner, who changes the configuration or stops the device. Whatever it is woken for it finds.
+//! The control thread sleeps until it is woken by an engine whose ring is rejected, or by the owner of the
+//! device, who changes the configuration or stops the device. After a wake-up the thread must find each
+//! reason.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -8,8 +9,8 @@ use super::front_end::FrontEnd;
 use super::{model, thread};
 use crate::sync::atomic::Ordering::SeqCst;
 
-/// The device's owner changes the configuration, or stops the device.
-fn sleeps_through_nothing(stops: bool) {
+/// The owner of the device stops it (`stops`), or changes the configuration.
+fn misses_no_wakeup(stops: bool) {
     let mut front_end = FrontEnd::connect();
     let (ours, its) = UnixStream::pair().unwrap();
     front_end.take_requests_on(its.into());
@@ -22,7 +23,7 @@ fn sleeps_through_nothing(stops: bool) {
     };
     front_end.start();
     let (mut rejections, mut changes) = (0, 0);
-    // One that is lost is a deadlock.
+    // A lost wake-up makes this wait for ever, which the model checkers report as a deadlock.
     while (rejections, changes) != (1, usize::from(!stops)) || stops != shared.stopping.load(SeqCst) {
         shared.wake.wait();
         front_end.device.turn();
@@ -38,7 +39,7 @@ fn sleeps_through_nothing(stops: bool) {
     drop(engine);
 }
 
-/// Messages of the device that have arrived.
+/// The number of messages of the device that have arrived.
 fn messages(socket: &UnixStream) -> usize {
     socket.set_nonblocking(true).unwrap();
     let socket: OwnedFd = socket.try_clone().unwrap().into();
@@ -48,22 +49,14 @@ fn messages(socket: &UnixStream) -> usize {
 
 #[cfg(loom)]
 #[test]
-fn loom_the_control_thread_sleeps_through_nothing() {
-    model("loom_the_control_thread_sleeps_through_nothing: a change", 2, 3_000, || {
-        sleeps_through_nothing(false)
-    });
-    model("loom_the_control_thread_sleeps_through_nothing: a stop", 2, 3_000, || {
-        sleeps_through_nothing(true)
-    });
+fn loom_the_control_thread_misses_no_wakeup() {
+    model("loom_the_control_thread_misses_no_wakeup: a change", 2, 3_000, || misses_no_wakeup(false));
+    model("loom_the_control_thread_misses_no_wakeup: a stop", 2, 3_000, || misses_no_wakeup(true));
 }
 
 #[cfg(shuttle)]
 #[test]
-fn shuttle_the_control_thread_sleeps_through_nothing() {
-    model("shuttle_the_control_thread_sleeps_through_nothing: a change", 2, 3_000, || {
-        sleeps_through_nothing(false);
-    });
-    model("shuttle_the_control_thread_sleeps_through_nothing: a stop", 2, 3_000, || {
-        sleeps_through_nothing(true)
-    });
+fn shuttle_the_control_thread_misses_no_wakeup() {
+    model("shuttle_the_control_thread_misses_no_wakeup: a change", 2, 3_000, || misses_no_wakeup(false));
+    model("shuttle_the_control_thread_misses_no_wakeup: a stop", 2, 3_000, || misses_no_wakeup(true));
 }

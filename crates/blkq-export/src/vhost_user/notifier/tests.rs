@@ -20,7 +20,7 @@ fn take(event: &OwnedFd) -> u64 {
 }
 
 #[test]
-fn an_eventfd_counts_and_is_not_waited_for() {
+fn notifying_an_eventfd_counts_and_never_blocks() {
     for prepared in [false, true] {
         let notifier = Notifier::default();
         if prepared {
@@ -46,7 +46,7 @@ fn an_eventfd_counts_and_is_not_waited_for() {
 }
 
 #[test]
-fn a_socket_gets_a_number_and_is_not_waited_for() {
+fn notifying_a_socket_sends_a_number_and_never_blocks() {
     let notifier = Notifier::default();
     let (mut reader, writer) = UnixStream::pair().unwrap();
     notifier.set(Some(CallFile::Socket(writer.into()))).unwrap();
@@ -81,7 +81,7 @@ fn one_notification_leaves_no_descriptor() {
 }
 
 #[test]
-fn a_descriptor_set_while_others_notify_is_signalled() {
+fn a_descriptor_set_during_notifications_is_signaled() {
     let notifier = Notifier::default();
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -93,17 +93,17 @@ fn a_descriptor_set_while_others_notify_is_signalled() {
         for _ in 0..200 {
             let (one, file) = event();
             notifier.set(Some(file)).unwrap();
-            wait_until("it is signalled", || take(&one) > 0);
+            wait_until("the new eventfd is signaled", || take(&one) > 0);
         }
         done.store(true, std::sync::atomic::Ordering::Relaxed);
     });
 }
 
 #[test]
-fn a_ring_does_nothing_else() {
+fn a_ring_can_execute_nothing_but_nops() {
     let mut ring = make_ring().unwrap();
     let poll = opcode::PollAdd::new(io_uring::types::Fd(0), libc::POLLIN as u32).build();
-    // SAFETY: no memory is passed, and standard input stays open.
+    // SAFETY: the poll has no memory, and standard input stays open.
     unsafe { ring.submission().push(&poll).unwrap() };
     ring.submit().unwrap();
     assert_eq!(ring.completion().next().unwrap().result(), -libc::EACCES);

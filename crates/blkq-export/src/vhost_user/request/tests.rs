@@ -1,4 +1,4 @@
-//! Requests, cut into buffers in every way.
+//! Tests of requests that are split into buffers in different ways.
 
 use blkq::SegmentOwner;
 use proptest::prelude::*;
@@ -10,7 +10,7 @@ use crate::vhost_user::memory::Span;
 
 const HEADER: u64 = 0x1000;
 const DATA: u64 = 0x10_0000;
-/// Adjacent to the first region of the data.
+/// This region is adjacent to that of `DATA` in guest memory.
 const MORE: u64 = DATA + 0x8000;
 const STATUS: u64 = 0x2000;
 
@@ -37,7 +37,7 @@ fn parse(guest: &Guest, chain: &Chain) -> Result<BlockRequest, RingError> {
     Parser::new("serial").parse(chain, &guest.memory)
 }
 
-/// Where the guest's memory at `address` is in this process.
+/// The address in this process of the guest address `address`.
 fn place(guest: &Guest, address: u64) -> *mut u8 {
     let span: Span<'_> = guest.memory.span(&mut Cursor::default(), address, 1).unwrap();
     span.start().as_ptr()
@@ -51,7 +51,7 @@ fn segments(data: &Data) -> Vec<(*mut u8, u32)> {
 }
 
 #[test]
-fn reads_and_writes_have_their_data_where_the_guest_has_it() {
+fn data_of_reads_and_writes_is_in_the_guests_buffers() {
     let guest = guest();
     for (kind, operation) in [(T_IN, Operation::Read), (T_OUT, Operation::Write)] {
         put_header(&guest, kind, 0x1_2345_6789);
@@ -91,7 +91,7 @@ fn a_buffer_across_adjacent_regions_is_two_segments() {
         let unmapped = RingError::BufferUnmapped { address: data.0, length: data.1 };
         let refused = parse(&guest, &chain(&[(HEADER, 16)], &[data, (STATUS, 1)]));
         if data.1 == u32::MAX - 511 {
-            // Longer than any request may be.
+            // This request is longer than the limit.
             assert!(matches!(refused.unwrap().action, Action::Reply(S_IOERR)));
         } else {
             assert_eq!(refused.err(), Some(unmapped));
@@ -100,7 +100,7 @@ fn a_buffer_across_adjacent_regions_is_two_segments() {
 }
 
 #[test]
-fn neighbours_in_memory_become_one_segment() {
+fn adjacent_buffers_become_one_segment() {
     let guest = guest();
     put_header(&guest, T_OUT, 0);
     let data = [(HEADER, 16), (DATA, 4096), (DATA + 4096, 4096), (DATA + 8192, 512), (DATA + 0x5000, 512)];
@@ -110,7 +110,7 @@ fn neighbours_in_memory_become_one_segment() {
 }
 
 #[test]
-fn what_is_not_whole_sectors_or_too_long_fails() {
+fn partial_sectors_and_too_long_requests_fail() {
     let guest = guest();
     put_header(&guest, T_IN, 0);
     for bytes in [1, 511, 513, 4095] {
@@ -160,14 +160,15 @@ fn each_type_has_its_action() {
         parse(&guest, &chain(&[(HEADER, 16)], &[(STATUS, 1)])).unwrap().action
     };
     assert!(matches!(flush(T_FLUSH), Action::Flush));
-    // Scsi commands, lifetime, secure erase, zones, and what nobody knows; the old barrier bit.
+    // The old barrier bit; SCSI commands, lifetime, secure erase and zones, which are not supported; and
+    // unknown types.
     for kind in [2, 3, 5, 10, 14, 15, 16, 24, 0x8000_0000, u32::MAX] {
         assert!(matches!(flush(kind), Action::Reply(S_UNSUPP)), "{kind}");
     }
 }
 
 #[test]
-fn the_serial_number_is_as_long_as_there_is_room() {
+fn the_serial_number_is_cut_to_the_room_for_it() {
     let guest = guest();
     put_header(&guest, T_GET_ID, 0);
     let mut parser = Parser::new("a-serial-number-that-is-too-long");
@@ -187,7 +188,7 @@ fn the_serial_number_is_as_long_as_there_is_room() {
         let (id, rest) = written.split_at(expected.len());
         assert_eq!(id, expected.as_bytes());
         assert!(rest.iter().all(|byte| *byte == 0xee));
-        // The status follows at once only if the number filled its room.
+        // The status directly follows the number only if the number fills its buffer.
         let follows = room <= 20;
         assert_eq!(request.writable, expected.len() as u32 + u32::from(follows));
     }
@@ -204,7 +205,7 @@ fn put_range(guest: &Guest, index: u64, sector: u64, sectors: u32, flags: u32) {
 }
 
 #[test]
-fn discards_and_zeroes_have_their_ranges() {
+fn discards_and_write_zeroes_have_their_ranges() {
     let guest = guest();
     let mut parser = Parser::new("");
     let mut parse = |kind, bytes| {
@@ -237,7 +238,7 @@ fn discards_and_zeroes_have_their_ranges() {
 }
 
 #[test]
-fn what_a_completion_returns_is_used_again() {
+fn segments_of_a_completed_request_are_reused() {
     let guest = guest();
     put_header(&guest, T_IN, 0);
     let chain = chain(&[(HEADER, 16)], &[(DATA, 4096), (STATUS, 1)]);
@@ -254,9 +255,9 @@ fn what_a_completion_returns_is_used_again() {
     parser.recycle(Data::Segments(second));
     let again = [data_of(&mut parser), data_of(&mut parser)];
     again.iter().for_each(|owner| assert!(known.contains(&address(&***owner))));
-    // Data of another kind is dropped.
+    // Data of other kinds is dropped.
     parser.recycle(Data::Buffer(blkq::IoBuffer::zeroed(512)));
-    // The memory of the guest stays as long as a bio has it, and no longer.
+    // A bio keeps the guest memory mapped, and an idle owner does not.
     let [bio, idle] = again;
     parser.recycle(Data::Segments(idle));
     drop(parser);
@@ -268,14 +269,14 @@ fn what_a_completion_returns_is_used_again() {
 }
 
 proptest! {
-    /// Header, data and status are found in whatever buffers they lie.
+    /// Header, data and status are found in any split of the buffers.
     #[test]
-    fn the_driver_may_cut_a_request_anywhere(
+    fn the_driver_may_split_a_request_anywhere(
         cuts in prop::collection::vec(8u32..200, 0..12), sectors in 1u32..8, writes: bool, gap in 0u64..3,
     ) {
         let guest = guest();
         let bytes = sectors * 512;
-        // All of it at DATA: the header, and the data behind it or the data and the status.
+        // The readable part is at DATA: the header, and the data of a write. The writable part is at MORE.
         let mut header = (if writes { T_OUT } else { T_IN }).to_le_bytes().to_vec();
         header.extend(0u32.to_le_bytes());
         header.extend(77u64.to_le_bytes());
@@ -303,7 +304,7 @@ proptest! {
         prop_assert_eq!((sector, found), (Sector(77), u64::from(bytes)));
         let (address, length) = writable[writable.len() - 1];
         prop_assert_eq!(request.status, address + u64::from(length) - 1);
-        // Byte for byte, the segments are the buffers without header and status.
+        // Byte for byte, the segments are the buffers without the header or the status.
         let list = if writes { &readable } else { &writable };
         let all: Vec<u64> = list.iter().flat_map(|(at, length)| *at..at + u64::from(*length)).collect();
         let expected = if writes { &all[16..] } else { &all[..all.len() - 1] };

@@ -1,5 +1,5 @@
-//! Rings as a hostile guest or front end may write them: each is an error with its reason, nothing is
-//! touched beside the memory, and nothing takes long.
+//! Rings with content that a hostile guest or front end may write. Each mistake must be reported with its
+//! reason, quickly, and nothing outside of the guest's memory may be accessed.
 // Contract: bounded-input
 
 use std::sync::Arc;
@@ -38,7 +38,8 @@ fn open(guest: &Guest, spec: &RingSpec) -> Result<Ring, RingError> {
     Ring::new(Arc::clone(&guest.memory), spec, None)
 }
 
-/// The first chain of a split ring whose descriptors are these: address, length, flags, next.
+/// Pops the first chain of a split ring with these descriptors: address, length, flags, next. Returns its
+/// number of buffers.
 fn split(descriptors: &[(u64, u32, u16, u16)], table: &[(u64, u32, u16, u16)]) -> Result<usize, RingError> {
     let guest = guest();
     let spec = spec(&guest, false);
@@ -55,7 +56,7 @@ fn split(descriptors: &[(u64, u32, u16, u16)], table: &[(u64, u32, u16, u16)]) -
     Ok(chain.readable().len() + chain.writable().len())
 }
 
-/// The same of a packed ring: address, length, identifier, flags without the turn.
+/// As [`split`] for a packed ring: address, length, identifier, flags without the wrap bits.
 fn packed(descriptors: &[(u64, u32, u16, u16)], table: &[(u64, u32, u16, u16)]) -> Result<usize, RingError> {
     let guest = guest();
     let spec = spec(&guest, true);
@@ -72,7 +73,7 @@ fn packed(descriptors: &[(u64, u32, u16, u16)], table: &[(u64, u32, u16, u16)]) 
 }
 
 #[test]
-fn bad_chains_of_a_split_ring_have_their_reasons() {
+fn invalid_chains_of_a_split_ring_are_rejected() {
     let head = 0;
     let table = |length, flags| [(TABLE, length, flags, 0)];
     assert_eq!(split(&[(DATA, 16, NEXT, 1), (DATA, 1, WRITE, 7)], &[]), Ok(2));
@@ -85,10 +86,10 @@ fn bad_chains_of_a_split_ring_have_their_reasons() {
     assert_eq!(split(&[(DATA, 0, 0, 0)], &[]), Err(RingError::EmptyBuffer { head }));
     let order = [(DATA, 1, WRITE | NEXT, 1), (DATA, 16, 0, 0)];
     assert_eq!(split(&order, &[]), Err(RingError::Order { head }));
-    // Indirect tables, alone and behind ordinary descriptors.
+    // Indirect tables, alone and after ordinary descriptors.
     assert_eq!(split(&table(32, INDIRECT), &[(DATA, 16, NEXT, 1), (DATA, 1, WRITE, 0)]), Ok(2));
     assert_eq!(split(&[(DATA, 16, NEXT, 1), (TABLE, 16, INDIRECT, 0)], &[(DATA, 1, WRITE, 0)]), Ok(2));
-    // The flag to write means nothing for the table itself.
+    // The write flag has no meaning for the table itself.
     assert_eq!(split(&table(16, INDIRECT | WRITE), &[(DATA, 16, 0, 0)]), Ok(1));
     assert_eq!(split(&table(32, INDIRECT | NEXT), &[]), Err(RingError::IndirectNext { head }));
     for length in [0, 15, 17, 16 * (DESCRIPTORS_MAX as u32 + 1), u32::MAX, 0xffff_fff0] {
@@ -105,7 +106,7 @@ fn bad_chains_of_a_split_ring_have_their_reasons() {
         let linked: Vec<_> = vec![(DATA, 16, NEXT, 1); 2];
         assert_eq!(
             split(&[(address, 32, INDIRECT, 0)], &linked).map_err(|e| match e {
-                // The last entries of the region are zeroes: no buffer.
+                // The last entries of the region are zeroes, and so are buffers of 0 bytes.
                 RingError::EmptyBuffer { .. } => unmapped,
                 other => other,
             }),
@@ -115,7 +116,7 @@ fn bad_chains_of_a_split_ring_have_their_reasons() {
 }
 
 #[test]
-fn bad_chains_of_a_packed_ring_have_their_reasons() {
+fn invalid_chains_of_a_packed_ring_are_rejected() {
     let head = 3;
     let table = |length, flags| [(TABLE, length, head, flags)];
     assert_eq!(packed(&[(DATA, 16, 0, NEXT), (DATA, 1, head, WRITE)], &[]), Ok(2));
@@ -125,11 +126,11 @@ fn bad_chains_of_a_packed_ring_have_their_reasons() {
         Err(RingError::HeadRange { head: u16::MAX, size: SIZE })
     );
     assert_eq!(packed(&[(DATA, 0, head, 0)], &[]), Err(RingError::EmptyBuffer { head }));
-    // A chain around the ring and on.
+    // A chain that is longer than the ring.
     assert_eq!(packed(&[(DATA, 16, head, NEXT); SIZE as usize], &[]), Err(RingError::RingOverrun { head }));
     let order = [(DATA, 1, head, WRITE | NEXT), (DATA, 16, head, 0)];
     assert_eq!(packed(&order, &[]), Err(RingError::Order { head }));
-    // All entries of a table count, whatever their flags and identifiers.
+    // All entries of a table belong to the chain, whatever their flags and identifiers are.
     let entries = [(DATA, 16, 77, 0), (DATA, 16, 78, NEXT), (DATA, 1, 79, WRITE)];
     assert_eq!(packed(&table(48, INDIRECT), &entries), Ok(3));
     assert_eq!(packed(&table(48, INDIRECT | NEXT), &entries), Err(RingError::IndirectNext { head }));
@@ -147,7 +148,7 @@ fn bad_chains_of_a_packed_ring_have_their_reasons() {
 }
 
 #[test]
-fn indirect_tables_are_refused_unless_negotiated() {
+fn indirect_tables_are_rejected_unless_negotiated() {
     for packed in [false, true] {
         let guest = guest();
         let spec = RingSpec { indirect: false, ..spec(&guest, packed) };
@@ -166,13 +167,13 @@ fn an_available_index_that_jumps_is_an_error() {
         driver.start_at(&guest, start);
         let mut chain = Chain::new();
         (0..SIZE).for_each(|index| guest.put_split(DESCRIPTORS, index, DATA, 16, 0, 0));
-        // As many as the ring has are fine, each of its own head.
+        // As many chains as the ring has descriptors are valid, each with its own head.
         let mut ring = open(&guest, &driver.spec).unwrap();
         guest.put16(AVAILABLE + 2, start.wrapping_add(SIZE));
         (0..SIZE).for_each(|index| guest.put16(AVAILABLE + 4 + 2 * u64::from(index), index));
         assert_eq!((0..SIZE).filter(|_| ring.pop(&mut chain).unwrap().is_some()).count(), usize::from(SIZE));
         assert_eq!(ring.pop(&mut chain), Ok(None));
-        // Those are in flight.
+        // All heads are in flight.
         guest.put16(AVAILABLE + 2, start.wrapping_add(SIZE + 1));
         assert!(matches!(ring.pop(&mut chain), Err(RingError::HeadInFlight { .. })));
         for ahead in [SIZE + 1, 0x7fff, 0x8000, 0xffff] {
@@ -199,7 +200,7 @@ fn a_head_beyond_the_ring_is_an_error() {
 }
 
 #[test]
-fn an_identifier_in_flight_is_not_taken_again() {
+fn an_identifier_in_flight_is_not_accepted_again() {
     let guest = guest();
     let spec = spec(&guest, true);
     let mut ring = open(&guest, &spec).unwrap();
@@ -210,7 +211,7 @@ fn an_identifier_in_flight_is_not_taken_again() {
 }
 
 #[test]
-fn a_driver_that_does_not_wait_for_its_ring_is_an_error() {
+fn a_driver_that_overruns_its_ring_is_rejected() {
     let guest = guest();
     let spec = spec(&guest, true);
     let mut ring = open(&guest, &spec).unwrap();
@@ -219,13 +220,13 @@ fn a_driver_that_does_not_wait_for_its_ring_is_an_error() {
         guest.put_packed(DESCRIPTORS, index, DATA, 16, index, 0x80);
         assert!(ring.pop(&mut chain).unwrap().is_some());
     }
-    // The next lap, with all of this one in flight.
+    // The next lap begins while all descriptors of this one are in flight.
     guest.put_packed(DESCRIPTORS, 0, DATA, 16, 0, 0x8000);
     assert_eq!(ring.pop(&mut chain), Err(RingError::RingOverrun { head: 0 }));
 }
 
 #[test]
-fn rings_that_do_not_lie_in_memory_are_refused() {
+fn rings_outside_of_guest_memory_are_rejected() {
     for packed in [false, true] {
         let guest = guest();
         let good = spec(&guest, packed);
@@ -247,7 +248,7 @@ fn rings_that_do_not_lie_in_memory_are_refused() {
             let spec = RingSpec { size, ..good.clone() };
             assert_eq!(open(&guest, &spec).err(), Some(RingError::Size { size: size.into() }));
         }
-        // The ring's last byte is the region's.
+        // A ring that does not end in its region.
         let spec = RingSpec { size: 1 << 15, ..good.clone() };
         assert!(matches!(open(&guest, &spec), Err(RingError::Unmapped { part: Part::Descriptors, .. })));
     }
@@ -263,7 +264,7 @@ fn rings_that_do_not_lie_in_memory_are_refused() {
 }
 
 #[test]
-fn a_packed_ring_without_a_base_begins_in_the_first_lap() {
+fn a_packed_ring_without_a_base_starts_in_the_first_lap() {
     let guest = guest();
     let mut driver = Driver::new(&guest, RINGS, SIZE, true, true);
     driver.spec.base = 0;
@@ -281,7 +282,7 @@ fn a_packed_ring_without_a_base_begins_in_the_first_lap() {
         ring.push_used(popped, 0);
         ring.publish();
     }
-    // All of the first lap is used: 0 is now the second one.
+    // All descriptors of the first lap are used, so the base 0 now means the second lap.
     driver.take_used(&guest).unwrap();
     assert_eq!(ring.base(), 0);
     let mut ring = open(&guest, &driver.spec).unwrap();
@@ -290,10 +291,10 @@ fn a_packed_ring_without_a_base_begins_in_the_first_lap() {
     assert!(ring.pop(&mut chain).unwrap().is_some());
 }
 
-/// The driver had used the ring before there was a record, as after a migration; the device dies before
-/// it completes anything. The request of descriptor 0 must not be taken for one that was used.
+/// The driver had used the ring before there was a record, as after a migration. The device is killed before
+/// it completes any chain. The chain of descriptor 0 must not be taken for a used one.
 #[test]
-fn a_new_record_of_an_old_ring_keeps_descriptor_0() {
+fn a_new_record_of_a_used_ring_keeps_descriptor_0() {
     for used in [1, 3, SIZE, 200, 0xffff] {
         let guest = guest();
         let mut driver = Driver::new(&guest, RINGS, SIZE, false, false);
@@ -316,9 +317,9 @@ fn a_new_record_of_an_old_ring_keeps_descriptor_0() {
     }
 }
 
-/// A guest that starts again, and a front end that keeps the record of the ring that it had.
+/// A guest starts again with a new ring, and the front end keeps the record of the old ring.
 #[test]
-fn a_record_that_outlives_its_ring_begins_anew() {
+fn a_record_of_an_old_ring_is_initialized_for_a_new_one() {
     for packed in [false, true] {
         for rounds in 0..3 * SIZE {
             let guest = guest();
@@ -341,7 +342,7 @@ fn a_record_that_outlives_its_ring_begins_anew() {
 }
 
 #[test]
-fn a_record_that_was_written_over_is_refused_or_bounded() {
+fn a_corrupted_record_is_rejected_or_bounded() {
     use std::os::unix::fs::FileExt;
     for packed in [false, true] {
         for seed in 0u32..1500 {
@@ -359,7 +360,7 @@ fn a_record_that_was_written_over_is_refused_or_bounded() {
                 ring.pop(&mut chain).unwrap().unwrap();
             }
             drop(ring);
-            // A few bytes, most of them of the header and the first records.
+            // Corrupts a few bytes, mostly of the header and the first records.
             let mut random = seed.wrapping_mul(2_654_435_761) | 1;
             let mut next = |bound: u64| {
                 random ^= random << 13;
@@ -384,7 +385,7 @@ fn a_record_that_was_written_over_is_refused_or_bounded() {
 }
 
 #[test]
-fn a_record_of_another_ring_is_refused() {
+fn a_record_of_another_ring_is_rejected() {
     let (region, _file) = InflightRegion::create(2, SIZE, false).unwrap();
     assert!(region.queue(2, SIZE, false).is_none());
     assert!(region.queue(0, SIZE * 2, false).is_none());
@@ -400,7 +401,7 @@ fn a_record_of_another_ring_is_refused() {
     let bytes = region.bytes();
     let open = |offset, bytes| InflightRegion::open(file.try_clone().unwrap(), offset, bytes, 2, SIZE, true);
     assert!(open(0, bytes).is_ok());
-    // One without the note of the write cache is that of another program.
+    // A record without the trailer is that of another program.
     assert_eq!(open(0, bytes - 64).unwrap().write_cache(), None);
     assert!(open(0, bytes - 65).is_err() && open(1, bytes).is_err() && open(4096, bytes).is_err());
     assert!(open(!63, bytes).is_err());
@@ -410,9 +411,9 @@ fn a_record_of_another_ring_is_refused() {
     }
 }
 
-/// A guest that writes what it likes, where it likes, while its ring is served.
+/// The guest writes random content to random addresses while its ring is served.
 #[test]
-fn a_guest_that_scribbles_meanwhile_harms_only_itself() {
+fn a_guest_that_writes_at_random_harms_only_itself() {
     for packed in [false, true] {
         let guest = Arc::new(guest());
         let spec = spec(&guest, packed);
@@ -424,7 +425,7 @@ fn a_guest_that_scribbles_meanwhile_harms_only_itself() {
                 while !stop.load(Ordering::Relaxed) {
                     random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     let value = random >> 16;
-                    // Mostly what looks like a ring: few descriptors, addresses of memory.
+                    // Mostly valid content: few descriptors, addresses of guest memory.
                     let index = (value >> 32) as u16 % SIZE;
                     match value % 8 {
                         0 => {
@@ -435,7 +436,7 @@ fn a_guest_that_scribbles_meanwhile_harms_only_itself() {
                             .put16(AVAILABLE + 4 + 2 * u64::from(index), (value >> 8) as u16 % (SIZE + 1)),
                         2 => guest.put16(DESCRIPTORS + 16 * u64::from(index) + 14, (value >> 8) as u16),
                         3 => guest.write(TABLE + (value >> 8) % 0x1000, &value.to_le_bytes()),
-                        // A request, perhaps, in two descriptors.
+                        // This may become a request of two descriptors.
                         4..=6 => {
                             let first = index & !1;
                             let length = (value >> 40) as u32 % 0x2000;
@@ -475,9 +476,9 @@ fn a_guest_that_scribbles_meanwhile_harms_only_itself() {
         };
         let (mut chain, mut parser) = (Chain::new(), Parser::new("disk"));
         let (mut popped, mut parsed) = (0u64, 0u64);
-        // Returns whether the rounds so far were worth it.
+        // Returns whether enough chains and requests were found so far.
         let mut round = || {
-            // A ring that broke a rule is stopped; the guest starts it again.
+            // A ring that broke a rule has stopped. The guest starts it again.
             std::thread::yield_now();
             let base = if packed { spec.base } else { guest.get16(USED + 2).into() };
             let mut ring = open(&guest, &RingSpec { base, ..spec.clone() }).unwrap();
@@ -506,7 +507,7 @@ fn a_guest_that_scribbles_meanwhile_harms_only_itself() {
         while begin.elapsed() < Duration::from_secs(1) {
             round();
         }
-        // On a busy machine the scribbler may hardly run.
+        // On a busy machine the other thread may hardly run.
         wait_until("100 chains and 10 requests are found", round);
         stop.store(true, Ordering::Relaxed);
         scribbler.join().unwrap();

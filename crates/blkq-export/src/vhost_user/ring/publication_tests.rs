@@ -1,9 +1,10 @@
-//! The record of what is in flight as the next daemon may find it, wherever the one before was killed and in
-//! whatever order its stores became visible.
+//! Tests the record of requests in flight as the next daemon may find it: the previous daemon may be killed
+//! anywhere, and its stores may have become visible in a different order.
 //!
-//! A kill leaves what the processor had executed, in the order of the machine code. There a store that
-//! releases comes after all that are before it in the program; others may come earlier, but not before what
-//! was loaded to acquire. Each set of stores that this allows is made, and a ring recovers from it.
+//! A kill leaves what the CPU has executed, in the order of the machine code. There, a store with release
+//! ordering comes after all accesses that precede it in the program. The compiler may move other stores
+//! ahead, but not before a load with acquire ordering. The tests create each set of stores that these rules
+//! allow, and let a ring recover from it.
 
 use std::collections::HashMap;
 
@@ -14,12 +15,12 @@ use crate::vhost_user::inflight::InflightRegion;
 
 const RINGS: u64 = 0x10_0000;
 const DATA: u64 = 0x20_0000;
-/// With more stores that may or may not be visible, only those sets are made in which at most two of
-/// them are, or are not.
+/// With more stores than this that may or may not be visible, only those sets are created that contain at
+/// most two of them, or all but at most two.
 const ALL_SETS_MAX: usize = 6;
 
 /// Calls `check` with each state of memory that a kill during `events` may leave, and then restores the last
-/// one. Returns how many there are.
+/// state. Returns the number of states.
 fn for_each_state(events: &[Event], mut check: impl FnMut()) -> usize {
     let stores = |from: usize, to: usize| {
         events[from..to].iter().filter_map(|event| match event {
@@ -66,8 +67,9 @@ struct World {
     guest: Guest,
     driver: Driver,
     region: InflightRegion,
-    /// Heads that are available or in flight, in the order in which they were added; the buffers of each.
+    /// Heads that are available or in flight, in the order in which they were added.
     outstanding: Vec<u16>,
+    /// The buffers of each head.
     offers: HashMap<u16, Vec<Offer>>,
 }
 
@@ -96,14 +98,15 @@ impl World {
         }
     }
 
-    /// The driver takes what is used.
+    /// The driver takes the used chains.
     fn take_used(&mut self) {
         while let Some((head, _)) = self.driver.take_used(&self.guest) {
             self.outstanding.retain(|other| *other != head);
         }
     }
 
-    /// The next daemon completes all that the driver does not see as used, each once, in order.
+    /// Checks that the next daemon completes all chains that the driver does not see as used, each once and
+    /// in order.
     fn check_recovery(&self) {
         let mut driver = self.driver.clone();
         let mut expected = self.outstanding.clone();
@@ -145,7 +148,7 @@ fn run(size: u16, packed: bool) {
         while let Some(head) = ring.pop(&mut chain).unwrap() {
             in_flight.push(head);
         }
-        // Not in the order in which they were taken, and one stays.
+        // The chains complete in another order than they were taken, and one stays in flight.
         if in_flight.len() > 1 {
             let first = in_flight.remove(turn as usize % in_flight.len());
             ring.push_used(first, 1);

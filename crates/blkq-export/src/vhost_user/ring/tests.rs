@@ -1,4 +1,4 @@
-//! Both kinds of ring against a driver that was written apart, and what a hostile one may do.
+//! Tests of both kinds of ring, with a driver that was written independently and a device that may be killed.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -16,30 +16,30 @@ fn guest() -> Guest {
     Guest::new(&[(RINGS, Driver::BYTES), (DATA, 0x10000)])
 }
 
-/// A step of driver or device.
+/// A step of the driver or the device.
 #[derive(Clone, Debug)]
 enum Step {
-    /// Adds chains of so many buffers to read and to write.
+    /// The driver adds `times` chains with this number of readable and writable buffers.
     Add {
         readable: usize,
         writable: usize,
         indirect: bool,
         times: usize,
     },
-    /// The device takes what there is, up to a number of chains.
+    /// The device takes at most this number of chains.
     Pop(usize),
-    /// The device completes one of those in flight.
+    /// The device completes one of the chains in flight, with this number of bytes written.
     Complete(usize, u32),
     Publish,
-    /// The device sleeps, if nothing is there.
+    /// The device asks for a kick, and sleeps if no chain is available.
     Sleep,
-    /// The driver takes what is used, and then wants calls or not.
+    /// The driver takes the used chains, and then enables or disables calls.
     TakeUsed {
         calls: bool,
     },
-    /// The device stops when nothing is in flight, and begins where it was.
+    /// If no chain is in flight, the device stops, and starts again at the same position.
     Restart,
-    /// The device dies after so many stores of the next steps.
+    /// The device is killed after this number of stores of the following steps.
     Die(u64),
 }
 
@@ -57,24 +57,25 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A driver, a device, and what each must see.
+/// The state of a driver and a device, and what each of them must see.
 struct Model {
     guest: Guest,
     driver: Driver,
     ring: Ring,
     region: Option<InflightRegion>,
     chain: Chain,
-    /// Available and not taken, in order.
+    /// Chains that are available and not taken, in order.
     waiting: VecDeque<(u16, Vec<Offer>)>,
-    /// Taken.
+    /// Chains that were taken and have not completed.
     in_flight: Vec<(Head, Vec<Offer>)>,
-    /// Completed and not published, published and not taken by the driver.
+    /// Chains that have completed and are not published.
     completed: Vec<(u16, u32)>,
+    /// Chains that were published and not taken by the driver.
     published: VecDeque<(u16, u32)>,
-    /// The driver wants a call.
+    /// The driver has enabled calls.
     calls: bool,
     asleep: bool,
-    /// By head: the order of taking, and the buffers.
+    /// For each head in flight: the order in which it was taken, and its buffers.
     taken: HashMap<u16, (u64, Vec<Offer>)>,
     takes: u64,
     salt: u32,
@@ -148,10 +149,10 @@ impl Model {
             return false;
         }
         let Some(head) = head else {
-            assert!(self.waiting.is_empty(), "a chain is not seen");
+            assert!(self.waiting.is_empty(), "an available chain was not found");
             return false;
         };
-        let (index, offers) = self.waiting.pop_front().expect("a chain that nobody made");
+        let (index, offers) = self.waiting.pop_front().expect("a chain that the driver did not add");
         assert_eq!((head.index, self.offers()), (index, offers.clone()));
         self.taken.insert(index, (self.takes, offers.clone()));
         self.takes += 1;
@@ -170,17 +171,17 @@ impl Model {
         if entered && before == 0 && self.calls {
             assert!(called, "the driver waits for a call");
         }
-        assert!(entered || !called, "a call for nothing");
+        assert!(entered || !called, "a call without a used chain");
     }
 
-    /// The driver takes what is used.
+    /// The driver takes all used chains, which must be those that were published.
     fn take_used(&mut self) {
         while let Some(used) = self.driver.take_used(&self.guest) {
             let expected = self.published.pop_front().expect("used before it was published");
             assert_eq!(used, expected);
             self.taken.remove(&used.0);
         }
-        assert!(self.published.is_empty(), "used, and not seen");
+        assert!(self.published.is_empty(), "a published chain was not found");
     }
 
     fn restart(&mut self, base: u32) {
@@ -190,10 +191,10 @@ impl Model {
         self.asleep = false;
     }
 
-    /// The device died in the middle of something, and another one begins.
+    /// Starts another device after one was killed in the middle of a step.
     fn recover(&mut self) {
         crash::after(None);
-        // The driver sees none or all of what was not yet published; in any case each at most once.
+        // The driver sees either none or all of the chains that were not published yet, each at most once.
         let mut maybe: VecDeque<(u16, u32)> = std::mem::take(&mut self.published);
         let certain = maybe.len();
         maybe.extend(self.completed.drain(..));
@@ -203,10 +204,11 @@ impl Model {
             self.taken.remove(&used.0);
             seen += 1;
         }
-        assert!(seen >= certain, "what was published is lost");
+        assert!(seen >= certain, "a published chain is lost");
         self.in_flight.clear();
         self.restart(self.driver.spec.base);
-        // In the order in which they were taken; then those of which the device knew nothing yet.
+        // Chains in flight come in the order in which they were taken, and are followed by chains that were
+        // not taken yet.
         let mut expected: Vec<(u64, u16, Vec<Offer>)> =
             self.taken.drain().map(|(head, (order, offers))| (order, head, offers)).collect();
         expected.sort();
@@ -299,14 +301,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_split_ring_does_what_its_driver_expects(
+    fn a_split_ring_behaves_as_its_driver_expects(
         size in 0u32..6, event_idx: bool, start: u16, steps in prop::collection::vec(step(), 1..120),
     ) {
         run(1 << size, false, event_idx, false, start, &steps);
     }
 
     #[test]
-    fn a_packed_ring_does_what_its_driver_expects(
+    fn a_packed_ring_behaves_as_its_driver_expects(
         size in 1u16..20, event_idx: bool, steps in prop::collection::vec(step(), 1..120),
     ) {
         run(size, true, event_idx, false, 0, &steps);
@@ -314,7 +316,7 @@ proptest! {
 
     // Contract: accepted-once
     #[test]
-    fn a_split_ring_that_dies_anywhere_completes_each_chain_once(
+    fn a_killed_split_ring_completes_each_chain_once(
         size in 0u32..5, event_idx: bool, start: u16, steps in prop::collection::vec(step(), 1..120),
     ) {
         run(1 << size, false, event_idx, true, start, &steps);
@@ -322,7 +324,7 @@ proptest! {
 
     // Contract: accepted-once
     #[test]
-    fn a_packed_ring_that_dies_anywhere_completes_each_chain_once(
+    fn a_killed_packed_ring_completes_each_chain_once(
         size in 1u16..12, event_idx: bool, steps in prop::collection::vec(step(), 1..120),
     ) {
         run(size, true, event_idx, true, 0, &steps);

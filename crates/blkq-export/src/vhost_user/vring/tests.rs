@@ -10,7 +10,7 @@ use super::*;
 const RING: u64 = 0x10000;
 const SIZE: u16 = 16;
 
-/// A ring that its driver has spoiled is started again and again before anybody asks.
+/// A ring with an invalid descriptor is started several times before its rejections are read.
 #[test]
 fn each_rejection_of_a_ring_is_reported() {
     let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
@@ -18,7 +18,7 @@ fn each_rejection_of_a_ring_is_reported() {
     let shared = Device::connect(&disk, engine.handle(), 1).unwrap().shared;
     let guest = Guest::new(&[(RING, Driver::BYTES)]);
     let spec = Driver::new(&guest, RING, SIZE, false, false).spec;
-    // It makes a descriptor available that there is not.
+    // The driver makes a descriptor available that does not exist.
     let driver_area = spec.driver_area - USER_OFFSET;
     guest.put16(driver_area + 4, SIZE);
     guest.put16(driver_area + 2, 1);
@@ -30,7 +30,7 @@ fn each_rejection_of_a_ring_is_reported() {
     };
     let error = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
     let mut vring = Vring::new(0);
-    vring.set_error(&shared, Some(Foreign::new(error.try_clone().unwrap()))).unwrap();
+    vring.set_error(&shared, Some(UntrustedFd::new(error.try_clone().unwrap()))).unwrap();
     let start = |vring: &mut Vring| {
         vring.set_size(SIZE.into()).unwrap();
         let (descriptors, used, available) = (spec.descriptors, spec.device_area, spec.driver_area);

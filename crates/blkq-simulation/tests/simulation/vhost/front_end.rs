@@ -349,7 +349,7 @@ impl FrontEnd {
             self.bounced += device.counters().bounced;
         }
         if let Some(mut backend) = self.backend.take() {
-            // Another thread closes the device's side, in real time: see `Foreign`.
+            // Another thread closes the device's side, in real time: see `UntrustedFd`.
             backend.set_nonblocking(false).unwrap();
             backend.set_read_timeout(Some(CLOSE_TIMEOUT)).unwrap();
             let read = backend.read(&mut [0; 12]).expect("the device's own socket is not closed");

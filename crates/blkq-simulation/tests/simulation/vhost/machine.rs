@@ -320,7 +320,7 @@ impl Machine {
         if self.tamper == Some(Tamper::WritesAfterStop)
             && let Some(asked) = ring.asked.values().next()
         {
-            self.guest.memory_of_device(asked.status, &[chance.below(2) as u8]);
+            self.guest.write_unexpected(asked.status, &[chance.below(2) as u8]);
         }
     }
 
@@ -360,13 +360,13 @@ impl Machine {
                 let (index, size) = (self.guest.get16(used + 2), spec.size);
                 let entry = |index: u16| used + 4 + 8 * u64::from(index % size);
                 let last: [u8; 8] = self.guest.read(entry(index.wrapping_sub(1)));
-                self.guest.memory_of_device(entry(index), &last);
-                self.guest.memory_of_device(used + 2, &index.wrapping_add(1).to_le_bytes());
+                self.guest.write_unexpected(entry(index), &last);
+                self.guest.write_unexpected(used + 2, &index.wrapping_add(1).to_le_bytes());
             }
             Some(Tamper::StrayByte) if chance.one_in(64) => {
                 let at = DATA + chance.below(2 * REGION_BYTES);
                 let [byte] = self.guest.read(at);
-                self.guest.memory_of_device(at, &[!byte]);
+                self.guest.write_unexpected(at, &[!byte]);
             }
             _ => {}
         }

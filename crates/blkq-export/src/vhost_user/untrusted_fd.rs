@@ -1,7 +1,7 @@
-//! Descriptors that a front end passed. To close one, or to ask its file system about it, may take as
-//! long as somebody else likes: a FUSE server that does not answer, a socket that lingers, an NFS
-//! server that is down. So that happens on threads that nobody waits for without a limit, until it is
-//! known to be an eventfd, a socket with an empty queue or a file of a local file system.
+//! Descriptors that a front end passed. Closing one, or asking its file system about it, may take as long as
+//! another process likes: the server of a FUSE file may not answer, a socket may linger, an NFS server may be
+//! down. So this happens in threads for which no other thread waits without a timeout, until the descriptor
+//! is known to be an eventfd, a socket with an empty queue, or a file of a local file system.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,61 +16,62 @@ use rustix::net::{AddressFamily, Shutdown, SocketAddrAny, SocketType, getpeernam
 
 use crate::mapping::check_file_system;
 
-/// Threads of a kind: so many descriptors may hang, and others are closed.
+/// Number of threads of each kind. That number of descriptors may hang before others have to wait.
 const THREADS_MAX: usize = 4;
-/// Descriptors that may wait to be closed, or to be examined; with more of them front ends are kept away.
+/// Most descriptors that wait to be closed or examined. Beyond that, nothing is received from front ends.
 const WAITING_MAX: usize = 256;
-/// How long the file system of a front end's file may take to answer.
+/// Time that the file system of a front end's file may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a thread without work waits for some before it exits.
+/// A thread exits after this time without work.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// A descriptor that a front end passed, or its connection, in whose queue there may be some. Dropped,
-/// it is closed by another thread.
+/// A descriptor that a front end passed, or the socket of a front end, whose queue may contain such
+/// descriptors. When it is dropped, another thread closes it.
 #[derive(Debug)]
-pub struct Foreign(Option<OwnedFd>);
+pub struct UntrustedFd(Option<OwnedFd>);
 
-impl Foreign {
-    /// That descriptor.
-    pub fn new(file: OwnedFd) -> Foreign {
-        Foreign(Some(file))
+impl UntrustedFd {
+    pub fn new(file: OwnedFd) -> UntrustedFd {
+        UntrustedFd(Some(file))
     }
 
-    /// The descriptor, if it is an eventfd.
+    /// Returns the descriptor if it is an eventfd.
     ///
     /// # Errors
-    /// That it is something else.
+    /// [`ErrorKind::Invalid`] if it is anything else.
     pub fn into_event(mut self) -> Result<OwnedFd, Error> {
-        self.0.take_if(|file| is_event(file)).ok_or_else(|| unfit("its descriptor is no eventfd"))
+        self.0.take_if(|file| is_event(file)).ok_or_else(|| unfit("the descriptor is not an eventfd"))
     }
 
-    /// The descriptor, if it is an eventfd or a unix stream socket, of which user-mode Linux has a pair and
-    /// calls it a pipe. From here on the socket receives nothing: in its queue there could be descriptors.
+    /// Returns the descriptor if it is an eventfd, or a connected unix stream socket, which user-mode Linux
+    /// passes instead. The socket is shut down for reading, because received messages could contain
+    /// descriptors.
     ///
     /// # Errors
-    /// That it is something else, or what [`Foreign::check_socket`] rejects.
+    /// [`ErrorKind::Invalid`] if it is anything else, has received data, or is rejected by
+    /// [`UntrustedFd::check_socket`].
     pub fn into_call(mut self, own: Option<&SocketAddrAny>) -> Result<CallFile, Error> {
         let file = self.as_fd();
         let is_event = is_event(file);
         if !is_event {
             let is_stream = sockopt::socket_type(file) == Ok(SocketType::STREAM);
             if !is_stream || self.check_socket(own).is_err() {
-                return Err(unfit("its descriptor is neither an eventfd nor a pair of unix stream sockets"));
+                return Err(unfit("the descriptor is neither an eventfd nor a connected unix stream socket"));
             }
             if shutdown(file, Shutdown::Read).is_err() || ioctl_fionread(file) != Ok(0) {
-                return Err(unfit("its descriptor is a socket that has received something"));
+                return Err(unfit("the descriptor is a socket that has received data"));
             }
         }
-        let file = self.0.take().ok_or_else(|| unfit("its descriptor is closed"))?;
+        let file = self.0.take().ok_or_else(|| unfit("the descriptor is closed"))?;
         Ok(if is_event { CallFile::Event(file) } else { CallFile::Socket(file) })
     }
 
-    /// The descriptor, if it is a file of memory, or of a local file system.
+    /// Returns the descriptor if it is a file in memory or on a local file system.
     ///
     /// # Errors
-    /// That it is not, or that its file system does not say so in time.
+    /// [`ErrorKind::Invalid`] if it is not, or if its file system does not answer in time.
     pub fn into_memory(mut self) -> Result<OwnedFd, Error> {
-        // Only files of tmpfs and hugetlbfs have seals.
+        // Only files of tmpfs and hugetlbfs have seals, and the kernel answers this without asking a server.
         if let Some(file) = self.0.take_if(|file| fcntl_get_seals(file).is_ok()) {
             return Ok(file);
         }
@@ -80,34 +81,35 @@ impl Foreign {
             let _ = sender.send(checked.map(|_| self));
         }));
         let answer = receiver.recv_timeout(ANSWER_TIMEOUT);
-        let file = answer.unwrap_or_else(|_| Err(unfit("its file system does not answer")))?.0.take();
-        file.ok_or_else(|| unfit("its descriptor is closed"))
+        let file = answer
+            .unwrap_or_else(|_| Err(unfit("the file system of the descriptor does not answer")))?
+            .0
+            .take();
+        file.ok_or_else(|| unfit("the descriptor is closed"))
     }
 
-    /// Checks that it is a unix socket, and not a connection to `own`, where the device listens: that one
-    /// would seem to be connected for as long as the device has it.
+    /// Checks that the descriptor is a connected unix socket, and not a connection to `own`, the socket on
+    /// which the device listens: the device would itself keep such a connection open.
     ///
     /// # Errors
-    /// That it is something else.
+    /// [`ErrorKind::Invalid`] if it is anything else.
     pub fn check_socket(&self, own: Option<&SocketAddrAny>) -> Result<(), Error> {
         let is_unix = sockopt::socket_domain(self).is_ok_and(|domain| domain == AddressFamily::UNIX);
         let peer = getpeername(self).ok().filter(|_| is_unix);
         match peer {
-            None => Err(unfit("its descriptor is no connected unix socket")),
+            None => Err(unfit("the descriptor is not a connected unix socket")),
             Some(peer) if peer.is_some() && peer.as_ref() == own => {
-                Err(unfit("its descriptor is a connection to the device"))
+                Err(unfit("the descriptor is a connection to the device itself"))
             }
             Some(_) => Ok(()),
         }
     }
 }
 
-/// A descriptor by which a front end is called.
+/// A descriptor through which a front end is notified.
 #[derive(Debug)]
 pub enum CallFile {
-    /// An eventfd.
     Event(OwnedFd),
-    /// A connected unix stream socket.
     Socket(OwnedFd),
 }
 
@@ -118,7 +120,8 @@ impl AsFd for CallFile {
     }
 }
 
-/// Whether it is an eventfd: the kernel's name of it says so, for which no file system is asked.
+/// Whether `file` is an eventfd. The kernel's own name of the file says so, and reading that name asks no
+/// file system.
 fn is_event(file: impl AsFd) -> bool {
     match std::fs::read_link(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd())) {
         Ok(name) => name.as_os_str() == "anon_inode:[eventfd]",
@@ -126,23 +129,23 @@ fn is_event(file: impl AsFd) -> bool {
     }
 }
 
-/// Where there is no /proc: whether it has no type, as the kernel's anonymous files.
+/// Without /proc: whether `file` has no file type, like all anonymous files of the kernel.
 fn is_anonymous(file: impl AsFd) -> bool {
-    // A file system does not ask a server for what it has not read before.
+    // STATX_DONT_SYNC: the kernel answers from its cache, and does not ask the server of a file system.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     statx(file, "", flags, StatxFlags::TYPE).is_ok_and(|found| u32::from(found.stx_mode) & libc::S_IFMT == 0)
 }
 
-impl AsFd for Foreign {
+impl AsFd for UntrustedFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.0 {
             Some(file) => file.as_fd(),
-            None => unreachable!("taken only by methods that consume it"),
+            None => unreachable!("only methods that consume the value take the descriptor"),
         }
     }
 }
 
-impl Drop for Foreign {
+impl Drop for UntrustedFd {
     fn drop(&mut self) {
         if let Some(file) = self.0.take() {
             CLOSERS.run(Box::new(move || drop(file)));
@@ -150,7 +153,7 @@ impl Drop for Foreign {
     }
 }
 
-/// Whether descriptors that can be neither closed nor examined are so many that no more should be received.
+/// Whether too many descriptors wait to be closed or examined, so that none should be received.
 pub fn are_too_many() -> bool {
     [&CLOSERS, &EXAMINERS].iter().any(|threads| threads.state().jobs.len() > WAITING_MAX)
 }
@@ -164,7 +167,7 @@ type Job = Box<dyn FnOnce() + Send>;
 static CLOSERS: Threads = Threads::new("blkq-close");
 static EXAMINERS: Threads = Threads::new("blkq-examine");
 
-/// Threads that exist while there is work, each of which may hang.
+/// A pool of threads, each of which may hang. Threads exist only while there is work.
 struct Threads {
     name: &'static str,
     state: Mutex<State>,
@@ -187,9 +190,9 @@ impl Threads {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a thread run `job`, and does not wait.
+    /// Makes a thread run `job`, and does not wait for it.
     fn run(&'static self, job: Job) {
-        if is_alone() {
+        if runs_on_caller() {
             return job();
         }
         let mut state = self.state();
@@ -202,7 +205,7 @@ impl Threads {
         drop(state);
         let thread = std::thread::Builder::new().name(self.name.into()).spawn(|| self.work());
         if thread.is_err() {
-            // Without a thread the job waits for the next one that can be started.
+            // The job stays in the queue until a later job starts a thread.
             self.state().threads -= 1;
         }
     }
@@ -229,8 +232,8 @@ impl Threads {
     }
 }
 
-/// Whether the thread is the only one, or one of a model: then descriptors do not hang.
-fn is_alone() -> bool {
+/// Whether jobs run on the calling thread, as in simulations and models, where descriptors never hang.
+fn runs_on_caller() -> bool {
     #[cfg(any(simulation, fuzzing))]
     if blkq::simulation::is_one_thread() {
         return true;
@@ -248,62 +251,62 @@ mod tests {
     use super::*;
     use blkq::testing::wait_until;
 
-    fn foreign(file: impl Into<OwnedFd>) -> Foreign {
-        Foreign::new(file.into())
+    fn untrusted(file: impl Into<OwnedFd>) -> UntrustedFd {
+        UntrustedFd::new(file.into())
     }
 
     #[test]
     fn eventfds_and_stream_sockets_are_accepted_and_nothing_else() {
         let event = || eventfd(0, EventfdFlags::empty()).unwrap();
-        assert!(foreign(event()).into_event().is_ok());
-        assert!(matches!(foreign(event()).into_call(None), Ok(CallFile::Event(_))));
+        assert!(untrusted(event()).into_event().is_ok());
+        assert!(matches!(untrusted(event()).into_call(None), Ok(CallFile::Event(_))));
         assert!(is_anonymous(event()));
         let epoll = || epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
-        assert!(foreign(epoll()).into_event().is_err() && foreign(epoll()).into_call(None).is_err());
+        assert!(untrusted(epoll()).into_event().is_err() && untrusted(epoll()).into_call(None).is_err());
         let (one, mut other) = UnixStream::pair().unwrap();
-        assert!(foreign(one.try_clone().unwrap()).into_event().is_err());
-        assert!(matches!(foreign(one).into_call(None), Ok(CallFile::Socket(_))));
-        assert!(other.write_all(&[0]).is_err(), "nothing comes into its queue");
+        assert!(untrusted(one.try_clone().unwrap()).into_event().is_err());
+        assert!(matches!(untrusted(one).into_call(None), Ok(CallFile::Socket(_))));
+        assert!(other.write_all(&[0]).is_err(), "the socket no longer receives");
         let (one, mut other) = UnixStream::pair().unwrap();
         other.write_all(&[0]).unwrap();
-        assert!(foreign(one).into_call(None).is_err());
-        assert!(foreign(UnixDatagram::pair().unwrap().0).into_call(None).is_err());
-        assert!(foreign(std::net::UdpSocket::bind("127.0.0.1:0").unwrap()).into_call(None).is_err());
-        assert!(foreign(rustix::pipe::pipe().unwrap().1).into_call(None).is_err());
+        assert!(untrusted(one).into_call(None).is_err());
+        assert!(untrusted(UnixDatagram::pair().unwrap().0).into_call(None).is_err());
+        assert!(untrusted(std::net::UdpSocket::bind("127.0.0.1:0").unwrap()).into_call(None).is_err());
+        assert!(untrusted(rustix::pipe::pipe().unwrap().1).into_call(None).is_err());
         for path in ["/dev/null", "/proc/self/exe", "/tmp"] {
             let file = std::fs::File::open(path).unwrap();
-            assert!(!is_anonymous(&file) && foreign(file).into_call(None).is_err(), "{path}");
+            assert!(!is_anonymous(&file) && untrusted(file).into_call(None).is_err(), "{path}");
         }
     }
 
     #[test]
-    fn memory_is_of_local_file_systems() {
+    fn memory_must_be_on_a_local_file_system() {
         let memory = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-        assert!(foreign(memory).into_memory().is_ok());
+        assert!(untrusted(memory).into_memory().is_ok());
         let path = std::env::current_dir().unwrap().join(format!("memory-{}", std::process::id()));
         let file = std::fs::File::create_new(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        assert!(foreign(file).into_memory().is_ok(), "the file system of this directory");
-        let refusal = foreign(std::fs::File::open("/proc/self/exe").unwrap()).into_memory();
-        assert!(refusal.is_ok(), "a file of a local file system, that cannot be mapped for writing");
-        let refusal = foreign(std::fs::File::open("/proc/self/maps").unwrap()).into_memory().unwrap_err();
+        assert!(untrusted(file).into_memory().is_ok(), "the file system of this directory");
+        let refusal = untrusted(std::fs::File::open("/proc/self/exe").unwrap()).into_memory();
+        assert!(refusal.is_ok(), "a local file, although it cannot be mapped for writing");
+        let refusal = untrusted(std::fs::File::open("/proc/self/maps").unwrap()).into_memory().unwrap_err();
         assert!(refusal.to_string().contains("file system of type"), "{refusal}");
     }
 
     #[test]
-    fn a_connection_to_the_device_is_no_socket_for_requests() {
-        let path = std::env::temp_dir().join(format!("blkq-foreign-{}.sock", std::process::id()));
+    fn a_connection_to_the_device_is_rejected_as_a_socket() {
+        let path = std::env::temp_dir().join(format!("blkq-untrusted-{}.sock", std::process::id()));
         let listener = UnixListener::bind(&path).unwrap();
         let own = rustix::net::getsockname(&listener).unwrap();
         let connected = UnixStream::connect(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        assert!(foreign(connected.try_clone().unwrap()).into_call(Some(&own)).is_err());
-        assert!(foreign(connected).check_socket(Some(&own)).is_err());
+        assert!(untrusted(connected.try_clone().unwrap()).into_call(Some(&own)).is_err());
+        assert!(untrusted(connected).check_socket(Some(&own)).is_err());
         let (one, other) = UnixStream::pair().unwrap();
-        assert!(foreign(one).check_socket(Some(&own)).is_ok());
+        assert!(untrusted(one).check_socket(Some(&own)).is_ok());
         drop(other);
-        assert!(foreign(listener).check_socket(Some(&own)).is_err());
-        assert!(foreign(eventfd(0, EventfdFlags::empty()).unwrap()).check_socket(None).is_err());
+        assert!(untrusted(listener).check_socket(Some(&own)).is_err());
+        assert!(untrusted(eventfd(0, EventfdFlags::empty()).unwrap()).check_socket(None).is_err());
     }
 
     #[test]
@@ -317,11 +320,11 @@ mod tests {
         }
         assert!(are_too_many());
         drop(release);
-        wait_until("they are examined", || !are_too_many());
+        wait_until("the descriptors are examined", || !are_too_many());
     }
 
     #[test]
-    fn as_many_hang_as_there_are_threads_and_others_wait() {
+    fn jobs_run_while_all_threads_but_one_hang() {
         static HANGING: Threads = Threads::new("hanging");
         let (release, hangs) = std::sync::mpsc::channel::<()>();
         let hangs = std::sync::Arc::new(Mutex::new(hangs));
