@@ -1,5 +1,5 @@
-//! vhost-user-blk under libblkio's own crate: a program's disk, without a guest.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! vhost-user-blk with the crate libblkio: a disk of a program, without a guest.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 mod vhost;
 
@@ -15,10 +15,10 @@ use vhost::{SIZE, Served, image, serve};
 
 const BLOCK: usize = 4096;
 const MEMORY: usize = 4 << 20;
-/// More than a queue of libblkio takes at once.
+/// More requests than a queue of libblkio holds.
 const MANY: usize = 400;
 
-/// A client: its queues, those that wait for an eventfd first.
+/// A client, whose queues with an eventfd precede its polled queues.
 struct Client {
     queues: Vec<Blkioq>,
     disk: Blkio,
@@ -46,18 +46,19 @@ impl Client {
     #[allow(clippy::mut_from_ref, reason = "a test looks at what it does not share at that time")]
     fn bytes(&self, at: usize, bytes: usize) -> &mut [u8] {
         assert!(at + bytes <= MEMORY);
-        // SAFETY: inside the region, which is mapped while this lives; no request uses it now.
+        // SAFETY: the bytes are inside the region, which is mapped as long as the client, and no request uses
+        // them now.
         unsafe { std::slice::from_raw_parts_mut(self.place(at), bytes) }
     }
 
-    /// Waits for `count` requests: their numbers.
+    /// Waits for `count` requests, and returns their numbers.
     fn wait(&mut self, queue: usize, count: usize) -> Vec<usize> {
         let mut completions: Vec<MaybeUninit<Completion>> =
             (0..count).map(|_| MaybeUninit::uninit()).collect();
         let mut timeout = Duration::from_secs(60);
         let done = self.queues[queue].do_io(&mut completions, count, Some(&mut timeout), None).unwrap();
         let numbers = completions[..done].iter().map(|completion| {
-            // SAFETY: as many are there as it says.
+            // SAFETY: the queue has filled that number of completions.
             let completion = unsafe { completion.assume_init_ref() };
             assert_eq!(completion.ret, 0, "{completion:?}");
             completion.user_data
@@ -67,13 +68,13 @@ impl Client {
         numbers
     }
 
-    /// One request alone, made by `submit`.
+    /// Runs the request that `submit` submits.
     fn run(&mut self, queue: usize, submit: impl FnOnce(&mut Blkioq)) {
         submit(&mut self.queues[queue]);
         assert_eq!(self.wait(queue, 1).len(), 1);
     }
 
-    /// Reads `bytes` from `start` on, which are all `value`.
+    /// Reads `bytes` bytes from `start` on, which must all be `value`.
     fn assert_reads(&mut self, queue: usize, start: usize, bytes: usize, value: u8) {
         let (at, flags) = (MEMORY / 2, ReqFlags::empty());
         self.bytes(at, bytes).fill(!value);
@@ -83,7 +84,7 @@ impl Client {
     }
 }
 
-/// All that it does, on queue `queue`, with the part of the disk that is that queue's.
+/// Runs each kind of request on queue `queue`, in the part of the disk that belongs to this queue.
 fn exchange(client: &mut Client, queue: usize) {
     let (start, value, none) = (queue << 20, queue as u8 + 1, ReqFlags::empty());
     let (one, two) = (client.place(0), client.place(8 * BLOCK));
@@ -91,7 +92,7 @@ fn exchange(client: &mut Client, queue: usize) {
     client.run(queue, |queue| queue.write(start as u64, one, 4 * BLOCK, 0, none));
     client.run(queue, |queue| queue.write((start + 4 * BLOCK) as u64, two, 4 * BLOCK, 0, ReqFlags::FUA));
     client.assert_reads(queue, start, 8 * BLOCK, value);
-    // In pieces, of which the second begins anywhere.
+    // Data in parts, of which the second is not aligned.
     let pieces = [(one, BLOCK), (client.place(9 * BLOCK + 8), BLOCK)]
         .map(|(at, bytes)| iovec { iov_base: at.cast(), iov_len: bytes });
     client.bytes(0, 16 * BLOCK).fill(value + 100);
@@ -108,10 +109,10 @@ fn exchange(client: &mut Client, queue: usize) {
         client.run(queue, |queue| queue.write_zeroes(start as u64, BLOCK as u64, 0, flags));
         client.assert_reads(queue, start, BLOCK, 0);
     }
-    // The image has a hole there.
+    // The image has a hole here.
     client.run(queue, |queue| queue.discard((start + 4 * BLOCK) as u64, 4 * BLOCK as u64, 0, none));
     client.assert_reads(queue, start + 4 * BLOCK, 4 * BLOCK, 0);
-    // More than the queue takes.
+    // More requests than the queue holds.
     for number in 0..MANY {
         let at = client.place(number * BLOCK / 2);
         client.bytes(number * BLOCK / 2, 512).fill(number as u8);
@@ -124,14 +125,14 @@ fn exchange(client: &mut Client, queue: usize) {
 }
 
 #[test]
-fn libblkio_does_all_it_can_on_queues_of_both_kinds() {
+fn libblkio_works_on_queues_of_both_kinds() {
     let served = serve(image(DirectIo::Auto, Some(512)), 3);
     let mut client = Client::new(&served, 2, 1);
     let asked = || served.disk.stats().counter(Counter::FlushesAsked);
     for queue in 0..3 {
         exchange(&mut client, queue);
     }
-    // FUA, which it asks for as a flush, and its own.
+    // For FUA writes libblkio requests a flush. The test requests flushes, too.
     assert_eq!(asked(), 6);
     assert_eq!(served.device.counters().errors, 0);
     drop(client);
@@ -144,11 +145,11 @@ fn libblkio_waits_for_its_completion_descriptor() {
     let mut client = Client::new(&served, 1, 0);
     client.queues[0].set_completion_fd_enabled(true);
     let fd = client.queues[0].get_completion_fd().unwrap();
-    // SAFETY: the queue's, which lives longer.
+    // SAFETY: the descriptor belongs to the queue, which is dropped later.
     let event = unsafe { BorrowedFd::borrow_raw(fd) };
     for number in 0..50 {
         client.queues[0].flush(number, ReqFlags::empty());
-        // It has nothing to wait for: it submits.
+        // Without minimum completions, this only submits.
         let mut completion = [MaybeUninit::uninit()];
         let mut done = client.queues[0].do_io(&mut completion, 0, None, None).unwrap();
         while done == 0 {
@@ -158,7 +159,7 @@ fn libblkio_waits_for_its_completion_descriptor() {
             rustix::io::read(event, &mut [0; 8]).unwrap();
             done = client.queues[0].do_io(&mut completion, 0, None, None).unwrap();
         }
-        // SAFETY: there is one.
+        // SAFETY: one completion was filled in.
         let completion = unsafe { completion[0].assume_init_ref() };
         assert_eq!((completion.ret, completion.user_data), (0, number));
     }

@@ -1,6 +1,6 @@
-//! Descriptors of front ends that hang, and front ends that are silent: neither keeps the device from
-//! others.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! Front ends that pass descriptors which hang, and front ends that do not send or read: neither may keep the
+//! device from serving other front ends.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[path = "vhost/front_end.rs"]
 mod front_end;
@@ -19,7 +19,7 @@ use front_end::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::{Served, image, ram, serve};
 
-/// An ordinary front end is served.
+/// Checks that the device serves an ordinary front end.
 fn check(served: &Served) {
     served.until_idle();
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
@@ -28,7 +28,7 @@ fn check(served: &Served) {
     served.until_idle();
 }
 
-/// A socket of which the last close waits for a peer that never reads: for two minutes.
+/// Creates sockets whose last close waits two minutes for a peer that never reads.
 struct Lingering {
     peer: TcpListener,
 }
@@ -47,9 +47,9 @@ impl Lingering {
     }
 }
 
-/// Sends `sockets` as descriptors of the first bytes of a message, closes them, and sends the rest: the
-/// device is the last that has them.
-fn send_away(connection: &Connection, header: [u32; 3], payload: &[u8], sockets: Vec<OwnedFd>) {
+/// Sends `sockets` with the first bytes of a message, closes them, and sends the rest of the message. The
+/// device then has the only references.
+fn send_and_close(connection: &Connection, header: [u32; 3], payload: &[u8], sockets: Vec<OwnedFd>) {
     let bytes = [words(&header), payload.to_vec()].concat();
     let files: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
     connection.bytes(&bytes[..8], &files);
@@ -57,11 +57,11 @@ fn send_away(connection: &Connection, header: [u32; 3], payload: &[u8], sockets:
     connection.bytes(&bytes[8..], &[]);
 }
 
-/// So many replies have to be read before more requests can be sent: the kernel wakes no sender before a queue is a
-/// quarter full.
+/// Number of replies that must be read before more requests can be sent. The kernel wakes a sender only when
+/// a part of the queue is free.
 const REPLIES: usize = 300;
 
-/// Sends requests without reading a reply, until the device reads no more of them.
+/// Sends requests without reading replies, until the device stops reading requests.
 fn flood(connection: &mut Connection) {
     connection.0.set_nonblocking(true).unwrap();
     let (message, mut sent) = (words(&[GET_FEATURES, 1, 0]), 0);
@@ -74,7 +74,7 @@ fn flood(connection: &mut Connection) {
             }
             Err(_) => {
                 let mut sockets = [PollFd::new(&connection.0, PollFlags::OUT)];
-                // A slow device may be about to read more.
+                // A slow device may still read more.
                 if poll(&mut sockets, Some(&blocked)).unwrap() == 0 && sent > REPLIES {
                     return;
                 }
@@ -89,11 +89,11 @@ fn make_room(connection: &mut Connection) {
 }
 
 #[test]
-fn a_socket_that_lingers_delays_no_front_end() {
+fn a_lingering_socket_delays_no_front_end() {
     let (served, lingering) = (serve(ram(), 1), Lingering::new());
     let begin = Instant::now();
     let messages: [([u32; 3], Vec<u8>); 4] = [
-        // Superfluous, unfit, and of a message that is none.
+        // A superfluous descriptor, two of the wrong type, and one of an invalid message.
         ([SET_OWNER, 1, 0], vec![]),
         ([SET_VRING_KICK, 1, 8], longs(&[0])),
         ([SET_MEM_TABLE, 1, 40], [words(&[1, 0]), longs(&[0, 1 << 20, 0, 0])].concat()),
@@ -101,41 +101,42 @@ fn a_socket_that_lingers_delays_no_front_end() {
     ];
     for (header, payload) in messages {
         let mut connection = Connection::new(&served.path);
-        send_away(&connection, header, &payload, vec![lingering.socket()]);
+        send_and_close(&connection, header, &payload, vec![lingering.socket()]);
         assert!(connection.is_closed(), "{header:?}");
         check(&served);
     }
-    // With many others, more than a message may have.
+    // Together with more descriptors than a message may have.
     let mut connection = Connection::new(&served.path);
     connection.bytes(&[1], &[lingering.socket().as_fd()]);
     let event = eventfd(0, EventfdFlags::empty()).unwrap();
     connection.bytes(&[0], &[event.as_fd(); 40]);
     assert!(connection.is_closed());
     check(&served);
-    // In a queue that is not read any more.
+    // In a queue that the device no longer reads.
     let mut connection = Connection::new(&served.path);
     flood(&mut connection);
     make_room(&mut connection);
-    send_away(&connection, [SET_OWNER, 1, 0], &[], vec![lingering.socket()]);
+    send_and_close(&connection, [SET_OWNER, 1, 0], &[], vec![lingering.socket()]);
     drop(connection);
     check(&served);
-    // And the device stops while it has one.
+    // While the device stops.
     let connection = Connection::new(&served.path);
     connection.bytes(&[0], &[lingering.socket().as_fd()]);
     served.device.stop(true).unwrap();
     assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
 }
 
-/// A front end passes its own connection to the device as a descriptor, which would keep it open.
+/// A front end passes its own connection to the device as a descriptor. The device must not keep that
+/// connection open.
 #[test]
-fn a_connection_passed_to_the_device_closes_all_the_same() {
+fn a_connection_that_is_passed_to_the_device_still_closes() {
     let served = serve(ram(), 1);
     let begun = || {
         let mut connection = Connection::new(&served.path);
         connection.negotiate(FEATURES);
         connection
     };
-    // As the socket for requests of the device.
+    // As the socket for requests of the back end.
     let connection = begun();
     connection.send(SET_BACKEND_REQ_FD, &[], &[connection.0.as_fd()]);
     drop(connection);
@@ -144,14 +145,14 @@ fn a_connection_passed_to_the_device_closes_all_the_same() {
     connection.send(SET_VRING_CALL, &longs(&[0]), &[connection.0.as_fd()]);
     drop(connection);
     check(&served);
-    // In the queue of that socket, with its other end.
+    // In the queue of that socket, together with its other end.
     let connection = begun();
     let (one, other) = UnixStream::pair().unwrap();
     Connection(other.try_clone().unwrap()).raw([0; 3], &[], &[connection.0.as_fd(), other.as_fd()]);
     connection.send(SET_BACKEND_REQ_FD, &[], &[one.as_fd()]);
     drop((connection, one, other));
     check(&served);
-    // With half a message; and behind replies that nobody reads.
+    // With half a message, and with a message after replies that the front end does not read.
     let connection = begun();
     connection.raw([SET_OWNER, 1, 8], &[], &[connection.0.as_fd()]);
     drop(connection);
@@ -164,9 +165,9 @@ fn a_connection_passed_to_the_device_closes_all_the_same() {
     check(&served);
 }
 
-/// Ten seconds, and another one has the device.
+/// The device disconnects such a front end after ten seconds, and serves another one.
 #[test]
-fn silence_in_a_message_or_before_a_reply_has_a_limit() {
+fn a_front_end_that_does_not_send_or_read_is_disconnected() {
     std::thread::scope(|scope| {
         for reads in [false, true] {
             scope.spawn(move || {
@@ -177,7 +178,7 @@ fn silence_in_a_message_or_before_a_reply_has_a_limit() {
                 } else {
                     flood(&mut front.connection);
                 }
-                assert_eq!(front.run(0, 1, 0, DATA, 512), 0, "its ring is served meanwhile");
+                assert_eq!(front.run(0, 1, 0, DATA, 512), 0, "the ring is served meanwhile");
                 check(&served);
                 let report = served.report().event;
                 assert!(matches!(&report, Event::Violation(why) if why.contains("10 s")), "{report:?}");
@@ -187,7 +188,7 @@ fn silence_in_a_message_or_before_a_reply_has_a_limit() {
 }
 
 #[test]
-fn a_kick_is_an_eventfd_and_nothing_else() {
+fn only_an_eventfd_can_be_a_kick_descriptor() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
@@ -196,17 +197,17 @@ fn a_kick_is_an_eventfd_and_nothing_else() {
     for file in [epoll.as_fd(), pipe.0.as_fd(), pipe.1.as_fd(), write.as_fd()] {
         assert_eq!(front.connection.acknowledged(SET_VRING_KICK, &longs(&[0]), &[file]), 1);
     }
-    // User-mode Linux is called by a socket.
+    // For calls, user-mode Linux passes a socket.
     assert_eq!(front.connection.acknowledged(SET_VRING_CALL, &longs(&[0]), &[epoll.as_fd()]), 1);
     front.connection.done(SET_VRING_CALL, &longs(&[0]), &[write.as_fd()]);
     front.submit(0, 1, 0, DATA, 512);
     front.kick(0);
     read.read_exact(&mut [0; 8]).unwrap();
-    wait_until("it completes", || !front.completed(0).is_empty());
+    wait_until("the request completes", || !front.completed(0).is_empty());
 }
 
 #[test]
-fn semaphores_and_full_eventfds_kick_as_others_do() {
+fn semaphores_and_full_eventfds_can_be_kick_descriptors() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     for flags in [EventfdFlags::SEMAPHORE, EventfdFlags::empty()] {
@@ -223,9 +224,9 @@ fn semaphores_and_full_eventfds_kick_as_others_do() {
     }
 }
 
-/// Of two messages that left as one, the first has all descriptors.
+/// If two messages are sent together, all descriptors belong to the first one.
 #[test]
-fn descriptors_of_two_messages_at_once_are_those_of_the_first() {
+fn descriptors_of_two_messages_belong_to_the_first() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     let event = eventfd(0, EventfdFlags::empty()).unwrap();
@@ -239,7 +240,7 @@ fn descriptors_of_two_messages_at_once_are_those_of_the_first() {
     }
     front.submit(0, 1, 0, DATA, 512);
     front.kick(0);
-    wait_until("it completes", || !front.completed(0).is_empty());
+    wait_until("the request completes", || !front.completed(0).is_empty());
 }
 
 /// Receives the next request of the device: its code, flags and length.
@@ -265,11 +266,11 @@ fn a_new_size_reaches_a_front_end() {
     for bytes in [vhost::SIZE / 2, vhost::SIZE] {
         served.disk.resize(Some(bytes)).unwrap();
         served.device.resized();
-        // Of version 1, and without a wish for a reply: none would be read.
+        // Version 1, and without the flag for a reply, which the device would not read.
         assert_eq!(request(&mine), (2, 1, 0));
         assert_eq!(sectors(&mut front), bytes >> 9);
     }
-    // One that never reads misses nothing: a message waits there.
+    // A front end that never reads misses no change: a message stays in the queue of its socket.
     mine.set_nonblocking(true).unwrap();
     for _ in 0..2000 {
         served.device.resized();
@@ -278,7 +279,7 @@ fn a_new_size_reaches_a_front_end() {
     mine.set_nonblocking(false).unwrap();
     assert_eq!(request(&mine), (2, 1, 0));
     assert_eq!(served.device.take_reports(), []);
-    // A reply nobody asked for, and the device speaks to it no more.
+    // After an unexpected reply, the device closes this socket.
     (&mine).write_all(&[words(&[2, 5, 8]), longs(&[0])].concat()).unwrap();
     let report = served.report().event;
     assert!(matches!(&report, Event::Refused(why) if why.contains("new size")), "{report:?}");

@@ -1,5 +1,5 @@
-//! Front ends that send what they like: the device, and its other clients, live on.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! Front ends that send arbitrary messages. The device must continue to serve others.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[path = "vhost/front_end.rs"]
 mod front_end;
@@ -19,7 +19,7 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// An ordinary front end is served.
+/// Checks that the device serves an ordinary front end.
 fn check(served: &Served) {
     wait_until("the place is free", || served.device.connection_count() == 0);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
@@ -29,28 +29,28 @@ fn check(served: &Served) {
 }
 
 #[test]
-fn messages_that_break_the_protocol_end_the_connection() {
+fn messages_that_violate_the_protocol_close_the_connection() {
     let served = serve(ram(), 1);
     let event = eventfd(0, EventfdFlags::empty()).unwrap();
     let file = File::open("/dev/null").unwrap();
     let (event, file) = (event.as_fd(), file.as_fd());
     let region = longs(&[0, 1 << 20, 0, 0]);
     let cases: Vec<([u32; 3], Vec<u8>, Vec<std::os::fd::BorrowedFd>)> = vec![
-        // Versions, replies, lengths.
+        // Invalid versions, flags and lengths.
         ([GET_FEATURES, 0, 0], vec![], vec![]),
         ([GET_FEATURES, 5, 0], vec![], vec![]),
         ([GET_FEATURES, 1, 1 << 20], vec![], vec![]),
         ([GET_FEATURES, 1, 8], vec![0; 8], vec![]),
         ([SET_FEATURES, 1, 4], vec![0; 4], vec![]),
         ([SET_VRING_NUM, 1, 4], vec![0; 4], vec![]),
-        // Unknown, and not negotiated.
+        // Unknown requests, and requests that were not negotiated.
         ([0, 1, 0], vec![], vec![]),
         ([22, 1, 0], vec![], vec![]),
         ([9999, 1, 0], vec![], vec![]),
         ([RESET_DEVICE, 1, 0], vec![], vec![]),
         ([GET_STATUS, 1, 0], vec![], vec![]),
         ([GET_INFLIGHT_FD, 1, 24], vec![1; 24], vec![]),
-        // Descriptors missing or superfluous.
+        // Missing or superfluous descriptors.
         ([SET_VRING_KICK, 1, 8], longs(&[0]), vec![]),
         ([SET_VRING_CALL, 1, 8], longs(&[1 << 8]), vec![event]),
         ([SET_VRING_CALL, 1, 8], longs(&[0]), vec![event, event]),
@@ -59,7 +59,7 @@ fn messages_that_break_the_protocol_end_the_connection() {
         ([SET_MEM_TABLE, 1, 40], [words(&[1, 0]), region.clone()].concat(), vec![file, file]),
         ([SET_MEM_TABLE, 1, 8], words(&[u32::MAX, 0]), vec![]),
         ([SET_BACKEND_REQ_FD, 1, 0], vec![], vec![]),
-        // Wrong files, rings, values.
+        // Invalid files, rings and values.
         ([SET_VRING_KICK, 1, 8], longs(&[0]), vec![file]),
         ([SET_VRING_KICK, 1, 8], longs(&[64]), vec![event]),
         ([SET_VRING_KICK, 1, 8], longs(&[1 << 9]), vec![event]),
@@ -86,7 +86,7 @@ fn messages_that_break_the_protocol_end_the_connection() {
         wait_until("it is gone", || served.device.connection_count() == 0);
     }
     wait_until("all are counted", || served.device.counters().violations == cases.len() as u64);
-    assert!(served.device.take_reports().len() <= 8, "a log is not flooded");
+    assert!(served.device.take_reports().len() <= 8, "the log is not flooded");
     drop(cases);
     wait_until("no descriptor is left", || descriptors() <= before);
     check(&served);
@@ -116,13 +116,13 @@ fn a_refused_request_is_answered_and_changes_nothing() {
     assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
 }
 
-/// As QEMU for a disk that was unplugged and is plugged in again: on the same connection.
+/// QEMU does this on one connection, for a disk that is unplugged and plugged in again.
 #[test]
-fn a_front_end_may_begin_anew_on_its_connection() {
+fn a_front_end_can_start_again_on_its_connection() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
-    // With a ring that is served, the memory stays.
+    // While a ring is served, the memory stays.
     front.connection.send(SET_OWNER, &[], &[]);
     assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
     let base = front.stop(0);
@@ -134,7 +134,7 @@ fn a_front_end_may_begin_anew_on_its_connection() {
 }
 
 #[test]
-fn a_second_front_end_is_turned_away() {
+fn a_second_front_end_is_rejected() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     let before = descriptors();
@@ -148,20 +148,20 @@ fn a_second_front_end_is_turned_away() {
 }
 
 #[test]
-fn one_that_never_reads_or_never_sends_does_not_keep_the_device() {
+fn a_silent_front_end_does_not_block_others() {
     for reads in [false, true] {
         let served = serve(ram(), 1);
         let mut front = FrontEnd::started(&served.path, FEATURES, 1);
         if reads {
-            // Half a message.
+            // Sends half a message.
             write_all(&mut front.connection, &[1, 0, 0]);
         } else {
             front.connection.0.set_nonblocking(true).unwrap();
-            // Until neither side takes any more.
+            // Until neither side reads.
             let message = words(&[GET_FEATURES, 1, 0]);
             while std::io::Write::write(&mut front.connection.0, &message).is_ok_and(|sent| sent == 12) {}
         }
-        // Its ring is served all the while.
+        // The ring of this front end is served meanwhile.
         assert_eq!(front.run(0, 1, 0, DATA, 512), 0);
         assert!(served.device.stop(false).is_err());
         served.device.stop(true).unwrap();
@@ -169,19 +169,19 @@ fn one_that_never_reads_or_never_sends_does_not_keep_the_device() {
     }
 }
 
-/// Each request is followed by a call, for which the driver does not wait.
+/// Each request is followed by a call, which the driver does not read.
 #[test]
-fn one_that_fills_its_call_eventfd_blocks_no_engine() {
+fn a_front_end_that_fills_its_call_eventfd_blocks_no_engine() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 2);
-    // Ring 1 is on the same engine.
+    // Ring 1 is served by the same engine.
     withstand_refills(&mut front, DATA, || (), || served.device.stop(true).unwrap());
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Messages in any order, with any content.
+    /// Messages in any order and with any content.
     #[test]
     fn any_messages_leave_the_device_usable(
         messages in proptest::collection::vec(

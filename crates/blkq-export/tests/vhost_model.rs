@@ -1,6 +1,7 @@
-//! vhost-user-blk against a model in bytes, with what interrupts requests: rings that stop, drivers that
-//! begin anew, front ends that leave, daemons that stop and are killed. Each request completes once.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! vhost-user-blk compared with a model of each byte, while requests are interrupted: rings stop, drivers
+//! start from the beginning, front ends disconnect, daemons stop and are killed. Each request must complete
+//! once.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[path = "vhost/front_end.rs"]
 mod front_end;
@@ -20,27 +21,27 @@ use front_end::*;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-/// Has the options of a daemon.
+/// The environment variable with the options of a daemon.
 const DAEMON: &str = "BLKQ_TEST_DAEMON";
-/// Blocks that are used.
+/// Number of blocks of the image that requests use.
 const BLOCKS: u64 = 256;
-/// Most blocks of a request, and what its data take in the memory.
+/// Most blocks of a request.
 const BLOCKS_MAX: u64 = 16;
+/// Size of the memory for the data of a request.
 const SLOT: usize = 80 << 10;
-/// The bytes of memory that nobody uses.
+/// The content of memory that is not used.
 const CANARY: u8 = 0xc5;
 
-/// How the image is served.
+/// How a daemon serves the image.
 #[derive(Clone, Copy, Debug)]
 struct Serving {
     queues: u32,
     block: u32,
     direct: bool,
-    /// Requests take their time.
     slow: bool,
 }
 
-/// The process that has the device, which obeys the words that it reads.
+/// The process that serves the image, and executes the commands that it reads from standard input.
 #[test]
 #[ignore = "run by the test below, in a process of its own"]
 fn a_daemon_of_this_test() {
@@ -48,7 +49,7 @@ fn a_daemon_of_this_test() {
     let words: Vec<&str> = options.split(' ').collect();
     let direct = if words[4] == "true" { DirectIo::Auto } else { DirectIo::Off };
     let image = vhost::open_image(words[0].as_ref(), direct, Some(words[3].parse().unwrap()));
-    // Without a delay it has no effect.
+    // This delay has no effect.
     let delay = if words[5] == "true" { "delay=1ms,p99=8ms,rate=40%;seed=1" } else { "delay=1us,count=1" };
     let fault = Fault::new(image, delay.parse::<FaultSpec>().unwrap()).unwrap();
     let disk = Disk::builder(Box::new(fault)).queues(words[2].parse().unwrap()).build().unwrap();
@@ -88,7 +89,7 @@ impl Daemon {
         daemon
     }
 
-    /// Waits for a line that begins with `word`: what else it has.
+    /// Waits for a line that begins with `word`, and returns the numbers that follow.
     fn line(&mut self, word: &str) -> Vec<u64> {
         loop {
             let mut line = String::new();
@@ -99,7 +100,8 @@ impl Daemon {
         }
     }
 
-    /// Has it obey: errors, requests that were copied, and those that were merged.
+    /// Makes the daemon execute a command. Returns the numbers of errors, of copied requests, and of merged
+    /// requests.
     fn obey(&mut self, word: &str) -> Vec<u64> {
         writeln!(self.input, "{word}").unwrap();
         self.line("done")
@@ -113,7 +115,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Files, removed when this is dropped.
+/// The image and the socket, whose files are removed when this is dropped.
 struct Place {
     image: PathBuf,
     socket: PathBuf,
@@ -143,8 +145,8 @@ enum Kind {
     WriteZeroes = 13,
 }
 
-/// A request: of `count` blocks from `from` on, its data in pieces that begin at `offset` of a page and are
-/// cut after `cuts` bytes.
+/// A request for `count` blocks from block `from` on. Its data begins at `offset` of a page and is split
+/// after `cuts` bytes.
 #[derive(Clone, Debug)]
 struct Request {
     kind: Kind,
@@ -156,21 +158,20 @@ struct Request {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// One, with a kick or without.
+    /// Submits a request to a ring, with or without a kick.
     Submit(usize, Request, bool),
-    /// So many of a block each, one behind the other, and one kick.
+    /// Submits this number of requests of one block each, for consecutive blocks, with one kick.
     Row(usize, Kind, u64, u64),
-    /// Takes what has completed.
     Collect,
-    /// Waits for all.
+    /// Waits until all requests have completed.
     Wait,
-    /// A ring stops, and goes on where it was.
+    /// Stops a ring, and starts it again at the same position.
     Restart(usize),
-    /// The driver begins anew.
+    /// Resets the device, and starts from the beginning.
     Reset(Reset),
-    /// The front end leaves, and another one has its memory and its record.
+    /// Disconnects the front end, and connects again with the same memory and record.
     Reconnect,
-    /// The daemon stops, or is killed, and another one takes its place.
+    /// Stops or kills the daemon, and starts another one.
     Replace { killed: bool },
 }
 
@@ -178,18 +179,19 @@ enum Step {
 enum Reset {
     Device,
     Status,
-    /// As QEMU does: rings are stopped, and the record is a new one.
+    /// As QEMU does: stop the rings, and use a new record.
     Rings,
 }
 
-/// A request in flight.
+/// The state of a request in flight.
 struct Pending {
     request: Request,
-    /// The content that it leaves in its blocks.
+    /// The content that the request leaves in its blocks.
     content: Option<u32>,
-    /// Its data: places of the memory, and bytes.
+    /// The parts of its data: offset in the memory, and length.
     data: Vec<(usize, usize)>,
-    /// By block: what a read may find there, or what may be there when another one has completed.
+    /// For each block: the contents that a read may return, or that may be there when another request has
+    /// completed.
     seen: Vec<Vec<u32>>,
 }
 
@@ -203,7 +205,7 @@ fn range(request: &Request) -> Range<usize> {
     request.from as usize..(request.from + request.count) as usize
 }
 
-/// How often it was what this test is for.
+/// How often the situations occurred that this test is for.
 #[derive(Default, Debug)]
 struct Totals {
     kills_in_flight: usize,
@@ -214,7 +216,7 @@ struct Totals {
     merged: u64,
 }
 
-/// A byte of content number `content`, which is zeroes if that is 0.
+/// Byte `at` of content number `content`. Content 0 is zeroes.
 fn byte(content: u32, at: usize) -> u8 {
     if content == 0 {
         return 0;
@@ -230,7 +232,7 @@ struct World<'a> {
     daemon: Daemon,
     front: FrontEnd,
     record: Reply,
-    /// By block: what may be there.
+    /// For each block: its possible contents.
     possible: Vec<Vec<u32>>,
     contents: u32,
     pending: BTreeMap<(usize, u16), Pending>,
@@ -261,7 +263,7 @@ impl World<'_> {
         DATA + (ring * usize::from(SIZE / 4) + usize::from(head / 4)) * SLOT
     }
 
-    /// Makes a request available. The ring has room.
+    /// Makes a request available. The ring must have room.
     fn submit(&mut self, ring: usize, request: Request) {
         let (block, range) = (self.block(), range(&request));
         let head = *self.front.rings[ring].free.last().unwrap();
@@ -278,7 +280,7 @@ impl World<'_> {
         let bytes = match request.kind {
             Kind::Read | Kind::Write => range.len() * block,
             Kind::Flush => 0,
-            // Two ranges.
+            // The request has up to two ranges.
             Kind::Discard | Kind::WriteZeroes => 16 * range.len().min(2),
         };
         let cuts = if self.features & F_INDIRECT == 0 { 1 } else { 3 };
@@ -305,7 +307,7 @@ impl World<'_> {
             Some(content) => vec![vec![content]; range.len()],
             None => self.possible[range.clone()].to_vec(),
         };
-        // Others in flight at the same time may come before it, and behind it.
+        // Requests in flight at the same time may be executed in any order.
         for other in self.pending.values_mut() {
             let others = other.range();
             for at in range.start.max(others.start)..range.end.min(others.end) {
@@ -326,17 +328,20 @@ impl World<'_> {
         assert!(self.pending.insert((ring, head), pending).is_none());
     }
 
-    /// Calls with each byte of `data`, and which one it is.
+    /// Calls `call` for each byte of `data`, with the offset of the byte in the data.
     fn for_each(&self, data: &[(usize, usize)], mut call: impl FnMut(usize, &mut u8)) {
         let places = data.iter().flat_map(|(at, bytes)| self.front.memory.bytes(*at, *bytes));
         places.enumerate().for_each(|(at, place)| call(at, place));
     }
 
     fn assert_unused(&self, slot: usize) {
-        assert!(*self.front.memory.bytes(slot, SLOT) == [CANARY; SLOT], "written to behind a completion");
+        assert!(
+            *self.front.memory.bytes(slot, SLOT) == [CANARY; SLOT],
+            "memory was written after a completion"
+        );
     }
 
-    /// A request has completed.
+    /// Checks the result of a completed request.
     fn complete(&mut self, ring: usize, (head, status, written): (u16, u8, u32)) {
         let pending = self.pending.remove(&(ring, head)).expect("each request completes once");
         let Pending { request, data, seen, .. } = &pending;
@@ -350,7 +355,7 @@ impl World<'_> {
                     let seen = &seen[at / block];
                     assert!(
                         seen.iter().any(is_it),
-                        "{request:?}: byte {at} is {read}, and no content of {seen:?}"
+                        "{request:?}: byte {at} is {read}, which is in no content of {seen:?}"
                     );
                 });
             }
@@ -359,7 +364,7 @@ impl World<'_> {
                     self.possible[start + index].retain(|content| seen.contains(content));
                 }
             }
-            // A discard may leave what was there.
+            // A discard may leave the old content.
             Kind::Discard | Kind::Flush => {}
         }
         self.for_each(data, |_, place| *place = CANARY);
@@ -377,7 +382,7 @@ impl World<'_> {
         self.pending.range((ring, 0)..(ring + 1, 0)).count()
     }
 
-    /// Waits until at most `left` are in flight in a ring.
+    /// Waits until at most `left` requests of a ring are in flight.
     fn wait(&mut self, ring: usize, left: usize) {
         let in_flight = self.in_flight(ring);
         if in_flight > left {
@@ -392,7 +397,7 @@ impl World<'_> {
         self.collect();
     }
 
-    /// Makes room for `count` requests.
+    /// Waits until there is room for `count` requests.
     fn make_room(&mut self, ring: usize, count: usize) {
         self.wait(ring, usize::from(SIZE / 4) - count);
     }
@@ -421,7 +426,7 @@ impl World<'_> {
                 let ring = self.ring(ring);
                 self.totals.restarts_in_flight += usize::from(self.in_flight(ring) > 0);
                 let used = self.front.stop(ring as u32);
-                assert_eq!(self.front.used_index(ring), used, "all that was taken has completed");
+                assert_eq!(self.front.used_index(ring), used, "all requests that were taken have completed");
                 self.front.start(ring as u32, used);
             }
             Step::Reset(reset) => self.reset(reset),
@@ -465,7 +470,7 @@ impl World<'_> {
             Reset::Status => connection.done(SET_STATUS, &longs(&[0]), &[]),
             Reset::Rings => (0..rings).for_each(|ring| _ = self.front.stop(ring)),
         }
-        // Completions count; the others in flight were done, or were not.
+        // Completions count. Each of the other requests may have been executed or not.
         self.collect();
         for (at, bytes) in std::mem::take(&mut self.pending).into_values().flat_map(|it| it.data) {
             self.front.memory.bytes(at, bytes).fill(CANARY);
@@ -478,7 +483,8 @@ impl World<'_> {
         self.front.start_all();
     }
 
-    /// All requests complete, the device has what they wrote, and nothing comes behind them.
+    /// Waits for all requests, and checks the content of the device. Nothing may be written after the
+    /// completions.
     fn finish(mut self) {
         self.wait_for_all();
         for from in (0..BLOCKS).step_by(BLOCKS_MAX as usize) {
@@ -492,7 +498,7 @@ impl World<'_> {
     }
 }
 
-/// Cuts `bytes` from `at` on behind each of `cuts`, with gaps of 512 bytes.
+/// Splits `bytes` bytes from `at` on after each of `cuts`, and leaves gaps of 512 bytes.
 fn pieces(mut at: usize, bytes: usize, cuts: &[usize]) -> Vec<(usize, usize)> {
     let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut % bytes.max(1)).chain([0, bytes]).collect();
     cuts.sort_unstable();

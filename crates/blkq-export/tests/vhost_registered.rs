@@ -1,5 +1,5 @@
 //! Guest memory that is registered with the engines' rings.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[path = "vhost/front_end.rs"]
 mod front_end;
@@ -17,7 +17,7 @@ use vhost::{Served, SharedMemory, image, serve_registered};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
-/// Where a second region is, right behind the first.
+/// Guest address of a second region, directly after the first one.
 const SECOND: u64 = GUEST + MEMORY as u64;
 const PAGE: usize = 4096;
 
@@ -25,19 +25,19 @@ fn serve(queues: usize) -> Served {
     serve_registered(image(DirectIo::On, None), queues, RegistrationLimits::default())
 }
 
-/// Requests whose memory was registered.
+/// Number of requests whose memory was registered.
 fn registered(served: &Served) -> u64 {
     served.device.counters().registered
 }
 
-/// Whether the kernel's vectored calls reach registered memory (Linux 6.15).
+/// Whether the kernel's vectored calls can use registered memory (Linux 6.15).
 fn has_vectors() -> bool {
     let probe = || blkq::ring::probe().unwrap().supports(blkq::io_uring::opcode::ReadvFixed::CODE);
-    // The kernel interrupts system calls of a thread that had a ring.
+    // On a thread of its own, because the kernel interrupts system calls of a thread that had a ring.
     std::thread::spawn(probe).join().unwrap()
 }
 
-/// Those of [`exchange`].
+/// Number of requests with registered memory in `count` calls of [`exchange`].
 fn of_exchanges(count: u64) -> u64 {
     if has_vectors() { 3 * count } else { count }
 }
@@ -46,7 +46,7 @@ fn registered_bytes(served: &Served) -> Result<u64, String> {
     served.device.front_end().unwrap().registered_memory.unwrap()
 }
 
-/// Writes blocks of `pieces`, two pages each and with a gap between them, and reads them again elsewhere.
+/// Writes two pages that are not adjacent in memory, and reads them again to other pages, adjacent and not.
 fn exchange(front: &mut FrontEnd, ring: usize, value: u8) {
     let page = |at: usize| (FrontEnd::guest(at), PAGE as u32);
     let (one, two) = (DATA, DATA + 4 * PAGE);
@@ -70,17 +70,17 @@ fn all_engines_move_bytes_through_registered_memory() {
     for round in 0..10u8 {
         exchange(&mut front, usize::from(round % 2), round);
     }
-    wait_until("they are counted", || registered(&served) == of_exchanges(10));
-    // Memory that is not aligned is copied all the same.
+    wait_until("the requests are counted", || registered(&served) == of_exchanges(10));
+    // Data that is not aligned is copied, although its memory is registered.
     front.memory.bytes(DATA + 8, PAGE).fill(3);
     assert_eq!(front.run(0, OUT, 0, DATA + 8, PAGE as u32), 0);
     assert_eq!(front.run(1, IN, 0, 2 * DATA, PAGE as u32), 0);
     assert!(front.memory.bytes(2 * DATA, PAGE).iter().all(|byte| *byte == 3));
-    wait_until("they are counted", || registered(&served) == of_exchanges(10) + 1);
+    wait_until("the requests are counted", || registered(&served) == of_exchanges(10) + 1);
     assert_eq!(served.device.counters().bounced, 1);
 }
 
-/// The danger that docs/vhost-user.md warns of. It shows too that these requests go by the registration.
+/// Shows the risk that docs/vhost-user.md warns of, and that these requests use the registration.
 #[test]
 fn i_o_reaches_pinned_pages_after_the_guest_freed_them() {
     let served = serve(1);
@@ -103,14 +103,14 @@ fn i_o_reaches_pinned_pages_after_the_guest_freed_them() {
     assert_eq!(front.run_pieces(0, OUT, 16, &[page(one), page(two)]), 0);
     let vectored = if has_vectors() { old } else { new };
     assert_eq!(content(&mut front, 24), [vectored; PAGE]);
-    // A table of memory that is handed over anew has the pages that are there now.
+    // If the front end passes the table of memory again, the pages that exist now are registered.
     front.begin(FEATURES);
     assert_eq!(front.run(0, OUT, 0, one, PAGE as u32), 0);
     assert_eq!(content(&mut front, 0), [new; PAGE]);
 }
 
 #[test]
-fn memory_comes_and_goes_under_load() {
+fn regions_are_added_and_removed_under_load() {
     let served = serve(2);
     let mut front = FrontEnd::started(&served.path, FEATURES, 2);
     for round in 0..8u8 {
@@ -124,7 +124,7 @@ fn memory_comes_and_goes_under_load() {
         assert_eq!(front.add_region(SECOND, MEMORY as u64, second.file.as_fd()), 0);
         assert_eq!(registered_bytes(&served), Ok(2 * MEMORY as u64));
         (0..2).for_each(|ring| assert!(front.wait(ring, 8).iter().all(|it| it.1 == 0)));
-        // Over the border of the two, and in the second alone.
+        // Across the border of the two regions, and only in the second one.
         front.memory.bytes(MEMORY - PAGE, PAGE).fill(round);
         second.slice(0, 2 * PAGE).fill(round + 100);
         assert_eq!(front.run_pieces(0, OUT, 64, &[(SECOND - PAGE as u64, 3 * PAGE as u32)]), 0);
@@ -136,14 +136,14 @@ fn memory_comes_and_goes_under_load() {
         }
         front.kick(1);
         let taken = 25 * u64::from(round) + 22;
-        wait_until("they are taken", || served.device.counters().requests == taken);
+        wait_until("the requests are taken", || served.device.counters().requests == taken);
         front.remove_region(SECOND, MEMORY as u64);
-        assert!(front.wait(1, 4).iter().all(|it| it.1 == 0), "they were drained before");
+        assert!(front.wait(1, 4).iter().all(|it| it.1 == 0), "the ring was drained before the removal");
         assert_eq!(registered_bytes(&served), Ok(MEMORY as u64));
         exchange(&mut front, 0, round);
     }
-    // All but the one over the border.
-    wait_until("they are counted", || registered(&served) == 8 * (21 + of_exchanges(1)));
+    // All requests are counted but those across the border.
+    wait_until("the requests are counted", || registered(&served) == 8 * (21 + of_exchanges(1)));
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn memory_that_does_not_fit_is_served_unregistered() {
     for (limits, says) in [
         (
             RegistrationLimits { locked_max: locked, memory_left: None },
-            "32 MiB of locked memory, and 24 MiB may be",
+            "32 MiB of locked memory, but 24 MiB may be",
         ),
         (
             RegistrationLimits { locked_max: None, memory_left: all },
@@ -174,12 +174,12 @@ fn memory_that_does_not_fit_is_served_unregistered() {
         assert!(registered_bytes(&served).unwrap_err().contains(says));
         exchange(&mut front, 0, 2);
         exchange(&mut front, 1, 3);
-        wait_until("they are counted", || registered(&served) == of_exchanges(1));
-        // It fits again.
+        wait_until("the requests are counted", || registered(&served) == of_exchanges(1));
+        // Without the second region, the memory is within the limits again.
         front.remove_region(SECOND, MEMORY as u64);
         assert_eq!(registered_bytes(&served), Ok(MEMORY as u64));
         exchange(&mut front, 1, 4);
-        wait_until("they are counted", || registered(&served) == of_exchanges(2));
+        wait_until("the requests are counted", || registered(&served) == of_exchanges(2));
     }
 }
 
@@ -192,7 +192,7 @@ fn memory_of_a_file_on_disk_is_served_unregistered() {
     std::fs::remove_file(&path).unwrap();
     file.set_len(MEMORY as u64).unwrap();
     if front.add_region(SECOND, MEMORY as u64, file.as_fd()) != 0 {
-        // A file system that no guest memory may lie on.
+        // The file system of this directory is not allowed for guest memory.
         return;
     }
     let report = served.report();
@@ -222,11 +222,12 @@ fn a_region_is_registered_in_pieces_of_1_gib() {
         assert_eq!(front.run_pieces(0, IN, 128, &[piece(GIB / 2)]), 0);
         assert_eq!(memory.slice(at, 4 * PAGE), memory.slice(GIB / 2, 4 * PAGE), "{at:#x}");
     }
-    // One of them reaches over the border.
-    wait_until("they are counted", || registered(&served) == 9);
+    // One of the ten requests is across the border of two registrations.
+    wait_until("the requests are counted", || registered(&served) == 9);
 }
 
-/// Pinned pages outlive the file: requests on them complete, and nothing here touches what is gone.
+/// Pinned pages stay when the file is truncated: requests with these pages complete, and the daemon does not
+/// access the mapping.
 #[test]
 fn registered_memory_that_is_truncated_stops_no_daemon() {
     let served = serve(1);
@@ -238,7 +239,7 @@ fn registered_memory_that_is_truncated_stops_no_daemon() {
     assert_eq!(front.run_pieces(0, OUT, 0, &[(SECOND, PAGE as u32)]), 0);
     assert_eq!(front.run(0, IN, 0, DATA, PAGE as u32), 0);
     assert!(front.memory.bytes(DATA, PAGE).iter().all(|byte| *byte == 9));
-    // Copied, it is touched: then the ring stops.
+    // Data that is copied is accessed through the mapping, so the ring stops.
     front.submit_pieces(0, OUT, 0, &[(SECOND + 8, PAGE as u32)]);
     front.kick(0);
     served.until_truncated(0);
@@ -249,7 +250,7 @@ fn registered_memory_that_is_truncated_stops_no_daemon() {
 }
 
 #[test]
-fn a_front_end_that_leaves_unpins_its_memory() {
+fn the_memory_of_a_disconnected_front_end_is_unpinned() {
     let pinned = || -> u64 {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmPin:")).unwrap();
@@ -262,9 +263,9 @@ fn a_front_end_that_leaves_unpins_its_memory() {
         drop(front);
         served.until_idle();
     }
-    // With other tests in the same process it is theirs.
+    // In a process with other tests, pages may be pinned by those.
     if std::env::var_os("NEXTEST").is_some() {
-        wait_until("it is unpinned", || pinned() < MEMORY as u64 >> 10);
+        wait_until("the memory is unpinned", || pinned() < MEMORY as u64 >> 10);
     }
     served.device.stop(true).unwrap();
 }

@@ -1,5 +1,5 @@
-//! vhost-user-blk, driven by a front end of these tests: what an ordinary one does not do.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! vhost-user-blk with a front end that behaves in unusual ways.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[path = "vhost/front_end.rs"]
 mod front_end;
@@ -25,7 +25,7 @@ const WRITE_ZEROES: u32 = 13;
 const F_RO: u64 = 1 << 5;
 
 #[test]
-fn requests_complete_whatever_they_are() {
+fn all_types_of_requests_complete() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     front.memory.bytes(DATA, 4096).fill(9);
@@ -35,29 +35,29 @@ fn requests_complete_whatever_they_are() {
     assert_eq!(front.run(0, FLUSH, 0, 0, 0), 0);
     assert_eq!(front.run(0, GET_ID, 0, DATA, 20), 0);
     assert_eq!(front.memory.bytes(DATA, 20), b"a disk of a test wit");
-    // Not known; beyond the end; not a sector; nothing at all.
+    // An unknown type; beyond the end of the disk; a partial sector; no data.
     assert_eq!(front.run(0, 77, 0, DATA, 512), 2);
     assert_eq!(front.run(0, IN, vhost::SIZE >> 9, DATA, 512), 1);
     assert_eq!(front.run(0, IN, 0, DATA, 100), 1);
     assert_eq!(front.run(0, IN, 0, DATA, 0), 0);
     let counted = || (served.device.counters().errors, served.device.counters().requests);
-    wait_until("they are counted", || counted() == (3, 8));
+    wait_until("the requests are counted", || counted() == (3, 8));
 }
 
-/// As virtio_uml of the kernel does.
+/// The driver virtio_uml of Linux expects this.
 #[test]
-fn the_message_that_negotiates_replies_has_one() {
+fn the_message_that_negotiates_replies_gets_one() {
     let served = serve(ram(), 1);
     let mut connection = Connection::new(&served.path);
     connection.send(SET_OWNER, &[], &[]);
     let offered = connection.ask(GET_PROTOCOL_FEATURES, &[]).number();
     connection.done(SET_PROTOCOL_FEATURES, &offered.to_ne_bytes(), &[]);
-    // Without them there is none: what comes next is the reply to the next request.
+    // Without the feature there is no acknowledgement: the next message is the reply to the next request.
     connection.raw([SET_PROTOCOL_FEATURES, 1 | NEED_REPLY, 8], &0u64.to_ne_bytes(), &[]);
     assert_eq!(connection.ask(GET_PROTOCOL_FEATURES, &[]).number(), offered);
 }
 
-/// 512-byte aligned buffers of a guest, for a file that needs 4096.
+/// Buffers that are aligned to 512 bytes, for a file that requires 4096.
 #[test]
 fn misaligned_memory_is_copied_and_counted() {
     let served = serve(image(DirectIo::Auto, Some(4096)), 1);
@@ -70,23 +70,23 @@ fn misaligned_memory_is_copied_and_counted() {
         front.memory.bytes(at, 8192).fill(0);
         assert_eq!(front.run(0, IN, number as u64 * 16, at, 8192), 0);
         assert!(front.memory.bytes(at, 8192).iter().all(|byte| *byte == value));
-        // Aligned, it reads the same.
+        // An aligned read returns the same data.
         assert_eq!(front.run(0, IN, number as u64 * 16, DATA + (1 << 20), 8192), 0);
         assert!(front.memory.bytes(DATA + (1 << 20), 8192).iter().all(|byte| *byte == value));
     }
     let expected = if align > 8 { 4 } else { 0 };
-    wait_until("it is counted", || served.device.counters().bounced == expected);
+    wait_until("the requests are counted", || served.device.counters().bounced == expected);
 }
 
 #[test]
-fn misaligned_requests_outlive_a_switch_to_direct_io() {
+fn misaligned_requests_survive_a_switch_to_direct_io() {
     let image = image(DirectIo::Off, Some(4096));
     let fault = Fault::new(image, "delay=20ms".parse::<FaultSpec>().unwrap()).unwrap();
     let disk = Disk::builder(Box::new(fault)).depth(1).build().unwrap();
     let served = serve_disk(disk, std::env::temp_dir().join(format!("blkq-direct-{}", std::process::id())));
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     for number in 0..8 {
-        // All but the first wait for its tag.
+        // All requests but the first wait for the only tag.
         front.submit(0, IN, number * 8, DATA + 8, 4096);
     }
     front.kick(0);
@@ -96,7 +96,7 @@ fn misaligned_requests_outlive_a_switch_to_direct_io() {
 }
 
 #[test]
-fn a_stopped_ring_is_drained_and_goes_on_where_it_was() {
+fn a_stopped_ring_is_drained_and_can_be_restarted() {
     let spec: FaultSpec = "delay=30ms".parse().unwrap();
     let served = serve(Box::new(Fault::new(ram(), spec).unwrap()), 2);
     let mut front = FrontEnd::started(&served.path, FEATURES, 2);
@@ -107,15 +107,15 @@ fn a_stopped_ring_is_drained_and_goes_on_where_it_was() {
             }
             front.kick(ring);
         }
-        // Some have been taken, and those complete first.
+        // Requests that were taken complete before the stop.
         wait_until("a request is in flight", || served.device.front_end().unwrap().in_flight > 0);
         let bases = [front.stop(0), front.stop(1)];
         for (ring, base) in bases.into_iter().enumerate() {
-            assert_eq!(front.used_index(ring), base, "all that was taken has completed");
+            assert_eq!(front.used_index(ring), base, "all requests that were taken have completed");
             front.start(ring as u32, base);
             assert!(front.wait(ring, 8).iter().all(|(_, status, _)| *status == 0));
         }
-        // And a table of memory that changes meanwhile changes nothing.
+        // A new table of memory in between has no effect.
         front.begin(FEATURES);
     }
 }
@@ -138,7 +138,7 @@ fn writes_are_durable_when_the_write_cache_is_off() {
     assert_eq!(write_flushes(&mut front), fua);
     let config = front.connection.ask(GET_CONFIG, &[words(&[32, 1, 0]), vec![0]].concat());
     assert_eq!(config.payload[12..], [0]);
-    // As front ends show a driver what was written last, a reset changes nothing.
+    // A reset keeps the setting, because front ends continue to show drivers the last value.
     for (code, payload) in [(SET_STATUS, longs(&[0])), (RESET_DEVICE, vec![])] {
         front.stop(0);
         front.connection.done(code, &payload, &[]);
@@ -149,7 +149,7 @@ fn writes_are_durable_when_the_write_cache_is_off() {
     }
     front.connection.done(SET_CONFIG, &writeback(1), &[]);
     assert_eq!(write_flushes(&mut front), 0);
-    // Nothing else may be written, nor another value.
+    // Other fields and other values cannot be written.
     for payload in
         [writeback(2), [words(&[31, 1, 0]), vec![0]].concat(), [words(&[32, 2, 0]), vec![0; 2]].concat()]
     {
@@ -157,7 +157,7 @@ fn writes_are_durable_when_the_write_cache_is_off() {
     }
     drop(front);
     served.until_idle();
-    // A driver that does not know to flush has no write cache.
+    // For a driver without flushes there is no write cache.
     let without_flush = [F_VERSION_1 | F_PROTOCOL, F_VERSION_1 | F_PROTOCOL | F_CONFIG_WCE];
     for features in without_flush {
         let mut front = FrontEnd::started(&served.path, features, 1);
@@ -193,7 +193,7 @@ fn requests_beyond_what_was_advertised_fail() {
     }
 }
 
-/// It was offered them by a daemon that was killed, whose disk was read-only, or is not.
+/// A killed daemon may have offered them, because its disk was or was not read-only.
 #[test]
 fn features_of_another_daemon_are_acknowledged() {
     let served = serve(ram(), 1);
@@ -212,12 +212,12 @@ fn features_of_another_daemon_are_acknowledged() {
 }
 
 #[test]
-fn a_full_error_eventfd_stops_nothing() {
+fn a_full_error_eventfd_has_no_effect() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     let error = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
     front.connection.done(SET_VRING_ERR, &longs(&[0]), &[error.as_fd()]);
-    // The flag is the front end's as much as the daemon's.
+    // The front end can clear O_NONBLOCK, because it shares the open file description.
     rustix::fs::fcntl_setfl(&error, rustix::fs::OFlags::empty()).unwrap();
     rustix::io::write(&error, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     front.make_available(0, SIZE);
@@ -227,12 +227,12 @@ fn a_full_error_eventfd_stops_nothing() {
 }
 
 #[test]
-fn a_ring_that_breaks_the_rules_is_stopped_alone() {
+fn only_the_ring_that_breaks_a_rule_is_stopped() {
     let served = serve(ram(), 2);
     let mut front = FrontEnd::started(&served.path, FEATURES, 2);
     let error = eventfd(0, EventfdFlags::empty()).unwrap();
     front.connection.done(SET_VRING_ERR, &longs(&[0]), &[error.as_fd()]);
-    // A chain that is a loop.
+    // A chain with a loop.
     front.descriptor(0, 0, FrontEnd::guest(DATA), 16, 1, 1);
     front.descriptor(0, 1, FrontEnd::guest(DATA), 16, 1, 0);
     front.make_available(0, 0);
@@ -243,7 +243,7 @@ fn a_ring_that_breaks_the_rules_is_stopped_alone() {
     assert_eq!(front.connection.ask(GET_STATUS, &[]).number(), 0x40, "it needs a reset");
     let rings = served.device.front_end().unwrap().rings;
     assert!(rings[0].rejected.is_some() && rings[1].rejected.is_none());
-    // The other one is served; and after a reset both are.
+    // The other ring is served; after a reset both are.
     assert_eq!(front.run(1, OUT, 0, DATA, 512), 0);
     front.connection.done(RESET_DEVICE, &[], &[]);
     let mut front = FrontEnd { rings: vec![Ring::new(0, FEATURES)], ..front };
@@ -253,9 +253,9 @@ fn a_ring_that_breaks_the_rules_is_stopped_alone() {
     assert_eq!(front.run(0, OUT, 0, DATA, 512), 0);
 }
 
-/// The front end fills its call eventfd, and never reads it: the engine must not wait for that.
+/// The front end fills its call eventfd and never reads it. The engine must not block.
 #[test]
-fn a_full_call_eventfd_stops_nothing() {
+fn a_full_call_eventfd_has_no_effect() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     for _ in 0..50 {
@@ -263,17 +263,17 @@ fn a_full_call_eventfd_stops_nothing() {
         let _ = rustix::io::write(&front.rings[0].call, &1u64.to_ne_bytes());
         front.submit(0, OUT, 0, DATA, 512);
         front.kick(0);
-        wait_until("it completes", || !front.completed(0).is_empty());
+        wait_until("the request completes", || !front.completed(0).is_empty());
         rustix::io::read(&front.rings[0].call, &mut [0; 8]).unwrap();
     }
     rustix::io::write(&front.rings[0].call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     front.submit(0, OUT, 0, DATA, 512);
     front.kick(0);
-    wait_until("it completes", || !front.completed(0).is_empty());
+    wait_until("the request completes", || !front.completed(0).is_empty());
     served.device.stop(true).unwrap();
 }
 
-/// Its guest looks at the ring only when it is called, and knows of no descriptors.
+/// The guest reads the ring only after a call, and does not know that its front end replaces descriptors.
 #[test]
 fn no_call_is_lost_when_its_descriptor_is_replaced() {
     let served = serve(ram(), 1);
@@ -298,9 +298,9 @@ fn no_call_is_lost_when_its_descriptor_is_replaced() {
     served.device.stop(true).unwrap();
 }
 
-/// As user-mode Linux has it: a stream, of which each call is 8 bytes.
+/// User-mode Linux uses a stream socket, on which each call is a message of 8 bytes.
 #[test]
-fn a_call_may_be_a_socket_and_may_be_full_or_closed() {
+fn calls_can_go_to_a_socket_even_if_it_is_full_or_closed() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
@@ -315,7 +315,7 @@ fn a_call_may_be_a_socket_and_may_be_full_or_closed() {
     let completes = |front: &mut FrontEnd| {
         front.submit(0, OUT, 0, DATA, 512);
         front.kick(0);
-        wait_until("it completes", || !front.completed(0).is_empty());
+        wait_until("the request completes", || !front.completed(0).is_empty());
     };
     completes(&mut front);
     front.rings[0].call = eventfd(0, EventfdFlags::empty()).unwrap();
@@ -324,7 +324,7 @@ fn a_call_may_be_a_socket_and_may_be_full_or_closed() {
 }
 
 #[test]
-fn memory_that_is_truncated_stops_the_ring_and_nothing_else() {
+fn truncated_memory_stops_only_its_ring() {
     let served = serve(ram(), 1);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     assert_eq!(front.run(0, OUT, 0, DATA, 512), 0);
@@ -349,10 +349,10 @@ fn a_ring_without_a_kick_eventfd_is_polled() {
     }
 }
 
-/// A front end that pauses as soon as it has connected to the next daemon, while other rings have all the
-/// room of the engine's queue.
+/// A front end pauses as soon as it has connected to the next daemon, while requests of other rings fill the
+/// engine's queue.
 #[test]
-fn a_ring_that_stops_begins_what_was_in_flight_first() {
+fn a_ring_that_stops_begins_recovered_requests_first() {
     const WRITE_ZEROES: u32 = 13;
     const RANGES: usize = 32;
     const BUSY: u32 = 4;
@@ -369,7 +369,7 @@ fn a_ring_that_stops_begins_what_was_in_flight_first() {
     let sizes = [BUSY as u16 + 1, SIZE].map(u16::to_ne_bytes).concat();
     let inflight = front.connection.ask(GET_INFLIGHT_FD, &[longs(&[0, 0]), sizes, vec![0; 4]].concat());
     let file = inflight.file.as_ref().unwrap().as_fd();
-    // Three requests that a daemon took and did not complete, and one that it did not take.
+    // A daemon has taken three requests and completed none of them. It has not taken a fourth one.
     let heads = [0; 4].map(|_| submit(&mut front, 0));
     let mut record = vec![0; 16 + 16 * usize::from(SIZE)];
     record[8..16].copy_from_slice(&[1, SIZE, 0, 0].map(u16::to_ne_bytes).concat());
@@ -384,29 +384,29 @@ fn a_ring_that_stops_begins_what_was_in_flight_first() {
     (1..=BUSY).for_each(|ring| front.start(ring, 0));
     let in_flight = || served.device.front_end().unwrap().in_flight;
     wait_until("requests wait for room", || in_flight() > u64::from(SIZE / 2));
-    // Started and stopped by messages that arrive as one.
+    // The messages that start and stop the ring arrive together.
     let start = [words(&[SET_VRING_ENABLE, 1, 8, 0, 1]), words(&[GET_VRING_BASE, 1, 8, 0, 0])].concat();
     front.connection.bytes(&start, &[]);
     let base = u32::from_ne_bytes(front.connection.reply().unwrap().payload[4..8].try_into().unwrap());
     assert!((3..=4).contains(&base), "{base}");
     let done: Vec<u16> = front.completed(0).iter().map(|it| it.0).collect();
-    assert_eq!(done, heads[..base as usize], "all that was taken has completed");
+    assert_eq!(done, heads[..base as usize], "all requests that were taken have completed");
 }
 
-/// As QEMU's microvm: the record that it asks for is for smaller rings than those that its driver then uses.
+/// QEMU's microvm asks for a record for smaller rings than its driver then uses.
 #[test]
-fn a_driver_may_use_larger_rings_than_the_record_was_asked_for() {
+fn a_driver_may_use_larger_rings_than_its_record_is_for() {
     for features in [FEATURES, FEATURES | F_PACKED] {
         let served = serve(ram(), 1);
         let mut front = FrontEnd::new(&served.path, features, 2);
         let record = front.keep_record_of(SIZE / 4);
         front.start_all();
         for ring in 0..2 {
-            // Enough requests to use every descriptor.
+            // Enough requests to use each descriptor.
             (0..SIZE).for_each(|_| assert_eq!(front.run(ring, 1, 0, DATA, 512), 0));
         }
         assert_eq!(served.device.front_end().unwrap().rings[1].rejected, None);
-        // The next daemon takes the record for what it is.
+        // The next daemon recognizes the size of the record.
         served.device.stop(true).unwrap();
         let next = serve(ram(), 1);
         front.reconnect(&next.path, features, &record);
@@ -414,10 +414,10 @@ fn a_driver_may_use_larger_rings_than_the_record_was_asked_for() {
     }
 }
 
-/// As crosvm does: it asks for no acknowledgement, has the device's channel before the features, keeps no
-/// record, and stops a ring by disabling it first.
+/// crosvm asks for no acknowledgements, sets the socket for requests of the back end before it negotiates
+/// features, has no record of requests in flight, and disables a ring before it stops the ring.
 #[test]
-fn a_front_end_that_asks_for_no_reply_sleeps_and_resets() {
+fn a_front_end_without_acknowledgements_can_sleep_and_reset() {
     let served = serve(ram(), 2);
     let mut front = FrontEnd {
         connection: Connection::new(&served.path),
@@ -425,7 +425,7 @@ fn a_front_end_that_asks_for_no_reply_sleeps_and_resets() {
         shared: MEMORY,
         rings: (0..2).map(|ring| Ring::new(ring, FEATURES)).collect(),
     };
-    // CONFIG, MQ, BACKEND_REQ, REPLY_ACK.
+    // The protocol features CONFIG, MQ, BACKEND_REQ and REPLY_ACK.
     const WANTED: u64 = 1 << 9 | 1 | 1 << 5 | 1 << 3;
     let (_channel, its) = std::os::unix::net::UnixStream::pair().unwrap();
     front.connection.send(SET_OWNER, &[], &[]);
@@ -434,7 +434,7 @@ fn a_front_end_that_asks_for_no_reply_sleeps_and_resets() {
     front.connection.send(SET_PROTOCOL_FEATURES, &longs(&[WANTED]), &[]);
     front.connection.send(SET_BACKEND_REQ_FD, &[], &[its.as_fd()]);
     assert!(front.connection.ask(GET_QUEUE_NUM, &[]).number() >= 2);
-    // The flag says that the field may be written.
+    // The flag marks a field that the driver may write.
     let config = front.connection.ask(GET_CONFIG, &[words(&[0, 8, 1]), vec![0; 8]].concat());
     assert_eq!(config.payload[12..], (vhost::SIZE >> 9).to_ne_bytes());
     for round in 0..6u8 {
@@ -467,7 +467,7 @@ fn a_front_end_that_asks_for_no_reply_sleeps_and_resets() {
     assert_eq!(served.device.take_reports(), []);
 }
 
-/// A front end stops its rings one after the other, and waits for each.
+/// A front end stops its rings one at a time, and waits for each.
 // Contract: errors
 #[test]
 fn a_ring_stops_while_another_one_holds_requests() {
@@ -480,10 +480,10 @@ fn a_ring_stops_while_another_one_holds_requests() {
         front.submit(1, OUT, 0, DATA, 4096);
         front.kick(1);
         wait_until("the write is held", || served.disk.held() == 1);
-        // It waits for that write.
+        // The flush waits for that write.
         front.submit(0, FLUSH, 0, 0, 0);
         front.kick(0);
-        wait_until("the flush is there", || served.device.counters().requests == requests);
+        wait_until("the flush is taken", || served.device.counters().requests == requests);
         if !disconnects {
             assert_eq!((front.stop(0), front.stop(1)), (1, 1));
             assert_eq!(front.wait(0, 1)[0].1, 0);
@@ -493,7 +493,7 @@ fn a_ring_stops_while_another_one_holds_requests() {
         served.until_idle();
         assert_eq!(served.disk.held(), 0);
     }
-    // Nothing is reported any longer than that takes.
+    // Errors are reported instead of held only during the stop.
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
     front.submit(0, OUT, 0, DATA, 4096);
     front.kick(0);

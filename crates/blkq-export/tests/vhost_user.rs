@@ -1,5 +1,5 @@
-//! vhost-user-blk, driven by libblkio's front end (crate virtio-driver), against a model in bytes.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+//! vhost-user-blk with libblkio's front end (crate virtio-driver), compared with a model of each byte.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 mod vhost;
 
@@ -17,7 +17,7 @@ use vhost::{SIZE, Served, SharedMemory, image, ram, serve};
 
 type Transport = Box<dyn VirtioTransport<VirtioBlkConfig, VirtioBlkReqBuf>>;
 
-/// A request of a test: numbers are in blocks.
+/// A request. Numbers are in blocks.
 #[derive(Clone, Debug)]
 enum Step {
     Read(u64, u64),
@@ -25,9 +25,9 @@ enum Step {
     Discard(u64, u64),
     WriteZeroes(u64, u64, bool),
     Flush,
-    /// Writes of a block each, one behind the other, all at once.
+    /// Writes of one block each, for consecutive blocks, submitted together.
     Row(u64, u64, u8),
-    /// The driver leaves, and another one begins, with that ring.
+    /// The driver disconnects, and another one starts with that kind of ring.
     Anew(VirtioFeatureFlags),
 }
 
@@ -56,12 +56,12 @@ impl Client {
         transport.map_mem_region(memory.start.addr(), MEMORY, memory.fd(), 0).unwrap();
         let made = VirtioBlkQueue::setup_queues(&mut *transport, queues, 128).unwrap();
         let events = (0..queues).map(|queue| transport.get_completion_fd(queue)).collect();
-        // Both live as long as the client, and the queues are dropped first.
+        // Both live as long as the client, which drops its queues first.
         Client { queues: made, transport, events, memory }
     }
 
-    /// Does `steps`, all at once where they do not overlap, with data from `at` of the memory on: of each,
-    /// whether it succeeded.
+    /// Executes `steps`, together if they do not overlap, with data from offset `at` of the memory on.
+    /// Returns the result of each.
     fn run(&mut self, steps: &[(Step, usize)], mut at: usize, block: u64) -> Vec<i32> {
         let mut results = vec![1; steps.len()];
         for (index, (step, queue)) in steps.iter().enumerate() {
@@ -99,7 +99,7 @@ impl Client {
                     results[completion.context] = completion.ret;
                     left -= 1;
                 }
-                // With one queue it waits for the call, as a driver does.
+                // With a single queue, waits for the call, as a driver does.
                 if left > 0 && self.events.len() == 1 {
                     queue.set_used_notif_enabled(true);
                     if !queue.completions().has_next() {
@@ -124,12 +124,12 @@ fn steps(blocks: u64) -> impl Strategy<Value = Vec<(Step, usize, usize)>> {
         (range, any::<u8>()).prop_map(|((from, count), value)| Step::Row(from, count, value)),
         rings().prop_map(Step::Anew),
     ];
-    // Its queue, and where its memory begins, which may be misaligned.
+    // The queue of the step, and the offset of its memory, which may be unaligned.
     let offset = prop_oneof![4 => Just(0), 1 => Just(512), 1 => Just(8), 1 => Just(1001)];
     proptest::collection::vec((step, 0..4usize, offset), 1..140)
 }
 
-/// Each step alone, and then reads of all of it at once.
+/// Executes the steps one at a time, and then reads the whole device with several requests together.
 fn check(driver: Box<dyn Driver>, queues: usize, ring: VirtioFeatureFlags, steps: &[(Step, usize, usize)]) {
     let served = serve(driver, queues);
     let mut client = Client::new(&served, queues, ring);
@@ -160,7 +160,7 @@ fn check(driver: Box<dyn Driver>, queues: usize, ring: VirtioFeatureFlags, steps
                     compare(&client.memory, *offset, &model[part(from, count)], block);
                 }
                 Step::Write(from, count, value) => model[part(from, count)].fill(Some(value)),
-                // A discard may leave any bytes.
+                // After a discard, any content is valid.
                 Step::Discard(from, count) => model[part(from, count)].fill(None),
                 Step::WriteZeroes(from, count, _) => model[part(from, count)].fill(Some(0)),
                 Step::Flush | Step::Row(..) | Step::Anew(..) => {}
@@ -222,9 +222,9 @@ proptest! {
     }
 }
 
-/// An engine that finds its ring in use would lose a call.
+/// Otherwise an engine could find its ring locked, and lose a call.
 #[test]
-fn a_device_that_serves_makes_no_rings_ahead() {
+fn a_device_that_serves_cannot_prepare_rings() {
     let served = serve(ram(), 1);
     assert_eq!(served.device.prepare().unwrap_err().kind(), ErrorKind::Busy);
     served.device.stop(true).unwrap();

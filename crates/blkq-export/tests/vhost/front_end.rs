@@ -1,6 +1,6 @@
-//! A front end that says exactly what a test wants it to say.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "every test file uses a part of it")]
+//! A front end that sends exactly the messages that a test chooses.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#![allow(dead_code, reason = "each test file uses a part of this module")]
 
 mod ring;
 
@@ -50,7 +50,7 @@ pub const SET_STATUS: u32 = 39;
 pub const GET_STATUS: u32 = 40;
 
 pub const NEED_REPLY: u32 = 8;
-/// All protocol features that are offered.
+/// All protocol features that the device offers.
 pub const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15 | 1 << 16;
 pub const F_FLUSH: u64 = 1 << 9;
 pub const F_CONFIG_WCE: u64 = 1 << 11;
@@ -63,24 +63,24 @@ pub const F_VERSION_1: u64 = 1 << 32;
 pub const F_PACKED: u64 = 1 << 34;
 pub const FEATURES: u64 = F_FLUSH | F_CONFIG_WCE | F_DISCARD | F_WRITE_ZEROES | F_PROTOCOL | F_VERSION_1;
 
-/// Where the guest's memory begins, for the guest: not where it is in this process.
+/// Guest address of the guest's memory, which differs from its address in this process.
 pub const GUEST: u64 = 1 << 20;
-/// Bytes of the shared memory, and of a ring in it.
+/// Size of the shared memory, and below that of the part for one ring.
 pub const MEMORY: usize = 8 << 20;
 const RING: usize = 64 << 10;
-/// Addresses of regions for the front end, beside those of the guest.
+/// Difference between the front end's address and the guest address of additional regions.
 const USER: u64 = 1 << 45;
-/// Where data may be.
+/// Offset of the data in the memory.
 pub const DATA: usize = 1 << 20;
 pub const SIZE: u16 = 64;
 
-/// The guest's memory, which is never unmapped.
+/// The memory of the guest, which is never unmapped.
 pub struct Memory {
     pub file: OwnedFd,
     pub start: *mut u8,
 }
 
-// SAFETY: memory, which is accessed by raw pointers.
+// SAFETY: the memory is only accessed by raw pointers, and stays mapped.
 unsafe impl Send for Memory {}
 
 impl Memory {
@@ -88,21 +88,24 @@ impl Memory {
         let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, MEMORY as u64).unwrap();
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // SAFETY: the kernel chooses the address of the new mapping.
         let start = unsafe { mmap(null, MEMORY, protection, MapFlags::SHARED, &file, 0) };
         Memory { file, start: start.unwrap().cast() }
     }
 
     fn at<T>(&self, at: usize) -> &T {
         assert!(at + size_of::<T>() <= MEMORY && at.is_multiple_of(align_of::<T>()));
-        // SAFETY: inside the mapping, aligned, and atomic or not accessed by the device now.
+        // SAFETY: the value is inside the mapping, aligned, and either atomic or not used by the device now.
         unsafe { &*self.start.add(at).cast() }
     }
 
-    #[allow(clippy::mut_from_ref, reason = "a test looks at what it does not share at that time")]
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "a test accesses memory that the device does not use at that time"
+    )]
     pub fn bytes(&self, at: usize, bytes: usize) -> &mut [u8] {
         assert!(at + bytes <= MEMORY);
-        // SAFETY: inside the mapping.
+        // SAFETY: the bytes are inside the mapping.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), bytes) }
     }
 
@@ -111,7 +114,7 @@ impl Memory {
     }
 }
 
-/// A reply: its payload and a descriptor.
+/// A reply, with its payload and its descriptor.
 pub struct Reply {
     pub code: u32,
     pub payload: Vec<u8>,
@@ -132,7 +135,7 @@ pub fn longs(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// The connection.
+/// The connection of a front end to the device.
 pub struct Connection(pub UnixStream);
 
 impl Connection {
@@ -142,19 +145,19 @@ impl Connection {
         Connection(stream)
     }
 
-    /// Sends a message as it is.
+    /// Sends a message with any header.
     pub fn raw(&self, header: [u32; 3], payload: &[u8], files: &[BorrowedFd<'_>]) {
         self.bytes(&[words(&header), payload.to_vec()].concat(), files);
     }
 
-    /// Sends bytes, with descriptors.
+    /// Sends bytes, and descriptors with the first of them.
     pub fn bytes(&self, bytes: &[u8], files: &[BorrowedFd<'_>]) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !files.is_empty() {
             assert!(control.push(SendAncillaryMessage::ScmRights(files)));
         }
-        // The other end may have closed it: then the reply says so.
+        // The device may have closed the connection. Then there is no reply, and the test notices that.
         let _ = sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
     }
 
@@ -162,7 +165,7 @@ impl Connection {
         self.raw([code, 1, payload.len() as u32], payload, files);
     }
 
-    /// The next reply, unless the connection is closed.
+    /// Receives the next reply; `None` if the connection is closed.
     pub fn reply(&mut self) -> Option<Reply> {
         let mut header = [0; 12];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -193,7 +196,7 @@ impl Connection {
         reply
     }
 
-    /// Sends a message that is acknowledged: with 0 if it is done.
+    /// Sends a message that asks for an acknowledgement, and returns it: 0 if the message succeeded.
     pub fn acknowledged(&mut self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) -> u64 {
         self.raw([code, 1 | NEED_REPLY, payload.len() as u32], payload, files);
         let reply = self.reply().unwrap_or_else(|| panic!("closed by {code}"));
@@ -205,7 +208,7 @@ impl Connection {
         assert_eq!(self.acknowledged(code, payload, files), 0, "request {code}");
     }
 
-    /// Whether the other end has closed it.
+    /// Whether the device has closed the connection.
     pub fn is_closed(&mut self) -> bool {
         self.reply().is_none()
     }
@@ -221,22 +224,22 @@ impl Connection {
     }
 }
 
-/// A front end with memory and rings.
+/// A front end with the memory and the rings of a guest.
 pub struct FrontEnd {
     pub connection: Connection,
     pub memory: Memory,
-    /// Bytes of it that it shares.
+    /// Number of bytes of the memory that the front end shares.
     pub shared: usize,
     pub rings: Vec<Ring>,
 }
 
 impl FrontEnd {
-    /// One that has negotiated `features` and shares its memory; no ring is started.
+    /// A front end that has negotiated `features` and shared its memory. No ring is started.
     pub fn new(path: &Path, features: u64, rings: u32) -> FrontEnd {
         FrontEnd::sharing(path, features, rings, MEMORY)
     }
 
-    /// As [`FrontEnd::new`], but it shares the first `shared` bytes of its memory only.
+    /// As [`FrontEnd::new`], but shares only the first `shared` bytes of its memory.
     pub fn sharing(path: &Path, features: u64, rings: u32, shared: usize) -> FrontEnd {
         let rings = (0..rings).map(|index| Ring::new(index, features)).collect();
         let mut front = FrontEnd { connection: Connection::new(path), memory: Memory::new(), shared, rings };
@@ -244,14 +247,14 @@ impl FrontEnd {
         front
     }
 
-    /// As [`FrontEnd::new`], with its rings started.
+    /// As [`FrontEnd::new`], and starts the rings.
     pub fn started(path: &Path, features: u64, rings: u32) -> FrontEnd {
         let mut front = FrontEnd::new(path, features, rings);
         (0..rings).for_each(|ring| front.start(ring, 0));
         front
     }
 
-    /// Negotiates, and shares the memory.
+    /// Negotiates features and shares the memory.
     pub fn begin(&mut self, features: u64) {
         self.connection.negotiate(features);
         let region = longs(&[GUEST, self.shared as u64, self.memory.user(), 0]);
@@ -259,18 +262,19 @@ impl FrontEnd {
         self.connection.done(SET_MEM_TABLE, &table, &[self.memory.file.as_fd()]);
     }
 
-    /// Starts ring `ring` where it has used `base`: chains of a split ring, descriptors of a packed one.
+    /// Starts ring `ring` at the position `base`, which counts the chains of a split ring or the descriptors
+    /// of a packed one.
     pub fn start(&mut self, ring: u32, base: u16) {
         self.prepare(ring, base);
         self.connection.done(SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
     }
 
-    /// Describes ring `ring`, which begins at `base` when it is enabled.
+    /// Describes ring `ring`, which starts at the position `base` when it is enabled.
     pub fn prepare(&mut self, ring: u32, base: u16) {
         self.describe(ring, base, Connection::done);
     }
 
-    /// As [`FrontEnd::prepare`], by messages that `send` sends.
+    /// As [`FrontEnd::prepare`], but `send` sends the messages.
     pub fn describe(
         &mut self,
         ring: u32,
@@ -289,7 +293,7 @@ impl FrontEnd {
         send(connection, SET_VRING_KICK, &longs(&[ring.into()]), &[it.kick.as_fd()]);
     }
 
-    /// Stops a ring: what it has used then.
+    /// Stops a ring, and returns the position up to which the device has used it.
     pub fn stop(&mut self, ring: u32) -> u16 {
         let reply = self.connection.ask(GET_VRING_BASE, &words(&[ring, 0]));
         let base = u32::from_ne_bytes(reply.payload[4..8].try_into().unwrap());
@@ -305,18 +309,18 @@ impl FrontEnd {
         GUEST + at as u64
     }
 
-    /// Shares one more region: the `bytes` of `file`, at address `guest` of the guest.
+    /// Shares another region: `bytes` bytes of `file`, at guest address `guest`. Returns the acknowledgement.
     pub fn add_region(&mut self, guest: u64, bytes: u64, file: BorrowedFd<'_>) -> u64 {
         self.connection.acknowledged(ADD_MEM_REG, &longs(&[0, guest, bytes, guest | USER, 0]), &[file])
     }
 
-    /// Takes it back.
+    /// Removes a region that [`FrontEnd::add_region`] has shared.
     pub fn remove_region(&mut self, guest: u64, bytes: u64) {
         self.connection.done(REM_MEM_REG, &longs(&[0, guest, bytes, guest | USER, 0]), &[]);
     }
 
-    /// Makes a request of the pieces of data in `data`, addresses of the guest with lengths, available,
-    /// and does not kick. At most two, or six in a table. Returns its head.
+    /// Makes a request available without a kick, and returns its head. `data` has the guest addresses and
+    /// lengths of its data: at most two parts, or six in an indirect table.
     pub fn submit_pieces(&mut self, ring: usize, kind: u32, sector: u64, data: &[(u64, u32)]) -> u16 {
         let it = &mut self.rings[ring];
         let head = it.free.pop().expect("a free descriptor");
@@ -331,7 +335,7 @@ impl FrontEnd {
         head
     }
 
-    /// One such request alone: its status.
+    /// Runs one such request, and returns its status.
     pub fn run_pieces(&mut self, ring: usize, kind: u32, sector: u64, data: &[(u64, u32)]) -> u8 {
         let head = self.submit_pieces(ring, kind, sector, data);
         self.kick(ring);
@@ -340,7 +344,7 @@ impl FrontEnd {
         all[0].1
     }
 
-    /// As [`FrontEnd::submit_pieces`], of `bytes` of data at `at` of the memory.
+    /// As [`FrontEnd::submit_pieces`], with `bytes` bytes of data at offset `at` of the memory.
     pub fn submit(&mut self, ring: usize, kind: u32, sector: u64, at: usize, bytes: u32) -> u16 {
         let data = [(Self::guest(at), bytes)];
         self.submit_pieces(ring, kind, sector, if bytes > 0 { &data } else { &[] })
@@ -355,7 +359,8 @@ impl FrontEnd {
         rustix::io::write(&self.rings[ring].kick, &1u64.to_ne_bytes()).unwrap();
     }
 
-    /// The requests that completed since the last call: heads, statuses and lengths.
+    /// The requests that completed since the last call, each with its head, its status and the number of
+    /// bytes written.
     pub fn completed(&mut self, ring: usize) -> Vec<(u16, u8, u32)> {
         let it = &mut self.rings[ring];
         let mut all = Vec::new();
@@ -365,7 +370,8 @@ impl FrontEnd {
         all
     }
 
-    /// How much the device has published as used: chains of a split ring, descriptors of a packed one.
+    /// The position up to which the device has published used chains: chains of a split ring, descriptors of
+    /// a packed one.
     pub fn used_index(&self, ring: usize) -> u16 {
         self.rings[ring].published(&self.memory)
     }
@@ -384,7 +390,7 @@ impl FrontEnd {
         all
     }
 
-    /// Whether there is a call within so many seconds, which is taken.
+    /// Waits for a call for at most `seconds` seconds, and returns whether one arrived.
     pub fn is_called(&self, ring: usize, seconds: i64) -> bool {
         let call = &self.rings[ring].call;
         let mut polls = [PollFd::new(call, PollFlags::IN)];
@@ -393,7 +399,7 @@ impl FrontEnd {
         ready && rustix::io::read(call, &mut [0; 8]).unwrap() == 8
     }
 
-    /// One request alone: its status.
+    /// Runs one request, and returns its status.
     pub fn run(&mut self, ring: usize, kind: u32, sector: u64, at: usize, bytes: u32) -> u8 {
         let head = self.submit(ring, kind, sector, at, bytes);
         self.kick(ring);
@@ -402,12 +408,12 @@ impl FrontEnd {
         all[0].1
     }
 
-    /// Asks for a record of what is in flight, and has it kept.
+    /// Asks the device for a record of requests in flight, and passes it back for use.
     pub fn keep_record(&mut self) -> Reply {
         self.keep_record_of(SIZE)
     }
 
-    /// As [`FrontEnd::keep_record`], of rings of `size` descriptors.
+    /// As [`FrontEnd::keep_record`], for rings of `size` descriptors.
     pub fn keep_record_of(&mut self, size: u16) -> Reply {
         let sizes = [self.rings.len() as u16, size].map(u16::to_ne_bytes).concat();
         let record = self.connection.ask(GET_INFLIGHT_FD, &[longs(&[0, 0]), sizes, vec![0; 4]].concat());
@@ -416,7 +422,7 @@ impl FrontEnd {
         record
     }
 
-    /// Connects again after the other end died, with what is in flight.
+    /// Connects to the next device, and passes it the record of requests in flight.
     pub fn reconnect(&mut self, path: &Path, features: u64, inflight: &Reply) {
         self.connection = Connection::new(path);
         self.begin(features);
@@ -425,7 +431,7 @@ impl FrontEnd {
         self.start_all();
     }
 
-    /// Starts all rings where they were.
+    /// Starts all rings at the positions where they were.
     pub fn start_all(&mut self) {
         for ring in 0..self.rings.len() {
             let base = self.used_index(ring);
@@ -434,15 +440,16 @@ impl FrontEnd {
     }
 }
 
-/// Fills `event` again and again, and has writes to it wait, until `stop`: sooner or later that blocks an
-/// engine that writes to it. Returns false, and leaves it full, once `progress` stays as it is for 20 s.
+/// Repeatedly fills `event` and makes it blocking, until `stop`. An engine that writes to such an eventfd
+/// would block sooner or later. Returns false, and leaves the eventfd full, if `progress` does not change for
+/// 20 s.
 fn refill(event: &OwnedFd, progress: &AtomicU64, stop: &AtomicBool) -> bool {
     let full = (u64::MAX - 1).to_ne_bytes();
     while !stop.load(Ordering::Relaxed) {
         for _ in 0..200 {
             fcntl_setfl(event, OFlags::NONBLOCK).unwrap();
             let _ = rustix::io::read(event, &mut [0; 8]);
-            // An engine that polls it now finds room.
+            // An engine that polls the eventfd finds room now.
             let _ = rustix::io::write(event, &full);
             fcntl_setfl(event, OFlags::empty()).unwrap();
         }
@@ -457,8 +464,8 @@ fn refill(event: &OwnedFd, progress: &AtomicU64, stop: &AtomicBool) -> bool {
     true
 }
 
-/// While the call eventfd of ring 0 is refilled for 3 s: reads at `at` on rings 0 and 1, and `besides`
-/// with them, all of which must go on; then `stop`, which must not take long.
+/// Refills the call eventfd of ring 0 for 3 s. Reads on rings 0 and 1, and `besides`, must continue
+/// meanwhile; then `stop`, which must not take long.
 pub fn withstand_refills(front: &mut FrontEnd, at: usize, mut besides: impl FnMut(), stop: impl FnOnce()) {
     let event = front.rings[0].call.try_clone().unwrap();
     let (progress, stopped) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -475,7 +482,7 @@ pub fn withstand_refills(front: &mut FrontEnd, at: usize, mut besides: impl FnMu
             progress.fetch_add(1, Ordering::Relaxed);
         }
         let begin = Instant::now();
-        // While it goes on.
+        // The eventfd is still being refilled.
         stop();
         assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
         stopped.store(true, Ordering::Relaxed);
@@ -483,7 +490,7 @@ pub fn withstand_refills(front: &mut FrontEnd, at: usize, mut besides: impl FnMu
     });
 }
 
-/// Writes garbage to a connection.
+/// Sends bytes that are no message.
 pub fn write_all(connection: &mut Connection, bytes: &[u8]) {
     let _ = connection.0.write_all(bytes);
 }

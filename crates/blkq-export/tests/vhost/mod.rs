@@ -1,6 +1,6 @@
-//! A device to test, and memory that a front end shares with it.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "every test file uses a part of it")]
+//! A device for tests, and memory that a front end shares with it.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+#![allow(dead_code, reason = "each test file uses a part of this module")]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -29,9 +29,9 @@ pub fn unique(what: &str) -> PathBuf {
     std::env::temp_dir().join(format!("blkq-vhost-{}-{number}.{what}", std::process::id()))
 }
 
-/// An image of [`SIZE`] zeroes, removed as it is opened.
+/// An image of [`SIZE`] zeroes, whose file is removed when it has been opened.
 pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
-    // Direct I/O needs a file system that has it, which that of temporary files may not be.
+    // Not in the directory for temporary files, whose file system may not support direct I/O.
     let path = std::env::current_dir().unwrap().join(unique("img").file_name().unwrap());
     std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
     let device = open_image(&path, direct_io, sector_size);
@@ -39,11 +39,12 @@ pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
     device
 }
 
-/// Opens an image; of a process that was killed, when the kernel has let go of what its rings had in flight.
+/// Opens an image. If a killed process had it open, this waits until the kernel has completed the I/O of that
+/// process's rings.
 pub fn open_image(path: &Path, direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
     let options = LoopOptions { direct_io, logical_block_bytes: sector_size, ..LoopOptions::new(path) };
     let mut device = LoopDevice::open(&options);
-    wait_until("nobody has the image", || {
+    wait_until("no process has the image open", || {
         let is_busy = device.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
         if is_busy {
             device = LoopDevice::open(&options);
@@ -92,7 +93,7 @@ fn serve_with(disk: Arc<Disk>, path: PathBuf, register_memory: Option<Registrati
 }
 
 impl Served {
-    /// Waits for what the device reports next.
+    /// Waits for the next report of the device.
     pub fn report(&self) -> Report {
         let mut reports = Vec::new();
         wait_until("a report", || {
@@ -110,18 +111,18 @@ impl Served {
     }
 
     pub fn until_idle(&self) {
-        wait_until("the front end is gone", || self.device.connection_count() == 0);
+        wait_until("the front end has disconnected", || self.device.connection_count() == 0);
     }
 }
 
-/// Memory that a front end shares.
+/// Memory that a front end can share.
 pub struct SharedMemory {
     pub file: OwnedFd,
     pub start: *mut u8,
     pub bytes: usize,
 }
 
-// SAFETY: memory, which is accessed by raw pointers.
+// SAFETY: the memory is only accessed by raw pointers, and stays mapped as long as the value.
 unsafe impl Send for SharedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMemory {}
@@ -135,7 +136,7 @@ impl SharedMemory {
 
     pub fn map(file: OwnedFd, bytes: usize) -> SharedMemory {
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // SAFETY: the kernel chooses the address of the new mapping.
         let start = unsafe { mmap(null, bytes, protection, MapFlags::SHARED, file.as_fd(), 0) };
         SharedMemory { file, start: start.unwrap().cast(), bytes }
     }
@@ -144,18 +145,21 @@ impl SharedMemory {
         self.file.as_fd().as_raw_fd()
     }
 
-    /// The bytes from `at` on, which the device does not use now.
-    #[allow(clippy::mut_from_ref, reason = "a test looks at what it does not share at that time")]
+    /// The bytes from offset `at` on, which the device must not use at this time.
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "a test accesses memory that the device does not use at that time"
+    )]
     pub fn slice(&self, at: usize, bytes: usize) -> &mut [u8] {
         assert!(at + bytes <= self.bytes);
-        // SAFETY: inside the mapping.
+        // SAFETY: the bytes are inside the mapping.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), bytes) }
     }
 }
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // SAFETY: mapped with that length.
+        // SAFETY: the memory was mapped with this length.
         unsafe { munmap(self.start.cast(), self.bytes).unwrap() };
     }
 }

@@ -1,4 +1,4 @@
-//! The driver's side of a ring, split or packed, at its place in the memory.
+//! The driver's side of a ring, split or packed, at a fixed offset of the memory.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -7,37 +7,37 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{F_EVENT_IDX, F_INDIRECT, F_PACKED, FrontEnd, Memory, RING, SIZE};
 
-/// Where headers and statuses are: 32 bytes for each request of a ring.
+/// Offset of the headers and status bytes in a ring's part of the memory: 32 bytes for each head.
 const HEADERS: usize = 32 << 10;
-/// Where tables of descriptors are: of 8 for each request.
+/// Offset of the indirect tables: 8 descriptors for each request.
 const TABLES: usize = 40 << 10;
-/// Flags of a descriptor.
+// Flags of a descriptor.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// The same of a packed ring: which lap it was made available in, and used.
+/// The flags of a packed ring that say in which lap a descriptor was made available and used.
 const LAPS: u16 = 0x8080;
 
-/// A buffer of a chain: an address of the guest, bytes, and whether the device writes it.
+/// A buffer of a chain: guest address, length, and whether the device writes it.
 pub type Buffer = (u64, u32, bool);
 
-/// A ring.
 pub struct Ring {
     pub index: u32,
     pub kick: OwnedFd,
     pub call: OwnedFd,
     features: u64,
-    /// Heads that are free, each with four descriptors; in a packed ring they are identifiers.
+    /// Free heads, each with four descriptors of its own. In a packed ring, heads are identifiers.
     pub free: Vec<u16>,
-    /// Chains of a split ring that were made available, descriptors of a packed one; and those used.
+    /// Number of chains of a split ring, or of descriptors of a packed one, that were made available.
     available: u16,
+    /// Number of chains or descriptors that the device has used.
     pub used: u16,
-    /// Descriptors of the chain of each identifier.
+    /// For each identifier: the number of descriptors of its chain.
     taken: [u16; SIZE as usize],
 }
 
 impl Ring {
-    /// Ring `index` of a driver that has `features`.
+    /// Ring `index` of a driver with `features`.
     pub fn new(index: u32, features: u64) -> Ring {
         let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let mut ring = Ring {
@@ -59,7 +59,7 @@ impl Ring {
         (self.available, self.used) = (0, 0);
     }
 
-    /// A driver begins anew: nothing is in the ring.
+    /// Empties the ring, as a driver does that starts from the beginning.
     pub fn clear(&mut self, memory: &Memory) {
         memory.bytes(self.base(), HEADERS).fill(0);
         self.forget();
@@ -81,17 +81,17 @@ impl Ring {
         self.base() + 4096
     }
 
-    /// Where header and status of request `head` are.
+    /// Offset of the header of the request `head`, which the status byte follows.
     pub fn header(&self, head: u16) -> usize {
         self.base() + HEADERS + usize::from(head) * 32
     }
 
-    /// A count of descriptors as a packed ring has it: a place, and the lap.
+    /// The position of a packed ring after `count` descriptors: an index and the wrap counter.
     fn position(count: u16) -> u16 {
         (count % SIZE) | (u16::from((count / SIZE).is_multiple_of(2)) << 15)
     }
 
-    /// A count as vhost-user has it.
+    /// The base after `count`, as SET_VRING_BASE encodes it.
     pub fn vring_base(&self, count: u16) -> u32 {
         if !self.has(F_PACKED) {
             return count.into();
@@ -100,14 +100,15 @@ impl Ring {
         position | position << 16
     }
 
-    /// The count of which that is the base.
+    /// The count that `base` encodes.
     pub fn count(&self, base: u32) -> u16 {
         let is_it = |ahead: &u16| self.vring_base(self.used.wrapping_add(*ahead)) == base;
         let ahead = (0..=self.available.wrapping_sub(self.used)).find(is_it);
         self.used.wrapping_add(ahead.unwrap_or_else(|| panic!("no position of the driver: {base:#x}")))
     }
 
-    /// Writes descriptor `index` of the table at `table`; its last word is the identifier, or the next one.
+    /// Writes descriptor `index` of the table at offset `table`. `last` is the identifier, or the index of
+    /// the next descriptor.
     fn put(
         memory: &Memory,
         table: usize,
@@ -130,8 +131,8 @@ impl Ring {
         Ring::put(memory, self.base(), index, buffer, flags, next, false);
     }
 
-    /// Makes a chain available. Every other one, and what is longer than four, is in a table if the driver
-    /// has those.
+    /// Makes a chain available. If the driver has indirect tables, every other chain and each of more than
+    /// four buffers is in one.
     pub fn add(&mut self, memory: &Memory, head: u16, buffers: &[Buffer]) {
         let packed = self.has(F_PACKED);
         let own = |buffer: &Buffer| if buffer.2 { WRITE } else { 0 };
@@ -158,7 +159,7 @@ impl Ring {
             }
             return self.make_available(memory, head);
         }
-        // The first one last, which makes all of them available.
+        // The first descriptor is written last, because it makes all of them available.
         for (index, (buffer, flags)) in (0..chain.len() as u16).zip(chain).rev() {
             let position = Ring::position(self.available.wrapping_add(index));
             let lap = if position >> 15 == 1 { 0x80 } else { 0x8000 };
@@ -176,9 +177,11 @@ impl Ring {
         memory.at::<AtomicU16>(self.available_at() + 2).store(self.available, Ordering::Release);
     }
 
-    /// The chain at `count` that the device has used: its head, its bytes, and the count behind it.
+    /// The chain that the device has used at position `count`: its head, the number of bytes written, and the
+    /// next position.
     fn used_chain(&self, memory: &Memory, count: u16) -> Option<(u16, u32, u16)> {
         if !self.has(F_PACKED) {
+            // Acquire: the device writes the entries of the used ring before the index.
             let index = memory.at::<AtomicU16>(self.used_at() + 2).load(Ordering::Acquire);
             if index == count {
                 return None;
@@ -191,6 +194,7 @@ impl Ring {
         let position = Ring::position(count);
         let place = self.base() + usize::from(position % SIZE) * 16;
         let laps = if position >> 15 == 1 { LAPS } else { 0 };
+        // Acquire: the device writes the flags after the rest of the descriptor.
         let flags = memory.at::<AtomicU16>(place + 14).load(Ordering::Acquire);
         if count == self.available || flags & LAPS != laps {
             return None;
@@ -201,7 +205,7 @@ impl Ring {
         Some((head, length, count.wrapping_add(self.taken[usize::from(head)])))
     }
 
-    /// The next chain that the device has used: its head, and its bytes.
+    /// Takes the next chain that the device has used. Returns its head and the number of bytes written.
     pub fn take_used(&mut self, memory: &Memory) -> Option<(u16, u32)> {
         let (head, length, behind) = self.used_chain(memory, self.used)?;
         self.used = behind;
@@ -210,7 +214,7 @@ impl Ring {
         Some((head, length))
     }
 
-    /// How much the device has published as used.
+    /// The position up to which the device has published used chains.
     pub fn published(&self, memory: &Memory) -> u16 {
         let mut count = self.used;
         while let Some((_, _, behind)) = self.used_chain(memory, count) {
@@ -219,7 +223,7 @@ impl Ring {
         count
     }
 
-    /// Asks for a call at the next chain that is used, where calls are asked for.
+    /// Asks for a call at the next used chain, if calls must be requested.
     pub fn want_call(&self, memory: &Memory) {
         if !self.has(F_EVENT_IDX) {
             return;
@@ -232,6 +236,8 @@ impl Ring {
             let event = self.available_at() + 4 + usize::from(SIZE) * 2;
             memory.at::<AtomicU16>(event).store(self.used, Ordering::Relaxed);
         }
+        // The device must see the request before this side reads the used ring again; otherwise a call could
+        // be lost.
         std::sync::atomic::fence(Ordering::SeqCst);
     }
 }
