@@ -2,10 +2,8 @@
 //! memory.
 //!
 //! - `device` starts and stops a device. Its thread (`control`) serves one front end at a time: a `channel`
-//!   receives
-//! whole messages, `message` parses them, and a `session` executes them. `shared` and `status` are the state
-//! that
-//!   these share with the engines.
+//!   receives whole messages, `message` parses them, and a `session` executes them. `shared` and `status` are
+//!   the state that these share with the engines.
 //! - `vring` is a ring as the control thread sees it, and `source` serves the ring on an engine. A `notifier`
 //!   signals the front end.
 //! - `untrusted_fd` handles descriptors that a front end passes, any of which may hang.

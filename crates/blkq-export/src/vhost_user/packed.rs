@@ -85,10 +85,10 @@ pub struct PackedRing {
     /// The descriptors of the chain that is being taken, to be recorded.
     taken: Vec<Descriptor>,
     inflight: Option<PackedInflight>,
-    /// Chains that were in flight when the device before was killed. The next one is last.
+    /// Chains that were in flight when the previous device was killed. The next one is last.
     recovered: Vec<Recovered>,
     /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
-    /// wait for a call that the device before did not make.
+    /// wait for a call that the previous device did not make.
     call_first: bool,
     memory: Arc<GuestMemory>,
     cursor: Cursor,
@@ -317,8 +317,8 @@ impl PackedRing {
             self.unpublished.iter().for_each(|(head, _)| inflight.complete(head.record));
             inflight.prepare((self.used.index, self.used.wrap));
         }
-        // The driver sees the whole batch when it sees the first descriptor, so the flags of that are stored
-        // last, with release ordering.
+        // The driver sees the whole batch when it sees the first descriptor, so its flags are stored last,
+        // with release ordering.
         let mut position = first;
         let mut first_flags = 0;
         for &(head, written) in &self.unpublished {
@@ -380,7 +380,7 @@ impl PackedRing {
         !self.recovered.is_empty() || self.available().is_some()
     }
 
-    /// Identifiers of the chains that were in flight when the device before was killed; [`PackedRing::pop`]
+    /// Identifiers of the chains that were in flight when the previous device was killed; [`PackedRing::pop`]
     /// returns these first.
     pub fn recovered(&self) -> impl Iterator<Item = u16> {
         self.recovered.iter().map(|chain| chain.id)

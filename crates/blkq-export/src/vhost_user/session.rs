@@ -340,8 +340,8 @@ impl Session {
         self.update_write_through();
     }
 
-    /// Discards the recorded requests. The device was reset and its rings are drained: what is left are
-    /// requests of a rejected ring, and the driver no longer waits for these.
+    /// Discards the recorded requests after a reset. The rings are drained, so these are requests of a
+    /// rejected ring, and the driver no longer waits for them.
     fn discard_in_flight(&self) {
         if let Some(region) = self.inflight.as_ref().filter(|_| self.has_served) {
             region.clear();

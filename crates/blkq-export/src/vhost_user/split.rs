@@ -35,10 +35,10 @@ pub struct SplitRing {
     /// The used index that the driver sees.
     published: u16,
     /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
-    /// wait for a call that the device before did not make.
+    /// wait for a call that the previous device did not make.
     call_first: bool,
     inflight: Option<SplitInflight>,
-    /// Heads that were in flight when the device before was killed. The next one is last.
+    /// Heads that were in flight when the previous device was killed. The next one is last.
     recovered: Vec<u16>,
     memory: Arc<GuestMemory>,
     cursor: Cursor,
@@ -245,7 +245,7 @@ impl SplitRing {
         self.next
     }
 
-    /// Heads that were in flight when the device before was killed; [`SplitRing::pop`] returns these first.
+    /// Heads that were in flight when the previous device was killed; [`SplitRing::pop`] returns these first.
     pub fn recovered(&self) -> impl Iterator<Item = u16> {
         self.recovered.iter().copied()
     }
