@@ -55,7 +55,7 @@ impl RegisteredTables {
         self.tables.get(index)
     }
 
-    /// Registers `memory` instead of the present memory. Regions that both contain stay registered. No ring
+    /// Registers `memory` instead of the current memory. Regions that both contain stay registered. No ring
     /// of the guest may be served meanwhile. This takes as long as the kernel needs to pin the pages.
     ///
     /// # Errors

@@ -20,8 +20,9 @@ pub struct RingSpec {
     pub size: u16,
     /// Whether VIRTIO_F_RING_PACKED was negotiated: a packed ring, not a split one.
     pub packed: bool,
-    /// VIRTIO_F_RING_EVENT_IDX was negotiated; the next field is for VIRTIO_F_INDIRECT_DESC.
+    /// Whether VIRTIO_F_RING_EVENT_IDX was negotiated.
     pub event_idx: bool,
+    /// Whether VIRTIO_F_INDIRECT_DESC was negotiated.
     pub indirect: bool,
     pub descriptors: u64,
     /// Address of the available ring, or of the driver's event suppression area.

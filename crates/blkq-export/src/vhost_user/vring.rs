@@ -266,9 +266,9 @@ impl Vring {
 pub fn stop_all(vrings: &mut [Vring]) {
     let served = vrings.iter_mut().filter_map(|vring| vring.serving.take().map(|serving| (vring, serving)));
     let served: Vec<(&mut Vring, Serving)> = served.collect();
-    // A flush of one ring may wait for a write of another ring that is held after an error, or for a tag. The
-    // loop below waits for the first ring before it stops the second, so held requests must fail while it
-    // runs.
+    // Requests of these rings may wait for another ring: a flush for a write that is held after an error, or
+    // any request for a tag. A front end may stop its rings one at a time and wait for each, so requests that
+    // are held must fail while this runs.
     let _reporting = served.first().map(|(_, serving)| serving.disk.report_errors());
     let begin = |(vring, serving): (_, Serving)| {
         let stopping = serving.engine.begin_stop(serving.id, true);
