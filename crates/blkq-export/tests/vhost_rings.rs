@@ -44,7 +44,7 @@ fn all_types_of_requests_complete() {
     wait_until("the requests are counted", || counted() == (3, 8));
 }
 
-/// The driver virtio_uml of Linux expects this.
+/// The driver virtio_uml of Linux waits for the acknowledgement of this very message.
 #[test]
 fn the_message_that_negotiates_replies_gets_one() {
     let served = serve(ram(), 1);
@@ -193,7 +193,7 @@ fn requests_beyond_what_was_advertised_fail() {
     }
 }
 
-/// A killed daemon may have offered them, because its disk was or was not read-only.
+/// A killed daemon may have offered other features, because its disk was read-only, or was not.
 #[test]
 fn features_of_another_daemon_are_acknowledged() {
     let served = serve(ram(), 1);

@@ -222,7 +222,7 @@ proptest! {
     }
 }
 
-/// Otherwise an engine could find its ring locked, and lose a call.
+/// If rings were prepared while an engine serves, the engine could find a notifier locked and lose a call.
 #[test]
 fn a_device_that_serves_cannot_prepare_rings() {
     let served = serve(ram(), 1);

@@ -84,7 +84,7 @@ pub struct Claimed<'a> {
     _paused: Paused<'a>,
 }
 
-/// The part of a device that ends when this process stops to serve it.
+/// The part of a device that ends when this process stops serving it.
 struct Serving {
     shared: Arc<Shared>,
     sources: Vec<(EngineHandle, SourceId)>,

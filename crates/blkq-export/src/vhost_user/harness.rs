@@ -78,7 +78,7 @@ impl Guest {
         }
     }
 
-    /// Accepts the present content of these parts of the memory, given by address and length, which the
+    /// Accepts the current content of these parts of the memory, given by address and length, which the
     /// device may have written.
     pub fn expect(&self, written: &[(u64, u64)]) {
         let mut expected = self.expected.lock().unwrap();

@@ -166,7 +166,7 @@ impl PackedInflight {
         Ok(State { used: self.used, abandoned: new, chains })
     }
 
-    /// Stores the present state of the ring in both the new and the old fields. After this, the last batch
+    /// Stores the current state of the ring in both the new and the old fields. After this, the last batch
     /// counts as published.
     pub fn settle(&mut self) {
         self.store_free();

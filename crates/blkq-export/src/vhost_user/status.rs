@@ -78,7 +78,7 @@ impl std::ops::AddAssign for VhostUserCounters {
     }
 }
 
-/// The present state of a ring that is or was served.
+/// The current state of a ring that is or was served.
 #[derive(Clone, Debug)]
 pub struct RingInfo {
     /// The index of the ring.
@@ -91,7 +91,7 @@ pub struct RingInfo {
     pub rejected: Option<String>,
 }
 
-/// The present state of the connected front end.
+/// The current state of the connected front end.
 #[derive(Clone, Debug)]
 pub struct FrontEndInfo {
     /// Front ends are numbered from 1.
@@ -399,7 +399,7 @@ impl Registry {
         self.state().front_end.is_some()
     }
 
-    /// Stops to admit front ends if `may` returns true for the connected one. Otherwise returns false, and
+    /// Stops admitting front ends if `may` returns true for the connected one. Otherwise returns false, and
     /// changes nothing.
     pub fn close_if(&self, may: impl FnOnce(Option<&FrontEnd>) -> bool) -> bool {
         let mut state = self.state();
@@ -412,7 +412,7 @@ impl Registry {
         self.state().closed = true;
     }
 
-    /// Stops to admit front ends until the returned value is dropped. `None` if a front end is connected.
+    /// Stops admitting front ends until the returned value is dropped. `None` if a front end is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         let mut state = self.state();
         if state.front_end.is_some() {

@@ -162,7 +162,7 @@ impl Vring {
         }
     }
 
-    /// Starts to serve the ring if the front end has described it completely, and it is enabled. `enabled`
+    /// Starts serving the ring if the front end has described it completely, and it is enabled. `enabled`
     /// counts if the front end has not enabled or disabled the ring.
     ///
     /// # Errors
@@ -225,7 +225,7 @@ impl Vring {
         Ok(())
     }
 
-    /// Stops to serve the ring when none of its requests is in flight. It can be started again at the same
+    /// Stops serving the ring when none of its requests is in flight. It can be started again at the same
     /// position.
     pub fn stop(&mut self) {
         stop_all(std::slice::from_mut(self));
