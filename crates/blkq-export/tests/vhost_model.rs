@@ -172,7 +172,9 @@ enum Step {
     /// Disconnects the front end, and connects again with the same memory and record.
     Reconnect,
     /// Stops or kills the daemon, and starts another one.
-    Replace { killed: bool },
+    Replace {
+        killed: bool,
+    },
 }
 
 #[derive(Clone, Copy, Debug)]

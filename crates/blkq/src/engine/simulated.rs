@@ -51,8 +51,11 @@ impl SimulatedEngine {
         let (had_work, deadline_ns, (reaped, batches)) =
             (self.0.has_work(), self.0.deadline_ns(), self.counts());
         let disk = self.0.queues[0].disk();
-        // Requests that wait for a limit may begin before their time, when the limit of a group has changed.
-        let may_be_early = disk.stats().throttled > 0 && !disk.control.is_frozen();
+        // Requests that wait for a limit may begin before their time, when the limit of a group has changed. A queue
+        // that waits for shared tags is woken when a batch of tags is free, and gets the first of them if it looks
+        // earlier.
+        let may_be_early = disk.stats().throttled > 0 && !disk.control.is_frozen()
+            || self.0.queues.iter().any(|queue| queue.waits_for_batch());
         self.0.turn();
         let (reaped_now, batches_now) = self.counts();
         if batches_now != batches && !had_work && !may_be_early && reaped_now == reaped {

@@ -416,6 +416,12 @@ impl Queue {
         !self.waiting.is_empty() && may_get()
     }
 
+    /// Whether the queue waits for a batch of tags that other queues free.
+    #[cfg(simulation)]
+    pub fn waits_for_batch(&self) -> bool {
+        self.tags.waits_for_batch()
+    }
+
     /// Whether everything has completed that can complete. While the disk is frozen or quiesced, requests
     /// that the driver does not have stay.
     pub fn is_drained(&self) -> bool {

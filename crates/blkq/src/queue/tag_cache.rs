@@ -166,6 +166,14 @@ impl TagCache {
         Some(set.may_get(in_use) && !set.is_waiting(waiter))
     }
 
+    /// Whether the queue waits for a batch of freed tags, which other requests will complete.
+    #[cfg(simulation)]
+    pub fn waits_for_batch(&self) -> bool {
+        self.shared
+            .as_ref()
+            .is_some_and(|shared| shared.set.is_waiting(&shared.waiter) && shared.set.will_wake())
+    }
+
     /// The list to which tags of completed requests are added, before a call of [`TagCache::share_freed`].
     #[inline]
     pub fn freed(&mut self) -> &mut Vec<Tag> {

@@ -410,6 +410,12 @@ impl TagSet {
         self.waiters.contains(waiter)
     }
 
+    /// Whether tags are in use that will be freed, enough of them for another batch of wake-ups.
+    #[cfg(simulation)]
+    pub fn will_wake(&self) -> bool {
+        self.in_use().saturating_sub(self.held.load(Ordering::SeqCst)) >= self.wake_batch()
+    }
+
     /// Ends the wait of a waiter that got a tag.
     pub fn finish_wait(&self, waiter: &mut WaiterId) {
         self.waiters.remove(waiter);
