@@ -75,7 +75,7 @@ struct Slot {
     read: bool,
     sector: Sector,
     bytes: u32,
-    /// The same value as in [`Action::Transfer`].
+    /// A copy of the field of [`Action::Transfer`].
     unaligned: usize,
     /// The guest's memory, while the data is in a bounce buffer.
     bounced: Option<Data>,
