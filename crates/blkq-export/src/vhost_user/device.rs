@@ -14,6 +14,7 @@ use super::shared::Shared;
 use super::status::{FrontEnd, FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
 use crate::nbd::{Listen, Listener, SocketAccess};
 
+/// The options of a device that [`VhostUserDevice::start`] creates.
 #[derive(Clone, Debug, Default)]
 pub struct VhostUserOptions {
     /// The serial number. Guests see the first 20 bytes.
