@@ -2,6 +2,7 @@
 
 /// Feature bits that the device offers: of a block device, and of its rings.
 pub mod feature {
+    #![allow(missing_docs, reason = "the names are those of the specification")]
     /// The configuration has the largest size of a buffer of a request.
     pub const SIZE_MAX: u64 = 1 << 1;
     /// The configuration has the largest number of buffers of a request.

@@ -24,6 +24,7 @@ pub struct RingSpec {
     pub event_idx: bool,
     /// Whether VIRTIO_F_INDIRECT_DESC was negotiated.
     pub indirect: bool,
+    /// The address of the descriptors.
     pub descriptors: u64,
     /// Address of the available ring, or of the driver's event suppression area.
     pub driver_area: u64,
