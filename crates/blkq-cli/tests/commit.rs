@@ -290,7 +290,7 @@ fn a_configuration_with_the_emptied_image_is_reported() {
     assert!(run(&["attach", "--config", &config]).status.success());
     let done = run(&["commit", "d", "--json"]);
     let line = String::from_utf8(done.stderr).unwrap();
-    assert!(done.status.success() && line.contains(&format!("write image = {base:?}")), "{line}");
+    assert!(done.status.success() && line.contains(&format!("change it to image = {base:?}")), "{line}");
     let done: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
     let images = (&done["image"], &done["emptied"]);
     assert_eq!(images, (&base.as_str().into(), &top.as_str().into()), "{done}");

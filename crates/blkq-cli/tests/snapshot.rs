@@ -263,13 +263,13 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
         (&[&image, "--offset", "4096"], &[], "attach it without --offset"),
         (&[&image, "--size-limit", "4096"], &[], "attach it without --size-limit"),
         (&[&image, "--shared"], &[], "others may write to it"),
-        (&[&image, "--queues", "2"], &[], "the device has several queues"),
+        (&[&image, "--queues", "2"], &[], "the device has 2 queues"),
         (&[&image, "--fault", "none"], &[], "fault"),
-        (&["ram:1M"], &[], "is no image"),
+        (&["ram:1M"], &[], "only an image file can become a backing file"),
         (&[&image], &["--to", &elsewhere], "--backing-chain allow"),
         (&[&image], &["--to", &path("n/o")], "No such file"),
-        (&[&image], &["--to", &new, "n"], "--to is for one device"),
-        (&[&image], &["a"], "give it with --to FILE"),
+        (&[&image], &["--to", &new, "n"], "--to takes one device"),
+        (&[&image], &["a"], "add --to FILE"),
     ] {
         place.done(&[&["attach"], words, &["--name", "n"]].concat());
         let to = if why == "already exists" { &image } else { &new };
@@ -283,7 +283,7 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
     assert!(line.contains("no such device"), "{line}");
     place.done(&["attach", &image, "--name", "n"]);
     let line = place.refused(&["snapshot", &format!("n={new}"), &format!("{image}={new}.2")]);
-    assert!(line.contains("named twice"), "{line}");
+    assert!(line.contains("given twice"), "{line}");
     // A client that sends no file.
     let reply = place.ask("n", b"{\"command\":\"snapshot\",\"options\":{\"version\":1,\"options\":{}}}\n");
     assert!(reply.contains("error"), "{reply}");
@@ -291,7 +291,7 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
     fs::rename(&image, path("moved")).unwrap();
     for _ in 0..2 {
         let line = place.refused(&["snapshot", "n", "--to", &new]);
-        assert!(line.contains(&format!("which is {} now", path("moved"))), "{line}");
+        assert!(line.contains(&format!("was moved to {}", path("moved"))), "{line}");
         fs::copy(path("moved"), &image).unwrap();
     }
     fs::rename(path("moved"), &image).unwrap();

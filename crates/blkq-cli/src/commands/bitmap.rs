@@ -1,4 +1,4 @@
-//! `blkq bitmap`: which parts of a device were written to since a moment, for incremental backups.
+//! `blkq bitmap`: dirty bitmaps, which record the parts of a device that were written, for incremental backups.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -20,7 +20,6 @@ use crate::table::{Align, render};
 use crate::{print, print_json};
 use blkq::units::format_bytes;
 
-/// Options of `bitmap`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 A dirty bitmap records which parts of a device were written since the bitmap was added or cleared.
@@ -99,7 +98,6 @@ enum Command {
     },
 }
 
-/// The device of all subcommands.
 #[derive(clap::Args, Debug)]
 struct Device {
     /// The device, by its name, image, URI or node in /dev
@@ -108,10 +106,6 @@ struct Device {
 }
 
 impl Args {
-    /// Does it.
-    ///
-    /// # Errors
-    /// The bitmap that cannot be changed or listed, and why.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let (device, change) = match self.command {
@@ -132,15 +126,15 @@ impl Args {
         let of = |e: Failure| e.during(format_args!("bitmap {}", device.device));
         let name = named(&dir, &device.device)?;
         if matches!(change, BitmapChange::Add { .. }) {
-            bring_file(&dir, &name).map_err(of)?;
+            send_bitmap_file(&dir, &name).map_err(of)?;
         }
         ask(&dir, &name, &Request::Bitmap { change }).map_err(of)
     }
 }
 
-/// Brings the daemon of a raw image the file for its bitmaps, which is made if there is none: the daemon is confined.
-/// One that has it since attach keeps that.
-fn bring_file(dir: &StateDir, name: &str) -> Outcome {
+/// Sends the daemon of a raw image the file for its bitmaps, which is created if it does not exist. The daemon is confined
+/// and cannot open the file itself. A daemon that got the file at attach keeps that one.
+fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
     let info: DeviceInfo = ask(dir, name, &Request::Show {})?;
     let options = info.attach_options.as_ref().map(Record::read).transpose()?;
     let is_raw = |options: AttachOptions| {
@@ -150,7 +144,7 @@ fn bring_file(dir: &StateDir, name: &str) -> Outcome {
     if info.read_only || !is_file || !options.is_some_and(is_raw) {
         return Ok(());
     }
-    let file = BitmapFile::open_or_make(&info.image_path())?;
+    let file = BitmapFile::open_or_create(&info.image_path())?;
     let files: Vec<_> = file.file().map(AsFd::as_fd).into_iter().collect();
     Dialogue::begin(dir, name, &Request::BitmapFile {})?.step(&files).and_then(|done| done)?;
     file.keep();

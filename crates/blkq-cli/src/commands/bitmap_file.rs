@@ -1,4 +1,4 @@
-//! The file with the dirty bitmaps of a raw image, which a confined daemon cannot open.
+//! Opens or creates the file with the dirty bitmaps of a raw image, for a daemon that is confined and cannot do so itself.
 
 use std::fs::{self, File};
 use std::io;
@@ -8,19 +8,18 @@ use std::path::{Path, PathBuf};
 use super::attach::create::NewImage;
 use crate::failure::{Failure, Outcome};
 
-/// The file `IMAGE.bitmaps`. One that was made here is removed again unless it is kept.
+/// The file `IMAGE.bitmaps`, open for reading and writing.
 pub(super) enum BitmapFile {
     Found(File),
-    Made(NewImage),
+    /// This command has created the file, and dropping the value removes it, unless [`BitmapFile::keep`] was called.
+    Created(NewImage),
 }
 
 impl BitmapFile {
-    /// Opens that of `image`; `None` if there is none.
-    ///
-    /// # Errors
-    /// That of opening it.
+    /// Opens the file of `image`; `None` if it does not exist.
     pub(super) fn open(image: &Path) -> Outcome<Option<BitmapFile>> {
         let path = path_for(image);
+        // Another user may own the directory: a symbolic link could name any file, and opening a FIFO would block.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         match File::options().read(true).write(true).custom_flags(flags).open(&path) {
             Ok(file) => Ok(Some(BitmapFile::Found(file))),
@@ -31,34 +30,29 @@ impl BitmapFile {
         }
     }
 
-    /// Opens that of `image`, and makes it if there is none.
-    ///
-    /// # Errors
-    /// That of opening or making it.
-    pub(super) fn open_or_make(image: &Path) -> Outcome<BitmapFile> {
+    pub(super) fn open_or_create(image: &Path) -> Outcome<BitmapFile> {
         if let Some(file) = BitmapFile::open(image)? {
             return Ok(file);
         }
         let path = path_for(image);
-        let made = NewImage::make(&path, "another made it just now; try again", |file| {
-            own_as(file, image);
+        let created = NewImage::make(&path, "another command has just created the file; try again", |file| {
+            give_to_owner(file, image);
             Ok(())
         });
-        made.map(BitmapFile::Made).map_err(|e| e.during(path.display()))
+        created.map(BitmapFile::Created).map_err(|e| e.during(path.display()))
     }
 
-    /// It, open for reading and writing.
     pub(super) fn file(&self) -> Option<&File> {
         match self {
             BitmapFile::Found(file) => Some(file),
-            BitmapFile::Made(made) => made.file(),
+            BitmapFile::Created(created) => created.file(),
         }
     }
 
-    /// Lets it stay.
+    /// Keeps the file, because the daemon uses it now.
     pub(super) fn keep(self) {
-        if let BitmapFile::Made(made) = self {
-            made.keep();
+        if let BitmapFile::Created(created) = self {
+            created.keep();
         }
     }
 }
@@ -69,8 +63,8 @@ fn path_for(image: &Path) -> PathBuf {
     path.into()
 }
 
-/// Gives `file` to the owner of the image: the next daemon of the device may be another user's than this command.
-/// One that may not do that has it as its own.
-fn own_as(file: &File, image: &Path) {
+/// Gives `file` the owner of the image, because the next daemon of the device may run as another user than this command.
+/// Without the privilege to do so, the file keeps the user of this command as its owner.
+fn give_to_owner(file: &File, image: &Path) {
     let _ = fs::metadata(image).and_then(|owner| fchown(file, Some(owner.uid()), Some(owner.gid())));
 }

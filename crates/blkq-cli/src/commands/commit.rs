@@ -1,4 +1,7 @@
-//! `blkq commit`: what an image has goes to the one behind it, and the device goes on in that.
+//! `blkq commit`: merges the active overlay of a device into its backing file, and pivots the device to the backing file.
+//!
+//! The daemon is confined, so that this command opens the backing file and sends it over the control socket. The daemon
+//! does the work; this command waits, prints the progress, and forwards Ctrl-C.
 
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
@@ -24,14 +27,14 @@ use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
 use crate::{complain, print_json, print_line};
 
-/// When the progress is printed first, and how often then: on a terminal, and elsewhere.
-const FIRST_LINE: Duration = Duration::from_secs(2);
-const LINES_ON_TERMINAL: Duration = Duration::from_secs(1);
-const LINES_ELSEWHERE: Duration = Duration::from_secs(10);
-/// How long a daemon is waited for at a time.
+/// Commits that take less time print no progress.
+const PROGRESS_AFTER: Duration = Duration::from_secs(2);
+/// On a terminal, each line of progress overwrites the previous one. A log gets fewer lines.
+const PROGRESS_INTERVAL_TERMINAL: Duration = Duration::from_secs(1);
+const PROGRESS_INTERVAL_LOG: Duration = Duration::from_secs(10);
+/// The longest wait for the daemon before the progress is checked again.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
-/// Options of `commit`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Copies the clusters allocated in the qcow2 image of a device, the active overlay, into its backing
@@ -57,15 +60,16 @@ pub struct Args {
 }
 
 impl Args {
-    /// Makes the commit, and prints the image in which the device goes on.
+    /// Commits the overlay, and prints the image of the device afterwards.
     ///
     /// # Errors
-    /// Why the device goes on as it was.
+    ///
+    /// If this fails, the device still uses the overlay, unless the message says that the outcome is unknown.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let of = |e: Failure| e.during(format_args!("commit {}", self.device));
         let name = named(&dir, &self.device).map_err(of)?;
-        // A daemon that died is reported as every command does.
+        // This reports a dead daemon in the same words as other commands.
         ask::<()>(&dir, &name, &Request::Ping {})?;
         let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate])?;
         let number = dir.next_image(&name);
@@ -73,9 +77,12 @@ impl Args {
         let (dialogue, begun, _) =
             Dialogue::begin_with_file::<Option<BegunCommit>>(&dir, &name, &request, CHANGE_TIMEOUT)
                 .map_err(of)?;
-        let state = dir.read_state(&name).ok_or_else(|| of(Failure::new("its state file cannot be read")))?;
+        let state = dir
+            .read_state(&name)
+            .ok_or_else(|| of(Failure::new("cannot read the state file of the device")))?;
         let (base, bitmaps) = self.open(&dir, &state).map_err(of)?;
-        // Before the files are sent, because this command may be killed while the daemon pivots to the backing file.
+        // The backing file must be recorded before the files are sent: this command may be killed while the daemon pivots
+        // to it, and the next daemon needs its options.
         let recorded = record(&dir, &state, number, &base, begun).map_err(of)?;
         let OpenedBase { path, files: BaseFiles { image, synced, .. }, .. } = base;
         let files = [Some(&image), Some(&synced), bitmaps.as_ref().and_then(BitmapFile::file)];
@@ -83,10 +90,10 @@ impl Args {
         dialogue.go_on(&files).map_err(of)?;
         drop((image, synced));
         let mut progress = ProgressLine::new(&name);
-        wait(&dialogue, &mut signals, || progress.print(&dir));
+        wait(&name, &dialogue, &mut signals, || progress.print(&dir));
         progress.clear();
         let reply = dialogue.reply::<Committed>();
-        // Without a reply the device may be in that image by now.
+        // If no reply arrived, the device may already have pivoted, so that the record stays.
         if let Ok(Ok(_)) | Err(_) = &reply {
             bitmaps.into_iter().for_each(BitmapFile::keep);
             recorded.keep();
@@ -97,33 +104,36 @@ impl Args {
         if self.json { print_json(&done) } else { print_line(&done.image) }
     }
 
-    /// Opens the image behind that of the device, and the file with the bitmaps of a raw one: as the header of the
-    /// device's image has it, which the state file names, and not as its daemon says.
+    /// Opens the backing file, and for a raw backing file also the file of its dirty bitmaps.
+    ///
+    /// The name of the backing file comes from the header of the image that the state file names. The daemon is not asked
+    /// for it: a client may have taken over the confined daemon, and would then choose which file this command opens.
     fn open(&self, dir: &StateDir, state: &StateFile) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
         let options = state.attach_options.as_ref().map(Record::read).transpose()?;
         let image = match options.map(|options| options.image) {
-            // By the link that the daemon opened, if it was one.
+            // The path in the options may be a symbolic link. The daemon opened it, so the names in the header are
+            // relative to the directory of the link.
             Some(DriverSpec::Image(path)) => path,
             _ => PathBuf::from(&state.image),
         };
         let base = open_base(&image, self.backing_chain.into()).map_err(|e| {
-            let cure = "if you know who made the image, give --backing-chain allow";
-            Failure::of(e, ErrorKind::BackingFile, cure)
+            let hint = "add --backing-chain allow if you trust the author of the image";
+            Failure::of(e, ErrorKind::BackingFile, hint)
         })?;
         if !base.has_bitmap_file {
             return Ok((base, None));
         }
         let bitmaps: Vec<BitmapInfo> = ask(dir, &state.name, &Request::Bitmaps {})?;
         let file = match bitmaps.is_empty() {
-            // As at attach, one that cannot be opened is left as it is.
+            // Without bitmaps to move, a file that cannot be opened is left unchanged, as at attach.
             true => BitmapFile::open(&base.path).unwrap_or_default(),
-            false => Some(BitmapFile::open_or_make(&base.path)?),
+            false => Some(BitmapFile::open_or_create(&base.path)?),
         };
         Ok((base, file))
     }
 }
 
-/// Records the backing file `base` for the next daemon of the device of `state`, under `number`.
+/// Records that the device may have the image `base` from now on, for the daemon that serves the device after this one.
 fn record<'a>(
     dir: &'a StateDir,
     state: &'a StateFile,
@@ -131,15 +141,18 @@ fn record<'a>(
     base: &OpenedBase,
     begun: Option<BegunCommit>,
 ) -> Outcome<RecordedImage<'a>> {
-    let Some(options) = &state.attach_options else { return Err(Failure::new("its state file is damaged")) };
+    let Some(options) = &state.attach_options else {
+        return Err(Failure::new("the state file of the device is damaged"));
+    };
     let options = options.read()?;
     let sector_bytes = begun.map_or(512, |begun| begun.sector_size);
     let options = options.committed_into(&base.path, base.qcow2, sector_bytes)?;
     RecordedImage::add(dir, &state.name, number, &base.path.display().to_string(), &Record::new(&options)?)
 }
 
-/// Waits for the reply. The first signal has the daemon stop; the second one makes this process exit.
-fn wait(dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
+/// Waits for the reply, and calls `each` at least every [`TICK`]. The first signal cancels the commit; the second signal
+/// makes this process exit without waiting for the daemon.
+fn wait(name: &str, dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
     let mut stopped = false;
     loop {
         let mut fds = [PollFd::new(dialogue, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
@@ -151,9 +164,10 @@ fn wait(dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
         if signalled {
             for _ in signals.take() {
                 if std::mem::replace(&mut stopped, true) {
-                    complain(&Failure::new(
-                        "left before it was answered: the outcome is not known; blkq show has the image",
-                    ));
+                    complain(&Failure::new(format!(
+                        "{name}: interrupted before the daemon answered, so the outcome is unknown; `blkq show {name}` \
+                         prints the image"
+                    )));
                     std::process::exit(EXIT_FAILED.into());
                 }
                 dialogue.give_up();
@@ -163,7 +177,6 @@ fn wait(dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
     }
 }
 
-/// The progress, on standard error.
 struct ProgressLine<'a> {
     name: &'a str,
     is_terminal: bool,
@@ -174,19 +187,20 @@ struct ProgressLine<'a> {
 impl ProgressLine<'_> {
     fn new(name: &str) -> ProgressLine<'_> {
         let is_terminal = std::io::stderr().is_terminal();
-        ProgressLine { name, is_terminal, next: Instant::now() + FIRST_LINE, is_shown: false }
+        ProgressLine { name, is_terminal, next: Instant::now() + PROGRESS_AFTER, is_shown: false }
     }
 
     fn print(&mut self, dir: &StateDir) {
         if Instant::now() < self.next {
             return;
         }
-        self.next = Instant::now() + if self.is_terminal { LINES_ON_TERMINAL } else { LINES_ELSEWHERE };
+        let interval = if self.is_terminal { PROGRESS_INTERVAL_TERMINAL } else { PROGRESS_INTERVAL_LOG };
+        self.next = Instant::now() + interval;
         let info = ask::<DeviceInfo>(dir, self.name, &Request::Show {});
         let Some(commit) = info.ok().and_then(|info| info.commit) else { return };
         let line = format!("{}: {}", self.name, shown_progress(&commit));
         match self.is_terminal {
-            // Over the one before.
+            // CR and EL (ECMA-48) erase the previous line.
             true => _ = write!(std::io::stderr(), "\r\x1b[K{line}"),
             false => complain(&Failure::new(line)),
         }
@@ -200,34 +214,33 @@ impl ProgressLine<'_> {
     }
 }
 
-/// How far a block commit is, in words.
 pub fn shown_progress(commit: &CommitInfo) -> String {
     let mib = |bytes: u64| bytes.div_ceil(1 << 20);
     let percent = commit.copied_bytes.saturating_mul(100).checked_div(commit.total_bytes).unwrap_or(0);
     format!("{percent} %, {} of {} MiB copied", mib(commit.copied_bytes), mib(commit.total_bytes))
 }
 
-/// Its next start would have the empty image again, over the other: no data would be missing, but it would not be where
-/// it is now.
+/// Warns if the configuration file of the device still names the overlay. The next start of the service would then write
+/// to the overlay again. No data would be lost, but the commit would have been in vain, and a deleted overlay would make
+/// the start fail.
 fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
     let configured = match config::image_of(name) {
         Ok(Some(configured)) => configured,
         Ok(None) => return,
         Err(mistake) => {
             return complain(&Failure::new(format!(
-                "{name}: warning: the configuration file of the device has a mistake; if it names {}, change that to \
-                 {base:?}, and the format with it, before you remove the image: {mistake}",
+                "{name}: warning: the configuration file of the device has a mistake; if it names {}, change it to \
+                 image = {base:?} and the format of that image before you delete the overlay: {mistake}",
                 done.emptied
             )));
         }
     };
     if configured.canonicalize().is_ok_and(|configured| configured == Path::new(&done.emptied)) {
         complain(&Failure::new(format!(
-            "{name}: the next start of its service would go on in {} again, over {}; in {} write image = {base:?}, and its \
-             format, before you remove that",
-            done.emptied,
-            done.image,
-            config::path_of(name).display()
+            "{name}: warning: {} still names {}, which is empty now; change it to image = {base:?} and the format of that \
+             image before you delete the overlay",
+            config::path_of(name).display(),
+            done.emptied
         )));
     }
 }

@@ -1,23 +1,24 @@
-//! An image that a device may have soon, recorded for its next daemon.
+//! The record of the image that a device is about to switch to, which the daemon after the present one reads.
+//!
+//! A snapshot or a commit changes the image of a device. If the daemon is killed at that moment, `blkq recover` needs the
+//! attach options for the new image as well as those for the old one.
 
 use crate::failure::Outcome;
 use crate::options::Record;
 use crate::state::StateDir;
 
-/// An entry of `NAME.options`, which is removed again unless it is kept.
+/// An entry of `NAME.options`. Dropping the value removes the entry, unless [`RecordedImage::keep`] was called.
 #[derive(Debug)]
 pub(super) struct RecordedImage<'a> {
     dir: &'a StateDir,
     name: &'a str,
+    /// The number of the entry. `None` if there is no entry to remove.
     number: Option<u64>,
 }
 
 impl<'a> RecordedImage<'a> {
-    /// Records the image at `path`, with which the device `name` will be attached as `options` say. Without a `number` there
-    /// is nothing to record: its daemon keeps the options.
-    ///
-    /// # Errors
-    /// If it cannot be recorded.
+    /// Records the image at `path`, and the `options` with which the next daemon of the device `name` attaches it. `number`
+    /// is `None` for daemons of earlier versions, which have no file `NAME.options`: then nothing is recorded.
     pub(super) fn add(
         dir: &'a StateDir,
         name: &'a str,
@@ -29,7 +30,7 @@ impl<'a> RecordedImage<'a> {
         Ok(RecordedImage { dir, name, number })
     }
 
-    /// Lets it stay: the daemon has the image, or may have it.
+    /// Keeps the entry, because the daemon has switched to the image, or may have done so.
     pub(super) fn keep(mut self) {
         self.number = None;
     }

@@ -1,10 +1,17 @@
-//! `blkq snapshot`: devices go on in new images, and what they had stays as it was.
+//! `blkq snapshot`: takes external snapshots. Each device switches to a new qcow2 overlay. Its old image becomes the
+//! backing file of the overlay and does not change from then on.
+//!
+//! The snapshots of several devices are taken at the same moment, in three steps over their control sockets: each daemon
+//! flushes its device ([`Begun::new`]); each freezes its device and prepares the overlay ([`Begun::stop`]); when all have
+//! done so, each continues with its overlay ([`change_over`]). If this command is killed or a step fails, each device
+//! whose daemon has not received the last step keeps its old image.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use blkq::drivers::DriverSpec;
 use blkq::drivers::r#loop::Dispatch;
+use blkq::text::shell_word;
 
 use super::attach::create::{NewImage, directory_of};
 use super::recorded_image::RecordedImage;
@@ -20,7 +27,6 @@ use crate::options::{AttachOptions, Backing as BackingChain, Format, Record};
 use crate::state::StateDir;
 use crate::{complain, print_line};
 
-/// Options of `snapshot`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 The image of the device stays as it is now, and becomes the backing file of a new qcow2 image, the
@@ -46,17 +52,22 @@ pub struct Args {
     backing_chain: BackingChain,
 }
 
-/// A device, and the image that it is to get.
+/// Ends the path of a deleted file in the `backing-file` fact, as the kernel shows it in /proc/PID/fd.
+const DELETED: &str = " (deleted)";
+
+/// A snapshot that was requested and has passed the checks of this command.
 #[derive(Debug)]
 struct Wanted {
+    /// The name of the device.
     name: String,
-    image: String,
+    /// The path of the overlay, which does not exist yet.
     path: PathBuf,
+    /// The attach options of the device with the overlay as its image.
     options: Record,
 }
 
-/// One whose data is durable, but for what is written since. If this is dropped it goes on as it was, and its new image
-/// is removed.
+/// A snapshot in progress. Dropping the value closes the control socket, so that the device keeps its old image, and
+/// removes the file of the overlay.
 struct Begun<'a> {
     wanted: &'a Wanted,
     dialogue: Dialogue,
@@ -65,10 +76,11 @@ struct Begun<'a> {
 }
 
 impl Args {
-    /// Makes the snapshots, and prints the new images.
+    /// Takes the snapshots, and prints the path of each overlay.
     ///
     /// # Errors
-    /// The device that has none, and why.
+    ///
+    /// Returns the last failure; the failures before it are printed on standard error.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let mut wanted = Vec::new();
@@ -76,14 +88,17 @@ impl Args {
             let of = |e: Failure| e.during(format_args!("snapshot {device}"));
             wanted.push(self.wanted(&dir, &device, &file).map_err(of)?);
         }
-        // Two commands that stop the same devices do it in one order.
+        // The order by name keeps two such commands from freezing one device each and waiting for the other's.
         wanted.sort_by(|a, b| a.name.cmp(&b.name));
         if let Some(twice) = wanted.windows(2).find(|pair| pair[0].name == pair[1].name) {
-            return Err(Failure::new(format!("snapshot {}: it is named twice; name it once", twice[0].name)));
+            return Err(Failure::new(format!(
+                "snapshot {}: the device is given twice; give it once",
+                twice[0].name
+            )));
         }
         let begun = wanted.iter().map(|wanted| Begun::new(&dir, wanted)).collect::<Outcome<Vec<_>>>()?;
         let done = change_over(begun)?;
-        // Not before all have changed over: nobody may read what is printed.
+        // Nothing is printed before all devices have switched: printing may block.
         let mut failures = Vec::new();
         for (wanted, done) in done {
             match done {
@@ -101,12 +116,14 @@ impl Args {
         last.map_or(Ok(()), Err)
     }
 
-    /// The devices as they were named, and the new images.
+    /// The devices as the user named them, each with the path of its overlay.
     fn pairs(&self) -> Outcome<Vec<(String, PathBuf)>> {
         if let Some(file) = &self.to {
             return match &self.devices[..] {
                 [device] => Ok(vec![(device.clone(), file.clone())]),
-                _ => Err(Failure::new("snapshot: --to is for one device; name several as DEVICE=FILE")),
+                _ => {
+                    Err(Failure::new("snapshot: --to takes one device; write several devices as DEVICE=FILE"))
+                }
             };
         }
         let pair = |device: &String| match device.rsplit_once('=') {
@@ -114,7 +131,7 @@ impl Args {
                 Ok((device.to_owned(), PathBuf::from(file)))
             }
             _ => Err(Failure::new(format!(
-                "snapshot {device}: there is no new image; give it with --to FILE, or as DEVICE=FILE"
+                "snapshot {device}: the file for the overlay is missing; add --to FILE, or write DEVICE=FILE"
             ))),
         };
         self.devices.iter().map(pair).collect()
@@ -123,31 +140,43 @@ impl Args {
     fn wanted(&self, dir: &StateDir, device: &str, file: &Path) -> Outcome<Wanted> {
         let name = named(dir, device)?;
         let mut info: DeviceInfo = ask(dir, &name, &Request::Show {})?;
-        // Not as its daemon says, which may have been taken over: the next daemon gets what is made of this.
+        // Image and options come from the state file, not from the daemon, which a client may have taken over: the next
+        // daemon of the device trusts the options that are derived from them.
         let state = dir.read_state(&name);
         let options = state.as_ref().and_then(|state| state.attach_options.as_ref());
         let (Some(state), Some(options)) = (&state, options.map(Record::read).transpose()?) else {
-            return Err(Failure::new("its state file cannot be read; detach it, and attach it again"));
+            return Err(Failure::new(
+                "cannot read the state file of the device; detach the device and attach it again",
+            ));
         };
         info.image.clone_from(&state.image);
-        let (Some(last), DriverSpec::Image(_)) = (file.file_name(), &options.image) else {
+        let DriverSpec::Image(_) = &options.image else {
             return Err(Failure::new(format!(
-                "{} is no image that another could have behind it",
+                "only an image file can become a backing file, not {}",
                 info.image
             )));
         };
-        if options.fault.is_some() {
-            return Err(Failure::new("its faults are those of one image; attach it without --fault"));
+        let Some(last) = file.file_name() else {
+            return Err(Failure::new(format!("{} is not the path of a file", file.display())));
+        };
+        if info.read_only {
+            return Err(Failure::new("the device is read-only, so there is nothing to take a snapshot of"));
         }
-        let directory = directory_of(file)
-            .canonicalize()
-            .map_err(|e| Failure::new(format!("{}: {e}", directory_of(file).display())))?;
+        if options.fault.is_some() {
+            return Err(Failure::new(
+                "a device with --fault cannot switch to another image; detach it and attach it without --fault",
+            ));
+        }
+        let directory = directory_of(file).canonicalize().map_err(|e| {
+            Failure::new(format!("cannot use the directory {}: {e}", directory_of(file).display()))
+        })?;
         let path = directory.join(last);
         check_in_place(&info)?;
         check_not_on_device(&info, &directory)?;
         if self.backing_chain == BackingChain::OwnDirectory && !info.image_path().starts_with(&directory) {
             return Err(Failure::new(format!(
-                "{} is not in the directory of {}; choose another, or allow it with --backing-chain allow",
+                "the image {} is not in the directory of the overlay {}; choose another directory for the overlay, or \
+                 add --backing-chain allow",
                 info.image,
                 path.display()
             )));
@@ -166,47 +195,67 @@ impl Args {
             ..options
         };
         options.check()?;
-        Ok(Wanted { name, image: info.image, path, options: Record::new(&options)? })
+        Ok(Wanted { name, path, options: Record::new(&options)? })
     }
 }
 
-/// Refuses a device with options that its new image could not have.
+/// Refuses a device that was attached with options that a qcow2 image does not support.
 fn check_fits_qcow2(options: &AttachOptions) -> Outcome {
-    let unfit = [
-        (options.queues > 1, "several queues", "--queues"),
-        (options.threads_per_queue > 1, "several threads for each queue", "--threads-per-queue"),
-        (options.offset != 0, "an offset", "--offset"),
-        (options.size_limit.is_some(), "a size limit", "--size-limit"),
-        (options.dispatch == Dispatch::Serial, "serial dispatch", "--dispatch serial"),
-    ];
-    match unfit.iter().find(|(has, ..)| *has) {
-        Some((_, what, option)) => Err(Failure::new(format!(
-            "the device has {what}, and its new image, in qcow2, cannot have that; detach it and attach it without {option}"
-        ))),
-        None => Ok(()),
-    }
+    let AttachOptions { queues, threads_per_queue: threads, offset, .. } = options;
+    let (what, hint) = if *queues > 1 {
+        (format!("the device has {queues} queues, but a qcow2 image is served with one"), "with --queues 1")
+    } else if *threads > 1 {
+        let what =
+            format!("the device has {threads} threads per queue, but a qcow2 image is served with one");
+        (what, "with --threads-per-queue 1")
+    } else if *offset != 0 {
+        let what =
+            format!("the device begins at offset {offset} of its image, but an overlay covers a whole image");
+        (what, "without --offset")
+    } else if let Some(limit) = options.size_limit {
+        let what = format!(
+            "the device is limited to {limit} bytes of its image, but an overlay covers a whole image"
+        );
+        (what, "without --size-limit")
+    } else if options.dispatch == Dispatch::Serial {
+        let what = "the device uses --dispatch serial, which qcow2 images do not support".to_owned();
+        (what, "with --dispatch concurrent")
+    } else {
+        return Ok(());
+    };
+    Err(Failure::new(format!("{what}; detach it and attach it {hint}")))
 }
 
-/// Refuses an image that is no longer where it was attached: the new one would name another file, or none.
+/// Refuses an image that was moved, deleted or replaced while the device was attached: the overlay would name a backing
+/// file that does not exist, or another file.
 fn check_in_place(info: &DeviceInfo) -> Outcome {
-    let there = FileId::of(info.image_path());
-    if there.is_some() && there == Backing::of(info).map(|backing| backing.file) {
+    let file_at_path = FileId::of(info.image_path());
+    if file_at_path.is_some() && file_at_path == Backing::of(info).map(|backing| backing.file) {
         return Ok(());
     }
+    let now_at = shown_path(info);
+    if now_at.ends_with(DELETED) {
+        let uri = info.exports.iter().find(|export| export.starts_with("nbd"));
+        let how = uri.map(|uri| format!(" with `nbdcopy {} NEW_IMAGE`", shell_word(uri))).unwrap_or_default();
+        return Err(Failure::new(format!(
+            "the image file {} was deleted; copy the data out of the device{how} before you detach the device",
+            info.image
+        )));
+    }
     Err(Failure::new(format!(
-        "{} is not the file that the device has, which is {} now; move that back, or detach the device and attach it \
-         where it is",
+        "the image file {} was moved to {now_at}; move it back, or detach the device and attach {}",
         info.image,
-        shown_path(info)
+        shell_word(&now_at)
     )))
 }
 
-/// Refuses a new image on a file system that is on the device: to be made durable it would wait for itself.
+/// Refuses to create the overlay on a file system that is on the device itself: creating the file durably would write to
+/// the device, which is frozen at that time.
 fn check_not_on_device(info: &DeviceInfo, directory: &Path) -> Outcome {
     let Some(FileId { device, .. }) = FileId::of(directory) else { return Ok(()) };
     let is_device = |disk: &String| {
         let node = Path::new("/dev").join(disk);
-        // Of the kernel's NBD client: the process that connected it.
+        // The kernel's NBD client names the process that made the connection, which is a client of the device.
         let client = std::fs::read_to_string(format!("{SYSFS}/block/{disk}/pid")).unwrap_or_default();
         info.exports.iter().any(|export| Path::new(export) == node)
             || !client.is_empty() && info.clients.iter().any(|other| is_process(&other.peer, client.trim()))
@@ -214,25 +263,26 @@ fn check_not_on_device(info: &DeviceInfo, directory: &Path) -> Outcome {
     match disks_under(Path::new(SYSFS), device).into_iter().find(is_device) {
         None => Ok(()),
         Some(disk) => Err(Failure::new(format!(
-            "{} is on a file system of the device itself (/dev/{disk}), and would wait for itself; choose another place",
+            "{} is on the device itself (/dev/{disk}), which is frozen during a snapshot; choose another directory",
             directory.display()
         ))),
     }
 }
 
-/// Whether `peer` is the process with that number.
+/// Whether `peer`, as a daemon describes a client (`pid 123, uid 0`), is the process with this number.
 fn is_process(peer: &str, pid: &str) -> bool {
     let mut words = peer.split(|c: char| !c.is_ascii_alphanumeric());
     words.any(|word| word == "pid") && words.next() == Some(pid)
 }
 
-/// Refuses a device whose configuration has the old image: a service manager that starts it again, perhaps because its
-/// daemon was killed, would have that written to. Refuses one, too, whose configuration cannot be read.
+/// Refuses a device whose configuration file names the old image, or cannot be read. If the daemon were killed, the service
+/// manager would start the device from this file, and writes would go to the backing file of the overlay, which corrupts
+/// the overlay.
 fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
     let configured = config::image_of(name).map_err(|mistake| {
         Failure::new(format!(
-            "the configuration file of the device has a mistake, and its service might later write to {}; correct the \
-             file first: {mistake}",
+            "the configuration file of the device has a mistake, so its service might later write to {}; correct the file \
+             first: {mistake}",
             image.display()
         ))
     })?;
@@ -247,17 +297,19 @@ fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
     Ok(())
 }
 
-/// A device, and the warnings of its new image.
+/// A device with the warnings about its overlay, or the reason why it has no overlay.
 type Done<'a> = (&'a Wanted, Outcome<Vec<String>>);
 
 impl<'a> Begun<'a> {
-    /// Makes the file, and has the daemon flush the device.
+    /// Creates the file of the overlay, and lets the daemon flush the device. The flush takes most of the time, and the
+    /// device serves I/O meanwhile.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
         let Wanted { name, path, options, .. } = wanted;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
         let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
-        // Before the request, because this command may be killed while the daemon continues with the new image.
+        // The overlay must be recorded before the request: this command may be killed while the daemon switches to the
+        // overlay, and the next daemon needs its options.
         let number = dir.next_image(name);
         let recorded =
             RecordedImage::add(dir, name, number, &path.display().to_string(), options).map_err(of)?;
@@ -267,44 +319,46 @@ impl<'a> Begun<'a> {
     }
 
     fn failed(&self, failure: Failure) -> Failure {
-        failure.during(&self.wanted.image).during(format_args!("snapshot {}", self.wanted.name))
+        failure.during(format_args!("snapshot {}", self.wanted.name))
     }
 
-    /// Has the daemon stop the device's I/O and make the new image.
+    /// Lets the daemon freeze the device and write the header and tables of the overlay.
     fn stop(&self) -> Outcome {
         let file: Vec<_> = self.file.file().map(AsFd::as_fd).into_iter().collect();
         self.dialogue.step(&file).and_then(|done| done).map_err(|e| self.failed(e))
     }
 
-    /// Whether the device still waits: the others may have taken too long.
+    /// Checks that the daemon still waits for the last step: it cancels if the other devices take too long.
     fn check(&self) -> Outcome {
         if self.dialogue.is_waiting() {
             return Ok(());
         }
         let why = match self.dialogue.reply() {
             Ok(Err(failure)) | Err(failure) => failure,
-            Ok(Ok(())) => Failure::new("its daemon gave an answer that is none"),
+            Ok(Ok(())) => Failure::new("the daemon sent an unexpected answer"),
         };
         Err(self.failed(why))
     }
 }
 
-/// Freezes the devices one after the other, then lets all of them continue with their new images. Returns the
-/// warnings of each.
+/// Freezes the devices one after the other, then lets all of them continue with their overlays. Returns the outcome of
+/// each device.
 ///
 /// # Errors
-/// That of the first which cannot: then none has another image.
+///
+/// Returns the failure of the first device that cannot be frozen. Then all devices keep their old images.
 fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<Done<'_>>> {
     begun.iter().try_for_each(Begun::stop)?;
     begun.iter().try_for_each(Begun::check)?;
-    // Without a reply in between: a command that is killed here leaves some as they were.
+    // The last step is sent to all devices before any reply is read. Killing this command in between would leave some
+    // devices with their old images, so the time in between is kept short.
     let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(&[])).collect();
     let done = begun.into_iter().zip(sent).map(|(Begun { wanted, dialogue, file, recorded }, sent)| {
-        // An older daemon replies without warnings.
+        // A daemon of an earlier version replies without warnings.
         let done = sent.and_then(|()| dialogue.reply::<Option<Snapshotted>>());
         match &done {
             Ok(Err(_)) => drop(file),
-            // Without a reply it may be the image by now.
+            // If no reply arrived, the device may already use the overlay, so that the file must stay.
             Ok(Ok(_)) | Err(_) => {
                 file.keep();
                 recorded.keep();
@@ -326,7 +380,7 @@ mod tests {
     use crate::options::tests::options;
     use crate::state::tests::scratch;
 
-    /// Takes the request and the file, with a reply to each, then calls `last`.
+    /// Plays a daemon: answers the request and the file, then calls `last` with the connection.
     fn daemon<T: Send + 'static>(
         dir: &StateDir,
         name: &str,
@@ -349,26 +403,26 @@ mod tests {
         let path = dir.file(name, ".new");
         let options = options(&[path.to_str().unwrap(), "--format", "qcow2"]);
         let options = Record::new(&options).unwrap();
-        Wanted { name: name.to_owned(), image: format!("/{name}.img"), path, options }
+        Wanted { name: name.to_owned(), path, options }
     }
 
     #[test]
-    fn a_client_is_known_by_the_number_of_its_process() {
+    fn a_client_is_recognized_by_its_process_number() {
         assert!(is_process("pid 123, uid 0", "123"));
         assert!(!is_process("pid 1234, uid 123", "123") && !is_process("127.0.0.1:123", "123"));
     }
 
     #[test]
-    fn one_device_that_gave_up_keeps_the_others_from_changing_over() {
-        let dir = scratch("snapshot-given-up");
+    fn if_one_device_cancels_no_device_switches_its_image() {
+        let dir = scratch("snapshot-cancelled");
         dir.create().unwrap();
-        let (given_up, waits) = std::sync::mpsc::channel();
+        let (cancelled, waits) = std::sync::mpsc::channel();
         let first = daemon(&dir, "a", move |mut stream| {
-            writeln!(stream, "{{\"error\":\"the snapshot was given up\"}}").unwrap();
+            writeln!(stream, "{{\"error\":\"the snapshot was cancelled\"}}").unwrap();
             drop(stream);
-            given_up.send(()).unwrap();
+            cancelled.send(()).unwrap();
         });
-        // The reply to its file comes later than that.
+        // The second daemon answers the file only after the first daemon has cancelled.
         let listener = UnixListener::bind(dir.control_socket("b")).unwrap();
         let second = thread::spawn(move || {
             let mut stream = listener.accept().unwrap().0;
@@ -383,14 +437,14 @@ mod tests {
         let begun = wanted.iter().map(|one| Begun::new(&dir, one)).collect::<Outcome<Vec<_>>>().unwrap();
         let failure = change_over(begun).unwrap_err().to_string();
         assert!(failure.starts_with("snapshot a: "), "{failure}");
-        assert_eq!(second.join().unwrap(), 0, "it goes on as it was");
+        assert_eq!(second.join().unwrap(), 0, "the connection is closed, and the device keeps its image");
         first.join().unwrap();
         assert!(wanted.iter().all(|one| !one.path.exists()));
         std::fs::remove_dir_all(dir.path()).unwrap();
     }
 
     #[test]
-    fn a_new_image_stays_unless_its_daemon_says_that_it_is_none() {
+    fn an_overlay_is_removed_only_if_the_daemon_refused_it() {
         let dir = scratch("snapshot-done");
         dir.create().unwrap();
         let reply = |text: &'static str| {
