@@ -406,7 +406,7 @@ fn what_this_build_lacks_is_refused() {
         let doctor: serde_json::Value =
             serde_json::from_slice(&place.run(&["doctor", "--json"]).stdout).unwrap();
         let ublk = doctor["checks"].as_array().unwrap().iter().find(|check| check["name"] == "ublk").unwrap();
-        let hint = ublk["cure"].as_str().unwrap().split(':').next().unwrap();
+        let hint = ublk["cure"].as_str().unwrap().split(';').next().unwrap();
         assert!(line.contains(&format!("; {hint}, or use --export nbd")), "{line} {hint}");
     }
     let copy = ["attach", "ram:1M", "--export", "nbd", "--copy", "user"];
@@ -425,7 +425,7 @@ fn only_a_block_device_is_recovered_or_handed_over() {
     assert!(place.refused(&["recover", "../ram"]).contains("no such device"));
     assert!(place.refused(&["upgrade", "ram"]).contains("no such device"));
     place.done(&["attach", "ram:1M"]);
-    assert!(place.refused(&["recover", "ram"]).contains("its daemon lives"));
+    assert!(place.refused(&["recover", "ram"]).contains("the daemon is running"));
     assert!(place.refused(&["upgrade", "ram"]).contains("detach it"));
     place.done(&["show", "ram"]);
     // A state file with a block device that the kernel does not know stops no attach.

@@ -85,7 +85,7 @@ fn a_created_image_stays_only_with_its_device() {
         place.refused(&[&["attach", image, "--create", "1M"], words].concat());
         assert!(!path.exists(), "{words:?}");
     }
-    assert!(place.refused(&["attach", "ram:1M", "--create", "1M"]).contains("makes image files"));
+    assert!(place.refused(&["attach", "ram:1M", "--create", "1M"]).contains("--create creates image files"));
     assert!(place.refused(&["attach", "/dev/null", "--create", "1M"]).contains("already exists"));
     // The device was there; its command fails later.
     let run = place.run(&["attach", image, "--create", "1M", "--run", "exit 7"]);
@@ -210,7 +210,7 @@ fn a_device_is_named_by_whatever_its_user_has_in_hand() {
         assert_eq!(place.done(&["resize", word]), "4M\n");
         assert_eq!(place.json(&["stat", "--json", word])["name"], "data", "{word}");
         assert!(place.refused(&["upgrade", word]).contains("detach it"), "{word}");
-        assert!(place.refused(&["recover", word]).contains("its daemon lives"), "{word}");
+        assert!(place.refused(&["recover", word]).contains("the daemon is running"), "{word}");
     }
     for relative in ["disk.img", "./disk.img", "../disk.img"] {
         fs::create_dir_all(place.dir.join("below")).unwrap();
@@ -268,7 +268,7 @@ fn detaching_what_was_killed_succeeds_and_says_so() {
         let line = String::from_utf8(output.stderr).unwrap();
         assert_eq!((output.status.code(), line.lines().count()), (Some(0), 1), "{words:?}: {line}");
         assert!(
-            line.contains("its daemon had died") && line.contains("; its remains were removed"),
+            line.contains("the daemon (pid ") && line.contains(") was killed; removed its sockets and state"),
             "{line}"
         );
         assert!(place.files().is_empty());
@@ -292,7 +292,7 @@ fn a_device_that_cannot_be_reported_is_detached_again() {
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{words:?}: {text}");
         assert!(
-            text.contains("No space left on device (os error 28); the device is detached again"),
+            text.contains("No space left on device (os error 28); the device was detached again"),
             "{text}"
         );
         assert!(place.files().is_empty(), "{words:?}");

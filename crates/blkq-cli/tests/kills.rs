@@ -22,7 +22,7 @@ fn check_served(place: &Place, at: usize) {
     wait_until(&format!("it is served after the kill at step {at}"), || {
         let output = place.run(&["recover", "d"]);
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-        let done = output.status.success() || errors.contains("its daemon lives");
+        let done = output.status.success() || errors.contains("the daemon is running");
         assert!(done || settles.iter().any(|why| errors.contains(why)), "step {at}: {errors}");
         done
     });

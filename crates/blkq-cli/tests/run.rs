@@ -109,7 +109,7 @@ fn a_device_detached_before_the_command_exits_is_reported() {
         kill(place.pid("ram"));
         let (exited, _, errors) = finish(child, output);
         assert_eq!(exited, Some(expected), "{errors}");
-        assert!(errors.starts_with("blkq: ram: its daemon died (signal: 9"), "{errors}");
+        assert!(errors.starts_with("blkq: ram: the daemon died (signal: 9"), "{errors}");
         assert!(!place.files().iter().any(|file| file.ends_with(".control")), "{:?}", place.files());
     }
     // Detached on purpose, that is all the same to the command.
@@ -118,7 +118,7 @@ fn a_device_detached_before_the_command_exits_is_reported() {
     // Another one of that name is not ours.
     place.done(&["attach", "ram:2M", "--name", "ram"]);
     let (exited, _, errors) = finish(child, output);
-    assert!(errors.contains("ram: it was detached before"), "{errors}");
+    assert!(errors.contains("ram: the device was detached before"), "{errors}");
     assert_eq!(exited, Some(1), "read found the end of its input");
     place.done(&["show", "ram"]);
 }

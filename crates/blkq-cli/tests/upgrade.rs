@@ -84,7 +84,8 @@ fn the_old_program_serves_again_if_the_new_one_does_not() {
     let output = upgrade_that_cannot_launch(&place);
     let errors = String::from_utf8(output.stderr).unwrap();
     assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(1), &b""[..]), "{errors}");
-    let why = "the old program serves it again, as the new one did not start: the daemon exited before";
+    let why =
+        "the new daemon did not start, so the old program serves the device again: the daemon exited before";
     assert!(errors.contains(&format!("upgrade d: {why}")), "{errors}");
     assert_ne!(place.pid("d"), old);
     check_settings(&place);
@@ -97,8 +98,8 @@ fn the_old_program_serves_again_if_the_service_does_not_start() {
     attach(&place);
     let old = place.pid("d");
     let line = place.refused(&["upgrade", "--service", "--start-timeout", "1", "d"]);
-    assert!(line.contains("upgrade d: the old program serves it again, outside of the service"), "{line}");
-    assert!(line.contains("its service has started no new daemon in 1 s"), "{line}");
+    assert!(line.contains("upgrade d: the service did not start a new daemon within 1 s"), "{line}");
+    assert!(line.contains("so the old program serves the device again, outside of the service"), "{line}");
     assert_ne!(place.pid("d"), old);
     check_settings(&place);
     // A service that starts one after all takes over at the next upgrade.

@@ -1,4 +1,6 @@
 //! `blkq detach`: detaches devices, and returns when their daemons have exited.
+//!
+//! Also removes the stale files of daemons that were killed, for this command and for others.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -13,11 +15,10 @@ use crate::info::DeviceInfo;
 use crate::state::{Dead, Found, Orphan, StateDir, check_name};
 use crate::{complain, print};
 
-/// How long a device is waited for that is just starting, stopping or handed over.
+/// The longest wait for a device that is starting, stopping or being handed over to a new daemon.
 const SETTLE_WAIT: Duration = Duration::from_secs(2);
 const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Options of `detach`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Returns when the data is flushed, the daemon has exited, and its sockets and files are removed.
@@ -48,11 +49,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// Detaches devices, or all. The reasons of those that are refused are reported on the way and
-    /// only the exit code remains.
-    ///
-    /// # Errors
-    /// If the state directory cannot be read.
+    /// Detaches the devices. A device that cannot be detached is reported on standard error, and the others are detached
+    /// nevertheless; the exit code is 1 then.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         if self.all {
@@ -64,25 +62,30 @@ impl Args {
         for_each(&self.devices, |device| {
             let name = named(&dir, device)?;
             match detach(&dir, &name, self.force)? {
-                Detached::Done | Detached::Died(_) => Ok(()),
+                Detached::Done | Detached::WasDead { .. } => Ok(()),
                 Detached::NotThere => Err(no_such_device(device)),
             }
         })
     }
 }
 
-/// How a device was found that is detached now.
+/// The outcome of detaching a device.
 pub enum Detached {
-    /// With a daemon, or as an orphan.
+    /// The daemon has detached the device, or the block device of a dead daemon was removed.
     Done,
-    /// Its daemon had died before; the last line of its log.
-    Died(String),
-    /// It was not.
+    /// The daemon had died before, and its stale files were removed.
+    WasDead {
+        /// The process of the daemon, if its state file names one.
+        pid: Option<u32>,
+        /// The last line of its log, which is removed as well; empty if there was none.
+        last_line: String,
+    },
+    /// There is no such device.
     NotThere,
 }
 
 fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
-    // Only what could be a device's name becomes part of a path.
+    // The name becomes part of a path, and must not contain a slash, for example.
     if check_name(name).is_err() {
         return Ok(Detached::NotThere);
     }
@@ -105,16 +108,18 @@ fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
             _ => return Ok(Detached::NotThere),
         };
         if Instant::now() >= until {
-            return Err(Failure::new(format!("it is {busy}")));
+            return Err(Failure::new(format!("the device is {busy}")));
         }
         std::thread::sleep(SETTLE_POLL_INTERVAL);
     }
 }
 
-/// Removes what a daemon that died has left.
+/// Removes the stale files of a dead daemon, and its block device.
 fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
+    // Read now, because the state file is removed below. A daemon that has not published its process has the number 0.
+    let pid = dir.read_state(name).map(|state| state.pid).filter(|pid| *pid != 0);
     match dir.clear_dead(name)? {
-        Dead::Cleared(last_line) => Ok(Detached::Died(last_line)),
+        Dead::Cleared(last_line) => Ok(Detached::WasDead { pid, last_line }),
         Dead::No => Ok(Detached::NotThere),
         Dead::Orphan(orphan) => {
             let Orphan { mut claim, state } = *orphan;
@@ -129,20 +134,14 @@ fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     }
 }
 
-/// Removes what the daemon of `name`, which died, has left: never a device that is served, which is
-/// another one by now.
-///
-/// # Errors
-/// If it cannot be removed.
+/// Removes the stale files of the dead daemon of `name`, and its block device. Does nothing if a running daemon has the
+/// name, which another device may have taken in the meantime.
 pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
     clear(dir, name, true).map(|_| ()).map_err(|e| during(e, name))
 }
 
-/// Refuses if a process has the block device open: the daemon, which checks whether it is mounted, is
-/// confined and sees no other processes.
-///
-/// # Errors
-/// The processes that have it open.
+/// Refuses a block device that a process has open, and names the processes. The daemon itself only checks whether the
+/// block device is mounted: it is confined and does not see other processes in /proc.
 pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
         ublk::check_unopened(device, info.pid).map_err(Failure::unless_forced)?;
@@ -150,23 +149,24 @@ pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     Ok(())
 }
 
-/// Detaches one device and reports if its daemon had died. One that another command has just detached
-/// counts as detached. Returns how it was found.
+/// Detaches one device. If the daemon had died before, this is reported on standard error.
 ///
 /// # Errors
-/// If it was refused, or its last flush failed.
+///
+/// Fails if the device is in use and `force` is false, or if the last flush of the device failed.
 pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     let detached = stop_or_clear(dir, name, force).map_err(|e| during(e, name))?;
-    if let Detached::Died(last_line) = &detached {
-        complain(&remains_removed(name, last_line));
+    if let Detached::WasDead { pid, last_line } = &detached {
+        complain(&stale_files_removed(name, *pid, last_line));
     }
     Ok(detached)
 }
 
-/// A note for the user: it was not this command that stopped the device.
-fn remains_removed(name: &str, last_line: &str) -> Failure {
-    let last_line = if last_line.is_empty() { String::new() } else { format!(" ({last_line})") };
-    Failure::new(format!("{name}: its daemon had died{last_line}; its remains were removed"))
+/// Tells the user that the daemon did not stop because of this command, so that data may not have been flushed.
+fn stale_files_removed(name: &str, pid: Option<u32>, last_line: &str) -> Failure {
+    let pid = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
+    let log = if last_line.is_empty() { String::new() } else { format!(" (last log line: {last_line})") };
+    Failure::new(format!("{name}: the daemon{pid} was killed; removed its sockets and state{log}"))
 }
 
 fn during(failure: Failure, name: &str) -> Failure {

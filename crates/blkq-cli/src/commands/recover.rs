@@ -1,4 +1,4 @@
-//! `blkq recover`: a new daemon for a block device, or a virtual machine's disk, after its own died.
+//! `blkq recover`: starts a new daemon for a block device, or for the disk of a virtual machine, whose daemon has died.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -16,7 +16,6 @@ use crate::options::AttachOptions;
 use crate::state::{Fate, Found, StateDir, check_name};
 use blkq::drivers::DriverSpec;
 
-/// Options of `recover`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 A ublk device outlives its daemon: its I/O waits, and is reissued when a new daemon serves the
@@ -35,15 +34,12 @@ pub struct Args {
 }
 
 impl Args {
-    /// Starts the new daemon.
-    ///
-    /// # Errors
-    /// Why the device cannot be taken over; it stays as it was.
+    /// Starts the new daemon. If this fails, the device still waits for a daemon.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
         let during = |e: Failure| e.during(format_args!("recover {name}"));
-        // An upgrade that is at work starts a daemon itself.
+        // While an upgrade is running, the upgrade itself starts the next daemon.
         let _lock = dir.lock_upgrade(&name, true).map_err(during)?;
         let Launched { info, .. } = Program::This.launch_recover(&name).map_err(during)?;
         report(&info)?;
@@ -51,11 +47,12 @@ impl Args {
     }
 }
 
-/// Takes the orphan or the virtual machine's disk `name` over, as its new daemon, which listens on the sockets `inherited` as the one before did
-/// on its own.
+/// Takes over the orphan, or the disk of a virtual machine, `name` in this process, which becomes its new daemon. If
+/// `inherited` contains sockets, the daemon listens on these instead of creating its own.
 ///
 /// # Errors
-/// Why it cannot be; it stays as it was.
+///
+/// If this fails, the device still waits for a daemon.
 pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
     let dir = StateDir::locate()?;
     if check_name(name).is_err() {
@@ -63,9 +60,9 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     }
     dir.wait_for_dying(name);
     if let Called::Answered(()) = call::<()>(&dir, name, &Request::Ping {})? {
-        return Err(Failure::new("its daemon lives; blkq upgrade hands the device to a new one"));
+        return Err(Failure::new(format!("the daemon is running; to replace it, run `blkq upgrade {name}`")));
     }
-    let busy = || Failure::new("another process has the device just now; try again");
+    let busy = || Failure::new("another process has the device at the moment; try again");
     match dir.inspect(name)? {
         Found::Remains(remains) if remains.state == Fate::Dead => {
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
@@ -73,7 +70,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
             return Daemon::succeed(name, &options, state.settings, inherited, parent);
         }
         Found::Remains(_) => {}
-        Found::Busy(busy) => return Err(Failure::new(format!("it is {}", busy.describe()))),
+        Found::Busy(busy) => return Err(Failure::new(format!("the device is {}", busy.describe()))),
         Found::Nothing => return Err(no_such_device(name)),
     }
     let orphan = dir.take_orphan(name)?.ok_or_else(busy)?;
@@ -81,10 +78,12 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     Daemon::recover(&options, orphan, inherited, parent)
 }
 
-/// How the block device of a state file was attached.
+/// The options with which the block device of a state file was attached. State files of early versions contain the words
+/// of the command line instead of a record.
 ///
 /// # Errors
-/// If there is none, or this program does not understand its options.
+///
+/// Fails if the device has no block device, or if this version does not understand its options.
 pub fn attach_options(state: &StateFile) -> Outcome<AttachOptions> {
     let Some(ublk) = &state.ublk else { return Err(no_such_device(&state.name)) };
     if let Some(record) = &state.attach_options {
@@ -92,19 +91,19 @@ pub fn attach_options(state: &StateFile) -> Outcome<AttachOptions> {
     }
     if ublk.words.is_empty() {
         return Err(Failure::new(format!(
-            "its state file is damaged; blkq detach {} removes the block device",
+            "the state file of the device is damaged; `blkq detach {}` removes the block device",
             state.name
         )));
     }
     let words: Vec<OsString> = ublk.words.iter().map(Into::into).collect();
     let options = attach::Args::options_from_words(&words).and_then(|mut options| {
-        // The link that the image was found by may lead elsewhere by now.
+        // The words may name a symbolic link, which may point to another file today. `image` is the resolved path.
         if let DriverSpec::Image(path) = &mut options.image {
             *path = state.image.clone().into();
         }
         options.absolute(&ublk.directory)
     });
-    options.map_err(|e| e.during("its options are not understood any more"))
+    options.map_err(|e| e.during("this version of blkq does not understand the options of the device"))
 }
 
 #[cfg(test)]
@@ -116,7 +115,7 @@ mod tests {
     use crate::options::{Address, Copying, Export, Record, Scheduler, Tls};
     use crate::state::parse_state;
 
-    /// Written by the last program that did not know [`AttachOptions`].
+    /// The state files were written by the last version that stored the words of the command line.
     #[test]
     fn state_files_with_words_are_understood() {
         let nbd = parse_state(include_bytes!("../../tests/data/state-words-nbd.json")).unwrap();
@@ -165,17 +164,17 @@ mod tests {
         let options = attach_options(&state(&["a.img", "--queues", "2", "--run", "true"])).unwrap();
         assert_eq!((&options.image, options.queues), (&DriverSpec::Image("/images/a.img".into()), 2));
         let why = attach_options(&state(&[])).unwrap_err().to_string();
-        assert!(why.contains("damaged; blkq detach a"), "{why}");
+        assert!(why.contains("damaged; `blkq detach a`"), "{why}");
         for words in [&["a.img", "--gone"][..], &["a.img", "--depth", "x"], &["--help"]] {
             let why = attach_options(&state(words)).unwrap_err().to_string();
-            assert!(why.starts_with("its options are not understood any more: "), "{why}");
+            assert!(why.starts_with("this version of blkq does not understand the options"), "{why}");
             assert!(why.len() < 200 && !why.contains("Usage"), "{why}");
         }
-        // A new state file has no words.
-        let mut anew = state(&[]);
-        anew.attach_options = Some(Record::new(&options).unwrap());
-        assert_eq!(attach_options(&anew), Ok(options));
-        let later = serde_json::to_string(&anew).unwrap().replace(r#""version":1"#, r#""version":2"#);
+        // State files of this version have a record and no words.
+        let mut with_record = state(&[]);
+        with_record.attach_options = Some(Record::new(&options).unwrap());
+        assert_eq!(attach_options(&with_record), Ok(options));
+        let later = serde_json::to_string(&with_record).unwrap().replace(r#""version":1"#, r#""version":2"#);
         let why = attach_options(&parse_state(later.as_bytes()).unwrap()).unwrap_err().to_string();
         assert!(why.contains("have format 2"), "{why}");
     }

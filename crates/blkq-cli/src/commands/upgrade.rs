@@ -1,4 +1,8 @@
-//! `blkq upgrade`: hands a block device in use from its daemon to a new one, of this program.
+//! `blkq upgrade`: hands a device in use from its daemon to a new daemon, which runs this program.
+//!
+//! The device must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end tracks
+//! requests in flight. The steps are: check whether this program could serve the device; let the old daemon leave the
+//! device and exit; start the new daemon; if that fails, start the old program again.
 
 use std::io;
 use std::process::ExitCode;
@@ -18,7 +22,6 @@ use crate::state::StateDir;
 
 const RESTART_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Options of `upgrade`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Install the new blkq, and run this command with it. The daemon that serves the device exits, and a
@@ -55,12 +58,12 @@ pub struct Args {
 }
 
 impl Args {
-    /// Stops the old daemon and starts a new one.
+    /// Replaces the daemon of the device.
     ///
     /// # Errors
-    /// Why a new one could not serve the device, the old one does not release it, or another upgrade of it
-    /// runs: the old one keeps running then. Why the new one did not start: one of the old program serves
-    /// the device again then, if it can.
+    ///
+    /// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it is running,
+    /// the old daemon keeps running. If the new daemon does not start, a daemon of the old program is started again.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
@@ -71,49 +74,58 @@ impl Args {
     }
 
     fn hand_over(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
-        // The service may start a daemon that does not know of this one.
+        // With --service, the name is not reserved for a successor: the command of the service may be one that attaches the
+        // device as a new one.
         let _lock = dir.lock_upgrade(name, !self.service)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
         check(dir, name)?;
-        // As it is now: the daemon may have started just before it answered.
-        let state = dir.read_state(name).filter(StateFile::has_options).ok_or_else(|| lost(name))?;
+        // The state file is read after the answer: a daemon that has just started writes it before it answers.
+        let state = dir.read_state(name).filter(StateFile::has_options).ok_or_else(|| {
+            Failure::new("cannot read the state file of the device; detach the device and attach it again")
+        })?;
         let guest = state.guest_options()?;
         if let Some(options) = &guest {
             check_successor(dir, options, before.size)?;
         }
-        let left = LeftDevice::of(dir, name, guest)?;
+        let device = DeviceWithoutDaemon::stop_daemon(dir, name, guest)?;
         match self.service {
-            true => left.started_by_service(dir, &before, Duration::from_secs(self.start_timeout)),
-            false => left.start(),
+            true => device.started_by_service(dir, &before, Duration::from_secs(self.start_timeout)),
+            false => device.start(),
         }
     }
 }
 
-/// A device that its daemon has left to the next one.
-struct LeftDevice<'a> {
+/// A device that its daemon has left, so that its I/O waits for the next daemon.
+struct DeviceWithoutDaemon<'a> {
     name: &'a str,
-    /// How it is attached, if it is the disk of a virtual machine, and no block device.
+    /// The attach options of the disk of a virtual machine. `None` for a block device, whose next daemon reads the state
+    /// file instead.
     guest: Option<AttachOptions>,
-    /// With what was set last.
+    /// The settings that `blkq set` changed.
     settings: Vec<(String, String)>,
-    /// The program of the old daemon.
+    /// The program of the old daemon, for the case that the new daemon does not start.
     old: io::Result<Program>,
 }
 
-impl LeftDevice<'_> {
-    /// Has the daemon of `name` exit.
-    fn of<'a>(dir: &StateDir, name: &'a str, guest: Option<AttachOptions>) -> Outcome<LeftDevice<'a>> {
-        // The kernel's record of its process: the daemon may have been taken over, and name another.
+impl DeviceWithoutDaemon<'_> {
+    /// Lets the daemon of `name` leave the device and exit.
+    fn stop_daemon<'a>(
+        dir: &StateDir,
+        name: &'a str,
+        guest: Option<AttachOptions>,
+    ) -> Outcome<DeviceWithoutDaemon<'a>> {
+        // The kernel says which process the daemon is. The daemon itself is not asked: a client may have taken it over, and
+        // would then choose the program that this command starts.
         let old = daemon_of(dir, name).and_then(Program::of_process);
         ask::<()>(dir, name, &Request::Leave {})?;
-        // From here on the old daemon changes nothing, and no other command removes its files.
+        // The old daemon no longer changes the state file, and no other command removes it while the name is reserved.
         let state = dir.read_state(name);
-        // Before, a snapshot or a commit may have given it another image. The virtual machine waits: if nothing can be
-        // read any more, it gets the image that it had.
+        // A snapshot or a commit may have changed the image since `guest` was read. If the state file has become unreadable,
+        // the disk gets the image that it had then, because the virtual machine waits for it.
         let now = state.as_ref().and_then(|state| state.guest_options().ok().flatten());
         let guest = guest.map(|before| now.unwrap_or(before));
         let settings = state.map(|state| state.settings).unwrap_or_default();
-        Ok(LeftDevice { name, guest, settings, old })
+        Ok(DeviceWithoutDaemon { name, guest, settings, old })
     }
 
     fn launch(&self, program: &Program) -> Outcome<DeviceInfo> {
@@ -124,17 +136,18 @@ impl LeftDevice<'_> {
         launched.map(|Launched { info, .. }| info)
     }
 
-    /// Has a daemon of this program serve the device as the old one did. If it does not start, one of the old
-    /// program is to serve it again.
+    /// Starts a daemon of this program. If the daemon does not start, starts a daemon of the old program.
     fn start(&self) -> Outcome<DeviceInfo> {
         self.launch(&Program::This).map_err(|failure| match self.launch_old() {
-            Ok(_) => failure.during("the old program serves it again, as the new one did not start"),
+            Ok(_) => {
+                failure.during("the new daemon did not start, so the old program serves the device again")
+            }
             Err(e) => self.not_served(&failure, &e),
         })
     }
 
-    /// Waits for the daemon that the service manager starts. If none is there in time, one of the old program is to
-    /// serve the device again.
+    /// Waits for the daemon that the service manager starts. If there is none after `timeout`, starts a daemon of the old
+    /// program.
     fn started_by_service(
         &self,
         dir: &StateDir,
@@ -153,19 +166,21 @@ impl LeftDevice<'_> {
             std::thread::sleep(RESTART_POLL_INTERVAL);
         }
         let failure = Failure::new(format!(
-            "its service has started no new daemon in {} s (its journal may have the reason)",
+            "the service did not start a new daemon within {} s (see the journal of the service)",
             timeout.as_secs()
         ));
         match self.launch_old() {
-            Ok(_) => Err(failure.during(format_args!(
-                "the old program serves it again, outside of the service, which takes over at the next \
-                 blkq upgrade --service {} once it can start",
+            Ok(_) => Err(Failure::new(format!(
+                "{failure}, so the old program serves the device again, outside of the service; when the service can \
+                 start, run `blkq upgrade --service {}`",
                 self.name
             ))),
-            // Or it has just been started, and so the old one was not.
+            // The old program also fails if the service has started its daemon in the meantime.
             Err(e) => started().ok_or_else(|| {
                 let failure = self.not_served(&failure, &e);
-                Failure::new(format!("{failure}; blkq list shows whether its service has started since"))
+                Failure::new(format!(
+                    "{failure}; `blkq list` shows whether the service has started a daemon since"
+                ))
             }),
         }
     }
@@ -173,25 +188,20 @@ impl LeftDevice<'_> {
     fn launch_old(&self) -> Outcome<DeviceInfo> {
         match &self.old {
             Ok(old) => self.launch(old),
-            Err(e) => Err(Failure::new(format!("the old program: {e}"))),
+            Err(e) => Err(Failure::new(format!("cannot find the old program: {e}"))),
         }
     }
 
-    /// Neither program serves the device.
     fn not_served(&self, failure: &Failure, old: &Failure) -> Failure {
         let name = self.name;
         Failure::new(format!(
-            "{failure}; its I/O waits for blkq recover {name}, as the old program did not start again: {old}"
+            "{failure}; the old program did not start again either ({old}), so the I/O of the device waits: run \
+             `blkq recover {name}`"
         ))
     }
 }
 
-/// It cannot be attached as it was.
-fn lost(name: &str) -> Failure {
-    Failure::new(format!("the state file of {name} cannot be read; detach it, and attach it again"))
-}
-
-/// Checks whether this program could serve the device `name`, if it is a block device.
+/// Checks whether this program could serve the block device of `name`, if it has one.
 fn check(dir: &StateDir, name: &str) -> Outcome {
     let Some(state) = dir.read_state(name) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };

@@ -1,24 +1,20 @@
-//! A device that this command attached, or found.
+//! A device that `attach` has attached, or has found with --nooverlap.
 
 use crate::commands::detach;
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::state::StateDir;
 
-/// A device that is attached.
 #[derive(Debug)]
 pub struct Attached {
-    /// Its description.
     pub info: DeviceInfo,
-    /// It was not there before.
+    /// This command has attached the device; otherwise it was attached before.
     pub is_new: bool,
 }
 
 impl Attached {
-    /// Reports it to the user by `print`. A new one that cannot be reported is detached again.
-    ///
-    /// # Errors
-    /// If it cannot be printed.
+    /// Reports the device to the user with `print`. If that fails, a new device is detached again, because the user does not
+    /// know where it is.
     pub fn report(&self, print: impl FnOnce(&DeviceInfo) -> Outcome) -> Outcome {
         print(&self.info).map_err(|failure| {
             if !self.is_new {
@@ -26,13 +22,13 @@ impl Attached {
             }
             match StateDir::locate().and_then(|dir| detach::detach(&dir, &self.info.name, true)) {
                 Ok(_) => not_reported(failure),
-                Err(stays) => Failure::new(format!("{failure}; and {stays}")),
+                Err(not_detached) => Failure::new(format!("{failure}; {not_detached}")),
             }
         })
     }
 }
 
-/// The failure of a device that was detached because it could not be reported.
+/// Adds to `failure` that the device was detached because it could not be reported.
 pub(super) fn not_reported(failure: Failure) -> Failure {
-    Failure::new(format!("{failure}; the device is detached again"))
+    Failure::new(format!("{failure}; the device was detached again"))
 }

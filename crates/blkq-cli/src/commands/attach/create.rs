@@ -1,4 +1,4 @@
-//! `attach --create SIZE` and `attach --overlay FILE`: an image that was not there before.
+//! Creates image files, for `attach --create`, `attach --overlay`, `blkq snapshot` and the files of dirty bitmaps.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -12,48 +12,55 @@ use blkq::units::format_bytes;
 use crate::failure::{Failure, Outcome};
 use crate::options::image_text;
 
-/// The content of a disk is for its owner alone.
+/// Mode of new files. Only the owner may read the content of a disk.
 const MODE: u32 = 0o600;
 
-/// An image that this command made, which is removed again unless it is kept.
+/// A file that this command has created. Dropping the value removes the file, unless [`NewImage::keep`] was called.
 #[derive(Debug)]
 pub struct NewImage {
     path: PathBuf,
-    /// `None`: it is kept.
+    /// `None` after [`NewImage::keep`].
     file: Option<File>,
 }
 
 impl NewImage {
-    /// Makes a sparse image of `bytes`, which outlives a power loss from now on. Never replaces anything.
-    ///
-    /// # Errors
-    /// If there is something of that name, the image is none in a file, or the file system has no room.
+    /// Creates a sparse image of `bytes`, durably. An existing file is never replaced.
     pub fn create(image: &DriverSpec, bytes: u64) -> Outcome<NewImage> {
         let DriverSpec::Image(path) = image else {
             let text = image_text(image);
-            return Err(Failure::new(format!("--create makes image files, and {text} is none; omit it")));
+            return Err(Failure::new(format!(
+                "--create creates image files, and {text} is not a file; omit it"
+            )));
         };
-        let there = "already exists and --create never overwrites; omit --create to attach it";
+        let exists = "already exists and --create never overwrites; omit --create to attach it";
         let fill = |file: &File| {
-            let failed = |e| Failure::new(format!("cannot create an image of {}: {e}", format_bytes(bytes)));
-            file.set_len(bytes).map_err(failed)
+            file.set_len(bytes).map_err(|e| {
+                let why = match e.kind() {
+                    io::ErrorKind::FileTooLarge => {
+                        "the file system does not allow files that large; choose a smaller size".to_owned()
+                    }
+                    _ => e.to_string(),
+                };
+                Failure::new(format!("cannot create an image of {}: {why}", format_bytes(bytes)))
+            })
         };
-        NewImage::make(path, there, fill)
+        NewImage::make(path, exists, fill)
     }
 
-    /// Makes the file at `path`, with what `fill` writes; durable, as is its name. Fails with `there` if there is
-    /// something of that name. The failure does not name the path.
+    /// Creates the file at `path`, lets `fill` write it, and makes the file and its name durable. If this fails, the file
+    /// is removed.
     ///
     /// # Errors
-    /// If it cannot be made; it is removed again then.
-    pub fn make(path: &Path, there: &str, fill: impl FnOnce(&File) -> Outcome) -> Outcome<NewImage> {
+    ///
+    /// Fails with the message `exists` if the path exists. No message contains the path: the caller adds it.
+    pub fn make(path: &Path, exists: &str, fill: impl FnOnce(&File) -> Outcome) -> Outcome<NewImage> {
         let failure = |e: io::Error| Failure::new(format!("cannot create the file: {e}"));
         let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(MODE).open(path);
         let file = opened.map_err(|e| match e.kind() {
-            io::ErrorKind::AlreadyExists => Failure::new(there),
+            io::ErrorKind::AlreadyExists => Failure::new(exists),
             _ => failure(e),
         })?;
-        // From here on it is removed if anything fails.
+        // From here on, returning an error drops the value, which removes the file.
         let image = NewImage { path: path.to_owned(), file: Some(file) };
         if let Some(file) = &image.file {
             fill(file)?;
@@ -62,18 +69,18 @@ impl NewImage {
         Ok(image)
     }
 
-    /// The file, until it is kept.
+    /// The open file; `None` after [`NewImage::keep`].
     pub fn file(&self) -> Option<&File> {
         self.file.as_ref()
     }
 
-    /// Lets it stay.
     pub fn keep(mut self) {
         self.file = None;
     }
 }
 
-/// Makes a file and its name in `directory` durable: at once, as a journal of the file system writes both together.
+/// Makes a file and its name in `directory` durable. The two syncs run at the same time, because a file system with a
+/// journal then commits both in one transaction.
 fn sync(file: &File, directory: &Path) -> io::Result<()> {
     let sync_name = || File::open(directory)?.sync_all();
     thread::scope(|scope| {
@@ -86,7 +93,6 @@ fn sync(file: &File, directory: &Path) -> io::Result<()> {
     })
 }
 
-/// The directory that a file is in.
 pub fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -95,9 +101,9 @@ impl Drop for NewImage {
     fn drop(&mut self) {
         let Some(file) = &self.file else { return };
         let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
-        // A file that somebody else has put there since is not removed.
-        if let (Ok(mine), Ok(there)) = (file.metadata(), fs::symlink_metadata(&self.path))
-            && same(mine, there)
+        // Another process may have replaced the file in the meantime; its file is not removed.
+        if let (Ok(created), Ok(at_path)) = (file.metadata(), fs::symlink_metadata(&self.path))
+            && same(created, at_path)
         {
             let _ = fs::remove_file(&self.path);
         }
@@ -123,12 +129,12 @@ mod tests {
         assert!(path.exists());
         let refused = NewImage::create(&image, 1024).unwrap_err().to_string();
         assert!(refused.contains("already exists"), "{refused}");
-        assert_eq!(fs::metadata(&path).unwrap().len(), 512, "as it was");
+        assert_eq!(fs::metadata(&path).unwrap().len(), 512, "the file is unchanged");
         fs::remove_dir_all(dir.path()).unwrap();
     }
 
     #[test]
-    fn nothing_is_created_through_a_link_or_without_room() {
+    fn no_file_is_created_through_a_link_or_without_space() {
         let dir = scratch("create-link");
         let link = dir.file("link", ".img");
         std::os::unix::fs::symlink(dir.file("target", ".img"), &link).unwrap();
@@ -143,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_was_replaced_meanwhile_stays() {
+    fn a_file_that_replaced_the_new_image_is_not_removed() {
         let dir = scratch("create-replaced");
         let path = dir.file("new", ".img");
         let new = NewImage::create(&DriverSpec::Image(path.clone()), 512).unwrap();

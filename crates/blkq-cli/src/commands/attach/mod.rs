@@ -1,4 +1,4 @@
-//! `blkq attach`: makes an image usable, by way of a daemon of its own.
+//! `blkq attach`: serves an image as a block device. Each device has its own daemon, which this command starts.
 
 mod attached;
 pub mod create;
@@ -26,7 +26,7 @@ pub use attached::Attached;
 use attached::not_reported;
 use create::NewImage;
 
-/// Options of `attach`: of the device, and of the command itself.
+/// The options of the device, and those of the command itself.
 ///
 /// `create` and `overlay` precede [`AttachOptions`], so that the first heading is that of the image. A small
 /// `display_order` places an option before those of its heading that have none.
@@ -69,7 +69,6 @@ pub struct Args {
     /// existing file is never overwritten. FILE is removed again if the device cannot be attached (docs/qcow2.md).
     #[arg(long, value_name = "FILE", conflicts_with_all = ["create", "read_only", "shared", "nooverlap"], help_heading = headings::IMAGE)]
     overlay: Option<PathBuf>,
-    /// The options of the device.
     #[command(flatten)]
     options: AttachOptions,
     /// Reuse the device that already serves these bytes of the image, if there is one
@@ -108,10 +107,11 @@ pub struct Args {
 }
 
 impl Args {
-    /// The options of the device that `words` after `attach` make.
+    /// Parses the words after `attach` on a command line, and checks the options of the device.
     ///
     /// # Errors
-    /// The mistake in them, in one line.
+    ///
+    /// Returns the first mistake, in one line.
     pub fn options_from_words(words: &[OsString]) -> Outcome<AttachOptions> {
         #[derive(Parser)]
         struct Line {
@@ -127,13 +127,10 @@ impl Args {
         line.args.options()
     }
 
-    /// The options of the device, checked.
-    ///
-    /// # Errors
-    /// The option, why, and the cure.
+    /// Checks the options of the device, and returns them. With --overlay, these are the options for the overlay.
     pub fn options(&self) -> Outcome<AttachOptions> {
         let mut options = self.options.clone();
-        // The command wants a URI.
+        // The command of --run uses $uri, which a block device does not have.
         if self.run.is_some() && options.exports.is_empty() {
             options.exports.push(Export::Nbd);
         }
@@ -143,7 +140,7 @@ impl Args {
         }
     }
 
-    /// Makes the image, if it is to be a new one.
+    /// Creates the image for --create, or the overlay for --overlay.
     fn create(&self) -> Outcome<Option<NewImage>> {
         let image = &self.options.image;
         match (self.create, &self.overlay) {
@@ -153,25 +150,23 @@ impl Args {
         }
     }
 
-    /// Attaches: starts the daemon and waits until it is ready, or serves in this process.
-    ///
-    /// # Errors
-    /// Why the device could not be attached.
+    /// Attaches the device: starts the daemon and waits until it is ready, or serves the device in this process.
     pub fn run(self) -> Outcome<ExitCode> {
         let failed = |e| self.options.failed(e);
         let options = self.options().and_then(find_format).map_err(failed)?;
         if self.nooverlap && systemd::is_activated() {
-            let why = "--nooverlap may find another daemon's device, and the sockets of systemd are served here; omit it";
+            let why =
+                "--nooverlap may reuse a device that does not serve the sockets passed by systemd; omit it";
             return Err(failed(Failure::new(why)));
         }
         if self.run.is_some() && systemd::is_activated() {
-            let why = "--run starts a daemon, and the sockets of systemd are served here; omit it";
+            let why = "--run starts a daemon, which does not get the sockets passed by systemd; omit it";
             return Err(failed(Failure::new(why)));
         }
-        // Before any other descriptor is there.
+        // The sockets are descriptors from 3 on (sd_listen_fds(3)), so that no file may be opened before they are taken.
         let inherited = systemd::take_listeners().map_err(failed)?;
         let created = self.create().map_err(failed)?;
-        // A service manager watches the process that it hands sockets to.
+        // A service manager supervises the process that it passes sockets to, so that this process must serve them.
         if self.foreground || self.exit_with_parent || systemd::is_activated() {
             return self.serve(&options, inherited, created).map_err(failed);
         }
@@ -187,14 +182,14 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Prints what the user needs to know of the new device.
+    /// Prints the new device for the user, in the requested form.
     fn report(&self, info: &DeviceInfo) -> Outcome {
         if self.json {
             warn(info);
             return print_json(info);
         }
         if systemd::is_activated() {
-            // Standard output is that of the program which has the sockets, and knows where they are.
+            // The program that passed the sockets owns the standard output of this process and knows the addresses.
             warn(info);
             return Ok(());
         }
@@ -221,11 +216,8 @@ impl Args {
     }
 }
 
-/// Attaches by a daemon, and waits until it is ready; with `nooverlap`, returns the device that has
-/// these bytes of the image already, if there is one.
-///
-/// # Errors
-/// Why the device could not be attached.
+/// Starts a daemon for the device, and waits until it is ready. With `nooverlap`, returns the device that already serves
+/// these bytes of the image, if there is one.
 pub fn attach(options: &AttachOptions, nooverlap: bool) -> Outcome<Attached> {
     let launch = || Program::This.launch_attach(options, false);
     let start = || launch().map(|Launched { info, .. }| info);

@@ -1,9 +1,8 @@
-//! `attach --nooverlap`: finding the device that has an image already, or attaching it, as
-//! one step.
+//! `attach --nooverlap`: reuses the device that already serves the bytes of an image, or attaches the image.
 //!
-//! Commands with this option take turns by a lock on the state directory. Others may
-//! still attach the image in between; the lock on its bytes then refuses the attach
-//! here, and the device is there to be found.
+//! A lock on the state directory makes this one step with regard to other commands with --nooverlap. A command without
+//! this option may still attach the image between the search and the attach. The lock on the bytes of the image then makes
+//! the attach fail, and the next search finds the device of the other command.
 
 use std::time::{Duration, Instant};
 
@@ -16,25 +15,27 @@ use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::options::{AttachOptions, Format};
+use crate::options::{AttachOptions, Format, image_text};
 use crate::settings::Setting;
 use crate::state::{Fate, StateDir};
 
-/// How long to wait for devices that are just starting or stopping.
+/// The longest wait for devices that are starting or stopping.
 const SETTLE_WAIT: Duration = Duration::from_secs(5);
+const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The device that has the bytes of the image already, if one has.
+/// The result of searching for a device that serves the same bytes.
 enum Found {
     Same(Box<DeviceInfo>),
     Nothing,
-    /// None that is known; a daemon is just starting or stopping.
+    /// No known device serves the bytes, but a device that is starting or stopping may do so.
     Unsettled,
 }
 
-/// The device of these bytes of the image, which is attached by `start` if there is none.
+/// Returns the device that serves these bytes of the image, or attaches it with `start`.
 ///
 /// # Errors
-/// If the bytes are attached in another way or in part, and those of `start`.
+///
+/// Fails if another device serves some of the bytes, or all of them with other properties, or if `start` fails.
 pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<Attached> {
     let dir = StateDir::locate()?;
     dir.create()?;
@@ -53,12 +54,12 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
         match find(&dir, options)? {
             Found::Nothing => return Err(refusal),
             _ if Instant::now() > until => return Err(refusal),
-            Found::Same(_) | Found::Unsettled => std::thread::sleep(Duration::from_millis(10)),
+            Found::Same(_) | Found::Unsettled => std::thread::sleep(SETTLE_POLL_INTERVAL),
         }
     }
 }
 
-/// Makes sure that the device stays for the user that gets it now. False if it is just stopping.
+/// Turns autoclear off, so that the device stays for the user who gets it now. Returns false if the device is stopping.
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     let settings = vec![Setting::Autoclear(false).to_text()];
     let kept = call::<()>(dir, &info.name, &Request::Set { settings });
@@ -67,16 +68,17 @@ fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
 
 fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
     let DriverSpec::Image(path) = &options.image else {
-        return Err(Failure::new("--nooverlap is for images, and there is none behind the device; omit it"));
+        let text = image_text(&options.image);
+        return Err(Failure::new(format!("--nooverlap is for image files, and {text} is not one; omit it")));
     };
-    // The daemon reports an image that does not exist.
+    // If the image does not exist, the daemon reports that.
     let Some(file) = FileId::of(path) else { return Ok(Found::Nothing) };
     let window = Window { offset: options.offset, size_limit: options.size_limit };
     let mut found = Found::Nothing;
     for entry in all(dir)? {
         let info = match entry {
             Entry::Device(info) => info,
-            // Which of its bytes it has, only its daemon knew.
+            // Only the daemon knew which bytes the orphan serves, so that every orphan of the file is refused.
             Entry::Remains(it) if it.state == Fate::Orphan && it.file == Some(file) => {
                 return Err(it.failure());
             }
@@ -97,13 +99,14 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
     Ok(found)
 }
 
-/// Refuses a device that differs from what is asked for in what clients read from it, or in what a flush makes durable.
+/// Refuses a device whose clients would read other data than those of the requested device, or whose flushes do not make
+/// the data durable.
 fn check_same(info: &DeviceInfo, window: Window, options: &AttachOptions) -> Outcome {
     let asked = Window { offset: options.offset, size_limit: options.size_limit };
     let sector_size = options.sector_size.bytes().unwrap_or(info.sector_size);
     let attached = info.attach_options.as_ref().and_then(|record| record.read().ok());
     let is_shared = attached.is_some_and(|attached| attached.shared);
-    // As they are now: `blkq set` changes them.
+    // The faults come from the driver, not from the attach options, because `blkq set` may have changed them.
     let faults = fact(info, "fault").map(str::to_owned).unwrap_or_else(|| FaultSpec::default().to_string());
     let asked_faults = options.fault.clone().unwrap_or_default().to_string();
     let is_qcow2 = fact(info, "fault-driver").unwrap_or(&info.driver) == "qcow2";
@@ -122,7 +125,7 @@ fn check_same(info: &DeviceInfo, window: Window, options: &AttachOptions) -> Out
         let hint = "use the same --sector-size";
         (format!("with sectors of {} bytes", info.sector_size), Some(hint))
     } else if info.unsafe_flush_ignore && !options.unsafe_flush_ignore {
-        ("with --unsafe-flush-ignore, so that flushes make nothing durable".to_owned(), None)
+        ("with --unsafe-flush-ignore, so that flushes do not make data durable".to_owned(), None)
     } else if faults != asked_faults {
         (format!("with the faults {faults:?}"), None)
     } else if is_shared {

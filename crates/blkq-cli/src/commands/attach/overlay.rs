@@ -1,4 +1,4 @@
-//! `attach IMAGE --overlay FILE`: a clone of an image, which stays as it is.
+//! `attach IMAGE --overlay FILE`: creates a qcow2 overlay of an image, and attaches the overlay. The image does not change.
 
 use std::path::Path;
 
@@ -10,34 +10,34 @@ use super::create::{NewImage, directory_of};
 use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Format, image_text};
 
-/// The options of the device in the clone `file`, where `options` are those of the image behind it.
+/// The options for the overlay `file`. `options` are those for its backing file.
 ///
 /// # Errors
-/// If the image is not in a file; for an option that serves a part of it; and for one that a qcow2 image cannot have.
+///
+/// Refuses images that are not files, options that serve a part of the image, and options that qcow2 does not support.
 pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
     if !matches!(options.image, DriverSpec::Image(_)) {
         let text = image_text(&options.image);
-        return Err(Failure::new(format!("--overlay clones image files, and {text} is none; omit it")));
+        return Err(Failure::new(format!("--overlay needs an image file, and {text} is not one; omit it")));
     }
     if options.offset != 0 || options.size_limit.is_some() {
         return Err(Failure::new(
-            "--overlay clones whole images; omit --offset and --size-limit, or copy that part to a file",
+            "an overlay covers a whole image; omit --offset and --size-limit, or copy that part to a file first",
         ));
     }
     if file.as_os_str().is_empty() {
-        return Err(Failure::new("--overlay: the path of the new image is empty"));
+        return Err(Failure::new("the path of --overlay is empty"));
     }
     let image = DriverSpec::Image(file.to_owned());
     let options = AttachOptions { image, format: Some(Format::Qcow2), ..options.clone() };
     options.check().map(|()| options)
 }
 
-/// Makes the clone `file` of the image of `options`.
-///
-/// # Errors
-/// If there is something of that name, the image cannot be behind another, or the file system has no room.
+/// Creates the overlay `file`, whose backing file is the image of `options`.
 pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
-    let DriverSpec::Image(path) = &options.image else { return Err(Failure::new("no image")) };
+    let DriverSpec::Image(path) = &options.image else {
+        return Err(Failure::new("--overlay needs an image file"));
+    };
     let format = match options.format {
         Some(Format::Raw) => ImageFormat::Raw,
         Some(Format::Qcow2) => ImageFormat::Qcow2,
@@ -45,21 +45,21 @@ pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
         Some(Format::Auto) | None => ImageFormat::Checked,
     };
     let base = Base::open(path, format).map_err(refusal)?;
-    let there =
+    let exists =
         "already exists and is never overwritten; attach it with --format qcow2, or choose another name";
     let fill = |new: &std::fs::File| {
         let directory = directory_of(file).canonicalize().map_err(|e| Failure::new(e.to_string()))?;
         Ok(base.write_overlay(new, &directory)?)
     };
-    NewImage::make(file, there, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
+    NewImage::make(file, exists, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
 }
 
-/// Why the image cannot be behind another, with the cure.
+/// Adds a hint to the error if the format of the image must be given.
 fn refusal(error: Error) -> Failure {
     match error.kind() {
         ErrorKind::Format => {
-            let cure = "give its format: --format qcow2, or --format raw for its bytes as they are";
-            Failure::new(format!("{error}; {cure}"))
+            let hint = "add --format qcow2, or --format raw to use the bytes of the file unchanged";
+            Failure::new(format!("{error}; {hint}"))
         }
         _ => error.into(),
     }

@@ -1,4 +1,4 @@
-//! `attach --run CMD`: a device for as long as a command runs.
+//! `attach --run CMD`: attaches a device, runs a command that uses it, and detaches the device when the command exits.
 
 use std::ffi::OsString;
 use std::io;
@@ -15,24 +15,25 @@ use crate::launch::Launched;
 use crate::options::{AttachOptions, Tls};
 use crate::state::StateDir;
 
-/// Added to the number of the signal that killed the command, as shells do.
+/// A command that was killed by signal N makes this process exit with 128 + N, as shells do.
 const EXIT_SIGNALLED: i32 = 128;
-/// Clients of a command that has exited may take so long to hang up before they are disconnected.
+/// The time in which the clients of an exited command may disconnect by themselves, before they are disconnected by force.
 const HANG_UP_WAIT: Duration = Duration::from_secs(1);
 const HANG_UP_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Runs `command` in a shell with the device in its environment, and detaches the device when that
-/// has exited. Returns its exit code; 1 if it succeeded and the device did not.
+/// Runs `command` in a shell, with variables that describe the device in its environment, and detaches the device when the
+/// shell has exited. Returns the exit code of the shell; 1 if the command succeeded but the device failed.
 ///
 /// # Errors
-/// If it cannot be started; the device is detached then.
+///
+/// Fails if the shell cannot be started. The device is detached in this case, too.
 pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcome<ExitCode> {
     let Launched { info, mut daemon } = launched;
     let mut device = Device { name: &info.name, daemon: &mut daemon, exited: None, failed: false };
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", command]);
     for (name, value) in variables(options, &info) {
-        // One of that name from elsewhere is of another device.
+        // A variable without a value is removed: one that this process inherited would describe another device.
         match value {
             Some(value) => shell.env(name, value),
             None => shell.env_remove(name),
@@ -40,7 +41,7 @@ pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcom
     }
     let exited = wait(&mut shell, &mut device);
     device.detach();
-    let status = exited.map_err(|e| Failure::new(format!("--run: {e}")))?;
+    let status = exited.map_err(|e| Failure::new(format!("cannot run the command of --run: {e}")))?;
     let code = status.code().unwrap_or_else(|| EXIT_SIGNALLED + status.signal().unwrap_or(0));
     Ok(match u8::try_from(code) {
         Ok(0) if device.failed => ExitCode::from(EXIT_FAILED),
@@ -49,17 +50,18 @@ pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcom
     })
 }
 
-/// The device, while the command runs.
+/// The device while the command is running.
 struct Device<'a> {
     name: &'a str,
     daemon: &'a mut Child,
+    /// The exit status of the daemon, once it has exited.
     exited: Option<ExitStatus>,
-    /// Whether its daemon died, or it was not detached well.
+    /// The daemon died, or the device could not be detached cleanly.
     failed: bool,
 }
 
 impl Device<'_> {
-    /// Reports it, once, if its daemon has exited.
+    /// Reports once if the daemon has exited while the command was running.
     fn check(&mut self) {
         let Ok(Some(status)) = self.daemon.try_wait() else { return };
         if self.exited.replace(status).is_some() {
@@ -67,22 +69,22 @@ impl Device<'_> {
         }
         self.failed = !status.success();
         let what = match self.failed {
-            true => format!("its daemon died ({status})"),
-            false => "it was detached".to_owned(),
+            true => format!("the daemon died ({status})"),
+            false => "the device was detached".to_owned(),
         };
         complain(&Failure::new(format!("{}: {what} before the command of --run exited", self.name)));
     }
 
-    /// Detaches it, even if it is still in use.
+    /// Detaches the device, even if it is still in use.
     fn detach(&mut self) {
         let dir = match StateDir::locate() {
             Ok(dir) => dir,
             Err(failure) => return self.fail(&failure),
         };
-        // A daemon that is being killed is no child to be waited for yet.
+        // A daemon that is being killed has not exited yet, so that `check` would not notice its death.
         dir.wait_for_dying(self.name);
         self.check();
-        // It has exited meanwhile; the name may be another device's by now.
+        // If the daemon has exited, another device may have its name now, which must not be detached.
         if let Some(status) = self.exited {
             if !status.success()
                 && let Err(failure) = detach::clear_dead(&dir, self.name)
@@ -96,7 +98,7 @@ impl Device<'_> {
             match detach::detach(&dir, self.name, false) {
                 Err(_) if Instant::now() < until => std::thread::sleep(HANG_UP_POLL_INTERVAL),
                 Err(busy) => {
-                    complain(&Failure::new(format!("{busy}; --run detaches it all the same")));
+                    complain(&Failure::new(format!("{busy}; --run detaches the device nevertheless")));
                     break detach::detach(&dir, self.name, true);
                 }
                 detached => break detached,
@@ -104,7 +106,7 @@ impl Device<'_> {
         };
         match detached {
             Ok(Detached::Done | Detached::NotThere) => {}
-            Ok(Detached::Died(_)) => self.failed = true,
+            Ok(Detached::WasDead { .. }) => self.failed = true,
             Err(failure) => self.fail(&failure),
         }
     }
@@ -115,8 +117,8 @@ impl Device<'_> {
     }
 }
 
-/// Runs the command. Signals that other processes send here are forwarded to it; it gets
-/// those of the terminal itself. Either way this process stays until it has exited.
+/// Runs the command and waits until it has exited. A signal that another process sends to this process is forwarded to the
+/// command. A signal of the terminal, such as that of Ctrl-C, is not: the terminal sends it to the command, too.
 fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus> {
     let signals = Signals::block()?;
     let before = signals.before;
@@ -128,16 +130,17 @@ fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus
         if let Some(status) = child.try_wait()? {
             return Ok(status);
         }
-        // One that arrives from here on stays pending, so that none is missed.
+        // The signals are blocked, so that one that arrives between `try_wait` and `wait` stays pending and is not missed.
         let (signal, is_sent) = signals.wait();
         if is_sent && signal != libc::SIGCHLD {
-            // SAFETY: the child is not waited for yet, so that the number is still its own.
+            // SAFETY: the child has not been waited for, so that no other process can have its number.
             unsafe { libc::kill(child.id() as libc::pid_t, signal) };
         }
     }
 }
 
-/// Signals that wait for [`Signals::wait`] instead of killing this process.
+/// Blocks signals that would kill this process, so that [`Signals::wait`] receives them. Dropping the value restores the
+/// mask.
 struct Signals {
     blocked: libc::sigset_t,
     before: libc::sigset_t,
@@ -145,8 +148,9 @@ struct Signals {
 
 impl Signals {
     fn block() -> io::Result<Signals> {
-        // SAFETY: zeroes are a sigset_t; the calls write to it and change the mask of this thread,
-        // the only one. A SIGCHLD that is ignored would discard the exit status.
+        // If this process was started with SIGCHLD ignored, the kernel would discard the exit status of the command.
+        // SAFETY: zeroes are a valid sigset_t. The calls write to it and change the mask of this thread, which is the only
+        // one.
         unsafe {
             let (mut blocked, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
             libc::signal(libc::SIGCHLD, libc::SIG_DFL);
@@ -161,15 +165,16 @@ impl Signals {
         }
     }
 
-    /// The next signal, and whether a process sent it (and not the terminal).
+    /// Waits for the next signal. Returns its number, and whether a process sent it, not the kernel.
     fn wait(&self) -> (libc::c_int, bool) {
         loop {
-            // SAFETY: a set of ours, and zeroes are a siginfo_t, which is written.
+            // SAFETY: the set is initialized, and zeroes are a valid siginfo_t, which the call overwrites.
             let (signal, info) = unsafe {
                 let mut info: libc::siginfo_t = std::mem::zeroed();
                 (libc::sigwaitinfo(&self.blocked, &mut info), info)
             };
-            // Interrupted by another signal: again.
+            // -1: a signal that is not blocked has interrupted the call (EINTR). A code of at most 0 marks signals of processes
+            // (sigaction(2)); the signals of the terminal come from the kernel.
             if signal > 0 {
                 return (signal, info.si_code <= 0);
             }
@@ -184,14 +189,14 @@ impl Drop for Signals {
 }
 
 fn set_mask(mask: &libc::sigset_t) -> io::Result<()> {
-    // SAFETY: changes the mask of this thread.
+    // SAFETY: the call reads the mask and changes the signal mask of this thread.
     match unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, mask, std::ptr::null_mut()) } {
         0 => Ok(()),
         error => Err(io::Error::from_raw_os_error(error)),
     }
 }
 
-/// The device in the variables that nbdkit --run has, and its name and node.
+/// The environment variables that describe the device: those of `nbdkit --run`, and `name` and `device`.
 fn variables(options: &AttachOptions, info: &DeviceInfo) -> [(&'static str, Option<OsString>); 8] {
     let uri = info.exports.iter().find(|export| export.starts_with("nbd"));
     let node = info.exports.iter().find(|export| export.starts_with("/dev/"));
@@ -226,7 +231,7 @@ fn variables(options: &AttachOptions, info: &DeviceInfo) -> [(&'static str, Opti
     ]
 }
 
-/// The path in a URI, without its `%XX`.
+/// Decodes the `%XX` sequences of a path in a URI.
 fn unescaped(text: &str) -> OsString {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
