@@ -94,7 +94,7 @@ fn a_service_finds_its_device_by_the_escaped_instance() {
     // A file without an image is named, and not the usage.
     fs::write(place.dir.join("c/empty.toml"), "depth = 4\n").unwrap();
     let line = place.refused(&["attach", "--config", place.dir.join("c/empty.toml").to_str().unwrap()]);
-    assert!(line.contains("empty.toml: there is no image; add a line"), "{line}");
+    assert!(line.contains("empty.toml: the key image is missing; add a line"), "{line}");
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn every_mistake_of_the_files_is_a_line() {
     let lines: Vec<&str> = errors.lines().collect();
     assert_eq!((output.status.code(), lines.len()), (Some(1), 3), "{errors}");
     for (line, (file, text)) in lines.iter().zip([
-        ("c/b.toml:2: ", "there is depth"),
+        ("c/b.toml:2: ", "a similar key is depth"),
         ("c/b.toml:4: ", "queues"),
         ("c/c.toml:2: ", "rename the file"),
     ]) {
@@ -122,7 +122,7 @@ fn every_mistake_of_the_files_is_a_line() {
     assert_eq!(printed(run(&place, &["config", "check", &a])), "");
     let b = place.dir.join("c/b.toml").display().to_string();
     let line = place.refused(&["attach", "--config", &b]);
-    assert!(line.contains("b.toml:2: unknown key") && line.contains("config check reports all"), "{line}");
+    assert!(line.contains("b.toml:2: unknown key") && line.contains("` reports all "), "{line}");
     // It is not left out of the list in silence.
     let list = printed(run(&place, &["list", "--configured", "-o", "NAME,EXPORT", "--no-headings"]));
     assert!(list.contains("b.toml:2: unknown key"), "{list}");

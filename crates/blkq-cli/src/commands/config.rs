@@ -1,4 +1,4 @@
-//! `blkq config`: the files with the options of devices.
+//! `blkq config`: checks configuration files, or applies them to attached devices.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,6 @@ use crate::settings::SettingGroups;
 use crate::state::StateDir;
 use crate::systemd::unescape_instance;
 
-/// Options of `config`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 A file describes one device, which is named after the file. Its keys are `image` and the long
@@ -34,7 +33,6 @@ pub struct Args {
     files: Vec<PathBuf>,
 }
 
-/// An action on the files.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Action {
     /// Report the mistakes in the files
@@ -44,8 +42,8 @@ enum Action {
     Apply,
 }
 
-/// Sets on the device what the file has, and has it read its certificates anew. Other settings stay as they are, and
-/// nothing is changed if the file or the certificates have a mistake, or a setting is refused.
+/// Applies the settings in the file to the attached device, which also reads its certificates again. Settings that the file
+/// does not contain keep their values. If a setting is refused, or the file or a certificate has a mistake, nothing changes.
 fn apply(path: &Path) -> Outcome {
     let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
     let options = file.attach_options().map_err(|fault| fault.failure(path))?;
@@ -54,7 +52,8 @@ fn apply(path: &Path) -> Outcome {
     ask::<()>(&dir, &name, &Request::Apply { settings }).map_err(|e| e.during(&name))
 }
 
-/// The file of a unit's instance, which has the name of the device escaped: `/etc/blkq/%i.toml`.
+/// Undoes systemd's escaping in the name of a file: the unit blkq@.service passes `/etc/blkq/%i.toml`, in which the name of
+/// the device is escaped.
 fn unescaped(path: &Path) -> PathBuf {
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
     let name = unescape_instance(name);
@@ -62,10 +61,7 @@ fn unescaped(path: &Path) -> PathBuf {
 }
 
 impl Args {
-    /// Does it: 1 if there is a mistake, or a setting is refused.
-    ///
-    /// # Errors
-    /// If the directory cannot be read.
+    /// Runs the action for each file. Returns the exit code 1 if a file has a mistake or a device refuses a setting.
     pub fn run(self) -> Outcome<ExitCode> {
         let files = if self.files.is_empty() { files()? } else { self.files };
         if self.action == Action::Apply {

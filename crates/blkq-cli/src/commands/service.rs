@@ -1,4 +1,4 @@
-//! `blkq service`: serves a configured device for a service manager, as blkq@.service does.
+//! `blkq service`: serves a configured device in this process, for a service manager. blkq@.service uses it.
 
 use std::process::ExitCode;
 
@@ -11,7 +11,6 @@ use crate::launch::warn;
 use crate::state::{Fate, Found, StateDir, check_name};
 use crate::systemd::{self, unescape_instance};
 
-/// Options of `service`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Serves the device of /etc/blkq/NAME.toml in this process, and notifies the service manager when the
@@ -28,22 +27,20 @@ pub struct Args {
 
 impl Args {
     /// Serves the device until it is detached.
-    ///
-    /// # Errors
-    /// Why it cannot be served.
     pub fn run(self) -> Outcome<ExitCode> {
-        // The instance of a unit is escaped.
+        // The unit passes its instance name, in which systemd has escaped some characters.
         let name = unescape_instance(&self.name);
         start(&name).map(Daemon::run).map_err(|e| e.during(format_args!("service {name}")))
     }
 }
 
 fn start(name: &str) -> Outcome<Daemon> {
-    check_name(name).map_err(|rule| Failure::new(format!("{name:?} is no name of a device: {rule}")))?;
-    // Before any other descriptor is there.
+    check_name(name).map_err(|rule| Failure::new(format!("{name:?} is not a valid device name: {rule}")))?;
+    // The sockets are descriptors from 3 on (sd_listen_fds(3)), so that no file may be opened before they are taken.
     let inherited = systemd::take_listeners()?;
     let dir = StateDir::locate()?;
-    // The one before, which a service manager has seen exit.
+    // A service manager restarts the service when the main thread of the killed daemon has exited. Its other threads may
+    // still be running, and hold the lock of the name.
     dir.wait_for_dying(name);
     let before = match dir.inspect(name)? {
         Found::Remains(remains) => Some(remains.state),
@@ -52,14 +49,14 @@ fn start(name: &str) -> Outcome<Daemon> {
     let options = config::named(name);
     let parent = &mut Parent::none();
     let daemon = match (before, options) {
-        // Its I/O waits, and how it was attached is in its state file.
+        // The state file contains the attach options, so that a mistake in the configuration does not make I/O wait.
         (Some(Fate::Orphan), options) => {
             if let Err(failure) = options {
                 complain(&failure.during(format_args!("{name}: warning: the next start will fail")));
             }
             recover::take_over(name, inherited, parent)?
         }
-        // Killed, or it has left the device to this one, which has its settings.
+        // The daemon was killed, or has handed the device to this process, which continues with its settings.
         (Some(Fate::Dead), options) => {
             let state = dir.read_state(name);
             let settings = state.map(|state| state.settings).unwrap_or_default();
@@ -71,7 +68,7 @@ fn start(name: &str) -> Outcome<Daemon> {
         Ok(info) => warn(&info),
         Err(failure) => {
             daemon.give_up();
-            return Err(Failure::new(format!("{failure}; the device is detached again")));
+            return Err(Failure::new(format!("{failure}; the device was detached again")));
         }
     }
     Ok(daemon)

@@ -1,20 +1,18 @@
-//! A mistake in a configuration file.
-
 use std::path::Path;
 
 use crate::failure::Failure;
 
-/// A mistake in a file.
+/// A mistake in a configuration file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Fault {
-    /// Counted from 1; 0: it is of no line.
+    /// The line of the mistake, counted from 1. 0 if the mistake concerns the file as a whole.
     pub line: usize,
-    /// The mistake, in one line.
+    /// Describes the mistake, in one line.
     pub text: String,
 }
 
 impl Fault {
-    /// As the user reads it, of the file `path`.
+    /// The message for the user, with the path of the file and the line in front.
     pub fn failure(&self, path: &Path) -> Failure {
         match self.line {
             0 => Failure::new(format!("{}: {}", path.display(), self.text)),

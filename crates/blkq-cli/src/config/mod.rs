@@ -1,7 +1,7 @@
-//! Configuration files: the options of one device each, in TOML, `/etc/blkq/NAME.toml`.
+//! Configuration files: `/etc/blkq/NAME.toml` contains the options of one device, in TOML.
 //!
-//! A key is the long name of an option of `attach`, and `image`. Both are read by the same definition
-//! ([`AttachOptions`]): a file is turned into the words of a command line.
+//! The keys are `image` and the long names of the options of `attach`. A file is converted to the words of a command line
+//! ([`words`]), so that files and command lines are parsed by the same definition, [`AttachOptions`].
 
 mod fault;
 mod words;
@@ -12,6 +12,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use blkq::drivers::DriverSpec;
+use blkq::text::shell_word;
 use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;
@@ -24,63 +25,64 @@ use words::Words;
 
 pub use fault::Fault;
 
-/// Names another directory than [`DIRECTORY`].
+/// The environment variable that replaces [`DIRECTORY`].
 pub const DIRECTORY_VARIABLE: &str = "BLKQ_CONFIG_DIR";
-/// The directory of the files.
 pub const DIRECTORY: &str = "/etc/blkq";
 const SUFFIX: &str = "toml";
-/// More than all options take.
+/// The largest file that is read. All options together need much less.
 const BYTES_MAX: u64 = 64 << 10;
 
-/// A file whose keys and values are understood, each for itself.
+/// A file in which each key and its value are valid. The rules between keys have not been checked yet.
 #[derive(Debug)]
 pub struct ConfigFile {
     path: PathBuf,
     keys: Vec<Words>,
 }
 
-/// A configured device.
+/// A configured device, as `blkq list --configured --json` prints it.
 #[derive(Serialize, Debug)]
 pub struct Configured {
-    /// Its name.
     pub name: String,
-    /// Always `configured`, where those of daemons that died have what they are.
+    /// Always `configured`. Devices whose daemons have died have the same key with another value.
     pub state: &'static str,
-    /// The image, as the command line has it.
+    /// The image, in the words of the command line.
     pub image: String,
-    /// The file.
+    /// The path of the configuration file.
     pub config: PathBuf,
 }
 
 impl ConfigFile {
-    /// Reads `path`.
+    /// Reads the file at `path`.
     ///
     /// # Errors
-    /// All mistakes in single lines of it, in their order.
+    ///
+    /// Returns all mistakes that concern single lines, in the order of the lines.
     pub fn read(path: &Path) -> Result<ConfigFile, Vec<Fault>> {
         let whole = |text: String| vec![Fault { line: 0, text }];
         let text = read_text(path).map_err(|e| whole(e.to_string()))?;
         let keys = words::parse(&text)?;
         let file = ConfigFile { path: path.to_owned(), keys };
         check_name(&file.name())
-            .map_err(|rule| whole(format!("{:?} is no name of a device: {rule}", file.name())))?;
+            .map_err(|rule| whole(format!("{:?} is not a valid device name: {rule}", file.name())))?;
         Ok(file)
     }
 
-    /// The name of the device: the file's own, unless it has the key.
+    /// The name of the device: the value of the key `name`, or else the name of the file without its suffix.
     pub fn name(&self) -> String {
         let named = self.keys.iter().find(|key| key.key == "name").and_then(|key| key.value());
         named.unwrap_or_else(|| self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned())
     }
 
-    /// The keys that `blkq set` has too, with their values, of a device that has the groups `has`: for another one,
-    /// attach takes what changes nothing.
-    pub fn settings(&self, has: SettingGroups) -> Vec<(String, String)> {
-        // A switch that is false has no word: it is off, or what it would switch off is on.
+    /// The keys that `blkq set` can change, with their values, for a device that has the settings of `groups`. The other
+    /// keys are left out: attach accepts an option that does not apply to the device if its value changes nothing, but
+    /// `blkq set` refuses it.
+    pub fn settings(&self, groups: SettingGroups) -> Vec<(String, String)> {
+        // A key with the value false has no words. `autoclear = false` means autoclear=off, `no-merge = false` means
+        // merge=on.
         let unset = self.keys.iter().filter(|key| key.words.is_empty()).filter_map(|key| {
             let (key, value) =
                 key.key.strip_prefix("no-").map_or((key.key.as_str(), "off"), |key| (key, "on"));
-            has.has(key).then(|| (key.to_owned(), value.to_owned()))
+            groups.has(key).then(|| (key.to_owned(), value.to_owned()))
         });
         let setting = |word: &String| {
             let word = word.strip_prefix("--")?;
@@ -89,7 +91,7 @@ impl ConfigFile {
                 (None, Some(key)) => (key, "off"),
                 (None, None) => (word, "on"),
             };
-            has.has(key).then(|| (key.to_owned(), value.to_owned()))
+            groups.has(key).then(|| (key.to_owned(), value.to_owned()))
         };
         self.keys.iter().flat_map(|key| &key.words).filter_map(setting).chain(unset).collect()
     }
@@ -99,27 +101,24 @@ impl ConfigFile {
     }
 
     fn no_image(&self) -> Fault {
-        Fault { line: 0, text: "there is no image; add a line such as image = \"/srv/disk.img\"".into() }
+        Fault {
+            line: 0,
+            text: "the key image is missing; add a line such as image = \"/srv/disk.img\"".into(),
+        }
     }
 
-    /// The word for the name, if there is no key for it.
+    /// The option --name with the name of the file, if the file has no key `name`.
     fn implied_name(&self) -> Option<String> {
         let has_name = self.keys.iter().any(|key| key.key == "name");
         (!has_name).then(|| format!("--name={}", self.name()))
     }
 
-    /// The options of the device, checked together, and for a service.
-    ///
-    /// # Errors
-    /// The mistake.
+    /// The options of the device. Checks the rules between them, and the rules for services.
     pub fn options(&self) -> Result<AttachOptions, Fault> {
         self.attach_options().and_then(|options| self.check_for_service(options))
     }
 
-    /// The options of the device, checked together.
-    ///
-    /// # Errors
-    /// The mistake.
+    /// The options of the device. Checks the rules between them.
     pub fn attach_options(&self) -> Result<AttachOptions, Fault> {
         if !self.has_image() {
             return Err(self.no_image());
@@ -133,30 +132,34 @@ impl ConfigFile {
         options.map_err(|text| Fault { line: self.line_of(&text), text })
     }
 
-    /// Rejects what would depend on how a service is started, or on what is in its image.
+    /// Rejects options whose meaning depends on the directory in which a service is started, or on the content of the image.
     fn check_for_service(&self, mut options: AttachOptions) -> Result<AttachOptions, Fault> {
         let fault = |key: &str, text: String| Fault { line: self.line_of(&format!("--{key}")), text };
         let stem = self.path.file_stem().unwrap_or_default();
         if OsStr::new(&self.name()) != stem {
             let text = format!(
-                "the name {} is not {}, that of the file, by which services know the device; rename the file",
+                "the name {} differs from the name of the file, {}, which services use; rename the file, or omit name",
                 self.name(),
                 stem.display()
             );
             return Err(fault("name", text));
         }
         if options.format == Some(Format::Auto) {
-            let text = "format: raw or qcow2 here: a service must open the same each time".to_owned();
+            let text = "format must be raw or qcow2, not auto, so that a service always opens the image the same way";
+            let text = text.to_owned();
             return Err(fault("format", text));
         }
         let relative = options.paths_mut().into_iter().find(|(_, path)| path.is_relative());
         let relative = relative.map(|(key, path)| {
-            fault(key, format!("{key}: {}: paths are absolute here, as services run in /", path.display()))
+            fault(
+                key,
+                format!("{key}: the path {} must be absolute, because services run in /", path.display()),
+            )
         });
         relative.map_or(Ok(options), Err)
     }
 
-    /// The line of the first option that is named in a mistake.
+    /// The line of the first option that `text` names, as `--KEY`; 0 if there is none.
     fn line_of(&self, text: &str) -> usize {
         let options = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
         let mut names = options.filter_map(|word| word.strip_prefix("--"));
@@ -165,7 +168,7 @@ impl ConfigFile {
     }
 }
 
-/// The text of a file. A pipe or a device in its place is none, and must not block.
+/// The text of a configuration file. Opening a FIFO or a device must not block this process, and is refused.
 fn read_text(path: &Path) -> io::Result<String> {
     let file = fs::File::from(rustix::fs::open(
         path,
@@ -174,25 +177,21 @@ fn read_text(path: &Path) -> io::Result<String> {
     )?);
     let other = |text: String| Err(io::Error::other(text));
     if !file.metadata()?.is_file() {
-        return other("it is no regular file".to_owned());
+        return other("not a regular file".to_owned());
     }
     let mut bytes = Vec::new();
     file.take(BYTES_MAX + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > BYTES_MAX {
-        return other(format!("it has more than {BYTES_MAX} bytes"));
+        return other(format!("the file is larger than {} KiB", BYTES_MAX >> 10));
     }
-    String::from_utf8(bytes).or_else(|_| other("it is not UTF-8".to_owned()))
+    String::from_utf8(bytes).or_else(|_| other("the file is not valid UTF-8".to_owned()))
 }
 
-/// The directory of the files.
 pub fn directory() -> PathBuf {
     std::env::var_os(DIRECTORY_VARIABLE).filter(|dir| !dir.is_empty()).map_or(DIRECTORY.into(), Into::into)
 }
 
-/// The files of the directory, by name; none if there is no directory.
-///
-/// # Errors
-/// If it cannot be read.
+/// The paths of the files in the directory, sorted; empty if the directory does not exist.
 pub fn files() -> Outcome<Vec<PathBuf>> {
     let dir = directory();
     let failed = |e: io::Error| Failure::new(format!("{}: {e}", dir.display()));
@@ -209,10 +208,11 @@ pub fn files() -> Outcome<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The devices of the directory: each, or the first mistake in its file.
+/// The configured devices: for each file in the directory the device, or the first mistake in the file.
 ///
 /// # Errors
-/// As [`files`].
+///
+/// Fails if the directory cannot be read.
 pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
     let device = |path: &Path| {
         let file =
@@ -221,7 +221,7 @@ pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
         let image = image_text(&options.image);
         Ok(Configured { name: file.name(), state: "configured", image, config: path.to_owned() })
     };
-    let unknown = || Failure::new("it is not understood");
+    let unknown = || Failure::new(format!("{}: the file cannot be read", directory().display()));
     let outcome = |path: PathBuf| {
         let outcome = device(&path).map_err(|failure: Option<Failure>| failure.unwrap_or_else(unknown));
         (path, outcome)
@@ -229,27 +229,30 @@ pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
     Ok(files()?.into_iter().map(outcome).collect())
 }
 
-/// The file of the device `name`, whether it is there or not.
+/// The path of the configuration file of the device `name`. The file need not exist.
 pub fn path_of(name: &str) -> PathBuf {
     directory().join(format!("{name}.{SUFFIX}"))
 }
 
-/// The options that the file `NAME.toml` of the directory has.
+/// The options in the configuration file of the device `name`.
 ///
 /// # Errors
-/// The first mistake in it.
+///
+/// Returns the first mistake in the file.
 pub fn named(name: &str) -> Outcome<AttachOptions> {
     let path = path_of(name);
     let file = ConfigFile::read(&path).map_err(|faults| first(&faults, &path))?;
     file.options().map_err(|fault| fault.failure(&path))
 }
 
-/// The image file that `NAME.toml` of the directory names; `None` if there is no such file, or it names none.
+/// The image file that the configuration file of the device `name` names. `None` if there is no configuration file, or if
+/// its image is not a file.
 ///
 /// # Errors
-/// The first mistake in it.
+///
+/// Returns the first mistake in the configuration file.
 pub fn image_of(name: &str) -> Outcome<Option<PathBuf>> {
-    // Not `exists()`, to which a file that may not be inspected does not exist.
+    // `exists()` would return false for a file that this user may not inspect.
     if fs::symlink_metadata(path_of(name)).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
         return Ok(None);
     }
@@ -259,25 +262,30 @@ pub fn image_of(name: &str) -> Outcome<Option<PathBuf>> {
     }
 }
 
-/// The first of several mistakes.
+/// The first of the mistakes in the file at `path`, with a hint if there are more.
 pub fn first(faults: &[Fault], path: &Path) -> Failure {
-    let more = if faults.len() > 1 { "; blkq config check reports all" } else { "" };
+    let more = match faults.len() {
+        0 | 1 => String::new(),
+        count => format!("; `blkq config check {}` reports all {count} mistakes", shell_word(path)),
+    };
     let first = faults.first().map_or_else(String::new, |fault| fault.failure(path).to_string());
     Failure::new(format!("{first}{more}"))
 }
 
-/// The words of the command line with those of the file that `attach --config` names before them, but
-/// for options that the command line has itself, or that exclude one which it has.
+/// Inserts the words of the configuration file of `attach --config` in front of the other words of the command line. The
+/// command line has priority: an option of the file is left out if the command line contains the same option, or one that
+/// conflicts with it.
 ///
 /// # Errors
-/// If the file is not understood.
+///
+/// Returns the first mistake in the file.
 pub fn expand(words: Vec<OsString>, command: impl FnOnce() -> Command) -> Outcome<Vec<OsString>> {
     if words.get(1).is_none_or(|word| word != "attach") {
         return Ok(words);
     }
     let optional = |attach: Command| attach.mut_arg(words::IMAGE, |image| image.required(false));
     let mut command = command().mut_subcommand("attach", optional);
-    // The parser of the whole reports its mistakes.
+    // A mistake in the command line is reported later, when all words are parsed.
     let Ok(matches) = command.try_get_matches_from_mut(&words) else { return Ok(words) };
     let (Some((_, given)), Some(attach)) = (matches.subcommand(), command.find_subcommand("attach")) else {
         return Ok(words);

@@ -29,7 +29,7 @@ impl Place {
         ConfigFile::read(&self.path()).unwrap().settings(SettingGroups::new(&self.options().unwrap()))
     }
 
-    /// The words after `attach` with the file, as main has them.
+    /// The words after `attach` that the main function parses if `words` follow --config.
     fn expanded(&self, words: &[&str]) -> Vec<String> {
         let path = self.path();
         let line = [&["blkq", "attach", "--config", path.to_str().unwrap()], words].concat();
@@ -51,8 +51,7 @@ impl Drop for Place {
     }
 }
 
-/// Values that options take: in a file, and on the command line. Each option takes one of them, or has names
-/// for its values.
+/// Values of options, in a file and on the command line. Each option accepts one of these, or has names for its values.
 const SAMPLES: [(&str, &str); 8] = [
     ("\"660\"", "660"),
     ("\"/d.img\"", "/d.img"),
@@ -91,7 +90,7 @@ fn every_option_of_attach_is_a_key() {
 }
 
 #[test]
-fn a_file_has_the_options_of_a_command_line() {
+fn a_file_means_the_same_as_a_command_line() {
     let text = "\
 # the first line
 image = \"/srv/d.img\"
@@ -109,7 +108,7 @@ hang-warning = 0.5
 }
 
 #[test]
-fn a_file_has_the_settings_that_can_be_changed_live() {
+fn keys_that_can_be_changed_live_become_settings() {
     let text =
         "image = \"null:1M\"\ndepth = 3\nno-merge = true\nread-only = true\nautoclear = false\nqueues = 2\n";
     let place = Place::new("config-settings", text);
@@ -124,24 +123,29 @@ fn a_file_has_the_settings_that_can_be_changed_live() {
 }
 
 #[test]
-fn each_mistake_has_its_line() {
+fn each_mistake_is_reported_with_its_line() {
     for (text, expected) in [
-        ("image = \"null:1M\"\ndepht = 3\n\nread-only = 1\n", "2 depth, 4 true or false"),
-        ("image = \"null:1M\"\ndepth = 0\nqueues = \"x\"\n", "2 10240, 3 invalid"),
+        ("image = \"null:1M\"\ndepht = 3\n\nread-only = 1\n", "2 depth, 4 must be true or false"),
+        ("image = \"null:1M\"\ndepth = 0\nqueues = \"x\"\n", "2 1 to 10240, 3 number from 1 to"),
+        ("image = \"null:1M\"\ndepth = \"many\"\n", "2 depth must be a number from 1 to 10240"),
+        ("image = \"null:1M\"\nscheduler = \"x\"\n", "2 mq-deadline or kyber"),
         ("image = \"null:1M\"\n[depth]\n", "2 table"),
         ("image = \"null:1M\"\ndepth = 99999999999999999999999\n", "2 too large"),
         ("depth = 3\ndepth = 4\n", "2 duplicate"),
         ("depth\n", "1 "),
         ("image = \"null:1M\"\nwhole-sectors = true\n", "2 unknown key"),
         ("image = \"null:1M\"\nfoo = 1\nrun = \"true\"\n", "2 unknown key, 3 unknown key"),
-        ("depth = 3\n", "0 there is no image"),
+        ("depth = 3\n", "0 the key image is missing"),
         ("image = \"null:1M\"\n\ntls = \"require\"\n", "3 certificates"),
         ("image = \"null:1M\"\npartscan = true\nno-partscan = true\n", "2 cannot be used with"),
         ("image = \"d.img\"\n", "1 absolute"),
-        ("image = \"null:1M\"\nlisten = [\"tcp:[::1]:0\", \"unix:s\"]\n", "2 listen: s: paths are absolute"),
-        ("image = \"null:1M\"\n\nmetrics = \"unix:m\"\n", "3 metrics: m: paths are absolute"),
-        ("image = \"null:1M\"\npid-file = \"p\"\n", "2 pid-file: p: paths are absolute"),
-        ("image = \"/d.img\"\nformat = \"auto\"\n", "2 raw or qcow2 here"),
+        (
+            "image = \"null:1M\"\nlisten = [\"tcp:[::1]:0\", \"unix:s\"]\n",
+            "2 listen: the path s must be absolute",
+        ),
+        ("image = \"null:1M\"\n\nmetrics = \"unix:m\"\n", "3 metrics: the path m must be absolute"),
+        ("image = \"null:1M\"\npid-file = \"p\"\n", "2 pid-file: the path p must be absolute"),
+        ("image = \"/d.img\"\nformat = \"auto\"\n", "2 must be raw or qcow2"),
         ("image = \"null:1M\"\nname = \"d\"\nqueues = 0\n", "3 queues"),
         ("image = \"null:1M\"\nname = \"e\"\n", "2 rename the file"),
         ("image = \"null:1M\"\nname = \"../x\"\n", "0 a name begins"),
@@ -170,16 +174,16 @@ fn the_command_line_overrides_the_file() {
 }
 
 #[test]
-fn a_file_that_is_none_is_reported_at_once() {
+fn files_that_cannot_be_configurations_are_refused() {
     let place = Place::new("config-none", "");
     let why = |path: &Path| ConfigFile::read(path).unwrap_err()[0].text.clone();
-    assert!(why(&place.dir).contains("no regular file"));
+    assert!(why(&place.dir).contains("not a regular file"));
     assert!(why(&place.dir.join("other.toml")).contains("No such file"));
     fs::write(place.path(), vec![b'#'; BYTES_MAX as usize + 1]).unwrap();
-    assert!(why(&place.path()).contains("more than"));
+    assert!(why(&place.path()).contains("larger than 64 KiB"));
     fs::write(place.path(), b"# \xff\n").unwrap();
     assert!(why(&place.path()).contains("UTF-8"));
     let pipe = place.dir.join("pipe.toml");
     rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
-    assert!(why(&pipe).contains("no regular file"));
+    assert!(why(&pipe).contains("not a regular file"));
 }

@@ -1,4 +1,6 @@
-//! The text of a configuration file as words of the command line.
+//! Converts the text of a configuration file to words of the command line.
+
+use std::error::Error;
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches, Id};
@@ -7,36 +9,36 @@ use toml::de::{DeTable, DeValue};
 use super::fault::Fault;
 use crate::options::{AttachOptions, REMOVED};
 
-/// The key, and the option's name, of the argument that has no long name.
+/// The key of the image, which is the only argument that is not an option. This is also its ID in clap.
 pub const IMAGE: &str = "image";
-/// Stands for the image where only another option is looked at.
+/// A valid image, to parse another option alone: the command line requires an image.
 const ANY_IMAGE: &str = "null:1M";
 
-/// A key of the file, and what it means.
+/// A key of the file with its words of the command line.
 #[derive(Debug)]
 pub struct Words {
     pub key: String,
-    /// Counted from 1.
+    /// The line of the key, counted from 1.
     pub line: usize,
     /// The argument of the command line.
     pub id: Id,
-    /// The words of the command line; none for a switch that is not set.
+    /// The words of the command line; empty if the value is false.
     pub words: Vec<String>,
 }
 
 impl Words {
-    /// The value, if there is one.
+    /// The value of an option; `None` for a switch.
     pub fn value(&self) -> Option<String> {
         self.words.first()?.split_once('=').map(|(_, value)| value.to_owned())
     }
 }
 
-/// The options of a device as clap has them, and no others.
+/// A command with the options of a device. The other options of `attach`, such as --run, are not keys.
 pub fn command() -> Command {
     AttachOptions::augment_args(Command::new("attach").no_binary_name(true).disable_help_flag(true))
 }
 
-/// The argument that `key` is the name of.
+/// The argument with the name `key`. Hidden options are not keys, except options that earlier versions had.
 fn argument<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
     let mut arguments =
         command.get_arguments().filter(|argument| !argument.is_hide_set() || REMOVED.contains(&key));
@@ -46,13 +48,17 @@ fn argument<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
     })
 }
 
-/// The options that `words` make.
+/// Parses the words of all keys.
 ///
 /// # Errors
-/// The mistake, in one line.
+///
+/// Returns the first mistake, in one line.
 pub fn options(words: impl Iterator<Item = String>) -> Result<AttachOptions, String> {
-    let matches = command().try_get_matches_from(words);
-    matches.and_then(|matches| AttachOptions::from_arg_matches(&matches)).map_err(|error| first_line(&error))
+    parsed(words).map_err(|error| first_line(&error))
+}
+
+fn parsed(words: impl Iterator<Item = String>) -> Result<AttachOptions, clap::Error> {
+    command().try_get_matches_from(words).and_then(|matches| AttachOptions::from_arg_matches(&matches))
 }
 
 fn first_line(error: &clap::Error) -> String {
@@ -61,10 +67,40 @@ fn first_line(error: &clap::Error) -> String {
     line.strip_prefix("error: ").unwrap_or(line).to_owned()
 }
 
-/// The keys of `text` in their order.
+/// Describes an invalid value of `key`. Clap's own text would name an option of the command line, and for numbers the
+/// error of Rust's parser.
+fn invalid_value(key: &str, error: &clap::Error) -> String {
+    let given = match error.get(ContextKind::InvalidValue) {
+        Some(ContextValue::String(given)) => given.as_str(),
+        _ => return first_line(error),
+    };
+    if let Some(ContextValue::Strings(names)) = error.get(ContextKind::ValidValue)
+        && let [names @ .., last] = &names[..]
+    {
+        return format!("{key} must be {} or {last}, not {given:?}", names.join(", "));
+    }
+    match (error.source(), range_of(key)) {
+        (_, Some((first, last))) => format!("{key} must be a number from {first} to {last}, not {given:?}"),
+        (Some(why), None) => format!("{given:?} is not a valid value of {key}: {why}"),
+        (None, None) => first_line(error),
+    }
+}
+
+/// The smallest and the largest value of an option whose value is a number. The parser of the option states them when it
+/// refuses a number that no option accepts.
+fn range_of(key: &str) -> Option<(String, String)> {
+    let words = [ANY_IMAGE.to_owned(), format!("--{key}={}", i64::MAX)];
+    let why = parsed(words.into_iter()).err()?.source()?.to_string();
+    let (_, range) = why.split_once(" is not in ")?;
+    let (first, last) = range.split_once("..=")?;
+    Some((first.to_owned(), last.to_owned()))
+}
+
+/// The keys of `text`, in the order of their lines.
 ///
 /// # Errors
-/// All mistakes in single lines, in their order.
+///
+/// Returns all mistakes that concern single lines, in the order of the lines.
 pub fn parse(text: &str) -> Result<Vec<Words>, Vec<Fault>> {
     let line =
         |at: usize| 1 + text.as_bytes()[..at.min(text.len())].iter().filter(|byte| **byte == b'\n').count();
@@ -76,7 +112,7 @@ pub fn parse(text: &str) -> Result<Vec<Words>, Vec<Fault>> {
             text: error.message().replace('\n', ", "),
         })
         .collect();
-    // The keys of a broken text are a guess.
+    // If the text is not valid TOML, the keys that the parser has recovered may not be what the user meant.
     if !faults.is_empty() {
         faults.sort_by_key(|fault| fault.line);
         return Err(faults);
@@ -95,13 +131,13 @@ pub fn parse(text: &str) -> Result<Vec<Words>, Vec<Fault>> {
     if faults.is_empty() { Ok(keys) } else { Err(faults) }
 }
 
-/// The argument that is meant, and its words.
+/// The argument with the name `key`, and its words with `value`.
 fn words_of(command: &Command, key: &str, value: &DeValue) -> Result<(Id, Vec<String>), String> {
     let Some(argument) = argument(command, key) else { return Err(unknown(key)) };
     let words = match (argument.get_action(), value) {
         (ArgAction::SetTrue | ArgAction::SetFalse, value) => match value.as_bool() {
             Some(on) => on.then(|| format!("--{key}")).into_iter().collect(),
-            None => return Err(format!("{key} is true or false")),
+            None => return Err(format!("{key} must be true or false")),
         },
         (ArgAction::Append, DeValue::Array(values)) => {
             values.iter().map(|value| word(key, value.get_ref())).collect::<Result<_, _>>()?
@@ -109,11 +145,11 @@ fn words_of(command: &Command, key: &str, value: &DeValue) -> Result<(Id, Vec<St
         (_, value) => vec![word(key, value)?],
     };
     let image = (key != IMAGE).then(|| ANY_IMAGE.to_owned());
-    options(image.into_iter().chain(words.iter().cloned()))?;
+    parsed(image.into_iter().chain(words.iter().cloned())).map_err(|error| invalid_value(key, &error))?;
     Ok((argument.get_id().clone(), words))
 }
 
-/// The word of an option with a value.
+/// The word that gives the option `key` this value.
 fn word(key: &str, value: &DeValue) -> Result<String, String> {
     let text = match value {
         DeValue::String(text) => text.to_string(),
@@ -123,13 +159,13 @@ fn word(key: &str, value: &DeValue) -> Result<String, String> {
         DeValue::Float(number) => number.as_str().to_owned(),
         _ => {
             return Err(format!(
-                "{key} is a text in quotes or a number, not a value of type {}",
+                "{key} must be a string in quotes or a number, not a value of type {}",
                 value.type_str()
             ));
         }
     };
     Ok(match key {
-        // A word that begins with a dash is an option.
+        // Without the prefix, clap would take the path for an option.
         IMAGE if text.starts_with('-') => format!("./{text}"),
         IMAGE => text,
         _ => format!("--{key}={text}"),
@@ -144,7 +180,9 @@ fn unknown(key: &str) -> String {
         }
     });
     match similar {
-        Some(similar) => format!("unknown key {key:?}; there is {similar}"),
-        None => format!("unknown key {key:?}; the keys are image and the options of attach, without dashes"),
+        Some(similar) => format!("unknown key {key:?}; a similar key is {similar}"),
+        None => format!(
+            "unknown key {key:?}; the keys are image and the long options of `blkq attach`, without the dashes"
+        ),
     }
 }
