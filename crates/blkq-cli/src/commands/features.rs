@@ -1,4 +1,4 @@
-//! `blkq features`: what this kernel offers, what is missing, and what for.
+//! `blkq features`: lists the kernel features that blkq uses, whether this kernel has them, and what they are for.
 
 use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
@@ -10,7 +10,6 @@ use crate::operations::OPERATIONS;
 use crate::table::{Align, render};
 use crate::{print, print_json};
 
-/// Options of `features`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints each feature, whether the kernel has it, and what blkq uses it for.
@@ -23,25 +22,24 @@ pub struct Args {
     json: bool,
 }
 
-/// Features of ublk that are used: name, what they are for.
+/// The features of ublk that blkq uses: flag, name and purpose.
 const UBLK_FEATURES: [(ublk::Features, &str, &str); 9] = [
     (ublk::Features::USER_RECOVERY, "UBLK_F_USER_RECOVERY", "devices outlive their daemon"),
     (ublk::Features::USER_RECOVERY_REISSUE, "UBLK_F_USER_RECOVERY_REISSUE", "recovery without I/O errors"),
-    (ublk::Features::UNPRIVILEGED_DEV, "UBLK_F_UNPRIVILEGED_DEV", "devices of other users than root"),
+    (ublk::Features::UNPRIVILEGED_DEV, "UBLK_F_UNPRIVILEGED_DEV", "devices of users other than root"),
     (ublk::Features::USER_COPY, "UBLK_F_USER_COPY", "data copied by the daemon"),
-    (ublk::Features::AUTO_BUF_REG, "UBLK_F_AUTO_BUF_REG", "data not copied"),
-    (ublk::Features::PER_IO_DAEMON, "UBLK_F_PER_IO_DAEMON", "several threads for a queue"),
+    (ublk::Features::AUTO_BUF_REG, "UBLK_F_AUTO_BUF_REG", "zero copy"),
+    (ublk::Features::PER_IO_DAEMON, "UBLK_F_PER_IO_DAEMON", "several threads per queue"),
     (ublk::Features::QUIESCE, "UBLK_F_QUIESCE", "upgrade without reissued requests"),
     (ublk::Features::UPDATE_SIZE, "UBLK_F_UPDATE_SIZE", "resizing a device in use"),
-    (ublk::Features::SAFE_STOP_DEV, "UBLK_F_SAFE_STOP_DEV", "detaching only what is not open"),
+    (ublk::Features::SAFE_STOP_DEV, "UBLK_F_SAFE_STOP_DEV", "refusing to detach an open device"),
 ];
 
-/// One thing that the kernel may have.
 #[derive(Serialize)]
 struct Feature {
     name: &'static str,
     available: bool,
-    /// Its purpose; if it is missing, also the reason.
+    /// The use that blkq makes of the feature. If the feature is missing and the reason is known, also the reason.
     purpose: String,
 }
 
@@ -66,17 +64,15 @@ impl Features {
             }
             Err(e) => add("io_uring", false, format!("everything: {e}")),
         }
-        let confined = "the daemon keeps out of files that are not its own";
+        let confined = "daemons can open only the files of their devices";
         match confine::landlock_abi() {
-            0 => {
-                add("Landlock", false, format!("{confined}: add landlock to the parameter lsm of the kernel"))
-            }
+            0 => add("Landlock", false, format!("{confined}: add landlock to the kernel parameter lsm")),
             abi => add("Landlock", true, format!("{confined} (ABI {abi})")),
         }
         add(
             "seccomp",
             confine::filter::is_there(),
-            "the daemon makes no system call but those that it needs".into(),
+            "daemons can make only the system calls that they need".into(),
         );
         match ControlDevice::open().and_then(|mut control| control.features()) {
             Ok(has) => {
@@ -92,10 +88,6 @@ impl Features {
 }
 
 impl Args {
-    /// Prints the table.
-    ///
-    /// # Errors
-    /// If it cannot be printed.
     pub fn run(self) -> Outcome {
         let probed = Features::probe();
         if self.json {

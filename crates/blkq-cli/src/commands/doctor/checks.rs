@@ -1,4 +1,4 @@
-//! The parts of a machine that blkq uses, each with its state and cure.
+//! Checks the parts of the machine that blkq uses.
 
 use std::fs;
 use std::path::Path;
@@ -17,16 +17,16 @@ use crate::confine;
 use crate::daemon::raise_limits;
 use crate::state::StateDir;
 
-/// The oldest kernel with all that engines need.
+/// The oldest kernel whose io_uring has all operations that an engine needs.
 const KERNEL_MIN: (u32, u32) = (6, 1);
-/// Locked memory of which buffers that are registered are a part; with less, some of a deep queue are not.
+/// The limit of locked memory that allows all buffers of a deep queue to be registered with io_uring.
 const LOCKED_BYTES: u64 = 64 << 20;
-/// Locked memory of the ring of a device with one queue.
+/// The locked memory of a device with one queue: its io_uring ring.
 const LOCKED_BYTES_PER_DEVICE: u64 = 68 << 10;
-/// Open files with which a device has its most connections.
+/// The number of open files that a device needs for the highest --max-connections.
 const FILES: u64 = 2048;
 
-/// All of them. Nothing is changed.
+/// Runs all checks. Nothing on the machine is changed. `certificates` is the directory of --tls-certificates.
 pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     let mut findings = vec![
         kernel(&kernel_release()),
@@ -44,17 +44,17 @@ pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     findings
 }
 
-/// The release of the kernel, as uname(1) prints it.
+/// The release of the kernel, as `uname -r` prints it.
 pub fn kernel_release() -> String {
     read("/proc/sys/kernel/osrelease")
 }
 
-/// The file's text; empty if it cannot be read.
+/// The text of a file in /proc or /sys; empty if the file cannot be read.
 fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
-/// The error without the cure that it has for other commands.
+/// The error without its hint, which is meant for `blkq attach`.
 fn reason(error: &blkq::Error) -> String {
     error.to_string().split("; ").next().unwrap_or_default().to_owned()
 }
@@ -64,7 +64,7 @@ fn kernel(release: &str) -> Finding {
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     match version >= KERNEL_MIN {
         true => Finding::ok("kernel", release),
-        false => Finding::missing("kernel", release, "boot Linux 6.1 or newer: Debian 12 has it"),
+        false => Finding::missing("kernel", release, "boot Linux 6.1 or newer (Debian 12 and newer)"),
     }
     .needed()
 }
@@ -78,30 +78,33 @@ fn io_uring() -> Finding {
             .collect();
         match lacking.is_empty() {
             true => Ok(()),
-            false => Err(blkq::Error::new(ErrorKind::Unsupported, format!("without {}", lacking.join(", ")))),
+            false => Err(blkq::Error::new(
+                ErrorKind::Unsupported,
+                format!("available, without {}", lacking.join(", ")),
+            )),
         }
     });
     let disabled = read("/proc/sys/kernel/io_uring_disabled");
     match ready {
         Ok(()) if disabled == "1" => Finding::limited(
             "io_uring",
-            "there for this user, and not for those without CAP_SYS_ADMIN outside of kernel.io_uring_group",
+            "available to this user, but not to users without CAP_SYS_ADMIN outside of kernel.io_uring_group",
             "sysctl kernel.io_uring_disabled=0",
         ),
-        Ok(()) => Finding::ok("io_uring", "there, with all operations of an engine"),
-        Err(e) => Finding::missing("io_uring", reason(&e), io_uring_cure(&disabled)),
+        Ok(()) => Finding::ok("io_uring", "available, with all operations that blkq needs"),
+        Err(e) => Finding::missing("io_uring", reason(&e), io_uring_hint(&disabled)),
     }
     .needed()
 }
 
 /// `disabled` is the text of kernel.io_uring_disabled.
-fn io_uring_cure(disabled: &str) -> &'static str {
+fn io_uring_hint(disabled: &str) -> &'static str {
     match disabled {
         "2" => "sysctl kernel.io_uring_disabled=0",
         "1" => "sysctl kernel.io_uring_disabled=0, or become a member of the group kernel.io_uring_group",
         _ => {
-            "in a container, allow io_uring_setup, io_uring_enter and io_uring_register in its seccomp profile \
-             (--security-opt seccomp=FILE); else raise the limits below, or boot Linux 6.1 or newer"
+            "in a container, allow io_uring_setup, io_uring_enter and io_uring_register in the seccomp profile \
+             (--security-opt seccomp=FILE); otherwise raise the limits below, or boot Linux 6.1 or newer"
         }
     }
 }
@@ -117,55 +120,56 @@ fn state_directory() -> Finding {
     };
     let shown = dir.path().display();
     if dir.path().exists() {
-        // Of one that is there it only checks whose it is.
+        // `create` only checks the owner and the mode of a directory that exists.
         return match dir.create() {
             Ok(()) => Finding::ok(name, shown.to_string()),
             Err(failure) => Finding::missing(
                 name,
                 failure.to_string(),
-                format!("chmod 700 {}, as its owner", shell_word(dir.path())),
+                format!("run `chmod 700 {}` as its owner", shell_word(dir.path())),
             ),
         }
         .needed();
     }
-    let above = dir.path().ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-    match access(above, Access::WRITE_OK) {
-        Ok(()) => Finding::ok(name, format!("{shown}, which the first attach makes")),
+    let parent = dir.path().ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    match access(parent, Access::WRITE_OK) {
+        Ok(()) => Finding::ok(name, format!("{shown} (the first attach creates it)")),
         Err(e) => Finding::missing(
             name,
-            format!("{shown} cannot be made in {}: {e}", above.display()),
-            format!("install -d -m 700 -o $USER {}, as root", shell_word(dir.path())),
+            format!("cannot create {shown} in {}: {e}", parent.display()),
+            format!("sudo install -d -m 700 -o $USER {}", shell_word(dir.path())),
         ),
     }
     .needed()
 }
 
-/// The limit that a daemon has after it has raised its own. The kernel lets only processes with CAP_SYS_RESOURCE in the
-/// first user namespace raise it further, and root of a container often is not one; so it is tried.
+/// The limit that applies to daemons, which raise their limit as far as the kernel allows. The user ID does not show how
+/// far that is: raising the hard limit needs CAP_SYS_RESOURCE in the initial user namespace, which root in a container often
+/// lacks. So this process raises its own limit.
 fn locked_memory_limit() -> Option<u64> {
     raise_limits();
     getrlimit(Resource::Memlock).current
 }
 
-/// All daemons of a user share the limit, whatever namespaces they are in.
+/// The kernel counts the locked memory of all daemons of a user together, even in different namespaces.
 fn locked_memory(limit: Option<u64>, is_root: bool) -> Finding {
     let name = "locked memory";
     let Some(bytes) = limit else { return Finding::ok(name, "no limit") };
     let amount =
         if bytes < 1 << 20 { format!("{} KiB", bytes >> 10) } else { format!("{} MiB", bytes >> 20) };
     let devices = bytes / LOCKED_BYTES_PER_DEVICE;
-    let found = format!("{amount} for all devices of this user: enough for about {devices}");
+    let found = format!("{amount} for all devices of this user, enough for about {devices} devices");
     if bytes >= LOCKED_BYTES {
         return Finding::ok(name, found);
     }
     let hint = match is_root {
-        true => "in a container, --ulimit memlock=-1 of Docker and Podman; LimitMEMLOCK=infinity of systemd",
+        true => "use --ulimit memlock=-1 (Docker, Podman), or LimitMEMLOCK=infinity in a systemd unit",
         false => {
-            "echo '* - memlock unlimited' >>/etc/security/limits.d/blkq.conf, and log in again; in a container, \
-             --ulimit memlock=-1 of Docker and Podman; LimitMEMLOCK=infinity of systemd"
+            "echo '* - memlock unlimited' >>/etc/security/limits.d/blkq.conf, as root, and log in again; or use \
+             --ulimit memlock=-1 (Docker, Podman), or LimitMEMLOCK=infinity in a systemd unit"
         }
     };
-    Finding::limited(name, format!("{found}, and not for guests' memory"), hint)
+    Finding::limited(name, format!("{found}, but not for --register-memory"), hint)
 }
 
 fn open_files(limit: Option<u64>) -> Finding {
@@ -173,8 +177,9 @@ fn open_files(limit: Option<u64>) -> Finding {
     match limit {
         Some(files) if files < FILES => Finding::limited(
             name,
-            format!("{files}: not enough for the most connections of a device"),
-            "echo '* - nofile 65536' >>/etc/security/limits.d/blkq.conf, and log in again; LimitNOFILE=65536 of systemd",
+            format!("{files}, too few for a device with the highest --max-connections"),
+            "echo '* - nofile 65536' >>/etc/security/limits.d/blkq.conf, as root, and log in again; or use \
+             LimitNOFILE=65536 in a systemd unit",
         ),
         Some(files) => Finding::ok(name, files.to_string()),
         None => Finding::ok(name, "no limit"),
@@ -184,24 +189,24 @@ fn open_files(limit: Option<u64>) -> Finding {
 fn landlock(abi: u32) -> Finding {
     let name = "Landlock";
     if abi > 0 {
-        return Finding::ok(name, format!("version {abi}: a daemon keeps out of files that are not its own"));
+        return Finding::ok(name, format!("version {abi}; daemons can open only the files of their devices"));
     }
     let modules = read("/sys/kernel/security/lsm");
     let modules = if modules.is_empty() { "...".to_owned() } else { modules };
     Finding::limited(
         name,
-        "a daemon could open other files of its user",
-        format!("add lsm=landlock,{modules} to the kernel's command line (GRUB_CMDLINE_LINUX, update-grub)"),
+        "not available, so daemons can open all files of their users",
+        format!("add lsm=landlock,{modules} to the kernel command line (GRUB_CMDLINE_LINUX, update-grub)"),
     )
 }
 
-fn seccomp(is_there: bool) -> Finding {
-    match is_there {
-        true => Finding::ok("seccomp", "a daemon makes no system call but those that it needs"),
+fn seccomp(is_available: bool) -> Finding {
+    match is_available {
+        true => Finding::ok("seccomp", "daemons can make only the system calls that they need"),
         false => Finding::limited(
             "seccomp",
-            "a daemon could make any system call",
-            "boot a kernel with CONFIG_SECCOMP_FILTER: Debian's have it",
+            "not available, so daemons can make all system calls",
+            "boot a kernel with CONFIG_SECCOMP_FILTER, such as Debian's",
         ),
     }
 }
@@ -211,9 +216,9 @@ fn block_devices() -> Finding {
     match ControlDevice::open().and_then(|mut control| control.features()) {
         Ok(features) if features.contains(ublk::Features::USER_RECOVERY_REISSUE) => {
             let newer = [
-                (ublk::Features::AUTO_BUF_REG, "data that nobody copies"),
-                (ublk::Features::UPDATE_SIZE, "resizing in use"),
-                (ublk::Features::PER_IO_DAEMON, "several threads for a queue"),
+                (ublk::Features::AUTO_BUF_REG, "zero copy"),
+                (ublk::Features::UPDATE_SIZE, "resizing devices in use"),
+                (ublk::Features::PER_IO_DAEMON, "several threads per queue"),
             ];
             let lacking: Vec<_> = newer
                 .iter()
@@ -221,24 +226,28 @@ fn block_devices() -> Finding {
                 .map(|(_, what)| *what)
                 .collect();
             match lacking.is_empty() {
-                true => Finding::ok(name, "block devices of the kernel, with all that blkq uses"),
+                true => Finding::ok(name, "available, with all features that blkq uses"),
                 false => Finding::limited(
                     name,
-                    format!("block devices of the kernel, without {}", lacking.join(", ")),
-                    "boot Linux 6.16 or newer; blkq features has each",
+                    format!("available, without {}", lacking.join(", ")),
+                    "boot Linux 6.16 or newer; `blkq features` lists each feature",
                 ),
             }
         }
         Ok(_) => Finding::limited(
             name,
-            "block devices of the kernel, which do not outlive their daemon",
+            "available, but the kernel removes a device when its daemon dies",
             "boot Linux 6.5 or newer",
         ),
         Err(e) => {
-            // As attach has it, with what is known besides.
+            // The hint of `blkq attach`, with details for which an error message has no room.
             let more = match e.kind() {
-                ErrorKind::NotFound => ": Debian 13 has it, and Debian 12 in backports; NBD needs none",
-                ErrorKind::Denied => ": packaging/udev/60-blkq-ublk.rules; then usermod -aG ublk $USER",
+                ErrorKind::NotFound => {
+                    "; Debian 13 has ublk, and Debian 12 in backports; NBD works without it"
+                }
+                ErrorKind::Denied => {
+                    "; the rules are in packaging/udev/60-blkq-ublk.rules, and need usermod -aG ublk $USER"
+                }
                 _ => "",
             };
             Finding::missing(name, reason(&e), format!("{}{more}", e.cure()))
@@ -248,18 +257,18 @@ fn block_devices() -> Finding {
 
 /// `enabled` is the text of /sys/kernel/mm/transparent_hugepage/enabled.
 fn huge_pages(enabled: &str) -> Finding {
-    let chosen = enabled.split(['[', ']']).nth(1).unwrap_or("not there");
+    let chosen = enabled.split(['[', ']']).nth(1).unwrap_or("not available");
     let reserved = read("/proc/sys/vm/nr_hugepages");
     let reserved = if reserved.is_empty() { "0" } else { &reserved };
     Finding::ok(
         "huge pages",
-        format!("transparent: {chosen}; reserved for guests' memory: {reserved}; not needed"),
+        format!("optional; transparent: {chosen}; reserved (vm.nr_hugepages): {reserved}"),
     )
 }
 
 fn ceph() -> Finding {
     match rbd::load() {
-        Ok(()) => Finding::ok("Ceph's client", "rbd:POOL/IMAGE can be served"),
+        Ok(()) => Finding::ok("Ceph's client", "available; rbd:POOL/IMAGE can be served"),
         Err(e) => Finding::missing("Ceph's client", reason(&e), "apt-get install librbd1"),
     }
 }
@@ -267,10 +276,10 @@ fn ceph() -> Finding {
 fn tls(directory: &Path) -> Finding {
     match TlsCertificates::load(directory) {
         Ok(certificates) if certificates.verifies_clients() => {
-            Finding::ok("TLS", "the certificates can be used; clients need one too")
+            Finding::ok("TLS", "the certificates are usable; clients need a certificate, too")
         }
-        Ok(_) => Finding::ok("TLS", "the certificates can be used; clients need none"),
-        Err(e) => Finding::missing("TLS", e.to_string(), "docs/nbd.md has the commands that make them"),
+        Ok(_) => Finding::ok("TLS", "the certificates are usable; clients need no certificate"),
+        Err(e) => Finding::missing("TLS", e.to_string(), "docs/nbd.md shows how to create certificates"),
     }
     .asked()
 }
@@ -281,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn old_kernels_are_found_whatever_their_release() {
+    fn kernels_older_than_the_minimum_are_missing() {
         for (release, state) in [
             ("6.1.0-18-amd64", State::Ok),
             ("6.18.44-fc", State::Ok),
@@ -295,15 +304,15 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_judged_by_what_a_daemon_can_raise() {
+    fn low_limits_are_reported_as_limited() {
         let state = |limit, is_root| locked_memory(limit, is_root).state;
         assert_eq!(
             (state(Some(8 << 20), false), state(Some(8 << 20), true)),
             (State::Limited, State::Limited)
         );
-        let of_root = locked_memory(Some(8 << 20), true);
-        assert!(of_root.found.contains("8 MiB") && of_root.found.contains("about 120"), "{}", of_root.found);
-        assert!(of_root.cure.is_some_and(|cure| cure.contains("--ulimit memlock")));
+        let root = locked_memory(Some(8 << 20), true);
+        assert!(root.found.contains("8 MiB") && root.found.contains("about 120"), "{}", root.found);
+        assert!(root.hint.is_some_and(|hint| hint.contains("--ulimit memlock")));
         assert_eq!((state(None, false), state(Some(1 << 30), false)), (State::Ok, State::Ok));
         assert!(locked_memory(Some(65536), false).found.starts_with("64 KiB"));
         assert_eq!(open_files(Some(1024)).state, State::Limited);
@@ -311,11 +320,11 @@ mod tests {
     }
 
     #[test]
-    fn each_reason_has_its_cure() {
-        assert!(io_uring_cure("2").starts_with("sysctl"));
-        assert!(io_uring_cure("1").contains("io_uring_group"));
-        assert!(io_uring_cure("0").contains("seccomp") && io_uring_cure("").contains("seccomp"));
-        assert!(landlock(0).cure.is_some_and(|cure| cure.contains("lsm=landlock,")));
+    fn the_hint_depends_on_the_reason() {
+        assert!(io_uring_hint("2").starts_with("sysctl"));
+        assert!(io_uring_hint("1").contains("io_uring_group"));
+        assert!(io_uring_hint("0").contains("seccomp") && io_uring_hint("").contains("seccomp"));
+        assert!(landlock(0).hint.is_some_and(|hint| hint.contains("lsm=landlock,")));
         assert_eq!((landlock(4).state, seccomp(false).state), (State::Ok, State::Limited));
         let certificates = tls(Path::new("/nowhere"));
         assert_eq!(

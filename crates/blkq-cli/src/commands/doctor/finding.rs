@@ -1,13 +1,12 @@
-//! One part of a machine, as it was found.
+//! The result of checking one part of the machine.
 
 use serde::Serialize;
 
-/// How a part of the machine is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
     Ok,
-    /// It works, with less.
+    /// The part works, with restrictions.
     Limited,
     Missing,
 }
@@ -22,32 +21,33 @@ impl State {
     }
 }
 
-/// The state of one part.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Finding {
     pub name: &'static str,
     pub state: State,
-    /// Whether nothing can be served without it.
+    /// No image can be served without this part.
     pub needed: bool,
-    /// Whether the user asked for this part.
+    /// The user asked for this part with an option, so that the command fails if the part is missing.
     #[serde(skip)]
     pub asked: bool,
     pub found: String,
-    /// The command that changes it, or where that is explained.
-    pub cure: Option<String>,
+    /// How to get rid of a restriction: a command, or the page that has the commands. The key in the JSON is older than the
+    /// field's name.
+    #[serde(rename = "cure")]
+    pub hint: Option<String>,
 }
 
 impl Finding {
     pub fn ok(name: &'static str, found: impl Into<String>) -> Finding {
-        Finding { name, state: State::Ok, needed: false, asked: false, found: found.into(), cure: None }
+        Finding { name, state: State::Ok, needed: false, asked: false, found: found.into(), hint: None }
     }
 
-    pub fn limited(name: &'static str, found: impl Into<String>, cure: impl Into<String>) -> Finding {
-        Finding { state: State::Limited, cure: Some(cure.into()), ..Finding::ok(name, found) }
+    pub fn limited(name: &'static str, found: impl Into<String>, hint: impl Into<String>) -> Finding {
+        Finding { state: State::Limited, hint: Some(hint.into()), ..Finding::ok(name, found) }
     }
 
-    pub fn missing(name: &'static str, found: impl Into<String>, cure: impl Into<String>) -> Finding {
-        Finding { state: State::Missing, ..Finding::limited(name, found, cure) }
+    pub fn missing(name: &'static str, found: impl Into<String>, hint: impl Into<String>) -> Finding {
+        Finding { state: State::Missing, ..Finding::limited(name, found, hint) }
     }
 
     pub fn needed(self) -> Finding {

@@ -1,4 +1,4 @@
-//! `blkq doctor`: what this machine can do, and the command that changes it.
+//! `blkq doctor`: checks what this machine supports, and prints the commands that enable the rest.
 
 mod checks;
 mod finding;
@@ -15,7 +15,6 @@ use crate::{print, print_json};
 use checks::{kernel_release, run_all};
 use finding::{Finding, State};
 
-/// Options of `doctor`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints a line for each part of the machine that blkq uses: `ok`, `limited` (works, with
@@ -41,7 +40,7 @@ pub struct Args {
 struct Page {
     version: &'static str,
     kernel: String,
-    /// Whether images can be served.
+    /// No part is missing that serving images needs.
     works: bool,
     checks: Vec<Finding>,
 }
@@ -52,23 +51,25 @@ impl Page {
         Page { version: env!("CARGO_PKG_VERSION"), kernel: kernel_release(), works, checks }
     }
 
-    /// Whether a part is missing for which the user asked.
+    /// Whether a part is missing that the user asked for with an option.
     fn lacks_asked(&self) -> bool {
         self.checks.iter().any(|check| check.asked && check.is_missing())
     }
 
     fn text(&self) -> String {
         let mut rows = Vec::new();
-        for Finding { name, state, found, cure, .. } in &self.checks {
+        for Finding { name, state, found, hint, .. } in &self.checks {
             rows.push([(*name).to_owned(), state.name().to_owned(), found.clone()]);
-            rows.extend(cure.iter().map(|cure| [String::new(), String::new(), format!("cure: {cure}")]));
+            rows.extend(hint.iter().map(|hint| [String::new(), String::new(), format!("hint: {hint}")]));
         }
         let all_ok = self.checks.iter().all(|check| check.state == State::Ok);
         let verdict = match (self.works, self.lacks_asked(), all_ok) {
-            (true, false, true) => "All of blkq works here.",
-            (true, false, false) => "Images can be served over NBD. What is not marked ok above is optional.",
+            (true, false, true) => "This machine supports everything that blkq uses.",
+            (true, false, false) => {
+                "Images can be served over NBD. Everything not marked \"ok\" above is optional."
+            }
             (true, true, _) => "Images can be served over NBD, but not with these certificates.",
-            (false, ..) => "Images cannot be served here: see what is missing above.",
+            (false, ..) => "Images cannot be served on this machine. See the lines marked \"missing\" above.",
         };
         let Page { version, kernel, .. } = self;
         format!("blkq {version} on Linux {kernel}\n\n{}\n{verdict}\n", render([Align::Left; 3], &rows))
@@ -76,10 +77,6 @@ impl Page {
 }
 
 impl Args {
-    /// Prints the page.
-    ///
-    /// # Errors
-    /// If it cannot be printed.
     pub fn run(self) -> Outcome<ExitCode> {
         let page = Page::new(run_all(self.tls_certificates.as_deref()));
         if self.json {
@@ -98,9 +95,9 @@ mod tests {
     #[test]
     fn a_machine_works_unless_a_needed_part_is_missing() {
         let parts = [
-            Finding::ok("a", "there").needed(),
+            Finding::ok("a", "available").needed(),
             Finding::limited("b", "less", "raise it").needed(),
-            Finding::missing("c", "not there", "install it"),
+            Finding::missing("c", "not found", "install it"),
         ];
         let page = Page::new(parts.to_vec());
         assert!(page.works && page.text().contains("served over NBD"), "{}", page.text());
@@ -108,12 +105,13 @@ mod tests {
             page.text().lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
         assert_eq!(
             lines[2..7],
-            ["a ok there", "b limited less", "cure: raise it", "c missing not there", "cure: install it"]
+            ["a ok available", "b limited less", "hint: raise it", "c missing not found", "hint: install it"]
         );
-        assert!(Page::new(vec![Finding::ok("a", "there")]).text().ends_with("All of blkq works here.\n"));
-        let page = Page::new(vec![Finding::missing("TLS", "not there", "make it").asked()]);
+        let all_ok = Page::new(vec![Finding::ok("a", "available")]).text();
+        assert!(all_ok.ends_with("This machine supports everything that blkq uses.\n"), "{all_ok}");
+        let page = Page::new(vec![Finding::missing("TLS", "not found", "make it").asked()]);
         assert!(page.works && page.lacks_asked() && page.text().contains("but not with these certificates"));
-        let page = Page::new(vec![Finding::missing("c", "not there", "install it").needed()]);
+        let page = Page::new(vec![Finding::missing("c", "not found", "install it").needed()]);
         assert!(!page.works && page.text().contains("cannot be served"));
     }
 }
