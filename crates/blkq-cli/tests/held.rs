@@ -51,10 +51,10 @@ fn clients_wait_for_room_and_see_no_error() {
     }
     let list = place.done(&["list", "--no-headings", "-o", "NAME,MODE"]);
     assert_eq!(list.split_whitespace().collect::<Vec<_>>(), ["a", "rw,held"]);
-    assert!(place.done(&["show", "a"]).contains("1 request after errors; blkq resume a"));
+    assert!(place.done(&["show", "a"]).contains("1 request, after I/O errors; run `blkq resume a`"));
     let stat = place.json(&["stat", "a", "--json"]);
     assert_eq!((&stat["held"]["now"], &stat["held"]["requests"]), (&1.into(), &1.into()));
-    assert!(place.done(&["stat", "a"]).contains("held       1 now, 1 after errors"));
+    assert!(place.done(&["stat", "a"]).contains("held       1 now, 1 in total"));
     let log = || std::fs::read_to_string(place.state().join("a.log")).unwrap();
     wait_until("the log has it", || {
         let hang = log().lines().any(|line| {

@@ -1,4 +1,4 @@
-//! `blkq show`: all about devices.
+//! `blkq show`: prints the properties, clients, settings and warnings of devices.
 
 use std::process::ExitCode;
 
@@ -15,7 +15,6 @@ use crate::table::{Align, render};
 use crate::{print, print_json};
 use blkq::units::format_bytes;
 
-/// Options of `show`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints the image, exports, clients, daemon, size, settings and warnings of each device. If the
@@ -35,18 +34,14 @@ pub struct Args {
 }
 
 impl Args {
-    /// Prints what is known about the devices; those that cannot be shown are named on stderr, and
-    /// only the exit code remains.
-    ///
-    /// # Errors
-    /// If it cannot be printed.
+    /// Prints a page for each device. A device that cannot be shown is reported on standard error, and makes the exit code 1.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         let mut pages = 0;
         for_each(&self.devices, |device| {
             let name = named(&dir, device)?;
             let entry = inspect(&dir, &name)?.ok_or_else(|| no_such_device(device))?;
-            // Pages that follow each other are parted by an empty line.
+            // An empty line separates the pages.
             let gap = if pages > 0 { "\n" } else { "" };
             pages += 1;
             match entry {
@@ -104,7 +99,7 @@ fn page(info: &DeviceInfo) -> String {
     }
     if info.held > 0 {
         let requests = if info.held == 1 { "request" } else { "requests" };
-        row("held", format!("{} {requests} after errors; blkq resume {}", info.held, info.name));
+        row("held", format!("{} {requests}, after I/O errors; run `blkq resume {}`", info.held, info.name));
     }
     if let Some(commit) = &info.commit {
         row("commit", format!("{}, by {}, into {}", shown_progress(commit), commit.by, commit.into));
@@ -112,7 +107,7 @@ fn page(info: &DeviceInfo) -> String {
     row("partscan", switch(info.partscan));
     let direct = &info.direct_io;
     let reason = if direct.reason.is_empty() { String::new() } else { format!(": {}", direct.reason) };
-    row("direct-io", format!("{} (asked for: {}){reason}", direct.effective, direct.requested));
+    row("direct-io", format!("{} (requested: {}){reason}", direct.effective, direct.requested));
     row("capabilities", info.capabilities.join(" "));
     row("driver", info.driver.clone());
     info.driver_facts.iter().for_each(|(name, value)| row(&format!("  {name}"), value.clone()));

@@ -1,16 +1,16 @@
-//! How latencies are distributed, drawn with letters: one bar per power of two.
+//! Draws a latency histogram as text, with one bar per power of two.
 
 use blkq::stats::Histogram;
 
 use crate::table::{Align, render};
 
-/// Length of the longest bar.
+/// Length of the longest bar, in characters.
 const BAR: u64 = 40;
-/// The greatest power of two in a histogram.
+/// The last bar ends at 2^40 ns, about 18 minutes, and also counts longer latencies.
 const BITS_MAX: u32 = 40;
 
-/// Bars from the shortest latency to the longest: from so many nanoseconds to below so many, and
-/// how many there were.
+/// The bars from the shortest latency to the longest. Each is the range in nanoseconds, without its end, and the number of
+/// latencies in it.
 pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
     let (mut from_ns, mut before) = (0, 0);
     let mut bars = Vec::new();
@@ -24,14 +24,14 @@ pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
     bars[first..=last].to_vec()
 }
 
-/// The bars of the operation `name`, or nothing if it did not happen.
+/// Draws the bars of the operation `name`; empty if there were no such operations.
 pub fn draw(name: &str, histogram: &Histogram) -> String {
     let bars = bars(histogram);
     let (all, most) = (histogram.count(), bars.iter().map(|bar| bar.2).max().unwrap_or(0));
     let rows: Vec<[String; 5]> = bars
         .iter()
         .map(|(from_ns, to_ns, count)| {
-            // Whatever happened is seen.
+            // Rounded up, so that a bar with a single latency is visible.
             let length = (u128::from(*count) * u128::from(BAR)).div_ceil(u128::from(most.max(1)));
             let percent = *count as f64 * 100.0 / all as f64;
             [
@@ -50,7 +50,7 @@ pub fn draw(name: &str, histogram: &Histogram) -> String {
     format!("{name}: {all} latencies, from ... to\n{}", render([Right, Right, Left, Right, Right], &rows))
 }
 
-/// Nanoseconds in a unit in which they are short.
+/// Formats nanoseconds with three digits, in a suitable unit.
 fn time(ns: u64) -> String {
     let (value, unit) = match ns {
         0..1_000 => return format!("{ns} ns"),
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bars_are_in_proportion_and_nothing_is_lost() {
+    fn bars_are_proportional_and_count_every_latency() {
         let mut histogram = Histogram::default();
         assert_eq!(draw("read", &histogram), "");
         (0..80).for_each(|_| histogram.record(1_500));

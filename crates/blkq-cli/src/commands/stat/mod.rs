@@ -1,4 +1,4 @@
-//! `blkq stat`: what devices did since they were attached, or do in each interval.
+//! `blkq stat`: I/O statistics of devices, since they were attached or for each interval.
 
 mod histogram;
 mod overview;
@@ -22,7 +22,7 @@ use crate::{complain, print, print_json};
 use overview::overview;
 use report::Report;
 
-/// I/Os per second, and 10^6 bytes read and written per second, between two times.
+/// The I/Os per second, and the MB (10^6 bytes) read and written per second, between two samples.
 pub fn rates(before: &Statistics, now: &Statistics) -> (f64, f64) {
     let figures = Report::between("", before, now).figures;
     let groups = [&figures.read, &figures.write, &figures.discard, &figures.flush];
@@ -30,10 +30,8 @@ pub fn rates(before: &Statistics, now: &Statistics) -> (f64, f64) {
     (iops, figures.read.mb_per_s + figures.write.mb_per_s)
 }
 
-/// Shortest and longest interval.
 const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;
 
-/// Options of `stat`.
 #[derive(clap::Args, Debug)]
 #[command(
     override_usage = "blkq stat [OPTIONS] [NAME]... [INTERVAL [COUNT]]",
@@ -91,20 +89,20 @@ pub struct Args {
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| INTERVAL_SECONDS.contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval is from 0.01 to 86400 seconds".to_owned())
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval must be 0.01 to 86400 seconds".to_owned())
 }
 
-/// The devices that are reported, and when.
+/// The devices to report, and when.
 #[derive(PartialEq, Debug)]
 struct Plan {
-    /// None: all.
+    /// Empty for all devices.
     names: Vec<String>,
     interval: Option<Duration>,
     count: Option<u64>,
 }
 
 impl Args {
-    /// Names first; one or two numbers at the end are the interval and the count.
+    /// Interprets the arguments: names of devices first; one or two numbers at the end are the interval and the count.
     fn plan(&self) -> Result<Plan, String> {
         let mut names = self.words.clone();
         let (mut interval, mut count) = (self.interval, self.count);
@@ -115,17 +113,17 @@ impl Args {
             interval = numbers.next().map(|text| parse_interval(&text)).transpose()?;
             if let Some(text) = numbers.next() {
                 let number = text.parse().ok().filter(|number| *number > 0);
-                count = Some(number.ok_or("a count of reports is a whole number from 1")?);
+                count = Some(number.ok_or("the number of reports must be a whole number from 1")?);
             }
         }
         if count.is_some() && interval.is_none() {
-            return Err("--count: without an interval there is one report; give INTERVAL too".to_owned());
+            return Err("--count needs an interval; give INTERVAL, too".to_owned());
         }
         if self.all && !names.is_empty() {
-            return Err("--all is for all devices; omit their names".to_owned());
+            return Err("--all means all devices; omit the names".to_owned());
         }
         if self.histogram && names.len() != 1 && !self.json {
-            return Err("--histogram is for one device, or --json; name the device".to_owned());
+            return Err("--histogram needs the name of one device, or --json".to_owned());
         }
         names.dedup();
         Ok(Plan { names, interval, count })
@@ -134,14 +132,15 @@ impl Args {
     /// Prints one report, or one per interval.
     ///
     /// # Errors
-    /// If there is no such device, or its daemon died or does not answer. Of several devices, that
-    /// is complained of on the way and only the exit code remains.
+    ///
+    /// If a single device is named, fails if it does not exist, or its daemon has died or does not answer. If several devices
+    /// are reported, such a device is named on standard error, and the exit code is 1 in the end.
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let plan = self.plan().unwrap_or_else(|why| {
             usage::exit(command(), "stat", clap::error::ErrorKind::ValueValidation, why)
         });
         let dir = StateDir::locate()?;
-        // A word that means no device stays, to be reported as such.
+        // A word that matches no device is kept, so that it is reported below.
         let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
         let names = plan.names.into_iter().map(name).collect::<Outcome<_>>()?;
         let mut devices = Devices { dir, names, failed: BTreeMap::new() };
@@ -160,7 +159,7 @@ impl Args {
         for _ in 0..plan.count.unwrap_or(u64::MAX) {
             std::thread::sleep(interval);
             let now = devices.sample()?;
-            // All are detached: no more reports.
+            // All named devices have been detached.
             if now.is_empty() && !devices.are_all() {
                 break;
             }
@@ -185,7 +184,6 @@ impl Args {
         if self.timestamp {
             text.insert_str(0, &(rfc3339(SystemTime::now()) + "\n"));
         }
-        // An empty line between reports.
         if again {
             text.push('\n');
         }
@@ -193,12 +191,11 @@ impl Args {
     }
 }
 
-/// The devices that are reported on.
 struct Devices {
     dir: StateDir,
-    /// Empty for all that there are at any time.
+    /// Empty for all devices that exist when a sample is taken.
     names: Vec<String>,
-    /// Those that cannot be reported on, and why.
+    /// The devices whose last sample failed, and why.
     failed: BTreeMap<String, Failure>,
 }
 
@@ -207,10 +204,11 @@ impl Devices {
         self.names.is_empty()
     }
 
-    /// The counters of each device that is there.
+    /// Reads the counters of each device. Devices that do not exist are missing from the result.
     ///
     /// # Errors
-    /// Why the only device, if it was named, cannot be reported on.
+    ///
+    /// Fails only if a single device is named: see [`Args::run`].
     fn sample(&mut self) -> Outcome<BTreeMap<String, Statistics>> {
         let names = if self.are_all() { self.dir.names()? } else { self.names.clone() };
         let mut samples = BTreeMap::new();
@@ -229,7 +227,7 @@ impl Devices {
         Ok(samples)
     }
 
-    /// Reports a failure once, as long as it is the same.
+    /// Reports the failure of a device. A failure that repeats in the next samples is reported once.
     fn fail(&mut self, name: String, failure: Failure) -> Outcome {
         if self.names.len() == 1 {
             return Err(failure);

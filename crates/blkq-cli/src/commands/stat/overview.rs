@@ -1,17 +1,16 @@
-//! Several devices, one line each, under the names and in the units of iostat(1).
+//! The report of several devices, with one line per device. Names and units of the columns are those of iostat(1).
 
 use super::report::{Figures, Group, Report};
 use crate::table::{Align, render};
 
-/// The headings of the columns. MB are 10^6 bytes, await is in milliseconds; those without `/s`
-/// are totals of the time in the second column.
+/// The headings of the columns. 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are totals for the
+/// time in the column `seconds`.
 const HEADS: [&str; 15] = [
     "DEVICE", "seconds", "r/s", "rMB/s", "r_await", "w/s", "wMB/s", "w_await", "d/s", "f/s", "rMB", "wMB",
     "aqu-sz", "%util", "errors",
 ];
 
-/// One line per report; of those that cover an interval without any I/O only their number, unless
-/// `verbose`.
+/// Formats one line per report. Unless `verbose`, reports of intervals without I/O are counted and not printed.
 pub fn overview(reports: &[Report], verbose: bool) -> String {
     let is_shown = |report: &&Report| verbose || report.is_whole || !report.figures.is_idle();
     let mut rows = vec![HEADS.map(str::to_owned)];
@@ -36,7 +35,7 @@ fn row(figures: &Figures) -> [String; HEADS.len()] {
     let ms = |group: &Group| group.latency_average_us / 1e3;
     let megabytes = |group: &Group| group.bytes as f64 / 1e6;
     [
-        // Wide enough that the columns of most reports line up.
+        // The widths keep the columns of successive reports aligned.
         format!("{name:12}"),
         format!("{seconds:7.1}"),
         format!("{:8.1}", read.iops),
@@ -62,7 +61,7 @@ mod tests {
     use crate::statistics::Statistics;
 
     #[test]
-    fn devices_have_a_line_each_and_idle_ones_are_counted() {
+    fn each_device_has_a_line_and_idle_devices_are_counted() {
         let before = Statistics::new(&counted(), 1_000_000_000, 9_000_000_000);
         let mut busy = counted();
         busy.groups[1].ios += 30;

@@ -1,4 +1,4 @@
-//! One device in full: a line per operation, and one per mechanism.
+//! The report of one device: a line per operation, and lines for the mechanisms of the block layer and the exports.
 
 use blkq::StatGroup;
 use blkq_export::nbd::NbdCounters;
@@ -11,8 +11,8 @@ use crate::statistics::{Gate, Nbd, Throttle, VhostUser};
 use crate::table::{Align, render};
 
 impl Report {
-    /// As text, without what was idle unless `verbose`; with `histogram`, the latencies of each
-    /// operation below.
+    /// Formats the report as text. Operations and mechanisms that were idle are omitted, unless `verbose`. With `histogram`,
+    /// the latency histogram of each operation follows.
     pub fn page(&self, histogram: bool, verbose: bool) -> String {
         let figures = &self.figures;
         let mut page = self.heading() + &figures.table(verbose) + &figures.lines(verbose);
@@ -24,7 +24,7 @@ impl Report {
         page
     }
 
-    /// Which time the totals and rates are of.
+    /// The first line, which states the time that the report covers.
     fn heading(&self) -> String {
         let Figures { name, seconds, .. } = &self.figures;
         match self.is_whole {
@@ -35,13 +35,12 @@ impl Report {
 }
 
 impl Figures {
-    /// The operations by name.
     fn groups(&self) -> impl Iterator<Item = (&'static str, &Group)> {
         let groups = [&self.read, &self.write, &self.discard, &self.flush];
         StatGroup::ALL.iter().map(|group| group.name()).zip(groups)
     }
 
-    /// Whether nothing happened, and nothing is in flight.
+    /// Whether there was no I/O, and no request is in flight.
     pub fn is_idle(&self) -> bool {
         self.in_flight == 0 && self.groups().all(|(_, group)| group.is_idle())
     }
@@ -54,7 +53,7 @@ impl Figures {
         let mut rows = vec![heads.map(str::to_owned)];
         for (name, group) in self.groups().filter(|(_, group)| verbose || !group.is_idle()) {
             let errors = by_status(&group.errors);
-            // Wide enough that the columns of most reports line up.
+            // The widths keep the columns of successive reports aligned.
             rows.push([
                 format!("{name:9}"),
                 format!("{:8.0}", group.iops),
@@ -92,7 +91,7 @@ impl Figures {
         render([Align::Left, Align::Left], &rows)
     }
 
-    /// The I/O as a whole.
+    /// The lines about all I/O together.
     fn load_rows(&self, verbose: bool) -> Vec<Row> {
         let Figures { in_flight, in_flight_max: [reads, others], queue, busy_percent, seconds, .. } = self;
         let totals: Vec<String> = self
@@ -108,25 +107,25 @@ impl Figures {
             row(
                 "in-flight",
                 format!(
-                    "{in_flight} now (most: {reads} reads, {others} others), queue {queue:.2}, busy {busy_percent:.1}% of {seconds:.1} s"
+                    "{in_flight} now (maximum: {reads} reads, {others} others), queue {queue:.2}, busy {busy_percent:.1}% of {seconds:.1} s"
                 ),
             ),
         ]
     }
 
-    /// The mechanisms of the block layer.
+    /// The lines about the mechanisms of the block layer.
     fn queue_rows(&self, verbose: bool) -> Vec<Row> {
         let Figures { flushes, batches, gate, clock, .. } = self;
         let mut rows = Vec::new();
         let Flushes { asked, sent, coalesced } = flushes;
         if verbose || asked + sent + coalesced > 0 {
-            rows.push(row("flushes", format!("{asked} asked, {sent} sent, {coalesced} coalesced")));
+            rows.push(row("flushes", format!("{asked} requested, {sent} sent, {coalesced} coalesced")));
         }
         let Batches { plugs, plug_mean, dispatches, dispatch_mean, requeues, splits, tag_waits, .. } =
             batches;
         if verbose || plugs + dispatches + requeues + splits + tag_waits > 0 {
             let text = format!(
-                "{plugs} plugs of {plug_mean:.1}, {dispatches} dispatches of {dispatch_mean:.1}, {requeues} requeues, {splits} splits, {tag_waits} tag waits"
+                "{plugs} plugs (mean size {plug_mean:.1}), {dispatches} dispatches (mean size {dispatch_mean:.1}), {requeues} requeues, {splits} splits, {tag_waits} tag waits"
             );
             rows.push(row("batches", text));
         }
@@ -148,20 +147,20 @@ impl Figures {
         rows
     }
 
-    /// Requests that take long: by themselves, after errors, or by limits.
+    /// The lines about requests that wait: requests that hang, are held after errors, or wait for a limit.
     fn watch_rows(&self, verbose: bool) -> Vec<Row> {
         let Figures { hangs, held, throttle, .. } = self;
         let mut rows = Vec::new();
         if verbose || hangs.now + hangs.found + hangs.stalls > 0 {
             let limit = match hangs.warning_seconds {
-                0.0 => "the warning is off".to_owned(),
-                seconds => format!("after {seconds} s"),
+                0.0 => "warning off".to_owned(),
+                seconds => format!("warning after {seconds} s"),
             };
             let text = format!("{} now, {} found, {} stalls ({limit})", hangs.now, hangs.found, hangs.stalls);
             rows.push(row("hangs", text));
         }
         if verbose || held.now + held.requests > 0 {
-            rows.push(row("held", format!("{} now, {} after errors", held.now, held.requests)));
+            rows.push(row("held", format!("{} now, {} in total", held.now, held.requests)));
         }
         if verbose || *throttle != Throttled::default() {
             rows.push(row("throttle", throttle.describe(self.seconds)));
@@ -170,7 +169,7 @@ impl Figures {
     }
 }
 
-/// A name, and what is said of it.
+/// A label and its text.
 type Row = [String; 2];
 
 fn row(name: &str, text: String) -> Row {
@@ -186,14 +185,17 @@ fn nbd_rows(nbd: &Nbd) -> [Row; 3] {
         row(
             "nbd",
             format!(
-                "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {timeouts} late"
+                "{connected} connected, {connections} connections, {refused_connections} rejected, {violations} protocol errors, {timeouts} timeouts"
             ),
         ),
-        row("", format!("{requests} requests, {errors} errors, of which {refused_requests} refused at once")),
+        row(
+            "",
+            format!("{requests} requests, {errors} errors, of which {refused_requests} invalid requests"),
+        ),
         row(
             "",
             format!(
-                "{receives} receives, {sends} sends, {split_reads} reads in parts, {receive_backoffs} receive back-offs"
+                "{receives} receives, {sends} sends, {split_reads} split reads, {receive_backoffs} receive back-offs"
             ),
         ),
     ]
@@ -207,13 +209,13 @@ fn vhost_rows(vhost: &VhostUser) -> [Row; 2] {
         row(
             "vhost-user",
             format!(
-                "{connected} connected, {connections} connections, {refused_connections} turned away, {violations} broke the protocol, {rejected_rings} rings stopped"
+                "{connected} connected, {connections} connections, {refused_connections} rejected, {violations} protocol errors, {rejected_rings} invalid rings"
             ),
         ),
         row(
             "",
             format!(
-                "{requests} requests, {errors} errors, {bounced} copied, {registered} registered, {kicks} kicks, {calls} calls"
+                "{requests} requests, {errors} errors, {bounced} copied, {registered} in registered memory, {kicks} kicks, {calls} calls"
             ),
         ),
     ]
@@ -229,7 +231,7 @@ impl Throttled {
             .map(|group| format!(", group {group} (weight {weight}): {}", or_none(group_limits)));
         let waited = *time_ns as f64 / 1e9;
         format!(
-            "{now} now, {requests} requests, {waited:.3} s of {seconds:.1} s; limits: {}{}",
+            "{now} now, {requests} requests waited, for {waited:.3} s of {seconds:.1} s; limits: {}{}",
             or_none(limits),
             group.unwrap_or_default()
         )
@@ -242,7 +244,7 @@ impl Group {
     }
 }
 
-/// `io:3,no-space:1`
+/// Formats the number of errors of each kind, such as `io:3,no-space:1`.
 fn by_status(counts: &Map<String, Value>) -> String {
     counts.iter().map(|(name, count)| format!("{name}:{count}")).collect::<Vec<_>>().join(",")
 }
@@ -256,7 +258,7 @@ mod tests {
     use crate::statistics::Statistics;
 
     #[test]
-    fn a_page_lines_up_and_hides_what_was_idle() {
+    fn a_page_is_aligned_and_omits_idle_parts() {
         let mut snapshot = counted();
         snapshot.groups[StatGroup::Write as usize].refused[0] = 3;
         let mut statistics = Statistics::new(&snapshot, 5, 2_000_000_000);
@@ -270,12 +272,12 @@ mod tests {
             "totals     read 100 (0.41 MB), write 0 (0.00 MB), discard 0 (0.00 MB), flush 0",
             "in-flight  4 now",
             "flushes    0",
-            "batches    10 plugs of 10.0",
+            "batches    10 plugs (mean size 10.0)",
             "gate       0",
             "clock      25 reads",
-            "hangs      0 now, 0 found, 0 stalls (the warning is off)",
-            "held       0 now, 0 after errors",
-            "throttle   0 now, 0 requests, 0.000 s of 2.0 s; limits: none",
+            "hangs      0 now, 0 found, 0 stalls (warning off)",
+            "held       0 now, 0 in total",
+            "throttle   0 now, 0 requests waited, for 0.000 s of 2.0 s; limits: none",
             "nbd        0",
         ];
         assert!(begins.iter().zip(&lines[6..]).all(|(begin, line)| line.starts_with(begin)), "{page}");

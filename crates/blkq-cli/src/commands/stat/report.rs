@@ -1,5 +1,7 @@
-//! The figures of one report of `blkq stat`, and their JSON. The names in the JSON stay; more may
-//! come.
+//! Computes the figures of one report of `blkq stat`, and defines their JSON.
+//!
+//! The field names are keys of the JSON, which scripts rely on: they do not change, and later versions may add others.
+//! docs/watching.md explains each of them.
 
 use std::time::SystemTime;
 
@@ -12,23 +14,21 @@ use super::histogram::bars;
 use crate::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 use crate::timestamp::rfc3339;
 
-/// One report.
 pub struct Report {
-    /// Its contents.
     pub figures: Figures,
-    /// Whether it covers all the time since the device was attached.
+    /// The report covers all the time since the device was attached.
     pub is_whole: bool,
-    /// Of the time that the report covers.
+    /// The counters of the time that the report covers.
     pub during: StatsSnapshot,
 }
 
-/// The report of a device.
+/// The figures of a device, as `--json` prints them.
 #[derive(Serialize)]
 pub struct Figures {
     pub name: String,
-    /// When the report was made.
+    /// When the report was made, as in RFC 3339.
     pub time: String,
-    /// The time that it covers.
+    /// The length of the time that the report covers.
     pub seconds: f64,
     pub read: Group,
     pub write: Group,
@@ -36,11 +36,11 @@ pub struct Figures {
     pub flush: Group,
     /// Requests in flight now.
     pub in_flight: u64,
-    /// The most that ever were in flight: reads, and all others.
+    /// The maximum of requests in flight in a single queue since the device was attached: reads, and all others.
     pub in_flight_max: [u64; 2],
-    /// Requests in flight on average.
+    /// The average number of requests in flight.
     pub queue: f64,
-    /// Part of the time with anything in flight, in percent.
+    /// Share of the time with requests in flight, in percent.
     pub busy_percent: f64,
     pub flushes: Flushes,
     pub batches: Batches,
@@ -49,28 +49,28 @@ pub struct Figures {
     pub hangs: Hangs,
     pub throttle: Throttled,
     pub held: Held,
-    /// Null without an NBD server.
+    /// Null if the device has no NBD export.
     pub nbd: Option<Nbd>,
-    /// Null without vhost-user-blk.
+    /// Null if the device has no vhost-user-blk export.
     pub vhost_user: Option<VhostUser>,
-    /// Each queue, from the first on.
+    /// The figures of each queue, in the order of their numbers.
     pub queues: Vec<Queue>,
-    /// Counted in the time that the report covers.
+    /// The internal counters, for the time that the report covers.
     pub counters: Map<String, Value>,
-    /// The same as `clock.age_max_us`.
+    /// Repeats `clock.age_max_us`, for scripts written for earlier versions.
     pub clock_age_max_us: f64,
-    /// Counted since the device was attached: the fields of /sys/block/X/stat.
+    /// The fields of /sys/block/X/stat, counted since the device was attached.
     pub fields: [u64; 17],
 }
 
 /// The figures of one kind of operation.
 #[derive(Serialize)]
 pub struct Group {
-    /// Totals of the time that the report covers.
+    // Totals for the time that the report covers.
     pub ios: u64,
     pub bytes: u64,
     pub merges: u64,
-    /// Rates and latencies.
+    // Rates per second, and latencies including the time in queues.
     pub iops: f64,
     pub mb_per_s: f64,
     pub merges_per_s: f64,
@@ -80,23 +80,23 @@ pub struct Group {
     pub latency_p99_us: f64,
     pub latency_p999_us: f64,
     pub latency_max_us: f64,
-    /// Requests failed in the time that the report covers, by the name of the status.
+    /// The number of requests that failed with each status. Statuses without requests are omitted.
     pub errors: Map<String, Value>,
-    /// The same of I/Os that were rejected before they were requests.
+    /// The number of I/Os that were rejected with each status before they became requests.
     pub refused: Map<String, Value>,
-    /// From the shortest latency on, if it was asked for.
+    /// The bars from the shortest latency to the longest; only with --histogram.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub histogram: Option<Vec<Bar>>,
 }
 
-/// So many latencies below this time, and not below that of the bar before.
+/// A bar of a histogram: the number of latencies below this time that the bars before do not count.
 #[derive(Serialize)]
 pub struct Bar {
     pub below_us: f64,
     pub count: u64,
 }
 
-/// How many flushes were needed, given to the driver, and served by one that others needed too.
+/// I/Os that needed a flush (`asked`), flushes sent to the driver, and I/Os that shared their flush with others.
 #[derive(Serialize)]
 pub struct Flushes {
     pub asked: u64,
@@ -104,7 +104,7 @@ pub struct Flushes {
     pub coalesced: u64,
 }
 
-/// Batches that left the plug and reached the driver, and requests of each on average.
+/// Batches that left a plug, batches dispatched to the driver, and their mean sizes in requests.
 #[derive(Serialize)]
 pub struct Batches {
     pub plugs: u64,
@@ -114,12 +114,12 @@ pub struct Batches {
     pub requeues: u64,
     pub splits: u64,
     pub tag_waits: u64,
-    /// Calls of io_uring_enter by engines, and those of them that submitted a part of a batch.
+    /// Calls of io_uring_enter by engines. `early_submissions` counts those that submitted a part of a batch.
     pub enters: u64,
     pub early_submissions: u64,
 }
 
-/// The figures of one queue, of all operations together.
+/// The figures of one queue, for all operations together.
 #[derive(Serialize)]
 pub struct Queue {
     pub iops: f64,
@@ -127,9 +127,9 @@ pub struct Queue {
     pub latency_average_us: f64,
     /// Requests in flight now.
     pub in_flight: u64,
-    /// Part of the time with anything in flight, in percent.
+    /// Share of the time with requests in flight, in percent.
     pub busy_percent: f64,
-    /// Requests that hung in the last scan.
+    /// Requests that hung when the daemon last scanned for them.
     pub hung: u64,
 }
 
@@ -137,26 +137,26 @@ pub struct Queue {
 pub struct Clock {
     pub reads: u64,
     pub reads_per_io: f64,
-    /// The longest that a cached reading was used since the device was attached.
+    /// The longest time for which a cached reading was used since the device was attached.
     pub age_max_us: f64,
 }
 
-/// Requests that are held after errors.
+/// Requests that are held after I/O errors.
 #[derive(Serialize)]
 pub struct Held {
     pub now: u64,
-    /// How often one was.
+    /// The number of times that a request was held.
     pub requests: u64,
 }
 
 #[derive(Serialize)]
 pub struct Hangs {
-    /// Hung in the last scan.
+    /// Requests that hung when the daemon last scanned for them.
     pub now: u64,
     pub found: u64,
-    /// How often the thread of a queue did not answer.
+    /// The number of times that the thread of a queue did not respond.
     pub stalls: u64,
-    /// 0 without a hang warning.
+    /// The hang warning; 0 if it is off.
     pub warning_seconds: f64,
 }
 
@@ -164,21 +164,22 @@ pub struct Hangs {
 pub struct Throttled {
     /// Requests that wait for a limit now.
     pub now: u64,
-    /// Those that had to wait.
+    /// Requests that had to wait for a limit.
     pub requests: u64,
-    /// The time in which requests waited, of all queues together.
+    /// The time in which requests waited, summed over the queues.
     pub time_ns: u64,
     #[serde(flatten)]
     pub limits: Throttle,
 }
 
 impl Report {
-    /// Of all that was counted.
+    /// The report since the device was attached.
     pub fn whole(name: &str, now: &Statistics) -> Report {
         Report::new(name, &Statistics::default(), now, now.uptime_ns)
     }
 
-    /// Of what was counted between two times; of all if the device was attached in between.
+    /// The report of the time between two samples. If the device was attached between them, the report covers the time since
+    /// then.
     pub fn between(name: &str, before: &Statistics, now: &Statistics) -> Report {
         if now.uptime_ns < now.time_ns.saturating_sub(before.time_ns) {
             return Report::whole(name, now);
@@ -188,10 +189,10 @@ impl Report {
 
     fn new(name: &str, before: &Statistics, now: &Statistics, elapsed_ns: u64) -> Report {
         let totals = now.snapshot();
-        // Of all the time the latencies are known to the nanosecond.
+        // `delta` cannot know the largest latency of an interval exactly. The totals contain it exactly.
         let is_whole = *before == Statistics::default();
         let during = if is_whole { totals.clone() } else { totals.delta(&before.snapshot()) };
-        // Nothing divides by zero below; a report of no time shows no rates.
+        // May be 0: `rate` returns 0 then, and does not divide.
         let seconds = elapsed_ns as f64 / 1e9;
         let group = |group| Group::new(&during[group], seconds);
         let waited_ns: u64 = during.groups.iter().map(|group| group.nanoseconds).sum();
@@ -273,7 +274,7 @@ impl Report {
         sum
     }
 
-    /// The values in JSON; with `histogram`, also the latencies of each operation.
+    /// The figures to encode as JSON; with `histogram`, also the bars of each operation.
     pub fn json(mut self, histogram: bool) -> impl Serialize {
         let Figures { read, write, discard, flush, .. } = &mut self.figures;
         for (group, figures) in StatGroup::ALL.iter().zip([read, write, discard, flush]) {
@@ -311,14 +312,14 @@ impl Group {
         }
     }
 
-    /// Requests failed in the time that the report covers.
+    /// The number of requests that failed, with any status.
     pub fn error_count(&self) -> u64 {
         self.errors.values().filter_map(Value::as_u64).sum()
     }
 }
 
 impl Figures {
-    /// Part of the time in which requests waited for a limit, in percent, on average over the queues.
+    /// Share of the time in which requests waited for a limit, in percent, averaged over the queues.
     pub fn throttled_percent(&self) -> f64 {
         let queues = self.queues.len().max(1) as f64;
         rate(self.throttle.time_ns as f64 / 1e7 / queues, self.seconds).min(100.0)
@@ -366,7 +367,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_report_is_in_units_per_second() {
+    fn figures_of_a_report_have_the_documented_units() {
         let figures = Report::whole("a", &Statistics::new(&counted(), 5, 2_000_000_000)).figures;
         assert_eq!((figures.read.iops, figures.read.merges_per_s), (50.0, 25.0));
         assert_eq!(figures.read.mb_per_s, 0.205);
@@ -382,7 +383,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_interval_is_what_came_between() {
+    fn a_report_of_an_interval_covers_only_the_interval() {
         let before = Statistics::new(&counted(), 1_000_000_000, 9_000_000_000);
         let mut more = counted();
         let write = &mut more.groups[StatGroup::Write as usize];
@@ -408,7 +409,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_device_attached_in_between_is_reported_in_whole() {
+    fn a_device_attached_within_an_interval_is_reported() {
         let before = Statistics::new(&counted(), 1_000_000_000, 9_000_000_000);
         let now = Statistics::new(&counted(), 4_000_000_000, 2_000_000_000);
         let report = Report::between("a", &before, &now);
@@ -417,7 +418,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_names_in_the_json_are_those_of_the_documentation() {
+    fn the_documentation_names_every_key_of_the_json() {
         let mut statistics = Statistics::new(&counted(), 5, 2_000_000_000);
         statistics.nbd = Some(Nbd::default());
         statistics.vhost_user = Some(VhostUser::default());
