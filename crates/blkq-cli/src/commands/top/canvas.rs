@@ -1,4 +1,4 @@
-//! Writing text into a part of a picture.
+//! Writes text into a part of a buffer.
 
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
@@ -6,7 +6,7 @@ use ratatui_core::style::Style;
 
 use crate::table::Align;
 
-/// Writes `text` at `(x, y)` of `area`, as far as it fits; returns where it ends.
+/// Writes `text` at `(x, y)` of `area`, cut at the right edge. Returns the column after the text.
 pub fn put(buffer: &mut Buffer, area: Rect, (x, y): (u16, u16), text: &str, style: Style) -> u16 {
     let area = area.intersection(buffer.area);
     if y >= area.height || x >= area.width {
@@ -16,7 +16,7 @@ pub fn put(buffer: &mut Buffer, area: Rect, (x, y): (u16, u16), text: &str, styl
     buffer.set_stringn(area.x + x, area.y + y, text, width, style).0 - area.x
 }
 
-/// `text` in a cell of `width`, on a side of it.
+/// Pads `text` to `width` columns.
 pub fn aligned(text: &str, width: u16, align: Align) -> String {
     let width = usize::from(width);
     match align {

@@ -1,4 +1,4 @@
-//! The devices of a view: what each did between its last two samples, and before.
+//! The devices that `top` shows, each with its figures of the last interval and its latencies of earlier intervals.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -8,44 +8,44 @@ use crate::commands::stat::report::Report;
 use crate::failure::Outcome;
 use crate::statistics::Statistics;
 
-/// A daemon that has not answered for so long is marked as silent.
+/// A daemon that has not answered for this long is marked as silent.
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
-/// So many samples of a device are kept for its heat map: the width of a wide terminal.
+/// The number of intervals whose latencies are stored for the heat map: the width of a wide terminal.
 const COLUMNS_MAX: usize = 512;
-/// Powers of two of nanoseconds by which latencies are counted there.
+/// The number of latency ranges of the heat map. Range `n` ends at 2^n nanoseconds; the last one also counts everything
+/// above.
 pub const POWERS: usize = 41;
 
-/// How many latencies of an interval were below each power of two and not below the one before;
-/// `None` without a sample.
+/// A column of the heat map: the number of latencies in each range, during one interval. `None` if the daemon did not
+/// answer in the interval.
 pub type Column = Option<[u32; POWERS]>;
 
-/// One device.
 #[derive(Default)]
 pub struct Device {
     last: Option<Statistics>,
-    /// Of the time between the last two samples.
+    /// The figures between the last two samples.
     report: Option<Report>,
-    /// Why there is none.
+    /// Why the last sample failed.
     trouble: Option<String>,
-    /// When its daemon was asked what it has not answered.
+    /// When the request was sent that the daemon has not answered yet.
     asked: Option<Instant>,
     silent_seconds: Option<u64>,
+    /// The columns of the heat map, the latest first.
     columns: VecDeque<Column>,
 }
 
 impl Device {
-    /// The figures of the last interval, unless they are not known.
+    /// The figures of the last interval; `None` if they are unknown.
     pub fn report(&self) -> Option<&Report> {
         self.report.as_ref().filter(|_| self.trouble().is_none())
     }
 
-    /// Why they are not.
+    /// Why the figures are unknown.
     pub fn trouble(&self) -> Option<String> {
-        let silent = |seconds| format!("its daemon has not answered for {seconds} s");
+        let silent = |seconds| format!("the daemon has not answered for {seconds} s");
         self.silent_seconds.map(silent).or_else(|| self.trouble.clone())
     }
 
-    /// The latencies of its intervals, the latest first.
     pub fn columns(&self) -> &VecDeque<Column> {
         &self.columns
     }
@@ -57,7 +57,7 @@ impl Device {
 
     fn measured(&mut self, name: &str, now: Statistics) {
         self.trouble = None;
-        // Of one that was there before, there is no interval yet.
+        // The first sample of a device ends no interval.
         let Some(before) = self.last.replace(now) else { return };
         let Some(now) = &self.last else { return };
         let report = Report::between(name, &before, now);
@@ -73,12 +73,12 @@ impl Device {
     }
 }
 
-/// All devices, by name.
+/// All devices, sorted by name.
 #[derive(Default)]
 pub struct Devices(BTreeMap<String, Device>);
 
 impl Devices {
-    /// Their daemons were asked at `now`. Those that are not among the `names` are detached.
+    /// Notes that the daemons of the devices `names` were asked at `now`. Other devices have been detached and are removed.
     pub fn asked(&mut self, names: Vec<String>, now: Instant) {
         self.0.retain(|name, _| names.contains(name));
         for name in names {
@@ -91,7 +91,7 @@ impl Devices {
         self.mark_silent(now);
     }
 
-    /// A daemon answered.
+    /// Takes the answer of a daemon.
     pub fn answered(&mut self, name: &str, outcome: Outcome<Option<Statistics>>) {
         let Some(device) = self.0.get_mut(name) else { return };
         (device.asked, device.silent_seconds) = (None, None);
@@ -109,7 +109,7 @@ impl Devices {
         }
     }
 
-    /// Marks those whose answers are late at `now`.
+    /// Marks the devices whose daemons have not answered for [`SILENT_AFTER`] at `now`.
     pub fn mark_silent(&mut self, now: Instant) {
         for device in self.0.values_mut() {
             let waited = device.asked.map(|asked| now.saturating_duration_since(asked));
@@ -118,12 +118,11 @@ impl Devices {
         }
     }
 
-    /// The device `name`, if it is there.
     pub fn get(&self, name: &str) -> Option<&Device> {
         self.0.get(name)
     }
 
-    /// A row for each device, by name.
+    /// A row for each device, sorted by name.
     pub fn rows(&self) -> Vec<Row> {
         self.0.iter().map(|(name, device)| Row::new(name, device.report(), device.trouble())).collect()
     }
@@ -137,7 +136,7 @@ pub mod tests {
     use crate::failure::Failure;
     use crate::statistics::{Nbd, QueueSums};
 
-    /// A device at `second` of its life that did `ios` reads of 4 KiB so far, each of `latency_ns`.
+    /// The counters of a device `second` seconds after its attach, with `ios` reads of 4 KiB, each with `latency_ns`.
     pub fn statistics(second: u64, ios: u64, latency_ns: u64) -> Statistics {
         let mut snapshot =
             StatsSnapshot { in_flight: [3, 0], busy_ns: second * 500_000_000, ..Default::default() };
@@ -160,7 +159,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_first_sample_has_no_rates_and_the_second_those_between() {
+    fn rates_are_computed_between_two_samples() {
         let mut devices = Devices::default();
         let now = Instant::now();
         devices.asked(vec!["a".to_owned()], now);
@@ -171,12 +170,12 @@ pub mod tests {
         devices.asked(vec!["a".to_owned()], now);
         let later = statistics(2, 1000, 1_000);
         let later = {
-            // 100 more in two seconds, of a millisecond.
+            // 100 more reads in two seconds, each with a latency of 1 ms.
             let mut snapshot = later.snapshot();
             let read = &mut snapshot.groups[StatGroup::Read as usize];
             read.ios += 100;
             (0..100).for_each(|_| read.latency.record(1_000_000));
-            // One of its two queues waited for a second of them.
+            // One of the two queues waited for a limit for one of the two seconds.
             snapshot.counters[Counter::ThrottledNs as usize] = 1_000_000_000;
             let mut now = Statistics::new(&snapshot, later.time_ns, later.uptime_ns);
             now.queues = later.queues;
@@ -187,14 +186,14 @@ pub mod tests {
         assert_eq!((row.iops, row.in_flight), (Some(50.0), Some(3)));
         assert_eq!(row.throttled_percent, Some(25.0));
         let p50 = row.latency_p50_us.unwrap();
-        assert!((1_000.0..1_125.0).contains(&p50), "not of the time before: {p50}");
+        assert!((1_000.0..1_125.0).contains(&p50), "earlier latencies must not count: {p50}");
         let column = devices.get("a").unwrap().columns()[0].unwrap();
         assert_eq!(column.iter().sum::<u32>(), 100);
         assert_eq!(column[20], 100, "below 2^20 ns, and not below 2^19");
     }
 
     #[test]
-    fn devices_come_go_are_silent_and_die() {
+    fn detached_silent_and_dead_devices_are_shown_as_such() {
         let mut devices = Devices::default();
         let begin = Instant::now();
         let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
@@ -208,13 +207,13 @@ pub mod tests {
         devices.asked(names(&["a", "b"]), begin);
         assert!(devices.get("c").is_none());
         devices.answered("c", Ok(None));
-        devices.answered("b", Err(Failure::new("b: its daemon died (killed); attach it again")));
+        devices.answered("b", Err(Failure::new("b: the daemon died (killed); attach it again")));
         devices.mark_silent(later);
         let rows = devices.rows();
-        assert_eq!(rows[0].error.as_deref(), Some("its daemon has not answered for 3 s"));
-        assert_eq!(rows[0].iops, None, "not those of before");
-        assert_eq!(rows[1].error.as_deref(), Some("its daemon died (killed); attach it again"));
-        // The time without samples is a gap, and a late answer covers all of it.
+        assert_eq!(rows[0].error.as_deref(), Some("the daemon has not answered for 3 s"));
+        assert_eq!(rows[0].iops, None, "the figures of the previous interval must not be shown");
+        assert_eq!(rows[1].error.as_deref(), Some("the daemon died (killed); attach it again"));
+        // An interval without an answer is a gap in the map. A late answer covers the time since the last sample.
         devices.asked(names(&["a", "b"]), later);
         assert_eq!(devices.get("a").unwrap().columns()[0], None);
         devices.answered("a", Ok(Some(statistics(5, 500, 1_000))));
@@ -222,7 +221,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_device_attached_anew_begins_anew() {
+    fn a_device_that_was_attached_again_starts_at_zero() {
         let mut devices = Devices::default();
         let mut again = statistics(9, 50, 1_000);
         for statistics in [statistics(0, 100, 1_000), {
@@ -232,6 +231,6 @@ pub mod tests {
             devices.asked(vec!["a".to_owned()], Instant::now());
             devices.answered("a", Ok(Some(statistics)));
         }
-        assert_eq!(devices.rows()[0].iops, Some(25.0), "of its two seconds");
+        assert_eq!(devices.rows()[0].iops, Some(25.0), "50 reads in the two seconds since the second attach");
     }
 }

@@ -1,4 +1,4 @@
-//! The picture: the list of devices, or the page of one.
+//! Draws the view into a buffer: the list of devices here, the page of one device in [`page`].
 
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
@@ -11,14 +11,12 @@ use super::theme::Theme;
 use super::view::{Sort, View};
 use crate::table::Align;
 
-/// The latencies between which a bar is drawn, in powers of ten of microseconds.
+/// The scale of the latency bars: from 10^0 to 10^7 microseconds.
 const BAR_DECADES: std::ops::Range<f64> = 0.0..7.0;
-/// Narrowest column of names.
+/// The smallest width of the column of names, and the most that it grows on a wide terminal.
 const NAME_COLUMNS: u16 = 12;
-/// By how much it grows on a wide terminal.
 const NAME_COLUMNS_MORE: u16 = 28;
 
-/// A column of the list.
 struct Column {
     head: &'static str,
     width: u16,
@@ -26,7 +24,7 @@ struct Column {
     cell: fn(&Row) -> Option<String>,
 }
 
-/// The columns behind the name, in order. Those from the right are left out where there is no room.
+/// The columns after the name. On a narrow terminal, columns are omitted, from the right.
 const COLUMNS: [Column; 11] = [
     Column { head: "IOPS", width: 5, sort: Some(Sort::Iops), cell: |row| row.iops.map(short) },
     Column { head: "MB/s", width: 5, sort: Some(Sort::MbPerS), cell: |row| row.mb_per_s.map(short) },
@@ -45,11 +43,10 @@ const COLUMNS: [Column; 11] = [
     Column { head: "HUNG", width: 4, sort: Some(Sort::Hung), cell: |row| row.hung.map(count) },
     Column { head: "CLI", width: 3, sort: Some(Sort::Clients), cell: |row| row.clients.map(count) },
 ];
-/// The place of the bar among them, and its narrowest.
+/// The index of the latency bar in [`COLUMNS`], and its smallest width.
 const BAR: usize = 4;
 const BAR_COLUMNS: u16 = 11;
 
-/// Draws the view on all of `buffer`.
 pub fn draw(view: &mut View, theme: Theme, buffer: &mut Buffer) {
     let area = buffer.area;
     if area.width == 0 || area.height == 0 {
@@ -91,7 +88,7 @@ fn list(view: &mut View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     put(buffer, area, (0, 1), &aligned(&heading, area.width, Align::Left), theme.heading());
     let height = usize::from(area.height.saturating_sub(2)).max(1);
     let selected = view.selected_index(&rows);
-    // As little as is needed for the selected row to be seen.
+    // The list scrolls only as far as is necessary to show the selected row.
     let latest = rows.len().saturating_sub(height);
     let range = (selected + 1).saturating_sub(height)..=selected;
     view.top_row = view.top_row.clamp(*range.start(), *range.end()).min(latest);
@@ -104,8 +101,8 @@ fn list(view: &mut View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     }
     if rows.is_empty() {
         let text = match view.filter.is_empty() {
-            true => "no devices; blkq attach makes one",
-            false => "no device has such a name; Esc shows all",
+            true => "no devices; create one with `blkq attach`",
+            false => "no name contains the filter; Esc shows all devices",
         };
         put(buffer, area, (0, 2), text, theme.faint());
     }
@@ -125,17 +122,17 @@ fn title(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect, rows: &[Row
     if !view.filter.is_empty() {
         x = put(buffer, area, (x, 0), &format!(", names with \"{}\"", view.filter), theme.faint());
     }
-    let troubled = rows.iter().filter(|row| is_stuck(row)).count();
-    if troubled > 0 {
-        put(buffer, area, (x, 0), &format!("  ! {troubled} in trouble"), theme.alarm());
+    let stuck = rows.iter().filter(|row| is_stuck(row)).count();
+    if stuck > 0 {
+        put(buffer, area, (x, 0), &format!("  ! {stuck} stuck"), theme.alarm());
     }
 }
 
-/// The widths of the columns.
+/// The widths of the columns whose widths depend on that of the terminal.
 struct Layout {
     name: u16,
     bar: u16,
-    /// How many columns there is room for.
+    /// The number of [`COLUMNS`] that fit.
     shown: usize,
 }
 
@@ -147,7 +144,7 @@ impl Layout {
         while shown > 0 && needed(shown) > width {
             shown -= 1;
         }
-        // Half of what is left is for names, the rest for bars.
+        // The names get half of the remaining width, the bars the rest.
         let left = width.saturating_sub(needed(shown));
         let more = left.div_ceil(2).min(NAME_COLUMNS_MORE);
         Layout { name: NAME_COLUMNS + more, bar: BAR_COLUMNS + left - more, shown }
@@ -159,7 +156,7 @@ impl Layout {
     }
 }
 
-/// Whether something of the device does not go on.
+/// Whether some I/O of the device is stuck: its daemon does not answer, or requests hang or are held.
 fn is_stuck(row: &Row) -> bool {
     row.error.is_some() || row.hung.unwrap_or(0) + row.held.unwrap_or(0) > 0
 }
@@ -186,12 +183,12 @@ fn line(row: &Row, layout: &Layout, theme: Theme, buffer: &mut Buffer, area: Rec
     }
 }
 
-/// A bar on a logarithmic scale: up to p50, and on to p99.
+/// Draws the latency bar, on a logarithmic scale: one symbol up to p50, another one from there to p99.
 fn bar(row: &Row, width: u16, theme: Theme, buffer: &mut Buffer, area: Rect, (x, y): (u16, u16)) {
     let length = |us: Option<f64>| {
         let decades = us.map_or(BAR_DECADES.start, |us| us.max(1.0).log10());
         let part = (decades - BAR_DECADES.start) / (BAR_DECADES.end - BAR_DECADES.start);
-        // Any latency is seen.
+        // Even the shortest latency gets one column.
         let least = u16::from(us.is_some());
         ((part * f64::from(width)).round() as u16).clamp(least, width)
     };
@@ -234,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn eighty_columns_show_every_column_of_every_device() {
+    fn eighty_columns_are_enough_for_all_figures() {
         let mut view = view(&[("idle", 0), ("busy.img", 12_300)]);
         let lines = lines(&mut view, 80, 24);
         assert!(lines[0].starts_with("blkq top: 2 devices, 12.3k IOPS, 50.4 MB/s, every 1 s"), "{lines:#?}");
@@ -272,16 +269,16 @@ mod tests {
         let mut view = view(&[("a", 100), ("b", 50)]);
         let now = Instant::now();
         view.devices.asked(vec!["a".into(), "b".into()], now);
-        view.devices.answered("b", Err(Failure::new("b: its daemon died (killed)")));
+        view.devices.answered("b", Err(Failure::new("b: the daemon died (killed)")));
         view.devices.mark_silent(now + Duration::from_secs(7));
         let lines = lines(&mut view, 80, 10);
-        assert!(lines[0].contains("! 2 in trouble"), "{lines:#?}");
+        assert!(lines[0].contains("! 2 stuck"), "{lines:#?}");
         assert!(lines[2].starts_with("a ") && lines[2].contains("not answered for 7 s"), "{lines:#?}");
-        assert!(lines[3].contains("its daemon died (killed)"), "{lines:#?}");
+        assert!(lines[3].contains("the daemon died (killed)"), "{lines:#?}");
     }
 
     #[test]
-    fn the_selected_row_is_seen_wherever_it_is() {
+    fn the_selected_row_is_always_visible() {
         let names: Vec<String> = (0..50).map(|n| format!("disk-{n:02}")).collect();
         let devices: Vec<(&str, u64)> = names.iter().map(|name| (name.as_str(), 10)).collect();
         let mut view = view(&devices);
@@ -314,7 +311,7 @@ mod tests {
         assert_eq!(words(&page[4])[..5], ["write", "0", "0", "0", "-"]);
         let map = page.iter().position(|line| line.starts_with("LATENCY")).unwrap();
         assert!(page[map + 1].starts_with("  <524us|") && page[map + 1].ends_with('@'), "{page:#?}");
-        // Two queues, of a daemon that sends them.
+        // The daemon has sent the figures of two queues.
         let queues = page.iter().position(|line| line.starts_with("QUEUE")).unwrap();
         assert_eq!(words(&page[queues + 1])[..4], ["0", "600", "2.5", "300us"], "{page:#?}");
         assert_eq!(words(&page[queues + 2])[..2], ["1", "400"]);
@@ -323,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn no_size_of_a_terminal_is_too_small_or_large() {
+    fn terminals_of_any_size_can_be_drawn_on() {
         let mut view = view(&[("busy.img", 1000), ("名前", 5)]);
         for is_page in [false, true] {
             view.selected = Some("busy.img".to_owned());
@@ -344,7 +341,7 @@ mod tests {
         }
         let lines = lines(&mut view, 80, 24);
         assert!(
-            lines[0].contains("0 devices") && lines[2].starts_with("no device has such a name"),
+            lines[0].contains("0 devices") && lines[2].starts_with("no name contains the filter"),
             "{lines:#?}"
         );
         assert!(lines[23].starts_with("filter: z_"), "{lines:#?}");

@@ -1,5 +1,5 @@
-//! A heat map: from left to right the time, from below the latency, and how hot a cell is shows how
-//! many requests took so long then.
+//! Draws a heat map of latencies. Time runs from left to right, latencies rise from the bottom to the top, and the colour of
+//! a cell shows how many requests had this latency at this time.
 
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
@@ -10,10 +10,10 @@ use super::row::latency;
 use super::theme::Theme;
 use crate::table::Align;
 
-/// Columns of the labels at the left.
+/// The width of the labels at the left.
 const LABEL_COLUMNS: u16 = 8;
 
-/// Draws the map of `columns`, the latest first, on all of `area`.
+/// Draws the map into `area`. `columns` begins with the latest column, which is drawn at the right.
 pub fn draw<'a>(
     columns: impl Iterator<Item = &'a Column> + Clone,
     theme: Theme,
@@ -31,7 +31,6 @@ pub fn draw<'a>(
         put(buffer, area, (0, y), &aligned(&label, LABEL_COLUMNS, Align::Right), theme.faint());
         put(buffer, area, (LABEL_COLUMNS, y), theme.rule(), theme.faint());
     }
-    // The latest is at the right.
     for (x, column) in (0..width).rev().zip(shown) {
         let x = LABEL_COLUMNS + 1 + x;
         for y in 0..scale.rows() {
@@ -48,18 +47,19 @@ pub fn draw<'a>(
     }
 }
 
-/// Which latencies are in which row, and what is hot.
+/// Assigns latencies to rows, and numbers of requests to colours.
 struct Scale {
+    /// The lowest and the highest power of two with any requests.
     lowest: usize,
     highest: usize,
-    /// So many powers of two share a row.
+    /// The number of powers of two that share a row.
     step: usize,
-    /// The most requests of a cell.
+    /// The number of requests in the hottest cell.
     most: u64,
 }
 
 impl Scale {
-    /// For maps with at most `rows`; `None` if there is nothing to see.
+    /// The scale for a map with at most `rows` rows; `None` if there were no requests, or there are no rows.
     fn new<'a>(columns: impl Iterator<Item = &'a Column> + Clone, rows: u16) -> Option<Scale> {
         let is_used = |power: &usize| columns.clone().flatten().any(|counts| counts[*power] > 0);
         let lowest = (0..POWERS).find(is_used)?;
@@ -76,7 +76,7 @@ impl Scale {
         (self.highest - self.lowest + 1).div_ceil(self.step) as u16
     }
 
-    /// The powers of two of row `y`, which counts from above.
+    /// The powers of two of row `y`, counted from the top.
     fn powers(&self, y: u16) -> std::ops::RangeInclusive<usize> {
         let low = self.lowest + usize::from(self.rows() - 1 - y) * self.step;
         low..=(low + self.step - 1).min(POWERS - 1)
@@ -86,7 +86,7 @@ impl Scale {
         counts[self.powers(y)].iter().map(|count| u64::from(*count)).sum()
     }
 
-    /// How hot a cell is, on a logarithmic scale up to 1; `None` if it is empty.
+    /// The heat of a cell, on a logarithmic scale up to 1; `None` if it is empty.
     fn part(&self, counts: &[u32; POWERS], y: u16) -> Option<f64> {
         let count = self.count(counts, y);
         (count > 0).then(|| (count as f64).ln_1p() / (self.most as f64).ln_1p())
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_is_right_the_slow_above_and_many_are_hot() {
+    fn the_map_shows_time_latency_and_number_of_requests() {
         let columns = [column(&[(20, 1)]), None, column(&[(18, 1000), (19, 30)])];
         let map = lines(&columns, 13, 5);
         assert_eq!(map[0], "  <1.0ms|  |.", "{map:#?}");
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn all_latencies_fit_a_low_map() {
+    fn all_latencies_fit_into_a_map_of_any_height() {
         let all: Vec<(usize, u32)> = (0..POWERS).map(|power| (power, 1)).collect();
         for height in 1..50 {
             let map = lines(&[column(&all)], 12, height);

@@ -1,13 +1,11 @@
-//! Keys, from the bytes that a terminal sends for them (xterm's control sequences, ECMA-48).
+//! Converts the bytes that a terminal sends to keys (ECMA-48, and xterm's control sequences).
 
 use std::time::{Duration, Instant};
 
-/// A key that was pressed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Key {
-    /// A character.
     Char(char),
-    /// Ctrl and a letter.
+    /// Ctrl together with this letter.
     Control(char),
     Enter,
     Escape,
@@ -22,22 +20,22 @@ pub enum Key {
     End,
 }
 
-/// Longest sequence of which an unfinished part is kept.
+/// An incomplete sequence that is longer than this is discarded. No key has such a long one.
 const SEQUENCE_BYTES_MAX: usize = 32;
-/// How long the rest of a sequence may take.
+/// The rest of a sequence must arrive within this time. After that, ESC counts as the key Escape.
 pub const KEY_WAIT: Duration = Duration::from_millis(50);
 
-/// The bytes that arrived and are no whole key yet.
+/// Parses keys. Bytes that are part of an incomplete key are stored until the rest arrives.
 #[derive(Debug, Default)]
 pub struct Keys {
     pending: Vec<u8>,
-    /// When the last of them arrived.
+    /// When the last pending byte arrived.
     since: Option<Instant>,
 }
 
 impl Keys {
-    /// The keys that `bytes`, which arrived at `now`, complete. If there are none, and the rest of a sequence is late,
-    /// that was all: ESC alone is a key, and an unfinished sequence is none.
+    /// Takes `bytes`, which arrived at `now`, and returns the keys that are complete. If `bytes` is empty and the rest of a
+    /// sequence is overdue, ESC alone becomes the key Escape, and any other incomplete sequence is discarded.
     pub fn take(&mut self, bytes: &[u8], now: Instant) -> Vec<Key> {
         let mut keys = Vec::new();
         if !bytes.is_empty() {
@@ -59,13 +57,13 @@ impl Keys {
         keys
     }
 
-    /// Whether the rest of a key may come.
+    /// Whether part of a key has arrived, and the rest has not.
     pub fn is_pending(&self) -> bool {
         !self.pending.is_empty()
     }
 }
 
-/// The length of the first key in `bytes`, and the key if it is known; `None` if more has to come.
+/// The length in bytes of the first key, and the key, if it is one that [`Key`] has. `None` if the key is incomplete.
 fn first(bytes: &[u8]) -> Option<(usize, Option<Key>)> {
     let simple = |key| Some((1, Some(key)));
     match *bytes.first()? {
@@ -100,7 +98,7 @@ fn escape(bytes: &[u8]) -> Option<(usize, Option<Key>)> {
             Some((last + 1, sequence(&bytes[2..last], bytes[last])))
         }
         b'O' => Some((3, sequence(&[], *bytes.get(2)?))),
-        // ESC, and another key begins.
+        // ESC is the key Escape, and the next byte begins another key.
         _ => Some((1, Some(Key::Escape))),
     }
 }
@@ -129,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_are_keys_however_they_are_cut() {
+    fn sequences_split_at_any_byte_give_the_same_keys() {
         let text = "q\x1b[A\x1bOB\x1b[5~\x1b[1;5Cä\r\x7f\x03\x1b[200~x".as_bytes();
         let want = [
             Key::Char('q'),
@@ -154,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn escape_alone_is_a_key_once_nothing_follows() {
+    fn escape_is_a_key_if_nothing_follows_in_time() {
         let (mut parser, now) = (Keys::default(), Instant::now());
         assert_eq!(parser.take(b"\x1b", now), []);
         assert_eq!((parser.take(b"", now), parser.is_pending()), (vec![], true));
@@ -165,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_no_key_and_is_not_kept() {
+    fn invalid_bytes_are_discarded() {
         assert_eq!(keys(&[0xff, 0xc3, b'a', 0x00, 0x1c]), [Key::Char('a')]);
         let (mut parser, now) = (Keys::default(), Instant::now());
         assert_eq!(parser.take(&[b"\x1b[".as_slice(), &[b'1'; 100]].concat(), now), []);

@@ -1,4 +1,7 @@
-//! `blkq top`: what all devices do, on the terminal.
+//! `blkq top`: shows the activity of all devices on the terminal.
+//!
+//! [`sampler`] asks the daemons for their counters; [`devices`] computes the figures of each interval; [`view`] is the
+//! state that keys change; [`draw`] and [`page`] draw it into a buffer; [`terminal`] writes the buffer to the terminal.
 
 mod canvas;
 mod devices;
@@ -34,14 +37,12 @@ use terminal::{Guard, Screen};
 use theme::Theme;
 use view::{Action, View};
 
-/// Shortest and longest interval, in seconds.
 const INTERVAL_SECONDS: std::ops::RangeInclusive<f64> = 0.1..=3600.0;
-/// The second sample comes so soon after the first, for a picture with figures.
+/// The first interval is at most this long, so that figures appear soon.
 const SECOND_SAMPLE: Duration = Duration::from_millis(250);
-/// How long `--once` waits for a daemon.
+/// The longest time that `--once` waits for a daemon to answer.
 const ONCE_WAIT: Duration = Duration::from_secs(2);
 
-/// Options of `top`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Each row is a device, with the figures of the last interval: IOPS and MB/s of reads, writes and
@@ -78,14 +79,11 @@ pub struct Args {
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| INTERVAL_SECONDS.contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval is from 0.1 to 3600 seconds".to_owned())
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval must be 0.1 to 3600 seconds".to_owned())
 }
 
 impl Args {
-    /// Shows the devices until it is to stop, or prints them once.
-    ///
-    /// # Errors
-    /// If the state directory cannot be read, or the terminal not used.
+    /// Shows the devices until a key or a signal stops the program, or prints them once.
     pub fn run(&self) -> Outcome<ExitCode> {
         let sampler = Sampler::new(StateDir::locate()?)?;
         if self.once || self.json {
@@ -132,7 +130,7 @@ impl Args {
     }
 }
 
-/// The rows as text.
+/// The table of --once. Devices without figures are explained below it.
 fn table(rows: &[Row]) -> String {
     if rows.is_empty() {
         return String::new();
@@ -169,9 +167,9 @@ fn table(rows: &[Row]) -> String {
     table
 }
 
-/// Why the view cannot go on.
+/// Why the program must stop.
 enum Stop {
-    /// The terminal is closed: there is nobody to report it to.
+    /// The terminal was closed, so that no failure can be shown to the user.
     Terminal,
     Failed(Failure),
 }
@@ -197,7 +195,7 @@ struct Program {
 }
 
 impl Program {
-    /// Until it is to stop: the signal that asked for it, if one did.
+    /// Shows the devices until a key or a signal stops the program. Returns the signal; `None` for a key.
     fn run(&mut self, mut screen: Screen, interval: Duration) -> Result<Option<Signal>, Stop> {
         screen.enter()?;
         let mut terminal = Terminal::new(screen)?;
@@ -207,7 +205,7 @@ impl Program {
             let now = Instant::now();
             if now >= next {
                 self.view.devices.asked(self.sampler.ask()?, now);
-                // Times that were missed, as while it was stopped, are not made up for.
+                // Samples that were missed, for example while the process was suspended, are not made up for.
                 next = if next + pause > now { next + pause } else { now + pause };
                 pause = interval;
             }
@@ -215,21 +213,21 @@ impl Program {
                 self.view.devices.answered(&answer.name, answer.outcome);
             }
             self.view.devices.mark_silent(now);
-            // A terminal that is slow gets the latest picture when it has taken the last.
+            // A slow terminal gets the next picture, the latest one then, when it has taken the previous one completely.
             if !terminal.backend().is_behind() {
                 let Program { view, theme, .. } = self;
                 terminal.draw(|frame| draw::draw(view, *theme, frame.buffer_mut()))?;
             }
             self.wait(terminal.backend_mut(), next)?;
             let mut suspend = false;
-            let mut anew = false;
+            let mut redraw = false;
             for signal in self.signals.take() {
                 match signal {
                     Signal::Terminate | Signal::Interrupt | Signal::Hangup | Signal::Quit => {
                         return Ok(Some(signal));
                     }
                     Signal::Stop => suspend = true,
-                    Signal::Continue | Signal::Resize => anew |= signal == Signal::Continue,
+                    Signal::Continue | Signal::Resize => redraw |= signal == Signal::Continue,
                 }
             }
             let typed = terminal.backend_mut().typed()?;
@@ -238,22 +236,23 @@ impl Program {
                     Action::None => {}
                     Action::Quit => return Ok(None),
                     Action::Suspend => suspend = true,
-                    Action::Redraw => anew = true,
+                    Action::Redraw => redraw = true,
                 }
             }
             if suspend {
                 terminal::leave();
                 Signal::Stop.act()?;
-                anew = true;
+                redraw = true;
             }
-            if anew {
+            if redraw {
                 terminal.backend_mut().enter()?;
                 terminal.clear()?;
             }
         }
     }
 
-    /// Waits for a key, a signal, an answer, room for output, or the time `next`.
+    /// Waits for a key, a signal, an answer of a daemon, or the time `next`, and writes pending output as the terminal
+    /// takes it.
     fn wait(&self, screen: &mut Screen, next: Instant) -> Result<(), Stop> {
         let mut left = next.saturating_duration_since(Instant::now());
         if self.keys.is_pending() {
@@ -268,7 +267,7 @@ impl Program {
         ];
         match poll(&mut polled, Some(&left)) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(e) => return Err(Stop::Failed(Failure::new(format!("top: poll: {e}")))),
+            Err(e) => return Err(Stop::Failed(Failure::new(format!("top: cannot wait for events: {e}")))),
         }
         Ok(screen.write_some()?)
     }

@@ -1,4 +1,4 @@
-//! One device as a picture: its operations, a heat map of its latencies, and its queues.
+//! Draws the page of one device: its operations, a heat map of its latencies, and its queues.
 
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
@@ -14,11 +14,12 @@ use crate::table::Align;
 
 /// Rows above the heat map.
 const TOP_ROWS: u16 = 9;
-/// Fewest rows in which a heat map is of use.
+/// The heat map is drawn if there are more rows than this.
 const HEAT_ROWS: u16 = 3;
+/// The width of a column of figures.
 const COLUMN: u16 = 7;
 
-/// Draws the page of the selected device on `area`.
+/// Draws the page of the selected device into `area`.
 pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     let name = view.selected.as_deref().unwrap_or_default();
     put(buffer, area, (0, 0), &format!("blkq top: {name}, every {}", view.interval), theme.title());
@@ -43,14 +44,16 @@ pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     let height = area.height.saturating_sub(TOP_ROWS + queues);
     if height > HEAT_ROWS {
         let map = Rect { y: area.y + TOP_ROWS, height, ..area };
-        let text =
-            format!("LATENCY of reads, writes, discards: a column each {}, now at the right", view.interval);
+        let text = format!(
+            "LATENCY of reads, writes, discards; one column per {}, the latest at the right",
+            view.interval
+        );
         put(buffer, map, (0, 0), &aligned(&text, area.width, Align::Left), theme.heading());
         heat::draw(device.columns().iter(), theme, buffer, Rect { y: map.y + 1, height: height - 1, ..map });
     }
 }
 
-/// Draws the figures above and below the map; returns how many rows those below take.
+/// Draws the figures above the heat map, and the queues below it. Returns the number of rows that the queues take.
 fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
     let plain = Style::new();
     let Figures { in_flight, queue, busy_percent, hangs, held, nbd, vhost_user, flushes, batches, .. } =
@@ -96,7 +99,7 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
         put(buffer, area, (0, y), &line, if errors > 0 { theme.alarm() } else { plain });
     }
     let text = format!(
-        "flushes {} asked, {} sent, {} coalesced; {:.1} a dispatch, {} tag waits",
+        "flushes: {} requested, {} sent, {} coalesced; {:.1} per dispatch, {} tag waits",
         flushes.asked, flushes.sent, flushes.coalesced, batches.dispatch_mean, batches.tag_waits
     );
     let limits = &figures.throttle.limits.limits;
@@ -105,9 +108,9 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
     queues(&figures.queues, theme, buffer, area)
 }
 
-/// Draws a line for each queue at the bottom; returns how many rows that takes.
+/// Draws a line for each queue at the bottom. Returns the number of rows that the lines take.
 fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
-    // A daemon of an older version does not send them.
+    // A daemon of an earlier version does not send the figures of queues.
     let room = usize::from(area.height.saturating_sub(TOP_ROWS) / 3);
     if queues.is_empty() || room == 0 {
         return 0;

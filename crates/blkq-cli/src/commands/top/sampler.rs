@@ -1,5 +1,5 @@
-//! Asks daemons for their counters, each in a thread of its own: one that does not answer keeps
-//! nobody from being asked, and no view from being drawn.
+//! Asks the daemons for their counters. Each daemon is asked by a thread of its own, so that a daemon that does not answer
+//! delays neither the other daemons nor the drawing.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -14,36 +14,32 @@ use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 
-/// Stack of a thread that asks a daemon.
+/// The stack size of a thread that asks a daemon: less than the default, because there is one for each device.
 const STACK_BYTES: usize = 256 << 10;
 
-/// The outcome of a request.
 pub struct Answer {
-    /// The device's name.
+    /// The name of the device.
     pub name: String,
-    /// Its counters; `None` if it is starting or stopping.
+    /// The counters; `None` if the device is starting or stopping.
     pub outcome: Outcome<Option<Statistics>>,
 }
 
 /// Asks the daemons of a state directory.
 pub struct Sampler {
     dir: StateDir,
-    /// Those that have not answered yet.
+    /// The devices whose daemons have not answered yet.
     outstanding: BTreeSet<String>,
     sender: Sender<Answer>,
     answers: Receiver<Answer>,
-    /// Has a byte for each answer.
+    /// The receiving end of `waker`: readable if there are answers, because a channel cannot be polled.
     wakes: UnixStream,
+    /// The threads write a byte for each answer, after they have sent it.
     waker: Arc<UnixStream>,
 }
 
 impl Sampler {
-    /// One for the devices of `dir`.
-    ///
-    /// # Errors
-    /// If the kernel has no descriptors left.
     pub fn new(dir: StateDir) -> Outcome<Sampler> {
-        let failure = |e: std::io::Error| Failure::new(format!("top: {e}"));
+        let failure = |e: std::io::Error| Failure::new(format!("top: cannot create a socket pair: {e}"));
         let (wakes, waker) = UnixStream::pair().map_err(failure)?;
         wakes.set_nonblocking(true).map_err(failure)?;
         waker.set_nonblocking(true).map_err(failure)?;
@@ -51,10 +47,8 @@ impl Sampler {
         Ok(Sampler { dir, outstanding: BTreeSet::new(), sender, answers, wakes, waker: Arc::new(waker) })
     }
 
-    /// Asks every daemon that there is and that has answered the last time; returns the names of all.
-    ///
-    /// # Errors
-    /// If the state directory cannot be read.
+    /// Asks the daemons of all devices, except those that have not answered the last request. Returns the names of all
+    /// devices.
     pub fn ask(&mut self) -> Outcome<Vec<String>> {
         let names = self.dir.names()?;
         for name in &names {
@@ -71,7 +65,7 @@ impl Sampler {
         let thread = std::thread::Builder::new().name("blkq-top".into()).stack_size(STACK_BYTES);
         let spawned = thread.spawn(move || {
             let outcome = ask_if_there::<Option<Statistics>>(&dir, &name, &Request::Stat {});
-            // Nobody receives any more when the process is about to exit.
+            // Sending fails only if the process is about to exit, and the receiver has been dropped.
             let _ = sender.send(Answer { name, outcome: outcome.map(Option::flatten) });
             let _ = (&*waker).write(&[0]);
         });
@@ -82,9 +76,9 @@ impl Sampler {
         }
     }
 
-    /// The answers that are there.
+    /// The answers that have arrived.
     pub fn take(&mut self) -> Vec<Answer> {
-        // Those that come after this wake the next poll.
+        // The bytes are read before the answers: an answer that arrives in between has a byte left, and wakes the next poll.
         let mut bytes = [0; 256];
         while (&self.wakes).read(&mut bytes).is_ok_and(|count| count == bytes.len()) {}
         let answers: Vec<Answer> = self.answers.try_iter().collect();
@@ -94,7 +88,7 @@ impl Sampler {
         answers
     }
 
-    /// The answers up to `deadline`, or until none is outstanding.
+    /// Waits until all daemons have answered, or until `deadline`. Returns the answers.
     pub fn wait(&mut self, deadline: Instant) -> Vec<Answer> {
         let mut answers = Vec::new();
         while !self.outstanding.is_empty() {
@@ -107,7 +101,7 @@ impl Sampler {
     }
 }
 
-/// Readable when there is an answer.
+/// Readable if there is an answer.
 impl AsFd for Sampler {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wakes.as_fd()
@@ -126,7 +120,7 @@ mod tests {
     use blkq::testing::wait_for;
 
     #[test]
-    fn a_silent_daemon_is_asked_once_and_keeps_nobody() {
+    fn a_silent_daemon_is_asked_once_and_delays_no_other() {
         let dir = scratch("top");
         let _claims = ["answers", "silent"].map(|name| dir.claim(name).unwrap());
         let silent = UnixListener::bind(dir.control_socket("silent")).unwrap();
@@ -141,12 +135,12 @@ mod tests {
         let mut sampler = Sampler::new(dir.clone()).unwrap();
         for _ in 0..2 {
             assert_eq!(sampler.ask().unwrap(), ["answers", "silent"]);
-            // The first answer, though another is outstanding.
+            // The answer arrives although the other daemon has not answered.
             let answer = wait_for("an answer", || sampler.take().pop());
             assert_eq!((answer.name.as_str(), answer.outcome), ("answers", Ok(Some(Statistics::default()))));
         }
         serve.join().unwrap();
-        // Asked twice, it was called once.
+        // The silent daemon was asked only once.
         let (mut called, _) = silent.accept().unwrap();
         silent.set_nonblocking(true).unwrap();
         assert!(silent.accept().is_err());

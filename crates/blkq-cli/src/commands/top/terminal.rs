@@ -1,8 +1,8 @@
-//! The terminal while a view has it: raw, on its other screen, and as it was before whatever happens.
+//! The terminal: put into raw mode and switched to its alternate screen, and always restored, even after a panic.
 //!
-//! It is opened anew by way of /dev/tty, so that it can be without blocking for this process and none
-//! that shares standard output with it. A terminal that takes no output, such as that of a connection
-//! that hangs, keeps no signal from being acted upon.
+//! The terminal is opened again through /dev/tty, because O_NONBLOCK belongs to the open file: on standard output it would
+//! affect the other processes that share it. Writing must not block, because a terminal that takes no output, such as that
+//! of a hanging SSH connection, must not keep this process from acting on signals.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Read, Write};
@@ -21,61 +21,60 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetat
 
 use crate::failure::{Failure, Outcome};
 
-/// The other screen, and no cursor; without what is left of colours.
+/// Alternate screen, hide the cursor, reset the style, clear (xterm's control sequences). [`LEAVE`] undoes this.
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[0m\x1b[2J";
 const LEAVE: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
-/// How long the terminal may take to become what it was.
+/// The longest wait for a terminal that does not take [`LEAVE`].
 const LEAVE_WAIT: Duration = Duration::from_millis(500);
 
-/// The modes of the terminal before, and where to set them; for the hook of a panic on any thread.
+/// The terminal and its original modes. A static, because the panic hook runs on any thread.
 static BEFORE: Mutex<Option<(File, Termios)>> = Mutex::new(None);
 
-/// A terminal that shows pictures.
 pub struct Screen {
     tty: File,
     raw: Termios,
-    /// The part of the pictures that it has not taken yet.
+    /// Output that the terminal has not taken yet.
     output: Vec<u8>,
 }
 
 impl Screen {
-    /// The terminal of this process, with its modes noted but not changed. A panic of any thread
-    /// restores them from now on, and exits.
+    /// Opens the terminal of this process, and records its modes without changing them. From now on, a panic on any thread
+    /// restores the modes and exits the process.
     ///
     /// # Errors
-    /// If it has none, or one that cannot show pictures.
+    ///
+    /// Fails if the process has no terminal, or the terminal does not support control sequences.
     pub fn open() -> Outcome<Screen> {
-        let cure = "blkq top --once prints the figures";
-        let refuse = |why: &str| Failure::new(format!("top: {why}; {cure}"));
+        let refuse = |why: &str| Failure::new(format!("top: {why}; use `blkq top --once`"));
         if !io::stdout().is_terminal() {
-            return Err(refuse("standard output is no terminal"));
+            return Err(refuse("standard output is not a terminal"));
         }
         match std::env::var("TERM") {
             Ok(term) if !term.is_empty() && term != "dumb" => {}
-            _ => return Err(refuse("the terminal cannot show pictures (TERM is dumb, or not set)")),
+            _ => return Err(refuse("the terminal has no control sequences (TERM is dumb or not set)")),
         }
         let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
         let tty = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/tty");
-        let tty = tty.map_err(|e| refuse(&format!("/dev/tty: {e}")))?;
-        let before = tcgetattr(&tty).map_err(|e| refuse(&format!("/dev/tty: {e}")))?;
+        let tty = tty.map_err(|e| refuse(&format!("cannot open /dev/tty: {e}")))?;
+        let before =
+            tcgetattr(&tty).map_err(|e| refuse(&format!("cannot read the modes of /dev/tty: {e}")))?;
         let mut raw = before.clone();
         raw.make_raw();
-        let kept = tty.try_clone().map_err(|e| Failure::new(format!("top: {e}")))?;
+        let kept =
+            tty.try_clone().map_err(|e| Failure::new(format!("top: cannot duplicate /dev/tty: {e}")))?;
         *lock() = Some((kept, before));
         let report = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             leave();
             report(info);
-            // Another thread would go on with a screen that is no longer its own.
+            // Without this, the other threads would continue to draw on a terminal that has been restored. 101 is the exit
+            // code of a Rust program whose main thread panics.
             std::process::exit(101);
         }));
         Ok(Screen { tty, raw, output: Vec::new() })
     }
 
-    /// Takes the terminal, for the first time or after [`leave`].
-    ///
-    /// # Errors
-    /// The error of the kernel.
+    /// Switches the terminal to raw mode and the alternate screen, for the first time or after [`leave`].
     pub fn enter(&mut self) -> io::Result<()> {
         tcsetattr(&self.tty, OptionalActions::Now, &self.raw)?;
         self.output.clear();
@@ -83,15 +82,16 @@ impl Screen {
         Ok(())
     }
 
-    /// Whether the terminal has not taken all of the last picture.
+    /// Whether the terminal has not taken all output yet.
     pub fn is_behind(&self) -> bool {
         !self.output.is_empty()
     }
 
-    /// Writes what it takes now.
+    /// Writes as much output as the terminal takes without blocking.
     ///
     /// # Errors
-    /// If it is closed.
+    ///
+    /// Fails if the terminal is closed.
     pub fn write_some(&mut self) -> io::Result<()> {
         while !self.output.is_empty() {
             match self.tty.write(&self.output) {
@@ -105,10 +105,11 @@ impl Screen {
         Ok(())
     }
 
-    /// The bytes that were typed; empty if none were.
+    /// The bytes that were typed since the last call.
     ///
     /// # Errors
-    /// If the terminal is closed.
+    ///
+    /// Fails if the terminal is closed.
     pub fn typed(&mut self) -> io::Result<Vec<u8>> {
         let mut bytes = [0; 256];
         match self.tty.read(&mut bytes) {
@@ -132,7 +133,7 @@ fn lock() -> std::sync::MutexGuard<'static, Option<(File, Termios)>> {
     BEFORE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Makes the terminal what it was before [`Screen::enter`], as far as it can be.
+/// Restores the screen and the modes from before [`Screen::enter`]. Errors are ignored.
 pub fn leave() {
     let before = lock();
     let Some((tty, modes)) = &*before else { return };
@@ -150,11 +151,11 @@ pub fn leave() {
             _ => break,
         }
     }
-    // The sequences are on their way before the modes change.
+    // The modes change only after the control sequences have been written.
     let _ = tcsetattr(tty, OptionalActions::Now, modes);
 }
 
-/// Leaves the terminal when it goes out of scope.
+/// Calls [`leave`] when it is dropped.
 pub struct Guard;
 
 impl Drop for Guard {
@@ -178,7 +179,7 @@ impl Backend for Screen {
                 set_style(&mut self.output, style)?;
             }
             self.output.extend_from_slice(cell.symbol().as_bytes());
-            // A cell that is not one column wide is followed by a move.
+            // Characters beyond ASCII may be wider than one column, so that the position after them is set explicitly.
             at = cell.symbol().is_ascii().then_some((x + 1, y));
         }
         self.output.extend_from_slice(b"\x1b[0m");
@@ -210,7 +211,7 @@ impl Backend for Screen {
         self.clear()
     }
 
-    /// At least one cell: a terminal that does not know its size reports 0.
+    /// A terminal that does not know its size, such as a serial line, reports 0. Then this returns 80 x 24.
     fn size(&self) -> io::Result<Size> {
         let size = tcgetwinsize(&self.tty)?;
         Ok(match (size.ws_col, size.ws_row) {
@@ -228,7 +229,7 @@ impl Backend for Screen {
     }
 }
 
-/// The control sequence for `style`, from whatever was before (ECMA-48, SGR).
+/// Writes the control sequence that sets `style`, whatever the style was before (ECMA-48, SGR).
 fn set_style(output: &mut Vec<u8>, style: Style) -> io::Result<()> {
     output.extend_from_slice(b"\x1b[0");
     for (modifier, number) in [(Modifier::BOLD, 1), (Modifier::REVERSED, 7)] {
@@ -255,13 +256,13 @@ mod tests {
 
     const IS_CHILD: &str = "BLKQ_TEST_IN_A_TERMINAL";
 
-    /// Both sides of a terminal: the one that shows it, and the one that programs have.
+    /// A new pseudo-terminal: the side of the terminal emulator, and the side of programs.
     fn pair() -> (OwnedFd, OwnedFd) {
         let (mut shown, mut used) = (-1, -1);
         use std::ptr::{null, null_mut};
-        // SAFETY: two places for descriptors; name, modes and size are the kernel's choice.
+        // SAFETY: both pointers are valid for writing a descriptor. The other arguments may be null.
         assert_eq!(unsafe { libc::openpty(&mut shown, &mut used, null_mut(), null(), null()) }, 0);
-        // SAFETY: two new descriptors that nobody else has.
+        // SAFETY: the call has just opened both descriptors, and nothing else owns them.
         unsafe { (OwnedFd::from_raw_fd(shown), OwnedFd::from_raw_fd(used)) }
     }
 
@@ -288,7 +289,7 @@ mod tests {
         let test = "commands::top::terminal::tests::a_panic_of_any_thread_restores_the_terminal";
         child.args(["--exact", test, "--nocapture"]).env(IS_CHILD, "1").env("TERM", "xterm");
         child.stdin(stdio()).stdout(stdio()).stderr(stdio());
-        // SAFETY: two system calls, which may be made between fork and exec.
+        // SAFETY: the closure only makes two system calls, which are allowed between fork and exec.
         unsafe {
             child.pre_exec(|| match libc::setsid() != -1 && libc::ioctl(0, libc::TIOCSCTTY, 0) == 0 {
                 true => Ok(()),

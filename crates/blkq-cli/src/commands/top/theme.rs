@@ -1,27 +1,26 @@
-//! How a view is drawn on this terminal: with which characters, and in which colours.
+//! The characters and colours with which the view is drawn.
 
 use ratatui_core::style::{Color, Modifier, Style};
 
-/// Characters and colours.
 #[derive(Clone, Copy, Debug)]
 pub struct Theme {
-    /// Whether the terminal shows characters beyond ASCII.
+    /// The terminal displays characters beyond ASCII.
     pub unicode: bool,
-    /// Whether it shows colours, and they are wanted.
+    /// The terminal has 256 colours, and the user has not turned colours off.
     pub colour: bool,
 }
 
-/// From few to many: red is hot.
+/// Colours of a heat map, as numbers of xterm's palette of 256, from few requests (blue) to many (red).
 const HEAT: [u8; 8] = [24, 31, 37, 71, 142, 178, 208, 196];
 const ASCII_LEVELS: [&str; 8] = [".", ":", "-", "=", "+", "*", "#", "@"];
 const BLOCK_LEVELS: [&str; 8] = ["░", "░", "▒", "▒", "▓", "▓", "█", "█"];
 
 impl Theme {
-    /// The theme for the terminal that the environment describes: its type, its character set, and whether colours are
-    /// wanted (https://no-color.org).
+    /// The theme for the terminal that the environment describes: TERM and COLORTERM, the locale, and NO_COLOR
+    /// (https://no-color.org).
     pub fn of(variable: impl Fn(&str) -> Option<String>) -> Theme {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
-        // The first of them that is set counts, as in locale(7).
+        // The first variable that is set determines the encoding (locale(7)).
         let locale = ["LC_ALL", "LC_CTYPE", "LANG"].iter().find_map(|name| set(name)).unwrap_or_default();
         let locale = locale.to_ascii_lowercase();
         let many = set("TERM").is_some_and(|term| term.contains("256color") || term.contains("direct"));
@@ -35,17 +34,14 @@ impl Theme {
         if self.colour { Style::new().fg(Color::Indexed(colour)) } else { Style::new() }
     }
 
-    /// The line at the top.
     pub fn title(self) -> Style {
         Style::new().add_modifier(Modifier::BOLD)
     }
 
-    /// Headings of columns.
     pub fn heading(self) -> Style {
         Style::new().add_modifier(Modifier::REVERSED)
     }
 
-    /// The row that keys act on.
     pub fn selected(self) -> Style {
         if self.colour {
             Style::new().bg(Color::Indexed(237)).add_modifier(Modifier::BOLD)
@@ -54,35 +50,34 @@ impl Theme {
         }
     }
 
-    /// Words of less importance.
     pub fn faint(self) -> Style {
         self.coloured(245)
     }
 
-    /// Something is wrong.
     pub fn alarm(self) -> Style {
         self.coloured(203).add_modifier(Modifier::BOLD)
     }
 
-    /// The part of a latency bar up to p50, and that from there to p99.
+    /// Symbol and style of a latency bar: for the part up to p50, and for the part from p50 to p99.
     pub fn bar(self) -> [(&'static str, Style); 2] {
         let [half, rest] = if self.unicode { ["█", "▒"] } else { ["#", "-"] };
         [(half, self.coloured(71)), (rest, self.coloured(178))]
     }
 
-    /// A cell of a heat map for `part` (more than 0, up to 1) of the most.
+    /// Symbol and style of a cell of a heat map. `part` is the heat of the cell relative to the hottest one: above 0, at most
+    /// 1.
     pub fn heat(self, part: f64) -> (&'static str, Style) {
         let level = ((part * HEAT.len() as f64).ceil() as usize).clamp(1, HEAT.len()) - 1;
         let symbol = if self.unicode { BLOCK_LEVELS[level] } else { ASCII_LEVELS[level] };
         (symbol, self.coloured(HEAT[level]))
     }
 
-    /// A cell of a heat map where no sample was.
+    /// The symbol of a heat map for an interval without a sample.
     pub fn gap(self) -> &'static str {
         if self.unicode { "┆" } else { "|" }
     }
 
-    /// Between label and map.
+    /// The line between the labels and the map.
     pub fn rule(self) -> &'static str {
         if self.unicode { "│" } else { "|" }
     }
@@ -93,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_environment_decides_on_colours_and_characters() {
+    fn the_environment_determines_colours_and_symbols() {
         let theme = |pairs: &[(&str, &str)]| {
             let theme = Theme::of(|name| {
                 pairs.iter().find(|(it, _)| *it == name).map(|(_, value)| (*value).to_owned())

@@ -1,4 +1,4 @@
-//! The part of the devices that is shown, and how keys change that.
+//! The state of the view: sorting, filter, selection and page, and how keys change it.
 
 use std::cmp::Ordering;
 
@@ -6,10 +6,9 @@ use super::devices::Devices;
 use super::keys::Key;
 use super::row::Row;
 
-/// How far a page key goes.
+/// The number of rows by which the page keys move the selection.
 const PAGE_ROWS: usize = 10;
 
-/// A column by which devices are sorted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sort {
     Name,
@@ -26,7 +25,7 @@ pub enum Sort {
 }
 
 impl Sort {
-    /// In the order of the columns.
+    /// All sort keys, in the order of the columns.
     const ALL: [Sort; 11] = [
         Sort::Name,
         Sort::Iops,
@@ -46,7 +45,7 @@ impl Sort {
         Sort::ALL[(at + by) % Sort::ALL.len()]
     }
 
-    /// The value of a row; -1 if it is not known.
+    /// The value by which a row is sorted; -1 if it is unknown, so that the row comes last.
     fn value(self, row: &Row) -> f64 {
         let value = match self {
             Sort::Name => None,
@@ -65,7 +64,7 @@ impl Sort {
     }
 }
 
-/// The effect of a key besides another picture.
+/// An action that the program must take after a key, besides drawing the view.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Action {
     None,
@@ -74,29 +73,27 @@ pub enum Action {
     Redraw,
 }
 
-/// The devices, and what of them is shown.
 pub struct View {
-    /// All that there are.
+    /// All devices, also those that the filter hides.
     pub devices: Devices,
-    /// The length of an interval, in words.
+    /// The length of an interval, such as `1 s`.
     pub interval: String,
     pub sort: Sort,
-    /// The smallest comes first; of names, the last.
+    /// Without this, the largest value comes first, and names are in alphabetical order.
     pub reversed: bool,
-    /// Shown are names that contain this, in any case.
+    /// Only devices whose names contain this text are shown. Case is ignored.
     pub filter: String,
-    /// Keys are letters of the filter.
+    /// The user is typing the filter.
     pub is_editing: bool,
-    /// Of the row that is selected; the first one is if that is not there.
+    /// The name of the selected device. If that device is not shown, the first row is selected.
     pub selected: Option<String>,
-    /// Whether the page of the selected device is shown, and not the list.
+    /// The page of the selected device is shown, not the list.
     pub is_page: bool,
-    /// The first row that is shown, of the list's last picture.
+    /// The first row of the list that was visible when the list was last drawn.
     pub top_row: usize,
 }
 
 impl View {
-    /// A list without devices, with samples an `interval` apart.
     pub fn new(interval: String) -> View {
         View {
             devices: Devices::default(),
@@ -111,7 +108,7 @@ impl View {
         }
     }
 
-    /// The rows that are shown, in order.
+    /// The rows that the filter shows, sorted.
     pub fn rows(&self) -> Vec<Row> {
         let filter = self.filter.to_lowercase();
         let mut rows = self.devices.rows();
@@ -127,13 +124,12 @@ impl View {
         rows
     }
 
-    /// The place of the selected row among `rows`.
+    /// The index of the selected row in `rows`.
     pub fn selected_index(&self, rows: &[Row]) -> usize {
         let is_selected = |row: &Row| Some(&row.name) == self.selected.as_ref();
         rows.iter().position(is_selected).unwrap_or(0)
     }
 
-    /// Acts on a key.
     pub fn press(&mut self, key: Key) -> Action {
         match key {
             Key::Control('c') => return Action::Quit,
@@ -180,7 +176,7 @@ impl View {
         }
     }
 
-    /// Selects the row so many rows below, or the last or first.
+    /// Moves the selection down by this number of rows, at most to the last or the first row.
     fn move_by(&mut self, rows_down: isize) {
         let rows = self.rows();
         let last = rows.len().saturating_sub(1);
@@ -196,7 +192,7 @@ pub mod tests {
     use super::super::devices::tests::statistics;
     use super::*;
 
-    /// A view of devices that did so many reads per second, with latencies of 300 us.
+    /// A view of devices, each with its number of reads per second. All latencies are 300 us.
     pub fn view(devices: &[(&str, u64)]) -> View {
         let mut view = View::new("1 s".to_owned());
         let names: Vec<String> = devices.iter().map(|(name, _)| (*name).to_owned()).collect();
@@ -237,7 +233,7 @@ pub mod tests {
     }
 
     #[test]
-    fn every_column_can_be_sorted_by_and_comes_again() {
+    fn the_sort_key_cycles_through_all_columns() {
         let mut view = view(&[("a", 1)]);
         let first = view.sort;
         let mut seen = Vec::new();
@@ -266,7 +262,7 @@ pub mod tests {
         assert_eq!((view.selected.as_deref(), view.is_page), (Some("b"), true));
         view.press(Key::Escape);
         assert!(!view.is_page);
-        // It is detached: the first is selected.
+        // When the selected device is detached, the first row is selected.
         view.devices.asked(vec!["c".to_owned()], Instant::now());
         assert_eq!(view.selected_index(&view.rows()), 0);
     }
