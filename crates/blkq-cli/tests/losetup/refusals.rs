@@ -8,7 +8,7 @@ fn what_has_no_meaning_here_is_rejected_in_one_line() {
     let place = Place::new("l-refused");
     let image = place.image("disk.img", 1 << 20);
     for (words, reason) in [
-        (&["-f"][..], "give the file as well: -f --show FILE"),
+        (&["-f"][..], "use -f --show FILE"),
         (&["--remove", "x"], "use -d"),
         (&["/dev/loop0", &image], "or use -f"),
         (&["/dev/ublkb0", &image], "or use -f"),

@@ -1,14 +1,14 @@
-//! Hints of other commands in the words of losetup.
+//! Translates hints of other commands into options that a user of `blkq losetup` can type.
 
 use clap::Command;
 
-/// Options that losetup has under another name.
+/// Options of `blkq attach` that have another name in losetup.
 const RENAMED: [(&str, &str); 2] = [("size-limit", "--sizelimit"), ("name", "--loop-ref")];
-/// Options of blkq that losetup lacks, by the command that has them.
+/// The commands whose options hints name.
 const COMMANDS: [&str; 2] = ["attach", "detach"];
 
-/// `text` with the options of `attach` and `detach` as the user of losetup can give them: under its name in losetup, or
-/// with the command that has it. Text in backquotes is a whole command and stays.
+/// Replaces each option in `text` that losetup lacks: by the name that losetup gives it, or by `blkq attach OPTION` or
+/// `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
 pub(super) fn translated(text: &str, blkq: &Command) -> String {
     let quoted = text.split('`').enumerate();
     let parts = quoted.map(|(at, part)| if at % 2 == 0 { options(part, blkq) } else { part.to_owned() });
@@ -29,7 +29,8 @@ fn options(text: &str, blkq: &Command) -> String {
     translated + rest
 }
 
-/// Appends an option to the text before it.
+/// Appends `option` to `text`, translated. If `text` ends with `attach with ` or `detach with `, `blkq ` is inserted before
+/// it instead.
 fn push(text: &mut String, option: &str, blkq: &Command) {
     let name = &option[2..];
     let has = |command: &str| {
@@ -63,25 +64,25 @@ mod tests {
     #[test]
     fn every_option_of_a_hint_can_be_typed() {
         let blkq = Cli::command();
-        let of = |text: &str| translated(text, &blkq);
-        assert_eq!(of("use --export nbd"), "use blkq attach --export nbd");
-        assert_eq!(of("use --offset and --size-limit"), "use --offset and --sizelimit");
-        assert_eq!(of("or use --force"), "or use blkq detach --force");
+        let hint = |text: &str| translated(text, &blkq);
+        assert_eq!(hint("use --export nbd"), "use blkq attach --export nbd");
+        assert_eq!(hint("use --offset and --size-limit"), "use --offset and --sizelimit");
+        assert_eq!(hint("or use --force"), "or use blkq detach --force");
         assert_eq!(
-            of("no; attach with --shared on both sides"),
+            hint("no; attach with --shared on both sides"),
             "no; blkq attach with --shared on both sides"
         );
         assert_eq!(
-            of("`blkq attach x --create SIZE`; --shared"),
+            hint("`blkq attach x --create SIZE`; --shared"),
             "`blkq attach x --create SIZE`; blkq attach --shared"
         );
-        assert_eq!(of("omit --read-only, --partscan"), "omit --read-only, --partscan");
-        assert_eq!(of("a -- b"), "a -- b");
+        assert_eq!(hint("omit --read-only, --partscan"), "omit --read-only, --partscan");
+        assert_eq!(hint("a -- b"), "a -- b");
         let losetup = blkq.find_subcommand("losetup").unwrap();
         for option in
             blkq.find_subcommand("attach").unwrap().get_arguments().filter_map(|option| option.get_long())
         {
-            let text = of(&format!("--{option}"));
+            let text = hint(&format!("--{option}"));
             let is_own = losetup.get_arguments().any(|own| own.get_long() == text.strip_prefix("--"));
             assert!(is_own || text == format!("blkq attach --{option}"), "{text}");
         }

@@ -1,4 +1,4 @@
-//! `blkq losetup`: the command line of losetup(8) of util-linux, done with blkq's devices.
+//! `blkq losetup`: accepts the command line of losetup(8) of util-linux, and acts on blkq's devices.
 
 mod hints;
 mod output;
@@ -33,10 +33,10 @@ use crate::{complain, print};
 use hints::translated;
 use output::Style;
 
-/// Exit code if the state of a device that was asked for is not known.
+/// The exit code of `blkq losetup DEVICE` if the device does not answer.
 const EXIT_UNKNOWN: u8 = 2;
 
-/// Options of `losetup`, under the names of the original.
+/// The options have the names that losetup(8) gives them.
 #[derive(clap::Args, Debug)]
 #[command(
     version,
@@ -169,10 +169,6 @@ enum Action<'a> {
 }
 
 impl Args {
-    /// Does it.
-    ///
-    /// # Errors
-    /// The action that was refused or failed.
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let action = self.action().and_then(|action| self.check_options(&action).map(|()| action));
         let action = action.unwrap_or_else(|message| {
@@ -203,11 +199,11 @@ impl Args {
             }
             (None, [device]) => Ok(Action::Show(device)),
             (None, [device, file]) if !self.find => Ok(Action::Attach { device: Some(device), file }),
-            (_, words) => Err(format!("{:?}: one word too many", words[words.len() - 1])),
+            (_, words) => Err(format!("unexpected argument {:?}", words[words.len() - 1])),
         }
     }
 
-    /// Whether the options belong to the action.
+    /// Refuses options that do not apply to the action.
     fn check_options(&self, action: &Action) -> Result<(), String> {
         let attach = matches!(action, Action::Attach { .. } | Action::FindUnused);
         let change = matches!(action, Action::Change(_));
@@ -221,7 +217,7 @@ impl Args {
             (self.loop_ref.is_some(), "--loop-ref", attach),
         ] {
             if given && !fits {
-                return Err(format!("{option} is for attaching: give -f FILE, or DEVICE FILE"));
+                return Err(format!("{option} is only for attaching a file; add -f FILE, or DEVICE FILE"));
             }
         }
         Ok(())
@@ -236,10 +232,9 @@ impl Args {
             }
             Action::Show(device) => self.show(&dir, device),
             Action::Attach { device, file } => self.attach(device, file, command),
-            Action::FindUnused => Err(Failure::new(
-                "-f without a file: no device waits unused, and a name found free may be taken a moment later; \
-                 give the file as well: -f --show FILE",
-            )),
+            Action::FindUnused => {
+                Err(Failure::new("-f needs a file, because there are no unused devices; use -f --show FILE"))
+            }
             Action::Change(device) => self.change(&dir, device),
             Action::SetCapacity(device) => {
                 let name = existing(&dir, device)?.name;
@@ -255,18 +250,17 @@ impl Args {
                 self.detach(dir.names()?, command, |name| detach::detach(&dir, name, false).map(drop))
             }
             Action::Remove => Err(Failure::new(
-                "--remove: a device that is detached leaves nothing that could be removed; use -d",
+                "--remove has nothing to remove, because nothing remains of a detached device; use -d to detach",
             )),
         }
     }
 
-    /// Prints those devices that `is_asked_for`: as a table, or, with only -a or -j, in
-    /// lines of text.
-    fn list(&self, dir: &StateDir, is_asked_for: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
+    /// Prints the devices for which `matches` returns true: as a table, or as lines of text if only -a or -j is given.
+    fn list(&self, dir: &StateDir, matches: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
         let mut devices = Vec::new();
         for entry in all(dir)? {
             match entry {
-                Entry::Device(info) if is_asked_for(&info) => devices.push(*info),
+                Entry::Device(info) if matches(&info) => devices.push(*info),
                 Entry::Device(_) | Entry::Configured(_) => {}
                 Entry::Remains(remains) => complain(&remains.failure()),
                 Entry::Silent { name, error } => complain(&Failure::new(format!("{name}: {error}"))),
@@ -288,7 +282,7 @@ impl Args {
         }
     }
 
-    /// As a table if that is asked for, or `table` is set.
+    /// Prints the devices: as a table if `table` is true or an option for tables was given, otherwise as lines of text.
     fn print(&self, devices: &[DeviceInfo], table: bool) -> Outcome {
         let style = match (self.json, self.raw) {
             (true, _) => Style::Json,
@@ -330,7 +324,6 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The options of the new device.
     fn attach_options(&self, device: Option<&OsStr>, file: &OsStr) -> Outcome<AttachOptions> {
         let mut options = AttachOptions::new(DriverSpec::Image(file.into()));
         options.name = self.name(device)?;
@@ -346,24 +339,23 @@ impl Args {
         options.check().map(|()| options)
     }
 
-    /// The name that the device is to have, if one is given.
+    /// The name that the user has chosen for the device, as `DEVICE FILE` or with --loop-ref.
     fn name(&self, device: Option<&OsStr>) -> Outcome<Option<String>> {
         let Some(device) = device.map(OsStr::to_string_lossy) else { return Ok(self.loop_ref.clone()) };
         if device.contains('/') {
             return Err(Failure::new(format!(
-                "{device}: a device is attached under a name, and a node in /dev is numbered by the kernel; \
-                 give a NAME without slashes, or use -f"
+                "{device} cannot be chosen, because the kernel numbers the nodes in /dev; give a name without slashes, \
+                 or use -f"
             )));
         }
         if self.loop_ref.is_some() {
             return Err(Failure::new(format!(
-                "--loop-ref: the reference of a device is its name, and {device} is given; omit one of them"
+                "--loop-ref and {device} both name the device; omit one of them"
             )));
         }
         Ok(Some(device.into_owned()))
     }
 
-    /// The direct I/O that is asked for, if one is.
     fn direct_io(&self) -> Option<DirectIo> {
         self.direct_io.as_deref().map(|mode| if mode == "on" { DirectIo::On } else { DirectIo::Off })
     }
@@ -375,7 +367,8 @@ impl Args {
             sector_size(size).map_err(failed)?;
             if size != u64::from(info.sector_size) {
                 return Err(failed(Failure::new(format!(
-                    "the sector size of an attached device stays {}: clients rely on it; detach it, and attach with -b {size}",
+                    "the sector size of an attached device cannot change from {} to {size}; detach the device and attach \
+                     the file with -b {size}",
                     info.sector_size
                 ))));
             }
@@ -387,7 +380,7 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Detaches one after the other, also after failures.
+    /// Detaches the devices one after the other, and continues after failures.
     fn detach<T: AsRef<OsStr>>(
         &self,
         devices: Vec<T>,
@@ -409,7 +402,7 @@ impl Args {
     }
 }
 
-/// A failure with hints that a user of losetup can type.
+/// Translates the hints of a failure into options of losetup.
 fn failed(failure: &Failure, command: fn() -> clap::Command) -> Failure {
     Failure::new(translated(&failure.to_string(), &command())).during("losetup")
 }
@@ -419,7 +412,7 @@ fn note(text: impl std::fmt::Display) {
 }
 
 fn sector_size(bytes: u64) -> Outcome<SectorSize> {
-    let wrong = || Failure::new(format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}"));
+    let wrong = || Failure::new(format!("the sector size must be 512, 1024, 2048 or 4096, not {bytes}"));
     SectorSize::of(bytes).ok_or_else(wrong)
 }
 
@@ -429,10 +422,10 @@ fn existing(dir: &StateDir, device: &OsStr) -> Outcome<DeviceInfo> {
 
 fn no_such_device(device: &OsStr) -> Failure {
     let device = device.to_string_lossy();
-    let cure = if device.starts_with("/dev/loop") {
-        "that is the kernel's loop driver's, for losetup itself"
+    let hint = if device.starts_with("/dev/loop") {
+        "devices of the kernel's loop driver need losetup(8)"
     } else {
-        "blkq losetup -l shows those that there are"
+        "`blkq losetup -l` lists the devices"
     };
-    Failure::new(format!("{device}: no such device; {cure}"))
+    Failure::new(format!("{device}: no such device; {hint}"))
 }

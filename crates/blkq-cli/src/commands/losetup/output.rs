@@ -1,4 +1,4 @@
-//! The output of losetup, in its formats: those of libsmartcols, and the older lines.
+//! Prints devices in the formats of losetup(8): tables and JSON as libsmartcols prints them, and the older lines of text.
 
 use blkq::text::{escape, escaped, is_control};
 
@@ -7,18 +7,16 @@ use crate::columns::{Cell, Column, device_word};
 use crate::info::DeviceInfo;
 use crate::table::render_apart;
 
-/// How a table is printed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Style {
-    /// Columns line up.
+    /// Aligned columns.
     Table,
-    /// One space between them.
+    /// Columns separated by one space, with white space in cells escaped.
     Raw,
-    /// As an object.
     Json,
 }
 
-/// One line of text per device.
+/// The output of `losetup -a` and `losetup -j`: one line of text per device.
 pub fn lines(devices: &[DeviceInfo]) -> String {
     devices.iter().map(line).collect()
 }
@@ -34,7 +32,6 @@ fn line(info: &DeviceInfo) -> String {
     format!("{device}: [{number:04}]:{} ({path}){offset}{limit}\n", file.inode)
 }
 
-/// The devices with these columns.
 pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings: bool) -> String {
     let cells = |info: &DeviceInfo| columns.iter().map(|column| (column.cell)(info)).collect::<Vec<_>>();
     let rows: Vec<Vec<Cell>> = devices.iter().map(cells).collect();
@@ -55,12 +52,12 @@ pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings
         Style::Raw => lines.iter().map(|line| line.join(" ") + "\n").collect(),
         _ => render_apart(1, columns.iter().map(|column| column.align).collect::<Vec<_>>(), &lines),
     };
-    // The original makes room for headings that it leaves out.
+    // losetup(8) makes columns as wide as their headings even if it does not print the headings.
     let left_out = if headings { 0 } else { table.find('\n').map_or(0, |end| end + 1) };
     table[left_out..].to_owned()
 }
 
-/// Laid out as libsmartcols does it, so that texts can be compared.
+/// JSON with the white space of libsmartcols, so that the output can be compared with that of losetup(8) as text.
 fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
     let member = |(column, cell): (&&Column, &Cell)| {
         format!("         \"{}\": {}", column.name.to_lowercase(), cell.json())
