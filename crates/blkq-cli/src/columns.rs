@@ -1,4 +1,4 @@
-//! The columns of lists of devices: blkq's own, and those of losetup(8) under their names.
+//! The columns of `blkq list`, and the columns of losetup(8) with the names that losetup gives them.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
@@ -10,25 +10,22 @@ use crate::info::DeviceInfo;
 use crate::table::Align;
 use blkq::units::format_bytes;
 
-/// The value in a column.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Cell {
-    /// Words, to be aligned left.
     Text(String),
-    /// A number, to be aligned right.
     Number(u64),
-    /// A number of bytes, with its unit in a table.
+    /// Printed with a unit in a table, and as a plain number in JSON.
     Bytes(u64),
-    /// A number of seconds, as ps(1) shows an elapsed time in a table.
+    /// Printed as `[[days-]hours:]minutes:seconds` in a table, and as a plain number in JSON.
     Seconds(u64),
-    /// 1 or 0 in a table.
+    /// Printed as 1 or 0 in a table, and as a boolean in JSON.
     Switch(bool),
-    /// The device has no such thing.
+    /// The column does not apply to the device: empty in a table, null in JSON.
     Nothing,
 }
 
 impl Cell {
-    /// As it stands in a table.
+    /// The cell as a table shows it.
     pub fn text(&self) -> String {
         match self {
             Cell::Text(text) => text.clone(),
@@ -40,7 +37,6 @@ impl Cell {
         }
     }
 
-    /// As a value of JSON: numbers and switches are numbers and booleans.
     pub fn json(&self) -> Value {
         match self {
             Cell::Text(text) => text.trim().into(),
@@ -51,7 +47,7 @@ impl Cell {
     }
 }
 
-/// `[[days-]hours:]minutes:seconds`, as in ps(1).
+/// `[[days-]hours:]minutes:seconds`, the format of ps(1).
 fn elapsed(seconds: u64) -> String {
     let (days, hours, minutes, seconds) =
         (seconds / 86400, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
@@ -62,15 +58,12 @@ fn elapsed(seconds: u64) -> String {
     }
 }
 
-/// A column.
 pub struct Column {
-    /// Its heading, by which it is also asked for.
+    /// The heading, which is also the word for the column in `--output`.
     pub name: &'static str,
-    /// Its contents, in few words.
+    /// The description in `--help`.
     pub about: &'static str,
-    /// On which side its cells stand.
     pub align: Align,
-    /// Its cell for a device.
     pub cell: fn(&DeviceInfo) -> Cell,
 }
 
@@ -80,7 +73,7 @@ macro_rules! columns {
     };
 }
 
-/// Those of `blkq list`.
+/// The columns of `blkq list`; the first [`LIST_DEFAULT`] are printed by default.
 pub static LIST: [Column; 9] = columns! {
     Left "NAME" "device name" |info| Cell::Text(info.name.clone());
     Right "SIZE" "size of the device" |info| Cell::Bytes(info.size);
@@ -93,15 +86,13 @@ pub static LIST: [Column; 9] = columns! {
     Right "UPTIME" "time since the daemon began to serve the device" |info| Cell::Seconds(info.uptime_seconds);
 };
 
-/// How many of them `blkq list` shows by itself.
 const LIST_DEFAULT: usize = 7;
 
-/// Those that `blkq list` shows by itself.
 pub fn list_default() -> Vec<&'static Column> {
     LIST[..LIST_DEFAULT].iter().collect()
 }
 
-/// Those of losetup.
+/// The columns of `blkq losetup`, with the names and descriptions of losetup(8).
 pub static LOSETUP: [Column; 17] = columns! {
     Left "NAME" "device: its node in /dev if it has one, else its URI" |info| Cell::Text(device_word(info));
     Right "AUTOCLEAR" "autoclear flag set" |info| Cell::Switch(info.autoclear);
@@ -122,20 +113,20 @@ pub static LOSETUP: [Column; 17] = columns! {
     Right "LOG-SEC" "logical sector size in bytes" |info| Cell::Number(info.sector_size.into());
 };
 
-/// The columns of losetup if none are asked for.
+/// The columns that losetup(8) prints by default, in its order.
 const LOSETUP_DEFAULT: [&str; 8] =
     ["NAME", "SIZELIMIT", "OFFSET", "AUTOCLEAR", "RO", "BACK-FILE", "DIO", "LOG-SEC"];
 
-/// The columns that losetup shows by itself.
 pub fn losetup_default() -> Vec<&'static Column> {
     LOSETUP_DEFAULT.iter().flat_map(|name| LOSETUP.iter().find(|column| column.name == *name)).collect()
 }
 
-/// The columns that `text` lists, with commas in between: first searched in `first`, then
-/// in `then`. With a `+` in front they follow `default`.
+/// The columns that `text` names, separated by commas. Each name is searched in `first`, then in `then`. If `text` begins
+/// with `+`, the columns are added after those of `default`.
 ///
 /// # Errors
-/// If there is no such column.
+///
+/// Fails if neither list contains one of the names.
 pub fn choose(
     text: &str,
     first: &'static [Column],
@@ -153,14 +144,14 @@ pub fn choose(
             let mut names: Vec<_> = known().map(|column| column.name).collect();
             names.sort_unstable();
             names.dedup();
-            return Err(Failure::new(format!("unknown column: {name}; there are {}", names.join(", "))));
+            return Err(Failure::new(format!("unknown column {name}; the columns are {}", names.join(", "))));
         };
         chosen.push(column);
     }
     Ok(chosen)
 }
 
-/// The columns and what they show, for `--help`.
+/// The columns and their descriptions, for `--help`.
 pub fn help(columns: &[Column]) -> String {
     columns.iter().map(|column| format!("  {:>12}  {}\n", column.name, column.about)).collect()
 }
@@ -171,8 +162,8 @@ fn mode(info: &DeviceInfo) -> String {
     std::iter::once(mode).chain(marks.into_iter().filter(|(is, _)| *is).map(|(_, mark)| mark)).collect()
 }
 
-/// How losetup prints the device: its node in /dev, and without one its URI. Not its name, which
-/// mkfs(8) or mount(8) would take for a file in the current directory.
+/// The word that losetup prints for a device: its node in /dev, or its URI if it has no node. The name of the device would
+/// not do: mkfs(8) and mount(8) would take it for a file in the current directory.
 pub fn device_word(info: &DeviceInfo) -> String {
     node_path(info).or(info.exports.first()).unwrap_or(&info.name).to_owned()
 }
@@ -196,7 +187,7 @@ fn node(info: &DeviceInfo, cell: fn((u32, u32)) -> Cell) -> Cell {
     cell((libc::major(number), libc::minor(number)))
 }
 
-/// Lined up at the colon, as losetup does it.
+/// A device number, aligned at its colon as losetup(8) does.
 fn pair((major, minor): (u32, u32), width: usize) -> Cell {
     Cell::Text(format!("{major:width$}:{minor:<3}"))
 }
@@ -213,13 +204,15 @@ mod tests {
         };
         assert_eq!(names("name,Log-Sec, EXPORT").unwrap(), ["NAME", "LOG-SEC", "EXPORT"]);
         assert_eq!(names("+back-ino").unwrap().len(), LOSETUP_DEFAULT.len() + 1);
-        assert!(names("NAME,FOO").unwrap_err().to_string().contains("unknown column: FOO; there are AUTO"));
+        assert!(
+            names("NAME,FOO").unwrap_err().to_string().contains("unknown column FOO; the columns are AUTO")
+        );
         assert!(names("").is_err());
         assert_eq!(losetup_default().len(), LOSETUP_DEFAULT.len());
     }
 
     #[test]
-    fn elapsed_times_read_as_those_of_ps() {
+    fn elapsed_times_have_the_format_of_ps() {
         for (seconds, text) in [
             (0, "00:00"),
             (61, "01:01"),

@@ -1,8 +1,11 @@
 //! The `blkq` command: attaches images as block devices and manages them.
 //!
-//! `attach` turns into one daemon per device ([`daemon`]); the other commands find it by
-//! its name in the state directory ([`state`]) and talk to it over its control socket
-//! ([`control`]). [`serve`] is where a daemon meets the block layer and its attachments.
+//! `attach` starts one daemon per device ([`daemon`]). The other commands find the daemon by the name of the device in
+//! the state directory ([`state`]), and send it requests over its control socket ([`control`]). In the daemon, [`serve`]
+//! connects the block layer to the image and to the exports.
+
+// Nothing outside of this workspace uses this library, so that its items are documented where that helps a maintainer.
+#![allow(missing_docs)]
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -53,8 +56,8 @@ pub mod usage;
 use commands::Cli;
 use failure::{EXIT_FAILED, Failure, Outcome};
 
-/// Runs the command line of this process: 0 if it was done, 1 if it was refused or
-/// failed (one line on stderr has the reason), 2 if it was not understood.
+/// Runs the command line of this process. Returns the exit code: 0 for success, 1 if the command was refused or failed
+/// (one line on standard error says why). Wrong usage exits with 2, as clap does.
 pub fn main() -> ExitCode {
     parent::note();
     complete();
@@ -77,46 +80,50 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Answers a shell that asks for completions, and exits; returns if none does.
+/// If a shell asks for completions, prints them and exits.
 fn complete() {
     if std::env::var_os(completion::VARIABLE).is_some() {
         CompleteEnv::with_factory(Cli::command).var(completion::VARIABLE).complete();
     }
 }
 
-/// Puts a failure on stderr.
+/// Prints a failure on standard error.
 pub fn complain(failure: &Failure) {
-    // Not eprintln!, which panics where stderr is closed.
+    // `eprintln!` panics if standard error is closed.
     let _ = writeln!(std::io::stderr(), "blkq: {failure}");
 }
 
-/// Puts `text` on stdout, at once.
+/// Prints `text` on standard output, without buffering.
+///
+/// If the reader of a pipe has closed its end, the process exits with 0 and prints nothing more.
 ///
 /// # Errors
-/// If it cannot be written. A reader that has closed its end makes the
-/// process exit quietly.
+///
+/// Returns the error of writing.
 pub fn print(text: &str) -> Outcome {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        Err(e) => Err(Failure::new(format!("standard output: {e}"))),
+        Err(e) => Err(Failure::new(format!("cannot write to standard output: {e}"))),
         Ok(()) => Ok(()),
     }
 }
 
-/// Puts a line on stdout, in which control characters are escaped.
+/// Prints a line on standard output. Control characters in `text` are escaped.
 ///
 /// # Errors
-/// As [`print()`].
+///
+/// Fails as [`print()`] does.
 pub fn print_line(text: &str) -> Outcome {
     print(&format!("{}\n", blkq::text::escaped(text)))
 }
 
-/// Puts a value on stdout as one line of JSON.
+/// Prints a value on standard output, as one line of JSON.
 ///
 /// # Errors
-/// As [`print()`].
+///
+/// Fails as [`print()`] does, or if the value cannot be encoded.
 pub fn print_json(value: &impl serde::Serialize) -> Outcome {
-    let line = serde_json::to_string(value).map_err(|e| Failure::new(format!("JSON: {e}")))?;
+    let line = serde_json::to_string(value).map_err(|e| Failure::new(format!("cannot encode JSON: {e}")))?;
     print(&format!("{line}\n"))
 }

@@ -1,22 +1,20 @@
-//! Tables of text whose columns line up.
+//! Prints tables as text with aligned columns.
 
 use blkq::text::escaped;
 
-/// On which side of its column a cell stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Align {
-    /// Words.
     Left,
-    /// Numbers.
     Right,
 }
 
-/// The rows as lines, each column as wide as its widest cell, two spaces apart.
+/// Renders the rows as lines. Each column is as wide as its widest cell, and two spaces separate the columns.
 pub fn render(align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
     render_apart(2, align, rows)
 }
 
-/// The same, the columns `gap` spaces apart. Control characters, of a path for one, are escaped: a row is one line.
+/// Renders the rows as [`render`] does, with `gap` spaces between the columns. Control characters, which the path of an
+/// image may contain, are escaped, so that each row stays on one line.
 pub fn render_apart(gap: usize, align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
     let align = align.as_ref();
     let row = |row: &dyn AsRef<[String]>| row.as_ref().iter().map(|cell| escaped(cell)).collect::<Vec<_>>();

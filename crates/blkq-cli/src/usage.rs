@@ -1,18 +1,19 @@
-//! Wrong usage: the name of our option for those of losetup(8) and qemu-nbd(8).
+//! Reports wrong usage. For an option of losetup(8) or qemu-nbd(8) that `blkq attach` lacks, the error names the option
+//! of blkq that does the same.
 
 use std::fmt::Display;
 
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// Options of others, and what does that here.
+/// Options of losetup(8) and qemu-nbd(8), with the tip that replaces clap's suggestion.
 const OTHERS: [(&[&str], &str); 20] = [
     (&["-r", "--ro", "--readonly", "--read_only"], "to refuse writes: --read-only"),
     (&["-o"], "to begin the device at an offset: --offset BYTES"),
     (&["--sizelimit"], "to limit the size of the device: --size-limit BYTES"),
     (&["-b", "--sectorsize", "--block-size"], "to set the logical block size: --sector-size BYTES"),
     (&["-P"], "to scan for partitions: --partscan"),
-    (&["-f", "--find"], "a free device is found without an option; to set the format: --format raw"),
+    (&["-f", "--find"], "attach always uses a free device; to set the format: --format raw"),
     (&["-L"], "to reuse the device of these bytes: --nooverlap"),
     (&["-n", "--nocache", "--cache", "--direct"], "to bypass the page cache: --direct-io on"),
     (&["-k", "--socket"], "to listen on a unix socket: --listen unix:PATH"),
@@ -24,15 +25,18 @@ const OTHERS: [(&[&str], &str); 20] = [
         "a device stays until blkq detach; to detach it with its last client: --autoclear",
     ),
     (&["--tls-creds"], "to use TLS: --tls-certificates DIR"),
-    (&["--daemon", "--daemonize", "--fork"], "a daemon serves the device, and attach returns"),
-    (&["--show"], "the exports of the device are always printed"),
+    (
+        &["--daemon", "--daemonize", "--fork"],
+        "attach returns when the device is ready, and a daemon serves it",
+    ),
+    (&["--show"], "attach always prints the exports of the device"),
     (&["-v", "--verbose"], "to print more about the device: --json, or blkq show"),
     (&["-d", "--detach", "--disconnect", "-D", "--detach-all"], "to detach: blkq detach NAME, or --all"),
     (&["-a", "-l", "--list"], "to list devices: blkq list"),
     (&["-j", "--associated"], "to list the devices of a file: blkq list --backing FILE"),
 ];
 
-/// Prints a mistake in the usage of `subcommand`, with its usage, and exits.
+/// Prints a mistake in the usage of `subcommand`, followed by the usage, and exits with 2.
 pub fn exit(mut command: clap::Command, subcommand: &str, kind: ErrorKind, message: impl Display) -> ! {
     command.build();
     match command.find_subcommand_mut(subcommand) {
@@ -42,9 +46,9 @@ pub fn exit(mut command: clap::Command, subcommand: &str, kind: ErrorKind, messa
     .exit()
 }
 
-/// `error` with the option that does here what was asked for, if `attach` was called with one of
-/// another program's; clap takes them for values. A suggestion of clap that is not similar is left out, and so is the
-/// usage that clap makes with it.
+/// Improves an error of clap: adds a tip to an option of losetup or qemu-nbd that was given to `attach`, and to a
+/// negative number, which clap takes for an option. Removes clap's suggestion if there is a tip, or if the suggested
+/// option is not similar to the given one; the usage line then no longer names the suggested option.
 pub fn explain(
     mut error: clap::Error,
     command: fn() -> clap::Command,
@@ -57,7 +61,7 @@ pub fn explain(
             .strip_prefix('-')
             .is_some_and(|number| number.starts_with(|c: char| c.is_ascii_digit())) =>
         {
-            Some("numbers are 0 or more here")
+            Some("numbers must not be negative")
         }
         Some((_, tip)) if subcommand == Some("attach") => Some(*tip),
         _ => None,
@@ -78,8 +82,8 @@ pub fn explain(
     error
 }
 
-/// Whether one word is a part of the other, or differs from it in few letters: clap suggests words that have less in
-/// common.
+/// Whether one word is part of the other, or differs from it in at most a third of its letters. Clap itself also
+/// suggests words that have less in common.
 fn is_similar(word: &str, other: &str) -> bool {
     let (word, other) = (word.trim_start_matches('-'), other.trim_start_matches('-'));
     let other = other.split(' ').next().unwrap_or_default();
@@ -87,7 +91,7 @@ fn is_similar(word: &str, other: &str) -> bool {
     has_part || distance(word, other) <= word.len().max(other.len()) / 3
 }
 
-/// The fewest letters to insert, remove or replace that turn one word into the other (Levenshtein).
+/// The Levenshtein distance: the smallest number of letters to insert, remove or replace to turn one word into the other.
 fn distance(one: &str, other: &str) -> usize {
     let other: Vec<char> = other.chars().collect();
     let mut row: Vec<usize> = (0..=other.len()).collect();
@@ -109,13 +113,13 @@ mod tests {
     use super::*;
     use crate::commands::Cli;
 
-    fn of(words: &[&str]) -> String {
+    fn explained(words: &[&str]) -> String {
         let error = Cli::try_parse_from([&["blkq"], words].concat()).unwrap_err();
         explain(error, Cli::command, words.first().copied()).to_string()
     }
 
     #[test]
-    fn options_of_others_are_answered_with_ours() {
+    fn options_of_losetup_and_qemu_nbd_get_a_tip() {
         for (word, tip) in [
             ("-r", "--read-only"),
             ("--ro", "to refuse writes: --read-only"),
@@ -126,7 +130,7 @@ mod tests {
             ("-k", "--listen unix:PATH"),
             ("--offset=1 -1", ""),
         ] {
-            let text = of(&[&["attach", "x.img"], &word.split(' ').collect::<Vec<_>>()[..]].concat());
+            let text = explained(&[&["attach", "x.img"], &word.split(' ').collect::<Vec<_>>()[..]].concat());
             assert!(text.contains(tip) && text.contains("tip: ") && !text.contains("as a value"), "{text}");
             assert_eq!(text.matches("tip: ").count(), 1, "{text}");
         }
@@ -135,26 +139,27 @@ mod tests {
             &["resize", "x", "-5"],
             &["attach", "x", "--depth", "-1"],
         ] {
-            assert!(of(words).contains("tip: numbers are 0 or more here"), "{}", of(words));
+            let text = explained(words);
+            assert!(text.contains("tip: numbers must not be negative"), "{text}");
         }
-        // An option that means something else there is not touched.
-        assert!(of(&["show", "-r"]).contains("as a value"));
+        // Only `attach` gets tips: `show` has other options.
+        assert!(explained(&["show", "-r"]).contains("as a value"));
     }
 
     #[test]
     fn only_similar_options_are_suggested() {
         for (word, similar) in [("--read-onyl", "--read-only"), ("--connections", "--max-connections")] {
-            assert!(of(&["attach", "x.img", word]).contains(similar), "{word}");
+            assert!(explained(&["attach", "x.img", word]).contains(similar), "{word}");
         }
         for word in ["--verify", "--daemonic", "--rx", "--ro"] {
-            let text = of(&["attach", "x.img", word]);
+            let text = explained(&["attach", "x.img", word]);
             assert!(!text.contains("similar") && !text.contains("--group"), "{text}");
         }
         assert_eq!((distance("kitten", "sitting"), distance("", "ab"), distance("ab", "ab")), (3, 2, 0));
     }
 
     #[test]
-    fn no_tip_stands_for_an_option_that_there_is() {
+    fn no_tip_hides_an_option_of_attach() {
         let command = Cli::command();
         let attach = command.find_subcommand("attach").unwrap();
         for word in OTHERS.iter().flat_map(|(words, _)| words.iter()) {

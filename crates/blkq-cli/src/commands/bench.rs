@@ -1,14 +1,9 @@
-//! `blkq bench`: what the ideas are worth on this machine.
+//! `blkq bench`: measures what each mechanism gains on this machine. The benchmarks are in the crate `blkq_bench`.
 
 use crate::failure::{Failure, Outcome};
 
-/// Options of `bench`.
 pub type Args = blkq_bench::Arguments;
 
-/// Measures what was asked for.
-///
-/// # Errors
-/// The measurement that failed.
 pub fn run(args: &Args) -> Outcome {
     blkq_bench::run(args).map(drop).map_err(|e| Failure::new(e.to_string()).during("bench"))
 }

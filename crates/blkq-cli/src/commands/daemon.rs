@@ -1,4 +1,4 @@
-//! `blkq daemon`: serves a device for the command that started this process, and stays. Hidden.
+//! `blkq daemon`: the daemon of a device. A hidden subcommand, which `attach`, `recover` and `upgrade` start.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -10,7 +10,6 @@ use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::launch::LaunchMessage;
 use crate::parent;
 
-/// Options of `daemon`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
     /// The name of the device, or the name that is made unique, for lists of processes
@@ -26,16 +25,17 @@ pub struct Args {
 }
 
 impl Args {
-    /// Serves the device, and reports to the process that started this one when it is usable.
+    /// Serves the device. When the device is ready, or cannot be served, notifies the process that started this one.
     ///
     /// # Errors
-    /// If that process has exited.
+    ///
+    /// Fails if the process that started this one has exited.
     pub fn run(self) -> Outcome<ExitCode> {
         let mut parent = Parent::new()?;
         match self.start(&mut parent) {
             Ok(daemon) => Ok(daemon.run()),
             Err(failure) => {
-                // The process that started this one reports it to the user.
+                // The parent prints the failure: this process does not, so that the user sees it once.
                 parent.notify(&reply_line::<()>(Err(failure)))?;
                 Ok(ExitCode::from(EXIT_FAILED))
             }
@@ -51,10 +51,11 @@ impl Args {
         }
         let message = serde_json::from_reader(std::io::stdin().lock());
         let LaunchMessage { options, settings, succeeds } =
-            message.map_err(|e| Failure::new(format!("the options on standard input: {e}")))?;
+            message.map_err(|e| Failure::new(format!("cannot read the options from standard input: {e}")))?;
         let options = options.read()?;
         match &options.name {
-            // An older blkq that starts this program again sends nothing else.
+            // `succeeds` is newer than `settings`: if an upgrade by an earlier version starts this program again, only the
+            // settings show that the device already exists.
             Some(name) if succeeds || !settings.is_empty() => {
                 Daemon::succeed(name, &options, settings, Vec::new(), parent)
             }

@@ -1,5 +1,4 @@
-//! `blkq generate`: manual pages and shell completions, made from the command line's
-//! own definition.
+//! `blkq generate`: writes manual pages and shell completions, which are generated from the definition of the command line.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -12,8 +11,8 @@ use clap_mangen::Man;
 use crate::completion::VARIABLE;
 use crate::failure::{Failure, Outcome};
 
-/// Headings of the sections that a command's help has after its text, each on a line of its own in the help. They become
-/// sections of the manual page.
+/// Headings of sections in the help of a command, after the options. In the help, each heading is on a line of its own. Each
+/// section becomes a section of the manual page.
 const HEADINGS: &[&str] = &[
     "Keys:",
     "Events:",
@@ -25,7 +24,6 @@ const HEADINGS: &[&str] = &[
     "Exit status:",
 ];
 
-/// Options of `generate`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -39,7 +37,6 @@ pub struct Args {
     dir: PathBuf,
 }
 
-/// The kinds of files that can be generated.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     /// Manual pages: blkq.1, and a page per command
@@ -49,10 +46,6 @@ enum Kind {
 }
 
 impl Args {
-    /// Writes the files.
-    ///
-    /// # Errors
-    /// If the directory cannot be written.
     pub fn run(self, command: Command) -> Outcome {
         let written = match self.kind {
             Kind::Man => manual(command, &self.dir),
@@ -74,14 +67,16 @@ fn completions(dir: &Path) -> io::Result<()> {
         let mut script = Vec::new();
         shell.write_registration(VARIABLE, "blkq", "blkq", "blkq", &mut script)?;
         if shell.name() == "zsh" {
-            // Loaded from $fpath, the file is the function, and completes the first time too.
+            // zsh autoloads the file from $fpath as the body of the function `_blkq`. Without this line, the first completion
+            // would only register the completer.
             script.extend(b"[[ $funcstack[1] != _blkq ]] || _clap_dynamic_completer_blkq\n");
         }
         write(&dir.join(file), &script)
     })
 }
 
-/// Writes a file, in place of nothing but an earlier one: all of them contain the name of the command.
+/// Writes a file. Replaces an existing file only if an earlier run has written it: all generated files contain the name of
+/// the command.
 fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     let is_earlier = |head: &[u8]| String::from_utf8_lossy(head).contains("blkq");
     let written = output::create(path, is_earlier).and_then(|mut file| file.write_all(text));
@@ -106,14 +101,14 @@ fn page_name(command: &Command) -> String {
     command.get_display_name().unwrap_or(command.get_name()).to_owned()
 }
 
-/// The part of a command's help behind the options.
+/// The part of the help of a command that follows the options.
 struct Help {
-    /// Lines of the description.
+    /// The lines before the first section.
     text: Vec<String>,
     sections: Vec<Section>,
 }
 
-/// A part of the help with a heading: lines that are indented.
+/// A heading and the indented lines below it.
 struct Section {
     heading: &'static str,
     lines: Vec<String>,
@@ -148,7 +143,7 @@ impl Section {
         self.heading == "Examples:"
     }
 
-    /// The section in roff(7): examples unchanged, other lines as terms with descriptions.
+    /// The section in roff(7). Examples are copied unchanged; other lines are terms, each with its description.
     fn rendered(&self) -> String {
         let lines = self.lines.iter().filter(|line| self.is_examples() || !line.is_empty());
         if self.is_examples() {
@@ -166,8 +161,8 @@ impl Section {
     }
 }
 
-/// Writes the page of a command: `common` are the sections that all pages have, unless the command's own help
-/// has one of that heading.
+/// Writes the manual page of a command. `common` are the sections of the main command that every page repeats, unless the
+/// help of the command has a section with the same heading.
 fn write_page(
     dir: &Path,
     command: &Command,
@@ -175,7 +170,7 @@ fn write_page(
     common: &[&Section],
     see_also: &[String],
 ) -> io::Result<()> {
-    // The heading that sets `-h` of `attach` apart would be a second section OPTIONS.
+    // The option `-h` of `attach` has a heading of its own, "Options", which would become a second section OPTIONS.
     let man = Man::new(command.clone().mut_args(|arg| match arg.get_id() == "help" {
         true => arg.help_heading(None),
         false => arg,
@@ -201,7 +196,7 @@ fn write_page(
     write(&dir.join(format!("{}.1", page_name(command))), &page)
 }
 
-/// The section of the options. Their headings are subsections of it.
+/// The section OPTIONS. The headings of `--help` become its subsections.
 fn options(man: &Man) -> io::Result<String> {
     let mut section = Vec::new();
     man.render_options_section(&mut section)?;
@@ -213,21 +208,21 @@ fn options(man: &Man) -> io::Result<String> {
     Ok(lines.collect())
 }
 
-/// A word in capitals, with only its first letter as one.
+/// Makes all letters lower case except the first.
 fn capitalized(word: &str) -> String {
     let mut letters = word.chars();
     let first = letters.next().into_iter();
     first.chain(letters.flat_map(char::to_lowercase)).collect()
 }
 
-/// The command with its options and their values.
+/// The body of the section SYNOPSIS: the command with its options and their values.
 fn synopsis(command: &Command) -> String {
     let name = command.get_bin_name().unwrap_or(command.get_name());
     let (positional, options): (Vec<&Arg>, Vec<&Arg>) =
         command.get_arguments().filter(|arg| !arg.is_hide_set()).partition(|arg| arg.is_positional());
     let words = options.into_iter().chain(positional).map(|arg| {
         let text = roff(&arg.to_string());
-        // Positional ones have brackets of their own.
+        // The text of an optional positional argument already has brackets.
         if arg.is_required_set() || arg.is_positional() { text } else { format!("[{text}]") }
     });
     let words: Vec<String> = words.collect();
@@ -235,7 +230,7 @@ fn synopsis(command: &Command) -> String {
     format!(".B {}\n{}{command_word}\n", roff(name), words.join("\n"))
 }
 
-/// `text` as a line of roff(7).
+/// Escapes `text` as a line of roff(7).
 fn roff(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
     if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }

@@ -1,4 +1,4 @@
-//! `blkq group`: limits that devices share.
+//! `blkq group`: groups of devices that share rate limits.
 
 use std::time::Duration;
 
@@ -16,10 +16,9 @@ use crate::statistics::Statistics;
 use crate::table::{Align, render};
 use crate::{print, print_json};
 
-/// The time of which rates are.
+/// The time between the two samples from which the rates are computed.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// Options of `group`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 The members of a group share its limits. If they demand more than the limits allow, each gets a
@@ -61,33 +60,28 @@ enum Command {
     },
 }
 
-/// A group, in JSON.
 #[derive(Serialize)]
-struct Listed {
+struct ListedGroup {
     name: String,
-    /// Null of a group that is damaged.
+    /// Null if the file of the group is damaged; then `error` says why.
     limits: Option<String>,
     members: Vec<ListedMember>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
 
-/// A member. Its rates are null if its daemon does not answer.
+/// A member of a group. The rates are null if the daemon of the member does not answer.
 #[derive(Serialize)]
 struct ListedMember {
     name: String,
     weight: u32,
     iops: Option<f64>,
     mb_per_s: Option<f64>,
-    /// Requests that wait for a limit now.
+    /// Number of requests that wait for a limit now.
     throttled: Option<u64>,
 }
 
 impl Args {
-    /// Does it.
-    ///
-    /// # Errors
-    /// The group that cannot be listed, made, changed or removed.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         match self.command {
@@ -101,8 +95,8 @@ impl Args {
     }
 }
 
-/// All groups. The rates are those of a moment, which this takes if there are members.
-fn list(dir: &StateDir) -> Outcome<Vec<Listed>> {
+/// All groups. If there are members, this takes [`INTERVAL`], because their rates are measured.
+fn list(dir: &StateDir) -> Outcome<Vec<ListedGroup>> {
     let counters = |name: &str| match call::<Statistics>(dir, name, &Request::Stat {}) {
         Ok(Called::Answered(statistics)) => Some(statistics),
         _ => None,
@@ -111,7 +105,7 @@ fn list(dir: &StateDir) -> Outcome<Vec<Listed>> {
     let mut before = Vec::new();
     for name in names(dir)? {
         let opened = GroupFile::open(dir, &name);
-        let mut listed = Listed { name, limits: None, members: Vec::new(), error: None };
+        let mut listed = ListedGroup { name, limits: None, members: Vec::new(), error: None };
         match opened {
             Ok((file, limits)) => {
                 listed.limits = Some(limits.to_string());
@@ -145,7 +139,7 @@ fn list(dir: &StateDir) -> Outcome<Vec<Listed>> {
     Ok(groups)
 }
 
-fn table(groups: &[Listed]) -> String {
+fn table(groups: &[ListedGroup]) -> String {
     let mut rows =
         vec![["GROUP", "LIMITS", "MEMBER", "WEIGHT", "IOPS", "MB/s", "THROTTLED"].map(str::to_owned)];
     let number = |number: Option<f64>| number.map_or("-".to_owned(), |number| format!("{number:.1}"));

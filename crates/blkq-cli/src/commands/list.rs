@@ -1,4 +1,4 @@
-//! `blkq list`: the devices that there are.
+//! `blkq list`: lists the devices.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,6 @@ use crate::state::{Dead, Fate, Found, StateDir};
 use crate::table::render;
 use crate::{complain, print, print_json};
 
-/// Options of `list`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = after_help())]
 pub struct Args {
@@ -74,10 +73,6 @@ Examples:
 }
 
 impl Args {
-    /// Prints the list.
-    ///
-    /// # Errors
-    /// If the state directory cannot be read, or there is no such column.
     pub fn run(self) -> Outcome {
         let default = columns::list_default();
         let columns = match &self.output {
@@ -92,7 +87,7 @@ impl Args {
         if self.configured {
             entries.extend(not_attached(&entries)?);
         }
-        entries.retain(|entry| self.is_asked_for(entry));
+        entries.retain(|entry| self.matches(entry));
         match (self.json, &self.output) {
             (true, None) => print_json(&entries),
             (true, Some(_)) => print_json(&objects(&columns, &entries)),
@@ -100,7 +95,9 @@ impl Args {
         }
     }
 
-    fn is_asked_for(&self, entry: &Entry) -> bool {
+    /// Whether the entry matches --backing and --offset. An entry that may match, but whose image is unknown, is reported
+    /// on standard error and left out.
+    fn matches(&self, entry: &Entry) -> bool {
         match (&self.backing, entry) {
             (None, _) => true,
             (Some(path), Entry::Device(info)) => is_behind(path, info) && begins_at(info, self.offset),
@@ -108,7 +105,6 @@ impl Args {
                 let file = FileId::of(path);
                 file.is_some() && self.offset.is_none() && FileId::of(&device.image) == file
             }
-            // A daemon that does not answer may be the one: it is not omitted in silence.
             (Some(_), Entry::Silent { name, error }) => {
                 complain(&Failure::new(format!("{name}: {error}")));
                 false
@@ -121,25 +117,25 @@ impl Args {
     }
 }
 
-/// Removes the files of daemons that died.
+/// Removes the stale files of dead daemons, except those of orphans.
 fn clean(dir: &StateDir) -> Outcome {
     for name in dir.names()? {
         dir.wait_for_dying(&name);
         let is_orphan =
             matches!(dir.inspect(&name)?, Found::Remains(remains) if remains.state == Fate::Orphan);
-        if !is_orphan && let Dead::Cleared(last_words) = dir.clear_dead(&name)? {
-            complain(&died(&name, &last_words));
+        if !is_orphan && let Dead::Cleared(last_line) = dir.clear_dead(&name)? {
+            complain(&died(&name, &last_line));
         }
     }
     Ok(())
 }
 
-/// Whether the device begins at `offset` of its image, if that is asked for.
+/// Whether the device begins at `offset` of its image. `None` matches every device.
 pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
     offset.is_none() || Backing::of(info).map(|backing| backing.window.offset) == offset
 }
 
-/// The value of a column of an entry whose daemon does not answer; `None` if it is unknown.
+/// The value in a column of an entry without a running daemon; `None` if it is unknown.
 fn cell_without_daemon(column: &Column, entry: &Entry) -> Option<String> {
     match (entry, column.name) {
         (_, "NAME") => Some(entry.name().to_owned()),
@@ -176,7 +172,7 @@ fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
     render(columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows)
 }
 
-/// The entries as JSON, each with its columns; those whose daemon does not answer with `error`.
+/// The entries as JSON objects with the columns as keys. An entry without a running daemon also has the key `error`.
 fn objects(columns: &[&Column], entries: &[Entry]) -> Vec<Map<String, Value>> {
     let object = |entry: &Entry| {
         let cell = |column: &Column| match entry {

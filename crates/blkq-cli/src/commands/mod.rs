@@ -78,12 +78,10 @@ Exit status:
 See also: `blkq COMMAND --help`; nbd-client(8), nbdcopy(1), qemu-nbd(8), losetup(8), iostat(1)"
 )]
 pub struct Cli {
-    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// The subcommands.
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Serve an image as a block device
@@ -147,7 +145,8 @@ impl Command {
     /// Runs the subcommand, and returns the exit code of the process.
     ///
     /// # Errors
-    /// One line: what was refused or failed, why, and the cure.
+    ///
+    /// Returns a failure that names what was refused or failed, the reason, and a hint.
     pub fn run(self) -> Outcome<ExitCode> {
         let done = |()| ExitCode::SUCCESS;
         match self {
@@ -186,7 +185,7 @@ mod tests {
     use super::*;
 
     const COMMAND_PAGE: &str = include_str!("../../../../docs/command.md");
-    /// Columns of `max_term_width`: longer lines are wrapped.
+    /// The `max_term_width` of the command, in columns. Clap wraps longer lines.
     const WIDTH: usize = 100;
 
     #[test]
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn no_line_behind_the_options_is_wrapped_again() {
+    fn no_line_after_the_options_is_too_wide() {
         let mut command = Cli::command();
         command.build();
         let mut wide = Vec::new();
@@ -208,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_has_every_command_and_option_of_attach() {
+    fn the_page_lists_all_commands_and_options_of_attach() {
         let command = Cli::command();
         for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
             let name = sub.get_name();

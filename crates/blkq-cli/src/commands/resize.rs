@@ -11,7 +11,6 @@ use crate::print;
 use crate::state::StateDir;
 use blkq::units::format_bytes;
 
-/// Options of `resize`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints the new size. NBD clients that are connected keep the size that they negotiated; clients that
@@ -34,10 +33,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Changes the size and prints it.
-    ///
-    /// # Errors
-    /// If the device cannot have that size.
+    /// Changes the size, and prints the new size.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
@@ -47,11 +43,15 @@ impl Args {
     }
 }
 
-/// Changes the size of `name`, `None` to that of its image. Returns the new one in bytes.
+/// Changes the size of the device `name` to `size` bytes; `None` means the present size of its image. Returns the new size
+/// in bytes.
 ///
 /// # Errors
-/// If the device cannot have that size; without `force` if it would shrink and is in use.
+///
+/// Fails if the image does not allow this size, or if the device would shrink while it is in use and `force` is false.
 pub fn resize(dir: &StateDir, name: &str, size: Option<u64>, force: bool) -> Outcome<u64> {
+    // The daemon is confined and does not see which processes have the block device open, so this command checks that. The
+    // daemon only uses the result if the device would shrink.
     let user = if force {
         None
     } else {

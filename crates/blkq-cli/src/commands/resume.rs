@@ -1,4 +1,4 @@
-//! `blkq resume`: reissues the requests that a device holds after errors.
+//! `blkq resume`: reissues the requests that a device holds after I/O errors, or fails them.
 
 use crate::completion;
 use crate::control::{Request, ask};
@@ -7,7 +7,6 @@ use crate::failure::Outcome;
 use crate::print;
 use crate::state::StateDir;
 
-/// Options of `resume`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 A device with --on-error hold or hold-enospc (an option of `blkq attach`, and a setting of
@@ -29,10 +28,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Resumes the device, and prints how many requests that was.
-    ///
-    /// # Errors
-    /// If there is no such device.
+    /// Resumes the device, and prints the number of requests.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;

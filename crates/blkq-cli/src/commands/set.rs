@@ -6,7 +6,6 @@ use crate::devices::{device_parser, named};
 use crate::failure::Outcome;
 use crate::state::StateDir;
 
-/// Options of `set`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 No request in flight is lost. New I/O waits while the image, its mode or the queues change.
@@ -31,22 +30,16 @@ pub struct Args {
     settings: Vec<(String, String)>,
 }
 
-/// A name and a value, joined by `=`; neither is empty.
-///
-/// # Errors
-/// The rule, if it is something else.
+/// Parses `KEY=VALUE`. Neither part may be empty.
 pub fn parse_setting(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),
-        _ => Err("a setting is KEY=VALUE, such as depth=64".to_owned()),
+        _ => Err("a setting must be KEY=VALUE, such as depth=64".to_owned()),
     }
 }
 
 impl Args {
-    /// Makes the changes.
-    ///
-    /// # Errors
-    /// The first that was refused, and why.
+    /// Makes the changes, in order. The first one that is refused ends the command; the changes before it stay.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let request = Request::Set { settings: self.settings };

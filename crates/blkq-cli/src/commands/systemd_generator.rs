@@ -1,4 +1,6 @@
-//! `blkq systemd-generator`: orders the services of configured devices after the mounts that their files are on.
+//! `blkq systemd-generator`: orders the services of configured devices after the mounts that contain their files.
+//!
+//! A systemd generator: see systemd.generator(7).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,10 +10,10 @@ use crate::config::{ConfigFile, files, first};
 use crate::failure::{Failure, Outcome};
 use crate::systemd::escape_instance;
 
-/// Read after what other generators could write, and before what an administrator wrote.
+/// systemd reads drop-ins in the order of their names: this one after those of most generators, and before those of an
+/// administrator, which begin with higher numbers by convention.
 const DROP_IN: &str = "50-blkq-mounts.conf";
 
-/// Options of `systemd-generator`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 systemd runs this command at boot and at each daemon-reload, through
@@ -27,11 +29,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// Writes a drop-in for each file that is understood. A mistake in another is reported, and keeps no other
-    /// device away: the service reports it again.
-    ///
-    /// # Errors
-    /// If the directory of files cannot be read.
+    /// Writes a drop-in for each configuration file. A file with a mistake is reported and skipped, so that it does not
+    /// affect other devices. The service of that device reports the mistake again.
     pub fn run(self) -> Outcome {
         for path in files()? {
             if let Err(failure) = write_drop_in(&path, &self.directory) {
@@ -56,13 +55,14 @@ fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
     written.map_err(|e| Failure::new(format!("{}: {e}", unit.display())))
 }
 
-/// `path` as a word of a unit file; `None` if it cannot be one.
+/// `path` as a quoted word of a unit file. `None` if a unit file cannot contain it: it is not UTF-8, or has control
+/// characters.
 fn quoted(path: &Path) -> Option<String> {
     let text = path.to_str().filter(|text| !text.contains(char::is_control))?;
     Some(format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%")))
 }
 
-/// The rest of a line, in which `%` begins a specifier.
+/// `path` as the rest of a line of a unit file, in which `%` would begin a specifier.
 fn specifiers(path: &Path) -> String {
     path.display().to_string().replace('%', "%%").replace(char::is_control, "?")
 }
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_words_of_unit_files() {
+    fn paths_are_quoted_for_unit_files() {
         let word = |path: &str| quoted(Path::new(path));
         assert_eq!(word("/srv/a b.img").as_deref(), Some(r#""/srv/a b.img""#));
         assert_eq!(word(r#"/srv/50%\"x""#).as_deref(), Some(r#""/srv/50%%\\\"x\"""#));

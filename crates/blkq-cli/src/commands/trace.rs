@@ -1,4 +1,7 @@
-//! `blkq trace`: what happens to each I/O of a device.
+//! `blkq trace`: traces each I/O of a device through the block layer.
+//!
+//! The daemon writes events into rings in shared memory. This command polls the rings, applies the filter, and writes the
+//! outputs.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -9,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use blkq::clock::monotonic_ns;
 use blkq::trace::{MEMORY_MAX_BYTES, PAGE_BYTES, RING_BYTES_MIN};
-use blkq::units::parse_bytes;
+use blkq::units::{format_bytes, parse_bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::complain;
@@ -25,13 +28,13 @@ use crate::trace::item::{Item, ItemKind};
 use crate::trace::output::{Output, OutputError, TraceStart};
 use crate::trace::rings::Rings;
 
-/// How long to wait between two looks into the rings.
+/// The interval at which the rings are read. The daemon does not notify this command of new events, because that would slow
+/// the device down.
 const POLL: Duration = Duration::from_millis(5);
-/// After how long a person wants to see that it works, and how often.
+/// Traces that take less time print no progress.
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
 const PROGRESS_EVERY: Duration = Duration::from_millis(500);
 
-/// Options of `trace`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Without --follow, --output and --chrome, the trace is written to standard output: as lines if that
@@ -96,29 +99,31 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0);
     seconds
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-        .ok_or_else(|| "write a number of seconds, such as 10 or 0.5".to_owned())
+        .ok_or_else(|| "must be a number of seconds, such as 10 or 0.5".to_owned())
 }
 
-/// The largest ring that fits into so many bytes.
+/// The size of the largest ring that fits into `buffer` bytes: a whole number of pages.
 fn ring_bytes_of(buffer: u64) -> Outcome<u64> {
     if !(RING_BYTES_MIN..=MEMORY_MAX_BYTES).contains(&buffer) {
         return Err(Failure::new(format!(
-            "a buffer of {buffer} bytes: it has from {RING_BYTES_MIN} to {MEMORY_MAX_BYTES} bytes"
+            "--buffer must be {} to {}, not {}",
+            format_bytes(RING_BYTES_MIN),
+            format_bytes(MEMORY_MAX_BYTES),
+            format_bytes(buffer)
         )));
     }
     Ok(buffer - buffer % PAGE_BYTES)
 }
 
 impl Args {
-    /// Traces until it is stopped, the time is over, or the daemon closes the connection.
-    ///
-    /// # Errors
-    /// If the device cannot be traced, or the outputs not be written.
+    /// Traces the device until a signal arrives, the time of --for is over, or the daemon closes the connection.
     pub fn run(self) -> Outcome<ExitCode> {
         let ring_bytes = ring_bytes_of(self.buffer)?;
         let is_stream = self.output.as_deref().is_some_and(|place| place.as_os_str() == "-");
         if self.follow && is_stream {
-            return Err(Failure::new("lines and a binary stream, both on standard output: choose one"));
+            return Err(Failure::new(
+                "--follow and --output - both write to standard output; omit one of them",
+            ));
         }
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
@@ -147,8 +152,9 @@ impl Args {
             begun.elapsed().as_secs_f64(),
             tracing.lost
         );
-        if let Some(given_up) = tracing.filtered.as_ref().map(Filtered::given_up).filter(|count| *count > 0) {
-            line.push_str(&format!(", {given_up} of I/Os that took too long left out"));
+        let omitted = tracing.filtered.as_ref().map(Filtered::given_up).filter(|count| *count > 0);
+        if let Some(omitted) = omitted {
+            line.push_str(&format!(", {omitted} omitted because their I/Os took too long for the filter"));
         }
         match (stopped, finished) {
             (Err(OutputError::Failed(failure)), _) | (_, Err(OutputError::Failed(failure))) => {
@@ -160,12 +166,12 @@ impl Args {
                     && !files.is_empty()
                 {
                     let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
-                    line.push_str(&format!("; in {}", files.join(" ")));
+                    line.push_str(&format!("; written to {}", files.join(" ")));
                 }
                 complain(&Failure::new(line));
                 let closed = matches!(stopped, Ok(StopReason::DaemonExited));
                 if closed {
-                    complain(&Failure::new(format!("{name}: its daemon closed the connection")));
+                    complain(&Failure::new(format!("{name}: the daemon closed the connection")));
                 }
                 Ok(if closed { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS })
             }
@@ -190,21 +196,19 @@ impl Args {
         Ok(outputs)
     }
 
-    /// Lines on a terminal are progress enough.
+    /// Progress is printed on a terminal, unless lines of events are.
     fn shows_progress(&self) -> bool {
         std::io::stderr().is_terminal() && !self.follow && (self.output.is_some() || self.chrome.is_some())
     }
 }
 
-/// Why a trace stopped.
 enum StopReason {
-    /// A signal, or its time was over.
+    /// A signal arrived, or the time of --for is over.
     Requested,
-    /// The daemon closed the connection.
     DaemonExited,
 }
 
-/// A trace while it runs: the way of its items from the rings to the outputs.
+/// A running trace. Items go from the rings through the tracker and the filter to the outputs.
 struct Tracing {
     outputs: Vec<Output>,
     tracker: IoTracker,
@@ -228,7 +232,7 @@ impl Tracing {
             let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
             let timeout = if over || more { Duration::ZERO } else { left };
             let mut fds = [PollFd::new(&connection, PollFlags::IN)];
-            // Interrupted: the signal is noted.
+            // The daemon sends nothing, so that readable means closed. An error is EINTR: `stop` is checked next time.
             let closed =
                 poll(&mut fds, Timespec::try_from(timeout).ok().as_ref()).is_ok_and(|ready| ready > 0);
             more = self.write_batch(connection.rings(), monotonic_ns())?;
@@ -251,20 +255,20 @@ impl Tracing {
         if shows_progress && shown > begun {
             let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
-        // Its memory has what was written before the connection closed.
+        // The shared memory still contains the events that were written before the connection was closed.
         let now_ns = monotonic_ns();
         while self.write_batch(connection.rings(), now_ns)? {}
         self.write(connection.rings().finish())?;
         Ok(reason)
     }
 
-    /// Writes some of what was traced before `now_ns`. Returns whether there is more.
+    /// Writes a batch of the events before `now_ns` (monotonic clock). Returns whether there are more.
     fn write_batch(&mut self, rings: &mut Rings, now_ns: u64) -> Result<bool, OutputError> {
         let batch = rings.read(now_ns);
         self.write(batch.items).map(|()| batch.more)
     }
 
-    /// Writes items, or those that the filter keeps, and the requests that completed with them.
+    /// Writes the items, without those that the filter drops, and the requests that they complete.
     fn write(&mut self, items: Vec<Item>) -> Result<(), OutputError> {
         let tracks_ios = self.filtered.is_some() || self.outputs.iter().any(Output::wants_requests);
         let mut requests = Vec::new();
@@ -295,7 +299,7 @@ impl Tracing {
         self.outputs.iter_mut().try_for_each(|output| output.items(&items))
     }
 
-    /// Writes what the filter has kept of I/Os that are not over, and completes the outputs.
+    /// Writes the remaining items, of I/Os that have not completed, and closes the outputs. Returns the files written.
     fn finish(&mut self) -> Result<Vec<PathBuf>, OutputError> {
         self.tracker.finish();
         let written = self.write(Vec::new());
@@ -307,8 +311,8 @@ impl Tracing {
     }
 }
 
-/// The first signal stops the trace in order; another one at once, as the reader of
-/// standard output may never read.
+/// Starts a thread that waits for signals. The first signal sets the returned flag. The second one exits the process
+/// immediately, because writing the rest of the output may block forever.
 fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
     let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate, Signal::Hangup])?;
     let stop = Arc::new(AtomicBool::new(false));
@@ -319,7 +323,7 @@ fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
             let _ = poll(&mut fds, None);
             for _ in signals.take() {
                 if stopped.swap(true, Ordering::SeqCst) {
-                    complain(&Failure::new("stopped at once, and the output may not be complete"));
+                    complain(&Failure::new("stopped immediately; the output may be incomplete"));
                     std::process::exit(i32::from(EXIT_FAILED));
                 }
             }

@@ -1,11 +1,10 @@
-//! `blkq ublk-owner`: the user that made a ublk device, for udev rules.
+//! `blkq ublk-owner`: prints the user who created a ublk device, for udev rules.
 
 use blkq_export::ublk::{ControlDevice, Features};
 
 use crate::failure::{Failure, Outcome};
 use crate::print;
 
-/// Options of `ublk-owner`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints the user ID and the group ID of the process that created the device, or nothing if that was
@@ -22,16 +21,13 @@ pub struct Args {
 
 fn parse_kernel_name(name: &str) -> Result<u32, &'static str> {
     let number = name.strip_prefix("ublkc").or_else(|| name.strip_prefix("ublkb"));
-    // A partition belongs to the maker of the device.
+    // A partition has the owner of its device.
     let number = number.map(|number| number.split_once('p').map_or(number, |(number, _)| number));
-    number.and_then(|number| number.parse().ok()).ok_or("a device is ublkcN or ublkbN, such as ublkb0")
+    number.and_then(|number| number.parse().ok()).ok_or("a device must be ublkcN or ublkbN, such as ublkb0")
 }
 
 impl Args {
-    /// Prints the owner.
-    ///
-    /// # Errors
-    /// If the kernel cannot be asked.
+    /// Prints the owner, or nothing if the device was created by a privileged process: then the node belongs to root.
     pub fn run(self) -> Outcome {
         let failure = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", self.device));
         let info =
@@ -50,7 +46,7 @@ mod tests {
     use super::parse_kernel_name;
 
     #[test]
-    fn devices_and_partitions_are_known_by_the_kernels_names() {
+    fn kernel_names_of_devices_and_partitions_are_parsed() {
         for (name, id) in [("ublkb0", 0), ("ublkc12", 12), ("ublkb3p1", 3)] {
             assert_eq!(parse_kernel_name(name), Ok(id));
         }
