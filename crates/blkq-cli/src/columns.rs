@@ -121,8 +121,8 @@ pub fn losetup_default() -> Vec<&'static Column> {
     LOSETUP_DEFAULT.iter().flat_map(|name| LOSETUP.iter().find(|column| column.name == *name)).collect()
 }
 
-/// The columns that `text` names, separated by commas. Each name is searched in `first`, then in `then`. If `text` begins
-/// with `+`, the columns are added after those of `default`.
+/// The columns that `text` names, separated by commas. Each name is searched in `first`, then in `then`. If
+/// `text` begins with `+`, the columns are added after those of `default`.
 ///
 /// # Errors
 ///
@@ -162,8 +162,8 @@ fn mode(info: &DeviceInfo) -> String {
     std::iter::once(mode).chain(marks.into_iter().filter(|(is, _)| *is).map(|(_, mark)| mark)).collect()
 }
 
-/// The word that losetup prints for a device: its node in /dev, or its URI if it has no node. The name of the device would
-/// not do: mkfs(8) and mount(8) would take it for a file in the current directory.
+/// The word that losetup prints for a device: its node in /dev, or its URI if it has no node. The name of the
+/// device would not do: mkfs(8) and mount(8) would take it for a file in the current directory.
 pub fn device_word(info: &DeviceInfo) -> String {
     node_path(info).or(info.exports.first()).unwrap_or(&info.name).to_owned()
 }

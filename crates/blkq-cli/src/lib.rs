@@ -1,10 +1,11 @@
 //! The `blkq` command: attaches images as block devices and manages them.
 //!
-//! `attach` starts one daemon per device ([`daemon`]). The other commands find the daemon by the name of the device in
-//! the state directory ([`state`]), and send it requests over its control socket ([`control`]). In the daemon, [`serve`]
-//! connects the block layer to the image and to the exports.
+//! `attach` starts one daemon per device ([`daemon`]). The other commands find the daemon by the name of the
+//! device in the state directory ([`state`]), and send it requests over its control socket ([`control`]). In
+//! the daemon, [`serve`] connects the block layer to the image and to the exports.
 
-// Nothing outside of this workspace uses this library, so that its items are documented where that helps a maintainer.
+// Nothing outside of this workspace uses this library. Its items are documented where that helps a
+// maintainer.
 #![allow(missing_docs)]
 
 use std::io::Write;
@@ -56,8 +57,8 @@ pub mod usage;
 use commands::Cli;
 use failure::{EXIT_FAILED, Failure, Outcome};
 
-/// Runs the command line of this process. Returns the exit code: 0 for success, 1 if the command was refused or failed
-/// (one line on standard error says why). Wrong usage exits with 2, as clap does.
+/// Runs the command line of this process. Returns the exit code: 0 for success, 1 if the command was refused
+/// or failed (one line on standard error says why). Wrong usage exits with 2, as clap does.
 pub fn main() -> ExitCode {
     parent::note();
     complete();

@@ -13,8 +13,8 @@ pub fn render(align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> Stri
     render_apart(2, align, rows)
 }
 
-/// Renders the rows as [`render`] does, with `gap` spaces between the columns. Control characters, which the path of an
-/// image may contain, are escaped, so that each row stays on one line.
+/// Renders the rows as [`render`] does, with `gap` spaces between the columns. Control characters, which the
+/// path of an image may contain, are escaped, so that each row stays on one line.
 pub fn render_apart(gap: usize, align: impl AsRef<[Align]>, rows: &[impl AsRef<[String]>]) -> String {
     let align = align.as_ref();
     let row = |row: &dyn AsRef<[String]>| row.as_ref().iter().map(|cell| escaped(cell)).collect::<Vec<_>>();

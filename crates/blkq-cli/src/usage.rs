@@ -1,5 +1,5 @@
-//! Reports wrong usage. For an option of losetup(8) or qemu-nbd(8) that `blkq attach` lacks, the error names the option
-//! of blkq that does the same.
+//! Reports wrong usage. For an option of losetup(8) or qemu-nbd(8) that `blkq attach` lacks, the error names
+//! the option of blkq that does the same.
 
 use std::fmt::Display;
 
@@ -46,9 +46,10 @@ pub fn exit(mut command: clap::Command, subcommand: &str, kind: ErrorKind, messa
     .exit()
 }
 
-/// Improves an error of clap: adds a tip to an option of losetup or qemu-nbd that was given to `attach`, and to a
-/// negative number, which clap takes for an option. Removes clap's suggestion if there is a tip, or if the suggested
-/// option is not similar to the given one; the usage line then no longer names the suggested option.
+/// Improves an error of clap: adds a tip to an option of losetup or qemu-nbd that was given to `attach`, and
+/// to a negative number, which clap takes for an option. Removes clap's suggestion if there is a tip, or if
+/// the suggested option is not similar to the given one; the usage line then no longer names the suggested
+/// option.
 pub fn explain(
     mut error: clap::Error,
     command: fn() -> clap::Command,
@@ -82,8 +83,8 @@ pub fn explain(
     error
 }
 
-/// Whether one word is part of the other, or differs from it in at most a third of its letters. Clap itself also
-/// suggests words that have less in common.
+/// Whether one word is part of the other, or differs from it in at most a third of its letters. Clap itself
+/// also suggests words that have less in common.
 fn is_similar(word: &str, other: &str) -> bool {
     let (word, other) = (word.trim_start_matches('-'), other.trim_start_matches('-'));
     let other = other.split(' ').next().unwrap_or_default();
@@ -91,7 +92,8 @@ fn is_similar(word: &str, other: &str) -> bool {
     has_part || distance(word, other) <= word.len().max(other.len()) / 3
 }
 
-/// The Levenshtein distance: the smallest number of letters to insert, remove or replace to turn one word into the other.
+/// The Levenshtein distance: the smallest number of letters to insert, remove or replace to turn one word
+/// into the other.
 fn distance(one: &str, other: &str) -> usize {
     let other: Vec<char> = other.chars().collect();
     let mut row: Vec<usize> = (0..=other.len()).collect();

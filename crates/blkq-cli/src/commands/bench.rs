@@ -1,4 +1,5 @@
-//! `blkq bench`: measures what each mechanism gains on this machine. The benchmarks are in the crate `blkq_bench`.
+//! `blkq bench`: measures what each mechanism gains on this machine. The benchmarks are in the crate
+//! `blkq_bench`.
 
 use crate::failure::{Failure, Outcome};
 

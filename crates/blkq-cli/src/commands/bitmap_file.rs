@@ -1,4 +1,5 @@
-//! Opens or creates the file with the dirty bitmaps of a raw image, for a daemon that is confined and cannot do so itself.
+//! Opens or creates the file with the dirty bitmaps of a raw image, for a daemon that is confined and cannot
+//! do so itself.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,7 +12,8 @@ use crate::failure::{Failure, Outcome};
 /// The file `IMAGE.bitmaps`, open for reading and writing.
 pub(super) enum BitmapFile {
     Found(File),
-    /// This command has created the file, and dropping the value removes it, unless [`BitmapFile::keep`] was called.
+    /// This command has created the file, and dropping the value removes it, unless [`BitmapFile::keep`] was
+    /// called.
     Created(NewImage),
 }
 
@@ -19,7 +21,8 @@ impl BitmapFile {
     /// Opens the file of `image`; `None` if it does not exist.
     pub(super) fn open(image: &Path) -> Outcome<Option<BitmapFile>> {
         let path = path_for(image);
-        // Another user may own the directory: a symbolic link could name any file, and opening a FIFO would block.
+        // Another user may own the directory: a symbolic link could name any file, and opening a FIFO would
+        // block.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         match File::options().read(true).write(true).custom_flags(flags).open(&path) {
             Ok(file) => Ok(Some(BitmapFile::Found(file))),
@@ -63,8 +66,8 @@ fn path_for(image: &Path) -> PathBuf {
     path.into()
 }
 
-/// Gives `file` the owner of the image, because the next daemon of the device may run as another user than this command.
-/// Without the privilege to do so, the file keeps the user of this command as its owner.
+/// Gives `file` the owner of the image, because the next daemon of the device may run as another user than
+/// this command. Without the privilege to do so, the file keeps the user of this command as its owner.
 fn give_to_owner(file: &File, image: &Path) {
     let _ = fs::metadata(image).and_then(|owner| fchown(file, Some(owner.uid()), Some(owner.gid())));
 }

@@ -1,7 +1,8 @@
-//! `blkq commit`: merges the active overlay of a device into its backing file, and pivots the device to the backing file.
+//! `blkq commit`: merges the active overlay of a device into its backing file, and pivots the device to the
+//! backing file.
 //!
-//! The daemon is confined, so that this command opens the backing file and sends it over the control socket. The daemon
-//! does the work; this command waits, prints the progress, and forwards Ctrl-C.
+//! The daemon is confined, so this command opens the backing file and sends it over the control socket. The
+//! daemon does the work; this command waits, prints the progress, and forwards Ctrl-C.
 
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
@@ -81,8 +82,8 @@ impl Args {
             .read_state(&name)
             .ok_or_else(|| of(Failure::new("cannot read the state file of the device")))?;
         let (base, bitmaps) = self.open(&dir, &state).map_err(of)?;
-        // The backing file must be recorded before the files are sent: this command may be killed while the daemon pivots
-        // to it, and the next daemon needs its options.
+        // The backing file must be recorded before the files are sent: this command may be killed while the
+        // daemon pivots to it, and the next daemon needs its options.
         let recorded = record(&dir, &state, number, &base, begun).map_err(of)?;
         let OpenedBase { path, files: BaseFiles { image, synced, .. }, .. } = base;
         let files = [Some(&image), Some(&synced), bitmaps.as_ref().and_then(BitmapFile::file)];
@@ -93,7 +94,7 @@ impl Args {
         wait(&name, &dialogue, &mut signals, || progress.print(&dir));
         progress.clear();
         let reply = dialogue.reply::<Committed>();
-        // If no reply arrived, the device may already have pivoted, so that the record stays.
+        // If no reply arrived, the device may already have pivoted, so the record must stay.
         if let Ok(Ok(_)) | Err(_) = &reply {
             bitmaps.into_iter().for_each(BitmapFile::keep);
             recorded.keep();
@@ -106,13 +107,14 @@ impl Args {
 
     /// Opens the backing file, and for a raw backing file also the file of its dirty bitmaps.
     ///
-    /// The name of the backing file comes from the header of the image that the state file names. The daemon is not asked
-    /// for it: a client may have taken over the confined daemon, and would then choose which file this command opens.
+    /// The name of the backing file comes from the header of the image that the state file names. The daemon
+    /// is not asked for it: a client may have taken over the confined daemon, and would then choose which
+    /// file this command opens.
     fn open(&self, dir: &StateDir, state: &StateFile) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
         let options = state.attach_options.as_ref().map(Record::read).transpose()?;
         let image = match options.map(|options| options.image) {
-            // The path in the options may be a symbolic link. The daemon opened it, so the names in the header are
-            // relative to the directory of the link.
+            // The path in the options may be a symbolic link. The daemon opened it, so the names in the
+            // header are relative to the directory of the link.
             Some(DriverSpec::Image(path)) => path,
             _ => PathBuf::from(&state.image),
         };
@@ -133,7 +135,8 @@ impl Args {
     }
 }
 
-/// Records that the device may have the image `base` from now on, for the daemon that serves the device after this one.
+/// Records that the device may have the image `base` from now on, for the daemon that serves the device after
+/// this one.
 fn record<'a>(
     dir: &'a StateDir,
     state: &'a StateFile,
@@ -150,8 +153,8 @@ fn record<'a>(
     RecordedImage::add(dir, &state.name, number, &base.path.display().to_string(), &Record::new(&options)?)
 }
 
-/// Waits for the reply, and calls `each` at least every [`TICK`]. The first signal cancels the commit; the second signal
-/// makes this process exit without waiting for the daemon.
+/// Waits for the reply, and calls `each` at least every [`TICK`]. The first signal cancels the commit; the
+/// second signal makes this process exit without waiting for the daemon.
 fn wait(name: &str, dialogue: &Dialogue, signals: &mut Signals, mut each: impl FnMut()) {
     let mut stopped = false;
     loop {
@@ -220,9 +223,9 @@ pub fn shown_progress(commit: &CommitInfo) -> String {
     format!("{percent} %, {} of {} MiB copied", mib(commit.copied_bytes), mib(commit.total_bytes))
 }
 
-/// Warns if the configuration file of the device still names the overlay. The next start of the service would then write
-/// to the overlay again. No data would be lost, but the commit would have been in vain, and a deleted overlay would make
-/// the start fail.
+/// Warns if the configuration file of the device still names the overlay. The next start of the service would
+/// then write to the overlay again. No data would be lost, but the commit would have been in vain, and a
+/// deleted overlay would make the start fail.
 fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
     let configured = match config::image_of(name) {
         Ok(Some(configured)) => configured,

@@ -37,13 +37,14 @@ pub struct Args {
 enum Action {
     /// Report the mistakes in the files
     Check,
-    /// Set the settings of the attached devices to those in the files, as far as `blkq set` can change them, and read
-    /// the certificates again
+    /// Set the settings of the attached devices to those in the files, as far as `blkq set` can change them,
+    /// and read the certificates again
     Apply,
 }
 
-/// Applies the settings in the file to the attached device, which also reads its certificates again. Settings that the file
-/// does not contain keep their values. If a setting is refused, or the file or a certificate has a mistake, nothing changes.
+/// Applies the settings in the file to the attached device, which also reads its certificates again. Settings
+/// that the file does not contain keep their values. If a setting is refused, or the file or a certificate
+/// has a mistake, nothing changes.
 fn apply(path: &Path) -> Outcome {
     let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
     let options = file.attach_options().map_err(|fault| fault.failure(path))?;
@@ -52,8 +53,8 @@ fn apply(path: &Path) -> Outcome {
     ask::<()>(&dir, &name, &Request::Apply { settings }).map_err(|e| e.during(&name))
 }
 
-/// Undoes systemd's escaping in the name of a file: the unit blkq@.service passes `/etc/blkq/%i.toml`, in which the name of
-/// the device is escaped.
+/// Undoes systemd's escaping in the name of a file: the unit blkq@.service passes `/etc/blkq/%i.toml`, in
+/// which the name of the device is escaped.
 fn unescaped(path: &Path) -> PathBuf {
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
     let name = unescape_instance(name);
@@ -61,7 +62,8 @@ fn unescaped(path: &Path) -> PathBuf {
 }
 
 impl Args {
-    /// Runs the action for each file. Returns the exit code 1 if a file has a mistake or a device refuses a setting.
+    /// Runs the action for each file. Returns the exit code 1 if a file has a mistake or a device refuses a
+    /// setting.
     pub fn run(self) -> Outcome<ExitCode> {
         let files = if self.files.is_empty() { files()? } else { self.files };
         if self.action == Action::Apply {

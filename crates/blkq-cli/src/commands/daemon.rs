@@ -25,7 +25,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// Serves the device. When the device is ready, or cannot be served, notifies the process that started this one.
+    /// Serves the device. When the device is ready, or cannot be served, notifies the process that started
+    /// this one.
     ///
     /// # Errors
     ///
@@ -35,7 +36,7 @@ impl Args {
         match self.start(&mut parent) {
             Ok(daemon) => Ok(daemon.run()),
             Err(failure) => {
-                // The parent prints the failure: this process does not, so that the user sees it once.
+                // The parent prints the failure. This process does not, or the user would see it twice.
                 parent.notify(&reply_line::<()>(Err(failure)))?;
                 Ok(ExitCode::from(EXIT_FAILED))
             }
@@ -54,8 +55,8 @@ impl Args {
             message.map_err(|e| Failure::new(format!("cannot read the options from standard input: {e}")))?;
         let options = options.read()?;
         match &options.name {
-            // `succeeds` is newer than `settings`: if an upgrade by an earlier version starts this program again, only the
-            // settings show that the device already exists.
+            // `succeeds` is newer than `settings`: if an upgrade by an earlier version starts this program
+            // again, only the settings show that the device already exists.
             Some(name) if succeeds || !settings.is_empty() => {
                 Daemon::succeed(name, &options, settings, Vec::new(), parent)
             }

@@ -49,8 +49,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// Detaches the devices. A device that cannot be detached is reported on standard error, and the others are detached
-    /// nevertheless; the exit code is 1 then.
+    /// Detaches the devices. A device that cannot be detached is reported on standard error, and the others
+    /// are detached nevertheless; the exit code is 1 then.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         if self.all {
@@ -116,7 +116,8 @@ fn stop_or_clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
 
 /// Removes the stale files of a dead daemon, and its block device.
 fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
-    // Read now, because the state file is removed below. A daemon that has not published its process has the number 0.
+    // Read now, because the state file is removed below. A daemon that has not published its process has the
+    // number 0.
     let pid = dir.read_state(name).map(|state| state.pid).filter(|pid| *pid != 0);
     match dir.clear_dead(name)? {
         Dead::Cleared(last_line) => Ok(Detached::WasDead { pid, last_line }),
@@ -134,14 +135,14 @@ fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     }
 }
 
-/// Removes the stale files of the dead daemon of `name`, and its block device. Does nothing if a running daemon has the
-/// name, which another device may have taken in the meantime.
+/// Removes the stale files of the dead daemon of `name`, and its block device. Does nothing if a running
+/// daemon has the name, which another device may have taken in the meantime.
 pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
     clear(dir, name, true).map(|_| ()).map_err(|e| during(e, name))
 }
 
-/// Refuses a block device that a process has open, and names the processes. The daemon itself only checks whether the
-/// block device is mounted: it is confined and does not see other processes in /proc.
+/// Refuses a block device that a process has open, and names the processes. The daemon itself only checks
+/// whether the block device is mounted: it is confined and does not see other processes in /proc.
 pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
         ublk::check_unopened(device, info.pid).map_err(Failure::unless_forced)?;
@@ -162,7 +163,7 @@ pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     Ok(detached)
 }
 
-/// Tells the user that the daemon did not stop because of this command, so that data may not have been flushed.
+/// A note for the user: the daemon did not stop because of this command, and may not have flushed its data.
 fn stale_files_removed(name: &str, pid: Option<u32>, last_line: &str) -> Failure {
     let pid = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
     let log = if last_line.is_empty() { String::new() } else { format!(" (last log line: {last_line})") };

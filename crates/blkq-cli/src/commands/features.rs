@@ -1,4 +1,5 @@
-//! `blkq features`: lists the kernel features that blkq uses, whether this kernel has them, and what they are for.
+//! `blkq features`: lists the kernel features that blkq uses, whether this kernel has them, and what they are
+//! for.
 
 use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
@@ -39,7 +40,8 @@ const UBLK_FEATURES: [(ublk::Features, &str, &str); 9] = [
 struct Feature {
     name: &'static str,
     available: bool,
-    /// The use that blkq makes of the feature. If the feature is missing and the reason is known, also the reason.
+    /// The use that blkq makes of the feature. If the feature is missing and the reason is known, also the
+    /// reason.
     purpose: String,
 }
 

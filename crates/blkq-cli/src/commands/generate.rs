@@ -1,4 +1,5 @@
-//! `blkq generate`: writes manual pages and shell completions, which are generated from the definition of the command line.
+//! `blkq generate`: writes manual pages and shell completions, which are generated from the definition of the
+//! command line.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -11,8 +12,8 @@ use clap_mangen::Man;
 use crate::completion::VARIABLE;
 use crate::failure::{Failure, Outcome};
 
-/// Headings of sections in the help of a command, after the options. In the help, each heading is on a line of its own. Each
-/// section becomes a section of the manual page.
+/// Headings of sections in the help of a command, after the options. In the help, each heading is on a line
+/// of its own. Each section becomes a section of the manual page.
 const HEADINGS: &[&str] = &[
     "Keys:",
     "Events:",
@@ -67,16 +68,16 @@ fn completions(dir: &Path) -> io::Result<()> {
         let mut script = Vec::new();
         shell.write_registration(VARIABLE, "blkq", "blkq", "blkq", &mut script)?;
         if shell.name() == "zsh" {
-            // zsh autoloads the file from $fpath as the body of the function `_blkq`. Without this line, the first completion
-            // would only register the completer.
+            // zsh autoloads the file from $fpath as the body of the function `_blkq`. Without this line, the
+            // first completion would only register the completer.
             script.extend(b"[[ $funcstack[1] != _blkq ]] || _clap_dynamic_completer_blkq\n");
         }
         write(&dir.join(file), &script)
     })
 }
 
-/// Writes a file. Replaces an existing file only if an earlier run has written it: all generated files contain the name of
-/// the command.
+/// Writes a file. Replaces an existing file only if an earlier run has written it: all generated files
+/// contain the name of the command.
 fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     let is_earlier = |head: &[u8]| String::from_utf8_lossy(head).contains("blkq");
     let written = output::create(path, is_earlier).and_then(|mut file| file.write_all(text));
@@ -143,7 +144,8 @@ impl Section {
         self.heading == "Examples:"
     }
 
-    /// The section in roff(7). Examples are copied unchanged; other lines are terms, each with its description.
+    /// The section in roff(7). Examples are copied unchanged; other lines are terms, each with its
+    /// description.
     fn rendered(&self) -> String {
         let lines = self.lines.iter().filter(|line| self.is_examples() || !line.is_empty());
         if self.is_examples() {
@@ -161,8 +163,8 @@ impl Section {
     }
 }
 
-/// Writes the manual page of a command. `common` are the sections of the main command that every page repeats, unless the
-/// help of the command has a section with the same heading.
+/// Writes the manual page of a command. `common` are the sections of the main command that every page
+/// repeats, unless the help of the command has a section with the same heading.
 fn write_page(
     dir: &Path,
     command: &Command,
@@ -170,7 +172,8 @@ fn write_page(
     common: &[&Section],
     see_also: &[String],
 ) -> io::Result<()> {
-    // The option `-h` of `attach` has a heading of its own, "Options", which would become a second section OPTIONS.
+    // The option `-h` of `attach` has a heading of its own, "Options", which would become a second section
+    // OPTIONS.
     let man = Man::new(command.clone().mut_args(|arg| match arg.get_id() == "help" {
         true => arg.help_heading(None),
         false => arg,

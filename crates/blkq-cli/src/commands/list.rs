@@ -42,10 +42,10 @@ pub struct Args {
     clean: bool,
     /// Print one JSON array of objects
     ///
-    /// Each object is a device as `blkq show --json` prints it, or contains the columns of --output. If a daemon does
-    /// not answer, the object contains only "name" and "error". For a dead device or an orphan, it also contains
-    /// "state", "pid", "image", "exports", "log" and "log_lines". For a configured device, it contains "name", "state",
-    /// "image" and "config".
+    /// Each object is a device as `blkq show --json` prints it, or contains the columns of --output. If a
+    /// daemon does not answer, the object contains only "name" and "error". For a dead device or an orphan,
+    /// it also contains "state", "pid", "image", "exports", "log" and "log_lines". For a configured device,
+    /// it contains "name", "state", "image" and "config".
     #[arg(long, conflicts_with = "no_headings")]
     json: bool,
 }
@@ -95,8 +95,8 @@ impl Args {
         }
     }
 
-    /// Whether the entry matches --backing and --offset. An entry that may match, but whose image is unknown, is reported
-    /// on standard error and left out.
+    /// Whether the entry matches --backing and --offset. An entry that may match, but whose image is unknown,
+    /// is reported on standard error and left out.
     fn matches(&self, entry: &Entry) -> bool {
         match (&self.backing, entry) {
             (None, _) => true,
@@ -172,7 +172,8 @@ fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
     render(columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows)
 }
 
-/// The entries as JSON objects with the columns as keys. An entry without a running daemon also has the key `error`.
+/// The entries as JSON objects with the columns as keys. An entry without a running daemon also has the key
+/// `error`.
 fn objects(columns: &[&Column], entries: &[Entry]) -> Vec<Map<String, Value>> {
     let object = |entry: &Entry| {
         let cell = |column: &Column| match entry {

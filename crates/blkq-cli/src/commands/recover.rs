@@ -1,4 +1,5 @@
-//! `blkq recover`: starts a new daemon for a block device, or for the disk of a virtual machine, whose daemon has died.
+//! `blkq recover`: starts a new daemon for a block device, or for the disk of a virtual machine, whose daemon
+//! has died.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -47,8 +48,8 @@ impl Args {
     }
 }
 
-/// Takes over the orphan, or the disk of a virtual machine, `name` in this process, which becomes its new daemon. If
-/// `inherited` contains sockets, the daemon listens on these instead of creating its own.
+/// Takes over the orphan, or the disk of a virtual machine, `name` in this process, which becomes its new
+/// daemon. If `inherited` contains sockets, the daemon listens on these instead of creating its own.
 ///
 /// # Errors
 ///
@@ -78,8 +79,8 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     Daemon::recover(&options, orphan, inherited, parent)
 }
 
-/// The options with which the block device of a state file was attached. State files of early versions contain the words
-/// of the command line instead of a record.
+/// The options with which the block device of a state file was attached. State files of early versions
+/// contain the words of the command line instead of a record.
 ///
 /// # Errors
 ///
@@ -97,7 +98,8 @@ pub fn attach_options(state: &StateFile) -> Outcome<AttachOptions> {
     }
     let words: Vec<OsString> = ublk.words.iter().map(Into::into).collect();
     let options = attach::Args::options_from_words(&words).and_then(|mut options| {
-        // The words may name a symbolic link, which may point to another file today. `image` is the resolved path.
+        // The words may name a symbolic link, which may point to another file today. `image` is the resolved
+        // path.
         if let DriverSpec::Image(path) = &mut options.image {
             *path = state.image.clone().into();
         }

@@ -43,15 +43,16 @@ impl Args {
     }
 }
 
-/// Changes the size of the device `name` to `size` bytes; `None` means the present size of its image. Returns the new size
-/// in bytes.
+/// Changes the size of the device `name` to `size` bytes; `None` means the present size of its image. Returns
+/// the new size in bytes.
 ///
 /// # Errors
 ///
-/// Fails if the image does not allow this size, or if the device would shrink while it is in use and `force` is false.
+/// Fails if the image does not allow this size, or if the device would shrink while it is in use and `force`
+/// is false.
 pub fn resize(dir: &StateDir, name: &str, size: Option<u64>, force: bool) -> Outcome<u64> {
-    // The daemon is confined and does not see which processes have the block device open, so this command checks that. The
-    // daemon only uses the result if the device would shrink.
+    // The daemon is confined and does not see which processes have the block device open, so this command
+    // checks that. The daemon only uses the result if the device would shrink.
     let user = if force {
         None
     } else {

@@ -36,11 +36,12 @@ impl Args {
 
 fn start(name: &str) -> Outcome<Daemon> {
     check_name(name).map_err(|rule| Failure::new(format!("{name:?} is not a valid device name: {rule}")))?;
-    // The sockets are descriptors from 3 on (sd_listen_fds(3)), so that no file may be opened before they are taken.
+    // The sockets are the descriptors from 3 on (sd_listen_fds(3)). They must be taken before this process
+    // opens files.
     let inherited = systemd::take_listeners()?;
     let dir = StateDir::locate()?;
-    // A service manager restarts the service when the main thread of the killed daemon has exited. Its other threads may
-    // still be running, and hold the lock of the name.
+    // A service manager restarts the service when the main thread of the killed daemon has exited. Its other
+    // threads may still be running, and hold the lock of the name.
     dir.wait_for_dying(name);
     let before = match dir.inspect(name)? {
         Found::Remains(remains) => Some(remains.state),
@@ -49,7 +50,8 @@ fn start(name: &str) -> Outcome<Daemon> {
     let options = config::named(name);
     let parent = &mut Parent::none();
     let daemon = match (before, options) {
-        // The state file contains the attach options, so that a mistake in the configuration does not make I/O wait.
+        // The state file contains the attach options, so a mistake in the configuration file does not make
+        // I/O wait.
         (Some(Fate::Orphan), options) => {
             if let Err(failure) = options {
                 complain(&failure.during(format_args!("{name}: warning: the next start will fail")));

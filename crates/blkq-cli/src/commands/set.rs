@@ -39,7 +39,8 @@ pub fn parse_setting(text: &str) -> Result<(String, String), String> {
 }
 
 impl Args {
-    /// Makes the changes, in order. The first one that is refused ends the command; the changes before it stay.
+    /// Makes the changes, in order. The first one that is refused ends the command; the changes before it
+    /// stay.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let request = Request::Set { settings: self.settings };

@@ -34,7 +34,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// Prints a page for each device. A device that cannot be shown is reported on standard error, and makes the exit code 1.
+    /// Prints a page for each device. A device that cannot be shown is reported on standard error, and makes
+    /// the exit code 1.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         let mut pages = 0;

@@ -1,10 +1,11 @@
-//! `blkq snapshot`: takes external snapshots. Each device switches to a new qcow2 overlay. Its old image becomes the
-//! backing file of the overlay and does not change from then on.
+//! `blkq snapshot`: takes external snapshots. Each device switches to a new qcow2 overlay. Its old image
+//! becomes the backing file of the overlay and does not change from then on.
 //!
-//! The snapshots of several devices are taken at the same moment, in three steps over their control sockets: each daemon
-//! flushes its device ([`Begun::new`]); each freezes its device and prepares the overlay ([`Begun::stop`]); when all have
-//! done so, each continues with its overlay ([`change_over`]). If this command is killed or a step fails, each device
-//! whose daemon has not received the last step keeps its old image.
+//! The snapshots of several devices are taken at the same moment, in three steps over their control sockets:
+//! each daemon flushes its device ([`Begun::new`]); each freezes its device and prepares the overlay
+//! ([`Begun::stop`]); when all have done so, each continues with its overlay ([`change_over`]). If this
+//! command is killed or a step fails, each device whose daemon has not received the last step keeps its old
+//! image.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -66,8 +67,8 @@ struct Wanted {
     options: Record,
 }
 
-/// A snapshot in progress. Dropping the value closes the control socket, so that the device keeps its old image, and
-/// removes the file of the overlay.
+/// A snapshot in progress. Dropping the value closes the control socket, so that the device keeps its old
+/// image, and removes the file of the overlay.
 struct Begun<'a> {
     wanted: &'a Wanted,
     dialogue: Dialogue,
@@ -88,7 +89,8 @@ impl Args {
             let of = |e: Failure| e.during(format_args!("snapshot {device}"));
             wanted.push(self.wanted(&dir, &device, &file).map_err(of)?);
         }
-        // The order by name keeps two such commands from freezing one device each and waiting for the other's.
+        // The order by name keeps two such commands from freezing one device each and waiting for the
+        // other's.
         wanted.sort_by(|a, b| a.name.cmp(&b.name));
         if let Some(twice) = wanted.windows(2).find(|pair| pair[0].name == pair[1].name) {
             return Err(Failure::new(format!(
@@ -140,8 +142,8 @@ impl Args {
     fn wanted(&self, dir: &StateDir, device: &str, file: &Path) -> Outcome<Wanted> {
         let name = named(dir, device)?;
         let mut info: DeviceInfo = ask(dir, &name, &Request::Show {})?;
-        // Image and options come from the state file, not from the daemon, which a client may have taken over: the next
-        // daemon of the device trusts the options that are derived from them.
+        // Image and options come from the state file, not from the daemon, which a client may have taken
+        // over: the next daemon of the device trusts the options that are derived from them.
         let state = dir.read_state(&name);
         let options = state.as_ref().and_then(|state| state.attach_options.as_ref());
         let (Some(state), Some(options)) = (&state, options.map(Record::read).transpose()?) else {
@@ -226,8 +228,8 @@ fn check_fits_qcow2(options: &AttachOptions) -> Outcome {
     Err(Failure::new(format!("{what}; detach it and attach it {hint}")))
 }
 
-/// Refuses an image that was moved, deleted or replaced while the device was attached: the overlay would name a backing
-/// file that does not exist, or another file.
+/// Refuses an image that was moved, deleted or replaced while the device was attached: the overlay would name
+/// a backing file that does not exist, or another file.
 fn check_in_place(info: &DeviceInfo) -> Outcome {
     let file_at_path = FileId::of(info.image_path());
     if file_at_path.is_some() && file_at_path == Backing::of(info).map(|backing| backing.file) {
@@ -249,13 +251,14 @@ fn check_in_place(info: &DeviceInfo) -> Outcome {
     )))
 }
 
-/// Refuses to create the overlay on a file system that is on the device itself: creating the file durably would write to
-/// the device, which is frozen at that time.
+/// Refuses to create the overlay on a file system that is on the device itself: creating the file durably
+/// would write to the device, which is frozen at that time.
 fn check_not_on_device(info: &DeviceInfo, directory: &Path) -> Outcome {
     let Some(FileId { device, .. }) = FileId::of(directory) else { return Ok(()) };
     let is_device = |disk: &String| {
         let node = Path::new("/dev").join(disk);
-        // The kernel's NBD client names the process that made the connection, which is a client of the device.
+        // The kernel's NBD client names the process that made the connection, which is a client of the
+        // device.
         let client = std::fs::read_to_string(format!("{SYSFS}/block/{disk}/pid")).unwrap_or_default();
         info.exports.iter().any(|export| Path::new(export) == node)
             || !client.is_empty() && info.clients.iter().any(|other| is_process(&other.peer, client.trim()))
@@ -275,9 +278,9 @@ fn is_process(peer: &str, pid: &str) -> bool {
     words.any(|word| word == "pid") && words.next() == Some(pid)
 }
 
-/// Refuses a device whose configuration file names the old image, or cannot be read. If the daemon were killed, the service
-/// manager would start the device from this file, and writes would go to the backing file of the overlay, which corrupts
-/// the overlay.
+/// Refuses a device whose configuration file names the old image, or cannot be read. If the daemon were
+/// killed, the service manager would start the device from this file, and writes would go to the backing file
+/// of the overlay, which corrupts the overlay.
 fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
     let configured = config::image_of(name).map_err(|mistake| {
         Failure::new(format!(
@@ -301,15 +304,15 @@ fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
 type Done<'a> = (&'a Wanted, Outcome<Vec<String>>);
 
 impl<'a> Begun<'a> {
-    /// Creates the file of the overlay, and lets the daemon flush the device. The flush takes most of the time, and the
-    /// device serves I/O meanwhile.
+    /// Creates the file of the overlay, and lets the daemon flush the device. The flush takes most of the
+    /// time, and the device serves I/O meanwhile.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
         let Wanted { name, path, options, .. } = wanted;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
         let there = "already exists and is never overwritten; choose another name";
         let file = NewImage::make(path, there, |_| Ok(())).map_err(|e| of(e.during(path.display())))?;
-        // The overlay must be recorded before the request: this command may be killed while the daemon switches to the
-        // overlay, and the next daemon needs its options.
+        // The overlay must be recorded before the request: this command may be killed while the daemon
+        // switches to the overlay, and the next daemon needs its options.
         let number = dir.next_image(name);
         let recorded =
             RecordedImage::add(dir, name, number, &path.display().to_string(), options).map_err(of)?;
@@ -341,8 +344,8 @@ impl<'a> Begun<'a> {
     }
 }
 
-/// Freezes the devices one after the other, then lets all of them continue with their overlays. Returns the outcome of
-/// each device.
+/// Freezes the devices one after the other, then lets all of them continue with their overlays. Returns the
+/// outcome of each device.
 ///
 /// # Errors
 ///
@@ -350,15 +353,15 @@ impl<'a> Begun<'a> {
 fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<Done<'_>>> {
     begun.iter().try_for_each(Begun::stop)?;
     begun.iter().try_for_each(Begun::check)?;
-    // The last step is sent to all devices before any reply is read. Killing this command in between would leave some
-    // devices with their old images, so the time in between is kept short.
+    // The last step is sent to all devices before any reply is read. Killing this command in between would
+    // leave some devices with their old images, so the time in between is kept short.
     let sent: Vec<Outcome> = begun.iter().map(|one| one.dialogue.go_on(&[])).collect();
     let done = begun.into_iter().zip(sent).map(|(Begun { wanted, dialogue, file, recorded }, sent)| {
         // A daemon of an earlier version replies without warnings.
         let done = sent.and_then(|()| dialogue.reply::<Option<Snapshotted>>());
         match &done {
             Ok(Err(_)) => drop(file),
-            // If no reply arrived, the device may already use the overlay, so that the file must stay.
+            // If no reply arrived, the device may already use the overlay, so the file must stay.
             Ok(Ok(_)) | Err(_) => {
                 file.keep();
                 recorded.keep();

@@ -1,4 +1,5 @@
-//! `blkq systemd-generator`: orders the services of configured devices after the mounts that contain their files.
+//! `blkq systemd-generator`: orders the services of configured devices after the mounts that contain their
+//! files.
 //!
 //! A systemd generator: see systemd.generator(7).
 
@@ -10,8 +11,8 @@ use crate::config::{ConfigFile, files, first};
 use crate::failure::{Failure, Outcome};
 use crate::systemd::escape_instance;
 
-/// systemd reads drop-ins in the order of their names: this one after those of most generators, and before those of an
-/// administrator, which begin with higher numbers by convention.
+/// systemd reads drop-ins in the order of their names: this one after those of most generators, and before
+/// those of an administrator, which begin with higher numbers by convention.
 const DROP_IN: &str = "50-blkq-mounts.conf";
 
 #[derive(clap::Args, Debug)]
@@ -29,8 +30,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// Writes a drop-in for each configuration file. A file with a mistake is reported and skipped, so that it does not
-    /// affect other devices. The service of that device reports the mistake again.
+    /// Writes a drop-in for each configuration file. A file with a mistake is reported and skipped, so that
+    /// it does not affect other devices. The service of that device reports the mistake again.
     pub fn run(self) -> Outcome {
         for path in files()? {
             if let Err(failure) = write_drop_in(&path, &self.directory) {
@@ -55,8 +56,8 @@ fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
     written.map_err(|e| Failure::new(format!("{}: {e}", unit.display())))
 }
 
-/// `path` as a quoted word of a unit file. `None` if a unit file cannot contain it: it is not UTF-8, or has control
-/// characters.
+/// `path` as a quoted word of a unit file. `None` if a unit file cannot contain it: it is not UTF-8, or has
+/// control characters.
 fn quoted(path: &Path) -> Option<String> {
     let text = path.to_str().filter(|text| !text.contains(char::is_control))?;
     Some(format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%")))

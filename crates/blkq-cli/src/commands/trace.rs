@@ -1,7 +1,7 @@
 //! `blkq trace`: traces each I/O of a device through the block layer.
 //!
-//! The daemon writes events into rings in shared memory. This command polls the rings, applies the filter, and writes the
-//! outputs.
+//! The daemon writes events into rings in shared memory. This command polls the rings, applies the filter,
+//! and writes the outputs.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -28,8 +28,8 @@ use crate::trace::item::{Item, ItemKind};
 use crate::trace::output::{Output, OutputError, TraceStart};
 use crate::trace::rings::Rings;
 
-/// The interval at which the rings are read. The daemon does not notify this command of new events, because that would slow
-/// the device down.
+/// The interval at which the rings are read. The daemon does not notify this command of new events, because
+/// that would slow the device down.
 const POLL: Duration = Duration::from_millis(5);
 /// Traces that take less time print no progress.
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
@@ -71,8 +71,8 @@ pub struct Args {
     follow: bool,
     /// Write binary files for blkparse(1), PREFIX.blktrace.N for each queue
     ///
-    /// If PREFIX is a directory, the files get the name of the device. If it is -, one binary stream is written to
-    /// standard output.
+    /// If PREFIX is a directory, the files get the name of the device. If it is -, one binary stream is
+    /// written to standard output.
     #[arg(long, short, value_name = "PREFIX")]
     output: Option<PathBuf>,
     /// Write a timeline for Perfetto to FILE, as trace events in JSON
@@ -85,9 +85,9 @@ pub struct Args {
     duration: Option<Duration>,
     /// Trace only I/Os that meet all CONDITIONS, separated by commas
     ///
-    /// The conditions are op=NAME, size>BYTES, size<BYTES, latency>TIME and latency<TIME. The size is that of the
-    /// largest bio or request of the I/O. The latency is the time from the submission of its first bio to its
-    /// completion.
+    /// The conditions are op=NAME, size>BYTES, size<BYTES, latency>TIME and latency<TIME. The size is that of
+    /// the largest bio or request of the I/O. The latency is the time from the submission of its first bio to
+    /// its completion.
     #[arg(long, value_name = "CONDITIONS")]
     filter: Option<Filter>,
     /// Set the size of the event buffer of each queue, which the daemon allocates while it traces
@@ -116,7 +116,8 @@ fn ring_bytes_of(buffer: u64) -> Outcome<u64> {
 }
 
 impl Args {
-    /// Traces the device until a signal arrives, the time of --for is over, or the daemon closes the connection.
+    /// Traces the device until a signal arrives, the time of --for is over, or the daemon closes the
+    /// connection.
     pub fn run(self) -> Outcome<ExitCode> {
         let ring_bytes = ring_bytes_of(self.buffer)?;
         let is_stream = self.output.as_deref().is_some_and(|place| place.as_os_str() == "-");
@@ -232,7 +233,8 @@ impl Tracing {
             let left = duration.map_or(POLL, |most| most.saturating_sub(begun.elapsed()).min(POLL));
             let timeout = if over || more { Duration::ZERO } else { left };
             let mut fds = [PollFd::new(&connection, PollFlags::IN)];
-            // The daemon sends nothing, so that readable means closed. An error is EINTR: `stop` is checked next time.
+            // The daemon sends nothing, so readable means closed. The only error is EINTR: `stop` is checked
+            // next time.
             let closed =
                 poll(&mut fds, Timespec::try_from(timeout).ok().as_ref()).is_ok_and(|ready| ready > 0);
             more = self.write_batch(connection.rings(), monotonic_ns())?;
@@ -299,7 +301,8 @@ impl Tracing {
         self.outputs.iter_mut().try_for_each(|output| output.items(&items))
     }
 
-    /// Writes the remaining items, of I/Os that have not completed, and closes the outputs. Returns the files written.
+    /// Writes the remaining items, of I/Os that have not completed, and closes the outputs. Returns the files
+    /// written.
     fn finish(&mut self) -> Result<Vec<PathBuf>, OutputError> {
         self.tracker.finish();
         let written = self.write(Vec::new());
@@ -311,8 +314,8 @@ impl Tracing {
     }
 }
 
-/// Starts a thread that waits for signals. The first signal sets the returned flag. The second one exits the process
-/// immediately, because writing the rest of the output may block forever.
+/// Starts a thread that waits for signals. The first signal sets the returned flag. The second one exits the
+/// process immediately, because writing the rest of the output may block forever.
 fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
     let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate, Signal::Hangup])?;
     let stop = Arc::new(AtomicBool::new(false));

@@ -1,8 +1,8 @@
 //! `blkq upgrade`: hands a device in use from its daemon to a new daemon, which runs this program.
 //!
-//! The device must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end tracks
-//! requests in flight. The steps are: check whether this program could serve the device; let the old daemon leave the
-//! device and exit; start the new daemon; if that fails, start the old program again.
+//! The device must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end
+//! tracks requests in flight. The steps are: check whether this program could serve the device; let the old
+//! daemon leave the device and exit; start the new daemon; if that fails, start the old program again.
 
 use std::io;
 use std::process::ExitCode;
@@ -48,7 +48,8 @@ pub struct Args {
     name: String,
     /// Let the service manager that started the daemon start the new one
     ///
-    /// The old daemon exits with code 3. The service must be configured to restart after it, as blkq@.service is.
+    /// The old daemon exits with code 3. The service must be configured to restart after it, as blkq@.service
+    /// is.
     #[arg(long)]
     service: bool,
     /// Limit the time in which the service must start the new daemon
@@ -62,8 +63,9 @@ impl Args {
     ///
     /// # Errors
     ///
-    /// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it is running,
-    /// the old daemon keeps running. If the new daemon does not start, a daemon of the old program is started again.
+    /// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it
+    /// is running, the old daemon keeps running. If the new daemon does not start, a daemon of the old
+    /// program is started again.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
@@ -74,12 +76,13 @@ impl Args {
     }
 
     fn hand_over(&self, dir: &StateDir, name: &str) -> Outcome<DeviceInfo> {
-        // With --service, the name is not reserved for a successor: the command of the service may be one that attaches the
-        // device as a new one.
+        // With --service, the name is not reserved for a successor: the command of the service may be one
+        // that attaches the device as a new one.
         let _lock = dir.lock_upgrade(name, !self.service)?;
         let before: DeviceInfo = ask(dir, name, &Request::Show {})?;
         check(dir, name)?;
-        // The state file is read after the answer: a daemon that has just started writes it before it answers.
+        // The state file is read after the answer: a daemon that has just started writes it before it
+        // answers.
         let state = dir.read_state(name).filter(StateFile::has_options).ok_or_else(|| {
             Failure::new("cannot read the state file of the device; detach the device and attach it again")
         })?;
@@ -95,11 +98,11 @@ impl Args {
     }
 }
 
-/// A device that its daemon has left, so that its I/O waits for the next daemon.
+/// A device that its daemon has left. Its I/O waits for the next daemon.
 struct DeviceWithoutDaemon<'a> {
     name: &'a str,
-    /// The attach options of the disk of a virtual machine. `None` for a block device, whose next daemon reads the state
-    /// file instead.
+    /// The attach options of the disk of a virtual machine. `None` for a block device, whose next daemon
+    /// reads the state file instead.
     guest: Option<AttachOptions>,
     /// The settings that `blkq set` changed.
     settings: Vec<(String, String)>,
@@ -114,14 +117,16 @@ impl DeviceWithoutDaemon<'_> {
         name: &'a str,
         guest: Option<AttachOptions>,
     ) -> Outcome<DeviceWithoutDaemon<'a>> {
-        // The kernel says which process the daemon is. The daemon itself is not asked: a client may have taken it over, and
-        // would then choose the program that this command starts.
+        // The kernel says which process the daemon is. The daemon itself is not asked: a client may have
+        // taken it over, and would then choose the program that this command starts.
         let old = daemon_of(dir, name).and_then(Program::of_process);
         ask::<()>(dir, name, &Request::Leave {})?;
-        // The old daemon no longer changes the state file, and no other command removes it while the name is reserved.
+        // The old daemon no longer changes the state file, and no other command removes it while the name is
+        // reserved.
         let state = dir.read_state(name);
-        // A snapshot or a commit may have changed the image since `guest` was read. If the state file has become unreadable,
-        // the disk gets the image that it had then, because the virtual machine waits for it.
+        // A snapshot or a commit may have changed the image since `guest` was read. If the state file has
+        // become unreadable, the disk gets the image that it had then, because the virtual machine waits for
+        // it.
         let now = state.as_ref().and_then(|state| state.guest_options().ok().flatten());
         let guest = guest.map(|before| now.unwrap_or(before));
         let settings = state.map(|state| state.settings).unwrap_or_default();
@@ -146,8 +151,8 @@ impl DeviceWithoutDaemon<'_> {
         })
     }
 
-    /// Waits for the daemon that the service manager starts. If there is none after `timeout`, starts a daemon of the old
-    /// program.
+    /// Waits for the daemon that the service manager starts. If there is none after `timeout`, starts a
+    /// daemon of the old program.
     fn started_by_service(
         &self,
         dir: &StateDir,

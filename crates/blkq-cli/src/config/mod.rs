@@ -1,7 +1,8 @@
 //! Configuration files: `/etc/blkq/NAME.toml` contains the options of one device, in TOML.
 //!
-//! The keys are `image` and the long names of the options of `attach`. A file is converted to the words of a command line
-//! ([`words`]), so that files and command lines are parsed by the same definition, [`AttachOptions`].
+//! The keys are `image` and the long names of the options of `attach`. A file is converted to the words of a
+//! command line ([`words`]), so that files and command lines are parsed by the same definition,
+//! [`AttachOptions`].
 
 mod fault;
 mod words;
@@ -73,12 +74,12 @@ impl ConfigFile {
         named.unwrap_or_else(|| self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned())
     }
 
-    /// The keys that `blkq set` can change, with their values, for a device that has the settings of `groups`. The other
-    /// keys are left out: attach accepts an option that does not apply to the device if its value changes nothing, but
-    /// `blkq set` refuses it.
+    /// The keys that `blkq set` can change, with their values, for a device that has the settings of
+    /// `groups`. The other keys are left out: attach accepts an option that does not apply to the device if
+    /// its value changes nothing, but `blkq set` refuses it.
     pub fn settings(&self, groups: SettingGroups) -> Vec<(String, String)> {
-        // A key with the value false has no words. `autoclear = false` means autoclear=off, `no-merge = false` means
-        // merge=on.
+        // A key with the value false has no words. `autoclear = false` means autoclear=off, `no-merge =
+        // false` means merge=on.
         let unset = self.keys.iter().filter(|key| key.words.is_empty()).filter_map(|key| {
             let (key, value) =
                 key.key.strip_prefix("no-").map_or((key.key.as_str(), "off"), |key| (key, "on"));
@@ -132,7 +133,8 @@ impl ConfigFile {
         options.map_err(|text| Fault { line: self.line_of(&text), text })
     }
 
-    /// Rejects options whose meaning depends on the directory in which a service is started, or on the content of the image.
+    /// Rejects options whose meaning depends on the directory in which a service is started, or on the
+    /// content of the image.
     fn check_for_service(&self, mut options: AttachOptions) -> Result<AttachOptions, Fault> {
         let fault = |key: &str, text: String| Fault { line: self.line_of(&format!("--{key}")), text };
         let stem = self.path.file_stem().unwrap_or_default();
@@ -245,8 +247,8 @@ pub fn named(name: &str) -> Outcome<AttachOptions> {
     file.options().map_err(|fault| fault.failure(&path))
 }
 
-/// The image file that the configuration file of the device `name` names. `None` if there is no configuration file, or if
-/// its image is not a file.
+/// The image file that the configuration file of the device `name` names. `None` if there is no configuration
+/// file, or if its image is not a file.
 ///
 /// # Errors
 ///
@@ -272,9 +274,9 @@ pub fn first(faults: &[Fault], path: &Path) -> Failure {
     Failure::new(format!("{first}{more}"))
 }
 
-/// Inserts the words of the configuration file of `attach --config` in front of the other words of the command line. The
-/// command line has priority: an option of the file is left out if the command line contains the same option, or one that
-/// conflicts with it.
+/// Inserts the words of the configuration file of `attach --config` in front of the other words of the
+/// command line. The command line has priority: an option of the file is left out if the command line
+/// contains the same option, or one that conflicts with it.
 ///
 /// # Errors
 ///

@@ -51,7 +51,8 @@ impl Drop for Place {
     }
 }
 
-/// Values of options, in a file and on the command line. Each option accepts one of these, or has names for its values.
+/// Values of options, in a file and on the command line. Each option accepts one of these, or has names for
+/// its values.
 const SAMPLES: [(&str, &str); 8] = [
     ("\"660\"", "660"),
     ("\"/d.img\"", "/d.img"),

@@ -67,8 +67,8 @@ fn first_line(error: &clap::Error) -> String {
     line.strip_prefix("error: ").unwrap_or(line).to_owned()
 }
 
-/// Describes an invalid value of `key`. Clap's own text would name an option of the command line, and for numbers the
-/// error of Rust's parser.
+/// Describes an invalid value of `key`. Clap's own text would name an option of the command line, and for
+/// numbers the error of Rust's parser.
 fn invalid_value(key: &str, error: &clap::Error) -> String {
     let given = match error.get(ContextKind::InvalidValue) {
         Some(ContextValue::String(given)) => given.as_str(),
@@ -86,8 +86,8 @@ fn invalid_value(key: &str, error: &clap::Error) -> String {
     }
 }
 
-/// The smallest and the largest value of an option whose value is a number. The parser of the option states them when it
-/// refuses a number that no option accepts.
+/// The smallest and the largest value of an option whose value is a number. The parser of the option states
+/// them when it refuses a number that no option accepts.
 fn range_of(key: &str) -> Option<(String, String)> {
     let words = [ANY_IMAGE.to_owned(), format!("--{key}={}", i64::MAX)];
     let why = parsed(words.into_iter()).err()?.source()?.to_string();

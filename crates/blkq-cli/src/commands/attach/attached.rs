@@ -13,8 +13,8 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// Reports the device to the user with `print`. If that fails, a new device is detached again, because the user does not
-    /// know where it is.
+    /// Reports the device to the user with `print`. If that fails, a new device is detached again, because
+    /// the user does not know where it is.
     pub fn report(&self, print: impl FnOnce(&DeviceInfo) -> Outcome) -> Outcome {
         print(&self.info).map_err(|failure| {
             if !self.is_new {

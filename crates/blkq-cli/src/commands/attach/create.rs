@@ -1,4 +1,5 @@
-//! Creates image files, for `attach --create`, `attach --overlay`, `blkq snapshot` and the files of dirty bitmaps.
+//! Creates image files, for `attach --create`, `attach --overlay`, `blkq snapshot` and the files of dirty
+//! bitmaps.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -15,7 +16,8 @@ use crate::options::image_text;
 /// Mode of new files. Only the owner may read the content of a disk.
 const MODE: u32 = 0o600;
 
-/// A file that this command has created. Dropping the value removes the file, unless [`NewImage::keep`] was called.
+/// A file that this command has created. Dropping the value removes the file, unless [`NewImage::keep`] was
+/// called.
 #[derive(Debug)]
 pub struct NewImage {
     path: PathBuf,
@@ -47,8 +49,8 @@ impl NewImage {
         NewImage::make(path, exists, fill)
     }
 
-    /// Creates the file at `path`, lets `fill` write it, and makes the file and its name durable. If this fails, the file
-    /// is removed.
+    /// Creates the file at `path`, lets `fill` write it, and makes the file and its name durable. If this
+    /// fails, the file is removed.
     ///
     /// # Errors
     ///
@@ -79,8 +81,8 @@ impl NewImage {
     }
 }
 
-/// Makes a file and its name in `directory` durable. The two syncs run at the same time, because a file system with a
-/// journal then commits both in one transaction.
+/// Makes a file and its name in `directory` durable. The two syncs run at the same time, because a file
+/// system with a journal then commits both in one transaction.
 fn sync(file: &File, directory: &Path) -> io::Result<()> {
     let sync_name = || File::open(directory)?.sync_all();
     thread::scope(|scope| {

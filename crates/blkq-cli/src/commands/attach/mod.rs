@@ -1,4 +1,5 @@
-//! `blkq attach`: serves an image as a block device. Each device has its own daemon, which this command starts.
+//! `blkq attach`: serves an image as a block device. Each device has its own daemon, which this command
+//! starts.
 
 mod attached;
 pub mod create;
@@ -59,22 +60,23 @@ Examples:
 pub struct Args {
     /// Create the image first, as a sparse file of SIZE bytes
     ///
-    /// Only its owner may access the file (mode 600). An existing file is never overwritten. The new file is removed
-    /// again if the device cannot be attached.
+    /// Only its owner may access the file (mode 600). An existing file is never overwritten. The new file is
+    /// removed again if the device cannot be attached.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with_all = ["read_only", "nooverlap"], help_heading = headings::IMAGE)]
     create: Option<u64>,
     /// Create FILE as a qcow2 overlay of the image, and attach FILE
     ///
-    /// The image stays as it is, and becomes the backing file of FILE. --format is the format of the image. An
-    /// existing file is never overwritten. FILE is removed again if the device cannot be attached (docs/qcow2.md).
+    /// The image stays as it is, and becomes the backing file of FILE. --format is the format of the image.
+    /// An existing file is never overwritten. FILE is removed again if the device cannot be attached
+    /// (docs/qcow2.md).
     #[arg(long, value_name = "FILE", conflicts_with_all = ["create", "read_only", "shared", "nooverlap"], help_heading = headings::IMAGE)]
     overlay: Option<PathBuf>,
     #[command(flatten)]
     options: AttachOptions,
     /// Reuse the device that already serves these bytes of the image, if there is one
     ///
-    /// Its exports are printed. If the bytes of another device only overlap, the attach fails. Of several such
-    /// commands at the same time, one attaches.
+    /// Its exports are printed. If the bytes of another device only overlap, the attach fails. Of several
+    /// such commands at the same time, one attaches.
     #[arg(long, conflicts_with_all = ["shared", "foreground"], help_heading = headings::ACCESS, display_order = 2)]
     nooverlap: bool,
     /// Read the image, and options that are not given here, from a TOML file
@@ -85,8 +87,8 @@ pub struct Args {
     /// Run CMD while the device is attached, then detach and exit with its exit code
     ///
     /// CMD runs in a shell. Its environment has $uri, $unixsocket or $port, $nbd, $exportname and $tls as for
-    /// `nbdkit --run`, and also $name and $device (the node in /dev). The device is exported over NBD unless --export
-    /// is given.
+    /// `nbdkit --run`, and also $name and $device (the node in /dev). The device is exported over NBD unless
+    /// --export is given.
     #[arg(long, value_name = "CMD", conflicts_with_all = ["foreground", "json", "nooverlap", "exit_with_parent"], help_heading = headings::SERVICE, display_order = 2)]
     run: Option<String>,
     /// Serve in this process, until SIGINT or SIGTERM
@@ -127,7 +129,8 @@ impl Args {
         line.args.options()
     }
 
-    /// Checks the options of the device, and returns them. With --overlay, these are the options for the overlay.
+    /// Checks the options of the device, and returns them. With --overlay, these are the options for the
+    /// overlay.
     pub fn options(&self) -> Outcome<AttachOptions> {
         let mut options = self.options.clone();
         // The command of --run uses $uri, which a block device does not have.
@@ -150,7 +153,8 @@ impl Args {
         }
     }
 
-    /// Attaches the device: starts the daemon and waits until it is ready, or serves the device in this process.
+    /// Attaches the device: starts the daemon and waits until it is ready, or serves the device in this
+    /// process.
     pub fn run(self) -> Outcome<ExitCode> {
         let failed = |e| self.options.failed(e);
         let options = self.options().and_then(find_format).map_err(failed)?;
@@ -163,10 +167,12 @@ impl Args {
             let why = "--run starts a daemon, which does not get the sockets passed by systemd; omit it";
             return Err(failed(Failure::new(why)));
         }
-        // The sockets are descriptors from 3 on (sd_listen_fds(3)), so that no file may be opened before they are taken.
+        // The sockets are the descriptors from 3 on (sd_listen_fds(3)). They must be taken before this
+        // process opens files.
         let inherited = systemd::take_listeners().map_err(failed)?;
         let created = self.create().map_err(failed)?;
-        // A service manager supervises the process that it passes sockets to, so that this process must serve them.
+        // A service manager supervises the process that it passes sockets to, so this process must serve
+        // them.
         if self.foreground || self.exit_with_parent || systemd::is_activated() {
             return self.serve(&options, inherited, created).map_err(failed);
         }
@@ -189,7 +195,8 @@ impl Args {
             return print_json(info);
         }
         if systemd::is_activated() {
-            // The program that passed the sockets owns the standard output of this process and knows the addresses.
+            // The program that passed the sockets owns the standard output of this process and knows the
+            // addresses.
             warn(info);
             return Ok(());
         }
@@ -216,8 +223,8 @@ impl Args {
     }
 }
 
-/// Starts a daemon for the device, and waits until it is ready. With `nooverlap`, returns the device that already serves
-/// these bytes of the image, if there is one.
+/// Starts a daemon for the device, and waits until it is ready. With `nooverlap`, returns the device that
+/// already serves these bytes of the image, if there is one.
 pub fn attach(options: &AttachOptions, nooverlap: bool) -> Outcome<Attached> {
     let launch = || Program::This.launch_attach(options, false);
     let start = || launch().map(|Launched { info, .. }| info);

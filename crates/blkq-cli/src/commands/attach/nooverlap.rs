@@ -1,8 +1,8 @@
 //! `attach --nooverlap`: reuses the device that already serves the bytes of an image, or attaches the image.
 //!
-//! A lock on the state directory makes this one step with regard to other commands with --nooverlap. A command without
-//! this option may still attach the image between the search and the attach. The lock on the bytes of the image then makes
-//! the attach fail, and the next search finds the device of the other command.
+//! A lock on the state directory makes this one step with regard to other commands with --nooverlap. A
+//! command without this option may still attach the image between the search and the attach. The lock on the
+//! bytes of the image then makes the attach fail, and the next search finds the device of the other command.
 
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,8 @@ enum Found {
 ///
 /// # Errors
 ///
-/// Fails if another device serves some of the bytes, or all of them with other properties, or if `start` fails.
+/// Fails if another device serves some of the bytes, or all of them with other properties, or if `start`
+/// fails.
 pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<Attached> {
     let dir = StateDir::locate()?;
     dir.create()?;
@@ -59,7 +60,8 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
     }
 }
 
-/// Turns autoclear off, so that the device stays for the user who gets it now. Returns false if the device is stopping.
+/// Turns autoclear off, so that the device stays for the user who gets it now. Returns false if the device is
+/// stopping.
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     let settings = vec![Setting::Autoclear(false).to_text()];
     let kept = call::<()>(dir, &info.name, &Request::Set { settings });
@@ -78,7 +80,7 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
     for entry in all(dir)? {
         let info = match entry {
             Entry::Device(info) => info,
-            // Only the daemon knew which bytes the orphan serves, so that every orphan of the file is refused.
+            // Only the daemon knew which bytes the orphan serves, so every orphan of the file is refused.
             Entry::Remains(it) if it.state == Fate::Orphan && it.file == Some(file) => {
                 return Err(it.failure());
             }
@@ -99,8 +101,8 @@ fn find(dir: &StateDir, options: &AttachOptions) -> Outcome<Found> {
     Ok(found)
 }
 
-/// Refuses a device whose clients would read other data than those of the requested device, or whose flushes do not make
-/// the data durable.
+/// Refuses a device whose clients would read other data than those of the requested device, or whose flushes
+/// do not make the data durable.
 fn check_same(info: &DeviceInfo, window: Window, options: &AttachOptions) -> Outcome {
     let asked = Window { offset: options.offset, size_limit: options.size_limit };
     let sector_size = options.sector_size.bytes().unwrap_or(info.sector_size);
@@ -125,11 +127,11 @@ fn check_same(info: &DeviceInfo, window: Window, options: &AttachOptions) -> Out
         let hint = "use the same --sector-size";
         (format!("with sectors of {} bytes", info.sector_size), Some(hint))
     } else if info.unsafe_flush_ignore && !options.unsafe_flush_ignore {
-        ("with --unsafe-flush-ignore, so that flushes do not make data durable".to_owned(), None)
+        ("with --unsafe-flush-ignore, which does not make data durable".to_owned(), None)
     } else if faults != asked_faults {
         (format!("with the faults {faults:?}"), None)
     } else if is_shared {
-        ("with --shared, so that others may write to it".to_owned(), None)
+        ("with --shared, which lets others write to them".to_owned(), None)
     } else {
         return Ok(());
     };

@@ -1,4 +1,5 @@
-//! `attach IMAGE --overlay FILE`: creates a qcow2 overlay of an image, and attaches the overlay. The image does not change.
+//! `attach IMAGE --overlay FILE`: creates a qcow2 overlay of an image, and attaches the overlay. The image
+//! does not change.
 
 use std::path::Path;
 
@@ -14,7 +15,8 @@ use crate::options::{AttachOptions, Format, image_text};
 ///
 /// # Errors
 ///
-/// Refuses images that are not files, options that serve a part of the image, and options that qcow2 does not support.
+/// Refuses images that are not files, options that serve a part of the image, and options that qcow2 does not
+/// support.
 pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
     if !matches!(options.image, DriverSpec::Image(_)) {
         let text = image_text(&options.image);

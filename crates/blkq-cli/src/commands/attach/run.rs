@@ -1,4 +1,5 @@
-//! `attach --run CMD`: attaches a device, runs a command that uses it, and detaches the device when the command exits.
+//! `attach --run CMD`: attaches a device, runs a command that uses it, and detaches the device when the
+//! command exits.
 
 use std::ffi::OsString;
 use std::io;
@@ -17,12 +18,14 @@ use crate::state::StateDir;
 
 /// A command that was killed by signal N makes this process exit with 128 + N, as shells do.
 const EXIT_SIGNALLED: i32 = 128;
-/// The time in which the clients of an exited command may disconnect by themselves, before they are disconnected by force.
+/// The time in which the clients of an exited command may disconnect by themselves, before they are
+/// disconnected by force.
 const HANG_UP_WAIT: Duration = Duration::from_secs(1);
 const HANG_UP_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Runs `command` in a shell, with variables that describe the device in its environment, and detaches the device when the
-/// shell has exited. Returns the exit code of the shell; 1 if the command succeeded but the device failed.
+/// Runs `command` in a shell, with variables that describe the device in its environment, and detaches the
+/// device when the shell has exited. Returns the exit code of the shell; 1 if the command succeeded but the
+/// device failed.
 ///
 /// # Errors
 ///
@@ -33,7 +36,8 @@ pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcom
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", command]);
     for (name, value) in variables(options, &info) {
-        // A variable without a value is removed: one that this process inherited would describe another device.
+        // A variable without a value is removed: one that this process inherited would describe another
+        // device.
         match value {
             Some(value) => shell.env(name, value),
             None => shell.env_remove(name),
@@ -81,7 +85,7 @@ impl Device<'_> {
             Ok(dir) => dir,
             Err(failure) => return self.fail(&failure),
         };
-        // A daemon that is being killed has not exited yet, so that `check` would not notice its death.
+        // A daemon that is being killed may not have exited yet, and `check` would not notice its death.
         dir.wait_for_dying(self.name);
         self.check();
         // If the daemon has exited, another device may have its name now, which must not be detached.
@@ -117,8 +121,9 @@ impl Device<'_> {
     }
 }
 
-/// Runs the command and waits until it has exited. A signal that another process sends to this process is forwarded to the
-/// command. A signal of the terminal, such as that of Ctrl-C, is not: the terminal sends it to the command, too.
+/// Runs the command and waits until it has exited. A signal that another process sends to this process is
+/// forwarded to the command. A signal of the terminal, such as that of Ctrl-C, is not: the terminal sends it
+/// to the command, too.
 fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus> {
     let signals = Signals::block()?;
     let before = signals.before;
@@ -130,17 +135,18 @@ fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus
         if let Some(status) = child.try_wait()? {
             return Ok(status);
         }
-        // The signals are blocked, so that one that arrives between `try_wait` and `wait` stays pending and is not missed.
+        // The signals are blocked: a signal that arrives between `try_wait` and `wait` stays pending and is
+        // not missed.
         let (signal, is_sent) = signals.wait();
         if is_sent && signal != libc::SIGCHLD {
-            // SAFETY: the child has not been waited for, so that no other process can have its number.
+            // SAFETY: the child has not been waited for, so no other process can have its number.
             unsafe { libc::kill(child.id() as libc::pid_t, signal) };
         }
     }
 }
 
-/// Blocks signals that would kill this process, so that [`Signals::wait`] receives them. Dropping the value restores the
-/// mask.
+/// Blocks signals that would kill this process, so that [`Signals::wait`] receives them. Dropping the value
+/// restores the mask.
 struct Signals {
     blocked: libc::sigset_t,
     before: libc::sigset_t,
@@ -148,9 +154,9 @@ struct Signals {
 
 impl Signals {
     fn block() -> io::Result<Signals> {
-        // If this process was started with SIGCHLD ignored, the kernel would discard the exit status of the command.
-        // SAFETY: zeroes are a valid sigset_t. The calls write to it and change the mask of this thread, which is the only
-        // one.
+        // If this process was started with SIGCHLD ignored, the kernel would discard the exit status of the
+        // command. SAFETY: zeroes are a valid sigset_t. The calls write to it and change the mask of this
+        // thread, which is the only one.
         unsafe {
             let (mut blocked, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
             libc::signal(libc::SIGCHLD, libc::SIG_DFL);

@@ -143,9 +143,9 @@ fn state_directory() -> Finding {
     .needed()
 }
 
-/// The limit that applies to daemons, which raise their limit as far as the kernel allows. The user ID does not show how
-/// far that is: raising the hard limit needs CAP_SYS_RESOURCE in the initial user namespace, which root in a container often
-/// lacks. So this process raises its own limit.
+/// The limit that applies to daemons, which raise their limit as far as the kernel allows. The user ID does
+/// not show how far that is: raising the hard limit needs CAP_SYS_RESOURCE in the initial user namespace,
+/// which root in a container often lacks. So this process raises its own limit.
 fn locked_memory_limit() -> Option<u64> {
     raise_limits();
     getrlimit(Resource::Memlock).current

@@ -27,12 +27,12 @@ pub struct Finding {
     pub state: State,
     /// No image can be served without this part.
     pub needed: bool,
-    /// The user asked for this part with an option, so that the command fails if the part is missing.
+    /// The user asked for this part with an option: the command fails if the part is missing.
     #[serde(skip)]
     pub asked: bool,
     pub found: String,
-    /// How to get rid of a restriction: a command, or the page that has the commands. The key in the JSON is older than the
-    /// field's name.
+    /// How to get rid of a restriction: a command, or the page that has the commands. The key in the JSON is
+    /// older than the field's name.
     #[serde(rename = "cure")]
     pub hint: Option<String>,
 }

@@ -7,8 +7,8 @@ const RENAMED: [(&str, &str); 2] = [("size-limit", "--sizelimit"), ("name", "--l
 /// The commands whose options hints name.
 const COMMANDS: [&str; 2] = ["attach", "detach"];
 
-/// Replaces each option in `text` that losetup lacks: by the name that losetup gives it, or by `blkq attach OPTION` or
-/// `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
+/// Replaces each option in `text` that losetup lacks: by the name that losetup gives it, or by `blkq attach
+/// OPTION` or `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
 pub(super) fn translated(text: &str, blkq: &Command) -> String {
     let quoted = text.split('`').enumerate();
     let parts = quoted.map(|(at, part)| if at % 2 == 0 { options(part, blkq) } else { part.to_owned() });
@@ -29,8 +29,8 @@ fn options(text: &str, blkq: &Command) -> String {
     translated + rest
 }
 
-/// Appends `option` to `text`, translated. If `text` ends with `attach with ` or `detach with `, `blkq ` is inserted before
-/// it instead.
+/// Appends `option` to `text`, translated. If `text` ends with `attach with ` or `detach with `, `blkq ` is
+/// inserted before it instead.
 fn push(text: &mut String, option: &str, blkq: &Command) {
     let name = &option[2..];
     let has = |command: &str| {

@@ -255,7 +255,8 @@ impl Args {
         }
     }
 
-    /// Prints the devices for which `matches` returns true: as a table, or as lines of text if only -a or -j is given.
+    /// Prints the devices for which `matches` returns true: as a table, or as lines of text if only -a or -j
+    /// is given.
     fn list(&self, dir: &StateDir, matches: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
         let mut devices = Vec::new();
         for entry in all(dir)? {
@@ -282,7 +283,8 @@ impl Args {
         }
     }
 
-    /// Prints the devices: as a table if `table` is true or an option for tables was given, otherwise as lines of text.
+    /// Prints the devices: as a table if `table` is true or an option for tables was given, otherwise as
+    /// lines of text.
     fn print(&self, devices: &[DeviceInfo], table: bool) -> Outcome {
         let style = match (self.json, self.raw) {
             (true, _) => Style::Json,

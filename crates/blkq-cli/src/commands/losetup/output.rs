@@ -1,4 +1,5 @@
-//! Prints devices in the formats of losetup(8): tables and JSON as libsmartcols prints them, and the older lines of text.
+//! Prints devices in the formats of losetup(8): tables and JSON as libsmartcols prints them, and the older
+//! lines of text.
 
 use blkq::text::{escape, escaped, is_control};
 
@@ -57,7 +58,8 @@ pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings
     table[left_out..].to_owned()
 }
 
-/// JSON with the white space of libsmartcols, so that the output can be compared with that of losetup(8) as text.
+/// JSON with the white space of libsmartcols, so that the output can be compared with that of losetup(8) as
+/// text.
 fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
     let member = |(column, cell): (&&Column, &Cell)| {
         format!("         \"{}\": {}", column.name.to_lowercase(), cell.json())

@@ -9,8 +9,8 @@ const BAR: u64 = 40;
 /// The last bar ends at 2^40 ns, about 18 minutes, and also counts longer latencies.
 const BITS_MAX: u32 = 40;
 
-/// The bars from the shortest latency to the longest. Each is the range in nanoseconds, without its end, and the number of
-/// latencies in it.
+/// The bars from the shortest latency to the longest. Each is the range in nanoseconds, without its end, and
+/// the number of latencies in it.
 pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
     let (mut from_ns, mut before) = (0, 0);
     let mut bars = Vec::new();

@@ -56,8 +56,8 @@ Examples:
   blkq stat disk.img 0.5 --json | jq .read.latency_p99_us"
 )]
 pub struct Args {
-    /// The devices, each by its name, image, URI or node in /dev [default: all]; then the seconds between reports, and
-    /// the number of reports
+    /// The devices, each by its name, image, URI or node in /dev [default: all]; then the seconds between
+    /// reports, and the number of reports
     #[arg(add = completion::devices(), value_name = "NAME|INTERVAL|COUNT")]
     words: Vec<String>,
     /// Report all devices, as without names
@@ -102,7 +102,8 @@ struct Plan {
 }
 
 impl Args {
-    /// Interprets the arguments: names of devices first; one or two numbers at the end are the interval and the count.
+    /// Interprets the arguments: names of devices first; one or two numbers at the end are the interval and
+    /// the count.
     fn plan(&self) -> Result<Plan, String> {
         let mut names = self.words.clone();
         let (mut interval, mut count) = (self.interval, self.count);
@@ -133,14 +134,15 @@ impl Args {
     ///
     /// # Errors
     ///
-    /// If a single device is named, fails if it does not exist, or its daemon has died or does not answer. If several devices
-    /// are reported, such a device is named on standard error, and the exit code is 1 in the end.
+    /// If a single device is named, fails if it does not exist, or its daemon has died or does not answer. If
+    /// several devices are reported, such a device is named on standard error, and the exit code is 1 in the
+    /// end.
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let plan = self.plan().unwrap_or_else(|why| {
             usage::exit(command(), "stat", clap::error::ErrorKind::ValueValidation, why)
         });
         let dir = StateDir::locate()?;
-        // A word that matches no device is kept, so that it is reported below.
+        // A word that matches no device is kept, and is reported below.
         let name = |word: String| Ok(name_of(&dir, &word)?.unwrap_or(word));
         let names = plan.names.into_iter().map(name).collect::<Outcome<_>>()?;
         let mut devices = Devices { dir, names, failed: BTreeMap::new() };

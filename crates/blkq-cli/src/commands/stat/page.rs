@@ -1,4 +1,5 @@
-//! The report of one device: a line per operation, and lines for the mechanisms of the block layer and the exports.
+//! The report of one device: a line per operation, and lines for the mechanisms of the block layer and the
+//! exports.
 
 use blkq::StatGroup;
 use blkq_export::nbd::NbdCounters;
@@ -11,8 +12,8 @@ use crate::statistics::{Gate, Nbd, Throttle, VhostUser};
 use crate::table::{Align, render};
 
 impl Report {
-    /// Formats the report as text. Operations and mechanisms that were idle are omitted, unless `verbose`. With `histogram`,
-    /// the latency histogram of each operation follows.
+    /// Formats the report as text. Operations and mechanisms that were idle are omitted, unless `verbose`.
+    /// With `histogram`, the latency histogram of each operation follows.
     pub fn page(&self, histogram: bool, verbose: bool) -> String {
         let figures = &self.figures;
         let mut page = self.heading() + &figures.table(verbose) + &figures.lines(verbose);

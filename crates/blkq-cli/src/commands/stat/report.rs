@@ -1,7 +1,7 @@
 //! Computes the figures of one report of `blkq stat`, and defines their JSON.
 //!
-//! The field names are keys of the JSON, which scripts rely on: they do not change, and later versions may add others.
-//! docs/watching.md explains each of them.
+//! The field names are keys of the JSON, which scripts rely on: they do not change, and later versions may
+//! add others. docs/watching.md explains each of them.
 
 use std::time::SystemTime;
 
@@ -36,7 +36,8 @@ pub struct Figures {
     pub flush: Group,
     /// Requests in flight now.
     pub in_flight: u64,
-    /// The maximum of requests in flight in a single queue since the device was attached: reads, and all others.
+    /// The maximum of requests in flight in a single queue since the device was attached: reads, and all
+    /// others.
     pub in_flight_max: [u64; 2],
     /// The average number of requests in flight.
     pub queue: f64,
@@ -96,7 +97,8 @@ pub struct Bar {
     pub count: u64,
 }
 
-/// I/Os that needed a flush (`asked`), flushes sent to the driver, and I/Os that shared their flush with others.
+/// I/Os that needed a flush (`asked`), flushes sent to the driver, and I/Os that shared their flush with
+/// others.
 #[derive(Serialize)]
 pub struct Flushes {
     pub asked: u64,
@@ -178,8 +180,8 @@ impl Report {
         Report::new(name, &Statistics::default(), now, now.uptime_ns)
     }
 
-    /// The report of the time between two samples. If the device was attached between them, the report covers the time since
-    /// then.
+    /// The report of the time between two samples. If the device was attached between them, the report covers
+    /// the time since then.
     pub fn between(name: &str, before: &Statistics, now: &Statistics) -> Report {
         if now.uptime_ns < now.time_ns.saturating_sub(before.time_ns) {
             return Report::whole(name, now);

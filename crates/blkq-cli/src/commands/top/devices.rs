@@ -1,4 +1,5 @@
-//! The devices that `top` shows, each with its figures of the last interval and its latencies of earlier intervals.
+//! The devices that `top` shows, each with its figures of the last interval and its latencies of earlier
+//! intervals.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -12,12 +13,12 @@ use crate::statistics::Statistics;
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// The number of intervals whose latencies are stored for the heat map: the width of a wide terminal.
 const COLUMNS_MAX: usize = 512;
-/// The number of latency ranges of the heat map. Range `n` ends at 2^n nanoseconds; the last one also counts everything
-/// above.
+/// The number of latency ranges of the heat map. Range `n` ends at 2^n nanoseconds; the last one also counts
+/// everything above.
 pub const POWERS: usize = 41;
 
-/// A column of the heat map: the number of latencies in each range, during one interval. `None` if the daemon did not
-/// answer in the interval.
+/// A column of the heat map: the number of latencies in each range, during one interval. `None` if the daemon
+/// did not answer in the interval.
 pub type Column = Option<[u32; POWERS]>;
 
 #[derive(Default)]
@@ -78,7 +79,8 @@ impl Device {
 pub struct Devices(BTreeMap<String, Device>);
 
 impl Devices {
-    /// Notes that the daemons of the devices `names` were asked at `now`. Other devices have been detached and are removed.
+    /// Notes that the daemons of the devices `names` were asked at `now`. Other devices have been detached
+    /// and are removed.
     pub fn asked(&mut self, names: Vec<String>, now: Instant) {
         self.0.retain(|name, _| names.contains(name));
         for name in names {
@@ -136,7 +138,8 @@ pub mod tests {
     use crate::failure::Failure;
     use crate::statistics::{Nbd, QueueSums};
 
-    /// The counters of a device `second` seconds after its attach, with `ios` reads of 4 KiB, each with `latency_ns`.
+    /// The counters of a device `second` seconds after its attach, with `ios` reads of 4 KiB, each with
+    /// `latency_ns`.
     pub fn statistics(second: u64, ios: u64, latency_ns: u64) -> Statistics {
         let mut snapshot =
             StatsSnapshot { in_flight: [3, 0], busy_ns: second * 500_000_000, ..Default::default() };
@@ -213,7 +216,8 @@ pub mod tests {
         assert_eq!(rows[0].error.as_deref(), Some("the daemon has not answered for 3 s"));
         assert_eq!(rows[0].iops, None, "the figures of the previous interval must not be shown");
         assert_eq!(rows[1].error.as_deref(), Some("the daemon died (killed); attach it again"));
-        // An interval without an answer is a gap in the map. A late answer covers the time since the last sample.
+        // An interval without an answer is a gap in the map. A late answer covers the time since the last
+        // sample.
         devices.asked(names(&["a", "b"]), later);
         assert_eq!(devices.get("a").unwrap().columns()[0], None);
         devices.answered("a", Ok(Some(statistics(5, 500, 1_000))));

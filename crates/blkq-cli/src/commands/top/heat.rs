@@ -1,5 +1,5 @@
-//! Draws a heat map of latencies. Time runs from left to right, latencies rise from the bottom to the top, and the colour of
-//! a cell shows how many requests had this latency at this time.
+//! Draws a heat map of latencies. Time runs from left to right, latencies rise from the bottom to the top,
+//! and the colour of a cell shows how many requests had this latency at this time.
 
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;

@@ -34,8 +34,9 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Takes `bytes`, which arrived at `now`, and returns the keys that are complete. If `bytes` is empty and the rest of a
-    /// sequence is overdue, ESC alone becomes the key Escape, and any other incomplete sequence is discarded.
+    /// Takes `bytes`, which arrived at `now`, and returns the keys that are complete. If `bytes` is empty and
+    /// the rest of a sequence is overdue, ESC alone becomes the key Escape, and any other incomplete sequence
+    /// is discarded.
     pub fn take(&mut self, bytes: &[u8], now: Instant) -> Vec<Key> {
         let mut keys = Vec::new();
         if !bytes.is_empty() {
@@ -63,7 +64,8 @@ impl Keys {
     }
 }
 
-/// The length in bytes of the first key, and the key, if it is one that [`Key`] has. `None` if the key is incomplete.
+/// The length in bytes of the first key, and the key, if it is one that [`Key`] has. `None` if the key is
+/// incomplete.
 fn first(bytes: &[u8]) -> Option<(usize, Option<Key>)> {
     let simple = |key| Some((1, Some(key)));
     match *bytes.first()? {

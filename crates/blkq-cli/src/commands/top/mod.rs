@@ -1,7 +1,8 @@
 //! `blkq top`: shows the activity of all devices on the terminal.
 //!
-//! [`sampler`] asks the daemons for their counters; [`devices`] computes the figures of each interval; [`view`] is the
-//! state that keys change; [`draw`] and [`page`] draw it into a buffer; [`terminal`] writes the buffer to the terminal.
+//! [`sampler`] asks the daemons for their counters; [`devices`] computes the figures of each interval;
+//! [`view`] is the state that keys change; [`draw`] and [`page`] draw it into a buffer; [`terminal`] writes
+//! the buffer to the terminal.
 
 mod canvas;
 mod devices;
@@ -169,7 +170,7 @@ fn table(rows: &[Row]) -> String {
 
 /// Why the program must stop.
 enum Stop {
-    /// The terminal was closed, so that no failure can be shown to the user.
+    /// The terminal was closed: there is no user to whom a failure could be shown.
     Terminal,
     Failed(Failure),
 }
@@ -213,7 +214,8 @@ impl Program {
                 self.view.devices.answered(&answer.name, answer.outcome);
             }
             self.view.devices.mark_silent(now);
-            // A slow terminal gets the next picture, the latest one then, when it has taken the previous one completely.
+            // A slow terminal gets the next picture, the latest one then, when it has taken the previous one
+            // completely.
             if !terminal.backend().is_behind() {
                 let Program { view, theme, .. } = self;
                 terminal.draw(|frame| draw::draw(view, *theme, frame.buffer_mut()))?;
@@ -251,8 +253,8 @@ impl Program {
         }
     }
 
-    /// Waits for a key, a signal, an answer of a daemon, or the time `next`, and writes pending output as the terminal
-    /// takes it.
+    /// Waits for a key, a signal, an answer of a daemon, or the time `next`, and writes pending output as the
+    /// terminal takes it.
     fn wait(&self, screen: &mut Screen, next: Instant) -> Result<(), Stop> {
         let mut left = next.saturating_duration_since(Instant::now());
         if self.keys.is_pending() {

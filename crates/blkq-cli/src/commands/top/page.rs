@@ -53,7 +53,8 @@ pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     }
 }
 
-/// Draws the figures above the heat map, and the queues below it. Returns the number of rows that the queues take.
+/// Draws the figures above the heat map, and the queues below it. Returns the number of rows that the queues
+/// take.
 fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
     let plain = Style::new();
     let Figures { in_flight, queue, busy_percent, hangs, held, nbd, vhost_user, flushes, batches, .. } =

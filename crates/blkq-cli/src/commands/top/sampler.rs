@@ -1,5 +1,5 @@
-//! Asks the daemons for their counters. Each daemon is asked by a thread of its own, so that a daemon that does not answer
-//! delays neither the other daemons nor the drawing.
+//! Asks the daemons for their counters. Each daemon is asked by a thread of its own, so that a daemon that
+//! does not answer delays neither the other daemons nor the drawing.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -14,7 +14,8 @@ use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 
-/// The stack size of a thread that asks a daemon: less than the default, because there is one for each device.
+/// The stack size of a thread that asks a daemon: less than the default, because there is one for each
+/// device.
 const STACK_BYTES: usize = 256 << 10;
 
 pub struct Answer {
@@ -47,8 +48,8 @@ impl Sampler {
         Ok(Sampler { dir, outstanding: BTreeSet::new(), sender, answers, wakes, waker: Arc::new(waker) })
     }
 
-    /// Asks the daemons of all devices, except those that have not answered the last request. Returns the names of all
-    /// devices.
+    /// Asks the daemons of all devices, except those that have not answered the last request. Returns the
+    /// names of all devices.
     pub fn ask(&mut self) -> Outcome<Vec<String>> {
         let names = self.dir.names()?;
         for name in &names {
@@ -78,7 +79,8 @@ impl Sampler {
 
     /// The answers that have arrived.
     pub fn take(&mut self) -> Vec<Answer> {
-        // The bytes are read before the answers: an answer that arrives in between has a byte left, and wakes the next poll.
+        // The bytes are read before the answers: an answer that arrives in between has a byte left, and wakes
+        // the next poll.
         let mut bytes = [0; 256];
         while (&self.wakes).read(&mut bytes).is_ok_and(|count| count == bytes.len()) {}
         let answers: Vec<Answer> = self.answers.try_iter().collect();

@@ -1,8 +1,10 @@
-//! The terminal: put into raw mode and switched to its alternate screen, and always restored, even after a panic.
+//! The terminal: put into raw mode and switched to its alternate screen, and always restored, even after a
+//! panic.
 //!
-//! The terminal is opened again through /dev/tty, because O_NONBLOCK belongs to the open file: on standard output it would
-//! affect the other processes that share it. Writing must not block, because a terminal that takes no output, such as that
-//! of a hanging SSH connection, must not keep this process from acting on signals.
+//! The terminal is opened again through /dev/tty, because O_NONBLOCK belongs to the open file: on standard
+//! output it would affect the other processes that share it. Writing must not block, because a terminal that
+//! takes no output, such as that of a hanging SSH connection, must not keep this process from acting on
+//! signals.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Read, Write};
@@ -21,7 +23,8 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetat
 
 use crate::failure::{Failure, Outcome};
 
-/// Alternate screen, hide the cursor, reset the style, clear (xterm's control sequences). [`LEAVE`] undoes this.
+/// Alternate screen, hide the cursor, reset the style, clear (xterm's control sequences). [`LEAVE`] undoes
+/// this.
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[0m\x1b[2J";
 const LEAVE: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
 /// The longest wait for a terminal that does not take [`LEAVE`].
@@ -38,8 +41,8 @@ pub struct Screen {
 }
 
 impl Screen {
-    /// Opens the terminal of this process, and records its modes without changing them. From now on, a panic on any thread
-    /// restores the modes and exits the process.
+    /// Opens the terminal of this process, and records its modes without changing them. From now on, a panic
+    /// on any thread restores the modes and exits the process.
     ///
     /// # Errors
     ///
@@ -67,8 +70,8 @@ impl Screen {
         std::panic::set_hook(Box::new(move |info| {
             leave();
             report(info);
-            // Without this, the other threads would continue to draw on a terminal that has been restored. 101 is the exit
-            // code of a Rust program whose main thread panics.
+            // Without this, the other threads would continue to draw on a terminal that has been restored.
+            // 101 is the exit code of a Rust program whose main thread panics.
             std::process::exit(101);
         }));
         Ok(Screen { tty, raw, output: Vec::new() })
@@ -179,7 +182,8 @@ impl Backend for Screen {
                 set_style(&mut self.output, style)?;
             }
             self.output.extend_from_slice(cell.symbol().as_bytes());
-            // Characters beyond ASCII may be wider than one column, so that the position after them is set explicitly.
+            // Characters beyond ASCII may be wider than one column, so the position after them is set
+            // explicitly.
             at = cell.symbol().is_ascii().then_some((x + 1, y));
         }
         self.output.extend_from_slice(b"\x1b[0m");

@@ -16,8 +16,8 @@ const ASCII_LEVELS: [&str; 8] = [".", ":", "-", "=", "+", "*", "#", "@"];
 const BLOCK_LEVELS: [&str; 8] = ["░", "░", "▒", "▒", "▓", "▓", "█", "█"];
 
 impl Theme {
-    /// The theme for the terminal that the environment describes: TERM and COLORTERM, the locale, and NO_COLOR
-    /// (https://no-color.org).
+    /// The theme for the terminal that the environment describes: TERM and COLORTERM, the locale, and
+    /// NO_COLOR (https://no-color.org).
     pub fn of(variable: impl Fn(&str) -> Option<String>) -> Theme {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         // The first variable that is set determines the encoding (locale(7)).
@@ -64,8 +64,8 @@ impl Theme {
         [(half, self.coloured(71)), (rest, self.coloured(178))]
     }
 
-    /// Symbol and style of a cell of a heat map. `part` is the heat of the cell relative to the hottest one: above 0, at most
-    /// 1.
+    /// Symbol and style of a cell of a heat map. `part` is the heat of the cell relative to the hottest one:
+    /// above 0, at most 1.
     pub fn heat(self, part: f64) -> (&'static str, Style) {
         let level = ((part * HEAT.len() as f64).ceil() as usize).clamp(1, HEAT.len()) - 1;
         let symbol = if self.unicode { BLOCK_LEVELS[level] } else { ASCII_LEVELS[level] };
