@@ -166,7 +166,7 @@ impl Args {
         }
         if options.fault.is_some() {
             return Err(Failure::new(
-                "a device with --fault cannot switch to another image; detach it and attach it without --fault",
+                "a device with --fault cannot switch to another image; detach the device and attach it without --fault",
             ));
         }
         let directory = directory_of(file).canonicalize().map_err(|e| {
@@ -225,7 +225,7 @@ fn check_fits_qcow2(options: &AttachOptions) -> Outcome {
     } else {
         return Ok(());
     };
-    Err(Failure::new(format!("{what}; detach it and attach it {hint}")))
+    Err(Failure::new(format!("{what}; detach the device and attach it {hint}")))
 }
 
 /// Refuses an image that was moved, deleted or replaced while the device was attached: the overlay would name

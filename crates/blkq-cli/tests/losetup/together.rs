@@ -124,7 +124,7 @@ fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     assert_eq!(place.column(&device, "AUTOCLEAR"), "1");
     assert_eq!(place.done(&["attach", "--nooverlap", "--read-only", &image]), format!("{device}\n"));
     assert_eq!(place.column(&device, "AUTOCLEAR"), "0");
-    assert!(place.refused(&["attach", "--nooverlap", "ram:1M"]).contains("is for images"));
+    assert!(place.refused(&["attach", "--nooverlap", "ram:1M"]).contains("is for image files"));
     assert!(place.refused(&["attach", "--nooverlap", "/nonexistent"]).contains("cannot find the image"));
 }
 
