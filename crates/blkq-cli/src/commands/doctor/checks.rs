@@ -80,7 +80,7 @@ fn io_uring() -> Finding {
             true => Ok(()),
             false => Err(blkq::Error::new(
                 ErrorKind::Unsupported,
-                format!("available, without {}", lacking.join(", ")),
+                format!("lacks the operations {}", lacking.join(", ")),
             )),
         }
     });
