@@ -11,7 +11,7 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
-use blkq::drivers::DriverSpec;
+use blkq_drivers::DriverSpec;
 use blkq::units::{format_bytes, parse_bytes};
 use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::set::parse_setting;

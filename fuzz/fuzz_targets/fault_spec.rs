@@ -7,7 +7,7 @@
 
 #![no_main]
 
-use blkq::drivers::fault::{Effect, Fault, FaultSpec, Rule};
+use blkq_drivers::fault::{Effect, Fault, FaultSpec, Rule};
 use blkq::drivers::ram::Ram;
 use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status};
 use libfuzzer_sys::arbitrary::{Result, Unstructured};

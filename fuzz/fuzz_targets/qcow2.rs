@@ -18,8 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blkq::bitmap::BitmapState;
-use blkq::drivers::bitmaps;
-use blkq::drivers::qcow2::{Qcow2, Qcow2Options};
+use blkq_drivers::qcow2::{Qcow2, Qcow2Options};
 use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status};
 use libfuzzer_sys::fuzz_target;
 
@@ -212,7 +211,7 @@ impl Session {
     ) -> Result<Session, blkq::Error> {
         let device = Qcow2::open(&Qcow2Options { read_only, ..Qcow2Options::new(path) })?;
         let disk = Disk::builder(Box::new(device)).depth(IN_FLIGHT_MAX as u16).build()?;
-        let (bitmaps, _) = bitmaps::load(&*disk.driver())?;
+        let (bitmaps, _) = disk.driver().require_bitmap_store()?.load()?;
         disk.load_bitmaps(bitmaps)?;
         let queue = disk.open_queue(0)?;
         let session = Session { disk, queue, sent: Vec::new(), model, read_only, dirty };
@@ -237,7 +236,7 @@ impl Session {
     /// Keeps the bitmaps in the image. If its tables are wrong, that may fail.
     fn keep_bitmaps(&self) {
         if !self.read_only {
-            let kept = bitmaps::store(&*self.disk.driver(), &self.disk.bitmaps());
+            let kept = self.disk.driver().require_bitmap_store().and_then(|kept| kept.store(&self.disk.bitmaps()));
             assert!(kept.is_ok() || self.model.is_none(), "{kept:?}");
         }
     }

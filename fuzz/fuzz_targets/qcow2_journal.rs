@@ -14,8 +14,8 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blkq::drivers::r#loop::DirectIo;
-use blkq::drivers::qcow2::{Journals, Qcow2, Qcow2Options};
+use blkq_drivers::r#loop::DirectIo;
+use blkq_drivers::qcow2::{Journals, Qcow2, Qcow2Options};
 use blkq::{Bio, Disk, Driver, IoBuffer, LocalQueue, Sector};
 use libfuzzer_sys::fuzz_target;
 

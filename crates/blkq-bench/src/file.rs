@@ -5,8 +5,8 @@ use std::io::{ErrorKind, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::random::Random;
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 
 use crate::Result;
 use crate::interrupt::Undo;

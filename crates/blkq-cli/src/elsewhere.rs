@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use blkq::drivers::DriverSpec;
+use blkq_drivers::DriverSpec;
 
 use crate::backing::{FileId, Window};
 use crate::failure::{Failure, Outcome};

@@ -337,10 +337,10 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::thread::JoinHandle;
 
-    use blkq::drivers::fault::FaultSpec;
-    use blkq::drivers::{DriverOptions, DriverSpec, open};
     use blkq::testing::{assert_stays, wait_for, wait_until};
     use blkq::{Bio, Completion, Cqe, EngineThread, Error, ErrorPolicy, Resume, Source, SourceContext};
+    use blkq_drivers::fault::FaultSpec;
+    use blkq_drivers::{DriverOptions, DriverSpec, open};
 
     use super::*;
 

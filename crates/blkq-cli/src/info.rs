@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use blkq::drivers::DriverSpec;
+use blkq_drivers::DriverSpec;
 use blkq_export::ublk::Identity;
 use serde::{Deserialize, Serialize};
 

@@ -8,10 +8,10 @@ use std::time::Duration;
 use blkq::ClockMode;
 use blkq::ErrorPolicy;
 use blkq::SchedulerKind;
-use blkq::drivers::DriverSpec;
-use blkq::drivers::fault::FaultSpec;
-use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::fault::FaultSpec;
+use blkq_drivers::r#loop::{DirectIo, Dispatch};
 
 use crate::failure::{Failure, Outcome};
 use crate::hangs;

@@ -1,13 +1,13 @@
 //! The sizes that a logical block may have.
 
-use crate::error::{Error, ErrorKind};
+use blkq::{Error, ErrorKind};
 
 /// The logical block sizes that a device may have, in bytes: those of the kernel's loop device on
 /// pages of 4096 bytes.
 pub const LOGICAL_BLOCK_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
 
 /// The size, if a logical block may have it.
-pub(super) fn check_logical_block(bytes: u32) -> Result<u32, Error> {
+pub(crate) fn check_logical_block(bytes: u32) -> Result<u32, Error> {
     if LOGICAL_BLOCK_SIZES.contains(&bytes) {
         return Ok(bytes);
     }

@@ -4,8 +4,7 @@ use std::any::Any;
 use std::fs::File;
 use std::path::Path;
 
-use crate::driver::Driver;
-use crate::error::{Error, ErrorKind};
+use blkq::{Driver, Error, ErrorKind};
 
 use super::r#loop::LoopDevice;
 use super::qcow2::{Below, Journals, Qcow2};
@@ -13,7 +12,7 @@ use super::qcow2::{Below, Journals, Qcow2};
 /// Makes `file`, which is empty, open for reading and writing, and at the absolute `path`, a qcow2 image over that of
 /// `driver`, whose disk is frozen. All that was written so far is durable when this returns, and so is the new image,
 /// but for its name; what completes from then on survives this process in one of `journals`. The driver that is
-/// returned is to take the other's place ([`Exchange::replace`](crate::disk::Exchange::replace)), or to be dropped:
+/// returned is to take the other's place ([`Exchange::replace`](blkq::disk::Exchange::replace)), or to be dropped:
 /// until then nothing has changed.
 ///
 /// # Errors

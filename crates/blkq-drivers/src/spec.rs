@@ -1,37 +1,20 @@
-//! The drivers, and the one list of them: [`open`].
+//! The text of an image and the driver that it names, and the one list of drivers: [`open`].
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::driver::Driver;
-use crate::error::{Error, ErrorKind};
-use crate::units::parse_bytes;
+use blkq::drivers::null::{Null, NullOptions};
+use blkq::drivers::ram::Ram;
+use blkq::units::parse_bytes;
+use blkq::{Driver, Error, ErrorKind};
 
-pub mod bitmaps;
-pub mod fault;
-pub mod r#loop;
-pub mod model;
-pub mod null;
-pub mod qcow2;
-pub mod ram;
-pub mod rbd;
-mod size;
-pub mod snapshot;
-
-#[cfg(test)]
-#[cfg(not(model_check))]
-mod harness;
-
-use fault::{Fault, FaultSpec};
-use r#loop::backing::{self, Backing};
-use r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions, format};
-use null::{Null, NullOptions};
-use qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
-use ram::Ram;
-use rbd::{Rbd, RbdOptions, RbdSpec};
-pub use size::LOGICAL_BLOCK_SIZES;
-use size::check_logical_block;
+use crate::fault::{Fault, FaultSpec};
+use crate::r#loop::backing::{self, Backing};
+use crate::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions, format};
+use crate::qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
+use crate::rbd::{Rbd, RbdOptions, RbdSpec};
+use crate::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 
 /// The device to attach, as it is written on the command line.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -99,7 +82,7 @@ pub struct DriverOptions {
     /// How requests are put to the file.
     pub dispatch: Dispatch,
     /// Open the image for reading only. Drivers without an image leave it to the disk
-    /// ([`DiskBuilder::read_only`](crate::DiskBuilder::read_only)), which can be changed.
+    /// ([`DiskBuilder::read_only`](blkq::DiskBuilder::read_only)), which can be changed.
     pub read_only: bool,
     /// Let others use the same bytes of the image.
     pub shared: bool,

@@ -5,8 +5,8 @@
 
 use std::io::Read;
 
-use blkq::drivers::{DriverOptions, open};
 use blkq::{Disk, EngineThread, StatGroup};
+use blkq_drivers::{DriverOptions, open};
 use blkq_export::nbd::Listen;
 use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
 

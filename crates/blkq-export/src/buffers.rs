@@ -137,8 +137,8 @@ impl BufferPool {
 
 #[cfg(test)]
 mod tests {
-    use blkq::drivers::r#loop::{LoopDevice, LoopOptions};
     use blkq::{Disk, LocalQueue};
+    use blkq_drivers::r#loop::{LoopDevice, LoopOptions};
 
     use super::*;
 

@@ -13,7 +13,6 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
 use blkq::testing::wait_until;
@@ -21,6 +20,7 @@ use blkq::{
     Disk, Driver, DriverContext, DriverQueue, Error, ErrorKind, OpenContext, Operation, QueueLimits, Status,
     Tag, Taken,
 };
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{Listen, NbdOptions, NbdServer};
 use nbd::*;

@@ -5,10 +5,10 @@ mod nbd;
 
 use std::sync::atomic::Ordering;
 
-use blkq::drivers::fault::{Fault, FaultSpec};
 use blkq::random::Random;
 use blkq::testing::wait_until;
 use blkq::{Disk, StatGroup};
+use blkq_drivers::fault::{Fault, FaultSpec};
 use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
 use nbd::*;

@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blkq::drivers::fault::{Fault, FaultSpec};
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
 use blkq::testing::wait_until;
 use blkq::{Driver, SchedulerKind, Setting, StatGroup};
+use blkq_drivers::fault::{Fault, FaultSpec};
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_export::nbd::reply::ReplyStyle;
 use blkq_export::nbd::{NbdOptions, RangeLock};
 use nbd::*;

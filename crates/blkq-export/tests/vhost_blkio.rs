@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags, iovec};
 use blkq::Counter;
-use blkq::drivers::r#loop::DirectIo;
+use blkq_drivers::r#loop::DirectIo;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::{SIZE, Served, image, serve};
 

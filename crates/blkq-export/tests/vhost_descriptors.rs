@@ -12,8 +12,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use blkq::drivers::r#loop::DirectIo;
 use blkq::testing::wait_until;
+use blkq_drivers::r#loop::DirectIo;
 use blkq_export::vhost_user::Event;
 use front_end::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};

@@ -15,8 +15,8 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use blkq::Disk;
-use blkq::drivers::fault::{Fault, FaultSpec};
-use blkq::drivers::r#loop::DirectIo;
+use blkq_drivers::fault::{Fault, FaultSpec};
+use blkq_drivers::r#loop::DirectIo;
 use front_end::*;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

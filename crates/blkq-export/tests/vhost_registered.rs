@@ -7,8 +7,8 @@ mod vhost;
 
 use std::os::fd::AsFd;
 
-use blkq::drivers::r#loop::DirectIo;
 use blkq::testing::wait_until;
+use blkq_drivers::r#loop::DirectIo;
 use blkq_export::vhost_user::{Event, RegistrationLimits};
 use front_end::*;
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};

@@ -7,10 +7,10 @@ mod vhost;
 
 use std::os::fd::AsFd;
 
-use blkq::drivers::fault::{Fault, FaultSpec};
-use blkq::drivers::r#loop::{DirectIo, LoopSetting};
 use blkq::testing::wait_until;
 use blkq::{Disk, ErrorPolicy, Setting};
+use blkq_drivers::fault::{Fault, FaultSpec};
+use blkq_drivers::r#loop::{DirectIo, LoopSetting};
 use blkq_export::vhost_user::Event;
 use front_end::*;
 use rustix::event::{EventfdFlags, eventfd};

@@ -3,9 +3,9 @@
 
 mod vhost;
 
-use blkq::drivers::r#loop::DirectIo;
 use blkq::testing::wait_until;
 use blkq::{Driver, ErrorKind};
+use blkq_drivers::r#loop::DirectIo;
 use blkq_export::vhost_user::VhostUserDevice;
 use proptest::prelude::*;
 use virtio_driver::{

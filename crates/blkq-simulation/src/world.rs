@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::path::Path;
 use std::time::Duration;
 
-use blkq::drivers::fault::take_injections;
 use blkq::random::Random;
 use blkq::simulation::{World as Simulated, install};
+use blkq_drivers::fault::take_injections;
 use io_uring::squeue;
 
 use crate::file::SimulatedFile;

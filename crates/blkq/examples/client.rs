@@ -2,8 +2,8 @@
 //! It overwrites bytes 4096 to 24575.
 //! `cargo run -p blkq --example client -- disk.img`
 
-use blkq::drivers::r#loop::{LoopDevice, LoopOptions};
 use blkq::{Bio, Disk, EngineThread, IoBuffer, Sector};
+use blkq_drivers::r#loop::{LoopDevice, LoopOptions};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::args().nth(1).ok_or("usage: client IMAGE")?;

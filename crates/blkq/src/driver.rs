@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use io_uring::{squeue, types};
 
+use crate::bitmap::BitmapStore;
 use crate::buffer::{IoBuffer, KernelPages, Segment};
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, IoResult};
@@ -159,6 +160,11 @@ pub trait Driver: Any + Send + Sync {
         Ok(())
     }
 
+    /// Where dirty bitmaps are saved with the image. The default has no such place.
+    fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
+        None
+    }
+
     /// Warnings for the user about the current settings of the device, one line each.
     fn warnings(&self) -> Vec<String> {
         Vec::new()
@@ -167,6 +173,20 @@ pub trait Driver: Any + Send + Sync {
     /// Names and values for `show`, in order: `direct-io`, `backing-file` and so on.
     fn describe(&self) -> Vec<(&'static str, String)> {
         Vec::new()
+    }
+}
+
+impl dyn Driver + '_ {
+    /// The place where dirty bitmaps are kept with the image.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the device has none.
+    pub fn require_bitmap_store(&self) -> Result<&dyn BitmapStore, Error> {
+        self.bitmap_store().ok_or_else(|| {
+            let message =
+                format!("a {} device has no place for bitmaps: it has no image in a file", self.name());
+            Error::new(ErrorKind::Unsupported, message)
+        })
     }
 }
 
@@ -437,6 +457,12 @@ impl DriverContext<'_> {
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         self.ring.as_ref().expect("a driver with a registered file declares uses_ring").file(slot)
+    }
+
+    /// The number by which the ring knows the queue.
+    #[cfg(simulation)]
+    pub fn owner(&self) -> u16 {
+        self.owner
     }
 
     /// Lets the disk read [`Driver::limits`] again, because an operation has turned out to be unsupported.

@@ -73,7 +73,8 @@ pub struct HotField {
 }
 
 impl HotField {
-    pub(crate) fn of<T>(name: &'static str, writer: Writer, field: &T) -> HotField {
+    /// The field called `name` of a structure, where it lies in memory.
+    pub fn of<T>(name: &'static str, writer: Writer, field: &T) -> HotField {
         HotField { name, writer, address: std::ptr::from_ref(field).addr(), bytes: size_of::<T>() }
     }
 }

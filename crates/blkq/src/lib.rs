@@ -106,13 +106,14 @@ mod slab;
 mod split;
 pub mod stats;
 mod submitter;
-mod sync;
+pub mod sync;
 mod tags;
 pub mod testing;
 pub mod text;
 pub mod throttle;
 pub mod trace;
 pub mod units;
+mod wrapped;
 
 pub use queue::hang;
 pub use remote::gate;
@@ -139,6 +140,7 @@ pub use sector::{SECTOR_BYTES, SECTOR_SHIFT, Sector};
 pub use stats::{Counter, StatGroup, StatsSnapshot};
 pub use submitter::Submitter;
 pub use tags::Tag;
+pub use wrapped::WrappedQueue;
 
 /// The io_uring crate. Drivers and sources push its entries: [`DriverContext::push`],
 /// [`SourceContext::push`].

@@ -1,24 +1,21 @@
-//! The synchronisation primitives of the crate, swapped for the model checkers'
+//! The synchronisation primitives of this crate and of drivers, swapped for the model checkers'
 //! twins under `--cfg loom` (small, exhaustive) and `--cfg shuttle` (large, random).
 //!
 //! Lock-free code takes its atomics, locks and threads from here and nowhere else,
 //! so that what is checked is what runs.
 
-#[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(loom)]
-pub(crate) use loom::{
+pub use loom::{
     sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
     thread,
 };
-#[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(shuttle)]
-pub(crate) use shuttle::{
+pub use shuttle::{
     sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
     thread,
 };
-#[allow(unused_imports, reason = "which ones are used depends on the checker")]
 #[cfg(not(model_check))]
-pub(crate) use std::{
+pub use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic, mpsc},
     thread,
 };
@@ -28,7 +25,7 @@ mod nested;
 
 use std::sync::TryLockError;
 use std::time::Duration;
-#[cfg(all(test, model_check))]
+#[cfg(model_check)]
 use std::time::Instant;
 
 use atomic::Ordering::SeqCst;
@@ -40,7 +37,7 @@ pub(crate) use nested::NestedSwitch;
 
 /// Locks `mutex`, taking over the data of a thread that panicked with it:
 /// every critical section of the crate leaves its data consistent at each step.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     match mutex.lock() {
         Ok(guard) => guard,
         Err(poisoned) => poisoned.into_inner(),
@@ -48,7 +45,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Locks `mutex` unless another thread has it; see [`lock`].
-pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -164,25 +161,20 @@ impl WaitQueue {
 }
 
 /// Multiplies the schedules of shuttle; what loom searches grows with LOOM_MAX_PREEMPTIONS.
-#[cfg(all(test, shuttle))]
+#[cfg(shuttle)]
 const FACTOR_VARIABLE: &str = "BLKQ_MODEL_FACTOR";
 
 /// Runs `body` in every order that loom finds with at most two forced switches, which is what
 /// most defects need, or in `schedules` random ones under shuttle (BLKQ_MODEL_FACTOR times as
 /// many), and returns how many that were.
-#[cfg(all(test, model_check))]
-pub(crate) fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
+#[cfg(model_check)]
+pub fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
     model_within(2, name, schedules, body);
 }
 
 /// The same with at most so many forced switches, or LOOM_MAX_PREEMPTIONS.
-#[cfg(all(test, model_check))]
-pub(crate) fn model_within(
-    switches: usize,
-    name: &str,
-    schedules: usize,
-    body: impl Fn() + Send + Sync + 'static,
-) {
+#[cfg(model_check)]
+pub fn model_within(switches: usize, name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
     use std::sync::atomic::AtomicUsize;
     let runs = std::sync::Arc::new(AtomicUsize::new(0));
     let counted = {

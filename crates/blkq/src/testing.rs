@@ -2,6 +2,9 @@
 //! workspace that waits calls [`wait_until`] or [`wait_for`], whose limit follows the machine. So a test fails because
 //! something hangs, and never because the machine is slow or busy. `lab/style` rejects other sleeps.
 
+#[cfg(not(model_check))]
+pub mod driver;
+
 use std::time::{Duration, Instant};
 
 /// The limit of a wait, on an idle machine of usual speed.

@@ -4,11 +4,11 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use blkq::disk::AutoLimiter;
-use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, RateBucket, RateModel};
 use blkq::random::Random;
 use blkq::stats::Histogram;
 use blkq::throttle::{AutoLimit, Ceiling, DeviceLoad, LimitKey, RateLimits};
 use blkq::{Bio, Disk, ErrorKind, IoBuffer, SchedulerKind, Sector, Setting};
+use blkq_drivers::model::{Model, ModelCompletion, ModelOptions, RateBucket, RateModel};
 
 const MS: u64 = 1_000_000;
 const S: u64 = 1_000 * MS;

@@ -9,8 +9,6 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use blkq::clock::monotonic_ns;
-use blkq::drivers::fault::FaultSpec;
-use blkq::drivers::{DriverOptions, DriverSpec, open};
 use blkq::hang::Place;
 use blkq::testing::{wait_until, within_limit};
 use blkq::{
@@ -18,6 +16,8 @@ use blkq::{
     LocalQueue, Operation, QueueLimits, Resume, SchedulerKind, Sector, Setting, Source, SourceContext,
     StatGroup, Status,
 };
+use blkq_drivers::fault::FaultSpec;
+use blkq_drivers::{DriverOptions, DriverSpec, open};
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
 /// A device with a write cache that completes requests at once and in random order, and `policy`.

@@ -12,13 +12,13 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use blkq::drivers::fault::Fault;
-use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq::testing::within_limit;
 use blkq::{
     Bio, Completion, Counter, Cqe, Disk, Driver, DriverContext, DriverQueue, EngineThread, Error, ErrorKind,
     IoBuffer, OpenContext, QueueLimits, Sector, Setting, Source, SourceContext, Status, Tag, Taken, Wake,
 };
+use blkq_drivers::fault::Fault;
+use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use common::filled;
 
 const IMAGE_BYTES: u64 = 1 << 20;

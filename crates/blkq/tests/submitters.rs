@@ -8,7 +8,6 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
 use blkq::drivers::ram::Ram;
 use blkq::gate::Direction;
 use blkq::testing::{wait_until, within_limit};
@@ -16,6 +15,7 @@ use blkq::{
     Bio, BioFlags, ClockMode, Data, Disk, EngineThread, Operation, QueueLimits, SchedulerKind, Sector,
     Setting, Status,
 };
+use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
 use common::{Behaviour, Device, DeviceSetting, Finish, filled, plain_limits};
 
 fn engine(disk: &Arc<Disk>) -> EngineThread {

@@ -7,13 +7,13 @@ use std::any::Any;
 use std::sync::Arc;
 
 use blkq::drivers::null::{Null, NullOptions};
-use blkq::drivers::{DriverOptions, DriverSpec, open};
 use blkq::ring::Cqe;
 use blkq::trace::{EventKind, NO_BIO, RING_BYTES_MIN, TraceClient, TraceEvent, TraceMemory, TraceReader};
 use blkq::{
     Bio, BioFlags, ClockMode, Completion, Disk, EngineThread, Error, LocalQueue, Operation, QueueLimits,
     SchedulerKind, Sector, Source, SourceContext, StatGroup, Status,
 };
+use blkq_drivers::{DriverOptions, DriverSpec, open};
 use common::{Behaviour, Device, drain, filled, plain_limits};
 
 struct Traced {

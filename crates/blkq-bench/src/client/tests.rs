@@ -1,9 +1,9 @@
 //! The client against a model: what is read is what was written, whatever the cache did.
 
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
 use blkq::{Driver, EngineThread};
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 
 use super::*;
 

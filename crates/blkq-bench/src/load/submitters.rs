@@ -174,8 +174,8 @@ fn summary(load: &Load, completed: &[Completed], elapsed: Duration, used: Usage)
 
 #[cfg(test)]
 mod tests {
-    use blkq::drivers::model::{Model, ModelCompletion, ModelOptions};
     use blkq::drivers::null::{Null, NullOptions};
+    use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
 
     use super::*;
     use crate::load::Pattern;

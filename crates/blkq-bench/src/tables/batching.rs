@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, SeekModel};
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::gate::BATCH_REQUESTS;
 use blkq::{Disk, Driver};
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::model::{Model, ModelCompletion, ModelOptions, SeekModel};
 
 use crate::bench::{Bench, Pace, case};
 use crate::load::submitters::{self, WARM_UP};

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq::{Disk, EngineThread};
+use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
 use crate::bench::{Bench, Pace, case};
 use crate::cache::cold;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use blkq::Disk;
-use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
+use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 
 use crate::bench::{Bench, Pace, case};
 use crate::cache::cold;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkq::disk::AutoLimiter;
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq::drivers::model::{Model, ModelCompletion, ModelOptions, RateModel};
 use blkq::throttle::Ceiling;
 use blkq::{Disk, StatGroup};
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_drivers::model::{Model, ModelCompletion, ModelOptions, RateModel};
 
 use crate::bench::{Bench, Pace, case};
 use crate::load::{Load, Pattern, local};

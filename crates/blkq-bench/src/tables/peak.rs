@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use blkq::disk::QUEUES_MAX;
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::drivers::ram::Ram;
 use blkq::{ClockMode, Disk, Driver};
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 
 use crate::bench::{Bench, CaseRun, Pace, case};
 use crate::load::{Load, Pattern, local, nop, raw};

@@ -4,8 +4,8 @@
 use std::fs;
 use std::os::fd::AsFd;
 
-use blkq::drivers::DriverSpec;
 use blkq::units::parse_bytes;
+use blkq_drivers::DriverSpec;
 use clap::Subcommand;
 
 use super::bitmap_file::BitmapFile;

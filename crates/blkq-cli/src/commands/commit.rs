@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq::ErrorKind;
-use blkq::drivers::DriverSpec;
-use blkq::drivers::qcow2::{BaseFiles, OpenedBase, open_base};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::qcow2::{BaseFiles, OpenedBase, open_base};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::bitmap_file::BitmapFile;

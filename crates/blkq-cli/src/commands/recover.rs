@@ -15,7 +15,7 @@ use crate::info::StateFile;
 use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
 use crate::state::{Fate, Found, StateDir, check_name};
-use blkq::drivers::DriverSpec;
+use blkq_drivers::DriverSpec;
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

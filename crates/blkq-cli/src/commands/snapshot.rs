@@ -10,9 +10,9 @@
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use blkq::drivers::DriverSpec;
-use blkq::drivers::r#loop::Dispatch;
 use blkq::text::shell_word;
+use blkq_drivers::DriverSpec;
+use blkq_drivers::r#loop::Dispatch;
 
 use super::attach::create::{NewImage, directory_of};
 use super::recorded_image::RecordedImage;

@@ -12,8 +12,8 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use blkq::drivers::DriverSpec;
 use blkq::text::shell_word;
+use blkq_drivers::DriverSpec;
 use clap::parser::ValueSource;
 use clap::{Arg, Command, Id};
 use serde::Serialize;

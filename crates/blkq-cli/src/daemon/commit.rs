@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixStream;
 
-use blkq::drivers::qcow2::BaseFiles;
+use blkq_drivers::qcow2::BaseFiles;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::shared::Shared;

@@ -1,9 +1,9 @@
 //! The rules of the options, from wherever they come: the command line, a state file, another command.
 //! Options that mean nothing together are rejected, not ignored.
 
-use blkq::drivers::DriverSpec;
-use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::r#loop::{DirectIo, Dispatch};
 
 use super::values::{parse_ceph_user, parse_export_name, parse_group_name};
 use super::{

@@ -5,11 +5,11 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use blkq::drivers::DriverSpec;
-use blkq::drivers::fault::FaultSpec;
-use blkq::drivers::r#loop::{DirectIo, Dispatch};
 use blkq::throttle::LimitMode;
 use blkq::{ClockMode, ErrorPolicy};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::fault::FaultSpec;
+use blkq_drivers::r#loop::{DirectIo, Dispatch};
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 

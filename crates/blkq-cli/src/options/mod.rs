@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
-use blkq::drivers::DriverSpec;
-use blkq::drivers::fault::FaultSpec;
-use blkq::drivers::r#loop::{DirectIo, Dispatch};
-use blkq::drivers::qcow2::link_elsewhere;
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
 use blkq::units::parse_bytes;
 use blkq::{ClockMode, ErrorPolicy};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::fault::FaultSpec;
+use blkq_drivers::r#loop::{DirectIo, Dispatch};
+use blkq_drivers::qcow2::link_elsewhere;
 use clap::builder::{OsStringValueParser, RangedI64ValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};
 use serde::{Deserialize, Serialize};

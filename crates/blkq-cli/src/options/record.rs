@@ -126,7 +126,7 @@ mod tests {
         round_trip(&["d.qcow2", "--format=qcow2", "--backing-chain=allow"]);
         round_trip(&["rbd:p/n/i@s", "--ceph-conf=/c", "--ceph-keyring=/k", "--ceph-user=u", "--shared"]);
         let mut options = options(&["d.img"]);
-        options.image = blkq::drivers::DriverSpec::Image("rbd:p/i".into());
+        options.image = blkq_drivers::DriverSpec::Image("rbd:p/i".into());
         assert_eq!(Record::new(&options).unwrap().options["image"], json!("./rbd:p/i"));
         for (key, value) in [
             ("image", json!("d.img")),
@@ -155,7 +155,7 @@ mod tests {
         use std::os::unix::ffi::OsStringExt;
         let mut options = options(&["d.img"]);
         let path = std::ffi::OsString::from_vec(vec![b'/', 0xff]);
-        options.image = blkq::drivers::DriverSpec::Image(path.into());
+        options.image = blkq_drivers::DriverSpec::Image(path.into());
         let text = serde_json::to_string(&Record::new(&options).unwrap()).unwrap();
         assert_eq!(serde_json::from_str::<Record>(&text).unwrap().read(), Ok(options));
     }

@@ -3,9 +3,9 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use blkq::drivers::DriverSpec;
-use blkq::drivers::qcow2::BackingChain;
 use blkq::{ErrorKind, SchedulerKind};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::qcow2::BackingChain;
 use blkq_export::ublk::CopyMode;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};

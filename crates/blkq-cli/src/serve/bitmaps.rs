@@ -3,7 +3,6 @@
 use std::fs::File;
 
 use blkq::bitmap::{Bitmap, BitmapState};
-use blkq::drivers::bitmaps;
 
 use super::Device;
 use crate::bitmaps::{BitmapChange, BitmapInfo};
@@ -41,7 +40,7 @@ impl Device {
         self.check_not_changed()?;
         match change {
             BitmapChange::Add { name, granularity } => {
-                bitmaps::check(&*running.disk.driver())?;
+                running.disk.driver().require_bitmap_store()?.check()?;
                 running.disk.add_bitmap(name, *granularity)?;
             }
             BitmapChange::Remove { name } => running.disk.remove_bitmap(name)?,

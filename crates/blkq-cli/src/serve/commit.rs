@@ -4,9 +4,9 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use blkq::drivers::bitmaps;
-use blkq::drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, base_of, free};
+use blkq::bitmap::BitmapStore;
 use blkq::{Disk, Driver, ErrorKind};
+use blkq_drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, base_of, free};
 use blkq_export::ublk::UblkDevice;
 
 use super::commit_progress::CommitProgress;
@@ -79,7 +79,7 @@ impl Device {
     }
 
     /// Has all that the image has go to the one behind it, which `files` are, as
-    /// [`open_base`](blkq::drivers::qcow2::open_base) opened it, and which gets that `number` in `NAME.options`, for `client`, and the device go on in that, with its
+    /// [`open_base`](blkq_drivers::qcow2::open_base) opened it, and which gets that `number` in `NAME.options`, for `client`, and the device go on in that, with its
     /// dirty bitmaps. Most of it is copied while I/O goes on. `stop` is asked again and again whether to go on. I/O
     /// waits for the rest, while `last` is asked too, and while `keep` writes the state file. Its value is kept until
     /// that is over; if there is none, I/O goes on before it is asked again.
@@ -170,14 +170,14 @@ fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
     running.disk.check_exchange(driver)?;
     check_outlives(running, driver)?;
     check_keeps_bitmaps(&running.disk, driver)?;
-    Ok(bitmaps::reserve(driver, &running.disk.bitmaps())?)
+    Ok(driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?)
 }
 
 /// Refuses an image that has no place for the dirty bitmaps of the device.
 fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
     let bitmaps = disk.bitmaps();
     let Some(first) = bitmaps.first() else { return Ok(()) };
-    bitmaps::check(driver).map_err(|error| {
+    driver.require_bitmap_store().and_then(BitmapStore::check).map_err(|error| {
         let why: Vec<String> = std::iter::once(error.to_string()).chain(driver.warnings()).collect();
         Failure::new(format!(
             "its dirty bitmap {} would be lost: {}; make a backup, and remove it with blkq bitmap",

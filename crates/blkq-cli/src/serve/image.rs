@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blkq::drivers::qcow2::Journals;
-use blkq::drivers::{self, DriverOptions, DriverSpec, ImageFormat};
 use blkq::text::shell_word;
 use blkq::units::parse_bytes;
 use blkq::{Driver, ErrorKind};
+use blkq_drivers::qcow2::Journals;
+use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat};
 
 use crate::complain;
 use crate::confine;
@@ -58,12 +58,12 @@ fn open_confined(
     options: &AttachOptions,
     driver_options: &DriverOptions,
 ) -> Result<Box<dyn Driver>, blkq::Error> {
-    let open = || drivers::open(&options.image, driver_options);
+    let open = || blkq_drivers::open(&options.image, driver_options);
     if !options.sandbox || !matches!(options.image, DriverSpec::Rbd(_)) {
         return open();
     }
     // Confined, nothing can be loaded any more.
-    drivers::rbd::load()?;
+    blkq_drivers::rbd::load()?;
     let failed = |text: String| blkq::Error::new(ErrorKind::System, text);
     let confined = || {
         confine::cluster(&ceph_paths(options)).map_err(|failure| failed(failure.to_string()))?;
@@ -174,7 +174,7 @@ fn not_found(path: &Path) -> String {
 }
 
 fn has_qcow2(image: &DriverSpec) -> bool {
-    matches!(image, DriverSpec::Image(path) if matches!(drivers::detect_format(path), Ok(Some("qcow2"))))
+    matches!(image, DriverSpec::Image(path) if matches!(blkq_drivers::detect_format(path), Ok(Some("qcow2"))))
 }
 
 /// The options with the format that the image has, if that is to be found out. It is kept with the device:
@@ -187,7 +187,7 @@ pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     if options.format != Some(Format::Auto) {
         return Ok(options);
     }
-    options.format = match drivers::detect_format(path)? {
+    options.format = match blkq_drivers::detect_format(path)? {
         None => Some(Format::Raw),
         Some("qcow2") => Some(Format::Qcow2),
         // Rejected by its name.

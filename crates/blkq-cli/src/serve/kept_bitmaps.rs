@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use blkq::bitmap::Bitmap;
-use blkq::drivers::bitmaps;
+use blkq::bitmap::{Bitmap, BitmapStore};
 use blkq::{Disk, Driver};
 
 use crate::failure::{Failure, Outcome};
@@ -25,13 +24,15 @@ impl KeptBitmaps {
     /// # Errors
     /// Those of the files.
     pub(super) fn load(disk: &Arc<Disk>) -> Outcome<(KeptBitmaps, Vec<String>)> {
-        let (bitmaps, mut warnings) = bitmaps::load(&*disk.driver())?;
+        let driver = disk.driver();
+        let store = driver.bitmap_store();
+        let (bitmaps, mut warnings) = store.map_or_else(|| Ok(Default::default()), BitmapStore::load)?;
         let kept =
             KeptBitmaps { disk: disk.clone(), loaded: !bitmaps.is_empty(), kept: AtomicBool::new(false) };
         let left_out = disk.load_bitmaps(bitmaps)?;
         if !left_out.is_empty() {
             // The image has room for those that are kept, and not only at detach.
-            let reserved = bitmaps::reserve(&*disk.driver(), &disk.bitmaps());
+            let reserved = store.map_or(Ok(()), |store| store.reserve(&disk.bitmaps()));
             warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
         }
         warnings.extend(left_out.into_iter().map(|error| format!("not kept up to date: {error}")));
@@ -77,7 +78,7 @@ impl KeptBitmaps {
     }
 
     fn store(&self, all: &[Arc<Bitmap>]) -> Outcome {
-        bitmaps::store(&*self.disk.driver(), all).map_err(not_kept)
+        store_in(&*self.disk.driver(), all).map_err(not_kept)
     }
 }
 
@@ -85,10 +86,15 @@ impl KeptBitmaps {
     /// Keeps the bitmaps as they are now with the image of `driver` too, to which nothing is written any more. The
     /// device goes on without it.
     pub(super) fn leave_in(&self, driver: &dyn Driver) {
-        if let Err(error) = bitmaps::store(driver, &self.disk.bitmaps()) {
+        if let Err(error) = store_in(driver, &self.disk.bitmaps()) {
             log::line(&format!("warning: the bitmaps in the image before are inconsistent: {error}"));
         }
     }
+}
+
+/// Keeps `all` with the image of `driver`, if it has a place for them.
+fn store_in(driver: &dyn Driver, all: &[Arc<Bitmap>]) -> Result<(), blkq::Error> {
+    driver.bitmap_store().map_or(Ok(()), |store| store.store(all))
 }
 
 fn not_kept(error: blkq::Error) -> Failure {

@@ -3,8 +3,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use blkq::disk::DEPTH_MAX;
-use blkq::drivers::r#loop::LoopSetting;
 use blkq::{Disk, ErrorKind};
+use blkq_drivers::r#loop::LoopSetting;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;

@@ -32,8 +32,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use blkq::drivers::qcow2::Journals;
 use blkq::{ErrorKind, Resume};
+use blkq_drivers::qcow2::Journals;
 use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 
 use crate::autoclear::Autoclear;

@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use blkq::drivers::qcow2::Journals;
 use blkq::{Disk, Driver, EngineHandle};
+use blkq_drivers::qcow2::Journals;
 use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
 
 use super::background::BackgroundThreads;

@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use blkq::Driver;
-use blkq::drivers::qcow2::Journals;
-use blkq::drivers::{self, DriverSpec};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::qcow2::Journals;
 use blkq_export::nbd::{Listen, TlsOptions};
 use blkq_export::ublk::{IdleWatch, SetupProcess, process};
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -104,7 +104,7 @@ fn fork_children<'a>(
     );
     if !is_file {
         // Its libraries may be on a mount that goes, too; and they make no threads by themselves.
-        drivers::rbd::load()?;
+        blkq_drivers::rbd::load()?;
     }
     process::prepare(&kept)?;
     let sandbox = options.sandbox;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use blkq::drivers::{self, DriverSpec};
+use blkq_drivers::DriverSpec;
 
 use super::exports::size_of;
 use super::image::{driver_options, keep_format, keep_size};
@@ -46,7 +46,7 @@ fn check(options: &AttachOptions, bytes: u64) -> Outcome {
         check_size(path, options.offset, bytes)?;
     }
     tls(&options)?;
-    Ok(drivers::check(&options.image, &driver_options(&options, true))?)
+    Ok(blkq_drivers::check(&options.image, &driver_options(&options, true))?)
 }
 
 /// Rejects an image that is smaller than its device. (A block device has no length here.)
@@ -107,7 +107,7 @@ mod tests {
         fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
         assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
         // While it is served.
-        let served = drivers::open(&with(&[]).image, &driver_options(&with(&[]), true)).unwrap();
+        let served = blkq_drivers::open(&with(&[]).image, &driver_options(&with(&[]), true)).unwrap();
         assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
         assert!(why(&["--tls-certificates", "/nowhere"]).contains("/nowhere"));
         assert!(why(&["--offset", "512"]).contains("smaller than the device"));

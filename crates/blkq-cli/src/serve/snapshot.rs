@@ -4,8 +4,8 @@ use std::fs::File;
 use std::sync::Arc;
 
 use blkq::Driver;
-use blkq::drivers::snapshot::{prepare, supersede};
-use blkq::drivers::{DriverSpec, bitmaps};
+use blkq_drivers::DriverSpec;
+use blkq_drivers::snapshot::{prepare, supersede};
 use blkq_export::ublk::UblkDevice;
 
 use super::image::image_name;
@@ -72,7 +72,7 @@ impl Device {
                 "a block device outlives its daemon, and the new image would not: {why}"
             )));
         }
-        bitmaps::reserve(&*driver, &running.disk.bitmaps())?;
+        driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
         ready()?;
         keep(&state)?;
         let warnings = new_warnings(&*driver, &*before);

@@ -4,12 +4,10 @@
 use std::cell::RefCell;
 use std::path::PathBuf;
 
+use blkq::clock::monotonic_ns;
+use blkq::{BioFlags, DriverContext, IoResult, Operation, Tag};
+
 use super::spec::{Effect, Rule};
-use crate::bio::{BioFlags, Operation};
-use crate::clock::monotonic_ns;
-use crate::driver::DriverContext;
-use crate::error::IoResult;
-use crate::tags::Tag;
 
 thread_local! {
     static INJECTIONS: RefCell<Vec<Injection>> = const { RefCell::new(Vec::new()) };
@@ -57,6 +55,10 @@ fn record(injection: Injection) {
     INJECTIONS.with_borrow_mut(|all| all.push(injection));
 }
 
+fn request_of(cx: &DriverContext<'_>, tag: Tag) -> (u16, u16) {
+    (cx.owner(), tag.index() as u16)
+}
+
 /// `effect` happens to a request; `at` is as in [`Hit`].
 pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
     let request = cx.request(tag);
@@ -69,7 +71,7 @@ pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
         });
     }
     record(Injection::Hit(Hit {
-        request: (cx.owner, tag.0),
+        request: request_of(cx, tag),
         effect,
         at,
         operation: request.operation(),
@@ -83,7 +85,7 @@ pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
 /// The wrapped queue is done with a request.
 pub(super) fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
-        record(Injection::Completed((cx.owner, tag.0), result));
+        record(Injection::Completed(request_of(cx, tag), result));
     }
 }
 

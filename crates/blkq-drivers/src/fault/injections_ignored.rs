@@ -1,10 +1,9 @@
 //! Outside of a simulated world nobody checks the faults that were injected: the verbs of
 //! `injections.rs`, empty.
 
+use blkq::{DriverContext, IoResult, Tag};
+
 use super::spec::{Effect, Rule};
-use crate::driver::DriverContext;
-use crate::error::IoResult;
-use crate::tags::Tag;
 
 pub fn armed(_rule: &Rule) {}
 

@@ -19,12 +19,13 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use crate::driver::{Change, DepthExtent, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
-use crate::error::Error;
-use crate::limits::QueueLimits;
-use crate::sync::atomic::AtomicU64;
-use crate::sync::atomic::Ordering::{Relaxed, Release};
-use crate::sync::{Mutex, lock};
+use blkq::bitmap::BitmapStore;
+use blkq::sync::atomic::AtomicU64;
+use blkq::sync::atomic::Ordering::{Relaxed, Release};
+use blkq::sync::{Mutex, lock};
+use blkq::{
+    Change, DepthExtent, Driver, DriverQueue, DriverSetting, Error, Extent, OpenContext, QueueLimits,
+};
 
 #[cfg(simulation)]
 pub use injections::{Hit, Injection, take_injections};
@@ -154,6 +155,10 @@ impl Driver for Fault {
     unsafe fn release(&self) -> Result<(), Error> {
         // SAFETY: the caller's promise, and a queue of a fault has the requests of one queue behind it.
         unsafe { self.shared.inner.release() }
+    }
+
+    fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
+        self.shared.inner.bitmap_store()
     }
 
     fn warnings(&self) -> Vec<String> {

@@ -4,25 +4,15 @@
 use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
-use crate::bio::Operation;
-use crate::bio::Outline;
-use crate::buffer::{Data, IoBuffer, Segment, SegmentOwner};
-use crate::clock::monotonic_ns;
-use crate::completer::Completer;
-use crate::driver::{DriverContext, DriverQueue, Taken};
-use crate::error::{IoResult, Status};
-use crate::limits::QueueLimits;
-use crate::random::Random;
-use crate::request::NIL;
-use crate::request::{Request, RequestState};
-use crate::ring::Cqe;
-use crate::sector::{SECTOR_SHIFT, Sector};
-use crate::slab::{BioSlab, NewBio, SlotFlags, slice_segments};
-use crate::sync::atomic::Ordering::{Acquire, Relaxed};
-use crate::tags::Tag;
+use blkq::clock::monotonic_ns;
+use blkq::random::Random;
+use blkq::sync::atomic::Ordering::{Acquire, Relaxed};
+use blkq::{
+    Cqe, DriverContext, DriverQueue, IoBuffer, IoResult, Operation, QueueLimits, Request, SECTOR_SHIFT,
+    Sector, Segment, Status, Tag, Taken, WrappedQueue,
+};
 
 use super::injections;
 use super::rules::{RuleState, Rules, Shared};
@@ -36,17 +26,14 @@ const Z99: f64 = 2.326_347_874_040_841;
 
 /// One queue.
 pub(super) struct FaultQueue {
-    inner: Box<dyn DriverQueue>,
+    /// Its requests have one bio each.
+    inner: WrappedQueue,
     shared: Arc<Shared>,
     rules: Arc<Rules>,
     generation: u64,
     index: u16,
     random: Random,
     limits: QueueLimits,
-    /// The requests of the wrapped queue: one request per tag, with one bio.
-    requests: Box<[Request]>,
-    bios: BioSlab,
-    completed: Vec<(Tag, IoResult)>,
     plans: Box<[Plan]>,
     /// Requests that begin, or complete, later.
     timers: BinaryHeap<Reverse<(u64, Tag)>>,
@@ -65,50 +52,18 @@ struct Plan {
     altered: Option<IoBuffer>,
 }
 
-/// Memory of the request that this one stands for, which lives as long.
-struct Borrowed(Vec<Segment>);
-
-// SAFETY: the segments are those of the outer request, or of the plan's copy, which both
-// stay until the inner request has completed.
-unsafe impl SegmentOwner for Borrowed {
-    fn segments(&self) -> &[Segment] {
-        &self.0
-    }
-}
-
-/// The wrapped queue, and its view out of disjoint parts of this queue.
-macro_rules! inner {
-    ($queue:expr, $cx:expr, $call:ident $(, $argument:expr)*) => {{
-        let mut inner = DriverContext {
-            requests: &mut $queue.requests,
-            bios: &$queue.bios,
-            zeroes: $cx.zeroes,
-            completed: &mut $queue.completed,
-            clock: $cx.clock,
-            ring: $cx.ring.as_deref_mut(),
-            owner: $cx.owner,
-            early_submission: $cx.early_submission,
-            limits_changed: $cx.limits_changed,
-        };
-        $queue.inner.$call(&mut inner $(, $argument)*)
-    }};
-}
-
 impl FaultQueue {
     pub fn new(inner: Box<dyn DriverQueue>, shared: Arc<Shared>, index: u16, tags: usize) -> FaultQueue {
         let generation = shared.generation.load(Acquire);
         let rules = shared.rules();
         FaultQueue {
-            inner,
+            inner: WrappedQueue::new(inner, tags),
             random: Random::new(seed_of(&rules, index)),
             rules,
             limits: shared.inner.limits(),
             shared,
             generation,
             index,
-            requests: (0..tags).map(|_| Request::idle()).collect(),
-            bios: BioSlab::new(0, tags as u32),
-            completed: Vec::with_capacity(tags),
             plans: (0..tags).map(|_| Plan::default()).collect(),
             timers: BinaryHeap::with_capacity(tags),
             requeued: VecDeque::with_capacity(tags),
@@ -204,7 +159,7 @@ impl FaultQueue {
     /// Makes the request that stands for `tag`; false if it would be empty.
     fn build(&mut self, cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>) -> bool {
         let request = cx.request(tag);
-        let (operation, flags) = (request.operation(), request.flags());
+        let operation = request.operation();
         let (mut sector, mut bytes) = (request.sector(), request.bytes());
         match effect {
             Some(effect @ (Effect::Short(_) | Effect::Torn)) => {
@@ -228,32 +183,9 @@ impl FaultQueue {
             let bit = self.alter(tag, &mut segments);
             injections::hit(cx, tag, Effect::Corrupt, bit);
         }
-        let mut first = Vec::with_capacity(segments.len());
-        slice_segments(&segments, 0, bytes as u32, |segment| first.push(segment));
-        let count = first.len() as u16;
-        let data = match operation.has_data() {
-            true => Data::Segments(Box::new(Box::new(Borrowed(first)))),
-            false => Data::None,
-        };
-        let sectors = bytes >> SECTOR_SHIFT;
-        let slot = self.bios.insert(NewBio {
-            outline: Outline { operation, flags, sector, sectors, start_ns: 0 },
-            data: ManuallyDrop::new(data),
-            completer: ManuallyDrop::new(Completer::None),
-            slot_flags: SlotFlags::empty(),
-        });
-        self.requests[tag.index()] = Request {
-            sector,
-            sectors,
-            first_bio: slot,
-            last_bio: slot,
-            start_ns: request.start_ns,
-            operation,
-            flags,
-            state: RequestState::Busy,
-            segments: count,
-            pdu: [0; 2],
-        };
+        // SAFETY: the segments are those of this queue's request, or of the plan's copy, which both stay until the wrapped
+        // queue has completed its own. That has none with this tag yet, as this one is begun once.
+        unsafe { self.inner.prepare(cx, tag, sector, bytes, &segments) };
         true
     }
 
@@ -290,7 +222,7 @@ impl FaultQueue {
     fn offer(&mut self, cx: &mut DriverContext<'_>) {
         if !self.requeued.is_empty() {
             let tags: Vec<Tag> = self.requeued.drain(..).collect();
-            if let Taken::First(taken, _) = inner!(self, cx, queue_requests, &tags) {
+            if let Taken::First(taken, _) = self.inner.queue_requests(cx, &tags) {
                 self.requeued.extend(&tags[taken..]);
                 self.again_ns = monotonic_ns() + AGAIN_NS;
             }
@@ -300,17 +232,9 @@ impl FaultQueue {
 
     /// Completes the requests whose stand-ins have completed.
     fn complete_inner(&mut self, cx: &mut DriverContext<'_>) {
-        let mut completed = std::mem::take(&mut self.completed);
-        for (tag, result) in completed.drain(..) {
-            let request = &mut self.requests[tag.index()];
-            assert!(request.state == RequestState::Busy, "{tag:?} was completed twice");
-            let slot = std::mem::replace(&mut request.first_bio, NIL);
-            request.state = RequestState::Idle;
-            drop(self.bios[slot].take_data());
-            self.bios.remove(slot);
+        for (tag, result) in self.inner.take_completed() {
             self.complete(cx, tag, result);
         }
-        self.completed = completed;
     }
 
     /// Completes a request, of which the beginning was done with `result`.
@@ -369,12 +293,12 @@ unsafe impl DriverQueue for FaultQueue {
     }
 
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
-        inner!(self, cx, commit);
+        self.inner.commit(cx);
         self.complete_inner(cx);
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
-        inner!(self, cx, complete_cqe, cqe);
+        self.inner.complete_cqe(cx, cqe);
         let offers = !self.requeued.is_empty();
         self.offer(cx);
         if offers {
@@ -394,9 +318,9 @@ unsafe impl DriverQueue for FaultQueue {
         let begun = !begin.is_empty() || !self.requeued.is_empty();
         self.begin(cx, begin);
         if begun {
-            inner!(self, cx, commit);
+            self.inner.commit(cx);
         }
-        inner!(self, cx, poll);
+        self.inner.poll(cx);
         self.complete_inner(cx);
     }
 
@@ -410,7 +334,7 @@ unsafe impl DriverQueue for FaultQueue {
         if self.requeued.contains(&tag) {
             return "requeued: the driver below the fault rules was busy".into();
         }
-        self.inner.state(tag, &self.requests[tag.index()])
+        self.inner.state(tag)
     }
 
     fn deadline_ns(&self) -> Option<u64> {
@@ -421,18 +345,18 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn reload(&mut self, cx: &mut DriverContext<'_>) {
         self.limits = self.shared.inner.limits();
-        inner!(self, cx, reload);
+        self.inner.reload(cx);
         self.complete_inner(cx);
     }
 
     fn close(&mut self, cx: &mut DriverContext<'_>) {
-        inner!(self, cx, close);
+        self.inner.close(cx);
     }
 }
 
 impl Drop for FaultQueue {
     fn drop(&mut self) {
-        if self.requests.iter().any(|request| request.state == RequestState::Busy) {
+        if !self.inner.is_idle() {
             // As in the loop driver: the kernel may still write from the altered copies.
             std::mem::forget(std::mem::take(&mut self.plans));
         }

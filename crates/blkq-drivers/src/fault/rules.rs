@@ -5,12 +5,10 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::driver::Driver;
-use crate::error::Error;
-use crate::kick::Wake;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::atomic::{AtomicBool, AtomicU64};
-use crate::sync::{Mutex, lock};
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::atomic::{AtomicBool, AtomicU64};
+use blkq::sync::{Mutex, lock};
+use blkq::{Driver, Error, Wake};
 
 use super::spec::{FaultSpec, Rule};
 
@@ -63,14 +61,14 @@ impl Rules {
             hits: AtomicU64::new(0),
         };
         let states = spec.rules.iter().map(state).collect();
-        let seed = spec.seed.unwrap_or_else(|| crate::clock::monotonic_ns() >> 10);
+        let seed = spec.seed.unwrap_or_else(|| blkq::clock::monotonic_ns() >> 10);
         Arc::new(Rules {
             spec,
             seed,
             states,
             watched: AtomicBool::new(false),
             #[cfg(simulation)]
-            polled_ns: AtomicU64::new(crate::clock::monotonic_ns()),
+            polled_ns: AtomicU64::new(blkq::clock::monotonic_ns()),
         })
     }
 
@@ -86,7 +84,7 @@ impl Rules {
     /// The work of the thread, as often as the thread does it.
     #[cfg(simulation)]
     pub fn poll_files_when_due(&self) {
-        let now_ns = crate::clock::monotonic_ns();
+        let now_ns = blkq::clock::monotonic_ns();
         if now_ns >= self.polled_ns.load(Relaxed) + FILES_INTERVAL.as_nanos() as u64 {
             self.polled_ns.store(now_ns, Relaxed);
             self.poll_files();
@@ -112,7 +110,7 @@ impl Rules {
 
 fn exists(file: &Path) -> bool {
     #[cfg(simulation)]
-    return crate::simulation::world().exists(file);
+    return blkq::simulation::world().exists(file);
     #[cfg(not(simulation))]
     file.exists()
 }

@@ -5,10 +5,8 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::bio::Operation;
-use crate::driver::DriverSetting;
-use crate::error::{Error, ErrorKind, Status};
-use crate::units::{parse_bytes, parse_duration_ns};
+use blkq::units::{parse_bytes, parse_duration_ns};
+use blkq::{DriverSetting, Error, ErrorKind, Operation, Status};
 
 /// How long a stuck request stays by default: the kernel's time limit of a
 /// request (BLK_DEFAULT_SG_TIMEOUT is 60 s, that of blk-mq drivers 30 s).

@@ -1,18 +1,15 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use blkq::random::Random;
+use blkq::testing::wait_until;
+use blkq::{BioFlags, Busy, Cqe, DriverContext, Operation, Status, Tag, Taken};
+
 use super::*;
-use crate::bio::{BioFlags, Operation};
-use crate::driver::{Busy, DriverContext, Taken};
-use crate::drivers::harness::{CountWakes, Harness, filled, pattern};
-use crate::drivers::r#loop::{Dispatch, LoopDevice, LoopOptions, LoopSetting};
-use crate::drivers::model::{Model, ModelOptions};
-use crate::drivers::ram::Ram;
-use crate::error::Status;
-use crate::random::Random;
-use crate::ring::Cqe;
-use crate::tags::Tag;
-use crate::testing::wait_until;
+use crate::r#loop::{Dispatch, LoopDevice, LoopOptions, LoopSetting};
+use crate::model::{Model, ModelOptions};
+use blkq::drivers::ram::Ram;
+use blkq::testing::driver::{CountWakes, Harness, filled, pattern};
 
 const SIZE: u64 = 1 << 20;
 
@@ -42,12 +39,12 @@ fn fill(device: &Fault, h: &mut Harness, spec: &str) -> Vec<u8> {
     expected
 }
 
-fn write(h: &mut Harness, offset: u64, value: u8) -> crate::error::IoResult {
+fn write(h: &mut Harness, offset: u64, value: u8) -> blkq::IoResult {
     let tag = h.write(offset, vec![filled(4096, value), filled(4096, value)]);
     h.run(tag).0
 }
 
-fn read(h: &mut Harness, offset: u64) -> (crate::error::IoResult, Vec<u8>) {
+fn read(h: &mut Harness, offset: u64) -> (blkq::IoResult, Vec<u8>) {
     let tag = h.read(offset, &[512, 4096, 3584]);
     h.run(tag)
 }

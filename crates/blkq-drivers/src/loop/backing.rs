@@ -5,14 +5,12 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use blkq::{Error, ErrorKind, IoBuffer};
 use io_uring::opcode;
 use rustix::fs::{
     Access, AtFlags, CWD, OFlags, SeekFrom, StatxFlags, accessat, fcntl_getfl, fcntl_setfl, fstatfs,
     ioctl_getflags, seek, statx,
 };
-
-use crate::buffer::IoBuffer;
-use crate::error::{Error, ErrorKind};
 
 /// The operations that are submitted to the files of images, to be probed.
 pub(crate) const OPERATIONS: [(&str, u8); 8] = [
@@ -179,7 +177,7 @@ pub(crate) fn birth(file: &File) -> u64 {
 /// Makes durable what was written to the file.
 pub(crate) fn sync(file: &File) -> std::io::Result<()> {
     #[cfg(simulation)]
-    return crate::simulation::world().sync(file.as_raw_fd());
+    return blkq::simulation::world().sync(file.as_raw_fd());
     #[cfg(not(simulation))]
     file.sync_data()
 }

@@ -6,12 +6,10 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use blkq::sync::lock as locked;
+use blkq::{Error, ErrorKind, IoBuffer};
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 use rustix::io::Errno;
-
-use crate::buffer::IoBuffer;
-use crate::error::{Error, ErrorKind};
-use crate::sync::lock as locked;
 
 use super::backing::{self, Backing};
 use super::options::{DirectIo, LoopOptions, Mode, choose_mode};

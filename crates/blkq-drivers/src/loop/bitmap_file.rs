@@ -7,11 +7,10 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use blkq::bitmap::Bitmap;
+use blkq::{Error, ErrorKind};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
-
-use crate::bitmap::Bitmap;
-use crate::error::{Error, ErrorKind};
 
 use super::bitmap_format::{
     FILE_MAX_BYTES, MAGIC, SlotNumber, Step, VERSION, file_bytes, mark_steps, parse, store_steps,
@@ -228,7 +227,7 @@ impl BitmapFile {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
-    use crate::bitmap::BitmapState;
+    use blkq::bitmap::BitmapState;
 
     const STAMP: Stamp = Stamp { size: 1 << 20, modified: (7, 8), inode: 9 };
 

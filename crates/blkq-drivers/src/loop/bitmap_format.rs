@@ -18,7 +18,7 @@
 //!
 //! The bits begin at byte 147,456, the lowest of each byte first.
 
-use crate::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
+use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 
 use super::stamp::Stamp;
 
@@ -188,7 +188,7 @@ fn checksum(bytes: &[u8]) -> u64 {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
-    use crate::random::Random;
+    use blkq::random::Random;
 
     const STAMP: Stamp = Stamp { size: 1 << 20, modified: (7, 8), inode: 9 };
     const SECTOR: usize = 512;

@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-use crate::error::{Error, ErrorKind};
+use blkq::{Error, ErrorKind};
 
 use super::backing::Backing;
 

@@ -4,8 +4,8 @@
 // There is no protocol between these counters that a model checker could check.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::layout::CachePadded;
-use crate::stats::{add, raise};
+use blkq::layout::CachePadded;
+use blkq::stats::{add, raise};
 
 use super::writer::QUEUES_MAX;
 
@@ -154,7 +154,7 @@ impl LoopSnapshot {
 #[cfg(all(test, not(model_check)))]
 mod tests {
     use super::*;
-    use crate::layout::{HotField, Writer, contended_lines};
+    use blkq::layout::{HotField, Writer, contended_lines};
 
     #[test]
     fn queues_that_count_at_once_lose_nothing() {

@@ -7,10 +7,9 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
+use blkq::Extent;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
-
-use crate::driver::Extent;
 
 /// The extents of `range` (bytes of the device), at most `max`, of a device that begins at
 /// byte `offset` of `file`. Holes are narrowed to whole sectors.

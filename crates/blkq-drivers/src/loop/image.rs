@@ -5,16 +5,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::{BioFlags, DriverContext, Error, FileSlot, IoBuffer, Operation, Registrar, Request, Segment, Tag};
 use io_uring::{opcode, squeue, types};
-
-use crate::bio::{BioFlags, Operation};
-use crate::buffer::{IoBuffer, Segment};
-use crate::driver::DriverContext;
-use crate::error::Error;
-use crate::request::Request;
-use crate::ring::{FileSlot, Registrar};
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::tags::Tag;
 
 use super::shared::{QueueSettings, SEGMENTS_MAX, Shared};
 use super::tail::{self, Tail};
@@ -231,11 +224,9 @@ impl Image {
                 }
                 together &= count == 0 || only.same_registration(&segment);
                 // The remainder may begin in the middle of a segment.
-                only = Segment {
-                    ptr: segment.ptr.wrapping_add(skip as usize),
-                    len: segment.len - skip as u32,
-                    registered: segment.registered,
-                };
+                only = segment;
+                only.ptr = segment.ptr.wrapping_add(skip as usize);
+                only.len = segment.len - skip as u32;
                 skip = 0;
                 if let Some(place) = iovecs.get_mut(count) {
                     place.write(libc::iovec { iov_base: only.ptr.cast(), iov_len: only.len as usize });

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use crate::error::{Error, ErrorKind};
+use blkq::{Error, ErrorKind};
 
 /// All bytes that a file may ever have.
 pub(crate) const WHOLE_FILE: Range<u64> = 0..1 << 62;

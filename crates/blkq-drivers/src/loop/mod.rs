@@ -37,16 +37,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use blkq::bitmap::BitmapStore;
+use blkq::layout::CachePadded;
+use blkq::sync::atomic::AtomicBool;
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::{Mutex, lock as locked};
+use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 use rustix::fs::{Advice, OFlags, fadvise};
-
-use crate::bitmap::Bitmap;
-use crate::driver::{Change, Driver, DriverQueue, DriverSetting, Extent, OpenContext};
-use crate::error::{Error, ErrorKind};
-use crate::layout::CachePadded;
-use crate::limits::QueueLimits;
-use crate::sync::atomic::AtomicBool;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::{Mutex, lock as locked};
 
 use backing::{Backing, DirectAlign};
 pub use counters::{LoopCounters, LoopSnapshot};
@@ -357,31 +354,6 @@ impl LoopDevice {
         bitmaps::Image { shared: &self.shared, path: &self.path, bitmaps: &self.bitmaps }
     }
 
-    /// As [`bitmaps::Image::load_bitmaps`].
-    pub(crate) fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
-        self.image().load_bitmaps()
-    }
-
-    /// As [`bitmaps::Image::check_bitmaps`].
-    pub(crate) fn check_bitmaps(&self) -> Result<(), Error> {
-        self.image().check_bitmaps()
-    }
-
-    /// As [`bitmaps::Image::reserve_bitmaps`].
-    pub(crate) fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().reserve_bitmaps(bitmaps)
-    }
-
-    /// As [`bitmaps::Image::set_bitmap_file`].
-    pub(crate) fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
-        self.image().set_bitmap_file(file)
-    }
-
-    /// As [`bitmaps::Image::store_bitmaps`].
-    pub(crate) fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().store_bitmaps(bitmaps)
-    }
-
     /// The setting, if it is one of this driver.
     fn own(&self, setting: &dyn DriverSetting) -> Result<LoopSetting, Error> {
         setting.downcast_ref().copied().ok_or_else(|| setting.unknown_to(self.name()))
@@ -549,6 +521,10 @@ impl Driver for LoopDevice {
             state.size_limit = bytes;
         }
         Ok(())
+    }
+
+    fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
+        Some(self)
     }
 
     fn warnings(&self) -> Vec<String> {

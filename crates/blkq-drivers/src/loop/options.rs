@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::driver::DriverSetting;
-use crate::drivers::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
-use crate::error::{Error, ErrorKind};
-use crate::text::shell_word;
+use blkq::text::shell_word;
+use blkq::{DriverSetting, Error, ErrorKind};
+
+use crate::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 
 use super::backing::{Backing, DirectAlign};
 
@@ -86,11 +86,11 @@ pub struct LoopOptions {
     pub offset: u64,
     /// How much of it is served, in bytes; `None`: up to the end.
     pub size_limit: Option<u64>,
-    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::drivers::LOGICAL_BLOCK_SIZES);
+    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES);
     /// `None`: 512, the block of a block device, or what [`DirectIo::On`] demands.
     pub logical_block_bytes: Option<u32>,
     /// Serve the bytes at the end of a regular file, or of the window, that do not fill a logical
-    /// block: the device has [`QueueLimits::padding_bytes`](crate::QueueLimits::padding_bytes).
+    /// block: the device has [`QueueLimits::padding_bytes`](blkq::QueueLimits::padding_bytes).
     /// Else they are left out.
     pub partial_block: bool,
     /// Around the page cache or through it.
@@ -124,7 +124,7 @@ impl LoopOptions {
 }
 
 /// A setting of the loop driver that can be changed while I/O runs
-/// ([`Disk::set_driver`](crate::Disk::set_driver)).
+/// ([`Disk::set_driver`](blkq::Disk::set_driver)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum LoopSetting {

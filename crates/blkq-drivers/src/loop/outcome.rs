@@ -1,10 +1,7 @@
 //! The meaning of a ring's completion for the requests of its call.
 
-use crate::bio::{BioFlags, Operation};
-use crate::driver::DriverContext;
-use crate::error::{IoResult, Status};
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::tags::Tag;
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::{BioFlags, DriverContext, IoResult, Operation, Status, Tag};
 
 use super::counters::QueueCounters;
 use super::image::Image;

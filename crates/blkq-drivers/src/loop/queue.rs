@@ -10,14 +10,11 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use blkq::{
+    BioFlags, Cqe, DriverContext, DriverQueue, Error, IoResult, Operation, Registrar, Request, Status, Tag,
+    Taken,
+};
 use io_uring::squeue;
-
-use crate::bio::{BioFlags, Operation};
-use crate::driver::{DriverContext, DriverQueue, Taken};
-use crate::error::{Error, IoResult, Status};
-use crate::request::Request;
-use crate::ring::{Cqe, Registrar};
-use crate::tags::Tag;
 
 use super::backing::OPERATIONS;
 use super::counters::QueueCounters;

@@ -4,10 +4,10 @@ use std::fs::File;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use crate::kick::Wake;
-use crate::layout::CachePadded;
-use crate::sync::atomic::AtomicBool;
-use crate::sync::{Mutex, lock as locked};
+use blkq::Wake;
+use blkq::layout::CachePadded;
+use blkq::sync::atomic::AtomicBool;
+use blkq::sync::{Mutex, lock as locked};
 
 use super::counters::LoopCounters;
 use super::options::{DirectIo, Dispatch, Mode};

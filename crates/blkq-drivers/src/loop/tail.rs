@@ -11,12 +11,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use crate::buffer::Segment;
-use crate::driver::DriverContext;
-use crate::error::Error;
-use crate::request::Request;
-use crate::ring::{FileSlot, Registrar};
-use crate::tags::Tag;
+use blkq::{DriverContext, Error, FileSlot, Registrar, Request, Segment, Tag};
 
 /// The end of a device, as its state has it.
 #[derive(Clone)]

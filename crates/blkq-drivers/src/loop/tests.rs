@@ -13,7 +13,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::AtomicU32;
 
 use super::*;
-use crate::drivers::harness::{Harness, filled, pattern, run, unmount};
+use blkq::testing::driver::{Harness, filled, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
@@ -82,7 +82,7 @@ impl Drop for Directory {
 
 /// An ext4 file system on a loop device whose tmpfs can be filled: data written to its files reaches the page cache,
 /// and write-back fails.
-pub(in crate::drivers) struct FullDisk {
+pub(crate) struct FullDisk {
     high: Directory,
     /// Unmounted last.
     low: Directory,

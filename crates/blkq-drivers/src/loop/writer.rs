@@ -4,8 +4,8 @@
 //! for it. A holder that has finished passes the token to the next queue in turn, so that nobody
 //! is overtaken twice and there is no moment in which a wake-up can be lost.
 
-use crate::sync::atomic::AtomicU64;
-use crate::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use blkq::sync::atomic::AtomicU64;
+use blkq::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
 /// Queues that can share a token.
 pub(super) const QUEUES_MAX: u16 = 63;
@@ -139,7 +139,7 @@ mod model {
 
     #[test]
     fn loom_one_writer_at_a_time_and_no_waiter_is_forgotten() {
-        crate::sync::model_within(3, "three writers", 0, || {
+        blkq::sync::model_within(3, "three writers", 0, || {
             let shared = Arc::new(Shared {
                 token: WriterToken::new(),
                 kicks: std::array::from_fn(|_| Notify::new()),

@@ -5,19 +5,17 @@ use std::collections::BinaryHeap;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use crate::bio::Operation;
-use crate::clock::monotonic_ns;
-use crate::driver::DriverContext;
-use crate::random::Random;
-use crate::sync::atomic::AtomicU64;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::tags::Tag;
+use blkq::clock::monotonic_ns;
+use blkq::random::Random;
+use blkq::sync::atomic::AtomicU64;
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::{DriverContext, Operation, Tag};
 
 /// When a request completes.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum ModelCompletion {
-    /// Before [`DriverQueue::queue_requests`](crate::DriverQueue::queue_requests) returns.
+    /// Before [`DriverQueue::queue_requests`](blkq::DriverQueue::queue_requests) returns.
     #[default]
     Immediate,
     /// That many nanoseconds after it was taken.

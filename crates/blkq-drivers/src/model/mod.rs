@@ -6,16 +6,15 @@ mod delays;
 
 use std::sync::Arc;
 
-use crate::bio::Operation;
-use crate::clock::monotonic_ns;
-use crate::driver::{Busy, Driver, DriverContext, DriverQueue, OpenContext, Taken};
-use crate::error::{Error, ErrorKind};
-use crate::limits::QueueLimits;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::{Mutex, lock};
-use crate::tags::Tag;
+use blkq::clock::monotonic_ns;
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::{Mutex, lock};
+use blkq::{
+    Busy, Driver, DriverContext, DriverQueue, Error, ErrorKind, OpenContext, Operation, QueueLimits, Tag,
+    Taken,
+};
 
-use super::null::NullOptions;
+use blkq::drivers::null::NullOptions;
 use delays::Delays;
 pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, RateBucket, RateModel, SeekModel};
 

@@ -1,6 +1,7 @@
+use blkq::BioFlags;
+
 use super::*;
-use crate::bio::BioFlags;
-use crate::drivers::harness::{Harness, filled};
+use blkq::testing::driver::{Harness, filled};
 
 fn device(change: impl FnOnce(&mut ModelOptions)) -> Model {
     let mut options = ModelOptions::new(1 << 30);

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use crate::buffer::IoBuffer;
-use crate::error::{IoResult, Status};
+use blkq::{IoBuffer, IoResult, Status};
 
 use super::cache::{Key, Table};
 use super::commit::{begin, commit, commit_refcounts, sync};

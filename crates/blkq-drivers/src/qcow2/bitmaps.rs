@@ -6,9 +6,8 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
-use crate::buffer::IoBuffer;
-use crate::error::{Error, ErrorKind};
+use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
+use blkq::{Error, ErrorKind, IoBuffer};
 
 use super::header::{
     AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BITMAPS_EXTENSION_BYTES, BitmapsExtension, EXTENSION_BITMAPS,
@@ -447,7 +446,7 @@ fn damaged(why: impl Into<String>) -> Error {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
-    use crate::drivers::qcow2::header::{BackingName, MAGIC};
+    use crate::qcow2::header::{BackingName, MAGIC};
 
     fn entry(name: &[u8], clusters: u32, extra: &[u8]) -> Vec<u8> {
         let mut bytes = (1u64 << 16).to_be_bytes().to_vec();

@@ -18,14 +18,13 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
 
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::lock as locked;
+use blkq::{Driver, Error, ErrorKind};
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use crate::driver::Driver;
-use crate::drivers::r#loop::backing;
-use crate::drivers::r#loop::lock::{self, LockKind};
-use crate::error::{Error, ErrorKind};
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::lock as locked;
+use crate::r#loop::backing;
+use crate::r#loop::lock::{self, LockKind};
 
 use super::Qcow2;
 use super::block_commit_base::{BaseFiles, Target};

@@ -5,13 +5,12 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use crate::buffer::IoBuffer;
-use crate::driver::Driver;
-use crate::drivers::r#loop::backing::{self, Backing};
-use crate::drivers::r#loop::base::DeviceTerms;
-use crate::drivers::r#loop::{LoopDevice, claim};
-use crate::error::{Error, ErrorKind};
-use crate::sync::lock as locked;
+use blkq::sync::lock as locked;
+use blkq::{Driver, Error, ErrorKind, IoBuffer};
+
+use crate::r#loop::backing::{self, Backing};
+use crate::r#loop::base::DeviceTerms;
+use crate::r#loop::{LoopDevice, claim};
 
 use super::Qcow2;
 use super::blocking::write_data;

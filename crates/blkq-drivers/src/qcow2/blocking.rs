@@ -8,9 +8,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::buffer::{IoBuffer, Segment};
-use crate::error::{Error, ErrorKind, IoResult};
-use crate::tags::Tag;
+use blkq::{Error, ErrorKind, IoBuffer, IoResult, Segment, Tag};
 
 use super::env::{Env, Shared};
 use super::io::{Action, Executor, Memory, Submitted};

@@ -7,13 +7,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use blkq::text::shell_word;
+use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
-use crate::drivers::r#loop::backing::{self, Backing};
-use crate::drivers::r#loop::format;
-use crate::drivers::r#loop::lock::{self, LockKind};
-use crate::error::{Error, ErrorKind};
-use crate::text::shell_word;
+use crate::r#loop::backing::{self, Backing};
+use crate::r#loop::format;
+use crate::r#loop::lock::{self, LockKind};
 
 use super::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
 use super::journal::{self, Journals};

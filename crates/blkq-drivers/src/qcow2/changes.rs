@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use crate::sync::atomic::AtomicBool;
-use crate::sync::atomic::Ordering::SeqCst;
-use crate::sync::{Mutex, lock};
+use blkq::sync::atomic::AtomicBool;
+use blkq::sync::atomic::Ordering::SeqCst;
+use blkq::sync::{Mutex, lock};
 
 /// Least bytes of the device that one bit stands for.
 const UNIT_BITS_MIN: u32 = 16;

@@ -10,8 +10,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::buffer::IoBuffer;
-use crate::error::{IoResult, Status};
+use blkq::{IoBuffer, IoResult, Status};
 
 use super::cache::{Key, Table};
 use super::env::Env;

@@ -6,10 +6,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::drivers::ImageFormat;
-use crate::drivers::r#loop::backing::{self, Backing};
-use crate::drivers::r#loop::format;
-use crate::error::{Error, ErrorKind};
+use blkq::{Error, ErrorKind};
+
+use crate::ImageFormat;
+use crate::r#loop::backing::{self, Backing};
+use crate::r#loop::format;
 
 use super::chain;
 use super::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};

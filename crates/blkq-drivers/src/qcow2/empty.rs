@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use crate::buffer::IoBuffer;
-use crate::drivers::r#loop::backing;
-use crate::error::Error;
-use crate::sync::lock;
+use blkq::sync::lock;
+use blkq::{Error, IoBuffer};
+
+use crate::r#loop::backing;
 
 use super::Qcow2;
 use super::commit::{commit, sync};

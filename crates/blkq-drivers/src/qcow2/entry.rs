@@ -1,6 +1,6 @@
 //! The entries of L1 and L2 tables.
 
-use crate::error::Status;
+use blkq::Status;
 
 /// The cluster that the entry names is its alone: it may be written in place.
 pub(super) const COPIED: u64 = 1 << 63;

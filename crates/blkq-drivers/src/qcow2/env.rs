@@ -5,10 +5,8 @@ use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::buffer::IoBuffer;
-use crate::error::Status;
-use crate::kick::Wake;
-use crate::sync::{Mutex, MutexGuard, lock};
+use blkq::sync::{Mutex, MutexGuard, lock};
+use blkq::{IoBuffer, Status, Wake};
 
 use super::cache::{Key, Table};
 use super::changes::Changes;

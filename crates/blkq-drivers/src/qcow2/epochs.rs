@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::sync::atomic::AtomicU32;
-use crate::sync::atomic::Ordering::Relaxed;
+use blkq::sync::atomic::AtomicU32;
+use blkq::sync::atomic::Ordering::Relaxed;
 
 /// The I/O on clusters of an image, in two epochs: a cluster is free only when no I/O is in flight that
 /// began when it was still in use.

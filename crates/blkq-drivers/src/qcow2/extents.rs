@@ -5,9 +5,10 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::driver::{DepthExtent, Extent};
-use crate::drivers::r#loop::extents::of_file;
-use crate::sync::lock;
+use blkq::sync::lock;
+use blkq::{DepthExtent, Extent};
+
+use crate::r#loop::extents::of_file;
 
 use super::env::Shared;
 use super::slices::Slices;

@@ -1,7 +1,6 @@
 //! A larger virtual size.
 
-use crate::buffer::IoBuffer;
-use crate::error::{IoResult, Status};
+use blkq::{IoBuffer, IoResult, Status};
 
 use super::allocate::change_header;
 use super::commit::{commit, sync};

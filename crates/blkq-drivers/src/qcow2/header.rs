@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::error::{Error, ErrorKind};
+use blkq::{Error, ErrorKind};
 
 /// The first bytes of every image.
 pub(super) const MAGIC: [u8; 4] = *b"QFI\xfb";

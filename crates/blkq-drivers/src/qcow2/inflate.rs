@@ -4,16 +4,13 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use blkq::sync::mpsc::{Receiver, Sender, channel};
+use blkq::{IoBuffer, Status, Wake};
 use miniz_oxide::inflate::TINFLStatus;
 use miniz_oxide::inflate::core::inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
 use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use ruzstd::io::Read;
-
-use crate::buffer::IoBuffer;
-use crate::error::Status;
-use crate::kick::Wake;
-use crate::sync::mpsc::{Receiver, Sender, channel};
 
 use super::header::Compression;
 

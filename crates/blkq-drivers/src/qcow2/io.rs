@@ -9,11 +9,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use blkq::{IoBuffer, IoResult, Segment, Status, Tag};
 use io_uring::{opcode, squeue, types};
-
-use crate::buffer::{IoBuffer, Segment};
-use crate::error::{IoResult, Status};
-use crate::tags::Tag;
 
 use super::epochs::{Epochs, InEpoch};
 

@@ -18,11 +18,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use blkq::text::shell_word;
+use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, fallocate, ftruncate, openat};
 use rustix::io::Errno;
-
-use crate::error::{Error, ErrorKind};
-use crate::text::shell_word;
 
 use super::cache::SLICE_MAX_BYTES;
 use super::mapping::Words;

@@ -59,14 +59,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::bitmap::Bitmap;
-use crate::driver::{DepthExtent, Driver, DriverQueue, Extent, OpenContext};
-use crate::error::{Error, ErrorKind};
-use crate::limits::QueueLimits;
-use crate::sync::atomic::AtomicBool;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::{Mutex, lock as locked};
-use crate::text::shell_word;
+use blkq::bitmap::BitmapStore;
+use blkq::sync::atomic::AtomicBool;
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::{Mutex, lock as locked};
+use blkq::text::shell_word;
+use blkq::{DepthExtent, Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
 pub use super::r#loop::backing::link_elsewhere;
 use super::r#loop::backing::{self, Backing};
@@ -262,28 +260,8 @@ impl Qcow2 {
         Image { shared, files, path, writable: *writable, kept }
     }
 
-    /// As [`Image::load_bitmaps`].
-    pub(crate) fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
-        self.image().load_bitmaps()
-    }
-
-    /// As [`Image::check_bitmaps`].
-    pub(crate) fn check_bitmaps(&self) -> Result<(), Error> {
-        self.image().check_bitmaps()
-    }
-
-    /// As [`Image::reserve_bitmaps`].
-    pub(crate) fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().reserve_bitmaps(bitmaps)
-    }
-
-    /// As [`Image::store_bitmaps`].
-    pub(crate) fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().store_bitmaps(bitmaps)
-    }
-
     /// Runs a task while no queue does I/O.
-    fn run<F: Future<Output = crate::IoResult> + 'static>(
+    fn run<F: Future<Output = blkq::IoResult> + 'static>(
         &self,
         what: &str,
         task: impl FnOnce(std::rc::Rc<env::Env>) -> F,
@@ -509,6 +487,10 @@ impl Driver for Qcow2 {
             }
         }
         self.run("change the size", move |env| async move { grow::grow(&env, bytes).await })
+    }
+
+    fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
+        Some(self)
     }
 
     fn warnings(&self) -> Vec<String> {

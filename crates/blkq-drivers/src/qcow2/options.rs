@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::drivers::r#loop::DirectIo;
+use crate::r#loop::DirectIo;
 
 use super::journal::Journals;
 
@@ -23,7 +23,7 @@ pub enum BackingChain {
 pub struct Qcow2Options {
     /// The image: a regular file or a block device.
     pub path: PathBuf,
-    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::drivers::LOGICAL_BLOCK_SIZES);
+    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES);
     /// `None`: 512, or what [`DirectIo::On`] demands.
     pub logical_block_bytes: Option<u32>,
     /// Around the page cache or through it.

@@ -5,19 +5,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use blkq::bitmap::BitmapStore;
+use blkq::sync::atomic::AtomicBool;
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::{Mutex, lock as locked};
+use blkq::{Driver, Error, ErrorKind};
 use rustix::fs::OFlags;
 
-use crate::driver::Driver;
-use crate::drivers::r#loop::RawImage;
-use crate::drivers::r#loop::backing::{self, Backing};
-use crate::drivers::r#loop::base::check_not_longer;
-use crate::drivers::r#loop::lock::{self, LockKind};
-use crate::drivers::r#loop::name::ImageName;
-use crate::drivers::r#loop::options::DirectIo;
-use crate::error::{Error, ErrorKind};
-use crate::sync::atomic::AtomicBool;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::{Mutex, lock as locked};
+use crate::r#loop::RawImage;
+use crate::r#loop::backing::{self, Backing};
+use crate::r#loop::base::check_not_longer;
+use crate::r#loop::lock::{self, LockKind};
+use crate::r#loop::name::ImageName;
+use crate::r#loop::options::DirectIo;
 
 use super::cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use super::chain::{self, LOCKED, Opened, read_tables};
@@ -138,7 +138,7 @@ impl Qcow2 {
         // Before they are marked.
         base.prepare_resize(Some(device_bytes)).inspect_err(|_| base.supersede())?;
         // It is written to from now on.
-        base.load_bitmaps().inspect_err(|_| base.supersede())?;
+        base.load().inspect_err(|_| base.supersede())?;
         Ok(base)
     }
 

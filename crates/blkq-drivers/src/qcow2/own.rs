@@ -3,8 +3,8 @@
 use std::io;
 use std::ops::Range;
 
-use crate::buffer::IoBuffer;
-use crate::sync::lock;
+use blkq::IoBuffer;
+use blkq::sync::lock;
 
 use super::Qcow2;
 use super::inflate::Compressed;

@@ -4,9 +4,8 @@
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use crate::bitmap::{Bitmap, BitmapState, bytes_for};
-use crate::buffer::IoBuffer;
-use crate::error::{IoResult, Status};
+use blkq::bitmap::{Bitmap, BitmapState, bytes_for};
+use blkq::{IoBuffer, IoResult, Status};
 
 use super::allocate::{Clusters, allocate_apart, change_header, free_unused};
 use super::bitmaps::{DirectoryEntry, HeaderChange, Layout, entry_name, plan_extension};

@@ -8,17 +8,13 @@ use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blkq::{
+    BioFlags, Cqe, DriverContext, DriverQueue, Error, FileSlot, Operation, Registrar, Request, Segment,
+    Status, Tag, Taken, Wake,
+};
 use io_uring::{opcode, squeue, types};
 
-use crate::bio::{BioFlags, Operation};
-use crate::buffer::Segment;
-use crate::driver::{DriverContext, DriverQueue, Taken};
-use crate::drivers::r#loop::backing::OPERATIONS;
-use crate::error::{Error, Status};
-use crate::kick::Wake;
-use crate::request::Request;
-use crate::ring::{Cqe, FileSlot, Registrar};
-use crate::tags::Tag;
+use crate::r#loop::backing::OPERATIONS;
 
 use super::commit::commit;
 use super::env::{Env, Shared};

@@ -2,8 +2,7 @@
 
 use std::rc::Rc;
 
-use crate::buffer::IoBuffer;
-use crate::error::{IoResult, Status};
+use blkq::{IoBuffer, IoResult, Status};
 
 use super::allocate::provide;
 use super::env::Env;

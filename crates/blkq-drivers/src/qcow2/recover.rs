@@ -3,10 +3,11 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use crate::drivers::r#loop::backing;
-use crate::error::{Error, ErrorKind};
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::{Mutex, lock as locked};
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::{Mutex, lock as locked};
+use blkq::{Error, ErrorKind};
+
+use crate::r#loop::backing;
 
 use super::header::TAG_AT;
 use super::journal::{self, Journal, Journals, Left, Record};

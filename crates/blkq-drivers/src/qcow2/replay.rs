@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::error::{IoResult, Status};
+use blkq::{IoResult, Status};
 
 use super::allocate::provide;
 use super::cache::{Key, Table};

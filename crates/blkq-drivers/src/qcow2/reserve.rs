@@ -1,7 +1,7 @@
 //! Space of the file that is reserved before it is written: for clusters, as a direct write that makes a file longer
 //! is alone on it, and one to a hole waits for the file system to find space.
 
-use crate::error::{IoResult, Status};
+use blkq::{IoResult, Status};
 
 use super::env::Env;
 use super::io::Op;

@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use crate::buffer::IoBuffer;
-use crate::sync::lock;
+use blkq::IoBuffer;
+use blkq::sync::lock;
 
 use super::env::Shared;
 use super::state::{Extra, Lack, State};

@@ -5,7 +5,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
 
-use crate::error::Status;
+use blkq::Status;
 
 use super::cache::{Cache, Key, Table};
 use super::entry::{COPIED, Entry, OFFSET, table_offset};

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use crate::buffer::IoBuffer;
-use crate::error::{IoResult, Status};
+use blkq::{IoBuffer, IoResult, Status};
 
 use super::allocate::{Clusters, allocate, free_unused, provide};
 use super::commit::commit;

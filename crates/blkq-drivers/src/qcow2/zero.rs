@@ -1,6 +1,6 @@
 //! Discards and writes of zeroes: entries of L2 tables, where whole clusters are concerned.
 
-use crate::error::{IoResult, Status};
+use blkq::{IoResult, Status};
 
 use super::allocate::provide;
 use super::entry::{Entry, ZERO};

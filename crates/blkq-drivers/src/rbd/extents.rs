@@ -4,7 +4,7 @@
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
 
-use crate::driver::Extent;
+use blkq::Extent;
 
 /// Bytes of an image that are asked about at a time: without `fast-diff` each object of them is.
 pub const WINDOW_BYTES: u64 = 1 << 30;

@@ -9,9 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use blkq::{Error, ErrorKind};
 use rustix::event::{EventfdFlags, eventfd};
-
-use crate::error::{Error, ErrorKind};
 
 use super::extents::{self, Allocated};
 use super::library::{self, Handle, ImageInfo, ImageSetting, Library, Watcher};

@@ -18,13 +18,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::atomic::{AtomicBool, AtomicU64};
+use blkq::{Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 use rustix::event::{EventfdFlags, eventfd};
-
-use crate::driver::{Driver, DriverQueue, Extent, OpenContext};
-use crate::error::{Error, ErrorKind};
-use crate::limits::QueueLimits;
-use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::atomic::{AtomicBool, AtomicU64};
 
 use super::size::check_logical_block;
 use image::{Facts, Image, Lock};

@@ -16,7 +16,7 @@ pub struct RbdOptions {
     pub keyring: Option<PathBuf>,
     /// The name of Ceph's user, without its `client.`; `None`: `admin`.
     pub user: Option<String>,
-    /// Logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::drivers::LOGICAL_BLOCK_SIZES); `None`: 512.
+    /// Logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES); `None`: 512.
     pub logical_block_bytes: Option<u32>,
     /// Open it for reading only.
     pub read_only: bool,
@@ -25,7 +25,7 @@ pub struct RbdOptions {
     /// Turn librbd's cache off: a write completes when the cluster has it, and is not lost with this process. The
     /// image's or pool's own settings in the cluster come before it.
     pub write_through: bool,
-    /// The [`owner`](crate::Driver::owner) of a process that served the image before and has exited: its lock is
+    /// The [`owner`](blkq::Driver::owner) of a process that served the image before and has exited: its lock is
     /// broken at once, and the cluster keeps what it may still have sent from the image.
     pub predecessor: Option<String>,
 }

@@ -1,9 +1,8 @@
 //! How librbd's results become statuses, and what people are to know of them.
 
-use crate::bio::Operation;
-use crate::error::{IoResult, Status};
-use crate::sync::atomic::AtomicBool;
-use crate::sync::atomic::Ordering::Relaxed;
+use blkq::sync::atomic::AtomicBool;
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::{IoResult, Operation, Status};
 
 /// The reasons for which an image is lost to this client until it is attached anew.
 pub struct Losses {

@@ -6,15 +6,12 @@ use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
+use blkq::clock::monotonic_ns;
+use blkq::{
+    BioFlags, Cqe, DriverContext, DriverQueue, Error, ErrorKind, Operation, Registrar, Request, Status, Tag,
+    Taken,
+};
 use io_uring::{opcode, types};
-
-use crate::bio::{BioFlags, Operation};
-use crate::clock::monotonic_ns;
-use crate::driver::{DriverContext, DriverQueue, Taken};
-use crate::error::{Error, ErrorKind, Status};
-use crate::request::Request;
-use crate::ring::{Cqe, Registrar};
-use crate::tags::Tag;
 
 use super::library::{Handle, WRITE_ZEROES_THICK};
 use super::shared::{SEGMENTS_MAX, Shared};

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{Error, ErrorKind};
+use blkq::{Error, ErrorKind};
 
 /// The name of an image in a cluster, or of a snapshot of it. No part is empty or contains a slash,
 /// and none but the pool an `@`.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, ErrorKind};
+use blkq::{Error, ErrorKind};
 
 use super::image::{Facts, Image, Submission};
 use super::options::RbdOptions;

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use blkq::drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq::drivers::ram::Ram;
 use blkq::testing::wait_until;
 use blkq::{Disk, Driver, EngineThread, ErrorKind};
+use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
 use blkq_export::nbd::Listen;
 use blkq_export::vhost_user::{Event, RegistrationLimits, Report, VhostUserDevice, VhostUserOptions};
 use rustix::event::{EventfdFlags, eventfd};

@@ -4,10 +4,10 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use blkq::drivers::fault::FaultSpec;
-use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopSetting};
 use blkq::random::Random;
 use blkq::{ClockMode, ErrorKind, SchedulerKind, Setting};
+use blkq_drivers::fault::FaultSpec;
+use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopSetting};
 use blkq_simulation as simulation;
 
 use super::life::World;

@@ -8,10 +8,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 
-use blkq::drivers::fault::Effect;
 use blkq::random::Random;
 use blkq::simulation::held_writes;
 use blkq::{Disk, Operation, Status};
+use blkq_drivers::fault::Effect;
 use blkq_export::nbd::proto::*;
 use blkq_simulation as simulation;
 use blkq_simulation::SECTOR_BYTES;

@@ -4,7 +4,7 @@
 use std::rc::Rc;
 
 use blkq::Operation;
-use blkq::drivers::fault::{Effect, Hit, Injection};
+use blkq_drivers::fault::{Effect, Hit, Injection};
 use blkq_export::nbd::proto::NbdError;
 use blkq_simulation::SECTOR_BYTES;
 

@@ -11,11 +11,11 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkq::drivers::fault::{Fault, FaultSpec, take_injections};
-use blkq::drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
 use blkq::{ClockMode, Disk, Driver, SchedulerKind, SourceId};
+use blkq_drivers::fault::{Fault, FaultSpec, take_injections};
+use blkq_drivers::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions};
 use blkq_export::nbd::{NbdExport, NbdOptions, simulated};
 use blkq_simulation as simulation;
 use blkq_simulation::{Defect, Faults, Panicked};

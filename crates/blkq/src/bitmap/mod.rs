@@ -4,6 +4,7 @@
 //! be read, and before the write completes. One that fails leaves them set.
 
 mod set;
+mod store;
 #[cfg(test)]
 #[cfg(not(model_check))]
 mod tests;
@@ -14,6 +15,7 @@ use crate::error::{Error, ErrorKind};
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 pub(crate) use set::BitmapSet;
+pub use store::BitmapStore;
 
 /// Least and greatest number of bytes that one bit stands for: powers of two.
 pub const GRANULARITY_MIN: u64 = 512;
@@ -131,7 +133,7 @@ impl Bitmap {
 
     /// Sets the bits of the bytes in `range`, which is not empty. Bytes beyond the disk are left out.
     #[inline]
-    pub(crate) fn mark(&self, range: Range<u64>) {
+    pub fn mark(&self, range: Range<u64>) {
         let first = range.start >> self.granularity_bits;
         let last = (range.end - 1) >> self.granularity_bits;
         if first / WORD_BITS == last / WORD_BITS {
@@ -185,7 +187,7 @@ impl Bitmap {
     }
 
     /// The same without a bit set. Readers of this one get nothing of that.
-    pub(crate) fn cleared(&self) -> Result<Bitmap, Error> {
+    pub fn cleared(&self) -> Result<Bitmap, Error> {
         Bitmap::new(&self.name, self.granularity(), self.size, self.state)
     }
 
@@ -194,7 +196,7 @@ impl Bitmap {
     ///
     /// # Errors
     /// As [`Bitmap::new`].
-    pub(crate) fn resized(&self, size: u64) -> Result<Bitmap, Error> {
+    pub fn resized(&self, size: u64) -> Result<Bitmap, Error> {
         // An inconsistent one has no bits.
         let size = if self.state == BitmapState::Inconsistent { 0 } else { size };
         let mut bitmap = Bitmap::new(&self.name, self.granularity(), size, self.state)?;
@@ -213,7 +215,7 @@ impl Bitmap {
     ///
     /// # Errors
     /// As [`Bitmap::new`].
-    pub(crate) fn with_state(&self, state: BitmapState) -> Result<Bitmap, Error> {
+    pub fn with_state(&self, state: BitmapState) -> Result<Bitmap, Error> {
         let mut bitmap = self.resized(self.size)?;
         bitmap.state = state;
         Ok(bitmap)
@@ -240,12 +242,12 @@ impl Bitmap {
     }
 
     /// The same as one that is not up to date, without bits.
-    pub(crate) fn inconsistent(&self) -> Result<Bitmap, Error> {
+    pub fn inconsistent(&self) -> Result<Bitmap, Error> {
         Bitmap::new(&self.name, self.granularity(), 0, BitmapState::Inconsistent)
     }
 
     /// Its bits, eight in a byte, the lowest first.
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+    pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> =
             self.words.iter().flat_map(|word| word.load(Relaxed).to_le_bytes()).collect();
         bytes.truncate(bytes_for(self.size, self.granularity()) as usize);
@@ -254,7 +256,7 @@ impl Bitmap {
 
     /// Sets the bits that `bytes` have, from the bitmap's byte `at` on, a multiple of 8. Bits that it has no room for
     /// are left out.
-    pub(crate) fn load(&mut self, at: u64, bytes: &[u8]) {
+    pub fn load(&mut self, at: u64, bytes: &[u8]) {
         let words = self.words.get_mut((at / 8) as usize..).unwrap_or_default();
         for (word, bytes) in words.iter_mut().zip(bytes.chunks(8)) {
             let mut content = [0; 8];
@@ -273,7 +275,7 @@ impl Bitmap {
     }
 
     /// Bytes of memory of its bits.
-    pub(crate) fn memory_bytes(&self) -> u64 {
+    pub fn memory_bytes(&self) -> u64 {
         self.words.len() as u64 * 8
     }
 
@@ -287,7 +289,7 @@ impl Bitmap {
 }
 
 /// The bytes that the bits for a disk of `size` bytes fill.
-pub(crate) fn bytes_for(size: u64, granularity: u64) -> u64 {
+pub fn bytes_for(size: u64, granularity: u64) -> u64 {
     size.div_ceil(granularity).div_ceil(8)
 }
 

@@ -5,7 +5,6 @@ use std::fs::File;
 use std::sync::Arc;
 
 use crate::bitmap::{Bitmap, BitmapState};
-use crate::drivers::bitmaps;
 use crate::error::{Error, ErrorKind};
 use crate::sync::lock;
 
@@ -32,7 +31,7 @@ impl Disk {
     pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.check_bitmaps_open()?;
-        bitmaps::set_file(&*self.driver(), file)
+        self.driver().require_bitmap_store()?.set_file(file)
     }
 
     /// Adds a bitmap that records writes from now on. Writes that completed before are not in it, and writes
@@ -171,7 +170,7 @@ impl Disk {
         if !self.bitmaps.is_kept() {
             return Ok(());
         }
-        bitmaps::reserve(&*self.driver(), &self.bitmaps.list())
+        self.driver().bitmap_store().map_or(Ok(()), |store| store.reserve(&self.bitmaps.list()))
     }
 
     /// Rejects a change after [`Disk::close_bitmaps`]. The caller must have locked changes.

@@ -110,7 +110,7 @@ fn zero_reads(cx: &DriverContext<'_>, tags: &[Tag]) {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
-    use crate::drivers::harness::Harness;
+    use crate::testing::driver::Harness;
 
     #[test]
     fn completes_at_once_and_reads_zeroes() {

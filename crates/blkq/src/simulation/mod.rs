@@ -85,6 +85,6 @@ pub fn instant() {
 /// # Panics
 /// If none was installed.
 #[cfg(simulation)]
-pub(crate) fn world() -> &'static dyn World {
+pub fn world() -> &'static dyn World {
     WORLD.get().expect("this thread has no simulated world")
 }

@@ -163,13 +163,13 @@ impl Counter {
 
 /// Adds to a counter that only this thread writes: a plain load and store.
 #[inline]
-pub(crate) fn add(counter: &AtomicU64, n: u64) {
+pub fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
 }
 
 /// Raises a maximum that only this thread writes.
 #[inline]
-pub(crate) fn raise(maximum: &AtomicU64, value: u64) {
+pub fn raise(maximum: &AtomicU64, value: u64) {
     if value > maximum.load(Relaxed) {
         maximum.store(value, Relaxed);
     }

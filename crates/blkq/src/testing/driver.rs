@@ -1,5 +1,6 @@
 //! A block layer in miniature for the tests of drivers: builds requests by hand, offers
 //! them to one queue, and turns its ring.
+#![allow(clippy::unwrap_used, reason = "a test")]
 
 use std::mem::ManuallyDrop;
 use std::path::Path;
@@ -25,17 +26,21 @@ use crate::slab::{BioSlab, NewBio, SlotFlags};
 use crate::tags::Tag;
 use crate::testing::wait_until;
 
-pub(super) const TAGS: usize = 64;
+/// The number of requests that a queue can have.
+pub const TAGS: usize = 64;
 const OWNER: u16 = 7;
 
-pub(super) struct Harness {
+/// One queue of a driver.
+pub struct Harness {
     requests: Vec<Request>,
     bios: BioSlab,
     zeroes: IoBuffer,
     completed: Vec<(Tag, IoResult)>,
     clock: Clock,
+    /// The ring of the queue, if the driver uses one.
     pub ring: Option<Ring>,
     queue: Option<Box<dyn DriverQueue>>,
+    /// Whether the driver has called [`DriverContext::limits_changed`].
     pub limits_changed: bool,
     /// Completions of the ring still to be dropped.
     pub swallow: usize,
@@ -54,14 +59,26 @@ impl Wake for CountWakes {
 }
 
 impl Harness {
+    /// Opens queue 0.
+    ///
+    /// # Errors
+    /// Why the driver does not open it.
     pub fn open(driver: &dyn Driver) -> Result<Harness, Error> {
         Harness::open_index(driver, 0)
     }
 
+    /// Opens a queue.
+    ///
+    /// # Errors
+    /// As [`Harness::open`].
     pub fn open_index(driver: &dyn Driver, index: u16) -> Result<Harness, Error> {
         Harness::open_waking(driver, index, Arc::new(CountWakes::default()))
     }
 
+    /// Opens a queue that is woken through `wake`.
+    ///
+    /// # Errors
+    /// As [`Harness::open`].
     pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
@@ -147,16 +164,19 @@ impl Harness {
         Tag(index as u16)
     }
 
+    /// Builds a write.
     pub fn write(&mut self, offset: u64, buffers: Vec<IoBuffer>) -> Tag {
         self.build(Operation::Write, BioFlags::empty(), offset, 0, buffers)
     }
 
+    /// Builds a read into buffers of these lengths.
     pub fn read(&mut self, offset: u64, lengths: &[usize]) -> Tag {
         let dirty = |length: &usize| filled(*length, 0xEE);
         let buffers = lengths.iter().map(dirty).collect();
         self.build(Operation::Read, BioFlags::empty(), offset, 0, buffers)
     }
 
+    /// Builds a request without memory.
     pub fn bare(&mut self, operation: Operation, flags: BioFlags, offset: u64, bytes: u64) -> Tag {
         self.build(operation, flags, offset, bytes, Vec::new())
     }
@@ -177,10 +197,12 @@ impl Harness {
         self.commit();
     }
 
+    /// Ends the batch.
     pub fn commit(&mut self) {
         self.with(|queue, cx| queue.commit(cx));
     }
 
+    /// Notifies the queue of a change of the device.
     pub fn reload(&mut self) {
         self.with(|queue, cx| queue.reload(cx));
     }
@@ -210,6 +232,7 @@ impl Harness {
         self.with(|queue, cx| queue.complete_cqe(cx, cqe));
     }
 
+    /// As [`DriverQueue::deadline_ns`].
     pub fn deadline_ns(&self) -> Option<u64> {
         self.queue.as_ref().unwrap().deadline_ns()
     }
@@ -219,6 +242,7 @@ impl Harness {
         self.queue.as_ref().unwrap().state(tag, &self.requests[tag.index()]).into_owned()
     }
 
+    /// Whether the request has completed, and was not waited for yet.
     pub fn has_completed(&self, tag: Tag) -> bool {
         self.results[tag.index()].is_some()
     }
@@ -291,14 +315,15 @@ impl Drop for Harness {
     }
 }
 
-pub(super) fn filled(length: usize, value: u8) -> IoBuffer {
+/// A buffer full of `value`.
+pub fn filled(length: usize, value: u8) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     buffer.fill(value);
     buffer
 }
 
 /// Bytes that differ between any two places.
-pub(super) fn pattern(length: usize, seed: u64) -> IoBuffer {
+pub fn pattern(length: usize, seed: u64) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     Random::new(seed).fill(&mut buffer);
     buffer
@@ -306,7 +331,7 @@ pub(super) fn pattern(length: usize, seed: u64) -> IoBuffer {
 
 /// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that
 /// was closed, and of those of a loop device.
-pub(super) fn unmount(point: &Path) {
+pub fn unmount(point: &Path) {
     if std::thread::panicking() {
         let _ = Command::new("umount").arg("--lazy").arg(point).status();
         return;
@@ -319,7 +344,8 @@ pub(super) fn unmount(point: &Path) {
     });
 }
 
-pub(super) fn run(program: &str, arguments: &[&str]) -> String {
+/// Runs a program that must succeed, and returns what it prints.
+pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use blkq::Disk;
-use blkq::drivers::{self, DriverOptions, DriverSpec};
+use blkq_drivers::{DriverOptions, DriverSpec};
 use rustix::thread::set_current_timer_slack;
 
 use super::fio::Job;
@@ -65,7 +65,7 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut 
 /// The same load on a queue that the measuring thread owns.
 fn in_process(place: &Place, length: Duration) -> Result<Run> {
     let options = DriverOptions { fault: Some(FAULT.parse()?), ..DriverOptions::default() };
-    let driver = drivers::open(&DriverSpec::Null(place.bytes()), &options)?;
+    let driver = blkq_drivers::open(&DriverSpec::Null(place.bytes()), &options)?;
     let disk = Disk::builder(driver).depth(DEPTH).build()?;
     let load = vhost::RANDOM.load();
     // It sleeps until the next completion, where an engine waits in its ring, whose timers have no slack.

@@ -7,8 +7,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use blkq::drivers::DriverSpec;
 use blkq::units::format_bytes;
+use blkq_drivers::DriverSpec;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::image_text;

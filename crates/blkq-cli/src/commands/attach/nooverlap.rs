@@ -6,8 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use blkq::drivers::DriverSpec;
-use blkq::drivers::fault::FaultSpec;
+use blkq_drivers::DriverSpec;
+use blkq_drivers::fault::FaultSpec;
 
 use super::attached::Attached;
 use crate::backing::{Backing, FileId, Window, fact};

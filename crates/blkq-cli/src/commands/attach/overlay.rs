@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
-use blkq::drivers::qcow2::Base;
-use blkq::drivers::{DriverSpec, ImageFormat, detect_format};
 use blkq::{Error, ErrorKind};
+use blkq_drivers::qcow2::Base;
+use blkq_drivers::{DriverSpec, ImageFormat, detect_format};
 
 use super::create::{NewImage, directory_of};
 use crate::failure::{Failure, Outcome};

@@ -4,9 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use blkq::ErrorKind;
-use blkq::drivers::rbd;
 use blkq::ring;
 use blkq::text::shell_word;
+use blkq_drivers::rbd;
 use blkq_export::nbd::TlsCertificates;
 use blkq_export::ublk::{self, ControlDevice};
 use rustix::fs::{Access, access};

@@ -8,10 +8,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use blkq::drivers::DriverSpec;
-use blkq::drivers::r#loop::DirectIo;
 use blkq::text::escaped;
 use blkq::units::parse_bytes;
+use blkq_drivers::DriverSpec;
+use blkq_drivers::r#loop::DirectIo;
 use clap::error::ErrorKind;
 
 use super::attach::attach;

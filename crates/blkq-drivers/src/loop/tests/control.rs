@@ -1,10 +1,10 @@
 //! Live changes, sizes, extents, block devices.
 
+use blkq::bitmap::{Bitmap, BitmapState, BitmapStore};
+use blkq::{BioFlags, Operation, Status};
+
 use super::*;
-use crate::bio::{BioFlags, Operation};
-use crate::bitmap::BitmapState;
-use crate::drivers::fault::FaultSpec;
-use crate::error::Status;
+use crate::fault::FaultSpec;
 
 // Contract: live-changes, durability
 #[test]
@@ -64,15 +64,15 @@ fn an_image_opened_read_only_with_bitmaps_stays_read_only() {
     let bitmap = Arc::new(Bitmap::new("b", 512, MIB, BitmapState::Recording).unwrap());
     for bitmaps in [vec![], vec![bitmap]] {
         let device = open(&path, DirectIo::Off);
-        device.load_bitmaps().unwrap();
+        device.load().unwrap();
         let mut create = OpenOptions::new();
         let file = create.read(true).write(true).create(true).truncate(false);
-        device.set_bitmap_file(file.open(directory.file("image.bitmaps")).unwrap()).unwrap();
-        device.store_bitmaps(&bitmaps).unwrap();
+        device.set_file(file.open(directory.file("image.bitmaps")).unwrap()).unwrap();
+        device.store(&bitmaps).unwrap();
         drop(device);
         let read_only = LoopOptions { read_only: true, ..options(&path, DirectIo::Off) };
         let device = LoopDevice::open(&read_only).unwrap();
-        assert_eq!(device.load_bitmaps().unwrap().0.len(), bitmaps.len());
+        assert_eq!(device.load().unwrap().0.len(), bitmaps.len());
         assert_eq!(device.set_read_only(false).is_err(), !bitmaps.is_empty());
     }
 }

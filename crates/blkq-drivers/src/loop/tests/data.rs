@@ -1,9 +1,8 @@
 //! The data path.
 
+use blkq::{BioFlags, Operation, Status, Tag};
+
 use super::*;
-use crate::bio::{BioFlags, Operation};
-use crate::error::Status;
-use crate::tags::Tag;
 
 const PLAIN: BioFlags = BioFlags::empty();
 
@@ -173,7 +172,7 @@ fn waiting_adjacent_writes_are_one_call_and_others_are_not() {
     // To the same place: the later one must win.
     tags.push(h.write(65536, vec![pattern(4096, 12)]));
     // In two batches, of which the first has not been committed.
-    assert_eq!(h.queue(&tags[..3]), crate::Taken::All);
+    assert_eq!(h.queue(&tags[..3]), blkq::Taken::All);
     h.start(&tags[3..]);
     for tag in tags {
         assert_eq!(h.wait(tag).0, Ok(()));
@@ -481,7 +480,7 @@ fn the_writer_hands_over_and_kicks() {
     let directory = Directory::new();
     let path = directory.image(4 * MIB);
     let device = open(&path, DirectIo::Off);
-    let kicks = std::sync::Arc::new(crate::drivers::harness::CountWakes::default());
+    let kicks = std::sync::Arc::new(blkq::testing::driver::CountWakes::default());
     let counted = std::sync::Arc::clone(&kicks);
     let mut first = Harness::open_index(&device, 0).unwrap();
     let mut second = Harness::open_waking(&device, 1, counted).unwrap();

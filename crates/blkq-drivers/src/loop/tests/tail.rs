@@ -1,9 +1,8 @@
 //! Devices whose size is no multiple of their sector.
 
+use blkq::{BioFlags, IoBuffer, Operation, Status};
+
 use super::*;
-use crate::bio::{BioFlags, Operation};
-use crate::buffer::IoBuffer;
-use crate::error::Status;
 
 fn partial(path: &Path, direct_io: DirectIo, sector: u32) -> LoopOptions {
     LoopOptions { partial_block: true, logical_block_bytes: Some(sector), ..options(path, direct_io) }

@@ -2,10 +2,10 @@
 
 use std::os::unix::fs::FileExt;
 
+use blkq::bitmap::{Bitmap, BitmapState, BitmapStore};
+
 use super::*;
-use crate::bitmap::BitmapState;
-use crate::drivers::bitmaps;
-use crate::drivers::qcow2::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, EXTENSION_BITMAPS};
+use crate::qcow2::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, EXTENSION_BITMAPS};
 
 const CLUSTER: usize = 65536;
 
@@ -77,7 +77,7 @@ fn many_bitmaps_that_are_none_take_little_memory() {
     image.file.set_len(1 << 30).unwrap();
     for (count, why) in [(43_690, "43690 bitmaps in"), (2_796_202, "their directory has 67108848 bytes")] {
         image.set_extension(count, u64::from(count) * 24, 512 << 20);
-        let (found, warnings) = bitmaps::load(&open(&image.path)).unwrap();
+        let (found, warnings) = open(&image.path).load().unwrap();
         assert!(found.is_empty() && warnings.len() == 1 && warnings[0].contains(why), "{warnings:?}");
     }
 }
@@ -100,7 +100,7 @@ fn a_bitmap_without_bits_gets_a_table_of_one_cluster() {
     image.file.write_all_at(&1u32.to_be_bytes(), entry + 12).unwrap();
     image.file.write_all_at(&[9], entry + 17).unwrap();
     let before = image.file.metadata().unwrap().len();
-    let (found, _) = bitmaps::load(&open(&image.path)).unwrap();
+    let (found, _) = open(&image.path).load().unwrap();
     assert_eq!((found[0].state(), found[0].granularity()), (BitmapState::Inconsistent, 512));
     let grown = image.file.metadata().unwrap().len() - before;
     assert!(grown < 8 << 20, "{grown} bytes");
@@ -114,15 +114,15 @@ fn a_bitmap_without_bits_keeps_a_table_of_any_size() {
     }
     let image = Image::new(&["a", "b"]);
     let device = open(&image.path);
-    let bitmaps: Vec<_> = bitmaps::load(&device).unwrap().0.into_iter().map(Arc::new).collect();
-    bitmaps::store(&device, &bitmaps).unwrap();
+    let bitmaps: Vec<_> = device.load().unwrap().0.into_iter().map(Arc::new).collect();
+    device.store(&bitmaps).unwrap();
     drop(device);
     let directory = image.bitmap_directory();
     let table = image.number(directory);
     image.set_number(table, 0);
     // Of two clusters, in use.
     image.set_number(directory + 8, 2 << 32 | 1);
-    let (found, _) = bitmaps::load(&open(&image.path)).unwrap();
+    let (found, _) = open(&image.path).load().unwrap();
     assert_eq!((found.len(), found[0].state()), (2, BitmapState::Inconsistent));
     assert_eq!(
         (image.bitmap_directory(), image.number(directory)),
@@ -142,7 +142,7 @@ fn a_directory_in_the_place_of_a_table_is_not_written() {
         image.set_extension(1, 24, table);
         image.file.write_all_at(&AUTOCLEAR_BITMAPS.to_be_bytes(), AUTOCLEAR_AT as u64).unwrap();
         let before = image.cluster(table);
-        let warnings = bitmaps::load(&open(&image.path)).unwrap().1;
+        let warnings = open(&image.path).load().unwrap().1;
         assert!(warnings[0].contains("are damaged"), "{table}: {warnings:?}");
         assert!(image.cluster(table) == before, "{table}");
     }
@@ -164,10 +164,10 @@ fn bits_in_the_place_of_a_table_do_not_touch_it() {
         }
         let before = image.cluster(table);
         let device = open(&image.path);
-        let found = bitmaps::load(&device).unwrap().0;
+        let found = device.load().unwrap().0;
         assert_eq!(found.len(), 2);
         let found: Vec<Arc<Bitmap>> = found.into_iter().map(Arc::new).collect();
-        bitmaps::store(&device, &found).unwrap();
+        device.store(&found).unwrap();
         device.write_back().unwrap();
         drop(device);
         assert!(image.cluster(table)[..64] == before[..64], "table {number}");
@@ -184,13 +184,13 @@ fn bitmaps_have_their_room_in_the_order_of_qemu_too() {
     let image = Image::new(&["b", "a"]);
     for dirty in [0, 65536] {
         let device = open(&image.path);
-        let loaded = bitmaps::load(&device).unwrap().0;
+        let loaded = device.load().unwrap().0;
         let mut found: Vec<Arc<Bitmap>> = loaded.into_iter().map(Arc::new).collect();
         let reserved = image.bitmap_directory();
         found.sort_by(|one, other| one.name().cmp(other.name()));
         assert_eq!((found[0].dirty_bytes(), found[1].dirty_bytes()), (dirty, 0));
         found[0].mark(0..4096);
-        bitmaps::store(&device, &found).unwrap();
+        device.store(&found).unwrap();
         device.write_back().unwrap();
         assert_eq!(image.bitmap_directory(), reserved);
     }
@@ -208,13 +208,13 @@ fn no_bitmap_takes_the_place_of_one_that_is_not_known() {
     let flags = image.bitmap_directory() + 12;
     image.file.write_all_at(&[0x80], flags).unwrap();
     let device = open(&image.path);
-    assert!(bitmaps::load(&device).unwrap().0.is_empty());
+    assert!(device.load().unwrap().0.is_empty());
     let bitmap = |name| Arc::new(Bitmap::new(name, 65536, 8 << 20, BitmapState::Recording).unwrap());
-    let refused = bitmaps::reserve(&device, &[bitmap("a"), bitmap("b")]).unwrap_err();
+    let refused = device.reserve(&[bitmap("a"), bitmap("b")]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
     assert!(refused.to_string().contains("remove that with `qemu-img bitmap`"), "{refused}");
-    bitmaps::reserve(&device, &[bitmap("a")]).unwrap();
-    bitmaps::store(&device, &[bitmap("a")]).unwrap();
+    device.reserve(&[bitmap("a")]).unwrap();
+    device.store(&[bitmap("a")]).unwrap();
     let directory = image.cluster(image.bitmap_directory());
     assert_eq!((directory[12], directory[24], directory[32 + 24]), (0x80, b'b', b'a'));
 }

@@ -2,15 +2,15 @@
 
 use std::fs::File;
 
+use blkq::IoBuffer;
+use blkq::bitmap::{Bitmap, BitmapState};
+use blkq::random::Random;
+
 use super::super::block_commit::{BlockCommit, free};
 use super::super::block_commit_base::{BaseFiles, open_base};
 use super::*;
-use crate::bitmap::BitmapState;
-use crate::buffer::IoBuffer;
-use crate::drivers::bitmaps;
-use crate::drivers::r#loop::tests::FullDisk;
-use crate::drivers::r#loop::{LoopDevice, LoopOptions};
-use crate::random::Random;
+use crate::r#loop::tests::FullDisk;
+use crate::r#loop::{LoopDevice, LoopOptions};
 
 const SECTOR: usize = 512;
 const PLAIN: BioFlags = BioFlags::empty();
@@ -188,14 +188,15 @@ fn base_files(directory: &Directory) -> BaseFiles {
 
 /// Dirty bitmaps as a snapshot leaves them in both images: one is removed since, and one has more writes since.
 fn add_bitmaps(directory: &Directory, base: &dyn Driver, size: u64) {
-    if matches!(bitmaps::check(base), Err(error) if error.kind() == ErrorKind::NotFound) {
+    let base = base.bitmap_store().unwrap();
+    if matches!(base.check(), Err(error) if error.kind() == ErrorKind::NotFound) {
         let file =
             File::options().read(true).write(true).create_new(true).open(directory.0.join("base.bitmaps"));
-        bitmaps::set_file(base, file.unwrap()).unwrap();
+        base.set_file(file.unwrap()).unwrap();
     }
-    bitmaps::load(base).unwrap();
+    base.load().unwrap();
     let bitmap = |name| Arc::new(Bitmap::new(name, 4096, size, BitmapState::Recording).unwrap());
-    bitmaps::store(base, &[bitmap("both"), bitmap("removed")]).unwrap();
+    base.store(&[bitmap("both"), bitmap("removed")]).unwrap();
 }
 
 fn go_on() -> Result<(), Error> {
@@ -242,7 +243,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
         what: format!("{top_kind} over {base_format} {base_kind}, seed {seed}"),
     };
     let device: Arc<dyn Driver> = Arc::new(open(&directory.0.join("top")));
-    bitmaps::load(&*device).unwrap();
+    device.bitmap_store().unwrap().load().unwrap();
     life.harness = Some(Harness::open(&*device).unwrap());
     life.flush();
     let mut given_up = false;
@@ -313,7 +314,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
                     life.check_bitmaps();
                     let both = Bitmap::new("both", 4096, SIZE as u64, BitmapState::Recording).unwrap();
                     both.mark(8192..16384);
-                    bitmaps::store(&*base, &[Arc::new(both)]).unwrap();
+                    base.bitmap_store().unwrap().store(&[Arc::new(both)]).unwrap();
                 }
                 drop(base);
                 assert!(!directory.qemu_img(&["info", "top"]).contains("bitmaps"));

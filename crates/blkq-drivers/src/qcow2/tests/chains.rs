@@ -2,8 +2,8 @@
 
 use super::data::exercise;
 use super::*;
-use crate::drivers::ImageFormat;
-use crate::drivers::qcow2::block_commit_base::open_base;
+use crate::ImageFormat;
+use crate::qcow2::block_commit_base::open_base;
 
 fn error(options: &Qcow2Options) -> Error {
     Qcow2::open(options).err().expect("it is refused")

@@ -5,11 +5,11 @@ use std::os::fd::AsRawFd;
 use std::rc::Rc;
 
 use super::*;
-use crate::drivers::qcow2::blocking::perform;
-use crate::drivers::qcow2::env::{BOUNCE_MAX_BYTES, Env};
-use crate::drivers::qcow2::io::{Action, Executor};
-use crate::drivers::qcow2::write::{Source, write};
-use crate::drivers::{DriverOptions, DriverSpec, ImageFormat};
+use crate::qcow2::blocking::perform;
+use crate::qcow2::env::{BOUNCE_MAX_BYTES, Env};
+use crate::qcow2::io::{Action, Executor};
+use crate::qcow2::write::{Source, write};
+use crate::{DriverOptions, DriverSpec, ImageFormat};
 
 fn run(h: &mut Harness, operation: Operation, offset: u64, bytes: u64) {
     let tag = h.bare(operation, BioFlags::empty(), offset, bytes);
@@ -130,7 +130,7 @@ fn an_image_is_larger_only_once_what_is_behind_it_is_hidden() {
                 env.io.complete(operation.place, if is_header { -libc::EIO } else { done });
             }
         }
-        assert_eq!(result.get(), Some(Err(crate::Status::Io)));
+        assert_eq!(result.get(), Some(Err(blkq::Status::Io)));
         assert!(env.state().writer.failed && env.state().size == 1_000_448);
         drop((executor, env, device));
         // The header was written, and nothing was after that.
@@ -159,7 +159,7 @@ fn clusters_that_were_discarded_are_used_before_space_runs_out() {
         h.run(tag).0
     };
     assert_eq!(write_at(&mut h, 0), Ok(()));
-    assert_eq!(write_at(&mut h, 2 * MIB), Err(crate::Status::NoSpace));
+    assert_eq!(write_at(&mut h, 2 * MIB), Err(blkq::Status::NoSpace));
     run(&mut h, Operation::Discard, 0, 2 * MIB);
     assert_eq!(write_at(&mut h, 4 * MIB), Ok(()));
     assert!(h.read_back(4 * MIB, 2 << 20) == pattern(2 << 20, 4 * MIB).to_vec());
@@ -241,7 +241,7 @@ fn tables_that_name_the_header_are_not_written() {
         let device = open(&path);
         let mut h = Harness::open(&device).unwrap();
         let tag = h.write(0, vec![pattern(4096, 1)]);
-        assert_eq!(h.run(tag).0, Err(crate::Status::Io), "{field}");
+        assert_eq!(h.run(tag).0, Err(blkq::Status::Io), "{field}");
         drop(h);
         drop(device);
         assert!(std::fs::read(&path).unwrap()[..0x20000] == bytes[..0x20000], "{field}");
@@ -305,7 +305,7 @@ fn entries_that_name_no_table_stop_no_queue() {
     set(0x10000, 0xe2);
     let mut h = Harness::open(&open(&path)).unwrap();
     let tag = h.write(512 << 10, vec![pattern(4096, 1)]);
-    assert_eq!(h.run(tag).0, Err(crate::Status::Io));
+    assert_eq!(h.run(tag).0, Err(blkq::Status::Io));
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn a_read_only_device_writes_nothing() {
     let device = Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let tag = h.write(0, vec![pattern(512, 1)]);
-    assert_eq!(h.run(tag).0, Err(crate::Status::ReadOnly));
+    assert_eq!(h.run(tag).0, Err(blkq::Status::ReadOnly));
     run(&mut h, Operation::Flush, 0, 0);
     assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Unsupported);
     drop(h);
@@ -358,7 +358,7 @@ fn a_larger_image_is_served_up_to_the_size_of_its_device() {
     for (name, format) in [("d.qcow2", ImageFormat::Qcow2), ("raw", ImageFormat::Raw)] {
         let spec = DriverSpec::Image(directory.0.join(name));
         let options = DriverOptions { format, device_bytes: Some(2 * MIB), ..DriverOptions::default() };
-        let device = crate::drivers::open(&spec, &options).unwrap();
+        let device = crate::open(&spec, &options).unwrap();
         assert_eq!(device.limits().size_bytes(), 2 * MIB, "{name}");
     }
     let options = Qcow2Options { device_bytes: Some(2 * MIB), ..Qcow2Options::new(&path) };

@@ -1,7 +1,8 @@
 //! Data: what is written is read, by this driver and by QEMU.
 
+use blkq::random::Random;
+
 use super::*;
-use crate::random::Random;
 
 const PLAIN: BioFlags = BioFlags::empty();
 

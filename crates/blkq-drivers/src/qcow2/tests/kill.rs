@@ -6,19 +6,19 @@ use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blkq::random::Random;
+use blkq::{IoBuffer, Segment, Tag};
+
 use super::power::{Disk, SECTOR, content_of, run_read};
 use super::*;
-use crate::buffer::{IoBuffer, Segment};
-use crate::drivers::qcow2::blocking::perform;
-use crate::drivers::qcow2::commit::commit;
-use crate::drivers::qcow2::env::Env;
-use crate::drivers::qcow2::io::{Executor, Memory};
-use crate::drivers::qcow2::journal::{self, Left, Record};
-use crate::drivers::qcow2::write::{Source, write};
-use crate::drivers::qcow2::zero::{Wanted, clear};
-use crate::drivers::{DriverOptions, DriverSpec, ImageFormat, check};
-use crate::random::Random;
-use crate::tags::Tag;
+use crate::qcow2::blocking::perform;
+use crate::qcow2::commit::commit;
+use crate::qcow2::env::Env;
+use crate::qcow2::io::{Executor, Memory};
+use crate::qcow2::journal::{self, Left, Record};
+use crate::qcow2::write::{Source, write};
+use crate::qcow2::zero::{Wanted, clear};
+use crate::{DriverOptions, DriverSpec, ImageFormat, check};
 
 /// Where the journal has the identity of its image.
 const IDENTITY_AT: usize = 32;

@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use blkq::{BioFlags, Operation};
+
 use super::*;
-use crate::bio::{BioFlags, Operation};
-use crate::drivers::harness::{Harness, pattern, run, unmount};
+use blkq::testing::driver::{Harness, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 

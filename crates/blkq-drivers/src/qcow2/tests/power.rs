@@ -4,18 +4,18 @@
 
 use std::rc::Rc;
 
+use blkq::bitmap::{Bitmap, BitmapState};
+use blkq::random::Random;
+use blkq::{IoBuffer, Segment, Tag};
+
 use super::*;
-use crate::bitmap::{Bitmap, BitmapState};
-use crate::buffer::{IoBuffer, Segment};
-use crate::drivers::qcow2::commit::commit;
-use crate::drivers::qcow2::env::Env;
-use crate::drivers::qcow2::io::{Action, Executor, Memory, Submitted};
-use crate::drivers::qcow2::places::{Named, Places, exchange};
-use crate::drivers::qcow2::read::read_own;
-use crate::drivers::qcow2::write::{Source, write};
-use crate::drivers::qcow2::zero::{Wanted, clear};
-use crate::random::Random;
-use crate::tags::Tag;
+use crate::qcow2::commit::commit;
+use crate::qcow2::env::Env;
+use crate::qcow2::io::{Action, Executor, Memory, Submitted};
+use crate::qcow2::places::{Named, Places, exchange};
+use crate::qcow2::read::read_own;
+use crate::qcow2::write::{Source, write};
+use crate::qcow2::zero::{Wanted, clear};
 
 pub(super) const SECTOR: usize = 512;
 

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
 use std::rc::Rc;
 
-use blkq::drivers::fault::FaultSpec;
+use blkq_drivers::fault::FaultSpec;
 use blkq_simulation as simulation;
 use blkq_simulation::{Defect, Faults, Panicked};
 

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-use blkq::drivers::fault::take_injections;
 use blkq::engine::SimulatedEngine;
 use blkq::random::Random;
+use blkq_drivers::fault::take_injections;
 use blkq_export::vhost_user::simulated::{Driver, Guest, Offer, SERIAL, USER_OFFSET};
 use blkq_simulation as simulation;
 use blkq_simulation::SECTOR_BYTES;

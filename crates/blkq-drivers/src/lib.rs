@@ -1,0 +1,33 @@
+//! The drivers of blkq that need an image or another driver, and the way to open one by its name: [`open`].
+//!
+//! - [`loop`](mod@r#loop): a file or block device through io_uring, around the page cache or through it.
+//! - [`qcow2`]: an image of QEMU's format, with its backing files.
+//! - [`rbd`]: an image in a Ceph cluster.
+//! - [`model`] and [`fault`], for tests: a device that is slow on purpose, and one that injects faults into another.
+//!
+//! The block layer, and the drivers [`null`](blkq::drivers::null) and [`ram`](blkq::drivers::ram), are in crate
+//! [`blkq`].
+//!
+//! ```no_run
+//! use blkq::Disk;
+//! use blkq_drivers::r#loop::{LoopDevice, LoopOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = LoopDevice::open(&LoopOptions::new("disk.img"))?;
+//! device.warnings().iter().for_each(|warning| eprintln!("{warning}"));
+//! let mut queue = Disk::builder(Box::new(device)).build()?.open_queue(0)?;
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod fault;
+pub mod r#loop;
+pub mod model;
+pub mod qcow2;
+pub mod rbd;
+mod size;
+pub mod snapshot;
+mod spec;
+
+pub use size::LOGICAL_BLOCK_SIZES;
+pub use spec::{DriverOptions, DriverSpec, ImageFormat, check, detect_format, open};

@@ -1,0 +1,170 @@
+//! The queue of a wrapped driver, for a driver that stands between the block layer and another driver.
+
+use std::borrow::Cow;
+use std::mem::ManuallyDrop;
+
+use crate::bio::Outline;
+use crate::buffer::{Data, Segment, SegmentOwner};
+use crate::completer::Completer;
+use crate::driver::{DriverContext, DriverQueue, Taken};
+use crate::error::IoResult;
+use crate::request::{NIL, Request, RequestState};
+use crate::ring::Cqe;
+use crate::sector::{SECTOR_SHIFT, Sector};
+use crate::slab::{BioSlab, NewBio, SlotFlags, slice_segments};
+use crate::tags::Tag;
+
+/// A queue of a wrapped driver, and the requests that it is offered in place of those that the wrapping queue has: one
+/// per tag, under the same tag, each with one bio. It allocates for every request.
+pub struct WrappedQueue {
+    queue: Box<dyn DriverQueue>,
+    requests: Box<[Request]>,
+    bios: BioSlab,
+    completed: Vec<(Tag, IoResult)>,
+}
+
+/// The memory of a request of a wrapped queue.
+struct Lent(Vec<Segment>);
+
+// SAFETY: the caller of `WrappedQueue::prepare` keeps the memory valid until the request has completed.
+unsafe impl SegmentOwner for Lent {
+    fn segments(&self) -> &[Segment] {
+        &self.0
+    }
+}
+
+/// Calls the wrapped queue with its own view of the block layer, made of disjoint parts of the wrapping queue's.
+macro_rules! call {
+    ($this:expr, $cx:expr, $call:ident $(, $argument:expr)*) => {{
+        let mut inner = DriverContext {
+            requests: &mut $this.requests,
+            bios: &$this.bios,
+            zeroes: $cx.zeroes,
+            completed: &mut $this.completed,
+            clock: $cx.clock,
+            ring: $cx.ring.as_deref_mut(),
+            owner: $cx.owner,
+            early_submission: $cx.early_submission,
+            limits_changed: $cx.limits_changed,
+        };
+        $this.queue.$call(&mut inner $(, $argument)*)
+    }};
+}
+
+impl WrappedQueue {
+    /// Wraps `queue`, which the wrapped driver opened for that number of `tags`.
+    pub fn new(queue: Box<dyn DriverQueue>, tags: usize) -> WrappedQueue {
+        WrappedQueue {
+            queue,
+            requests: (0..tags).map(|_| Request::idle()).collect(),
+            bios: BioSlab::new(0, tags as u32),
+            completed: Vec::with_capacity(tags),
+        }
+    }
+
+    /// Prepares the request with `tag` for [`WrappedQueue::queue_requests`]: with operation and flags of the one that
+    /// the wrapping queue has under that tag, at `sector`, for the first `bytes` of `segments`.
+    ///
+    /// # Safety
+    /// No request of the wrapped queue has this tag. The memory of the segments stays valid, and untouched where the
+    /// device writes it, until the request has completed.
+    pub unsafe fn prepare(
+        &mut self,
+        cx: &DriverContext<'_>,
+        tag: Tag,
+        sector: Sector,
+        bytes: u64,
+        segments: &[Segment],
+    ) {
+        let request = cx.request(tag);
+        let (operation, flags) = (request.operation(), request.flags());
+        let mut first = Vec::with_capacity(segments.len());
+        slice_segments(segments, 0, bytes as u32, |segment| first.push(segment));
+        let count = first.len() as u16;
+        let data = match operation.has_data() {
+            true => Data::Segments(Box::new(Box::new(Lent(first)))),
+            false => Data::None,
+        };
+        let sectors = bytes >> SECTOR_SHIFT;
+        let slot = self.bios.insert(NewBio {
+            outline: Outline { operation, flags, sector, sectors, start_ns: 0 },
+            data: ManuallyDrop::new(data),
+            completer: ManuallyDrop::new(Completer::None),
+            slot_flags: SlotFlags::empty(),
+        });
+        self.requests[tag.index()] = Request {
+            sector,
+            sectors,
+            first_bio: slot,
+            last_bio: slot,
+            start_ns: request.start_ns,
+            operation,
+            flags,
+            state: RequestState::Busy,
+            segments: count,
+            pdu: [0; 2],
+        };
+    }
+
+    /// Removes and returns the requests that the wrapped queue has completed. To be called after each other call.
+    ///
+    /// # Panics
+    /// If the wrapped driver completed a request twice.
+    pub fn take_completed(&mut self) -> Vec<(Tag, IoResult)> {
+        let completed = std::mem::take(&mut self.completed);
+        for (tag, _) in &completed {
+            let request = &mut self.requests[tag.index()];
+            assert!(request.state == RequestState::Busy, "{tag:?} was completed twice");
+            let slot = std::mem::replace(&mut request.first_bio, NIL);
+            request.state = RequestState::Idle;
+            drop(self.bios[slot].take_data());
+            self.bios.remove(slot);
+        }
+        completed
+    }
+
+    /// Whether the wrapped queue has no request: then nothing uses the memory of one.
+    pub fn is_idle(&self) -> bool {
+        self.requests.iter().all(|request| request.state != RequestState::Busy)
+    }
+
+    /// As [`DriverQueue::queue_requests`], for requests that were prepared.
+    pub fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
+        call!(self, cx, queue_requests, tags)
+    }
+
+    /// As [`DriverQueue::commit`].
+    pub fn commit(&mut self, cx: &mut DriverContext<'_>) {
+        call!(self, cx, commit);
+    }
+
+    /// As [`DriverQueue::complete_cqe`].
+    pub fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
+        call!(self, cx, complete_cqe, cqe);
+    }
+
+    /// As [`DriverQueue::poll`].
+    pub fn poll(&mut self, cx: &mut DriverContext<'_>) {
+        call!(self, cx, poll);
+    }
+
+    /// As [`DriverQueue::reload`].
+    pub fn reload(&mut self, cx: &mut DriverContext<'_>) {
+        call!(self, cx, reload);
+    }
+
+    /// As [`DriverQueue::close`].
+    pub fn close(&mut self, cx: &mut DriverContext<'_>) {
+        call!(self, cx, close);
+    }
+
+    /// As [`DriverQueue::state`], of a request that was prepared.
+    pub fn state(&self, tag: Tag) -> Cow<'static, str> {
+        self.queue.state(tag, &self.requests[tag.index()])
+    }
+
+    /// As [`DriverQueue::deadline_ns`].
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.queue.deadline_ns()
+    }
+}
