@@ -175,7 +175,7 @@ fn a_panic_aborts_the_daemon_and_is_in_the_log() {
     let log = fs::read_to_string(place.state().join("d.log")).unwrap();
     let line = log.lines().last().unwrap();
     for part in
-        ["Z panic: thread blkq-queue-0 at crates/blkq/src/drivers/fault/", ": a fault rule asked for it; "]
+        ["Z panic: thread blkq-queue-0 at crates/blkq-drivers/src/fault/", ": a fault rule asked for it; "]
     {
         assert!(line.contains(part), "{log}");
     }

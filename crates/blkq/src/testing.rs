@@ -3,7 +3,7 @@
 //! something hangs, and never because the machine is slow or busy. `lab/style` rejects other sleeps.
 
 #[cfg(not(model_check))]
-pub mod driver;
+pub mod harness;
 
 use std::time::{Duration, Instant};
 

@@ -13,7 +13,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::AtomicU32;
 
 use super::*;
-use blkq::testing::driver::{Harness, filled, pattern, run, unmount};
+use blkq::testing::harness::{Harness, filled, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 

@@ -1,7 +1,7 @@
 use blkq::BioFlags;
 
 use super::*;
-use blkq::testing::driver::{Harness, filled};
+use blkq::testing::harness::{Harness, filled};
 
 fn device(change: impl FnOnce(&mut ModelOptions)) -> Model {
     let mut options = ModelOptions::new(1 << 30);

@@ -1,7 +1,7 @@
 use blkq::{BioFlags, Operation, Status};
 
 use super::*;
-use blkq::testing::driver::{Harness, pattern};
+use blkq::testing::harness::{Harness, pattern};
 
 /// The image of a test cluster, `POOL/IMAGE`, whose configuration is in `CEPH_CONF`.
 const IMAGE_VARIABLE: &str = "BLKQ_TEST_RBD_IMAGE";

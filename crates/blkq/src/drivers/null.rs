@@ -5,8 +5,8 @@
 //! it can do ([`Driver::limits`]) and opens queues. A *queue* belongs to one thread, so that
 //! its fields need no lock. The block layer offers it requests in batches; each request that
 //! it takes it completes exactly once. To write a driver of your own: copy this file, do your
-//! I/O in [`DriverQueue::queue_requests`], and add the driver to the list in `drivers/mod.rs`.
-//! One that completes later, or is busy, is [`model`](super::model).
+//! I/O in [`DriverQueue::queue_requests`], and add the driver to the list in `spec.rs` of crate `blkq-drivers`.
+//! One that completes later, or is busy, is the driver `model` of that crate.
 
 use crate::bio::Operation;
 use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
@@ -110,7 +110,7 @@ fn zero_reads(cx: &DriverContext<'_>, tags: &[Tag]) {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
-    use crate::testing::driver::Harness;
+    use crate::testing::harness::Harness;
 
     #[test]
     fn completes_at_once_and_reads_zeroes() {

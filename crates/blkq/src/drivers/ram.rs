@@ -326,7 +326,7 @@ impl Drop for Medium {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
-    use crate::testing::driver::{Harness, filled, pattern};
+    use crate::testing::harness::{Harness, filled, pattern};
 
     #[test]
     fn keeps_what_is_written_through_several_segments() {

@@ -480,7 +480,7 @@ fn the_writer_hands_over_and_kicks() {
     let directory = Directory::new();
     let path = directory.image(4 * MIB);
     let device = open(&path, DirectIo::Off);
-    let kicks = std::sync::Arc::new(blkq::testing::driver::CountWakes::default());
+    let kicks = std::sync::Arc::new(blkq::testing::harness::CountWakes::default());
     let counted = std::sync::Arc::clone(&kicks);
     let mut first = Harness::open_index(&device, 0).unwrap();
     let mut second = Harness::open_waking(&device, 1, counted).unwrap();

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use blkq::{BioFlags, Operation};
 
 use super::*;
-use blkq::testing::driver::{Harness, pattern, run, unmount};
+use blkq::testing::harness::{Harness, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
