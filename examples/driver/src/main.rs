@@ -1,5 +1,5 @@
-//! A driver outside of the crate: a file behind io_uring, as docs/driver.md explains it.
-//! `cargo run -p blkq --example driver`
+//! A driver in a package of its own: a file behind io_uring, as docs/driver.md explains it. It depends on `blkq`
+//! alone. `cargo run -p blkq-example-driver`
 
 use std::fs::File;
 use std::os::fd::AsFd;
