@@ -7,6 +7,8 @@
 
 #![no_main]
 
+use std::sync::Arc;
+
 use blkq_drivers::fault::{Effect, Fault, FaultSpec, Rule};
 use blkq::drivers::ram::Ram;
 use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status};
@@ -159,7 +161,7 @@ fn load(spec: FaultSpec, bios: &[u8]) {
         return;
     }
     let ram = Ram::new(SIZE, 512, false).expect("memory");
-    let fault = Fault::new(Box::new(ram), spec).expect("a device");
+    let fault = Fault::new(Arc::new(ram), spec).expect("a device");
     let disk = Disk::builder(Box::new(fault)).depth(4).build().expect("a disk");
     let mut queue = disk.open_queue(0).expect("a queue");
     let count = bios.chunks_exact(4).len().min(16);

@@ -117,6 +117,7 @@ fn cure_of(kind: ErrorKind) -> String {
         ErrorKind::DirectIoOffset { align_bytes, .. } => {
             format!("; attach with an --offset that is a multiple of {align_bytes}, or take direct-io off")
         }
+        ErrorKind::FaultInjection => "; detach it, and attach without --fault".to_owned(),
         _ => String::new(),
     }
 }
@@ -132,6 +133,7 @@ mod tests {
         assert_eq!(of(sector), "no; attach with --sector-size 4096, or take direct-io off");
         let offset = ErrorKind::DirectIoOffset { align_bytes: 4096, offset_bytes: 512 };
         assert!(of(offset).contains("--offset that is a multiple of 4096"));
+        assert_eq!(of(ErrorKind::FaultInjection), "no; detach it, and attach without --fault");
         assert_eq!(of(ErrorKind::System), "no");
         let busy = |kind| Failure::from(blkq::Error::new(kind, "no")).is_busy();
         assert!(busy(ErrorKind::Busy) && !busy(ErrorKind::System));

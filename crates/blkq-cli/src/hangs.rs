@@ -367,7 +367,7 @@ mod tests {
     fn device(fault: &str) -> (Arc<Disk>, EngineThread) {
         let options = DriverOptions { fault: Some(fault.parse().unwrap()), ..DriverOptions::default() };
         let opened = open(&DriverSpec::Ram(1 << 20), &options).unwrap();
-        let disk = Disk::builder(opened).build().unwrap();
+        let disk = Disk::builder_shared(opened.driver).build().unwrap();
         let engine = EngineThread::spawn("blkq-queue-0", vec![(disk.clone(), 0)]).unwrap();
         (disk, engine)
     }

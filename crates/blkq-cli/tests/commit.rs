@@ -213,6 +213,9 @@ fn a_commit_that_cannot_be_changes_nothing() {
     place.done(&["attach", "ram:1M", "--name", "d"]);
     refused("no image behind");
     place.done(&["detach", "d"]);
+    place.done(&["attach", &base, "--fault", "none", "--name", "d"]);
+    refused("attach without --fault");
+    place.done(&["detach", "d"]);
     place.done(&["attach", &base, "--overlay", &top, "--name", "d"]);
     let image = ["attach", &base, "--overlay", &other, "--name", "e"];
     place.done(&image);

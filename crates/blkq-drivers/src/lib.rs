@@ -21,13 +21,16 @@
 //! ```
 
 pub mod fault;
+mod format;
+mod image;
 pub mod r#loop;
 pub mod model;
 pub mod qcow2;
 pub mod rbd;
 mod size;
-pub mod snapshot;
 mod spec;
 
+pub use format::ImageFormat;
+pub use image::{Image, ImageId, Opened, Usage, no_backing_file, no_overlay};
 pub use size::LOGICAL_BLOCK_SIZES;
-pub use spec::{DriverOptions, DriverSpec, ImageFormat, check, detect_format, open};
+pub use spec::{DriverOptions, DriverSpec, check, detect_format, open};

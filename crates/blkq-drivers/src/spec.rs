@@ -7,9 +7,11 @@ use std::sync::Arc;
 use blkq::drivers::null::{Null, NullOptions};
 use blkq::drivers::ram::Ram;
 use blkq::units::parse_bytes;
-use blkq::{Driver, Error, ErrorKind};
+use blkq::{Error, ErrorKind};
 
 use crate::fault::{Fault, FaultSpec};
+use crate::format::ImageFormat;
+use crate::image::{FaultImage, Image, Opened};
 use crate::r#loop::backing::{self, Backing};
 use crate::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions, format};
 use crate::qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
@@ -41,18 +43,6 @@ impl FromStr for DriverSpec {
             _ => Ok(DriverSpec::Image(text.into())),
         }
     }
-}
-
-/// The meaning of the bytes of an image.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum ImageFormat {
-    /// Those of the device, unless the image has the magic of another format, which is an error.
-    #[default]
-    Checked,
-    /// Those of the device, whatever magic the image has.
-    Raw,
-    /// A qcow2 image.
-    Qcow2,
 }
 
 /// The format that the image at `path` has the magic of, as people call it; `None` for raw data.
@@ -104,24 +94,27 @@ pub struct DriverOptions {
     pub ceph_keyring: Option<PathBuf>,
     /// The name of Ceph's user ([`RbdOptions::user`]).
     pub ceph_user: Option<String>,
-    /// The [`owner`](Driver::owner) of a process that served the same before and has exited.
+    /// The [`owner`](blkq::Driver::owner) of a process that served the same before and has exited.
     pub predecessor: Option<String>,
     /// Faults to inject.
     pub fault: Option<FaultSpec>,
 }
 
-/// Opens the driver that `spec` names: the list of drivers. [`Driver::warnings`] has what the user
+/// Opens the driver that `spec` names: the list of drivers. [`Driver::warnings`](blkq::Driver::warnings) has what the user
 /// should know about how it was opened.
 ///
 /// # Errors
 /// One line: what is wrong, why, and the cure.
-pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
-    let driver = open_plain(spec, options)?;
+pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
+    let opened = open_plain(spec, options)?;
+    let driver = &opened.driver;
     if let Some(bytes) = options.device_bytes.filter(|bytes| driver.limits().size_bytes() > *bytes) {
         driver.resize(Some(bytes))?;
     }
-    let Some(fault) = &options.fault else { return Ok(driver) };
-    Ok(Box::new(Fault::new(driver, fault.clone())?))
+    let Some(fault) = &options.fault else { return Ok(opened) };
+    let driver = Arc::new(Fault::new(opened.driver, fault.clone())?);
+    let image = opened.image.map(|image| Arc::new(FaultImage(image)) as Arc<dyn Image>);
+    Ok(Opened { driver, image })
 }
 
 /// Checks whether [`open`] with the same arguments could succeed once the process that uses the image has released
@@ -142,7 +135,7 @@ pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
     }
 }
 
-fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driver>, Error> {
+fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
     match spec {
         DriverSpec::Null(bytes) => {
             let logical_block_bytes = memory_block("null", options)?;
@@ -150,16 +143,16 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
             null.limits.logical_block_bytes = logical_block_bytes;
             null.limits.physical_block_bytes = logical_block_bytes;
             null.limits.discard_granularity = logical_block_bytes;
-            Ok(Box::new(Null::new(null)?))
+            Ok(Opened::without_image(Null::new(null)?))
         }
         DriverSpec::Ram(bytes) => {
             let logical_block_bytes = memory_block("ram", options)?;
             let bytes = whole_blocks("ram", *bytes, logical_block_bytes)?;
-            Ok(Box::new(Ram::new(bytes, logical_block_bytes, false)?))
+            Ok(Opened::without_image(Ram::new(bytes, logical_block_bytes, false)?))
         }
         DriverSpec::Rbd(spec) => {
             refuse_file_options("rbd", options)?;
-            Ok(Box::new(Rbd::open(&RbdOptions {
+            Ok(Opened::with_image(Rbd::open(&RbdOptions {
                 spec: spec.clone(),
                 conf: options.ceph_conf.clone(),
                 keyring: options.ceph_keyring.clone(),
@@ -173,7 +166,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
         }
         DriverSpec::Image(path) if options.format == ImageFormat::Qcow2 => {
             refuse_window("qcow2", options)?;
-            Ok(Box::new(Qcow2::open(&Qcow2Options {
+            Ok(Opened::with_image(Qcow2::open(&Qcow2Options {
                 path: path.clone(),
                 logical_block_bytes: options.logical_block_bytes,
                 direct_io: options.direct_io,
@@ -184,7 +177,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Box<dyn Driv
                 journals: options.journals.clone(),
             })?))
         }
-        DriverSpec::Image(path) => Ok(Box::new(LoopDevice::open(&LoopOptions {
+        DriverSpec::Image(path) => Ok(Opened::with_image(LoopDevice::open(&LoopOptions {
             path: path.clone(),
             offset: options.offset,
             size_limit: options.size_limit,
@@ -279,7 +272,7 @@ mod tests {
             DriverOptions { logical_block_bytes: Some(4096), read_only: true, ..Default::default() };
         for spec in [DriverSpec::Null(1 << 20), DriverSpec::Ram(1 << 20)] {
             let opened = open(&spec, &options).unwrap();
-            let limits = opened.limits();
+            let limits = opened.driver.limits();
             assert_eq!((limits.logical_block_bytes, limits.read_only), (4096, false));
             limits.validate().unwrap();
             for options in [

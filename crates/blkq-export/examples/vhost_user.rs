@@ -18,8 +18,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let queues = arguments.next().map_or(Ok(1), |queues| queues.parse())?;
 
     // An engine for each queue of the disk: queue i of the guest goes to engine i, modulo their number.
-    let driver = open(&device.parse()?, &DriverOptions::default())?;
-    let disk = Disk::builder(driver).queues(queues).build()?;
+    let opened = open(&device.parse()?, &DriverOptions::default())?;
+    let disk = Disk::builder_shared(opened.driver).queues(queues).build()?;
     let engine = |queue| EngineThread::spawn(&format!("queue-{queue}"), vec![(disk.clone(), queue)]);
     let engines = (0..queues).map(engine).collect::<Result<Vec<_>, _>>()?;
     let handles: Vec<_> = engines.iter().map(|engine| engine.handle().clone()).collect();

@@ -76,7 +76,7 @@ fn switching_off_split_reads_affects_new_clients_only() {
 fn parts_that_complete_out_of_order_have_the_right_offset() {
     for style in SPLIT_STYLES {
         let late = "delay=2ms,op=read,rate=1/2".parse::<FaultSpec>().unwrap();
-        let served = serve(Box::new(Fault::new(ram(), late).unwrap()), 1, options());
+        let served = serve(Box::new(Fault::new(ram().into(), late).unwrap()), 1, options());
         let mut client = served.client(style);
         let data = pattern(8 << 20);
         assert_eq!(client.write(0, &data), 0);
@@ -96,7 +96,7 @@ fn a_split_read_reports_exactly_one_error() {
     // The fault hits the first part, one in the middle, the last one, two of them, or all.
     for (fault, parts) in [("0-1", 3), ("300K-301K", 3), ("511K-512K", 3), ("200K-400K", 1), ("0-512K", 0)] {
         let fault = format!("error=EIO,op=read,range={fault}").parse::<FaultSpec>().unwrap();
-        let served = serve(Box::new(Fault::new(ram(), fault).unwrap()), 1, options());
+        let served = serve(Box::new(Fault::new(ram().into(), fault).unwrap()), 1, options());
         for style in SPLIT_STYLES {
             let mut client = served.client(style);
             client.send(0, 0, 1, 0, 512 << 10, &[]);
@@ -172,7 +172,7 @@ fn a_client_that_stops_reading_parts_is_disconnected() {
 fn parts_of_a_large_read_do_not_delay_other_clients() {
     let stuck = "stuck=600s,op=read,range=0-32M".parse::<FaultSpec>().unwrap();
     // A disk with fewer tags than a large read has parts.
-    let disk = Disk::builder(Box::new(Fault::new(ram(), stuck).unwrap())).depth(64).merge(false);
+    let disk = Disk::builder(Box::new(Fault::new(ram().into(), stuck).unwrap())).depth(64).merge(false);
     let served = serve_disk(disk.build().unwrap(), options());
     let mut large = served.client(ReplyStyle::Structured);
     large.send(0, 0, 1, 0, 32 << 20, &[]);

@@ -34,7 +34,7 @@ fn ram_of(bytes: u64, block: u32) -> Box<dyn Driver> {
 }
 
 fn faulty(bytes: u64, block: u32, spec: &str) -> Box<dyn Driver> {
-    Box::new(Fault::new(ram_of(bytes, block), spec.parse::<FaultSpec>().unwrap()).unwrap())
+    Box::new(Fault::new(ram_of(bytes, block).into(), spec.parse::<FaultSpec>().unwrap()).unwrap())
 }
 
 /// An image file whose size need not be a multiple of a block. It is removed when this is dropped.
@@ -210,8 +210,10 @@ fn a_write_to_the_end_keeps_bytes_that_a_resize_adds() {
     const SIZE: u64 = 10_001;
     for (queues, direct_io) in [(1, DirectIo::Off), (2, DirectIo::Off), (1, DirectIo::On)] {
         let image = Image::new(SIZE);
-        let driver =
-            Fault::new(image.driver(4096, direct_io), "delay=100ms,op=read".parse::<FaultSpec>().unwrap());
+        let driver = Fault::new(
+            image.driver(4096, direct_io).into(),
+            "delay=100ms,op=read".parse::<FaultSpec>().unwrap(),
+        );
         let options = bytes();
         let lock = options.unaligned.clone().unwrap();
         let served = serve(Box::new(driver.unwrap()), queues, options);

@@ -51,7 +51,7 @@ fn a_daemon_of_this_test() {
     let image = vhost::open_image(words[0].as_ref(), direct, Some(words[3].parse().unwrap()));
     // This delay has no effect.
     let delay = if words[5] == "true" { "delay=1ms,p99=8ms,rate=40%;seed=1" } else { "delay=1us,count=1" };
-    let fault = Fault::new(image, delay.parse::<FaultSpec>().unwrap()).unwrap();
+    let fault = Fault::new(image.into(), delay.parse::<FaultSpec>().unwrap()).unwrap();
     let disk = Disk::builder(Box::new(fault)).queues(words[2].parse().unwrap()).build().unwrap();
     let served = vhost::serve_disk(disk, words[1].into());
     println!("\nserves");

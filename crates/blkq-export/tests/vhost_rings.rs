@@ -81,7 +81,7 @@ fn misaligned_memory_is_copied_and_counted() {
 #[test]
 fn misaligned_requests_survive_a_switch_to_direct_io() {
     let image = image(DirectIo::Off, Some(4096));
-    let fault = Fault::new(image, "delay=20ms".parse::<FaultSpec>().unwrap()).unwrap();
+    let fault = Fault::new(image.into(), "delay=20ms".parse::<FaultSpec>().unwrap()).unwrap();
     let disk = Disk::builder(Box::new(fault)).depth(1).build().unwrap();
     let served = serve_disk(disk, std::env::temp_dir().join(format!("blkq-direct-{}", std::process::id())));
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
@@ -98,7 +98,7 @@ fn misaligned_requests_survive_a_switch_to_direct_io() {
 #[test]
 fn a_stopped_ring_is_drained_and_can_be_restarted() {
     let spec: FaultSpec = "delay=30ms".parse().unwrap();
-    let served = serve(Box::new(Fault::new(ram(), spec).unwrap()), 2);
+    let served = serve(Box::new(Fault::new(ram().into(), spec).unwrap()), 2);
     let mut front = FrontEnd::started(&served.path, FEATURES, 2);
     for _ in 0..3 {
         for ring in 0..2 {
@@ -356,7 +356,7 @@ fn a_ring_that_stops_begins_recovered_requests_first() {
     const WRITE_ZEROES: u32 = 13;
     const RANGES: usize = 32;
     const BUSY: u32 = 4;
-    let fault = Fault::new(ram(), "delay=50ms".parse::<FaultSpec>().unwrap()).unwrap();
+    let fault = Fault::new(ram().into(), "delay=50ms".parse::<FaultSpec>().unwrap()).unwrap();
     let served = serve(Box::new(fault), 1);
     let mut front = FrontEnd::new(&served.path, FEATURES, BUSY + 1);
     let ranges: Vec<u8> =
@@ -472,7 +472,7 @@ fn a_front_end_without_acknowledgements_can_sleep_and_reset() {
 #[test]
 fn a_ring_stops_while_another_one_holds_requests() {
     let rules: FaultSpec = "error=ENOSPC,op=write".parse().unwrap();
-    let driver = Fault::new(image(DirectIo::Off, None), rules).unwrap();
+    let driver = Fault::new(image(DirectIo::Off, None).into(), rules).unwrap();
     let disk = Disk::builder(Box::new(driver)).queues(2).error_policy(ErrorPolicy::Hold).build().unwrap();
     let served = serve_disk(disk, unique("sock"));
     for (requests, disconnects) in [(2, false), (4, true)] {

@@ -23,7 +23,7 @@ use crate::slab::BioSlab;
 use crate::tags::Tag;
 
 /// A device: its size and limits, and how its queues are opened.
-pub trait Driver: Any + Send + Sync {
+pub trait Driver: Send + Sync {
     /// The driver's name: `loop`, `null`, `ram`, `rbd`.
     fn name(&self) -> &'static str;
 

@@ -207,6 +207,8 @@ pub enum ErrorKind {
     Mismatch,
     /// The kernel, the file system or the device does not support the operation.
     Unsupported,
+    /// The device does not support the operation while faults are injected.
+    FaultInjection,
     /// The file system or device of the image does not support direct I/O, or has requirements that no sector
     /// size and no offset can meet.
     NoDirectIo,

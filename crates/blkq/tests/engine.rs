@@ -493,7 +493,7 @@ fn a_flush_behind_data_without_a_tag_lets_the_engine_sleep() {
 #[ignore = "it aborts: run by a_panic_on_an_engine_aborts_the_process"]
 fn an_engine_panics() {
     let ram = blkq::drivers::ram::Ram::new(1 << 20, 512, false).unwrap();
-    let fault = blkq_drivers::fault::Fault::new(Box::new(ram), "panic,op=write".parse().unwrap()).unwrap();
+    let fault = blkq_drivers::fault::Fault::new(Arc::new(ram), "panic,op=write".parse().unwrap()).unwrap();
     let disk = Disk::builder(Box::new(fault)).build().unwrap();
     let _engine = EngineThread::spawn("engine-that-panics", vec![(disk.clone(), 0)]).unwrap();
     let _ = disk.submitter().write_at(&[1; 4096], 0);

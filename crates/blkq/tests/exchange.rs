@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use blkq::testing::within_limit;
 use blkq::{
     Bio, BioFlags, Data, Disk, KernelPages, LocalQueue, Operation, QueueLimits, SchedulerKind, Sector, Status,
@@ -33,7 +35,7 @@ fn exchange(queue: &mut LocalQueue, disk: &Disk, device: &Device, frozen: impl F
         }
         let freeze = freezing.join().unwrap();
         frozen(queue);
-        disk.begin_exchange().unwrap().replace(Box::new(device.clone())).unwrap();
+        disk.begin_exchange().unwrap().replace(Arc::new(device.clone())).unwrap();
         drop(freeze);
     });
 }
@@ -101,7 +103,7 @@ fn interrupt(flags: BioFlags) -> bool {
         }
         freezing.join().unwrap()
     });
-    disk.begin_exchange().unwrap().replace(Box::new(new.clone())).unwrap();
+    disk.begin_exchange().unwrap().replace(Arc::new(new.clone())).unwrap();
     drop(freeze);
     assert_eq!(drain(&mut queue).pop().unwrap().result, Ok(()));
     old.assert_legal();

@@ -251,8 +251,8 @@ fn threads_wait_until_there_is_room() {
     within_limit(|| {
         let fault: FaultSpec = "error=ENOSPC,op=write".parse().unwrap();
         let options = DriverOptions { fault: Some(fault), ..DriverOptions::default() };
-        let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
-        let disk = Disk::builder(driver).error_policy(ErrorPolicy::HoldNoSpace).build().unwrap();
+        let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap().driver;
+        let disk = Disk::builder_shared(driver).error_policy(ErrorPolicy::HoldNoSpace).build().unwrap();
         let engine = EngineThread::spawn("hold", vec![(disk.clone(), 0)]).unwrap();
         let writers: Vec<_> = (0..4u8)
             .map(|writer| {
@@ -339,8 +339,8 @@ fn held_writes_fail_with_one_client_and_reads_with_all() {
     within_limit(|| {
         let fault: FaultSpec = "error=EIO".parse().unwrap();
         let options = DriverOptions { fault: Some(fault), ..DriverOptions::default() };
-        let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
-        let disk = Disk::builder(driver).error_policy(ErrorPolicy::Hold).build().unwrap();
+        let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap().driver;
+        let disk = Disk::builder_shared(driver).error_policy(ErrorPolicy::Hold).build().unwrap();
         let engine = EngineThread::spawn("hold", vec![(disk.clone(), 0)]).unwrap();
         let (completed, completions) = channel();
         let source = move || Box::new(TwoClients { completed, in_flight: 0, gone: Vec::new() }) as Box<_>;

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use blkq::drivers::ram::Ram;
@@ -493,7 +494,7 @@ fn a_queue_that_cannot_open_its_new_driver_says_why() {
     let disk = Disk::builder(Box::new(ram())).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     let write = || Bio::write(Sector(0), filled(512, 1), 0);
-    for (works, driver) in [(false, Box::new(Unopened(ram())) as Box<dyn Driver>), (true, Box::new(ram()))] {
+    for (works, driver) in [(false, Arc::new(Unopened(ram())) as Arc<dyn Driver>), (true, Arc::new(ram()))] {
         let exchange = disk.begin_exchange().unwrap();
         exchange.replace(driver).unwrap();
         drop(exchange);

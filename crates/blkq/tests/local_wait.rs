@@ -44,7 +44,7 @@ impl Drop for Image {
     }
 }
 
-fn disk(driver: impl Driver, queues: usize) -> Arc<Disk> {
+fn disk(driver: impl Driver + 'static, queues: usize) -> Arc<Disk> {
     Disk::builder(Box::new(driver)).queues(queues).build().unwrap()
 }
 
@@ -81,7 +81,7 @@ fn a_deadline_that_is_set_while_the_plug_is_flushed_wakes() {
     let image = Image::new("fault");
     for (spec, result) in [("delay=2ms", Ok(())), ("stuck=2ms", Err(Status::Timeout))] {
         let device = image.open(DirectIo::Auto, Dispatch::Concurrent);
-        let disk = disk(Fault::new(Box::new(device), spec.parse().unwrap()).unwrap(), 1);
+        let disk = disk(Fault::new(Arc::new(device), spec.parse().unwrap()).unwrap(), 1);
         let completion = within_limit(move || {
             let mut queue = disk.open_queue(0).unwrap();
             queue.submit(Bio::read(Sector(0), filled(4096, 0), 7)).unwrap();

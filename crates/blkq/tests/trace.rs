@@ -289,8 +289,8 @@ fn a_quiesced_disk_traces_the_issue_when_it_goes_on() {
 #[test]
 fn each_failed_completion_of_a_batch_has_its_status() {
     let options = DriverOptions { fault: Some("error=EIO".parse().unwrap()), ..DriverOptions::default() };
-    let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap();
-    let mut traced = traced(Disk::builder(driver).build().unwrap());
+    let driver = open(&DriverSpec::Ram(8 << 20), &options).unwrap().driver;
+    let mut traced = traced(Disk::builder_shared(driver).build().unwrap());
     [8, 64].into_iter().for_each(|sector| traced.submit(read(sector, 512)));
     drain(&mut traced.queue);
     let events = traced.events();

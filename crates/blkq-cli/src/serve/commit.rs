@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use blkq::bitmap::BitmapStore;
 use blkq::{Disk, Driver, ErrorKind};
-use blkq_drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, base_of, free};
+use blkq_drivers::no_backing_file;
+use blkq_drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, CommitSource};
 use blkq_export::ublk::UblkDevice;
 
 use super::commit_progress::CommitProgress;
@@ -74,7 +75,7 @@ impl Device {
     /// # Errors
     /// Why not.
     pub fn check_committable(&self) -> Outcome {
-        base_of(&*self.running()?.disk.driver())?;
+        commit_source(&*self.running()?)?;
         self.check_not_changed()
     }
 
@@ -102,11 +103,12 @@ impl Device {
             // Another change is over, or finds this one reported.
             let _changing = self.begin_change();
             top = running.disk.driver();
-            served = self.served_in(&running, &base_of(&*top)?, number)?;
+            let source = commit_source(&running)?;
+            served = self.served_in(&running, source.base(), number)?;
             reported = self.report_commit(client, &served.image)?;
             let size = running.disk.limits().size_bytes();
             let journals = self.journals.as_deref();
-            let begun = BlockCommit::begin(Arc::clone(&top), files, journals);
+            let begun = source.begin(files, journals);
             commit = Stopping(begun.map_err(|e| not_begun(e, size))?);
             prepare(&running, commit.0.driver()?)?;
         }
@@ -130,13 +132,13 @@ impl Device {
             let Some(stage) = last()? else { continue };
             let (image, copied_bytes) = (served.image.clone(), commit.progress().0);
             let warnings = new_warnings(commit.driver()?, &*top);
-            exchange.replace(commit.finish(|| keep(&state))?)?;
+            running.replace(&exchange, commit.finish(|| keep(&state))?.into())?;
             *self.served() = served;
             drop(exchange);
             // A flush may take long, or hang, and a forced stop does not wait for it.
             drop((stage, changing));
             log_broken(&running);
-            free(&*top);
+            commit.free();
             return Ok(Committed { image, emptied, copied_bytes, warnings });
         }
     }
@@ -163,6 +165,12 @@ impl Device {
         drop(under_way);
         Ok(Reported { device: self, progress })
     }
+}
+
+/// The image, as one that can be committed.
+fn commit_source(running: &Running) -> Outcome<CommitSource> {
+    let image = running.image().ok_or_else(|| no_backing_file(running.disk.driver().name()))?;
+    Ok(image.commit_source()?)
 }
 
 /// Refuses an image that cannot take the place of the device's; else it names the device's dirty bitmaps.

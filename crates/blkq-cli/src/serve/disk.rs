@@ -42,7 +42,7 @@ impl ServedDisk {
     pub(super) fn new(
         options: &AttachOptions,
         claim: &Claim,
-        driver: Box<dyn Driver>,
+        driver: Arc<dyn Driver>,
         kept: &mut KeptSettings,
         start: &DiskStart,
     ) -> Outcome<ServedDisk> {
@@ -84,8 +84,8 @@ impl ServedDisk {
     }
 }
 
-fn build(options: &AttachOptions, name: &str, driver: Box<dyn Driver>) -> Outcome<Arc<Disk>> {
-    let disk = Disk::builder(driver)
+fn build(options: &AttachOptions, name: &str, driver: Arc<dyn Driver>) -> Outcome<Arc<Disk>> {
+    let disk = Disk::builder_shared(driver)
         .name(name)
         .queues(usize::from(options.queues) * usize::from(options.threads_per_queue))
         .depth(options.depth)

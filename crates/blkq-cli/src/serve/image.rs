@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use blkq::ErrorKind;
 use blkq::text::shell_word;
 use blkq::units::parse_bytes;
-use blkq::{Driver, ErrorKind};
 use blkq_drivers::qcow2::Journals;
-use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat};
+use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened};
 
 use crate::complain;
 use crate::confine;
@@ -54,10 +54,7 @@ pub(super) fn ceph_mounts(options: &AttachOptions) -> Vec<PathBuf> {
 }
 
 /// Opens the driver. The threads of a cluster's client are made by one that is confined, and so are they.
-fn open_confined(
-    options: &AttachOptions,
-    driver_options: &DriverOptions,
-) -> Result<Box<dyn Driver>, blkq::Error> {
+fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Result<Opened, blkq::Error> {
     let open = || blkq_drivers::open(&options.image, driver_options);
     if !options.sandbox || !matches!(options.image, DriverSpec::Rbd(_)) {
         return open();
@@ -83,7 +80,7 @@ pub(super) fn open_driver(
     wait: Duration,
     predecessor: Option<String>,
     journals: Option<Arc<Journals>>,
-) -> Result<Box<dyn Driver>, blkq::Error> {
+) -> Result<Opened, blkq::Error> {
     let driver_options =
         DriverOptions { predecessor, device_bytes, journals, ..driver_options(options, ublk) };
     // A cluster notices in its own time that a client has died; other waits are of no use with it.

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use blkq::{Disk, Driver, EngineHandle};
+use blkq::{Disk, EngineHandle};
 use blkq_drivers::qcow2::Journals;
 use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
 
@@ -172,7 +172,7 @@ impl Device {
     /// As [`Device::open`].
     pub(super) fn serve(
         plan: Plan,
-        open: impl Fn(Option<Arc<Journals>>) -> Outcome<Box<dyn Driver>>,
+        open: impl Fn(Option<Arc<Journals>>) -> Outcome<blkq_drivers::Opened>,
         attach: impl FnOnce(
             &Arc<Disk>,
             &[EngineHandle],
@@ -190,11 +190,11 @@ impl Device {
 
         let idle_event = has_block_device.then(|| autoclear.idle_event());
         let opened = Opened::new(options, claim, &sockets, idle_event, open)?;
-        let Opened { image, driver, journals, no_journals, metrics, tls, mut needs, children } = opened;
+        let Opened { image, source, journals, no_journals, metrics, tls, mut needs, children } = opened;
 
         let partscan = has_block_device && !options.partscan.refused;
         let start = DiskStart { is_successor, partscan };
-        let of_disk = ServedDisk::new(options, claim, driver, &mut kept, &start)?;
+        let of_disk = ServedDisk::new(options, claim, source.driver, &mut kept, &start)?;
         let handles = of_disk.handles();
         // Engines stop first if the rest fails: this thread closes the image, which they have no right to.
         let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = of_disk;
@@ -213,7 +213,8 @@ impl Device {
             events: &events,
         };
         let (servers, of_servers) = Servers::start(options, sockets, context)?;
-        let mut running = Running { servers, ublk: None, engines, bitmaps, disk };
+        let mut running =
+            Running { servers, ublk: None, engines, bitmaps, image: Mutex::new(source.image), disk };
         running.ublk = attach(&running.disk, &handles, children, events.failure.clone())
             .inspect_err(|_| running.servers.close())?;
         needs.block_device = running.ublk.as_ref().map(|ublk| ublk.identity().id);

@@ -3,7 +3,6 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use blkq::Driver;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::Journals;
 use blkq_export::nbd::{Listen, TlsOptions};
@@ -25,7 +24,7 @@ pub(super) type Children = (SetupProcess, IdleWatch);
 pub(super) struct Opened {
     /// The image as another process finds it.
     pub(super) image: String,
-    pub(super) driver: Box<dyn Driver>,
+    pub(super) source: blkq_drivers::Opened,
     pub(super) journals: Option<Arc<Journals>>,
     /// The warning that there are none.
     pub(super) no_journals: Option<String>,
@@ -49,7 +48,7 @@ impl Opened {
         claim: &Claim,
         sockets: &Sockets,
         idle_event: Option<&Arc<OwnedFd>>,
-        open: impl Fn(Option<Arc<Journals>>) -> Outcome<Box<dyn Driver>>,
+        open: impl Fn(Option<Arc<Journals>>) -> Outcome<blkq_drivers::Opened>,
     ) -> Outcome<Opened> {
         // Before the mount that it is on may go.
         let image = image_name(&options.image);
@@ -57,7 +56,7 @@ impl Opened {
         // mount that goes with them.
         let is_file = !matches!(options.image, DriverSpec::Rbd(_));
         let (journals, no_journals) = journals(options, claim.dir().path())?;
-        let driver = is_file.then(|| open(journals.clone())).transpose()?;
+        let source = is_file.then(|| open(journals.clone())).transpose()?;
         let metrics = options.metrics.as_ref().map(listen_at).transpose()?;
         let tls = tls(options)?;
         let listen = sockets.nbd.iter().chain(&metrics).chain(&sockets.vhost);
@@ -67,8 +66,8 @@ impl Opened {
         needs.journals = journals.as_ref().map(|journals| journals.directory().to_owned());
         let children =
             idle_event.map(|idle| fork_children(options, listen, &needs, is_file, idle)).transpose()?;
-        let driver = driver.map_or_else(|| open(None), Ok)?;
-        Ok(Opened { image, driver, journals, no_journals, metrics, tls, needs, children })
+        let source = source.map_or_else(|| open(None), Ok)?;
+        Ok(Opened { image, source, journals, no_journals, metrics, tls, needs, children })
     }
 }
 

@@ -1,8 +1,10 @@
 //! The parts of a device that run while it is served.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blkq::disk::Exchange;
 use blkq::{Disk, EngineHandle, EngineThread};
+use blkq_drivers::{Image, Opened};
 use blkq_export::ublk::{Claimed, UblkDevice};
 
 use super::kept_bitmaps::KeptBitmaps;
@@ -17,6 +19,8 @@ pub(super) struct Running {
     pub(super) engines: Vec<EngineThread>,
     /// Kept with the image when no engine writes to it any more.
     pub(super) bitmaps: KeptBitmaps,
+    /// That of the disk's driver, if it has one.
+    pub(super) image: Mutex<Option<Arc<dyn Image>>>,
     pub(super) disk: Arc<Disk>,
 }
 
@@ -28,6 +32,25 @@ impl Running {
     /// Its engines.
     pub(super) fn handles(&self) -> Vec<EngineHandle> {
         self.engines.iter().map(|engine| engine.handle().clone()).collect()
+    }
+
+    fn locked_image(&self) -> MutexGuard<'_, Option<Arc<dyn Image>>> {
+        self.image.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The image, which no other change exchanges.
+    pub(super) fn image(&self) -> Option<Arc<dyn Image>> {
+        self.locked_image().clone()
+    }
+
+    /// Exchanges the driver in the freeze of `exchange`, and the image with it.
+    ///
+    /// # Errors
+    /// As [`Exchange::replace`]; nothing has changed then.
+    pub(super) fn replace(&self, exchange: &Exchange<'_>, next: Opened) -> Outcome {
+        exchange.replace(next.driver)?;
+        *self.locked_image() = next.image;
+        Ok(())
     }
 
     /// Where clients find it, one line each.

@@ -4,8 +4,8 @@ use std::fs::File;
 use std::sync::Arc;
 
 use blkq::Driver;
-use blkq_drivers::DriverSpec;
-use blkq_drivers::snapshot::{prepare, supersede};
+use blkq_drivers::qcow2::Qcow2;
+use blkq_drivers::{DriverSpec, Opened, no_overlay};
 use blkq_export::ublk::UblkDevice;
 
 use super::image::image_name;
@@ -61,8 +61,11 @@ impl Device {
         let state = DaemonState { image: number, ..self.state()? };
         let exchange = running.disk.begin_exchange()?;
         let before = running.disk.driver();
-        let driver = prepare(&*before, file, path, self.journals.as_deref())?;
-        exchange.check(&*driver)?;
+        let image = running.image().ok_or_else(|| no_overlay(before.name()))?;
+        let next = Qcow2::over(image.overlay_base()?, file, path, self.journals.as_deref())?;
+        let next = Opened::with_image(next);
+        let driver = &next.driver;
+        exchange.check(&**driver)?;
         if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
             let why = match &self.journals {
                 Some(_) => driver.warnings().join("; "),
@@ -75,10 +78,12 @@ impl Device {
         driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
         ready()?;
         keep(&state)?;
-        let warnings = new_warnings(&*driver, &*before);
-        exchange.replace(driver)?;
+        let warnings = new_warnings(&**driver, &*before);
+        running.replace(&exchange, next)?;
         running.bitmaps.leave_in(&*before);
-        supersede(&*before);
+        if let Err(error) = image.supersede() {
+            log::line(&format!("warning: the image before is not closed: {error}"));
+        }
         *self.served() = served;
         drop(exchange);
         log_broken(&running);

@@ -45,15 +45,10 @@ impl Fault {
     ///
     /// # Errors
     /// None now; opening a queue fails if the thread that polls for trigger files cannot be started.
-    pub fn new(inner: Box<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
+    pub fn new(inner: Arc<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
         let rules = Mutex::new(Rules::new(spec));
         let (generation, wakes) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
         Ok(Fault { shared: Arc::new(Shared { inner, rules, generation, wakes }) })
-    }
-
-    /// The driver that it wraps.
-    pub fn inner(&self) -> &dyn Driver {
-        &*self.shared.inner
     }
 
     /// The seed in force: with it the faults come again.

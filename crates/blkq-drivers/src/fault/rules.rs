@@ -17,7 +17,7 @@ const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The state that the queues and the device share.
 pub(super) struct Shared {
-    pub inner: Box<dyn Driver>,
+    pub inner: Arc<dyn Driver>,
     pub rules: Mutex<Arc<Rules>>,
     /// Raised when the rules change, so that queues check without taking the lock.
     pub generation: AtomicU64,

@@ -1,3 +1,4 @@
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -9,13 +10,13 @@ use super::*;
 use crate::r#loop::{Dispatch, LoopDevice, LoopOptions, LoopSetting};
 use crate::model::{Model, ModelOptions};
 use blkq::drivers::ram::Ram;
-use blkq::testing::driver::{CountWakes, Harness, filled, pattern};
+use blkq::testing::harness::{CountWakes, Harness, filled, pattern};
 
 const SIZE: u64 = 1 << 20;
 
 fn device(spec: &str) -> Fault {
     let ram = Ram::new(SIZE, 512, false).unwrap();
-    Fault::new(Box::new(ram), spec.parse().unwrap()).unwrap()
+    Fault::new(Arc::new(ram), spec.parse().unwrap()).unwrap()
 }
 
 fn faults(spec: &str) -> FaultSpec {
@@ -139,7 +140,7 @@ fn settings_of_the_wrapped_driver_pass_through() {
     std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
     let image = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
     std::fs::remove_file(&path).unwrap();
-    let device = Fault::new(Box::new(image), faults("error=EIO,op=read")).unwrap();
+    let device = Fault::new(Arc::new(image), faults("error=EIO,op=read")).unwrap();
     assert_eq!(device.prepare_set(&serial).unwrap(), Change::Frozen);
     device.set(&serial).unwrap();
     assert!(device.describe().contains(&("dispatch", "serial".to_owned())));
@@ -158,7 +159,7 @@ fn on_a_device_that_shrank_misdirected_writes_stay_inside() {
     let path = std::env::temp_dir().join(format!("blkq-fault-smaller-{}", std::process::id()));
     std::fs::write(&path, vec![1; SIZE as usize]).unwrap();
     let image = LoopDevice::open(&LoopOptions::new(&path)).unwrap();
-    let device = Fault::new(Box::new(image), "seed=1;misdirect,op=write".parse().unwrap()).unwrap();
+    let device = Fault::new(Arc::new(image), "seed=1;misdirect,op=write".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     device.resize(Some(SIZE / 16)).unwrap();
     h.reload();
@@ -191,7 +192,7 @@ fn corruption_turns_one_bit_and_leaves_the_callers_memory_alone() {
 #[test]
 fn lost_writes_and_flushes_complete_without_error() {
     let model = Model::new(ModelOptions::new(SIZE)).unwrap();
-    let device = Fault::new(Box::new(model), "lose,op=flush+discard".parse().unwrap()).unwrap();
+    let device = Fault::new(Arc::new(model), "lose,op=flush+discard".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
     assert_eq!(h.run(flush).0, Ok(()));
@@ -268,7 +269,7 @@ fn a_rule_with_a_file_holds_while_the_file_exists() {
 fn what_the_device_below_is_too_busy_for_is_reissued() {
     let mut options = ModelOptions::new(SIZE);
     options.busy_resource_every = 3;
-    let device = Fault::new(Box::new(Model::new(options).unwrap()), "none".parse().unwrap()).unwrap();
+    let device = Fault::new(Arc::new(Model::new(options).unwrap()), "none".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let tags: Vec<_> = (0..20).map(|n| h.read(n * 4096, &[512])).collect();
     h.start(&tags);
@@ -327,7 +328,7 @@ unsafe impl DriverQueue for OneByOne {
 #[test]
 fn what_is_offered_after_a_completion_is_committed() {
     let device = OneByOne { accepted: None, is_submitted: false };
-    let device = Fault::new(Box::new(device), "none".parse().unwrap()).unwrap();
+    let device = Fault::new(Arc::new(device), "none".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let tags: Vec<_> = (0..4).map(|n| h.read(n * 4096, &[512])).collect();
     h.start(&tags);

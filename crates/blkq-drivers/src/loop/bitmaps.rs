@@ -4,11 +4,10 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use blkq::bitmap::{Bitmap, BitmapState, BitmapStore};
+use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Error, ErrorKind};
 
-use super::LoopDevice;
 use super::backing::Backing;
 use super::bitmap_file::BitmapFile;
 use super::options::LoopOptions;
@@ -206,27 +205,5 @@ impl Image<'_> {
             *place = None;
         }
         Ok(())
-    }
-}
-
-impl BitmapStore for LoopDevice {
-    fn load(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
-        self.image().load_bitmaps()
-    }
-
-    fn check(&self) -> Result<(), Error> {
-        self.image().check_bitmaps()
-    }
-
-    fn set_file(&self, file: File) -> Result<(), Error> {
-        self.image().set_bitmap_file(file)
-    }
-
-    fn reserve(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().reserve_bitmaps(all)
-    }
-
-    fn store(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().store_bitmaps(all)
     }
 }

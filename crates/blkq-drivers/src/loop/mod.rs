@@ -6,12 +6,13 @@
 //! `lock` the locks against other processes, `claim` what the kernel does with the image, `name` how that is called
 //! now, `format` what is no raw image, `base` an image that was behind another, `extents` what is data and what is a
 //! hole,
-//! `bitmaps`, `bitmap_file` and `bitmap_format` the dirty bitmaps that are kept beside the image, `stamp` how it was then.
+//! `bitmap_store`, `bitmaps`, `bitmap_file` and `bitmap_format` the dirty bitmaps that are kept beside the image, `stamp` how it was then.
 
 pub(crate) mod backing;
 pub(crate) mod base;
 mod bitmap_file;
 mod bitmap_format;
+mod bitmap_store;
 mod bitmaps;
 pub(crate) mod claim;
 mod counters;
@@ -243,6 +244,16 @@ impl LoopDevice {
     /// The image: absolute, without symbolic links.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The device and the inode of the image.
+    pub(crate) fn identity(&self) -> (u64, u64) {
+        self.identity
+    }
+
+    /// The image.
+    pub(crate) fn file(&self) -> Arc<File> {
+        locked(&self.shared.state).file.clone()
     }
 
     /// The driver's counters. A clone can be read after the device was made a disk.

@@ -7,7 +7,6 @@
 //! meanwhile is noted ([`Changes`](super::changes::Changes)) and copied again, the last of it while the disk is
 //! frozen.
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
@@ -52,39 +51,65 @@ pub struct BaseImage {
     pub qcow2: bool,
 }
 
-/// The image behind that of `driver`.
-///
-/// # Errors
-/// [`ErrorKind::Unsupported`] if there is none, or it cannot take what the other has.
-pub fn base_of(driver: &dyn Driver) -> Result<BaseImage, Error> {
-    let top = of_driver(driver)?;
-    let path = path_of(top.check_committable()?, &top.behind[0])?;
-    let qcow2 = locked(&top.shared.state).layers[1].tables.is_some();
-    Ok(BaseImage { path, qcow2 })
+/// An image that can be committed into the one behind it.
+pub struct CommitSource {
+    top: Arc<Qcow2>,
+    base: BaseImage,
 }
 
-/// Frees the space of an image that a block commit has emptied, and its lock, when no queue uses it any more. Where
-/// that fails it has clusters that nothing refers to.
-pub fn free(driver: &dyn Driver) {
-    if let Ok(top) = of_driver(driver) {
-        // First: they are among what nothing refers to then.
-        let _ = top.image().remove_bitmaps().and_then(|()| top.free_unreferenced());
-        // Its journal was removed.
-        let _ = top.set_tag(0);
-        lock::release(&top.files[0], &LOCKED);
+impl CommitSource {
+    /// The image of `top`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if there is none behind it, or that cannot take what the other has.
+    pub(crate) fn new(top: Arc<Qcow2>) -> Result<CommitSource, Error> {
+        let path = path_of(top.check_committable()?, &top.behind[0])?;
+        let qcow2 = locked(&top.shared.state).layers[1].tables.is_some();
+        Ok(CommitSource { top, base: BaseImage { path, qcow2 } })
     }
-}
 
-fn of_driver(driver: &dyn Driver) -> Result<&Qcow2, Error> {
-    (driver as &dyn Any).downcast_ref::<Qcow2>().ok_or_else(|| {
-        let message = format!("a {} device has no image behind its own", driver.name());
-        Error::new(ErrorKind::Unsupported, message)
-    })
+    /// The image behind it.
+    pub fn base(&self) -> &BaseImage {
+        &self.base
+    }
+
+    /// Begins with the image, and the one behind it as [`open_base`](super::open_base) has opened it: nobody
+    /// else may use that. It is made longer if it is shorter than the device. Its own dirty bitmaps are marked as in
+    /// use: those of the device take their place. If it is a qcow2 image it has one of `journals`.
+    ///
+    /// # Errors
+    /// As [`Image::commit_source`](crate::Image::commit_source); [`ErrorKind::Busy`] if somebody else uses the image
+    /// behind, [`ErrorKind::Mismatch`] if it is longer than the device; those of the files.
+    pub fn begin(self, files: BaseFiles, journals: Option<&Journals>) -> Result<BlockCommit, Error> {
+        let device = self.top;
+        let size = device.limits().size_bytes();
+        // Before the lock: a failure after it would have to restore the lock of the chain.
+        let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
+        let base = files.image.try_clone().map_err(cannot)?;
+        let synced = files.synced.try_clone().map_err(cannot)?;
+        let path = device.lock_base(&files)?;
+        let target =
+            device.open_target(files, path, journals).map_err(|error| device.after_unlock(&base, error))?;
+        device.shared.changes.track(size);
+        Ok(BlockCommit {
+            top: device,
+            target: Some(target),
+            base,
+            synced,
+            slices: Slices::default(),
+            pass: Map::full(size),
+            position: 0,
+            found: VecDeque::new(),
+            copied_bytes: 0,
+            data_bytes: 0,
+            total_bytes: 0,
+        })
+    }
 }
 
 /// A block commit that is under way. It stops ([`BlockCommit::stop`]) if this is dropped.
 pub struct BlockCommit {
-    top: Arc<dyn Driver>,
+    top: Arc<Qcow2>,
     /// `None` once it is served.
     target: Option<Target>,
     /// The image behind once more, for its lock.
@@ -104,43 +129,6 @@ pub struct BlockCommit {
 }
 
 impl BlockCommit {
-    /// Begins with the image of `top`, and the one behind it as [`open_base`](super::open_base) has opened it: nobody
-    /// else may use that. It is made longer if it is shorter than the device. Its own dirty bitmaps are marked as in
-    /// use: those of the device take their place. If it is a qcow2 image it has one of `journals`.
-    ///
-    /// # Errors
-    /// As [`base_of`]; [`ErrorKind::Busy`] if somebody else uses the image behind, [`ErrorKind::Mismatch`] if it is
-    /// longer than the device; those of the files.
-    pub fn begin(
-        top: Arc<dyn Driver>,
-        files: BaseFiles,
-        journals: Option<&Journals>,
-    ) -> Result<BlockCommit, Error> {
-        let device = of_driver(&*top)?;
-        let size = device.limits().size_bytes();
-        // Before the lock: a failure after it would have to restore the lock of the chain.
-        let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
-        let base = files.image.try_clone().map_err(cannot)?;
-        let synced = files.synced.try_clone().map_err(cannot)?;
-        let path = device.lock_base(&files)?;
-        let target =
-            device.open_target(files, path, journals).map_err(|error| device.after_unlock(&base, error))?;
-        device.shared.changes.track(size);
-        Ok(BlockCommit {
-            top,
-            target: Some(target),
-            base,
-            synced,
-            slices: Slices::default(),
-            pass: Map::full(size),
-            position: 0,
-            found: VecDeque::new(),
-            copied_bytes: 0,
-            data_bytes: 0,
-            total_bytes: 0,
-        })
-    }
-
     /// Counts the bytes of this pass, for [`BlockCommit::progress`]. `stop` is asked again and again whether to go on.
     ///
     /// # Errors
@@ -235,7 +223,7 @@ impl BlockCommit {
     /// That of one of the two images.
     pub fn copy(&mut self) -> Result<bool, Error> {
         let Some(range) = self.found.front().cloned() else { return Ok(false) };
-        let device = of_driver(&*self.top)?;
+        let device = &*self.top;
         let piece = device.read_piece(&mut self.slices, &range).map_err(|e| cannot_read(device, e))?;
         let bytes = piece.bytes();
         match piece {
@@ -260,7 +248,7 @@ impl BlockCommit {
     /// # Errors
     /// Those of the files, and that of `go_on`.
     pub fn catch_up<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
-        let device = of_driver(&*self.top)?;
+        let device = &*self.top;
         device.run("make the data durable", async |env| commit(&env, true).await)?;
         device.write_back()?;
         if !self.copy_all(go_on)? {
@@ -280,12 +268,9 @@ impl BlockCommit {
     ///
     /// # Errors
     /// Those of the files, and that of `keep`; the device goes on in its image then, as if nothing had happened.
-    pub fn finish<E: From<Error>>(
-        &mut self,
-        keep: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Box<dyn Driver>, E> {
+    pub fn finish<E: From<Error>>(&mut self, keep: impl FnOnce() -> Result<(), E>) -> Result<Target, E> {
         self.catch_up(&|| Ok::<_, E>(true))?;
-        let device = of_driver(&*self.top)?;
+        let device = &*self.top;
         // The file has all of it, and none of it may be applied to an image that was emptied.
         device.empty_journal(None)?;
         let emptied = device.empty().map_err(E::from).and_then(|()| keep());
@@ -305,7 +290,21 @@ impl BlockCommit {
             }
             Target::Qcow2(qcow2) => qcow2.shared.release_held(),
         }
-        Ok(target.into_driver())
+        Ok(target)
+    }
+
+    /// Frees the space of an image that was emptied, and its lock, when no queue uses it any more. Where that fails it
+    /// has clusters that nothing refers to. Does nothing before [`BlockCommit::finish`].
+    pub fn free(&self) {
+        let top = &self.top;
+        if !top.superseded.load(Relaxed) {
+            return;
+        }
+        // First: they are among what nothing refers to then.
+        let _ = top.image().remove_bitmaps().and_then(|()| top.free_unreferenced());
+        // Its journal was removed.
+        let _ = top.set_tag(0);
+        lock::release(&top.files[0], &LOCKED);
     }
 
     /// Stops it: the device goes on in its image, and what the one behind has by now is hidden by that. Does nothing
@@ -315,7 +314,7 @@ impl BlockCommit {
     /// If the image behind cannot be locked for readers again.
     pub fn stop(&mut self) -> Result<(), Error> {
         let Some(target) = self.target.take() else { return Ok(()) };
-        let device = of_driver(&*self.top)?;
+        let device = &*self.top;
         device.shared.changes.stop();
         target.close();
         device.unlock_base(&self.base)
@@ -336,7 +335,7 @@ impl BlockCommit {
     }
 
     fn take_changes(&mut self) -> Result<(), Error> {
-        self.pass = self.device()?.shared.changes.take();
+        self.pass = self.top.shared.changes.take();
         self.position = 0;
         Ok(())
     }
@@ -346,7 +345,7 @@ impl BlockCommit {
         &mut self,
         stop: &dyn Fn() -> Result<(), E>,
     ) -> Result<Option<Range<u64>>, E> {
-        let device = of_driver(&*self.top)?;
+        let device = &*self.top;
         while let Some(range) = self.pass.next(self.position) {
             stop()?;
             let end = range.end.min(range.start + LOOKUP_MAX_BYTES);
@@ -358,10 +357,6 @@ impl BlockCommit {
             }
         }
         Ok(None)
-    }
-
-    fn device(&self) -> Result<&Qcow2, Error> {
-        of_driver(&*self.top)
     }
 
     fn target(&self) -> Result<&Target, Error> {

@@ -44,7 +44,7 @@ pub struct OpenedBase {
     pub files: BaseFiles,
 }
 
-/// Opens the image behind the one at `image`, for [`BlockCommit::begin`](super::BlockCommit::begin), by what the header
+/// Opens the image behind the one at `image`, for [`CommitSource::begin`](super::CommitSource::begin), by what the header
 /// says: not the daemon that serves them.
 ///
 /// # Errors
@@ -73,23 +73,18 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
 }
 
 /// The image behind, as it will be served.
-pub(super) enum Target {
-    Raw(LoopDevice),
+pub enum Target {
+    /// A raw one.
+    Raw(Box<LoopDevice>),
+    /// A qcow2 image.
     Qcow2(Box<Qcow2>),
 }
 
 impl Target {
     pub(super) fn driver(&self) -> &dyn Driver {
         match self {
-            Target::Raw(raw) => raw,
+            Target::Raw(raw) => &**raw,
             Target::Qcow2(qcow2) => &**qcow2,
-        }
-    }
-
-    pub(super) fn into_driver(self) -> Box<dyn Driver> {
-        match self {
-            Target::Raw(raw) => Box::new(raw),
-            Target::Qcow2(qcow2) => qcow2,
         }
     }
 
@@ -123,8 +118,7 @@ impl Target {
         match self {
             Target::Raw(raw) => raw.supersede(),
             Target::Qcow2(qcow2) => {
-                let _ = qcow2.write_back();
-                qcow2.supersede();
+                let _ = qcow2.supersede();
             }
         }
     }
@@ -166,7 +160,7 @@ impl Qcow2 {
                 buffered: self.buffered.clone(),
             };
             return LoopDevice::of_base(files.image, files.synced, files.bitmaps, path, terms)
-                .map(Target::Raw);
+                .map(|raw| Target::Raw(Box::new(raw)));
         }
         let qcow2 = self.of_base(files.image, &path, journals)?;
         // The device over it reads it by the tables that it had when that was opened.

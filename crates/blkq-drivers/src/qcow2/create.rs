@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use blkq::{Error, ErrorKind};
 
-use crate::ImageFormat;
+use crate::format::ImageFormat;
 use crate::r#loop::backing::{self, Backing};
 use crate::r#loop::format;
 

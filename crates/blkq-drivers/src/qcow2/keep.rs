@@ -7,11 +7,10 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkq::bitmap::{Bitmap, BitmapState, BitmapStore};
+use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Error, ErrorKind, IoResult, Status};
 
-use super::Qcow2;
 use super::allocate::change_header;
 use super::bitmaps::{Layout, Stored, plan_extension, read};
 use super::blocking;
@@ -234,28 +233,5 @@ impl Image<'_> {
         task: impl FnOnce(Rc<Env>) -> F,
     ) -> Result<(), Error> {
         blocking::run(self.shared, self.files, &format!("{what} in {}", self.path.display()), task)
-    }
-}
-
-impl BitmapStore for Qcow2 {
-    fn load(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
-        self.image().load_bitmaps()
-    }
-
-    fn check(&self) -> Result<(), Error> {
-        self.image().check_bitmaps()
-    }
-
-    /// The image itself has them.
-    fn set_file(&self, _file: File) -> Result<(), Error> {
-        self.image().check_bitmaps()
-    }
-
-    fn reserve(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().reserve_bitmaps(all)
-    }
-
-    fn store(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().store_bitmaps(all)
     }
 }

@@ -59,7 +59,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blkq::bitmap::BitmapStore;
+use blkq::bitmap::{Bitmap, BitmapStore};
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::{Mutex, lock as locked};
@@ -73,8 +73,8 @@ use super::r#loop::name::ImageName;
 use super::r#loop::options::{Mode, choose_mode};
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
-pub use block_commit::{BaseImage, BlockCommit, base_of, free};
-pub use block_commit_base::{BaseFiles, OpenedBase, open_base};
+pub use block_commit::{BaseImage, BlockCommit, CommitSource};
+pub use block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 use cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use chain::{LOCKED, Opened};
 pub use create::Base;
@@ -84,7 +84,7 @@ use header::Header;
 pub use journal::Journals;
 use keep::{Image, KeptBitmaps};
 pub use options::{BackingChain, Qcow2Options};
-pub(crate) use over::Below;
+pub use over::OverlayBase;
 use queue::{Qcow2Queue, SEGMENTS_MAX};
 use reserve::free_reserved;
 use state::{Layer, State, Writer};
@@ -258,6 +258,16 @@ impl Qcow2 {
     fn image(&self) -> Image<'_> {
         let Qcow2 { shared, files, path, writable, kept, .. } = self;
         Image { shared, files, path, writable: *writable, kept }
+    }
+
+    /// The device and the inode of the image.
+    pub(crate) fn identity(&self) -> (u64, u64) {
+        self.identity
+    }
+
+    /// The image itself.
+    pub(crate) fn file(&self) -> &File {
+        &self.files[0]
     }
 
     /// Runs a task while no queue does I/O.
@@ -516,6 +526,29 @@ impl Driver for Qcow2 {
             ("direct-io-reason", self.buffered.clone().unwrap_or_default()),
             ("tables-failed", locked(&self.shared.state).writer.failed.to_string()),
         ]
+    }
+}
+
+impl BitmapStore for Qcow2 {
+    fn load(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
+        self.image().load_bitmaps()
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        self.image().check_bitmaps()
+    }
+
+    /// The image itself has them.
+    fn set_file(&self, _file: File) -> Result<(), Error> {
+        self.image().check_bitmaps()
+    }
+
+    fn reserve(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
+        self.image().reserve_bitmaps(all)
+    }
+
+    fn store(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
+        self.image().store_bitmaps(all)
     }
 }
 

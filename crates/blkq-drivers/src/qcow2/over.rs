@@ -31,7 +31,7 @@ use super::state::{Layer, State, Tables};
 use super::{Qcow2, check_repaired, choose_file_mode, open_writer};
 
 /// The image that is served now, with those behind it.
-pub(crate) struct Below {
+pub struct OverlayBase {
     /// The image's own first.
     files: Vec<Arc<File>>,
     paths: Vec<PathBuf>,
@@ -46,11 +46,11 @@ pub(crate) struct Below {
     buffered: Option<String>,
 }
 
-impl Below {
+impl OverlayBase {
     /// A raw image.
-    pub fn of_raw(raw: RawImage) -> Below {
+    pub(crate) fn of_raw(raw: RawImage) -> OverlayBase {
         let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
-        Below {
+        OverlayBase {
             files: vec![raw.file],
             paths: vec![raw.path],
             layers: vec![layer],
@@ -74,7 +74,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// If it is read-only, or something cannot be made durable.
-    pub(crate) fn below(&self) -> Result<Below, Error> {
+    pub(crate) fn overlay_base(&self) -> Result<OverlayBase, Error> {
         if !self.writable || self.read_only.load(Relaxed) {
             let message = format!("{} is read-only: nothing in it changes", self.path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -86,7 +86,7 @@ impl Qcow2 {
     }
 
     /// The images from that one on, as the device has them.
-    fn chain_from(&self, first: usize) -> Below {
+    fn chain_from(&self, first: usize) -> OverlayBase {
         let state = locked(&self.shared.state);
         let copy = |layer: &Layer| Layer {
             tables: layer
@@ -97,7 +97,7 @@ impl Qcow2 {
             align: layer.align,
             file_bytes: layer.file_bytes,
         };
-        Below {
+        OverlayBase {
             files: self.files[first..].to_vec(),
             paths: std::iter::once(&self.path).chain(&self.behind).skip(first).cloned().collect(),
             layers: state.layers[first..].iter().map(copy).collect(),
@@ -136,19 +136,22 @@ impl Qcow2 {
         let base = Opened { backing, size, tables: Some(tables) };
         let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
         // Before they are marked.
-        base.prepare_resize(Some(device_bytes)).inspect_err(|_| base.supersede())?;
+        base.prepare_resize(Some(device_bytes)).inspect_err(|_| _ = base.supersede())?;
         // It is written to from now on.
-        base.load().inspect_err(|_| base.supersede())?;
+        base.load().inspect_err(|_| _ = base.supersede())?;
         Ok(base)
     }
 
-    /// Makes `file`, which is empty and at `path`, the image over `below`, durably, and opens it as the device of
-    /// the same size, with one of `journals`.
+    /// Makes `file`, which is empty, open for reading and writing, and at the absolute `path`, a qcow2 image over
+    /// `below`, whose disk is frozen, and opens it as the device of the same size. The new image is durable when this
+    /// returns, but for its name; what completes from then on survives this process in one of `journals`. The device is
+    /// to take the other's place ([`Exchange::replace`](blkq::disk::Exchange::replace)), or to be dropped: until then
+    /// nothing has changed.
     ///
     /// # Errors
     /// One line: what is wrong, why, and the cure.
-    pub(crate) fn over(
-        below: Below,
+    pub fn over(
+        below: OverlayBase,
         file: File,
         path: &Path,
         journals: Option<&Journals>,
@@ -182,7 +185,7 @@ impl Qcow2 {
     /// gets the data of the image `front`, if there is one.
     fn assemble(
         mut top: Opened,
-        below: Below,
+        below: OverlayBase,
         journals: Option<&Journals>,
         front: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
@@ -248,15 +251,20 @@ impl Qcow2 {
     }
 
     /// Another driver has the image's file from now on, and only reads it.
-    pub(crate) fn supersede(&self) {
+    ///
+    /// # Errors
+    /// That of writing the tables. The file is the other driver's all the same.
+    pub(crate) fn supersede(&self) -> Result<(), Error> {
         self.superseded.store(true, Relaxed);
-        if self.write_back().is_ok() {
+        let written = self.write_back();
+        if written.is_ok() {
             self.end_journal();
         }
         let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         if let Some(file) = self.files.first() {
             lock::downgrade(file, &LOCKED);
         }
+        written
     }
 }
 
@@ -280,7 +288,7 @@ pub(super) fn path_of(file: &File, path: &Path) -> Result<PathBuf, Error> {
 }
 
 /// Why the new image is read and written through the page cache, if it is.
-fn choose_buffered(top: &Opened, below: &Below, slice_bytes: u64) -> Result<Option<String>, Error> {
+fn choose_buffered(top: &Opened, below: &OverlayBase, slice_bytes: u64) -> Result<Option<String>, Error> {
     if let Some(why) = &below.buffered {
         return Ok(Some(why.clone()));
     }

@@ -94,6 +94,24 @@ impl Rbd {
         })
     }
 
+    /// The name of the image.
+    pub(crate) fn spec(&self) -> &RbdSpec {
+        &self.options.spec
+    }
+
+    /// The size of the image, and the bytes that are allocated for it, here or in the image that it is a clone of.
+    ///
+    /// # Errors
+    /// The cluster's, or that it does not answer.
+    pub(crate) fn sizes(&self) -> Result<(u64, u64), Error> {
+        let ask = |image: &Image| {
+            let size = image.size()?;
+            let allocated: u64 = image.allocated(0..size)?.iter().map(|part| part.end - part.start).sum();
+            Ok((size, allocated))
+        };
+        self.shared.image.call(SIZE_TIMEOUT, ask, || {})
+    }
+
     /// The size of the image, as it is now, in whole logical blocks.
     fn size_now(&self) -> Result<u64, Error> {
         let changed = self.changed.clone();

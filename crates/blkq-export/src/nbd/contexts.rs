@@ -239,7 +239,7 @@ mod tests {
         fn replace(&self) {
             let disk = self.0.get().unwrap().upgrade().unwrap();
             let next = Null::new(NullOptions::new(SIZE)).unwrap();
-            disk.begin_exchange().unwrap().replace(Box::new(next)).unwrap();
+            disk.begin_exchange().unwrap().replace(Arc::new(next)).unwrap();
         }
     }
 

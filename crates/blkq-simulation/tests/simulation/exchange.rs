@@ -87,7 +87,7 @@ fn exchange(world: &Rc<RefCell<World>>) {
         let inner = world.server.as_ref().expect("a life has a server").first_driver.clone();
         (world.disk(), Declared { inner, has_fua })
     };
-    let replaced = disk.begin_exchange().and_then(|exchange| exchange.replace(Box::new(driver)));
+    let replaced = disk.begin_exchange().and_then(|exchange| exchange.replace(Arc::new(driver)));
     let mut world = world.borrow_mut();
     let World { common, seen, .. } = &mut *world;
     common.tick();

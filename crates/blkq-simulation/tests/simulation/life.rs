@@ -80,7 +80,7 @@ impl Setup {
     fn open(&self, faulty: bool, worlds: Worlds) -> (Arc<Disk>, SimulatedEngine) {
         let mut driver: Box<dyn Driver> = Box::new(LoopDevice::open(&self.options).unwrap());
         if faulty {
-            driver = Box::new(Fault::new(driver, FaultSpec::default()).unwrap());
+            driver = Box::new(Fault::new(driver.into(), FaultSpec::default()).unwrap());
         }
         let disk: Arc<Disk> = Disk::builder(driver)
             .queues(worlds.queues)

@@ -13,7 +13,7 @@ use super::settings::{DEPTH_DEFAULT, DEPTH_MAX, Settings};
 
 /// Builds a [`Disk`] from a driver and settings.
 pub struct DiskBuilder {
-    driver: Box<dyn Driver>,
+    driver: Arc<dyn Driver>,
     name: String,
     queues: usize,
     shared_tags: bool,
@@ -153,8 +153,7 @@ impl DiskBuilder {
             return invalid(format!("depth must be 1 to {DEPTH_MAX}, not {}", settings.depth));
         }
         driver.limits().validate()?;
-        let disk =
-            Disk::assemble(driver.into(), name, settings, queues, shared_tags, read_only, ignore_flushes)?;
+        let disk = Disk::assemble(driver, name, settings, queues, shared_tags, read_only, ignore_flushes)?;
         disk.hold.set_policy(error_policy);
         if !rate_limits.is_none() {
             disk.set_rate_limits(&rate_limits);
@@ -166,6 +165,11 @@ impl DiskBuilder {
 impl Disk {
     /// Starts to build a disk with `driver`.
     pub fn builder(driver: Box<dyn Driver>) -> DiskBuilder {
+        Disk::builder_shared(driver.into())
+    }
+
+    /// Begins to make a disk of `driver`, which has other users: those of its image.
+    pub fn builder_shared(driver: Arc<dyn Driver>) -> DiskBuilder {
         DiskBuilder {
             name: driver.name().to_string(),
             driver,

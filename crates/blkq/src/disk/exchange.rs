@@ -79,9 +79,9 @@ impl Exchange<'_> {
     ///
     /// # Errors
     /// The errors of [`Exchange::check`]. Then nothing has changed.
-    pub fn replace(&self, driver: Box<dyn Driver>) -> Result<Arc<dyn Driver>, Error> {
+    pub fn replace(&self, driver: Arc<dyn Driver>) -> Result<Arc<dyn Driver>, Error> {
         self.check(&*driver)?;
         self.disk.set_broken(None);
-        Ok(std::mem::replace(&mut *lock(&self.disk.driver), driver.into()))
+        Ok(std::mem::replace(&mut *lock(&self.disk.driver), driver))
     }
 }

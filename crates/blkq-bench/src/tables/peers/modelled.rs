@@ -65,8 +65,8 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut 
 /// The same load on a queue that the measuring thread owns.
 fn in_process(place: &Place, length: Duration) -> Result<Run> {
     let options = DriverOptions { fault: Some(FAULT.parse()?), ..DriverOptions::default() };
-    let driver = blkq_drivers::open(&DriverSpec::Null(place.bytes()), &options)?;
-    let disk = Disk::builder(driver).depth(DEPTH).build()?;
+    let driver = blkq_drivers::open(&DriverSpec::Null(place.bytes()), &options)?.driver;
+    let disk = Disk::builder_shared(driver).depth(DEPTH).build()?;
     let load = vhost::RANDOM.load();
     // It sleeps until the next completion, where an engine waits in its ring, whose timers have no slack.
     set_current_timer_slack(NonZeroU64::new(1))?;

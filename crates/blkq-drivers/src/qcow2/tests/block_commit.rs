@@ -6,9 +6,10 @@ use blkq::IoBuffer;
 use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::random::Random;
 
-use super::super::block_commit::{BlockCommit, free};
+use super::super::block_commit::{BlockCommit, CommitSource};
 use super::super::block_commit_base::{BaseFiles, open_base};
 use super::*;
+use crate::Opened;
 use crate::r#loop::tests::FullDisk;
 use crate::r#loop::{LoopDevice, LoopOptions};
 
@@ -199,6 +200,10 @@ fn add_bitmaps(directory: &Directory, base: &dyn Driver, size: u64) {
     base.store(&[bitmap("both"), bitmap("removed")]).unwrap();
 }
 
+fn begin(device: &Arc<Qcow2>, files: BaseFiles) -> BlockCommit {
+    CommitSource::new(device.clone()).unwrap().begin(files, None).unwrap()
+}
+
 fn go_on() -> Result<(), Error> {
     Ok(())
 }
@@ -242,7 +247,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
         harness: None,
         what: format!("{top_kind} over {base_format} {base_kind}, seed {seed}"),
     };
-    let device: Arc<dyn Driver> = Arc::new(open(&directory.0.join("top")));
+    let device = Arc::new(open(&directory.0.join("top")));
     device.bitmap_store().unwrap().load().unwrap();
     life.harness = Some(Harness::open(&*device).unwrap());
     life.flush();
@@ -250,7 +255,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     for round in 0..3 {
         (0..life.random.below(6)).for_each(|_| life.write(|_| {}));
         let both = base_files(&directory);
-        let mut commit = BlockCommit::begin(Arc::clone(&device), both, None).unwrap();
+        let mut commit = begin(&device, both);
         let stop_at = if round < 2 { life.random.below(24) } else { u64::MAX };
         let mut steps = 0;
         for _ in 0..life.random.below(3) + 1 {
@@ -301,10 +306,10 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
                 if fails { Err(Error::new(ErrorKind::System, "no space")) } else { Ok(()) }
             });
             if !fails {
-                free(&*device);
+                commit.free();
                 life.harness = None;
                 drop(device);
-                let base: Box<dyn Driver> = kept.unwrap();
+                let base = Opened::from(kept.unwrap()).driver;
                 life.harness = Some(Harness::open(&*base).unwrap());
                 life.read_all();
                 life.write(|_| {});
@@ -373,11 +378,11 @@ fn a_block_commit_syncs_data_that_changed_no_table() {
     std::fs::write(directory.0.join("raw"), vec![1; MIB as usize]).unwrap();
     directory.qemu_img(&["convert", "-f", "raw", "-O", "qcow2", "raw", "base"]);
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "top"]);
-    let device: Arc<dyn Driver> = Arc::new(open(&directory.0.join("top")));
+    let device = Arc::new(open(&directory.0.join("top")));
     let mut h = Harness::open(&*device).unwrap();
     let tags = [h.write(4096, vec![pattern(4096, 7)]), h.bare(Operation::Flush, PLAIN, 0, 0)];
     tags.into_iter().for_each(|tag| assert_eq!(h.run(tag).0, Ok(())));
-    let mut commit = BlockCommit::begin(Arc::clone(&device), base_files(&directory), None).unwrap();
+    let mut commit = begin(&device, base_files(&directory));
     assert!(commit.find(&go_on, || Ok::<_, Error>(())).unwrap());
     while commit.copy().unwrap() {}
     // Each of them is durable, and the data was written in place.
@@ -399,8 +404,8 @@ fn a_block_commit_of_a_truncated_image_fails() {
         directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "top"]);
         let path = directory.0.join("top");
         directory.qemu_io(&path, "write -P 2 0 1M");
-        let device: Arc<dyn Driver> = Arc::new(open(&path));
-        let mut commit = BlockCommit::begin(Arc::clone(&device), base_files(&directory), None).unwrap();
+        let device = Arc::new(open(&path));
+        let mut commit = begin(&device, base_files(&directory));
         File::options().write(true).open(&path).unwrap().set_len(left).unwrap();
         let mut copy_all = || -> Result<(), Error> {
             while commit.find(&go_on, || Ok::<_, Error>(()))? {
@@ -427,7 +432,7 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
         directory.qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", "raw", "base"]);
         let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", "-b", "base", "-F", "qcow2"];
         directory.qemu_img(&[&create[..], &["top"]].concat());
-        let device: Arc<dyn Driver> = Arc::new(open(&directory.0.join("top")));
+        let device = Arc::new(open(&directory.0.join("top")));
         let mut h = Harness::open(&*device).unwrap();
         // The tables of the image behind are in memory from here on.
         let mut expected = h.read_back(0, MIB as usize);
@@ -438,7 +443,7 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
         }
         let flush = h.bare(Operation::Flush, PLAIN, 0, 0);
         assert_eq!(h.run(flush).0, Ok(()));
-        let mut commit = BlockCommit::begin(Arc::clone(&device), base_files(&directory), None).unwrap();
+        let mut commit = begin(&device, base_files(&directory));
         while commit.find(&go_on, || Ok::<_, Error>(())).unwrap() {
             while commit.copy().unwrap() {}
         }
@@ -447,8 +452,9 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
         assert!(h.read_back(0, MIB as usize) == expected, "while it is copied");
         if finishes {
             let base = commit.finish(|| Ok::<_, Error>(())).unwrap();
-            free(&*device);
+            commit.free();
             drop((h, device));
+            let base = Opened::from(base).driver;
             assert!(Harness::open(&*base).unwrap().read_back(0, MIB as usize) == expected);
             drop(base);
             directory.check(&directory.0.join("base"));
@@ -475,12 +481,12 @@ fn a_block_commit_reports_data_that_cannot_be_written_back() {
         backing_chain: BackingChain::Allow,
         ..Qcow2Options::new(&top)
     };
-    let device: Arc<dyn Driver> = Arc::new(Qcow2::open(&options).unwrap());
+    let device = Arc::new(Qcow2::open(&options).unwrap());
     let mut h = Harness::open(&*device).unwrap();
     let tags = [h.write(4 * MIB, vec![pattern(MIB as usize, 1)]), h.bare(Operation::Flush, PLAIN, 0, 0)];
     tags.into_iter().for_each(|tag| assert_eq!(h.run(tag).0, Ok(())));
     let files = open_base(&top, BackingChain::Allow).unwrap().files;
-    let mut commit = BlockCommit::begin(Arc::clone(&device), files, None).unwrap();
+    let mut commit = begin(&device, files);
     disk.fill();
     while commit.find(&go_on, || Ok::<_, Error>(())).unwrap() {
         while commit.copy().unwrap() {}

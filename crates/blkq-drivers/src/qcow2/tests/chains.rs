@@ -110,7 +110,7 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
     }
     let device = open(&path("link"));
     let new = std::fs::File::options().read(true).write(true).create_new(true).open(path("new")).unwrap();
-    let below = device.below().unwrap();
+    let below = device.overlay_base().unwrap();
     let refused = Qcow2::over(below, new, &path("new"), None).err().unwrap();
     assert!(refused.to_string().contains("is a symbolic link"), "{refused}");
     drop(device);

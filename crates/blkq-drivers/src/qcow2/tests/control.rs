@@ -359,7 +359,7 @@ fn a_larger_image_is_served_up_to_the_size_of_its_device() {
         let spec = DriverSpec::Image(directory.0.join(name));
         let options = DriverOptions { format, device_bytes: Some(2 * MIB), ..DriverOptions::default() };
         let device = crate::open(&spec, &options).unwrap();
-        assert_eq!(device.limits().size_bytes(), 2 * MIB, "{name}");
+        assert_eq!(device.driver.limits().size_bytes(), 2 * MIB, "{name}");
     }
     let options = Qcow2Options { device_bytes: Some(2 * MIB), ..Qcow2Options::new(&path) };
     for size in [3 * MIB, 4 * MIB, 5 * MIB] {

@@ -302,7 +302,7 @@ fn a_journal_that_is_not_there_is_reported_once() {
     assert!(!warned());
     // Another image has it behind, and its journal is removed.
     let superseded = Qcow2::open(&options).unwrap();
-    superseded.supersede();
+    superseded.supersede().unwrap();
     drop(superseded);
     assert!(!warned());
 }

@@ -1,0 +1,288 @@
+//! The image of a device: its identity, its size, and the images over and behind it.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use blkq::{Driver, Error, ErrorKind};
+
+use crate::r#loop::{LoopDevice, backing};
+use crate::qcow2::{CommitSource, OverlayBase, Qcow2, Target};
+use crate::rbd::{Rbd, RbdSpec};
+
+/// The unit of `st_blocks`, in bytes.
+const BLOCK_BYTES: u64 = 512;
+
+/// A device that was opened.
+pub struct Opened {
+    /// The device.
+    pub driver: Arc<dyn Driver>,
+    /// Its image, if it has one.
+    pub image: Option<Arc<dyn Image>>,
+}
+
+impl Opened {
+    /// A device with an image.
+    pub fn with_image<D: Driver + Image + 'static>(device: D) -> Opened {
+        let device = Arc::new(device);
+        Opened { driver: device.clone(), image: Some(device) }
+    }
+
+    /// A device without one.
+    pub fn without_image(device: impl Driver + 'static) -> Opened {
+        Opened { driver: Arc::new(device), image: None }
+    }
+}
+
+impl From<Target> for Opened {
+    fn from(target: Target) -> Opened {
+        match target {
+            Target::Raw(raw) => Opened::with_image(*raw),
+            Target::Qcow2(qcow2) => Opened::with_image(*qcow2),
+        }
+    }
+}
+
+/// Which image it is, under any name.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum ImageId {
+    /// A file or block device: the numbers of its file system's device and of its inode.
+    File {
+        /// Of the file system.
+        dev: u64,
+        /// Of the file.
+        ino: u64,
+    },
+    /// An image in a Ceph cluster.
+    Rbd(RbdSpec),
+}
+
+/// The sizes of an image, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Usage {
+    /// Of the device.
+    pub virtual_bytes: u64,
+    /// The space that is allocated for the image, without that of its backing files.
+    pub allocated_bytes: u64,
+    /// From the beginning of the file to its end, with its holes.
+    pub file_bytes: u64,
+}
+
+/// An image that a driver serves. Each call may block: control threads make them, and never an engine.
+pub trait Image: Send + Sync {
+    /// Which image it is.
+    fn identity(&self) -> ImageId;
+
+    /// The sizes of the image as they are now.
+    ///
+    /// # Errors
+    /// Those of the file, or of the cluster.
+    fn usage(&self) -> Result<Usage, Error>;
+
+    /// The image as the backing file of an overlay ([`Qcow2::over`]), with all that was written made durable. The disk is
+    /// frozen.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it can have no overlay, such as a part of an image, or one that is read-only;
+    /// [`ErrorKind::FaultInjection`] while faults are injected; those of the files.
+    fn overlay_base(&self) -> Result<OverlayBase, Error>;
+
+    /// The image as one that can be committed into its backing file.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it has none, or that cannot take its clusters; [`ErrorKind::FaultInjection`] while
+    /// faults are injected.
+    fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error>;
+
+    /// Leaves the image to another driver, which only reads it: closes its journal, and makes its lock one of a reader.
+    /// The disk has that driver instead of the image's.
+    ///
+    /// # Errors
+    /// As [`Image::overlay_base`], and that of writing what is in memory of it. Its lock is one of a reader then, too.
+    fn supersede(&self) -> Result<(), Error>;
+}
+
+impl Image for LoopDevice {
+    fn identity(&self) -> ImageId {
+        let (dev, ino) = LoopDevice::identity(self);
+        ImageId::File { dev, ino }
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        usage_of(&self.file(), self.path(), self.limits().size_bytes())
+    }
+
+    fn overlay_base(&self) -> Result<OverlayBase, Error> {
+        self.raw_image().map(OverlayBase::of_raw)
+    }
+
+    fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error> {
+        Err(no_backing_file(self.name()))
+    }
+
+    fn supersede(&self) -> Result<(), Error> {
+        LoopDevice::supersede(self);
+        Ok(())
+    }
+}
+
+impl Image for Qcow2 {
+    fn identity(&self) -> ImageId {
+        let (dev, ino) = Qcow2::identity(self);
+        ImageId::File { dev, ino }
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        usage_of(self.file(), self.path(), self.limits().size_bytes())
+    }
+
+    fn overlay_base(&self) -> Result<OverlayBase, Error> {
+        Qcow2::overlay_base(self)
+    }
+
+    fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error> {
+        CommitSource::new(self)
+    }
+
+    fn supersede(&self) -> Result<(), Error> {
+        Qcow2::supersede(self)
+    }
+}
+
+impl Image for Rbd {
+    fn identity(&self) -> ImageId {
+        ImageId::Rbd(self.spec().clone())
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        let (file_bytes, allocated_bytes) = self.sizes()?;
+        Ok(Usage { virtual_bytes: self.limits().size_bytes(), allocated_bytes, file_bytes })
+    }
+
+    fn overlay_base(&self) -> Result<OverlayBase, Error> {
+        Err(no_overlay(self.name()))
+    }
+
+    fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error> {
+        Err(no_backing_file(self.name()))
+    }
+
+    fn supersede(&self) -> Result<(), Error> {
+        Err(no_overlay(self.name()))
+    }
+}
+
+/// The image of a device in which faults are injected. The fault driver keeps the driver that it wraps, and so the image
+/// stays the same.
+pub(crate) struct FaultImage(pub(crate) Arc<dyn Image>);
+
+impl FaultImage {
+    fn refusal(&self) -> Error {
+        Error::new(ErrorKind::FaultInjection, "faults are injected, and so the device keeps its image")
+    }
+}
+
+impl Image for FaultImage {
+    fn identity(&self) -> ImageId {
+        self.0.identity()
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        self.0.usage()
+    }
+
+    fn overlay_base(&self) -> Result<OverlayBase, Error> {
+        Err(self.refusal())
+    }
+
+    fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error> {
+        Err(self.refusal())
+    }
+
+    fn supersede(&self) -> Result<(), Error> {
+        Err(self.refusal())
+    }
+}
+
+/// The error of an overlay of a device that can have none, called `driver`.
+pub fn no_overlay(driver: &str) -> Error {
+    let message = format!("a {driver} device has no image that another could have behind it");
+    Error::new(ErrorKind::Unsupported, message)
+}
+
+/// The error of a commit of a device without a backing file, called `driver`.
+pub fn no_backing_file(driver: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("a {driver} device has no image behind its own"))
+}
+
+fn usage_of(file: &File, path: &Path, virtual_bytes: u64) -> Result<Usage, Error> {
+    let file_bytes = backing::size(file, path)?;
+    let metadata =
+        file.metadata().map_err(|e| Error::system(format!("cannot inspect {}", path.display()), e))?;
+    // A block device reports no blocks, and all of it is there.
+    let allocated_bytes = match metadata.is_file() {
+        true => metadata.blocks() * BLOCK_BYTES,
+        false => file_bytes,
+    };
+    Ok(Usage { virtual_bytes, allocated_bytes, file_bytes })
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use blkq::drivers::ram::Ram;
+
+    use super::*;
+    use crate::r#loop::LoopOptions;
+    use crate::{DriverOptions, DriverSpec, ImageFormat, open};
+
+    fn kind<T>(result: Result<T, Error>) -> Option<ErrorKind> {
+        result.err().map(|error| error.kind())
+    }
+
+    /// A file with 1 MiB of data and 1 MiB of a hole, under a name that no other test has.
+    fn image(name: &str) -> std::path::PathBuf {
+        let path = std::env::temp_dir().join(format!("blkq-image-{name}-{}", std::process::id()));
+        std::fs::write(&path, vec![1; 1 << 20]).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(2 << 20).unwrap();
+        path
+    }
+
+    #[test]
+    fn an_image_reports_its_identity_and_its_sizes() {
+        let path = image("usage");
+        let raw: Arc<dyn Image> = Arc::new(LoopDevice::open(&LoopOptions::new(&path)).unwrap());
+        let metadata = std::fs::metadata(&path).unwrap();
+        assert_eq!(raw.identity(), ImageId::File { dev: metadata.dev(), ino: metadata.ino() });
+        let usage = raw.usage().unwrap();
+        assert_eq!((usage.virtual_bytes, usage.file_bytes), (2 << 20, 2 << 20));
+        assert!((1 << 20..2 << 20).contains(&usage.allocated_bytes), "{usage:?}");
+        assert_eq!(kind(raw.commit_source()), Some(ErrorKind::Unsupported));
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_device_with_faults_keeps_its_image() {
+        let path = image("fault");
+        let spec = DriverSpec::Image(path.clone());
+        let fault = Some("none".parse().unwrap());
+        let options = DriverOptions { format: ImageFormat::Raw, fault, ..DriverOptions::default() };
+        let opened = open(&spec, &options).unwrap();
+        let image = opened.image.unwrap();
+        assert_eq!(image.usage().unwrap().file_bytes, 2 << 20);
+        assert!(opened.driver.bitmap_store().is_some());
+        let refused = Some(ErrorKind::FaultInjection);
+        assert_eq!(kind(image.overlay_base()), refused);
+        assert_eq!(kind(image.supersede()), refused);
+        assert_eq!(kind(image.commit_source()), refused);
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_device_in_memory_has_no_image() {
+        let opened = Opened::without_image(Ram::new(1 << 20, 512, false).unwrap());
+        assert!(opened.image.is_none() && opened.driver.bitmap_store().is_none());
+    }
+}
