@@ -435,7 +435,7 @@ impl Qcow2 {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(model_check)))]
 impl BlockCommit {
     /// Commits of the qcow2 image behind that began.
     pub(super) fn commits_behind(&self) -> u64 {
