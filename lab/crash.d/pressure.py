@@ -277,7 +277,7 @@ def state_directory(scratch):
         try:
             blkq("set", server.name, "depth=32")
         except Refused as error:
-            if "set, but not kept" not in str(error):
+            if "set, but not saved" not in str(error):
                 raise
         if server.show()["settings"]["depth"] != 32:
             raise AssertionError("the depth was not set")

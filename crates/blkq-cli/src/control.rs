@@ -1,5 +1,5 @@
-//! The control protocol: over the unix socket NAME.control, one JSON line asks and one
-//! JSON line answers, then the daemon closes the connection.
+//! The control protocol. A client connects to the unix socket `NAME.control` and sends one line of JSON; the
+//! daemon answers with one line and closes the connection. Commands in several steps use a [`Dialogue`].
 
 mod dialogue;
 
@@ -27,98 +27,92 @@ use crate::options::Record;
 use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
 
-/// Longest request, newline included.
+/// Maximum length of a request in bytes, including the newline.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
-/// Longest reply, newline included: the options of a device, which the kernel limits as a command
-/// line, and a thousand clients.
+/// Maximum length of a reply in bytes, including the newline. The largest reply holds the options of a
+/// device, which are as long as a command line at most, and a thousand clients.
 pub const REPLY_BYTES_MAX: usize = 8 << 20;
-/// How long a daemon waits for a whole request line, and for the reply to be taken.
+/// How long a daemon waits for a complete request, and for the client to read the reply.
 pub const LINE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a client waits for what a daemon answers from memory.
+/// How long a client waits for an answer that the daemon gives from memory.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a client that waits for something else asks how far that is.
+/// How long a client that waits for a device to stop waits for an answer about its progress.
 const STATE_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a client waits for a change, which waits for the I/O in flight.
+/// How long a client waits for a change. A change waits for the I/O in flight.
 pub const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A client's request to a daemon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
-    /// Are you there?
+    /// Check that the daemon answers.
     Ping {},
-    /// The device and its settings.
+    /// Return the device and its settings.
     Show {},
-    /// The counters.
+    /// Return the counters.
     Stat {},
-    /// Change settings, in order, up to the first that fails.
-    Set {
-        /// Names and values.
-        settings: Vec<(String, String)>,
-    },
-    /// Change the size.
+    /// Change settings, in order, until one fails.
+    Set { settings: Vec<(String, String)> },
+    /// Change the size of the device.
     Resize {
-        /// The new size in bytes; `None` for what the backing file now has.
+        /// The new size in bytes; `None` for the current size of the image.
         size: Option<u64>,
-        /// A smaller one too, even if the device is in use.
+        /// Shrink the device even if it is in use.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         force: bool,
-        /// The user of the block device, if the client saw one: a confined daemon sees no other
-        /// processes.
+        /// A user of the block device, if the client found one. A confined daemon cannot see other processes,
+        /// so the client looks for them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         user: Option<String>,
     },
-    /// Reissue the requests that are held after errors; the reply is how many were.
+    /// Reissue the requests that are held after I/O errors. The reply is their number.
     Resume {
-        /// Complete them with their errors in place of that.
+        /// Complete the requests with their errors instead.
         fail: bool,
     },
-    /// The dirty bitmaps.
+    /// Return the dirty bitmaps.
     Bitmaps {},
-    /// Keep the dirty bitmaps of a raw image in a file, which is new and comes with the next step ([`Dialogue`]).
+    /// Save the dirty bitmaps of a raw image in a new file, which the client sends in the next step
+    /// ([`Dialogue`]).
     BitmapFile {},
     /// Change the dirty bitmaps.
-    Bitmap {
-        /// How.
-        change: BitmapChange,
-    },
-    /// Change settings, and read the certificates anew: all of it, or nothing.
-    Apply {
-        /// Names and values.
-        settings: Vec<(String, String)>,
-    },
-    /// Read the certificates anew, for connections from then on; nothing is done if there are none.
+    Bitmap { change: BitmapChange },
+    /// Change settings and reload the certificates: all of it, or nothing.
+    Apply { settings: Vec<(String, String)> },
+    /// Reload the certificates, for new connections. Does nothing if there are none.
     ReloadCertificates {},
-    /// Trace the device until the connection closes. The memory with the events comes with the reply.
+    /// Trace the device until the connection is closed. The daemon sends the memory file with the events
+    /// along with the reply.
     Trace {
-        /// Its bytes for each queue: a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
+        /// Size of the ring of each queue in bytes, a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
         ring_bytes: u64,
     },
-    /// Go on in a new image over the present one. The daemon replies when it has flushed and is to get the new file,
-    /// when it has prepared that and waits with all I/O, and, after one more byte, when it goes on ([`Snapshotted`]):
-    /// see [`Dialogue`].
+    /// Take an external snapshot: continue with a new overlay. The daemon replies three times ([`Dialogue`]):
+    /// when it has flushed and expects the file of the overlay, when the overlay is ready and all I/O waits,
+    /// and, after one more byte from the client, when I/O continues ([`Snapshotted`]).
     Snapshot {
-        /// The options of the device with the new image.
+        /// The options of the device with the overlay.
         options: Record,
-        /// The number of the new image in `NAME.options`, where the command has recorded it.
+        /// The number under which the command has recorded the overlay in `NAME.options`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<u64>,
     },
-    /// Have what the image has go to the one behind it, and go on in that. The daemon replies when it is to get that
-    /// one, takes it with one byte, open for writing, once more for syncs, and perhaps the file with its bitmaps, and
-    /// replies again when it is done ([`Committed`]). It stops if the connection is closed: see [`Dialogue`]. Before it
-    /// sends the byte, the command records the image in `NAME.options`, with sectors as the first reply says
-    /// ([`BegunCommit`]).
+    /// Commit the overlay into its backing file and pivot to the backing file. The daemon replies when it
+    /// expects the backing file ([`BegunCommit`]). The client records the image in `NAME.options`, with the
+    /// sector size of that reply. Then it sends one byte with the backing file opened for writing, the same
+    /// file opened once more for syncs, and, if there is one, the file with the bitmaps. The daemon replies
+    /// again when the commit is complete ([`Committed`]), and cancels it if the client closes the connection.
+    /// See [`Dialogue`].
     Commit {
-        /// The number under which the command will do that.
+        /// The number under which the command will record the backing file.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<u64>,
     },
-    /// Stop the daemon, and leave the kernel's block device to the next one.
+    /// Stop the daemon, and leave the kernel's block device to the next daemon.
     Leave {},
     /// Detach the device.
     Detach {
-        /// Even if clients are connected.
+        /// Detach even if clients are connected.
         force: bool,
     },
 }
@@ -127,13 +121,13 @@ pub enum Request {
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply<T> {
-    /// Done; what was asked for.
+    /// The request succeeded.
     Ok(T),
-    /// Refused or failed: why, and the cure.
+    /// The request was refused or failed: the reason and a hint.
     Error(String),
 }
 
-/// An outcome as a line of the protocol.
+/// Encodes an outcome as a line of the protocol.
 pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
     outcome.and_then(|value| line_of(&Reply::Ok(value))).unwrap_or_else(|failure| {
         let error = Reply::<()>::Error(failure.to_string());
@@ -141,12 +135,14 @@ pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
     })
 }
 
-/// A reply as a line of the protocol.
+/// Encodes a reply as a line of the protocol.
 ///
 /// # Errors
-/// If it is too long.
+///
+/// Fails if the line is longer than [`REPLY_BYTES_MAX`].
 pub fn line_of<T: Serialize>(reply: &Reply<T>) -> Outcome<Vec<u8>> {
-    let mut line = serde_json::to_vec(reply).map_err(|e| Failure::new(format!("the reply: {e}")))?;
+    let mut line =
+        serde_json::to_vec(reply).map_err(|e| Failure::new(format!("cannot encode the reply: {e}")))?;
     line.push(b'\n');
     if line.len() > REPLY_BYTES_MAX {
         return Err(Failure::new(format!("the reply is longer than {REPLY_BYTES_MAX} bytes")));
@@ -154,10 +150,11 @@ pub fn line_of<T: Serialize>(reply: &Reply<T>) -> Outcome<Vec<u8>> {
     Ok(line)
 }
 
-/// Reads a request from a line without its newline.
+/// Parses a request from a line without its newline.
 ///
 /// # Errors
-/// The mistake in the line.
+///
+/// Returns the mistake in the line.
 pub fn parse_request(line: &[u8]) -> Outcome<Request> {
     serde_json::from_slice(line).map_err(|e| Failure::new(format!("malformed request: {e}")))
 }
@@ -165,46 +162,48 @@ pub fn parse_request(line: &[u8]) -> Outcome<Request> {
 /// Whether a daemon could be reached.
 #[derive(Debug)]
 pub enum Called<T> {
-    /// It answered.
     Answered(T),
     /// No daemon listens under this name.
     Nobody,
 }
 
-/// How long a client waits until a device has stopped.
+/// Timeouts of a client that waits until a device has stopped.
 #[derive(Clone, Copy, Debug)]
-struct Patience {
-    /// Before it reports what it waits for.
+struct StopTimeouts {
+    /// After this time the client prints what it waits for.
     report_after: Duration,
-    /// At all, of a forced stop: without force it lasts as long as the I/O in flight and a flush.
+    /// After this time a forced stop is reported as failed. Without force there is no limit: the client waits
+    /// for the I/O in flight and the last flush.
     forced: Duration,
 }
 
-const PATIENCE: Patience = Patience { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
+const STOP_TIMEOUTS: StopTimeouts =
+    StopTimeouts { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
 
-/// Asks the daemon of `name` and waits for its answer; when it is to stop, also until its
-/// process has exited.
+/// Sends a request to the daemon of `name` and waits for the answer. If the request stops the daemon, also
+/// waits until its process has exited.
 ///
 /// # Errors
-/// The error of the daemon, or that it does not answer, or has not stopped in time.
+///
+/// Returns the error that the daemon sent, or fails if the daemon does not answer or does not stop in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
-    call_with(dir, name, request, PATIENCE, |what| {
+    call_with(dir, name, request, STOP_TIMEOUTS, |what| {
         complain(&Failure::new(format!("{name}: waiting for {what}")));
     })
 }
 
-/// As [`call`], with a patience of its own; `report` gets what is waited for.
+/// As [`call`], with the given timeouts. `report` receives what the client waits for.
 fn call_with<T: DeserializeOwned>(
     dir: &StateDir,
     name: &str,
     request: &Request,
-    patience: Patience,
+    timeouts: StopTimeouts,
     report: impl FnMut(&str),
 ) -> Outcome<Called<T>> {
     let log = dir.file(name, ".log");
     let hangs = |pid: Option<Pid>, why: &str| {
-        let of = pid.map(|pid| format!(" (process {})", pid.as_raw_nonzero())).unwrap_or_default();
-        Failure::new(format!("{name}: its daemon{of} {why}; see its log {}", log.display()))
+        let of = pid.map(|pid| format!(" (pid {})", pid.as_raw_nonzero())).unwrap_or_default();
+        Failure::new(format!("{name}: the daemon{of} {why}; see its log {}", log.display()))
     };
     let stream = match dir.connect(name, ANSWER_TIMEOUT) {
         Ok(stream) => stream,
@@ -212,41 +211,41 @@ fn call_with<T: DeserializeOwned>(
             return Ok(Called::Nobody);
         }
         Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
-        Err(e) => return Err(Failure::new(format!("control socket of {name}: {e}"))),
+        Err(e) => return Err(Failure::new(format!("cannot connect to the daemon of {name}: {e}"))),
     };
-    // The kernel's record of the listening process, by which its exit is seen.
+    // The process that listens, as the kernel recorded it. Its exit is observed through the pidfd.
     let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
     let daemon = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let asks =
         matches!(request, Request::Ping {} | Request::Show {} | Request::Stat {} | Request::Bitmaps {});
     let stops = matches!(request, Request::Detach { .. } | Request::Leave {});
-    let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + patience.forced);
+    let until = matches!(request, Request::Detach { force: true }).then(|| Instant::now() + timeouts.forced);
     let reply = send(&stream, request).and_then(|()| {
         if stops {
-            wait_for_stop(dir, name, &stream, patience.report_after, until, report)?;
+            wait_for_stop(dir, name, &stream, timeouts.report_after, until, report)?;
         }
         receive(&stream, if asks || stops { ANSWER_TIMEOUT } else { CHANGE_TIMEOUT })
     });
     let reply = match reply {
-        // It was killed, and its threads exit one after the other. Whether a change was made is
-        // unknown.
+        // The daemon was killed, and its threads exit one after the other. Only requests without side effects
+        // count as unanswered: whether a change was made is unknown.
         Err(e) if asks && is_cut_off(&e) && daemon.as_ref().is_some_and(exits) => {
             return Ok(Called::Nobody);
         }
         reply => reply,
     };
     let reply = reply.map_err(|e| match e.kind() {
-        io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, patience.forced),
+        io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, timeouts.forced),
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
-        _ => hangs(pid, &format!("gave no answer ({e})")),
+        _ => hangs(pid, &format!("sent no answer ({e})")),
     })?;
     match reply {
         Reply::Ok(value) => {
-            // Its exit, not its answer, releases everything that it had.
+            // The daemon's files and locks are released by its exit, not by its answer.
             if let Some(daemon) = daemon.filter(|_| stops)
                 && !is_readable(&daemon, until)
             {
-                return Err(not_stopped(dir, name, pid, patience.forced));
+                return Err(not_stopped(dir, name, pid, timeouts.forced));
             }
             Ok(Called::Answered(value))
         }
@@ -254,25 +253,27 @@ fn call_with<T: DeserializeOwned>(
     }
 }
 
-/// The process that listens for commands for `name`, by the kernel's record.
+/// Returns the ID of the process that accepts commands for `name`, as the kernel recorded it.
 ///
 /// # Errors
-/// If there is none, or it cannot be seen.
+///
+/// Fails if no daemon answers, or if its process is in another PID namespace.
 pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
     let stream = dir.connect(name, ANSWER_TIMEOUT)?;
     let peer = Peer::of(&stream)?;
-    // The reply is that of a daemon that may have been taken over.
+    // A compromised daemon can reply anything, so the reply is not used.
     send(&stream, &Request::Ping {})?;
     receive::<serde_json::Value>(&stream, ANSWER_TIMEOUT)?;
     let pid = peer.pid.map(|pid| pid.as_raw_nonzero().get());
     pid.and_then(|pid| pid.try_into().ok()).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Waits until a daemon that is to stop answers on `stream`, and reports what it waits for if that
-/// takes long, and once more if requests are held later on.
+/// Waits until a stopping daemon answers on `stream`. Reports what the daemon waits for if that takes longer
+/// than `report_after`, and again if requests are held later on.
 ///
 /// # Errors
-/// [`io::ErrorKind::TimedOut`] at `until`.
+///
+/// Returns [`io::ErrorKind::TimedOut`] at `until`.
 fn wait_for_stop(
     dir: &StateDir,
     name: &str,
@@ -289,7 +290,7 @@ fn wait_for_stop(
             report(&remaining.describe(name));
             reported = Some(is_held);
         }
-        // Forced, it fails what is held.
+        // A forced stop fails held requests, so there is nothing more to report.
         if until.is_some() {
             return match is_readable(stream, until) {
                 true => Ok(()),
@@ -300,14 +301,15 @@ fn wait_for_stop(
     Ok(())
 }
 
-/// The work that a stopping device has left.
+/// What a stopping device waits for.
 enum Remaining {
     InFlight(u64),
-    /// Requests that are held after errors: the kernel writes pages back that the last user of a block device has left.
+    /// Requests that are held after I/O errors. The kernel writes dirty pages back when the last user closes
+    /// the block device, and these writes may fail.
     Held(u64),
-    /// Clients whose replies have not left.
+    /// Clients that have not read all their replies.
     Clients(Vec<String>),
-    /// Its daemon does not answer.
+    /// The daemon does not answer.
     Unknown,
 }
 
@@ -342,10 +344,10 @@ impl Remaining {
             },
             Remaining::InFlight(count) => format!("{count} request{} in flight", plural(count)),
             Remaining::Held(count) => format!(
-                "{count} request{} held after I/O errors; blkq resume {name} reissues them, or fails them with --fail",
+                "{count} request{} held after I/O errors; `blkq resume {name}` reissues them, `blkq resume --fail {name}` fails them",
                 plural(count)
             ),
-            Remaining::Unknown => "its daemon to exit".to_owned(),
+            Remaining::Unknown => "the daemon to exit".to_owned(),
         }
     }
 }
@@ -356,7 +358,7 @@ struct Clients {
     clients: Vec<ClientInfo>,
 }
 
-/// Asks the daemon that is stopping; `None` if it does not answer.
+/// Queries a daemon that is stopping. Returns `None` if it does not answer.
 fn query<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Option<T> {
     let reply = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
         send(&stream, request)?;
@@ -368,23 +370,24 @@ fn query<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> 
     }
 }
 
-/// The failure of a forced stop that is not done in time.
+/// The failure of a forced stop that takes too long.
 fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -> Failure {
-    let kill = pid.map(|pid| format!(", or kill -9 {}", pid.as_raw_nonzero())).unwrap_or_default();
+    let kill = pid
+        .map(|pid| format!("; to abort the I/O in flight, run `kill -9 {}`", pid.as_raw_nonzero()))
+        .unwrap_or_default();
     let remaining = Remaining::of(dir, name);
     let reason = match remaining {
         Remaining::Clients(_) => "",
-        _ => ": the image's disk does not answer (dmesg may have the reason)",
+        _ => ", because the storage of the image does not respond (see dmesg)",
     };
     Failure::new(format!(
-        "{name}: still waiting for {} after {} s{reason}; the device detaches by itself when that is over{kill} to abort \
-         the I/O in flight",
+        "{name}: still waiting for {} after {} s{reason}; the device detaches when this is done{kill}",
         remaining.describe(name),
         waited.as_secs()
     ))
 }
 
-/// Waits until there is something to read, at the latest until `until`: whether there is.
+/// Waits until `fd` is readable, at most until `until`. Returns whether it is readable.
 fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
     loop {
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
@@ -401,29 +404,31 @@ fn is_cut_off(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// Whether the process exits in the time that a killed one takes.
+/// Whether a process that was killed exits within [`DYING_WAIT`].
 fn exits(process: &OwnedFd) -> bool {
     is_readable(process, Some(Instant::now() + DYING_WAIT))
 }
 
-/// Asks the daemon of `name`, which the user named.
+/// Sends a request to the daemon of `name`, which the user gave.
 ///
 /// # Errors
-/// As [`call`], and if there is no such device or its daemon died.
+///
+/// As [`call`]; also fails if there is no such device, or its daemon died.
 pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<T> {
     ask_if_there(dir, name, request)?.ok_or_else(|| no_such_device(name))
 }
 
-/// As [`ask`]; `None` if there is no such device.
+/// As [`ask`], but returns `None` if there is no such device.
 ///
 /// # Errors
-/// As [`call`], and if its daemon died.
+///
+/// As [`call`]; also fails if the daemon died.
 pub fn ask_if_there<T: DeserializeOwned>(
     dir: &StateDir,
     name: &str,
     request: &Request,
 ) -> Outcome<Option<T>> {
-    // Only what could be a device's name becomes part of a path.
+    // A text that is not a valid name, for example "../x", must not become part of a path.
     if crate::state::check_name(name).is_ok() {
         match call(dir, name, request)? {
             Called::Answered(answer) => return Ok(Some(answer)),
@@ -437,19 +442,23 @@ pub fn ask_if_there<T: DeserializeOwned>(
     Ok(None)
 }
 
-/// There is nothing of that name.
 pub fn no_such_device(name: &str) -> Failure {
-    Failure::new(format!("{name}: no such device; blkq list shows those that there are"))
+    Failure::new(format!("{name}: no such device; `blkq list` shows all devices"))
 }
 
-/// The daemon of `name` was found dead, and cleared away.
-pub fn died(name: &str, last_words: &str) -> Failure {
-    let last_words = if last_words.is_empty() { "without a word" } else { last_words };
-    Failure::new(format!("{name}: its daemon died ({last_words}); what it left is cleared, attach it again"))
+/// The message about a dead daemon whose stale files were just removed.
+pub fn died(name: &str, last_log_line: &str) -> Failure {
+    let reason = match last_log_line {
+        "" => "empty log".to_owned(),
+        line => format!("last log line: {line}"),
+    };
+    Failure::new(format!(
+        "{name}: the daemon died ({reason}), and its stale files were removed; attach the image again"
+    ))
 }
 
-/// Sends a request. A daemon that turns a client away does so without reading: the reply has the reason, and not the
-/// error of sending.
+/// Sends a request. A daemon that rejects a client does so without reading the request, so sending fails with
+/// EPIPE or ECONNRESET. That error is ignored here: the reply says why.
 fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     let mut line = serde_json::to_vec(request)?;
@@ -464,8 +473,8 @@ fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::R
     receive_with_file(stream, timeout).map(|(reply, _)| reply)
 }
 
-/// A reply, and the file that came with it. The bytes behind its line stay in the socket: the daemon may have written
-/// the next reply already.
+/// Receives a reply and the file that was sent with it. Reads no byte beyond the newline, because the daemon
+/// may already have sent the next reply.
 fn receive_with_file<T: DeserializeOwned>(
     stream: &UnixStream,
     timeout: Duration,

@@ -1,5 +1,5 @@
-//! `--hang-warning`: requests that are in flight for too long, and engines that do not answer,
-//! are logged once, and their completion too.
+//! `--hang-warning`: logs requests that are in flight for too long and engines that do not answer, once each,
+//! and again when they complete or answer.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -17,36 +17,38 @@ use blkq::{Disk, EngineHandle, PeriodicThread, Wakeup};
 
 use crate::failure::Outcome;
 
-/// The default of `--hang-warning`.
 pub const DEFAULT: &str = "30";
-/// The longest and the shortest times, in seconds.
+/// The longest and the shortest time in seconds.
 const SECONDS_MAX: f64 = 86_400.0;
 const SECONDS_MIN: f64 = 0.1;
-/// Scans in the time that a request may take, and how far they are apart.
+/// Number of scans within the time that a request may take. The interval is limited by the two constants
+/// below.
 const SCANS: u32 = 8;
 const INTERVAL_MIN: Duration = Duration::from_millis(50);
 const INTERVAL_MAX: Duration = Duration::from_secs(5);
-/// How often held requests are looked for where there are no scans; and how far apart the lines about them are.
+/// How often the number of held requests is checked if there are no scans.
 const HELD_INTERVAL: Duration = Duration::from_secs(2);
+/// Minimum time between two lines about held requests.
 const HELD_LOG_INTERVAL: Duration = Duration::from_secs(10);
-/// How long an engine's answer is waited for before another one is asked.
+/// How long the watcher waits for an engine's answer before it continues with the next engine.
 const ANSWER_WAIT: Duration = Duration::from_millis(100);
-/// Stack of the thread.
+/// Stack size of the watcher's thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Reads a value of `--hang-warning`: seconds; zero is off.
+/// Parses a value of `--hang-warning`: seconds, or 0 for no warnings.
 ///
 /// # Errors
-/// The rule that it breaks.
+///
+/// Returns the rule that the value breaks.
 pub fn parse(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(0.0) => Ok(Duration::ZERO),
         Ok(seconds) if (SECONDS_MIN..=SECONDS_MAX).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err(format!("give seconds from {SECONDS_MIN} to {SECONDS_MAX}, or 0 for no warning")),
+        _ => Err(format!("must be {SECONDS_MIN} to {SECONDS_MAX} seconds, or 0 for no warnings")),
     }
 }
 
-/// The counters and the limit, shared with the thread.
+/// The limit, and a counter, shared with the watcher's thread.
 #[derive(Clone, Default)]
 pub struct HangCounters {
     limit_ns: Arc<AtomicU64>,
@@ -54,12 +56,12 @@ pub struct HangCounters {
 }
 
 impl HangCounters {
-    /// How long a request may take; zero for no scans.
+    /// How long a request may take; zero if there are no scans.
     pub fn limit(&self) -> Duration {
         Duration::from_nanos(self.limit_ns.load(Ordering::Relaxed))
     }
 
-    /// How often the thread of a queue did not answer in time.
+    /// How often a queue's thread did not answer in time.
     pub fn stalls(&self) -> u64 {
         self.stalls.load(Ordering::Relaxed)
     }
@@ -69,16 +71,16 @@ impl HangCounters {
     }
 }
 
-/// The thread that scans, until this is dropped.
+/// Owns the watcher's thread, which runs until this is dropped.
 pub struct HangWatch {
     counters: HangCounters,
-    /// The state that the thread will own.
+    /// Moved to the thread when it starts.
     watcher: Option<Watcher>,
     thread: Option<PeriodicThread>,
 }
 
 impl HangWatch {
-    /// To watch the queues of `disk`, of which each engine has the one of its number.
+    /// Prepares to watch the queues of `disk`. `engines[n]` must own queue `n`.
     pub fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, limit: Duration) -> HangWatch {
         let counters = HangCounters::default();
         counters.set_limit(limit);
@@ -86,10 +88,11 @@ impl HangWatch {
         HangWatch { counters, watcher: Some(watcher), thread: None }
     }
 
-    /// Begins to scan, and passes lines to `log`.
+    /// Starts the thread, which passes its lines to `log`.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    ///
+    /// Fails if the thread cannot be started.
     pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
         let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
         let first = watcher.interval();
@@ -98,49 +101,47 @@ impl HangWatch {
         Ok(())
     }
 
-    /// How long a request may take; zero for no scans.
+    /// How long a request may take; zero if there are no scans.
     pub fn limit(&self) -> Duration {
         self.counters.limit()
     }
 
-    /// A handle to the counters that outlives this.
+    /// Returns a handle to the counters that may be kept after this is dropped.
     pub fn counters(&self) -> HangCounters {
         self.counters.clone()
     }
 
-    /// Changes how long a request may take, from the next scan on.
+    /// Changes how long a request may take, starting with the next scan.
     pub fn set(&self, limit: Duration) {
         self.counters.set_limit(limit);
         self.thread.iter().for_each(PeriodicThread::wake);
     }
 }
 
-/// The state of the thread.
 struct Watcher {
     disk: Arc<Disk>,
     queues: Vec<Watched>,
     counters: HangCounters,
     now_ns: Clock,
-    /// It was logged that requests are held.
+    /// Whether the last line about held requests said that some are held.
     logged_held: bool,
-    /// When that may be logged next.
+    /// Earliest time of the next line about held requests.
     log_held_from_ns: u64,
 }
 
-/// The time in nanoseconds: the monotonic clock, or that of a test.
+/// Returns the time in nanoseconds: the monotonic clock, or a clock that a test controls.
 type Clock = Box<dyn Fn() -> u64 + Send>;
 
-/// One queue, and the engine that owns it.
 struct Watched {
     queue: usize,
     engine: EngineHandle,
-    /// The kernel's status of its thread (proc_pid_status(5)), if it can be read.
+    /// `/proc/self/task/TID/status` of the engine's thread, if it could be opened (proc_pid_status(5)).
     status: Option<File>,
-    /// The scan that it was asked for and has not answered, and when.
+    /// The scan that the engine has not answered yet, and the time of the request.
     asked: Option<(HangScanReply, u64)>,
-    /// It was logged that it does not answer.
+    /// Whether it was logged that the engine does not answer.
     stalled: bool,
-    /// How much hung when it last answered.
+    /// Number of hung requests in the engine's last answer.
     hung: u64,
 }
 
@@ -151,20 +152,21 @@ impl Watcher {
         Watcher { disk, queues, counters, now_ns, logged_held: false, log_held_from_ns: 0 }
     }
 
-    /// How long until the next scan.
+    /// The time until the next scan.
     fn interval(&self) -> Duration {
         match self.counters.limit() {
-            // Requests that are held are reported also if none is too long in flight.
+            // Held requests are reported even if there are no hang warnings.
             Duration::ZERO => HELD_INTERVAL,
             limit => (limit / SCANS).clamp(INTERVAL_MIN, INTERVAL_MAX),
         }
     }
 
-    /// Scans, or takes over another limit. Returns the time until the next scan.
+    /// Scans if a scan is due, or applies a changed limit. Returns the time until the next scan.
     fn watch(&mut self, wakeup: Wakeup, log: &dyn Fn(&str)) -> Duration {
         let limit = self.counters.limit();
         match wakeup {
-            // Nothing is too long now: what was counted as hanging no longer is.
+            // Hang warnings were switched off. A scan with an infinite limit resets the count of hung
+            // requests.
             Wakeup::Called if limit.is_zero() => self.scan(u64::MAX, log),
             Wakeup::Called => {}
             Wakeup::Due => {
@@ -177,18 +179,20 @@ impl Watcher {
         self.interval()
     }
 
-    /// Logs that requests are held, and that none is any more; at most once in a while, however often that changes.
+    /// Logs when requests are held and when none are held again. Lines that say that requests are held are at
+    /// least [`HELD_LOG_INTERVAL`] apart.
     fn check_held(&mut self, log: &dyn Fn(&str)) {
         let held = self.disk.held();
         match (held, self.logged_held) {
             (0, true) => {
-                log("held: no request is held any more");
+                log("resumed: no held requests are left");
                 self.logged_held = false;
             }
             (1.., false) if (self.now_ns)() >= self.log_held_from_ns => {
-                let requests = if held == 1 { "request is" } else { "requests are" };
-                let cure = cure(&self.disk);
-                log(&format!("held: {held} {requests} held after I/O errors, and clients wait; {cure}"));
+                let requests = if held == 1 { "request has" } else { "requests have" };
+                let verb = if held == 1 { "is" } else { "are" };
+                let hint = resume_hint(&self.disk);
+                log(&format!("held: {held} {requests} failed and {verb} held, and the clients wait; {hint}"));
                 self.logged_held = true;
                 self.log_held_from_ns = (self.now_ns)() + HELD_LOG_INTERVAL.as_nanos() as u64;
             }
@@ -217,7 +221,7 @@ impl Watched {
         Watched { queue, engine, status, asked: None, stalled: false, hung: 0 }
     }
 
-    /// Takes the answer of the engine, if there is one by now.
+    /// Handles the engine's answer, if it has arrived.
     fn take_reply(
         &mut self,
         disk: &Disk,
@@ -228,7 +232,7 @@ impl Watched {
     ) {
         let Some((reply, asked_ns)) = &self.asked else { return };
         let answer = match self.stalled {
-            // It has been waited for.
+            // An earlier scan has already waited for this answer.
             true => reply.try_recv(),
             false => reply.recv_timeout(ANSWER_WAIT).map_err(|e| match e {
                 RecvTimeoutError::Timeout => TryRecvError::Empty,
@@ -240,7 +244,7 @@ impl Watched {
         match answer {
             Ok(scan) => {
                 if std::mem::take(&mut self.stalled) {
-                    log(&format!("hang over: queue {queue}: its thread answers again, after {age}"));
+                    log(&format!("hang over: queue {queue}: the thread answers again after {age}"));
                 }
                 self.hung = scan.hung;
                 self.asked = None;
@@ -250,8 +254,8 @@ impl Watched {
                 self.stalled = true;
                 stalls.fetch_add(1, Ordering::Relaxed);
                 let state = self.status.as_ref().and_then(state_in);
-                let state = state.map(|state| format!("; it is {state}")).unwrap_or_default();
-                log(&format!("hang: queue {queue}: its thread has not answered for {age}{state}"));
+                let state = state.map(|state| format!("; its state is {state}")).unwrap_or_default();
+                log(&format!("hang: queue {queue}: the thread has not answered for {age}{state}"));
             }
             Err(TryRecvError::Empty) => {}
             Err(TryRecvError::Disconnected) => (self.asked, self.hung) = (None, 0),
@@ -259,15 +263,15 @@ impl Watched {
     }
 }
 
-/// Logs what an engine found in `queue`.
+/// Logs the result of an engine's scan of `queue`.
 fn log_scan(disk: &Disk, queue: usize, scan: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
-    // First the hangs that are over: they were logged before.
+    // Hangs that have ended come first: they were logged before the new ones.
     scan.completed.iter().for_each(|completion| log(&completion_line(completion)));
-    scan.hangs.iter().for_each(|hang| log(&format!("{}{}", hang_line(hang), cure_of(hang, disk))));
+    scan.hangs.iter().for_each(|hang| log(&format!("{}{}", hang_line(hang), hint_for(hang, disk))));
     if scan.more > 0 {
         let HangScan { more, hung, .. } = scan;
         log(&format!(
-            "hang: and {more} more; queue {queue} has {hung} in flight for more than {}",
+            "hang: {more} more; queue {queue} has {hung} requests in flight for more than {}",
             seconds(limit_ns)
         ));
     }
@@ -280,24 +284,24 @@ fn hang_line(hang: &Hang) -> String {
         let _ = write!(line, ", {bios} bios");
     }
     if let Some(client) = client {
-        let _ = write!(line, ", asked for by {client}");
+        let _ = write!(line, ", submitted by {client}");
     }
     line
 }
 
-/// The command that ends a hang because of held requests.
-fn cure_of(hang: &Hang, disk: &Disk) -> String {
+/// The hint for a hang that held requests cause.
+fn hint_for(hang: &Hang, disk: &Disk) -> String {
     match (&hang.place, disk.held()) {
-        (Place::Held(_) | Place::ForHeldWrites, _) => format!("; {}", cure(disk)),
+        (Place::Held(_) | Place::ForHeldWrites, _) => format!("; {}", resume_hint(disk)),
         (Place::ForTag(_), held @ 1..) => {
-            format!("; nothing else can begin while {held} held requests have tags; {}", cure(disk))
+            format!("; all tags are in use, {held} of them by held requests; {}", resume_hint(disk))
         }
         _ => String::new(),
     }
 }
 
-fn cure(disk: &Disk) -> String {
-    format!("blkq resume {} reissues them", disk.name())
+fn resume_hint(disk: &Disk) -> String {
+    format!("`blkq resume {}` reissues them", disk.name())
 }
 
 fn completion_line(completion: &HangCompletion) -> String {
@@ -313,8 +317,8 @@ fn seconds(ns: u64) -> String {
     format!("{:.1} s", ns as f64 / 1e9)
 }
 
-/// The file with the kernel's stack of the thread of that name. It is opened before the daemon
-/// may no longer open files.
+/// Opens the kernel's status file of this process's thread `name`. This must happen before the daemon is
+/// confined and can no longer open files.
 fn thread_status(name: &str) -> Option<File> {
     let mut tasks = std::fs::read_dir("/proc/self/task").ok()?.flatten().map(|task| task.path());
     let of_name =
@@ -322,7 +326,7 @@ fn thread_status(name: &str) -> Option<File> {
     File::open(tasks.find(of_name)?.join("status")).ok()
 }
 
-/// The state in such a file, such as `D (disk sleep)`.
+/// The state in a status file, for example `D (disk sleep)`.
 fn state_in(status: &File) -> Option<String> {
     let mut text = [0; 512];
     let length = status.read_at(&mut text, 0).ok()?;
@@ -344,7 +348,6 @@ mod tests {
 
     use super::*;
 
-    /// Lines that a watcher logged.
     #[derive(Clone, Default)]
     struct Lines(Arc<Mutex<Vec<String>>>);
 
@@ -363,7 +366,7 @@ mod tests {
         }
     }
 
-    /// A device, on which nothing completes while `fault` is in force.
+    /// Creates a device on which the requests that `fault` selects do not complete.
     fn device(fault: &str) -> (Arc<Disk>, EngineThread) {
         let options = DriverOptions { fault: Some(fault.parse().unwrap()), ..DriverOptions::default() };
         let opened = open(&DriverSpec::Ram(1 << 20), &options).unwrap();
@@ -372,7 +375,6 @@ mod tests {
         (disk, engine)
     }
 
-    /// Begins to watch a device.
     fn watch(disk: &Arc<Disk>, engine: &EngineThread, limit: Duration) -> (HangWatch, Lines) {
         let lines = Lines::default();
         let mut watch = HangWatch::new(disk.clone(), vec![engine.handle().clone()], limit);
@@ -380,7 +382,8 @@ mod tests {
         (watch, lines)
     }
 
-    /// A watcher that scans when the test wants it. Its time stands still, unless the test adds to it.
+    /// A watcher that scans when the test calls [`Scans::scan`]. Its clock stands still, except for the time
+    /// that the test adds.
     struct Scans {
         watcher: Watcher,
         lines: Lines,
@@ -406,7 +409,8 @@ mod tests {
             self.watcher.watch(Wakeup::Due, &self.lines.log());
         }
 
-        /// Scans until there is such a line: an engine may answer later than a scan waits for it.
+        /// Scans until there is such a line. One scan may not be enough: an engine may answer later than a
+        /// scan waits.
         fn wait(&mut self, what: &str) -> String {
             wait_for(what, || {
                 self.scan();
@@ -415,14 +419,14 @@ mod tests {
         }
     }
 
-    /// Submits a write, which waits for the fault to be over.
+    /// Submits a write, which completes when the fault is removed.
     fn write(disk: &Arc<Disk>) -> JoinHandle<std::io::Result<()>> {
         let mut submitter = disk.submitter();
         std::thread::spawn(move || submitter.write_at(&[1; 4096], 8192))
     }
 
     const LIMIT: Duration = Duration::from_secs(30);
-    /// More than any test takes.
+    /// Longer than any test takes.
     const HOUR: Duration = Duration::from_secs(3600);
 
     #[test]
@@ -432,7 +436,7 @@ mod tests {
         let writer = write(&disk);
         wait_until("the write is in flight", || !disk.has_nothing_to_scan(0));
         scans.scan();
-        assert!(scans.lines.with("hang").is_empty(), "it is not in flight for too long");
+        assert!(scans.lines.with("hang").is_empty(), "the write is not in flight for too long");
         scans.add(HOUR);
         let hang = scans.wait("hang: #");
         for part in
@@ -451,26 +455,26 @@ mod tests {
     }
 
     #[test]
-    fn held_requests_are_logged_at_once_and_with_their_cure() {
+    fn held_requests_are_logged_immediately_with_a_hint() {
         let (disk, engine) = device("error=ENOSPC,op=write");
         let (watch, lines) = watch(&disk, &engine, Duration::from_secs(3));
         disk.set_error_policy(ErrorPolicy::HoldNoSpace);
         let writer = write(&disk);
-        let cure = format!("; blkq resume {} reissues them", disk.name());
-        let held = lines.wait("held: 1 request is held after I/O errors");
-        assert!(held.ends_with(&cure), "{held}");
+        let hint = format!("; `blkq resume {}` reissues them", disk.name());
+        let held = lines.wait("held: 1 request has failed and is held");
+        assert!(held.ends_with(&hint), "{held}");
         let hang = lines.wait("hang: #");
-        assert!(hang.contains("held: no space left") && hang.ends_with(&cure), "{hang}");
+        assert!(hang.contains("held: no space left") && hang.ends_with(&hint), "{hang}");
         disk.set_driver(&FaultSpec::default()).unwrap();
         assert_eq!(disk.resume(Resume::Reissue), 1);
         assert!(writer.join().unwrap().is_ok());
         lines.wait("hang over: #");
-        lines.wait("held: no request is held any more");
+        lines.wait("resumed: no held requests are left");
         drop((watch, engine));
     }
 
     #[test]
-    fn held_requests_are_logged_without_hang_warnings_too() {
+    fn held_requests_are_logged_even_without_hang_warnings() {
         let (disk, engine) = device("error=ENOSPC,op=write");
         let mut scans = Scans::new(&disk, &engine, Duration::ZERO);
         disk.set_error_policy(ErrorPolicy::Hold);
@@ -483,14 +487,14 @@ mod tests {
             disk.resume(Resume::Fail);
             assert!(writer.join().unwrap().is_err());
         };
-        let count = |scans: &Scans| scans.lines.with("held: ").len();
+        let count = |scans: &Scans| scans.lines.with("held").len();
         let writer = hold();
         scans.scan();
-        assert_eq!(scans.lines.with("held: 1 request is held after I/O errors").len(), 1);
+        assert_eq!(scans.lines.with("held: 1 request has failed and is held").len(), 1);
         fail(writer);
         scans.scan();
-        assert_eq!((scans.lines.with("held: no request is held any more").len(), count(&scans)), (1, 2));
-        // The next ones are within the time of that line, and then later.
+        assert_eq!((scans.lines.with("resumed: no held requests are left").len(), count(&scans)), (1, 2));
+        // Requests that are held soon after that line are not logged yet; later they are.
         let writer = hold();
         scans.scan();
         assert_eq!(count(&scans), 2);
@@ -523,11 +527,11 @@ mod tests {
         drop((watch, engine));
     }
 
-    /// Submits a read. A message has two ends of channels: it drops the first, and blocks the engine's thread until the
-    /// other end of the second is dropped.
+    /// A source that submits a read. A message to it holds two ends of channels: the source drops the first
+    /// one, and blocks the engine's thread until the other end of the second one is dropped.
     struct Sleeper;
 
-    // SAFETY: it is the only source of its engine.
+    // SAFETY: the engine has no other source.
     unsafe impl Source for Sleeper {
         fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
             let _ = cx.submit(0, Bio::read(blkq::Sector(0), blkq::IoBuffer::zeroed(512), 0));
@@ -560,11 +564,11 @@ mod tests {
         let status = thread_status("blkq-queue-0").unwrap();
         wait_until("its thread sleeps", || state_in(&status).is_some_and(|state| state.starts_with('S')));
         scans.scan();
-        assert!(scans.lines.with("hang").is_empty(), "it may take longer");
+        assert!(scans.lines.with("hang").is_empty(), "the limit has not passed");
         scans.add(HOUR);
         scans.scan();
-        let line = scans.lines.with("its thread has not answered").pop().unwrap();
-        assert!(line.contains("queue 0") && line.contains("; it is S (sleeping)"), "{line}");
+        let line = scans.lines.with("the thread has not answered").pop().unwrap();
+        assert!(line.contains("queue 0") && line.contains("; its state is S (sleeping)"), "{line}");
         drop(wake);
         scans.wait("answers again");
         assert_eq!((scans.watcher.counters.stalls(), scans.lines.with("not answered").len()), (1, 1));

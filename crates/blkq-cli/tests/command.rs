@@ -152,13 +152,13 @@ fn a_killed_daemon_stops_nothing() {
     kill(place.pid("disk.img"));
     let listed = place.run(&["list", "--json", "--clean"]);
     let errors = without_progress(listed.stderr);
-    assert!(errors.starts_with("blkq: disk.img: its daemon died"), "{errors}");
+    assert!(errors.starts_with("blkq: disk.img: the daemon died"), "{errors}");
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"other".into()));
     assert!(!place.files().iter().any(|file| file.starts_with("disk.img")));
     // A command that is for the dead one fails, and a detach removes it.
     kill(place.pid("other"));
-    assert!(place.refused(&["set", "other", "depth=1"]).contains("its daemon (process "));
+    assert!(place.refused(&["set", "other", "depth=1"]).contains("the daemon (pid "));
     let _ = place.run(&["detach", "other"]);
     assert!(place.files().is_empty());
     assert!(place.refused(&["show", "other"]).contains("no such device"));
@@ -194,11 +194,11 @@ fn list_and_info_of_a_dead_device_change_nothing() {
         assert_eq!(shown.status.code(), Some(1));
         assert!(page.contains(&format!("process {pid}, died")) && page.contains("d.log"), "{page}");
         assert!(page.contains("Z Serving ") && page.contains("Z set depth=16\n"), "{page}");
-        assert!(why.starts_with("blkq: d: its daemon") && why.lines().count() == 1, "{why}");
+        assert!(why.starts_with("blkq: d: the daemon") && why.lines().count() == 1, "{why}");
         let shown = place.run(&["show", "d", "--json"]).stdout;
         let shown: Value = serde_json::from_slice(&shown).unwrap();
         assert!(shown["log_lines"][1].as_str().unwrap().ends_with("Z set depth=16"), "{shown}");
-        assert!(place.refused(&["recover", "d"]).contains("its daemon"));
+        assert!(place.refused(&["recover", "d"]).contains("the daemon"));
         place.refused(&["stat", "d"]);
         place.refused(&["upgrade", "d"]);
     }
@@ -227,7 +227,7 @@ fn a_daemon_that_is_killed_while_it_is_asked_has_died() {
     wait_until("the command has connected", || sockets() == 2);
     signal(pid, rustix::process::Signal::KILL);
     let line = String::from_utf8(show.wait_with_output().unwrap().stderr).unwrap();
-    assert!(line.contains("its daemon (process ") && line.contains(" died, last in its log: "), "{line}");
+    assert!(line.contains("the daemon (pid ") && line.contains(" died (last log line: "), "{line}");
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn settings_and_size_change_while_it_is_attached() {
     );
     assert_eq!((&shown["direct_io"]["effective"], &shown["read_only"]), (&"off".into(), &true.into()));
     let line = place.refused(&["set", "d", "depth=8", "bogus=1", "depth=4"]);
-    assert!(line.contains("bogus=1") && line.contains("done before: depth"), "{line}");
+    assert!(line.contains("bogus=1") && line.contains("already set: depth"), "{line}");
     assert_eq!(place.json(&["show", "d", "--json"])["settings"]["depth"], 8);
     for scheduler in ["kyber", "none"] {
         place.done(&["set", "d", &format!("scheduler={scheduler}")]);
@@ -318,7 +318,7 @@ fn mechanisms_of_nbd_are_settings() {
     assert_eq!((&settings()["receive-backoff"], &settings()["split-reads"]), (&true.into(), &true.into()));
     place.done(&["set", "d", "receive-backoff=off", "split-reads=off"]);
     assert_eq!((&settings()["receive-backoff"], &settings()["split-reads"]), (&false.into(), &false.into()));
-    assert!(place.refused(&["set", "d", "split-reads=maybe"]).contains("split-reads is on or off"));
+    assert!(place.refused(&["set", "d", "split-reads=maybe"]).contains("split-reads must be on or off"));
     assert_eq!(place.json(&["stat", "d", "--json"])["nbd"]["receive_backoffs"], 0);
     // Removed: accepted, and neither a setting nor counted.
     place.done(&["set", "d", "pacing=off"]);
@@ -412,7 +412,7 @@ fn what_this_build_lacks_is_refused() {
     let copy = ["attach", "ram:1M", "--export", "nbd", "--copy", "user"];
     assert!(place.refused(&copy).contains("omit it"));
     let threads = ["attach", "ram:1M", "--export", "ublk", "--queues", "33", "--threads-per-queue", "2"];
-    assert!(place.refused(&threads).contains("--queues times --threads-per-queue: 66 is not from 1 to 64"));
+    assert!(place.refused(&threads).contains("--queues times --threads-per-queue: must be 1 to 64, not 66"));
     place.refused(&["attach", "ram:1M", "--direct-io", "on"]);
     place.refused(&["attach", "/nonexistent/image"]);
     assert!(place.files().is_empty());
@@ -434,7 +434,7 @@ fn only_a_block_device_is_recovered_or_handed_over() {
     let mut left: Value = serde_json::from_slice(&fs::read(&options).unwrap()).unwrap();
     left["ublk"] = serde_json::json!(1);
     fs::write(&options, left.to_string()).unwrap();
-    assert!(place.refused(&["recover", "ram"]).contains("its daemon (process "));
+    assert!(place.refused(&["recover", "ram"]).contains("the daemon (pid "));
     place.run(&["list", "--clean"]);
     assert!(place.files().is_empty());
 }
@@ -504,7 +504,7 @@ fn a_command_that_has_exited_changes_nothing() {
         stream.write_all(line).unwrap();
     }
     signal(pid, Signal::CONT);
-    let refused = "refused: the command that asked for something has exited";
+    let refused = "refused: the client had exited before its request was read";
     let log = || fs::read_to_string(place.state().join("r.log")).unwrap_or_default();
     wait_until("both are refused", || log().matches(refused).count() == 2);
     assert_eq!(depth(), before);

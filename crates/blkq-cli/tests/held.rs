@@ -39,7 +39,7 @@ fn clients_wait_for_room_and_see_no_error() {
     request(&mut client, 0, 9, 65536, 512);
     assert_eq!(reply(&mut client, 512), (0, 9));
 
-    let cure = "blkq resume reissues them, or fails them with --fail";
+    let hint = "`blkq resume` reissues them, `blkq resume --fail` fails them";
     for words in [
         &["detach", "a"][..],
         &["set", "a", "merge=off"],
@@ -47,7 +47,7 @@ fn clients_wait_for_room_and_see_no_error() {
         &["resize", "a", "2M"],
     ] {
         let line = place.refused(words);
-        assert!(line.contains("1 request is held after I/O errors") && line.contains(cure), "{line}");
+        assert!(line.contains("1 request is held after I/O errors") && line.contains(hint), "{line}");
     }
     let list = place.done(&["list", "--no-headings", "-o", "NAME,MODE"]);
     assert_eq!(list.split_whitespace().collect::<Vec<_>>(), ["a", "rw,held"]);
@@ -60,7 +60,7 @@ fn clients_wait_for_room_and_see_no_error() {
         let hang = log().lines().any(|line| {
             line.contains("hang: ") && line.contains("held: no space") && line.contains("blkq resume a")
         });
-        hang && log().contains("held: 1 request is held after I/O errors")
+        hang && log().contains("held: 1 request has failed and is held")
     });
 
     // There is no room yet.
@@ -196,5 +196,5 @@ fn ignored_flushes_cannot_be_overlooked() {
     let facts = &place.json(&["show", "a", "--json"])["driver_facts"];
     assert_eq!(facts["fdatasyncs"], 0, "{facts}");
     let line = place.refused(&["set", "a", "unsafe-flush-ignore=off"]);
-    assert!(line.contains("attach with --unsafe-flush-ignore"), "{line}");
+    assert!(line.contains("attach it with --unsafe-flush-ignore"), "{line}");
 }

@@ -124,7 +124,7 @@ fn sighup_stops_no_daemon_whichever_thread_gets_it() {
     place.done(&["attach", "ram:1M", "--name", "d"]);
     let pid = place.pid("d");
     let log = || fs::read_to_string(place.state().join("d.log")).unwrap();
-    let reported = |log: &str| log.matches("SIGHUP: nothing to do").count();
+    let reported = |log: &str| log.matches("SIGHUP: no certificates to reload").count();
     // Threads that answer commands come and go.
     let threads = threads(pid).into_iter().filter(|(_, name)| name != "blkq-control");
     for (at, (thread, name)) in threads.enumerate() {

@@ -1,4 +1,4 @@
-//! A command in several steps, over one connection.
+//! Commands in several steps over one connection.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -19,56 +19,58 @@ use super::{
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
 
-/// Most files that come with a step.
+/// Maximum number of files that the client sends with one step.
 pub const FILES_MAX: usize = 3;
 
-/// The outcome of a block commit.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Committed {
-    /// The image that is served now.
+    /// Path of the image that is served now.
     pub image: String,
-    /// The one that was, which is empty.
+    /// Path of the overlay, which is empty now.
     pub emptied: String,
-    /// Bytes that were copied, zeroes included.
+    /// Number of bytes that were copied, including zeroes.
     pub copied_bytes: u64,
-    /// Warnings of the image that is served now, one line each.
+    /// Warnings about the image that is served now, one line each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
 }
 
-/// The outcome of a snapshot.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Snapshotted {
-    /// Warnings of the new image that the one before did not have, one line each.
+    /// Warnings about the overlay that did not apply to the previous image, one line each.
     pub warnings: Vec<String>,
 }
 
-/// A block commit for which the daemon waits for the files.
+/// The daemon's first reply to [`Request::Commit`]: it waits for the files.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BegunCommit {
-    /// The logical block of the device, which stays.
+    /// The logical block size of the device in bytes, which does not change.
     pub sector_size: u32,
 }
 
-/// A command in several steps: each reply of the daemon is followed by one byte of the client, perhaps with a file.
+/// A command in several steps. The client answers each reply of the daemon with one byte, which may carry
+/// files.
 #[derive(Debug)]
 pub struct Dialogue {
     stream: UnixStream,
 }
 
 impl Dialogue {
-    /// Asks the daemon of `name`, and waits for its first reply.
+    /// Sends a request to the daemon of `name` and waits for its first reply.
     ///
     /// # Errors
-    /// The error of the daemon, or that it does not answer.
+    ///
+    /// Returns the error that the daemon sent, or fails if the daemon does not answer.
     pub fn begin(dir: &StateDir, name: &str, request: &Request) -> Outcome<Dialogue> {
         Dialogue::begin_with_file::<()>(dir, name, request, CHANGE_TIMEOUT).map(|(dialogue, ..)| dialogue)
     }
 
-    /// As [`Dialogue::begin`], with a timeout and the file that comes with the reply.
+    /// As [`Dialogue::begin`], with a timeout. Also returns the value of the reply and the file that came
+    /// with it.
     ///
     /// # Errors
-    /// As there.
+    ///
+    /// As [`Dialogue::begin`].
     pub fn begin_with_file<T: DeserializeOwned>(
         dir: &StateDir,
         name: &str,
@@ -77,7 +79,7 @@ impl Dialogue {
     ) -> Outcome<(Dialogue, T, Option<OwnedFd>)> {
         let stream = dir.connect(name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_such_device(name),
-            _ => Failure::new(format!("control socket of {name}: {e}")),
+            _ => Failure::new(format!("cannot connect to the daemon of {name}: {e}")),
         })?;
         send(&stream, request).map_err(no_answer)?;
         match receive_with_file(&stream, timeout).map_err(no_answer)? {
@@ -86,19 +88,21 @@ impl Dialogue {
         }
     }
 
-    /// Takes the next step, and waits for the reply.
+    /// Sends the byte of the next step with `files`, and waits for the reply.
     ///
     /// # Errors
+    ///
     /// As [`Dialogue::reply`].
     pub fn step(&self, files: &[BorrowedFd<'_>]) -> Outcome<Outcome> {
         self.go_on(files)?;
         self.reply()
     }
 
-    /// Takes the next step, with [`FILES_MAX`] files at most.
+    /// Sends the byte of the next step with `files`, at most [`FILES_MAX`].
     ///
     /// # Errors
-    /// The socket's.
+    ///
+    /// Returns the error of the socket.
     pub fn go_on(&self, files: &[BorrowedFd<'_>]) -> Outcome {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -106,19 +110,20 @@ impl Dialogue {
             control.push(SendAncillaryMessage::ScmRights(files));
         }
         match sendmsg(&self.stream, &[IoSlice::new(b"\n")], &mut control, SendFlags::NOSIGNAL) {
-            // The daemon has cancelled, and its reply has the reason.
+            // The daemon has cancelled the command. Its reply, which is read next, says why.
             Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
             Err(e) => Err(no_answer(e.into())),
         }
     }
 
-    /// Has the daemon stop what it does; its reply follows.
+    /// Asks the daemon to cancel the command. The daemon still sends a reply.
     pub fn give_up(&self) {
-        // If that fails it has closed the connection.
+        // This fails only if the daemon has closed the connection.
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// Whether the daemon waits for the next step: it has not replied since the last one, nor closed the connection.
+    /// Whether the daemon waits for the next step: it has not replied since the last one, and has not closed
+    /// the connection.
     pub fn is_waiting(&self) -> bool {
         let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(0)
@@ -127,8 +132,9 @@ impl Dialogue {
     /// Waits for the reply to a step.
     ///
     /// # Errors
-    /// The outer one if there is no reply, so that it is unknown how far the daemon came; the inner one is the
-    /// daemon's.
+    ///
+    /// The outer result fails if no reply arrives; then it is unknown how far the daemon got. The inner
+    /// result is what the daemon sent.
     pub fn reply<T: DeserializeOwned>(&self) -> Outcome<Outcome<T>> {
         match receive(&self.stream, CHANGE_TIMEOUT).map_err(no_answer)? {
             Reply::Ok(value) => Ok(Ok(value)),
@@ -145,5 +151,5 @@ impl AsFd for Dialogue {
 }
 
 fn no_answer(e: io::Error) -> Failure {
-    Failure::new(format!("its daemon gave no answer ({e})"))
+    Failure::new(format!("the daemon sent no answer ({e})"))
 }

@@ -1,11 +1,11 @@
-//! Requests and replies as lines, and the reports of a stop.
+//! Tests of the protocol lines, and of the reports while a device stops.
 
 use std::io::{BufRead, BufReader};
 
 use super::*;
 
 #[test]
-fn requests_survive_the_way() {
+fn requests_survive_encoding_and_parsing() {
     let options = Record::new(&crate::options::tests::options(&["d", "--format", "qcow2"])).unwrap();
     for request in [
         Request::Ping {},
@@ -38,7 +38,7 @@ fn requests_survive_the_way() {
         parse_request(br#"{"command":"detach","force":false}"#).unwrap(),
         Request::Detach { force: false }
     );
-    // Of clients and daemons that know no more.
+    // Clients and daemons of older versions do not have the newer fields.
     let line = br#"{"command":"resize","size":512}"#;
     let resize = Request::Resize { size: Some(512), force: false, user: None };
     assert_eq!(parse_request(line).unwrap(), resize);
@@ -46,7 +46,7 @@ fn requests_survive_the_way() {
 }
 
 #[test]
-fn a_client_that_is_turned_away_gets_the_reason() {
+fn a_rejected_client_gets_the_reason() {
     let (client, daemon) = UnixStream::pair().unwrap();
     (&daemon).write_all(&reply_line::<()>(Err(Failure::new("too many commands")))).unwrap();
     drop(daemon);
@@ -64,7 +64,7 @@ fn a_client_that_is_turned_away_gets_the_reason() {
 #[test]
 fn a_forced_stop_reports_what_it_waits_for_and_is_bounded() {
     let dir = crate::state::tests::scratch("bounded");
-    // A daemon whose disk does not answer: it takes the command, and reports its statistics.
+    // A daemon whose storage does not respond: it accepts the command and reports its statistics.
     let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
     let serve = std::thread::spawn(move || {
         let mut kept = Vec::new();
@@ -78,11 +78,12 @@ fn a_forced_stop_reports_what_it_waits_for_and_is_bounded() {
             kept.push(stream);
         }
     });
-    let patience = Patience { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
+    let timeouts =
+        StopTimeouts { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
     let mut reported = String::new();
     let forced = Request::Detach { force: true };
     let report = |what: &str| reported.push_str(what);
-    let failure = call_with::<()>(&dir, "a", &forced, patience, report).unwrap_err().to_string();
+    let failure = call_with::<()>(&dir, "a", &forced, timeouts, report).unwrap_err().to_string();
     assert_eq!(reported, "the last flush");
     let own = format!("kill -9 {}", std::process::id());
     assert!(failure.contains("still waiting for the last flush") && failure.contains(&own), "{failure}");
@@ -118,25 +119,26 @@ fn a_stop_that_waits_for_a_client_names_it() {
             kept.push(stream);
         }
     });
-    let patience = Patience { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
+    let timeouts =
+        StopTimeouts { report_after: Duration::from_millis(50), forced: Duration::from_millis(200) };
     let mut reported = String::new();
     let forced = Request::Detach { force: true };
     let report = |what: &str| reported.push_str(what);
-    let failure = call_with::<()>(&dir, "a", &forced, patience, report).unwrap_err().to_string();
+    let failure = call_with::<()>(&dir, "a", &forced, timeouts, report).unwrap_err().to_string();
     assert_eq!(reported, "the NBD client (pid 7, uid 0) and 1 more to take their replies");
-    assert!(failure.contains(&reported) && !failure.contains("disk does not answer"), "{failure}");
+    assert!(failure.contains(&reported) && !failure.contains("does not respond"), "{failure}");
     serve.join().unwrap();
     std::fs::remove_dir_all(dir.path()).unwrap();
 }
 
 // Contract: detach
 #[test]
-fn a_stop_that_waits_for_held_requests_names_the_cure() {
+fn a_stop_that_waits_for_held_requests_prints_a_hint() {
     let dir = crate::state::tests::scratch("waits-for-held");
     let daemon = std::os::unix::net::UnixListener::bind(dir.control_socket("a")).unwrap();
     let serve = std::thread::spawn(move || {
         let (mut asker, _) = daemon.accept().unwrap();
-        // Its last requests are in flight, and then held.
+        // The last requests are in flight first, and held later.
         for (held, in_flight) in [(0, 1), (2, 2), (2, 2)] {
             let (mut stream, _) = daemon.accept().unwrap();
             BufReader::new(&stream).read_line(&mut String::new()).unwrap();
@@ -151,14 +153,15 @@ fn a_stop_that_waits_for_held_requests_names_the_cure() {
     let mut reported = Vec::new();
     let report = |what: &str| reported.push(what.to_owned());
     wait_for_stop(&dir, "a", &stream, Duration::from_millis(50), None, report).unwrap();
-    let held = "2 requests held after I/O errors; blkq resume a reissues them, or fails them with --fail";
+    let held =
+        "2 requests held after I/O errors; `blkq resume a` reissues them, `blkq resume --fail a` fails them";
     assert_eq!(reported, ["1 request in flight", held]);
     serve.join().unwrap();
     std::fs::remove_dir_all(dir.path()).unwrap();
 }
 
 #[test]
-fn what_is_not_a_request_is_rejected() {
+fn malformed_requests_are_rejected() {
     for line in [
         "",
         "null",

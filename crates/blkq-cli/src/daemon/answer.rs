@@ -1,4 +1,4 @@
-//! The control socket: from a connection to the answer.
+//! The control socket: accepts a connection, executes the request and sends the answer.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,33 +17,35 @@ use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
 use blkq::units::format_bytes;
 
-/// Commands answered at a time; the next ones are turned away.
+/// Maximum number of commands that are executed at the same time; more are rejected.
 const ANSWERING_MAX: usize = 16;
 
-/// Checks the user of a connection, and has a thread serve it.
+/// Checks the user of a connection, and starts a thread that serves it.
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
-    let turn_away = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
-    // As the socket's mode does; this applies wherever the socket is moved.
+    let reject = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
+    // The mode of the socket restricts users already, but the socket may have been moved to another
+    // directory.
     match Peer::of(&stream) {
         Ok(peer) if peer.uid == shared.owner() || peer.uid.is_root() => {}
-        _ => return turn_away("only the owner of the daemon may talk to it"),
+        _ => return reject("only root and the user who runs the daemon may send commands"),
     }
     if shared.answering() >= ANSWERING_MAX {
-        return turn_away("too many commands at a time; try again");
+        return reject("too many commands at the same time; try again");
     }
     shared.spawn(|shared| serve(shared, stream));
 }
 
-/// Does what a client asks for, and answers.
+/// Executes the request of a client and answers it.
 fn serve(shared: &Shared, stream: UnixStream) {
     let request = match read_request(&stream) {
         Ok(request) => request,
         Err(failure) => return answer(&stream, &reply_line::<()>(Err(failure))),
     };
     let refused = |failure: &Failure| log::line(&format!("refused: {failure}"));
-    // The command has reported a failure: this daemon was stopped, or did not accept the connection in time.
+    // The client has already reported a failure to its user, because this daemon was stopped (SIGSTOP) or
+    // accepted the connection too late. Executing the request now would be a surprise.
     if has_hung_up(&stream) {
-        refused(&Failure::new("the command that asked for something has exited"));
+        refused(&Failure::new("the client had exited before its request was read"));
         return;
     }
     let reply = match request {
@@ -107,15 +109,16 @@ fn serve(shared: &Shared, stream: UnixStream) {
                 log::line("stopping: another daemon takes over the device");
                 answer(&stream, &reply_line(Ok(())));
                 shared.wait_for_answers();
-                // As if killed: the kernel aborts the requests that it passed out when the task exits,
-                // and may wait for them for ever when only the ring closes.
+                // Exit as if killed. The kernel aborts the requests that it passed to this process when the
+                // process exits; if only the ring were closed, the kernel might wait for these requests for
+                // ever.
                 std::process::exit(EXIT_LEFT.into());
             }
             Err(failure) => reply_line::<()>(Err(failure)),
         },
         Request::Detach { force } => match shared.close(Stage::Stopping, |device| device.close(force)) {
             Ok(()) => {
-                log::line("stopping: detach asked for it");
+                log::line("stopping: detach was requested");
                 return shared.stop(Some(stream));
             }
             Err(failure) => reply_line::<()>(Err(failure)),
@@ -124,14 +127,15 @@ fn serve(shared: &Shared, stream: UnixStream) {
     answer(&stream, &reply);
 }
 
-/// Whether the client has closed the connection. One that only sends nothing more waits for an answer.
+/// Whether the client has closed the connection. A client that only shut down its sending side still waits
+/// for an answer.
 fn has_hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::empty())];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok()
         && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
-/// Reads one line, bounded in length and time.
+/// Reads one line within [`LINE_TIMEOUT`], at most [`LINE_BYTES_MAX`] long.
 fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
     let until = Instant::now() + LINE_TIMEOUT;
     let mut line = Vec::new();
@@ -139,11 +143,11 @@ fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Failure::new("no request came in time"));
+            return Err(Failure::new(format!("no request was received within {} s", LINE_TIMEOUT.as_secs())));
         }
         let read = stream.set_read_timeout(Some(left)).and_then(|()| stream.read(&mut piece));
         match read {
-            Ok(0) => return Err(Failure::new("malformed request: the line is not complete")),
+            Ok(0) => return Err(Failure::new("malformed request: the line is incomplete")),
             Ok(length) => line.extend_from_slice(&piece[..length]),
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
@@ -158,7 +162,7 @@ fn read_request(mut stream: &UnixStream) -> Outcome<Request> {
     }
 }
 
-/// Sends the reply; a client that does not read it gets none.
+/// Sends a reply. Errors are ignored: a client that does not read its reply gets none.
 pub(super) fn answer(mut stream: &UnixStream, reply: &[u8]) {
     let _ = stream.set_write_timeout(Some(LINE_TIMEOUT));
     let _ = stream.write_all(reply);

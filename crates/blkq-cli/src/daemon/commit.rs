@@ -1,4 +1,4 @@
-//! A block commit over the control socket: it lasts as long as its connection.
+//! A block commit over the control socket. It is cancelled if the connection is closed.
 
 use std::os::unix::net::UnixStream;
 
@@ -12,11 +12,13 @@ use crate::control::{BegunCommit, Committed};
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// Has the device's image go to the one behind it, which the command records as `image`, unless the client closes the
-/// connection, or sends anything. `next` asks for the files.
+/// Commits the overlay into its backing file, which the command has recorded as `image`, and pivots to the
+/// backing file. The commit is cancelled if the client closes the connection or sends anything. `next` asks
+/// the client for the files.
 ///
 /// # Errors
-/// Why it does not; the device goes on as it was.
+///
+/// Fails if the commit is refused or cancelled; the device then continues with the overlay.
 pub(super) fn serve_commit(
     shared: &Shared,
     stream: &UnixStream,
@@ -31,32 +33,33 @@ pub(super) fn serve_commit(
     next(BegunCommit { sector_size: device.info()?.sector_size });
     let mut files = receive_files(stream)?.into_iter();
     let (Some(image), Some(synced)) = (files.next(), files.next()) else {
-        return Err(Failure::new("the image behind was not opened"));
+        return Err(Failure::new("the command did not send the backing file"));
     };
     let files = BaseFiles { image, synced, bitmaps: files.next() };
     let closed = || match is_closed(stream) {
-        true => Err(Failure::new(format!("stopped by {client}"))),
+        true => Err(Failure::new(format!("cancelled by {client}"))),
         false => Ok(()),
     };
     let stop = || {
-        // Not kept: who changes the stage may wait for this.
+        // The lock is released immediately: a thread that changes the stage may wait for this commit.
         shared.stage().check()?;
         closed()
     };
-    log::line(&format!("commit: {client} has the image go to the one behind it"));
-    // The next daemon of the device reads what is written last, and nothing is changed once it stops. Not to be waited
-    // for: who has it may wait for the I/O that waits for this, or for this change to be over.
+    log::line(&format!("commit: started by {client}"));
+    // The last step writes the state file, from which the next daemon reads the image, so it must not run
+    // while the device stops. The lock must not be waited for: its holder may wait for I/O that the commit
+    // has frozen, or for the commit itself. If the lock is taken, the commit tries again later.
     let last = || {
         closed()?;
         shared.try_stage().map(|stage| stage.check().map(|()| stage)).transpose()
     };
     let done = device.commit(files, number, &client, &stop, last, |state| shared.write_state(state))?;
-    log::line(&format!("commit: the image is {} now, and {} is empty", done.image, done.emptied));
+    log::line(&format!("commit: pivoted to {}; {} is empty", done.image, done.emptied));
     done.warnings.iter().for_each(|warning| log::line(&format!("warning: {warning}")));
     Ok(done)
 }
 
-/// Whether there is something to read, the end of the stream for one.
+/// Whether the client has closed the connection or sent something.
 fn is_closed(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::IN)];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) != Ok(0)

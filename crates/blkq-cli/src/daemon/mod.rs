@@ -1,8 +1,8 @@
-//! The daemon of one device: its life from start to exit, and its control socket.
+//! The daemon of one device, from start to exit, and its control socket.
 //!
-//! The first thread waits for commands and signals. Each command is answered on a
-//! short-lived thread of its own, because a change may have to wait for I/O; the
-//! device's I/O runs on the engine's threads, where nothing of this happens.
+//! The main thread waits for commands and signals. Each command is executed on a short-lived thread of its
+//! own, because a change may have to wait for I/O. The device's I/O runs on the engine's threads, which do
+//! none of this.
 
 mod answer;
 mod commit;
@@ -38,31 +38,33 @@ use answer::{accept, answer};
 pub use parent::Parent;
 use shared::{Shared, Stage, Stopped, Termination};
 
-/// How long to wait when a connection cannot be taken, or waited for.
+/// How long to pause after accept or poll has failed, for example because no file descriptor is free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// How long to wait before an event is handled again for which no thread could be started.
 const THREAD_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// A device being served, and all that belongs to it.
+/// The daemon of a device that is being served.
 pub struct Daemon {
     shared: Arc<Shared>,
     control: UnixListener,
     signals: Signals,
     stopped: Receiver<Stopped>,
-    /// A byte when there is something in `stopped`.
+    /// Receives a byte when `stopped` has a message.
     wake: UnixStream,
     pid_file: Option<PidFile>,
-    /// Last, so that the name is free after everything else is released.
+    /// The last field, because fields are dropped in order: the name must become free after everything else
+    /// is released.
     claim: Claim,
 }
 
 impl Daemon {
-    /// Takes the name, opens the device and listens, for NBD on the sockets `inherited` if the options have no
-    /// address; when it returns, the device is usable and `parent` knows.
+    /// Claims the name, opens the device and listens for clients. If the options have no NBD address, the
+    /// `inherited` sockets are used. When this returns, the device is usable and `parent` has been notified.
     ///
     /// # Errors
-    /// Whatever keeps the device from being usable; nothing is left of it then.
+    ///
+    /// Fails if the device cannot be made usable; nothing is left of it then.
     pub fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
         let claim = match &options.name {
@@ -72,11 +74,12 @@ impl Daemon {
         Daemon::attach(claim, signals, options, Vec::new(), inherited, parent)
     }
 
-    /// As [`Daemon::start`], for the device `name`, which is no block device, of a daemon that has exited and had
-    /// `settings`.
+    /// As [`Daemon::start`], for the device `name`, which is not a block device and whose previous daemon has
+    /// exited. `settings` are those of the previous daemon.
     ///
     /// # Errors
-    /// Whatever keeps the device from being usable; its state file stays for another attempt.
+    ///
+    /// Fails if the device cannot be made usable; its state file stays, so that recovery can be tried again.
     pub fn succeed(
         name: &str,
         options: &AttachOptions,
@@ -101,10 +104,11 @@ impl Daemon {
         Daemon::ready(claim, signals, options, open, false, parent)
     }
 
-    /// As [`Daemon::start`], for the block device of a daemon that has exited.
+    /// As [`Daemon::start`], for a block device whose previous daemon has exited.
     ///
     /// # Errors
-    /// Whatever keeps the device from being taken over; it stays an orphan then.
+    ///
+    /// Fails if the device cannot be taken over; it remains an orphan then.
     pub fn recover(
         options: &AttachOptions,
         orphan: Orphan,
@@ -120,9 +124,9 @@ impl Daemon {
         Daemon::ready(claim, signals, options, open, true, parent)
     }
 
-    /// The first steps of a daemon.
+    /// The part of the start-up that all daemons have in common.
     fn begin() -> Outcome<(StateDir, Signals)> {
-        // It is run by way of /proc/self/exe, and would be called `exe`.
+        // The program was executed as /proc/self/exe, so the kernel would call the process `exe`.
         let _ = rustix::thread::set_name(c"blkq");
         log::abort_on_panic();
         let signals = Signals::install(&signals::DAEMON)?;
@@ -130,12 +134,12 @@ impl Daemon {
         raise_limits();
         let dir = StateDir::locate()?;
         dir.create()?;
-        // Sockets and files are for their owner alone, from the moment that they exist.
+        // Sockets and files must be private to their owner from the moment they are created.
         umask(Mode::from_bits_truncate(0o177));
         Ok((dir, signals))
     }
 
-    /// Listens, opens the device, which may be an orphan, and notifies `parent`.
+    /// Creates the control socket, opens the device with `open`, and notifies `parent`.
     fn ready(
         mut claim: Claim,
         signals: Signals,
@@ -144,25 +148,29 @@ impl Daemon {
         is_orphan: bool,
         parent: &mut Parent,
     ) -> Outcome<Daemon> {
-        let system = |what: &'static str| move |e: std::io::Error| Failure::new(format!("{what}: {e}"));
-        let control = UnixListener::bind(claim.file(".control")).map_err(system("control socket"))?;
-        control.set_nonblocking(true).map_err(system("control socket"))?;
-        let (wake, waker) = UnixStream::pair().map_err(system("socket pair"))?;
+        let system =
+            |what: &'static str| move |e: std::io::Error| Failure::new(format!("cannot {what}: {e}"));
+        let control =
+            UnixListener::bind(claim.file(".control")).map_err(system("create the control socket"))?;
+        control.set_nonblocking(true).map_err(system("create the control socket"))?;
+        let (wake, waker) = UnixStream::pair().map_err(system("create a socket pair"))?;
         let (sender, stopped) = channel();
         let owner = geteuid();
-        // The device had a daemon before, for whose clients this one starts, whether the command still runs or not.
+        // The device had a daemon before, and its clients wait for this one, even if the command has been
+        // interrupted.
         let is_successor = claim.is_kept();
         let mut device = match open(&claim) {
             Ok(device) => device,
             Err(failure) => {
-                // The kernel may have refused to remove what was made.
+                // If the kernel refused to remove a new block device, its files must stay, so that it can be
+                // recovered.
                 if !is_successor && claim.has_orphan() {
                     claim.keep(true);
                 }
                 return Err(failure);
             }
         };
-        // From here on the name lives as long as the block device, however this process exits.
+        // A block device survives this process, however it exits. From here on its files must, too.
         if device.leaves_block_device() {
             claim.keep(true);
         }
@@ -170,13 +178,13 @@ impl Daemon {
             let pid_file = PidFile::write(options)?;
             if parent.waits() {
                 log::redirect(&claim.file(".log"))?;
-                // Not to keep a file system busy that has nothing to do with the device.
-                std::env::set_current_dir("/").map_err(system("chdir"))?;
+                // Otherwise the daemon would keep an unrelated file system busy.
+                std::env::set_current_dir("/").map_err(system("change to the directory /"))?;
             }
-            // As late as can be: if an older program serves a device again that this one could not take over, it reads
-            // its own state file.
+            // This must be the last step that can fail for a reason of its own: if this program cannot take
+            // over a device, the older program serves it again, and reads its own state file.
             let state_file = claim.write_state(&device.state()?)?;
-            // Nothing below opens a file, or needs a privilege that is not kept.
+            // Nothing below may open a file, or needs a privilege that confinement removes.
             let removed = pid_file.iter().map(|file| file.path().to_owned());
             device.confine(removed.chain([claim.file(".lock")]))?;
             device.start_background()?;
@@ -198,13 +206,14 @@ impl Daemon {
         let (pid_file, state_file) = match announce() {
             Ok(announced) => announced,
             Err(failure) => {
-                // Nobody knows of it yet; an orphan stays one.
+                // No client knows this device yet, so it is removed. An orphan remains an orphan.
                 if !is_orphan {
                     let closed = device.close(true);
                     if claim.is_kept() && !is_successor {
                         claim.keep(device.leaves_block_device());
                     }
-                    closed.map_err(|e| Failure::new(format!("{failure}; and what was made is left: {e}")))?;
+                    closed
+                        .map_err(|e| Failure::new(format!("{failure}; the clean-up failed as well: {e}")))?;
                 }
                 return Err(failure);
             }
@@ -213,17 +222,18 @@ impl Daemon {
         Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
     }
 
-    /// The device as it is now, with what its user should know first.
+    /// Returns the state of the device, including the warnings that are printed at attach.
     ///
     /// # Errors
-    /// If it has stopped.
+    ///
+    /// Fails if the device has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         self.shared.device().info_at_attach()
     }
 
     /// Serves until the device is detached or a signal stops it.
     pub fn run(mut self) -> ExitCode {
-        // Events for which no thread could be started.
+        // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
         let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
         loop {
             let mut fds = [
@@ -235,7 +245,7 @@ impl Daemon {
                 PollFd::new(self.shared.device().failure_event(), PollFlags::IN),
                 PollFd::new(self.shared.device().size_event(), PollFlags::IN),
             ];
-            // Interrupted, or out of memory: poll again. The signal is in its pipe.
+            // After an interruption or ENOMEM, poll again. Signals are not lost: they are in their pipe.
             let until = (resize_due || idle_due || signal_due.is_some()).then_some(&THREAD_PAUSE);
             if poll(&mut fds, until).is_err_and(|e| e != Errno::INTR) {
                 std::thread::sleep(ACCEPT_PAUSE);
@@ -256,7 +266,7 @@ impl Daemon {
             }
             if failed && let Some(failure) = self.shared.device().take_failure() {
                 log::line(&format!(
-                    "exiting at once: {failure}; what it had in flight waits for blkq recover"
+                    "exiting immediately: {failure}; requests in flight wait for `blkq recover`"
                 ));
                 return self.exit_at_once();
             }
@@ -281,20 +291,19 @@ impl Daemon {
             if commands {
                 match self.control.accept() {
                     Ok((stream, _)) => accept(&self.shared, stream),
-                    // Out of descriptors, for one: others may be closed.
+                    // Most likely no file descriptor is free; others may be closed soon.
                     Err(_) => std::thread::sleep(ACCEPT_PAUSE),
                 }
             }
         }
     }
 
-    /// Does what a signal asks for.
     fn on_signal(&self, signal: Signal) -> Option<Termination> {
         match signal {
             Signal::Hangup => {
                 self.shared.spawn(move |shared| {
                     let done = match shared.device().reload_certificates() {
-                        Ok(None) => "nothing to do, as there are no certificates to reload".to_owned(),
+                        Ok(None) => "no certificates to reload".to_owned(),
                         Ok(Some(directory)) => {
                             format!("reloaded the certificates in {}", directory.display())
                         }
@@ -305,12 +314,13 @@ impl Daemon {
                 None
             }
             Signal::Terminate | Signal::Interrupt => Some(self.shared.terminate(signal)),
-            // They have no handlers here.
+            // The daemon installs no handlers for these.
             Signal::Quit | Signal::Stop | Signal::Continue | Signal::Resize => None,
         }
     }
 
-    /// Detaches the device at once, even with clients: its user could not be notified.
+    /// Detaches the device even if clients are connected. Used if the user could not be told about the
+    /// device.
     pub fn give_up(self) {
         if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {
             self.shared.stop(None);
@@ -320,22 +330,23 @@ impl Daemon {
         }
     }
 
-    /// Exits with what is in flight. A block device that is left keeps its files, by which `recover`
-    /// and `detach` find it.
+    /// Exits without waiting for I/O in flight. If a block device remains, its files stay, so that `blkq
+    /// recover` and `blkq detach` find it.
     fn exit_at_once(self) -> ExitCode {
         let Daemon { shared, mut claim, .. } = self;
         claim.keep(shared.device().leaves_block_device());
-        // The engines may have I/O that never completes.
+        // Dropping this would wait for the engines, which may have I/O that never completes.
         std::mem::forget(shared);
         match claim.is_kept() {
-            // Locked until the process, which the kernel still takes for its server, has exited.
+            // The lock must be held until the process has exited: until then, the kernel treats it as the
+            // server of the block device, and another daemon cannot recover it.
             true => std::mem::forget(claim),
             false => drop(claim),
         }
         ExitCode::from(EXIT_FAILED)
     }
 
-    /// Removes what is left of the device, and then replies to the client that asked for it.
+    /// Removes what is left of the device, and then replies to the client that requested the stop.
     fn finish(self, stopped: Stopped) -> ExitCode {
         let Daemon { shared, control, pid_file, mut claim, .. } = self;
         drop((control, pid_file));
@@ -357,13 +368,13 @@ impl Daemon {
     }
 }
 
-/// Takes what the user is allowed: descriptors for connections, locked memory for
-/// registered buffers. A limit that cannot be raised fails where it is needed, not here.
+/// Raises the limits of open files (for connections) and locked memory (for registered buffers) to their
+/// maximum. Errors are ignored: a limit that is too low is reported where it is exceeded.
 pub fn raise_limits() {
     for resource in [Resource::Nofile, Resource::Memlock] {
         let maximum = getrlimit(resource).maximum;
         let _ = setrlimit(resource, Rlimit { current: maximum, maximum });
     }
-    // Root needs no limit raised to lock memory, until it is no longer privileged.
+    // Root may lock memory without a limit now, but not after it has dropped its privileges.
     let _ = setrlimit(Resource::Memlock, Rlimit { current: None, maximum: None });
 }

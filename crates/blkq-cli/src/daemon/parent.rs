@@ -1,4 +1,4 @@
-//! The process that started a daemon, and waits until the device is usable.
+//! The process that started a daemon and waits until the device is usable.
 
 use std::io::Write;
 
@@ -6,43 +6,46 @@ use rustix::process::setsid;
 
 use crate::failure::{Failure, Outcome};
 
-/// The process that started this daemon and waits for its message on standard output.
+/// The process that started this daemon and reads its message from the daemon's standard output.
 #[derive(Debug)]
 pub struct Parent {
-    /// The file that standard input and output become when it has been notified; `None` if no process waits.
+    /// `/dev/null`, which replaces standard input and output after the notification. `None` if no process
+    /// waits.
     null: Option<std::fs::File>,
 }
 
 impl Parent {
-    /// None: this process is the one that the user started.
+    /// For a daemon in the foreground, which the user started directly.
     pub fn none() -> Parent {
         Parent { null: None }
     }
 
-    /// The parent of a daemon, which leaves the parent's session.
+    /// For a daemon in the background. Starts a new session, so that signals of the terminal do not reach it.
     ///
     /// # Errors
-    /// If it cannot.
+    ///
+    /// Fails if the session cannot be started, or `/dev/null` cannot be opened.
     pub fn new() -> Outcome<Parent> {
-        setsid().map_err(|e| Failure::new(format!("setsid: {e}")))?;
+        setsid().map_err(|e| Failure::new(format!("cannot start a new session: {e}")))?;
         let null = std::fs::File::options().write(true).open("/dev/null");
-        Ok(Parent { null: Some(null.map_err(|e| Failure::new(format!("/dev/null: {e}")))?) })
+        Ok(Parent { null: Some(null.map_err(|e| Failure::new(format!("cannot open /dev/null: {e}")))?) })
     }
 
-    /// Whether there is one.
+    /// Whether a process waits for the message.
     pub fn waits(&self) -> bool {
         self.null.is_some()
     }
 
-    /// Sends the parent its one message, and releases standard input and output.
+    /// Sends the parent its message, and redirects standard input and output to `/dev/null`.
     ///
     /// # Errors
-    /// If the parent has exited.
+    ///
+    /// Fails if the parent has exited.
     pub fn notify(&mut self, reply: &[u8]) -> Outcome {
         let Some(null) = self.null.take() else { return Ok(()) };
         let mut stdout = std::io::stdout().lock();
         let written = stdout.write_all(reply).and_then(|()| stdout.flush());
-        // In any case: a daemon that takes over a device serves it without its parent, too.
+        // Even if the parent has exited: a daemon that takes over a device serves it without its parent, too.
         let released = rustix::stdio::dup2_stdin(&null).and_then(|()| rustix::stdio::dup2_stdout(null));
         written
             .and_then(|()| Ok(released?))

@@ -19,49 +19,50 @@ use crate::state::overwrite_state;
 use crate::{log, systemd};
 use blkq::units::format_bytes;
 
-/// How long a daemon that leaves its device to the next one waits for other commands' answers.
+/// How long a daemon that leaves its device to the next daemon waits until other commands have been answered.
 const LEAVE_WAIT: Duration = Duration::from_millis(100);
-/// How long to wait before the size of an image is taken over, where I/O in flight kept that from being done; then
-/// twice as long each time, up to the other. Each attempt keeps new I/O waiting for a while, which may not stall.
+/// After this time the daemon tries again to adopt a changed size of the image, if I/O in flight prevented
+/// it. The time doubles with each attempt, up to [`SIZE_RETRY_MAX`], because each attempt makes new I/O wait
+/// for a while.
 const SIZE_RETRY: Duration = Duration::from_secs(15);
 const SIZE_RETRY_MAX: Duration = Duration::from_secs(600);
-/// Stack of a thread that answers a command.
+/// Stack size of a thread that executes a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
 
-/// The state that the threads that answer commands share.
 pub(super) struct Shared {
-    /// The user that runs it.
+    /// The user who runs the daemon.
     owner: Uid,
     device: Device,
-    /// Locked while its change is decided, and while the state file is written along with it.
+    /// Locked while a change of the stage is decided, and while the state file is written together with it.
     stage: Mutex<Stage>,
-    /// Open for writing: a confined daemon may open nothing in its directory.
+    /// Open for writing, because a confined daemon cannot open files in its directory.
     state_file: File,
     answering: AtomicUsize,
-    /// Threads of those that have no command, or have answered it.
+    /// Number of the threads in `answering` that have no command or have already answered it.
     answered: AtomicUsize,
-    /// Changes of the image's size that a thread takes over, and those that came meanwhile.
+    /// Number of changes of the image's size that are not handled yet. While it is not zero, a thread handles
+    /// them.
     size_changes: AtomicUsize,
-    /// Departures of last clients that a thread checks, and those that came meanwhile.
+    /// Number of times that the last client disconnected and that are not handled yet, counted in the same
+    /// way.
     departures: AtomicUsize,
-    /// A signal has asked to stop, which is on its way.
+    /// A signal has been received, and a thread stops the device.
     signalled: AtomicBool,
     stopped: Sender<Stopped>,
     waker: UnixStream,
 }
 
-/// Where a device is in its life.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     Serving,
-    /// It is left to the next daemon, which reads what this one has written.
+    /// The device is left to the next daemon, which reads the state file that this daemon wrote.
     Leaving,
-    /// It is closed and stops, or has stopped.
+    /// The device is closed, and stops or has stopped.
     Stopping,
 }
 
 impl Stage {
-    /// Whether the device can still be changed, and why not.
+    /// Fails if the device can no longer be changed.
     pub(super) fn check(self) -> Outcome {
         match self {
             Stage::Serving => Ok(()),
@@ -71,28 +72,28 @@ impl Stage {
     }
 }
 
-/// The outcome of a signal to stop.
+/// What happened to a signal that asks the daemon to stop.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Termination {
     /// A thread stops the device.
     Begun,
-    /// No thread could be started: the caller has to try again.
+    /// No thread could be started; the caller must try again.
     NoThread,
-    /// The device was stopping already, and another signal does not wait for that.
+    /// The device was already stopping, so this signal ends the process without waiting for I/O.
     ExitAtOnce,
 }
 
-/// The device has stopped.
+/// Sent to the main thread when the device has stopped.
 pub(super) struct Stopped {
-    /// How its last flush went.
+    /// The result of the last flush.
     pub(super) flushed: Outcome,
-    /// The client that asked for it and waits for the answer.
+    /// The client that requested the stop and waits for the answer.
     pub(super) asker: Option<UnixStream>,
 }
 
 impl Shared {
-    /// A device that is served, by the user `owner`. When it has stopped, `stopped` gets that, and `waker`
-    /// a byte.
+    /// Creates the shared state of a device that is served by the user `owner`. When the device has stopped,
+    /// `stopped` receives a message and `waker` a byte.
     pub(super) fn new(
         owner: Uid,
         device: Device,
@@ -115,7 +116,6 @@ impl Shared {
         })
     }
 
-    /// The user that the daemon runs as.
     pub(super) fn owner(&self) -> Uid {
         self.owner
     }
@@ -124,7 +124,7 @@ impl Shared {
         &self.device
     }
 
-    /// How many threads answer commands.
+    /// Number of threads that [`Shared::spawn`] started and that have not ended.
     pub(super) fn answering(&self) -> usize {
         self.answering.load(Ordering::Relaxed)
     }
@@ -133,7 +133,7 @@ impl Shared {
         self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The stage, unless somebody else has it now.
+    /// Locks the stage, unless another thread holds the lock.
     pub(super) fn try_stage(&self) -> Option<MutexGuard<'_, Stage>> {
         match self.stage.try_lock() {
             Ok(stage) => Some(stage),
@@ -142,37 +142,43 @@ impl Shared {
         }
     }
 
-    /// Closes the device by `close`, for a caller that then stops or leaves it, depending on `next`.
+    /// Closes the device with `close`. On success the stage becomes `next`, and the caller must stop or leave
+    /// the device.
     ///
     /// # Errors
-    /// If it is in use and that is to be respected, or it is stopping already.
+    ///
+    /// Fails if the device is already stopping, or if `close` refuses because the device is in use.
     pub(super) fn close(&self, next: Stage, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
         let mut stage = self.stage();
         if *stage != Stage::Serving {
-            return Err(Failure::new("it is stopping already; blkq list shows when it is detached"));
+            return Err(Failure::new(
+                "the device is already stopping; `blkq list` shows when it is detached",
+            ));
         }
         close(&self.device)?;
         *stage = next;
         Ok(())
     }
 
-    /// Closes the device for the next daemon. Not if writes could not be made durable: that one
-    /// would not know, and answer flushes without an error.
+    /// Closes the device for the next daemon. This is refused if earlier writes could not be made durable:
+    /// the next daemon would not know, and would answer flushes without an error.
     ///
     /// # Errors
-    /// As [`Shared::close`], and that.
+    ///
+    /// As [`Shared::close`]; also fails if requests are held, or the flush fails.
     pub(super) fn leave(&self) -> Outcome {
-        // The flush would wait for them.
+        // The flush would wait for held requests.
         self.device.check_not_held()?;
-        // Not under the lock: a flush may take long, or hang, and a forced stop does not wait for it.
+        // Without the lock: a flush may take long or hang, and a forced stop must not wait for it.
         self.device.flush()?;
         self.close(Stage::Leaving, Device::leave)
     }
 
-    /// Has a thread detach a device that detaches with its last client, which has disconnected. Returns `false` if no
-    /// thread can be started: then the caller has to try again.
+    /// Starts a thread that detaches the device, if it is to be detached with its last client and that client
+    /// has disconnected. Returns `false` if no thread can be started; then the caller must try again.
     pub(super) fn clients_left(self: &Arc<Shared>) -> bool {
-        // Clients come and go as they like. Most devices stay, and need no thread.
+        // Clients can connect and disconnect at any rate. Most devices do not detach with the last one, and
+        // need no thread.
         if !self.device.autoclear().is_on() {
             return true;
         }
@@ -187,17 +193,17 @@ impl Shared {
         )
     }
 
-    /// Closes a device that detaches with its last client, if no client is connected.
+    /// Closes a device with `--autoclear` if no client is connected.
     fn close_idle(&self) -> bool {
         let close = |device: &Device| match device.autoclear().is_on() {
             true => device.close(false),
-            false => Err(Failure::new("it stays")),
+            false => Err(Failure::new("the device stays")),
         };
         self.close(Stage::Stopping, close).is_ok()
     }
 
-    /// Has a thread take over the size of an image that may have changed it. Returns `false` if no thread can be
-    /// started: then the caller has to try again.
+    /// Starts a thread that adopts a changed size of the image. Returns `false` if no thread can be started;
+    /// then the caller must try again.
     pub(super) fn size_changed(self: &Arc<Shared>) -> bool {
         self.run_once(
             |shared| &shared.size_changes,
@@ -211,10 +217,10 @@ impl Shared {
         )
     }
 
-    /// Runs `job` for an event that clients cause, on one thread for all events of its kind: an event that arrives
-    /// while `job` runs has that thread run it again. A thread per event would leave none for commands, while the
-    /// first one waits for the stage. `events` has the events since the thread started; returns whether there is a
-    /// thread.
+    /// Runs `job` for an event that clients cause, on one thread for all events of this kind: if another
+    /// event arrives while `job` runs, the thread runs it again. With a thread per event, threads that wait
+    /// for the stage would leave none for commands. `events` counts the events that are not handled yet; the
+    /// one that raises it from zero starts the thread. Returns whether a thread runs.
     fn run_once(
         self: &Arc<Shared>,
         events: fn(&Shared) -> &AtomicUsize,
@@ -237,20 +243,20 @@ impl Shared {
         spawned
     }
 
-    /// Takes the size of the image over; returns `false` if it is to be tried again, with the reason, once logged, in
-    /// `waiting`: I/O that stalls keeps the device from changing.
+    /// Adopts the size of the image. Returns `false` if I/O in flight prevented this and the caller must try
+    /// again. `waiting` holds the last failure, so that it is logged only once.
     fn follow_size(&self, waiting: &mut Option<Failure>) -> bool {
         let open = self.stage().check();
         match open.and_then(|()| self.device.follow_size()) {
             Ok(None) => true,
             Ok(Some(bytes)) => {
-                log::line(&format!("the image has {} now ({bytes} bytes)", format_bytes(bytes)));
+                log::line(&format!("the size of the image is now {} ({bytes} bytes)", format_bytes(bytes)));
                 true
             }
             Err(failure) => {
                 let busy = failure.is_busy();
                 if waiting.as_ref() != Some(&failure) {
-                    log::line(&format!("the size of the image was not taken over: {failure}"));
+                    log::line(&format!("cannot adopt the new size of the image: {failure}"));
                     *waiting = Some(failure);
                 }
                 !busy
@@ -258,16 +264,17 @@ impl Shared {
         }
     }
 
-    /// Stops the device, which is closed.
+    /// Stops the device, which must be closed, and notifies the main thread.
     pub(super) fn stop(&self, asker: Option<UnixStream>) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and stopping");
         let flushed = self.device.stop();
-        // The receivers are in the first thread, which outlives all others.
+        // The receivers belong to the main thread, which ends last.
         let _ = self.stopped.send(Stopped { flushed, asker });
         let _ = (&self.waker).write_all(&[0]);
     }
 
-    /// Gives other commands a moment to be answered: one without an answer reports that.
+    /// Waits a moment until other commands have been answered: a command that gets no answer reports an
+    /// error.
     pub(super) fn wait_for_answers(&self) {
         let until = Instant::now() + LEAVE_WAIT;
         while self.unanswered() > 1 && Instant::now() < until {
@@ -275,19 +282,20 @@ impl Shared {
         }
     }
 
-    /// How many threads are to answer yet.
+    /// Number of threads that still have to answer a command.
     fn unanswered(&self) -> usize {
         self.answering().saturating_sub(self.answered.load(Ordering::Relaxed))
     }
 
-    /// Runs `wait` on a thread that has nothing to answer any more, and that an upgrade need not wait for.
+    /// Runs `wait` on a thread that owes no answer, so that [`Shared::wait_for_answers`] does not wait for
+    /// it.
     pub(super) fn without_answer(&self, wait: impl FnOnce()) {
         self.answered.fetch_add(1, Ordering::Relaxed);
         wait();
         self.answered.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Runs `job` on a thread of its own; returns whether there is one.
+    /// Runs `job` on a new thread. Returns whether the thread could be started.
     pub(super) fn spawn(self: &Arc<Shared>, job: impl FnOnce(&Shared) + Send + 'static) -> bool {
         let count = self.clone();
         self.answering.fetch_add(1, Ordering::Relaxed);
@@ -303,17 +311,17 @@ impl Shared {
         spawned.is_ok()
     }
 
-    /// Has a thread detach the device because of a signal.
+    /// Starts a thread that detaches the device because of a signal.
     pub(super) fn terminate(self: &Arc<Shared>, signal: Signal) -> Termination {
         let stop = move |shared: &Shared| {
             match shared.close(Stage::Stopping, |device| device.close(true)) {
                 Ok(()) => {
-                    log::line(&format!("stopping: {} asked for it", signal.name()));
+                    log::line(&format!("stopping: received {}", signal.name()));
                     shared.stop(None);
                 }
                 Err(failure) => {
                     log::line(&format!("not stopping: {failure}"));
-                    // The next signal tries again.
+                    // The next signal must try again, instead of ending the process.
                     shared.signalled.store(false, Ordering::SeqCst);
                 }
             }
@@ -321,27 +329,26 @@ impl Shared {
         self.begin_termination(|| self.spawn(stop))
     }
 
-    /// Has `start` start the thread that stops the device, unless that runs already.
+    /// Calls `start`, which starts the thread that stops the device, unless that thread already runs.
     fn begin_termination(&self, start: impl FnOnce() -> bool) -> Termination {
         if self.signalled.swap(true, Ordering::SeqCst) {
-            log::line("exiting at once: another signal asked for it; what was in flight may be lost");
+            log::line("exiting immediately after a second signal; requests in flight may be lost");
             return Termination::ExitAtOnce;
         }
         if start() {
             return Termination::Begun;
         }
-        // The device has not begun to stop: another signal must not skip the last flush.
+        // The device has not begun to stop, so the next signal must not skip the last flush.
         self.signalled.store(false, Ordering::SeqCst);
         Termination::NoThread
     }
 
     pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {
         self.stage().check()?;
-        self.keep(self.change(settings), "set, but not kept")
+        self.save(self.change(settings), "set, but not saved")
     }
 
-    /// Changes all of the settings, and reads the certificates anew, for a device that does not have these values
-    /// yet: all of it, or nothing.
+    /// Changes all settings whose value differs, and reloads the certificates: all of it, or nothing.
     pub(super) fn apply(&self, settings: &[(String, String)]) -> Outcome {
         self.stage().check()?;
         let changes = self.device.prepare_changes(settings)?;
@@ -354,9 +361,9 @@ impl Shared {
             done.push(change);
             Ok(())
         });
-        // Nothing to write down is no reason to fail where the state file cannot be written.
-        let kept = set
-            .and_then(|()| if changes.is_empty() { Ok(()) } else { self.keep(Ok(()), "it cannot be kept") });
+        // If nothing changed, a state file that cannot be written is no reason to fail.
+        let kept =
+            set.and_then(|()| if changes.is_empty() { Ok(()) } else { self.save(Ok(()), "cannot be saved") });
         kept.map_err(|failure| self.undo(&done, failure))?;
         if let Some((directory, certificates)) = certificates {
             certificates.install();
@@ -365,39 +372,41 @@ impl Shared {
         Ok(())
     }
 
-    /// Undoes changes because of a failure; returns that, with what could not be undone.
+    /// Undoes the changes in `done` because of `failure`. Returns the failure, with the changes that could
+    /// not be undone.
     fn undo(&self, done: &[&Change], mut failure: Failure) -> Failure {
         for change in done.iter().rev() {
             log::line(&format!("undo {}", change.to.key()));
             if let Err(e) = self.device.undo(change) {
                 let (key, value) = change.to.to_text();
-                failure = Failure::new(format!("{failure} ({key}={value} stays: {e})"));
+                failure = Failure::new(format!("{failure} ({key}={value} could not be undone: {e})"));
             }
         }
         failure
     }
 
-    /// Writes the settings that were `changed` down, for the next daemon of the device; `otherwise` is what they are if
-    /// that fails.
-    fn keep(&self, changed: Outcome, otherwise: &str) -> Outcome {
+    /// Saves the settings for the next daemon, after they were `changed`. If that fails, the message begins
+    /// with `otherwise`.
+    fn save(&self, changed: Outcome, otherwise: &str) -> Outcome {
         let stage = self.stage();
         match *stage {
-            // Of several that were set, those before the one that failed are kept too.
+            // If one of several settings could not be set, those before it were set, and are saved.
             Stage::Serving => {
                 let written = self.write_settings();
                 changed.and(written.map_err(|e| e.during(format_args!("{otherwise} for the next daemon"))))
             }
-            // The next daemon does not learn of it.
+            // The next daemon has already read the state file, so the change would be lost.
             Stage::Leaving => stage.check(),
-            // Nothing of it is to be left.
+            // The state file is about to be removed.
             Stage::Stopping => changed,
         }
     }
 
-    /// Writes the state file.
+    /// Overwrites the state file.
     ///
     /// # Errors
-    /// That of the file.
+    ///
+    /// Returns the error of the file.
     pub(super) fn write_state(&self, state: &DaemonState) -> Outcome {
         overwrite_state(&self.state_file, state)
     }
@@ -412,7 +421,7 @@ impl Shared {
             self.set_one(key, value).map_err(|e| {
                 let before: Vec<&str> = settings[..done].iter().map(|(key, _)| key.as_str()).collect();
                 let note =
-                    if done > 0 { format!(" (done before: {})", before.join(", ")) } else { String::new() };
+                    if done > 0 { format!(" (already set: {})", before.join(", ")) } else { String::new() };
                 Failure::new(format!("{key}={value}: {e}{note}"))
             })?;
         }
@@ -427,7 +436,8 @@ impl Shared {
     }
 
     fn change_to(&self, setting: &Setting) -> Outcome {
-        // A client that was promised that it stays can rely on it.
+        // After `autoclear=off` has succeeded, the device must not detach. So the stage must not change before
+        // the setting has.
         let staying = matches!(setting, Setting::Autoclear(_)).then(|| self.stage());
         staying.as_ref().map_or(Ok(()), |stage| stage.check())?;
         self.device.set(setting)
@@ -447,7 +457,6 @@ mod tests {
     use crate::state::tests::scratch;
     use crate::state::{Claim, StateDir};
 
-    /// A device that is served.
     struct Served {
         dir: StateDir,
         claim: Claim,
@@ -485,7 +494,7 @@ mod tests {
         };
         let set = |value: &str| shared.set(&[("depth".to_owned(), value.to_owned())]);
         set("64").unwrap();
-        // There is no block device to leave: it keeps running.
+        // The device has no block device to leave, so it keeps running.
         assert!(shared.close(Stage::Leaving, Device::leave).is_err());
         set("32").unwrap();
 
@@ -493,11 +502,11 @@ mod tests {
         let refused = set("16").unwrap_err().to_string();
         assert!(refused.contains("handed over") && refused.contains("try again"), "{refused}");
         assert_eq!(depth(), "32");
-        // It began to leave while the change was made.
+        // The handover began while the change was made.
         shared.change(&[("depth".to_owned(), "16".to_owned())]).unwrap();
-        assert_eq!(shared.keep(Ok(()), ""), Err(Failure::new(refused)));
+        assert_eq!(shared.save(Ok(()), ""), Err(Failure::new(refused)));
         *shared.stage() = Stage::Stopping;
-        assert_eq!(shared.keep(Ok(()), ""), Ok(()));
+        assert_eq!(shared.save(Ok(()), ""), Ok(()));
         assert!(set("8").unwrap_err().to_string().contains("stopping"));
 
         served.stop();
@@ -513,18 +522,22 @@ mod tests {
         let now = |device: &Device| (device.info().unwrap().settings, device.state().unwrap().settings);
         apply(&shared, &[("depth", "64"), ("read-only", "off")]).unwrap();
         let before = now(&shared.device);
-        assert_eq!(before.1, [("depth".to_owned(), "64".to_owned())], "what it is already is not set");
+        assert_eq!(
+            before.1,
+            [("depth".to_owned(), "64".to_owned())],
+            "a setting that has the value already is not changed"
+        );
         let changed = [("scheduler", "kyber"), ("limit", "iops=9"), ("depth", "32")];
         let late = apply(&shared, &[&changed[..], &[("depth", "10240")]].concat()).unwrap_err().to_string();
         assert!(late.starts_with("depth=10240: "), "{late}");
         assert_eq!(now(&shared.device), before);
-        // Each can be set, and none can be written down.
+        // Each setting can be changed, but the state file cannot be written.
         let read_only = File::open(dir.file("a", ".json")).unwrap();
         let device = Arc::into_inner(shared).unwrap().device;
         let ((_wake, waker), (sender, _stopped)) = (UnixStream::pair().unwrap(), channel());
         let shared = Shared::new(geteuid(), device, sender, waker, read_only);
-        let unkept = apply(&shared, &changed).unwrap_err().to_string();
-        assert!(unkept.starts_with("it cannot be kept for the next daemon: "), "{unkept}");
+        let unsaved = apply(&shared, &changed).unwrap_err().to_string();
+        assert!(unsaved.starts_with("cannot be saved for the next daemon: "), "{unsaved}");
         assert_eq!(now(&shared.device), before);
         Served { dir, claim, shared, _woken }.stop();
     }
@@ -572,7 +585,7 @@ mod tests {
     ) {
         let served = Served::new(name, words);
         let shared = &served.shared;
-        // A client keeps a device that would detach.
+        // A connected client prevents the device from detaching.
         let mut client = UnixStream::connect(served.claim.file(".nbd")).unwrap();
         client.read_exact(&mut [0; 18]).unwrap();
         for _ in 0..2 {
@@ -580,7 +593,7 @@ mod tests {
             for _ in 0..20 {
                 assert!(announce(shared));
             }
-            assert_eq!(shared.answering(), 1, "it waits for the stage");
+            assert_eq!(shared.answering(), 1, "the thread waits for the stage");
             wait_until("nothing is left to answer", || shared.unanswered() == 0);
             drop(stage);
             wait_until("the thread is done", || shared.answering() == 0);

@@ -1,4 +1,5 @@
-//! A snapshot over the control socket, in steps: another device may be stopped at the same moment.
+//! A snapshot over the control socket. It has several steps, because several devices may be stopped at the
+//! same moment.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read};
@@ -14,14 +15,15 @@ use crate::failure::{Failure, Outcome};
 use crate::log;
 use crate::options::Record;
 
-/// How long I/O waits for the other devices of a snapshot.
+/// How long the I/O of this device waits for the other devices of a snapshot.
 const OTHERS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Makes the snapshot, unless the client closes the connection before the last step. `reply` notifies the client that
-/// the next step is its.
+/// Takes a snapshot, unless the client closes the connection before the last step. `reply` announces to the client
+/// that its next step is due.
 ///
 /// # Errors
-/// Why there is none; the device goes on as it was.
+///
+/// Fails if the snapshot is refused or cancelled; the device then continues with its image.
 pub(super) fn serve_snapshot(
     shared: &Shared,
     stream: &UnixStream,
@@ -32,12 +34,13 @@ pub(super) fn serve_snapshot(
     let image = recorded(image)?;
     let options = options.read()?;
     shared.stage().check()?;
-    // Most of it while I/O goes on, before any device of the snapshot is stopped; and not under the lock: a flush may
-    // take long, or hang, and a forced stop does not wait for it.
+    // Most of the data is flushed here, while I/O continues and before any device of the snapshot is stopped.
+    // The stage is not locked: a flush may take long or hang, and a forced stop must not wait for it.
     shared.device().flush_for_change()?;
     reply();
     let file = receive_file(stream)?;
-    // The next daemon of the device reads what is written here, and nothing is changed once it stops.
+    // The next daemon reads what is written here, so the stage is locked: nothing may be changed once the
+    // device stops.
     let stage = shared.stage();
     stage.check()?;
     let ready = || {
@@ -46,35 +49,39 @@ pub(super) fn serve_snapshot(
     };
     let warnings =
         shared.device().snapshot(file, &options, image, ready, |state| shared.write_state(state))?;
-    log::line(&format!("snapshot: the image is {} now", shared.device().image()));
+    log::line(&format!("snapshot: the active image is now {}", shared.device().image()));
     warnings.iter().for_each(|warning| log::line(&format!("warning: {warning}")));
     Ok(Snapshotted { warnings })
 }
 
-/// The number of the image that the command has recorded for the next daemon.
+/// The number under which the command has recorded the image for the next daemon.
 ///
 /// # Errors
-/// If it has recorded none.
+///
+/// Fails if the command is of an older version, which records nothing.
 pub(super) fn recorded(image: Option<u64>) -> Outcome<u64> {
-    let of_older = "the command is of an older blkq than the daemon; run the blkq that attached the device, or a later one";
+    let of_older =
+        "this blkq is older than the daemon; use the blkq that attached the device, or a later one";
     image.ok_or_else(|| Failure::new(of_older))
 }
 
-/// The file that comes with the next byte.
+/// Receives the file that the client sends with the next byte.
 ///
 /// # Errors
-/// If none comes in time.
+///
+/// Fails if no file arrives within [`CHANGE_TIMEOUT`].
 pub(super) fn receive_file(stream: &UnixStream) -> Outcome<File> {
     let file = receive_files(stream)?.pop();
-    file.ok_or_else(|| Failure::new("the new file did not come: there was none"))
+    file.ok_or_else(|| Failure::new("the command sent no file"))
 }
 
-/// The files that come with the next byte: at most [`FILES_MAX`].
+/// Receives the files that the client sends with the next byte, at most [`FILES_MAX`].
 ///
 /// # Errors
-/// The socket's.
+///
+/// Returns the error of the socket.
 pub(super) fn receive_files(stream: &UnixStream) -> Outcome<Vec<File>> {
-    let failed = |why: String| Failure::new(format!("the file did not come: {why}"));
+    let failed = |why: String| Failure::new(format!("cannot receive the file: {why}"));
     stream.set_read_timeout(Some(CHANGE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -88,15 +95,15 @@ pub(super) fn receive_files(stream: &UnixStream) -> Outcome<Vec<File>> {
     Ok(files.unwrap_or_default())
 }
 
-/// Waits for the last step.
+/// Waits until the client sends the byte of the last step.
 fn wait(mut stream: &UnixStream) -> Outcome {
     let _ = stream.set_read_timeout(Some(OTHERS_TIMEOUT));
     match stream.read(&mut [0]) {
         Ok(1) => Ok(()),
-        Ok(_) => Err(Failure::new("the snapshot was given up")),
+        Ok(_) => Err(Failure::new("snapshot cancelled by the command")),
         Err(_) => {
             let seconds = OTHERS_TIMEOUT.as_secs();
-            Err(Failure::new(format!("the snapshot was given up: its command did nothing for {seconds} s")))
+            Err(Failure::new(format!("snapshot cancelled: the command sent nothing for {seconds} s")))
         }
     }
 }

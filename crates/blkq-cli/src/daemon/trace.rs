@@ -1,4 +1,4 @@
-//! A trace over the control socket: it lasts as long as its connection.
+//! A trace over the control socket. It ends when the connection is closed.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -16,10 +16,12 @@ use crate::control::{Reply, line_of};
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// Traces the device, and replies, until the client closes the connection, or sends anything.
+/// Traces the device until the client closes the connection or sends anything. The reply is sent when the
+/// trace has started.
 ///
 /// # Errors
-/// Why the device is not traced; then there was no reply.
+///
+/// Fails if the device is not traced; no reply has been sent then.
 pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64) -> Outcome {
     let tracer = client_of(stream);
     shared.stage().check()?;
@@ -31,26 +33,26 @@ pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64)
     Ok(())
 }
 
-/// The process of a client.
 pub(super) fn client_of(stream: &UnixStream) -> String {
     let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
     pid.map_or("another process".to_owned(), |pid| format!("process {}", pid.as_raw_nonzero()))
 }
 
-/// Sends a reply, and `file` with its first byte.
+/// Sends a reply, with `file` attached to its first byte.
 ///
 /// # Errors
-/// If the client does not take it.
+///
+/// Fails if the client does not read the reply.
 pub(super) fn send_with_file<T: Serialize>(stream: &UnixStream, value: T, file: BorrowedFd<'_>) -> Outcome {
     let line = line_of(&Reply::Ok(value))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files = [file];
     control.push(SendAncillaryMessage::ScmRights(&files));
-    // So short a line is sent as a whole, to a socket that nothing was written to.
+    // The line is short and the socket's buffer is empty, so the kernel accepts the whole line.
     match sendmsg(stream, &[IoSlice::new(&line)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
         Ok(sent) if sent == line.len() => Ok(()),
-        _ => Err(Failure::new("the client does not take the reply")),
+        _ => Err(Failure::new("the client does not read the reply")),
     }
 }
 

@@ -1,4 +1,5 @@
-//! Ownership of a name, and its next owner after a daemon that died.
+//! Claims: the exclusive ownership of a device name, and what a new owner does with the files that the last
+//! daemon left.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,26 +17,29 @@ use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::options::Record;
 
-/// How long an attach waits for a name whose owner is just exiting.
+/// How long an attach waits for a name that is locked while no daemon answers: a command may be removing
+/// stale files, or the old owner may be about to exit.
 const CLAIM_WAIT: Duration = Duration::from_millis(200);
-/// How long a daemon may take to accept a connection before it counts as hung.
+/// A daemon that accepts no connection within this time is treated as running but hung.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
-/// Devices of one image's name before attach gives up finding a free one.
+/// How many names (`disk.img`, `disk.img-2`, ...) [`StateDir::claim_unique`] tries.
 const UNIQUE_NAMES_MAX: u32 = 10_000;
 
 impl StateDir {
-    /// Takes `name` for a new device.
+    /// Claims `name` for a new device.
     ///
     /// # Errors
-    /// If the name is malformed, too long for this directory, or taken.
+    ///
+    /// Fails if the name is malformed, too long for this directory, or in use.
     pub fn claim(&self, name: &str) -> Outcome<Claim> {
         self.claim_as(name, Taker::Attach)
     }
 
-    /// As [`StateDir::claim`], for the next daemon of the device: the state file stays until this daemon serves the
-    /// device, and if it does not, stays for another attempt.
+    /// Claims `name` for the next daemon of an existing device. Unlike [`StateDir::claim`], this keeps the
+    /// state file, so that recovery can be tried again if this daemon fails to start.
     ///
     /// # Errors
+    ///
     /// As [`StateDir::claim`].
     pub fn claim_for_successor(&self, name: &str) -> Outcome<Claim> {
         self.claim_as(name, Taker::Successor)
@@ -46,7 +50,7 @@ impl StateDir {
         let max = self.name_bytes_max();
         if name.len() > max {
             return Err(Failure::new(format!(
-                "name {name:?}: its sockets' paths in {} would be too long; take at most {max} characters",
+                "the name {name} is too long for a socket path in {}; use at most {max} characters",
                 self.0.display()
             )));
         }
@@ -57,10 +61,10 @@ impl StateDir {
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
                 Attempt::Locked => {}
             }
-            // The lock may be held for a moment by a command that clears up after a dead daemon. While a
-            // daemon dies its socket still takes connections.
+            // A command that removes stale files holds the lock only briefly. A dying daemon must be waited
+            // for: its socket still accepts connections, but its I/O in flight has not ended.
             let dying = self.holder_is_dying(name);
-            // One that hangs lives, and takes no connection.
+            // A daemon that is running but hung lets the connection time out. Its name is in use.
             let serving = || match self.connect(name, CONNECT_TIMEOUT) {
                 Ok(_) => true,
                 Err(e) => e.kind() == io::ErrorKind::TimedOut,
@@ -68,24 +72,25 @@ impl StateDir {
             let waited = begin.elapsed();
             if !dying && serving() || waited > if dying { DYING_WAIT } else { CLAIM_WAIT } {
                 return Err(Failure::new(format!(
-                    "name {name:?}: taken by another device; choose another --name, or blkq detach {name}"
+                    "the name {name} is in use by another device; choose another --name, or run `blkq detach {name}`"
                 )));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Takes the first free one of `wanted`, `wanted-2`, `wanted-3`, ...; what a name may
-    /// not contain is replaced.
+    /// Claims the first free name of `wanted`, `wanted-2`, `wanted-3` and so on. Characters that a name must
+    /// not contain are replaced.
     ///
     /// # Errors
-    /// If the directory's path leaves no room for names, or cannot be written.
+    ///
+    /// Fails if the path of the directory is too long for any name, or if the directory cannot be written.
     pub fn claim_unique(&self, wanted: &str) -> Outcome<Claim> {
         let room = self.name_bytes_max();
-        // Room for "-9999" as well.
+        // The shortest name that is accepted here is three bytes long; the suffix needs five more ("-9999").
         if room < 8 {
             return Err(Failure::new(format!(
-                "state directory {}: the path is too long for sockets; set {STATE_DIR_VARIABLE} to a shorter one",
+                "the path of the state directory {} is too long for sockets; set {STATE_DIR_VARIABLE} to a shorter path",
                 self.0.display()
             )));
         }
@@ -94,20 +99,25 @@ impl StateDir {
             let name = if number == 1 { base.clone() } else { format!("{base}-{number}") };
             match Claim::take(self, &name, Taker::Attach)? {
                 Attempt::Claim(claim) => return Ok(claim),
-                // Most likely of the same image, which must not be attached twice.
+                // The orphaned block device most likely serves the same image, which must not be attached
+                // twice.
                 Attempt::Orphan(orphan) => return Err(orphan.refusal()),
-                // Nor while the one before it has not exited yet.
+                // The image must not be attached again either until the dying daemon has exited.
                 Attempt::Locked if self.holder_is_dying(&name) => return self.claim(&name),
                 Attempt::Locked => {}
             }
         }
-        Err(Failure::new(format!("name {base:?}: taken, and so are its variants; give one with --name")))
+        Err(Failure::new(format!(
+            "{base}, {base}-2, {base}-3 and so on are in use; choose a name with --name"
+        )))
     }
 
-    /// Takes the orphan `name`, for its next daemon; `None` if another process has it, or there is none.
+    /// Claims the orphaned device `name` for its next daemon. Returns `None` if another process holds the
+    /// name, or if there is no such orphan.
     ///
     /// # Errors
-    /// If the directory cannot be written.
+    ///
+    /// Fails if the directory cannot be written.
     pub fn take_orphan(&self, name: &str) -> Outcome<Option<Orphan>> {
         Ok(match Claim::take(self, name, Taker::Successor)? {
             Attempt::Orphan(orphan) => Some(*orphan),
@@ -115,11 +125,12 @@ impl StateDir {
         })
     }
 
-    /// Clears up after a daemon that died: takes its name and drops it, unless it left an orphan, or the device is being
-    /// handed over to another daemon.
+    /// Removes the files of a daemon that has died, unless its block device still exists (see
+    /// [`Dead::Orphan`]) or another daemon is taking over the device.
     ///
     /// # Errors
-    /// If the directory cannot be written.
+    ///
+    /// Fails if the directory cannot be written.
     pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
         let last_line = last_lines(&self.file(name, ".log")).ok().and_then(|mut lines| lines.pop());
         Ok(match Claim::take(self, name, Taker::Cleaner)? {
@@ -130,68 +141,65 @@ impl StateDir {
     }
 }
 
-/// The result of [`StateDir::clear_dead`].
 #[derive(Debug)]
 pub enum Dead {
-    /// A daemon that had died, with this last line in its log; nothing is left of it.
+    /// The daemon had died, and its files were removed. Holds the last line of its log.
     Cleared(String),
-    /// The device of a daemon that had died.
+    /// The daemon had died, but its block device still exists; nothing was removed.
     Orphan(Box<Orphan>),
-    /// It lives, or there is none.
+    /// The daemon is running, or there is no such device.
     No,
 }
 
-/// The process that takes a name.
+/// Who claims a name, which decides which of the existing files stay.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taker {
-    /// The daemon of a new device.
     Attach,
-    /// The next daemon of a device: the state file of the last one stays.
+    /// The next daemon of an existing device: the state file and the options stay.
     Successor,
-    /// A command that removes stale files. It takes only a name that has a lock file.
+    /// A command that removes stale files. It never creates a lock file.
     Cleaner,
 }
 
-/// The result of [`Claim::take`].
 enum Attempt {
     Claim(Claim),
     Orphan(Box<Orphan>),
-    /// Another process has it; or it must be there, and is not.
+    /// Another process holds the lock, or a [`Taker::Cleaner`] found no lock file.
     Locked,
 }
 
-/// A kernel's block device whose daemon has exited, and its name.
+/// A block device of the kernel whose daemon has exited. The claim keeps other processes from recovering the
+/// device at the same time.
 #[derive(Debug)]
 pub struct Orphan {
-    /// Keeps the files.
     pub claim: Claim,
-    /// Its state file.
     pub state: StateFile,
 }
 
 impl Orphan {
-    /// Why it is in the way, and what can be done.
+    /// The message for a command that needs the name, or a running daemon.
     pub fn refusal(&self) -> Failure {
         Failure::new(orphan::refusal(self.claim.name(), &self.state.exports))
     }
 }
 
-/// Ownership of a name: dropped, the name is free and nothing is left of the device.
+/// Ownership of a device name. Dropping the claim releases the name and removes the files of the device,
+/// unless [`Claim::keep`] was called.
 #[derive(Debug)]
 pub struct Claim {
     dir: StateDir,
     name: String,
-    /// The files stay when it is dropped.
+    /// Whether the files stay when the claim is dropped.
     kept: bool,
-    /// The log of the daemon before stays when it is dropped.
+    /// Whether the log of the previous daemon stays when the claim is dropped.
     old_log_kept: bool,
-    /// The daemon that had the name and died.
+    /// The daemon that held the name before and died.
     after: Option<Before>,
-    /// Locked; the kernel unlocks it when this process exits, in any way.
+    /// Holds the flock(2) lock. The kernel releases it when this process exits, however that happens.
     lock: File,
 }
 
-/// A daemon that died: what it served, and [`StateFile::owner`].
+/// A daemon that died: the image that it served, and its [`StateFile::owner`].
 #[derive(Debug)]
 struct Before {
     image: String,
@@ -199,17 +207,18 @@ struct Before {
 }
 
 impl Claim {
-    /// Takes the lock of `name` if it is free, and removes what a dead owner left unless its device lives.
+    /// Locks `name` if no other process holds it. Removes the files of a dead daemon, unless its block device
+    /// still exists.
     fn take(dir: &StateDir, name: &str, taker: Taker) -> Outcome<Attempt> {
         let create = taker != Taker::Cleaner;
         let path = dir.file(name, ".lock");
         let failure = |e: io::Error| {
-            let cure = match e.kind() {
+            let hint = match e.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free space in its file system",
                 _ => "make the directory writable",
             };
             Failure::new(format!(
-                "lock {}: {e}; {cure}, or set {STATE_DIR_VARIABLE} to another directory",
+                "cannot lock {}: {e}; {hint}, or set {STATE_DIR_VARIABLE} to another directory",
                 path.display()
             ))
         };
@@ -225,11 +234,12 @@ impl Claim {
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Attempt::Locked),
                 Err(e) => return Err(failure(e.into())),
             }
-            // A device that is being handed over is its next daemon's.
+            // Only the next daemon may claim a device that is being handed over.
             if taker != Taker::Successor && StateDir::is_reserved(&lock) {
                 return Ok(Attempt::Locked);
             }
-            // The owner before us may have removed the file between our open and our lock.
+            // The previous owner may have removed the file after this process opened it and before it got the
+            // lock. Then the lock protects nothing: open the new file.
             let ours = lock.metadata().map_err(failure)?;
             match fs::symlink_metadata(&path) {
                 Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
@@ -252,7 +262,8 @@ impl Claim {
                     remove(&dir.file(name, suffix)).map_err(failure)?;
                 }
             }
-            // From here on a failure leaves nothing behind, unless another daemon can serve the device.
+            // If a step fails from here on, dropping the claim removes all files, unless another daemon can
+            // still serve the device.
             let kept = orphan.is_some() || taker == Taker::Successor && dir.read_state(name).is_some();
             let claim =
                 Claim { dir: dir.clone(), name: name.to_owned(), kept, old_log_kept: create, after, lock };
@@ -269,53 +280,52 @@ impl Claim {
         }
     }
 
-    /// The device's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where it is taken.
     pub fn dir(&self) -> &StateDir {
         &self.dir
     }
 
-    /// Whether the daemon that had the name before served `image` and died: its last I/O may be in flight.
+    /// Whether the previous daemon of this name served `image` and died. If so, its last writes may still be
+    /// in flight.
     pub fn is_after(&self, image: &str) -> bool {
         self.after.as_ref().is_some_and(|before| before.image == image)
     }
 
-    /// As the backing store of `image` knew that daemon ([`StateFile::owner`]).
+    /// How the storage of `image` identified that daemon ([`StateFile::owner`]).
     pub fn owner_before(&self, image: &str) -> Option<String> {
         self.after.as_ref().filter(|before| before.image == image)?.owner.clone()
     }
 
-    /// The path of one of the device's files.
     pub fn file(&self, suffix: &str) -> PathBuf {
         self.dir.file(&self.name, suffix)
     }
 
-    /// Whether the files stay when the name is given up.
+    /// Whether the files stay when the claim is dropped.
     pub fn is_kept(&self) -> bool {
         self.kept
     }
 
-    /// Sets whether the files stay when the name is released: for the next daemon of the device. The
-    /// log of the daemon before is removed with the others; until this is called it stays, for an attach
-    /// that fails must not remove it.
+    /// Sets whether the files stay when the claim is dropped, for the next daemon of the device. Until the
+    /// first call, the log of the previous daemon stays in any case: a failed attach must not remove it.
     pub fn keep(&mut self, kept: bool) {
         (self.kept, self.old_log_kept) = (kept, kept);
     }
 
-    /// Whether the state file names a block device that the kernel has and nobody serves. The
-    /// remains of one that was not started are removed. If the kernel cannot be asked there may be one.
+    /// Whether the state file names a block device that exists in the kernel and has no daemon. A block
+    /// device that was never started is removed. If the kernel cannot be asked, the result is `true`, so that
+    /// nothing is removed by mistake.
     pub fn has_orphan(&self) -> bool {
         !matches!(orphan(self.dir.read_state(&self.name)), Ok(None))
     }
 
-    /// Removes a socket on which nobody listens any more.
+    /// Removes a stale socket.
     ///
     /// # Errors
-    /// If the directory cannot be written.
+    ///
+    /// Fails if the directory cannot be written.
     pub fn remove_socket(&self, suffix: &str) -> Outcome {
         let path = self.file(suffix);
         remove(&path).map_err(|e| Failure::new(format!("socket {}: {e}", path.display())))
@@ -324,16 +334,19 @@ impl Claim {
     /// As [`StateDir::write_state`].
     ///
     /// # Errors
+    ///
     /// As [`StateDir::write_state`].
     pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome<File> {
         self.dir.write_state(&self.name, state)
     }
 
-    /// Records how the device is attached: with `options` to the image at `path`, and with the kernel's block device of
-    /// the cookie `ublk`. Returns the number of the image. To be called before there are clients.
+    /// Records that the device is attached to the image at `path` with `options`, and that its block device,
+    /// if it has one, has the cookie `ublk`. Returns the number of the image. Must be called before the first
+    /// client connects.
     ///
     /// # Errors
-    /// If the directory cannot be written.
+    ///
+    /// Fails if the directory cannot be written.
     pub fn write_options(&self, path: &str, options: &Record, ublk: Option<u64>) -> Outcome<u64> {
         self.dir.write_options(&self.name, path, options, ublk)
     }
@@ -343,13 +356,13 @@ impl Drop for Claim {
     fn drop(&mut self) {
         let stays = |suffix: &str| self.kept || self.old_log_kept && suffix == OLD_LOG;
         for suffix in SUFFIXES.iter().filter(|suffix| !stays(suffix)) {
-            // A file that cannot be removed now is removed by the next daemon that takes the name.
+            // If this fails, the next process that claims the name removes the file.
             let _ = remove(&self.file(suffix));
         }
     }
 }
 
-/// Keeps the log of a daemon that died, if it has one that is not empty.
+/// Renames the log of a dead daemon to `NAME.log.1`, so that the new daemon does not overwrite it.
 fn keep_log(dir: &StateDir, name: &str) -> io::Result<()> {
     let log = dir.file(name, ".log");
     match fs::symlink_metadata(&log) {

@@ -1,22 +1,23 @@
-//! Daemons that were killed, or exit, and still have their device: they have I/O in flight.
+//! Daemons that are exiting but still have I/O in flight, for example after SIGKILL.
 
 use std::fs;
 use std::time::{Duration, Instant};
 
 use super::StateDir;
 
-/// How long an attach waits for a daemon that was killed, and for its image: until its I/O in flight
-/// has completed.
+/// How long an attach waits for a killed daemon to exit, which it does when its I/O in flight has completed,
+/// and then for the image to become free.
 pub const DYING_WAIT: Duration = Duration::from_secs(30);
 
 impl StateDir {
-    /// Whether the daemon of that name was killed, or exits, and has not exited yet: it has I/O in flight.
+    /// Whether the daemon of `name` is exiting or was killed, and has not exited yet. It may have I/O in
+    /// flight.
     pub(super) fn holder_is_dying(&self, name: &str) -> bool {
         let pid = fs::read_to_string(self.file(name, ".lock")).ok();
         pid.is_some_and(|pid| is_process_dying(&pid))
     }
 
-    /// Waits until the daemon of that name, if it was killed, has exited; for a bounded time.
+    /// Waits until the daemon of `name`, if it was killed, has exited; at most [`DYING_WAIT`].
     pub fn wait_for_dying(&self, name: &str) {
         let begin = Instant::now();
         while self.holder_is_dying(name) && begin.elapsed() < DYING_WAIT {
@@ -25,7 +26,8 @@ impl StateDir {
     }
 }
 
-/// Whether all of the process has exited, and only its parent has not waited for it yet: it has nothing open any more.
+/// Whether the whole process has exited and is a zombie only because its parent has not waited for it. The
+/// kernel has closed all its files.
 pub(super) fn has_exited(pid: u32) -> bool {
     is_exited(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default())
 }
@@ -38,16 +40,17 @@ fn is_exited(status: &str) -> bool {
     field(status, "State:").starts_with(['Z', 'X']) && field(status, "Threads:") == "1"
 }
 
-/// Whether the process with the ID that a file contains was killed, or exits, and has not exited yet.
+/// Whether the process whose ID is the text of a lock or pid file is exiting or was killed, and has not
+/// exited yet.
 pub fn is_process_dying(pid: &str) -> bool {
     let Ok(pid) = pid.trim().parse::<u32>() else { return false };
     let of_process = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
     is_dying(&of_process("status"), &of_process("stat"))
 }
 
-/// Whether proc_pid_status(5) and proc_pid_stat(5) describe a process of which a part has exited or is
-/// to be killed, and a part is there. A zombie without other threads has nothing open any more, however
-/// long its parent takes to wait for it.
+/// Whether `status` (proc_pid_status(5)) and `stat` (proc_pid_stat(5)) describe a process that is exiting:
+/// one of its threads has exited, or SIGKILL is pending. A zombie without other threads does not count: it
+/// has no open files, no matter how late its parent waits for it.
 fn is_dying(status: &str, stat: &str) -> bool {
     let killed = |signals: &str| u64::from_str_radix(signals, 16).is_ok_and(|set| set >> 8 & 1 != 0);
     if field(status, "State:").starts_with(['Z', 'X']) {
@@ -56,11 +59,12 @@ fn is_dying(status: &str, stat: &str) -> bool {
     killed(field(status, "SigPnd:")) || killed(field(status, "ShdPnd:")) || is_exiting(stat)
 }
 
-/// Whether proc_pid_stat(5) shows a process whose first thread exits.
+/// Whether `stat` (proc_pid_stat(5)) shows that the main thread is exiting.
 fn is_exiting(stat: &str) -> bool {
-    /// `PF_EXITING` of linux/sched.h.
+    // `PF_EXITING` of linux/sched.h.
     const EXITING: u32 = 4;
-    // Behind the name, which may contain anything: state and five numbers, then the flags.
+    // The name of the process is in parentheses and may contain anything. After its last parenthesis come the
+    // state and five numbers, then the flags.
     let flags = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(6)?.parse::<u32>().ok());
     flags.is_some_and(|flags| flags & EXITING != 0)
 }
@@ -91,7 +95,7 @@ mod tests {
         assert!(!is_exiting("7 (a) 4 4 4) S 1 7 7 0 -1 4194304 60 0 0"));
     }
 
-    /// Its parent is this test, which waits for it only at the end.
+    /// The parent of the zombie is this test, which waits for it only at the end.
     #[test]
     fn a_zombie_is_not_waited_for() {
         let dir = scratch("zombie");
@@ -102,7 +106,7 @@ mod tests {
         let begin = Instant::now();
         dir.wait_for_dying("a");
         assert!(begin.elapsed() < DYING_WAIT);
-        let Ok(Found::Remains(remains)) = dir.inspect("a") else { panic!("nobody has the device") };
+        let Ok(Found::Remains(remains)) = dir.inspect("a") else { panic!("the device still has an owner") };
         assert_eq!((remains.state, remains.pid), (Fate::Dead, Some(child.id())));
         child.wait().unwrap();
         fs::remove_dir_all(&dir.0).unwrap();

@@ -1,16 +1,19 @@
-//! The two files from which the next daemon of a device learns how that was attached.
+//! The two files from which the next daemon of a device reads how the device was attached.
 //!
-//! `NAME.options` is trusted. It has the options of the device with each image that it may have: commands write it, and
-//! a daemon before it has clients. The daemon does not keep it open, and may not open it once it is confined. A command
-//! that gives the device another image appends that before it asks the daemon for the change, so the next daemon finds
-//! the image wherever the command is killed.
+//! `NAME.options` is trusted. It holds the attach options for each image that the device may have. The daemon
+//! writes the file before it has clients; afterwards only commands write it. The daemon does not keep it
+//! open, and cannot open it once it is confined. A command that switches the device to another image appends
+//! that image before it asks the daemon to switch. So the next daemon finds the image, no matter when the
+//! command is killed.
 //!
-//! `NAME.json` is the daemon's: which of these images it serves, and its settings. The daemon has it open for writing,
-//! so an engine that was taken over writes what it likes there. It is read as a hostile input: it can choose only among
-//! the images of `NAME.options`, and a setting that a user could set.
+//! `NAME.json` belongs to the daemon. It says which of these images the daemon serves, and holds its
+//! settings. The daemon keeps it open for writing, so an attacker who controls the engine can write anything
+//! to it. Therefore it is parsed as untrusted input: it can only select one of the images in `NAME.options`,
+//! and set what a user could set.
 //!
-//! A daemon cannot pass its `NAME.json` off as one of an older program, which has the options too: that has another mode,
-//! and a confined daemon can neither change a mode nor make a file there.
+//! Older versions of blkq stored the options in `NAME.json`. A compromised daemon cannot pass its file off as
+//! such an old one, because the two have different modes, and a confined daemon can neither change a mode nor
+//! create a file in this directory.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -28,42 +31,42 @@ use crate::file_id::FileId;
 use crate::info::{BlockDevice, DaemonState, StateFile};
 use crate::options::Record;
 
-/// The format of `NAME.options` that this program writes.
+/// The version of the `NAME.options` format that this program reads and writes.
 const VERSION: u32 = 1;
-/// Images that `NAME.options` records: more than the commands that a daemon answers at a time.
+/// Maximum number of images that `NAME.options` records. A daemon answers fewer commands at a time, so the
+/// entries of commands in progress are never dropped.
 const IMAGES_MAX: usize = 64;
-/// Longest `NAME.options`, and longest `NAME.json` of an older program.
+/// Maximum size of `NAME.options` in bytes, and of a `NAME.json` written by an older version.
 const OPTIONS_BYTES_MAX: u64 = 16 << 20;
-/// Longest `NAME.json`.
+/// Maximum size of `NAME.json` in bytes.
 const STATE_BYTES_MAX: usize = 64 << 10;
-/// Most exports and settings in a `NAME.json`.
+/// Maximum number of exports, and of settings, in a `NAME.json`.
 const LIST_MAX: usize = 64;
-/// The mode of a `NAME.json`. That of an older program is 0600.
+/// The mode of `NAME.json`. Older versions, which stored the options there, used 0600.
 const STATE_MODE: u32 = 0o400;
 
-/// The contents of `NAME.options`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptionsFile {
     version: u32,
-    /// By which the kernel's block device is found, if the device has one.
+    /// The cookie that identifies the kernel's block device, if the device has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ublk: Option<u64>,
     images: Vec<ImageEntry>,
 }
 
-/// An image that the device has, had, or may have soon.
+/// An image that the device has, had, or may switch to.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ImageEntry {
-    /// It has no other meaning than to be found.
+    /// Identifies the entry in `NAME.json`.
     number: u64,
-    /// Its path, or `null:SIZE`, `ram:SIZE`.
+    /// Path of the image, or `null:SIZE`, `ram:SIZE`.
     path: String,
-    /// The file, which may be moved.
+    /// The file that was at `path`; it may have been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
-    /// How the device is attached to it.
+    /// How the device is attached to the image.
     options: Record,
 }
 
@@ -77,34 +80,36 @@ impl OptionsFile {
     /// Parses `NAME.options`.
     ///
     /// # Errors
-    /// Why this program cannot read it.
+    ///
+    /// Fails if the text is malformed, or was written by a version of blkq whose format this one does not
+    /// know.
     pub fn parse(text: &[u8]) -> Outcome<OptionsFile> {
         let file: OptionsFile = serde_json::from_slice(text).map_err(|e| Failure::new(e.to_string()))?;
         match file.version {
             VERSION => Ok(file),
             version => Err(Failure::new(format!(
-                "its format is {version}, and this blkq reads format {VERSION}; use the blkq that attached the device, \
+                "the file has format {version}, and this blkq reads format {VERSION}; use the blkq that attached the device, \
                  or a later one"
             ))),
         }
     }
 
-    /// The number that no image has yet.
     fn next_number(&self) -> u64 {
         self.images.iter().map(|image| image.number).max().map_or(0, |last| last + 1)
     }
 
-    /// Adds an image; `current` is the one that the device has.
+    /// Adds an image, and drops the oldest entry if there are too many. `current` is the image that the
+    /// device serves, which is never dropped.
     fn add(&mut self, entry: ImageEntry, current: Option<u64>) {
         self.images.push(entry);
         while self.images.len() > IMAGES_MAX {
-            // Of a command that was killed, or an image of the past.
+            // The oldest entry is a former image, or was added by a command that was killed.
             let oldest = self.images.iter().position(|image| Some(image.number) != current);
             self.images.remove(oldest.unwrap_or(0));
         }
     }
 
-    /// The device of these options whose daemon has written `state`.
+    /// Combines the options with the `state` that the daemon wrote, if it wrote one.
     pub fn with_state(self, name: &str, state: Option<DaemonState>) -> StateFile {
         let (pid, number, exports, owner, settings) = match state {
             Some(state) => (state.pid, Some(state.image), state.exports, state.owner, state.settings),
@@ -119,7 +124,7 @@ impl OptionsFile {
             image: image.unwrap_or_default(),
             exports,
             attach_options,
-            // The kernel knows which number the device has.
+            // The daemon may have died before it knew the number of the block device; the kernel knows it.
             ublk: self.ublk.map(|cookie| BlockDevice::new(Identity { id: u32::MAX, cookie })),
             owner,
             settings,
@@ -129,21 +134,22 @@ impl OptionsFile {
     }
 }
 
-/// Parses the `NAME.json` of a daemon; `None` if it is none.
+/// Parses a daemon's `NAME.json`. Returns `None` if the text is malformed or exceeds a limit.
 pub fn parse_daemon_state(text: &[u8]) -> Option<DaemonState> {
     let state: DaemonState = serde_json::from_slice(text).ok()?;
     let is_bounded = state.exports.len() <= LIST_MAX && state.settings.len() <= LIST_MAX;
     is_bounded.then_some(state)
 }
 
-/// Parses the `NAME.json` of a program that wrote the options there too; `None` if it is none.
+/// Parses a `NAME.json` of an older version, which holds the options, too. Returns `None` if the text is
+/// malformed.
 pub fn parse_state(text: &[u8]) -> Option<StateFile> {
     serde_json::from_slice(text).ok()
 }
 
 impl StateDir {
-    /// The device `name` as its last daemon, and the commands that changed it, have left it; `None` if there is none, or
-    /// it cannot be read.
+    /// Reads the state of the device `name`, as its last daemon and the commands that changed it left it.
+    /// Returns `None` if there is no such device, or its files cannot be read.
     pub fn read_state(&self, name: &str) -> Option<StateFile> {
         let state = match File::open(self.file(name, ".json")) {
             Ok(file) if file.metadata().ok()?.mode() & 0o777 != STATE_MODE => {
@@ -154,7 +160,7 @@ impl StateDir {
             Err(_) => None,
         };
         let options = self.read_options(name).ok()?;
-        // Without a block device there is nothing of a daemon that was killed before it wrote its state.
+        // A daemon without a block device that was killed before it wrote its state left nothing to recover.
         (state.is_some() || options.ublk.is_some()).then(|| options.with_state(name, state))
     }
 
@@ -164,40 +170,43 @@ impl StateDir {
         OptionsFile::parse(&read_bounded(file, OPTIONS_BYTES_MAX).map_err(failed)?)
     }
 
-    /// The number that the next image of the device gets; `None` if its daemon is of an older program, and keeps the
-    /// options itself.
+    /// The number for the next image of the device. Returns `None` if the daemon is of an older version,
+    /// which stores the options itself.
     pub fn next_image(&self, name: &str) -> Option<u64> {
         let state = self.read_state(name)?;
         state.number?;
         Some(self.read_options(name).ok()?.next_number())
     }
 
-    /// Records the image at `path` as one that the device `name` may have soon, with `options`, under `number`.
+    /// Records that the device `name` may switch to the image at `path`, with `options`, under `number`.
     ///
     /// # Errors
-    /// If another command does the same, or the file cannot be written.
+    ///
+    /// Fails if another command has taken that number, or the file cannot be written.
     pub fn add_image(&self, name: &str, number: u64, path: &str, options: &Record) -> Outcome {
         let current = self.read_state(name).and_then(|state| state.number);
         self.change_options(name, |file| {
             if file.next_number() > number {
-                return Err(Failure::new("another command gives it a new image just now; try again"));
+                return Err(Failure::new(
+                    "another command is switching the device to a new image; try again",
+                ));
             }
             file.add(ImageEntry::new(number, path, options), current);
             Ok(())
         })
     }
 
-    /// Removes the image `number`, which the daemon has refused.
+    /// Removes the image `number` again, after the daemon has refused to switch to it.
     pub fn remove_image(&self, name: &str, number: u64) {
-        // If that fails it is only one among others.
+        // If this fails, an unused entry stays, which does no harm.
         let _ = self.change_options(name, |file| {
             file.images.retain(|image| image.number != number);
             Ok(())
         });
     }
 
-    /// Opens `NAME.options` and waits until no other process changes it; `None` if there is no such file. The lock is
-    /// released with the file.
+    /// Opens and locks `NAME.options`, waiting for other processes that change it. Closing the returned file
+    /// releases the lock. Returns `None` if there is no such file.
     fn lock_options(&self, name: &str) -> io::Result<Option<File>> {
         let path = self.file(name, ".options");
         loop {
@@ -208,14 +217,14 @@ impl StateDir {
             };
             flock(&file, FlockOperation::LockExclusive)?;
             let open = file.metadata()?;
-            // The process that had the lock may have replaced the file.
+            // The previous holder of the lock may have replaced the file. Then lock the new one.
             if fs::symlink_metadata(&path).is_ok_and(|there| is_same_file(&there, &open)) {
                 return Ok(Some(file));
             }
         }
     }
 
-    /// Changes `NAME.options`: one process at a time, and as a whole or not at all.
+    /// Replaces `NAME.options` atomically. Only one process at a time does this.
     fn change_options(&self, name: &str, change: impl FnOnce(&mut OptionsFile) -> Outcome) -> Outcome {
         let path = self.file(name, ".options");
         let new = self.file(name, ".options.new");
@@ -225,21 +234,23 @@ impl StateDir {
         let text = read_bounded(file.try_clone().map_err(failure)?, OPTIONS_BYTES_MAX).map_err(failure)?;
         let mut options = OptionsFile::parse(&text).map_err(|e| e.during(path.display()))?;
         change(&mut options)?;
-        // Locked before it is at the path: the next process waits until what this one has replaced is removed.
+        // The new file is locked before it gets its name, so that the next process waits until the replaced
+        // file has been checked and removed below.
         let _replacement = write_new(&new, &options).map_err(failure)?;
         match renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE) {
             Ok(()) => {
                 let replaced = fs::symlink_metadata(&new)
                     .and_then(|old| file.metadata().map(|ours| is_same_file(&old, &ours)));
                 if !replaced.map_err(failure)? {
-                    // The device was detached meanwhile, and the name attached again.
+                    // The device was detached, and its name attached again, since the file was opened. Undo
+                    // the exchange: the options of the new device must stay.
                     let _ = renameat_with(CWD, &new, CWD, &path, RenameFlags::EXCHANGE);
                     remove(&new).map_err(failure)?;
-                    return Err(Failure::new(format!("{name} was detached just now")));
+                    return Err(Failure::new(format!("{name} was detached meanwhile")));
                 }
                 remove(&new).map_err(failure)
             }
-            // Some file systems cannot exchange.
+            // Not all file systems support RENAME_EXCHANGE.
             Err(Errno::INVAL | Errno::NOSYS) => fs::rename(&new, &path).map_err(failure),
             Err(e) => {
                 let _ = remove(&new);
@@ -248,11 +259,13 @@ impl StateDir {
         }
     }
 
-    /// Records how the device `name` is attached: with `options` to the image at `path`, and with the kernel's block device
-    /// `ublk`. Returns the number of the image. For its daemon, before that has clients.
+    /// Records that the device `name` is attached to the image at `path` with `options`, and has the kernel's
+    /// block device `ublk`. Returns the number of the image. Only the daemon calls this, before it has
+    /// clients.
     ///
     /// # Errors
-    /// If the directory cannot be written.
+    ///
+    /// Fails if the directory cannot be written.
     pub(super) fn write_options(
         &self,
         name: &str,
@@ -261,9 +274,10 @@ impl StateDir {
         ublk: Option<u64>,
     ) -> Outcome<u64> {
         let failure = |e: io::Error| Failure::new(format!("{}: {e}", self.file(name, ".options").display()));
-        // A command may add an image just now.
+        // A command may be adding an image at the same time.
         let _lock = self.lock_options(name).map_err(failure)?;
-        // Of a daemon before, or of the program before that wrote no such file: then it is another device's.
+        // A file without a current image belongs to another device: `NAME.json` is missing, or of an older
+        // version that wrote no `NAME.options`.
         let current = self.read_state(name).and_then(|state| state.number);
         let before = current.and_then(|_| self.read_options(name).ok());
         if let Some(before) = &before
@@ -283,11 +297,12 @@ impl StateDir {
         Ok(number)
     }
 
-    /// Writes a device's state file, as a whole or not at all, and returns it open for writing. For its daemon alone,
-    /// one at a time.
+    /// Replaces the state file of a device atomically, and returns it open for writing. Only the daemon of
+    /// the device calls this.
     ///
     /// # Errors
-    /// If the directory cannot be written.
+    ///
+    /// Fails if the directory cannot be written.
     pub fn write_state(&self, name: &str, state: &impl Serialize) -> Outcome<File> {
         let path = self.file(name, ".json");
         let new = self.file(name, ".json.new");
@@ -308,7 +323,7 @@ fn read_bounded(file: File, most: u64) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// A value as a line of JSON.
+/// Serializes `value` as JSON, followed by a newline.
 fn line(value: &impl Serialize) -> io::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(value)?;
     text.push(b'\n');
@@ -319,7 +334,7 @@ fn is_same_file(one: &fs::Metadata, other: &fs::Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Writes a file that is put in another's place, and locks it.
+/// Writes and locks a file that the caller then renames over another one.
 fn write_new(path: &Path, value: &impl Serialize) -> io::Result<File> {
     let text = line(value)?;
     remove(path)?;
@@ -335,12 +350,13 @@ fn write_new(path: &Path, value: &impl Serialize) -> io::Result<File> {
     written
 }
 
-/// Writes a state file anew that is open, for a daemon that may write to no directory: in one piece, and not shorter,
-/// so that there is a whole one whenever this process is killed. Its space is reserved before, so that a full file
-/// system leaves the old one.
+/// Overwrites an open state file in place, for a confined daemon that cannot create files. A single write
+/// that never shortens the file replaces the content, so the file is complete whenever this process is
+/// killed. The space is reserved first, so a full file system leaves the old content.
 ///
 /// # Errors
-/// If there is no space for it, or it cannot be written.
+///
+/// Fails if the file system is full, or the file cannot be written.
 pub fn overwrite_state(file: &File, state: &impl Serialize) -> Outcome {
     let failure = |e: io::Error| Failure::new(format!("state file: {e}"));
     let mut text = line(state).map_err(failure)?;
@@ -352,7 +368,7 @@ pub fn overwrite_state(file: &File, state: &impl Serialize) -> Outcome {
     text.resize(before.max(text.len() + 1) - 1, b' ');
     text.push(b'\n');
     match fallocate(file, FallocateFlags::KEEP_SIZE, 0, text.len() as u64) {
-        // Not every file system can.
+        // Not all file systems support fallocate(2).
         Ok(()) | Err(Errno::OPNOTSUPP) => {}
         Err(e) => return Err(failure(e.into())),
     }
@@ -404,7 +420,7 @@ mod tests {
         assert_eq!(image(), Some(("/first".to_owned(), Some(first))), "the daemon was not asked yet");
         overwrite_state(&file, &daemon_state(1)).unwrap();
         assert_eq!(image(), Some(("/second".to_owned(), Some(second.clone()))));
-        // The one that the device has stays, however many commands are killed.
+        // The image that the device serves stays, no matter how many commands were killed.
         for number in 2..200 {
             dir.add_image("a", number, "/other", &record("/other")).unwrap();
         }
@@ -418,7 +434,7 @@ mod tests {
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
-    /// The next daemon takes a device over while commands give it new images.
+    /// A daemon takes over the device while commands add images.
     #[test]
     fn no_image_is_lost_and_no_number_is_given_twice() {
         let dir = scratch("options-race");
@@ -442,7 +458,7 @@ mod tests {
             let of_daemons: Vec<_> = daemons.collect();
             commands.into_iter().flat_map(|command| command.join().unwrap()).chain(of_daemons).collect()
         });
-        // Fewer than are kept.
+        // Fewer than IMAGES_MAX, so none was dropped.
         let file = dir.read_options("a").unwrap();
         added.sort_unstable();
         assert_eq!(added, file.images[1..].iter().map(|image| image.number).collect::<Vec<_>>());
@@ -480,7 +496,8 @@ mod tests {
             assert!(read.attach_options.is_none_or(|record| record == first), "{state}");
             assert_eq!(read.ublk, Some(BlockDevice::new(Identity { id: u32::MAX, cookie: 9 })), "{state}");
         }
-        // One of a program that writes no other file; a confined daemon can make none.
+        // A file of an older version, which wrote no NAME.options. A confined daemon cannot create such a
+        // file.
         let old = json!({
             "name": "a", "pid": 7, "image": "/old", "exports": [], "settings": {}, "attach_options": record("/old"),
         });
@@ -492,7 +509,7 @@ mod tests {
             ("/old", Some(record("/old")), None)
         );
         assert_eq!(dir.next_image("a"), None);
-        // Its next daemon is of this program.
+        // The next daemon is of the current version.
         assert_eq!(dir.write_options("a", "/old", &record("/old"), None), Ok(0));
         dir.write_state("a", &daemon_state(0)).unwrap();
         assert_eq!(dir.read_state("a").unwrap().image, "/old");

@@ -1,11 +1,13 @@
-//! The state directory: which devices there are, and their names' owners.
+//! The state directory, which records the devices and owns their names.
 //!
-//! A device NAME has up to seven files there. `NAME.lock` is locked by its daemon for as
-//! long as that lives, so a daemon that was killed owns nothing any more: its other files
-//! (`.json`, `.options`, `.control`, `.nbd`, `.vhost`, `.log`) are leftovers, and the process that gets the lock next
-//! removes them before it does anything else, unless it is the next daemon of the device; the log becomes `NAME.log.1` when the name is attached
-//! anew, and stays until it is detached. But a kernel's block device outlives its daemon:
-//! then it is an orphan, and its files stay until it is recovered or detached.
+//! A device NAME has these files: `NAME.lock`, `.json`, `.options`, `.control`, `.nbd`, `.vhost` and `.log`.
+//! The daemon holds a flock(2) lock on `NAME.lock` as long as it runs, so the kernel releases the name of a
+//! daemon that was killed. The process that gets the lock next removes the stale files first, unless it is
+//! the next daemon of the same device. A new attach of the name keeps the old log as `NAME.log.1` until the
+//! device is detached.
+//!
+//! A block device of the kernel survives its daemon. It is called an orphan then, and its files stay until it
+//! is recovered or detached.
 
 mod claim;
 mod dying;
@@ -33,31 +35,32 @@ pub use dying::{DYING_WAIT, is_process_dying};
 pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
 pub use remains::{Busy, Fate, Found, Remains};
 
-/// Overrides the place of the state directory.
+/// Environment variable with the path of the state directory, instead of the default.
 pub const STATE_DIR_VARIABLE: &str = "BLKQ_STATE_DIR";
-/// Longest path of a unix socket: `sun_path` of unix(7) without its final NUL.
+/// Maximum length of the path of a unix socket: `sun_path` of unix(7) without its final NUL.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
-/// The longest of the suffixes, which a name must leave room for.
+/// The longest suffix of a socket, for which the length of a name must leave room.
 const LONGEST_SUFFIX: &str = ".control";
-/// Everything a device may leave behind, the lock last.
+/// All files that a device may have. The lock is removed last.
 const SUFFIXES: [&str; 10] =
     [".control", ".nbd", ".vhost", ".json", ".json.new", OPTIONS, ".options.new", ".log", OLD_LOG, ".lock"];
-/// How the device is attached, for its next daemon.
+/// The attach options, for the next daemon of the device.
 const OPTIONS: &str = ".options";
-/// The log of the daemon before, if that died.
+/// The log of the previous daemon, if that daemon died.
 const OLD_LOG: &str = ".log.1";
 
-/// The directory in which the devices of one user are found.
+/// The directory with the state of one user's devices.
 #[derive(Clone, Debug)]
 pub struct StateDir(PathBuf);
 
 impl StateDir {
-    /// The place for this user, whether it exists or not: `/run/blkq` for root,
-    /// `$XDG_RUNTIME_DIR/blkq` for others. (Root's own XDG_RUNTIME_DIR is removed with
-    /// the session; root's devices do not.)
+    /// Returns the state directory of this user, which may not exist yet: `/run/blkq` for root,
+    /// `$XDG_RUNTIME_DIR/blkq` for other users. Root's `XDG_RUNTIME_DIR` is not used, because it is removed
+    /// at the end of the session, and root's devices stay.
     ///
     /// # Errors
-    /// If a user has no runtime directory.
+    ///
+    /// Fails if the user has no runtime directory.
     pub fn locate() -> Outcome<StateDir> {
         if let Some(path) = std::env::var_os(STATE_DIR_VARIABLE).filter(|path| !path.is_empty()) {
             let path = std::path::absolute(&path)
@@ -70,68 +73,69 @@ impl StateDir {
         match std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute()) {
             Some(path) => Ok(StateDir(path.join("blkq"))),
             None => Err(Failure::new(format!(
-                "state directory: XDG_RUNTIME_DIR is not set; set it, or {STATE_DIR_VARIABLE}, to a directory of yours"
+                "state directory: XDG_RUNTIME_DIR is not set; set it or {STATE_DIR_VARIABLE} to a directory that you own"
             ))),
         }
     }
 
-    /// Makes the directory, for its owner alone, if it is not there yet.
+    /// Creates the directory with mode 0700, unless it exists.
     ///
     /// # Errors
-    /// If it cannot be made, belongs to another user, or others may write to it.
+    ///
+    /// Fails if the directory cannot be created, belongs to another user, or is writable by others.
     pub fn create(&self) -> Outcome {
         let failure = |why: String| {
             Failure::new(format!(
-                "state directory {}: {why}; or set {STATE_DIR_VARIABLE} to a directory of yours",
+                "state directory {}: {why}; or set {STATE_DIR_VARIABLE} to a directory that you own",
                 self.0.display()
             ))
         };
         if let Err(e) = DirBuilder::new().mode(0o700).recursive(true).create(&self.0) {
-            return Err(failure(format!("cannot be made ({e}); make it, writable for you alone")));
+            return Err(failure(format!("cannot be created ({e}); create it with mode 700")));
         }
         let metadata = fs::metadata(&self.0).map_err(|e| failure(e.to_string()))?;
         if metadata.uid() != rustix::process::geteuid().as_raw() {
             return Err(failure(format!("belongs to user {}; run blkq as that user", metadata.uid())));
         }
         if metadata.mode() & 0o022 != 0 {
-            return Err(failure("others may write to it; chmod it to 700".to_owned()));
+            return Err(failure("other users can write to it; run `chmod 700` on it".to_owned()));
         }
         Ok(())
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Waits for a lock on the directory, to do several things as one; it is released
-    /// with the file that is returned.
+    /// Waits for an exclusive lock on the directory, which makes several steps atomic. Closing the returned
+    /// file releases the lock.
     ///
     /// # Errors
-    /// If the directory cannot be opened or locked.
+    ///
+    /// Fails if the directory cannot be opened or locked.
     pub fn lock(&self) -> Outcome<File> {
-        let failure = |e: io::Error| Failure::new(format!("lock state directory {}: {e}", self.0.display()));
+        let failure =
+            |e: io::Error| Failure::new(format!("cannot lock the state directory {}: {e}", self.0.display()));
         let directory = File::open(&self.0).map_err(failure)?;
         flock(&directory, FlockOperation::LockExclusive).map_err(|e| failure(e.into()))?;
         Ok(directory)
     }
 
-    /// The path of a device's file.
     pub fn file(&self, name: &str, suffix: &str) -> PathBuf {
         self.0.join(format!("{name}{suffix}"))
     }
 
-    /// The socket on which a device's daemon takes commands.
+    /// The socket on which the daemon of the device accepts commands.
     pub fn control_socket(&self, name: &str) -> PathBuf {
         self.file(name, ".control")
     }
 
-    /// Connects to the control socket of `name`, within `timeout` (not 0).
+    /// Connects to the control socket of `name`. `timeout` must not be 0.
     ///
     /// # Errors
-    /// [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if no daemon listens,
-    /// [`io::ErrorKind::TimedOut`] if a daemon does and has taken no connection for so long that no
-    /// more can wait.
+    ///
+    /// Returns [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if no daemon listens, and
+    /// [`io::ErrorKind::TimedOut`] if the daemon accepts no connections and its backlog is full.
     pub fn connect(&self, name: &str, timeout: Duration) -> io::Result<UnixStream> {
         let address = SocketAddrUnix::new(self.control_socket(name))?;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -143,10 +147,11 @@ impl StateDir {
         }
     }
 
-    /// The names that have a lock file, sorted; some may be of daemons that died.
+    /// The sorted names of all lock files, including those of daemons that died.
     ///
     /// # Errors
-    /// If the directory is there but cannot be read.
+    ///
+    /// Fails if the directory exists and cannot be read.
     pub fn names(&self) -> Outcome<Vec<String>> {
         let entries = match fs::read_dir(&self.0) {
             Ok(entries) => entries,
@@ -162,10 +167,10 @@ impl StateDir {
         Ok(names)
     }
 
-    /// Bytes that a name may have here, so that its sockets' paths are not too long.
+    /// The maximum length of a name in bytes, such that the paths of its sockets fit `sun_path`.
     fn name_bytes_max(&self) -> usize {
         let room = SOCKET_PATH_BYTES_MAX.saturating_sub(self.0.as_os_str().len() + 1 + LONGEST_SUFFIX.len());
-        // NAME_MAX is no limit of its own: SOCKET_PATH_BYTES_MAX is smaller.
+        // NAME_MAX (255) need not be checked: SOCKET_PATH_BYTES_MAX is smaller.
         room.min(SOCKET_PATH_BYTES_MAX)
     }
 }
@@ -181,11 +186,12 @@ fn allowed(c: char) -> bool {
     c.is_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '@')
 }
 
-/// Whether `name` may be a device's: letters and digits of any script and `. _ - + @`, beginning
+/// Checks that a device may have the name `name`: letters and digits of any script and `. _ - + @`, beginning
 /// with a letter or a digit.
 ///
 /// # Errors
-/// The rule that is broken.
+///
+/// Returns the rule that `name` breaks.
 pub fn check_name(name: &str) -> Result<(), &'static str> {
     if !name.starts_with(char::is_alphanumeric) {
         return Err("a name begins with a letter or a digit");
@@ -196,7 +202,7 @@ pub fn check_name(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// A name of at most `bytes_max` bytes that resembles `wanted`: each run of what a name may not
+/// A name of at most `bytes_max` bytes that resembles `wanted`: each run of characters that a name must not
 /// contain becomes one `_`.
 fn name_from(wanted: &str, bytes_max: usize) -> String {
     let mut name = String::new();

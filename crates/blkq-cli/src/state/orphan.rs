@@ -1,23 +1,23 @@
-//! A kernel's block device that outlived its daemon.
+//! Orphans: block devices of the kernel whose daemon has exited.
 
 use crate::failure::Outcome;
 use crate::info::StateFile;
 
-/// Why the orphan `name` is in the way, and what can be done.
+/// The message for a command that needs the name, or a running daemon.
 pub(super) fn refusal(name: &str, exports: &[String]) -> String {
     let exports = exports.join(" ");
     format!(
-        "{name}: its daemon has exited, and I/O on {exports} waits for a new one; blkq recover {name}, or blkq detach {name}"
+        "{name}: the daemon has exited, and I/O on {exports} waits; run `blkq recover {name}`, or `blkq detach {name}` to remove the device"
     )
 }
 
-/// The state file of a block device that waits for a new daemon.
+/// Returns the state file if its block device exists in the kernel and has no daemon.
 pub(super) fn orphan(state: Option<StateFile>) -> Outcome<Option<StateFile>> {
     let Some(mut state) = state else { return Ok(None) };
     let Some(ublk) = &mut state.ublk else { return Ok(None) };
     let Some(survivor) = ublk.identity().survivor()? else { return Ok(None) };
     if ublk.id != survivor.id {
-        // Its daemon died before it got the number.
+        // The daemon died before it recorded the number of the block device.
         ublk.id = survivor.id;
         state.exports = vec![survivor.path()];
     }

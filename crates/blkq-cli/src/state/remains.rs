@@ -1,5 +1,5 @@
-//! Inspects a device whose daemon does not answer. Nothing is changed, and no lock taken:
-//! a command that only inspects keeps no name from others.
+//! Inspects a device whose daemon does not answer. Nothing is changed, and no lock is taken: a command that
+//! only reads must not block others that claim the name.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,55 +12,52 @@ use super::dying::has_exited;
 use crate::failure::{Failure, Outcome};
 use crate::file_id::FileId;
 
-/// Lines of a log that are shown, and bytes in which they are searched.
+/// Number of log lines that are shown.
 const LINES: usize = 10;
+/// Number of bytes at the end of the log in which these lines are searched.
 const TAIL_BYTES: u64 = 8 << 10;
 
-/// The result of [`StateDir::inspect`].
 #[derive(Debug)]
 pub enum Found {
-    /// There is no device of that name.
     Nothing,
-    /// A process has the name, and does not answer.
+    /// A process owns the name and does not answer.
     Busy(Busy),
-    /// Its daemon died.
     Remains(Box<Remains>),
 }
 
-/// A process that has a device's name, and does not answer.
+/// A process that owns the name of a device and does not answer.
 #[derive(Debug)]
 pub struct Busy {
-    /// The process; `None` if it has just begun.
+    /// `None` if the process has not written its ID to the lock file yet.
     pid: Option<u32>,
-    /// Whether there is a socket for commands.
+    /// Whether the control socket exists.
     has_socket: bool,
 }
 
 impl Busy {
-    /// The state of the device, as far as it can be seen, with a hint.
+    /// Describes the state of the device as far as it is known, with a hint.
     pub fn describe(&self) -> String {
-        let process = self.pid.map(|pid| format!(" (process {pid})")).unwrap_or_default();
+        let process = self.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
         match self {
             Busy { pid: Some(pid), has_socket: false } => format!(
-                "starting or stopping{process}, or its control socket was removed: then kill {pid} detaches it"
+                "starting or stopping{process}; if its control socket was removed, `kill {pid}` detaches the device"
             ),
             _ => format!("starting or stopping{process}"),
         }
     }
 }
 
-/// The remains of a device after its daemon.
+/// What a dead daemon left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {
-    /// Files only, which the next attach of the name removes.
+    /// Only files, which the next attach of this name removes.
     Dead,
-    /// A block device of the kernel, whose I/O waits for a new daemon.
+    /// A block device of the kernel, whose I/O waits until another daemon recovers it.
     Orphan,
 }
 
 impl Fate {
-    /// In one word.
     pub fn name(self) -> &'static str {
         match self {
             Fate::Dead => "dead",
@@ -72,29 +69,25 @@ impl Fate {
 /// A device whose daemon died.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Remains {
-    /// Its name.
     pub name: String,
-    /// The kind of remains.
     pub state: Fate,
-    /// The process that its daemon was.
+    /// Process ID of the daemon that died.
     pub pid: Option<u32>,
-    /// The image behind it; empty if the daemon died before it wrote that down.
+    /// Path of the image; empty if the daemon died before it recorded the path.
     pub image: String,
-    /// The file that is at the path of the image.
+    /// The file that is now at the path of the image.
     #[serde(skip)]
     pub file: Option<FileId>,
-    /// Where clients found it.
+    /// The URIs and block devices under which clients reached the device.
     pub exports: Vec<String>,
-    /// The daemon's log.
+    /// Path of the daemon's log.
     pub log: PathBuf,
-    /// Its last lines.
     pub log_lines: Vec<String>,
-    /// All that in a line, with what can be done.
+    /// The message for the user: all of the above in one line, with a hint.
     pub error: String,
 }
 
 impl Remains {
-    /// Why the device cannot be used, and what can be done.
     pub fn failure(&self) -> Failure {
         Failure::new(&self.error)
     }
@@ -104,7 +97,8 @@ impl StateDir {
     /// Inspects the device `name`, whose daemon does not answer.
     ///
     /// # Errors
-    /// If the kernel does not report whether there is a block device.
+    ///
+    /// Fails if the lock file cannot be read, or the kernel cannot be asked for the block device.
     pub fn inspect(&self, name: &str) -> Outcome<Found> {
         let lock = self.file(name, ".lock");
         let owns = |pid| !has_exited(pid) && has_open(pid, &lock) && !self.holder_is_dying(name);
@@ -128,7 +122,7 @@ impl StateDir {
             let block_device = state.ublk.map(|ublk| ublk.identity().waiting()).transpose()?.flatten();
             if let Some(block_device) = block_device {
                 fate = Fate::Orphan;
-                // Its daemon may have died before it got the number.
+                // The daemon may have died before it recorded the number of the block device.
                 let paths = exports.get_or_insert_default();
                 if !paths.contains(&block_device.path()) {
                     *paths = vec![block_device.path()];
@@ -165,7 +159,7 @@ impl StateDir {
         let read = || match fs::read(&lock) {
             Ok(owner) => Ok(Some(owner)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Failure::new(format!("lock {}: {e}", lock.display()))),
+            Err(e) => Err(Failure::new(format!("cannot read {}: {e}", lock.display()))),
         };
         let mut found = read()?;
         loop {
@@ -190,16 +184,18 @@ enum LockOwner {
 }
 
 fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool) -> String {
-    let process = pid.map(|pid| format!(" (process {pid})")).unwrap_or_default();
-    let why = last_line.map_or("its log is empty".to_owned(), |line| format!("last in its log: {line}"));
+    let process = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
+    let why = last_line.map_or("empty log".to_owned(), |line| format!("last log line: {line}"));
     let hint = match is_guest {
-        true => format!("blkq recover {name} serves its virtual machine again"),
+        true => format!("run `blkq recover {name}` to serve its virtual machine again"),
         false => "attach the image again".to_owned(),
     };
-    format!("{name}: its daemon{process} died, {why}; {hint}, or remove what it left with blkq detach {name}")
+    format!(
+        "{name}: the daemon{process} died ({why}); {hint}, or run `blkq detach {name}` to remove its stale files"
+    )
 }
 
-/// Whether the process lives and has `path` open; a process that cannot be inspected may.
+/// Whether the process is running and has `path` open. If the process cannot be inspected, it may have.
 fn has_open(process: u32, path: &std::path::Path) -> bool {
     match fs::read_dir(format!("/proc/{process}/fd")) {
         Ok(files) => files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|open| open == path)),
@@ -207,7 +203,6 @@ fn has_open(process: u32, path: &std::path::Path) -> bool {
     }
 }
 
-/// The last lines of a log.
 pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
     let mut file = File::open(log)?;
     let from = file.metadata()?.len().saturating_sub(TAIL_BYTES);

@@ -86,7 +86,7 @@ fn nooverlap_holds_while_the_device_is_detached_repeatedly() {
                         // Another process may have done it.
                         let output = place.run(&["losetup", "-d", &device]);
                         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-                        let detached = ["no such device", "stopping", "gave no answer"];
+                        let detached = ["no such device", "stopping", "sent no answer"];
                         assert!(
                             output.status.success() || detached.iter().any(|why| text.contains(why)),
                             "{text}"
