@@ -56,7 +56,7 @@ fn an_open_socket_and_a_closed_directory_are_warned_of() {
         String::from_utf8(output.stderr).unwrap()
     };
     let line = warnings(&place.dir, &["--socket-mode", "666"]);
-    assert!(line.contains("all users of this machine may connect") && line.lines().count() == 1, "{line}");
+    assert!(line.contains("any local user can connect") && line.lines().count() == 1, "{line}");
     let line = warnings(&closed, &["--socket-mode", "660"]);
     assert!(line.contains("closed does not let them in") && line.lines().count() == 1, "{line}");
     assert_eq!(warnings(&closed, &["--socket-mode", "600"]), "");

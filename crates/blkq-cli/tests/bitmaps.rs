@@ -493,7 +493,10 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     place.done(&["bitmap", "add", "q", "b0"]);
     qemu_io("raw", uri.trim(), &["write -P 1 1M 64k", "flush"]);
     let refused = place.refused(&["commit", "q"]);
-    assert!(refused.contains("bitmap b0 would be lost") && refused.contains("version 2"), "{refused}");
+    assert!(
+        refused.contains("cannot store the dirty bitmap b0") && refused.contains("version 2"),
+        "{refused}"
+    );
     assert_eq!(dirty(&[uri.trim()], "b0"), [(K << 10, 64 * K)]);
     place.done(&["detach", "q"]);
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);

@@ -126,8 +126,8 @@ fn attached_elsewhere_says_where() {
     place.done(&[&["attach", "--name", "low"][..], &window].concat());
     place.done(&["attach", "--name", "high", "--offset", "1M", &image]);
     let line = place.refused(&[&["attach"][..], &window].concat());
-    assert!(line.contains("are attached elsewhere as low; detach it there first"), "{line}");
-    assert!(place.refused(&["attach", &image]).contains("as high, low;"));
+    assert!(line.contains("are attached elsewhere by the device low; release it there first"), "{line}");
+    assert!(place.refused(&["attach", &image]).contains("by the devices high, low;"));
     // By a device of another directory, and by any other process.
     let other = Place::new("where-else");
     let line = other.refused(&[&["attach"][..], &window].concat());
@@ -235,7 +235,7 @@ fn a_device_is_named_by_whatever_its_user_has_in_hand() {
     place.done(&["detach", "data"]);
     place.done(&["attach", "--name", "low", "--size-limit", "1M", &moved]);
     place.done(&["attach", "--name", "high", "--offset", "1M", &moved]);
-    assert!(place.refused(&["detach", &moved]).contains("attached as high, low; name one of them"));
+    assert!(place.refused(&["detach", &moved]).contains("is attached as high, low; use one of these names"));
 }
 
 #[test]
@@ -346,13 +346,13 @@ fn options_that_mean_nothing_are_rejected() {
         (&["--export", "ublk", "--handshake-timeout", "3"], "--handshake-timeout is for NBD"),
         (&["--export", "ublk", "--tls-certificates", "/"], "TLS is for NBD"),
         (&["--export", "ublk", "--insecure"], "--insecure is for NBD"),
-        (&["--offset", "512"], "--offset is for images, and there is none behind ram:1M"),
-        (&["--size-limit", "512"], "--size-limit is for images"),
-        (&["--direct-io", "on"], "--direct-io on is for images"),
-        (&["--dispatch", "serial"], "--dispatch serial is for images"),
-        (&["--shared"], "--shared is for images"),
-        (&["--format", "raw"], "--format is for images"),
-        (&["--nooverlap"], "--nooverlap is for images"),
+        (&["--offset", "512"], "--offset is for image files, and ram:1M is not one"),
+        (&["--size-limit", "512"], "--size-limit is for image files"),
+        (&["--direct-io", "on"], "--direct-io on is for image files"),
+        (&["--dispatch", "serial"], "--dispatch serial is for image files"),
+        (&["--shared"], "--shared is for image files"),
+        (&["--format", "raw"], "--format is for image files"),
+        (&["--nooverlap"], "--nooverlap is for image files"),
     ] {
         let line = place.refused(&[&["attach", "ram:1M"], words].concat());
         assert!(line.contains(reason) && line.contains("omit it"), "{words:?}: {line}");
@@ -385,15 +385,20 @@ fn a_setting_that_there_is_not_says_which_there_are() {
     assert!(!place.refused(&["set", "ram", "foo=1"]).contains("direct-io"));
     assert!(place.refused(&["set", "ram", "direct-io=on"]).contains("for images"));
     assert!(place.refused(&["set", "ram", "size=1M"]).contains("blkq resize"));
-    assert!(place.refused(&["set", "ram", "queues=2"]).contains("attach with --queues"));
+    assert!(place.refused(&["set", "ram", "queues=2"]).contains("attach it with --queues"));
     // The cures are the command's.
     let why = place.refused(&["set", "ram", "depth=9000"]);
-    assert!(why.contains("from 1 to 256 here; for more, detach, and attach with --depth 9000"), "{why}");
+    assert!(
+        why.contains(
+            "depth must be 1 to 256, not 9000; to use 9000, detach the device and attach it with --depth 9000"
+        ),
+        "{why}"
+    );
     let why = place.refused(&["set", "ram", "depth=99999"]);
-    assert!(why.contains("from 1 to 256 here") && !why.contains("--depth"), "{why}");
+    assert!(why.contains("depth must be 1 to 256") && !why.contains("--depth"), "{why}");
     assert!(place.refused(&["set", "ram", "depth=x"]).contains("a number from 1 on, not \"x\""));
     let why = place.refused(&["resize", "ram", "2M"]);
-    assert!(why.ends_with("was opened with; detach, and attach with another size\n"), "{why:?}");
+    assert!(why.ends_with("was opened with; detach the device and attach it with another size\n"), "{why:?}");
     // Each that is named can be set to what it is.
     let shown = place.json(&["show", "disk.img", "--json"]);
     let listed = line.split("there are ").nth(1).unwrap().split(';').next().unwrap();

@@ -101,7 +101,7 @@ fn options_that_mean_nothing_for_an_image_are_rejected() {
     for (words, why) in [
         (&["--format", "qcow2"][..], "--backing-chain allow"),
         (&["--format", "qcow2", "--offset", "512"], "--offset is for raw images"),
-        (&["--format", "qcow2", "--queues", "2"], "have one owner"),
+        (&["--format", "qcow2", "--queues", "2"], "one queue and one thread"),
         (&["--backing-chain", "allow"], "--backing-chain is for qcow2"),
         (&["--format", "qcow2", "--backing-chain", "allow", "--shared"], "has one writer"),
     ] {
@@ -181,7 +181,7 @@ fn an_overlay_that_cannot_be_attached_is_removed() {
     for (words, why) in [
         (&[base.as_str(), "--overlay", other.as_str()][..], "--backing-chain allow"),
         (&[&base, "--overlay", &clone, "--offset", "512"], "clones whole images"),
-        (&[&base, "--overlay", &clone, "--queues", "2"], "have one owner"),
+        (&[&base, "--overlay", &clone, "--queues", "2"], "one queue and one thread"),
         (&[&base, "--overlay", &clone, "--export-name", "e", "--listen", "unix:/n/o/n/e"], "/n/o/n/e"),
         (&[&layered, "--overlay", &clone], "give its format"),
         (&[&base, "--format", "qcow2", "--overlay", &clone], "cannot be served as qcow2"),

@@ -116,7 +116,7 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
     };
     // A key that does not fit: all stays as it was.
     place.shell_done("cp server/server-key.pem keep; cp client/client-key.pem server/server-key.pem");
-    hangup("SIGHUP: the certificates stay as they were: TLS: ");
+    hangup("SIGHUP: the old certificates stay in use: TLS: ");
     assert!(
         place.log().contains("server-key.pem: the key does not match the first certificate"),
         "{}",
@@ -131,7 +131,7 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
     let refused = place.shell(apply);
     let line = String::from_utf8(refused.stderr).unwrap();
     assert_eq!((refused.status.code(), line.lines().count()), (Some(1), 1), "{line}");
-    assert!(line.starts_with("blkq: disk.img: the certificates stay as they were: TLS: "), "{line}");
+    assert!(line.starts_with("blkq: disk.img: the old certificates stay in use: TLS: "), "{line}");
     let depth = || place.shell_done("blkq show disk.img | awk '$1 == \"depth\" { print $2 }'");
     assert_eq!((served().as_str(), depth().as_str()), ("server\n", "128\n"));
     // New ones, put in place by renaming them.
@@ -160,7 +160,7 @@ fn loopback_is_open_to_all_users_and_attach_warns_of_it() {
         String::from_utf8(output.stderr).unwrap()
     };
     for address in ["tcp:127.0.0.1:0", "tcp:[::1]:0"] {
-        assert!(warning(&[address]).contains("warning: all users of this machine may connect"), "{address}");
+        assert!(warning(&[address]).contains("warning: any local user can connect"), "{address}");
         assert_eq!(warning(&[address, "--insecure"]), "");
     }
     assert_eq!(warning(&[&format!("unix:{}", place.dir.join("u").display())]), "");
@@ -202,7 +202,7 @@ fn the_log_says_why_a_client_was_turned_away() {
 plain = socket.create_connection((\"localhost\", int(sys.argv[1])))
 plain.sendall(bytes(3) + b\"\\3garbage instead of an option\")
 plain.recv(99, socket.MSG_WAITALL)";
-    logged(&format!("python3 -c '{garbage}' {port}"), "broke the protocol in the handshake");
+    logged(&format!("python3 -c '{garbage}' {port}"), "protocol violation in the handshake");
 }
 
 #[test]
@@ -217,21 +217,21 @@ fn the_log_names_clients_over_the_limit_and_protocol_errors() {
         assert_eq!(more.read(&mut [0; 8]).unwrap_or(0), 0, "one is the limit");
     }
     wait_until("the log names the limit", || {
-        place.log().contains("1 clients are connected, which is --max-connections")
+        place.log().contains("the limit --max-connections 1 is reached")
     });
     let limited = || place.log().matches("--max-connections").count();
     wait_until("a few of them are reported", || {
-        place.log().contains("more like this within a minute are only counted")
+        place.log().contains("further events of this kind within a minute are not logged")
     });
     assert_eq!(limited(), 8);
     assert!(
-        place.log().contains(&format!("nbd client (pid {}, uid ", std::process::id())),
+        place.log().contains(&format!("NBD client (pid {}, uid ", std::process::id())),
         "{}",
         place.log()
     );
     first.write_all(b"garbage instead of a request").unwrap();
     assert_eq!(first.read(&mut [0; 8]).unwrap_or(0), 0);
-    wait_until("the log has it", || place.log().contains("broke the protocol with a request"));
+    wait_until("the log has it", || place.log().contains("protocol violation in a request"));
 }
 
 #[test]

@@ -84,10 +84,10 @@ fn a_virtual_machine_has_the_device() {
     assert_eq!(guest.wait(), 0);
     assert!(fs::read(&image).unwrap()[1 << 20..][..4096].iter().all(|byte| *byte == 7));
 
-    // A second one is turned away, and the log says so.
+    // A second front end is rejected, and the log says so.
     assert!(VhostUser::<VirtioBlkConfig, VirtioBlkReqBuf>::new(path, 0).is_err());
     let log = || fs::read_to_string(place.state().join("d.log")).unwrap_or_default();
-    wait_until("it is logged", || log().contains("turned away: another one is connected"));
+    wait_until("it is logged", || log().contains("rejected vhost-user front end"));
 
     let info = place.json(&["show", "d", "--json"]);
     let clients = info["clients"].as_array().unwrap();
@@ -235,7 +235,7 @@ fn few_open_files_are_enough_for_one_ring() {
         .unwrap();
     assert!(output.status.success(), "{output:?}");
     let warnings = String::from_utf8(output.stderr).unwrap();
-    assert!(warnings.contains("some queues of virtual machines, or all, are not served"), "{warnings}");
+    assert!(warnings.contains("some or all queues of virtual machines are not served"), "{warnings}");
     let mut front = FrontEnd::started(&place.state().join("d.vhost"), FEATURES, 1);
     let mut nbd = session(String::from_utf8(output.stdout).unwrap().lines().nth(1).unwrap(), "d");
     assert_eq!(front.run(0, 0, 0, DATA, 512), 0);
@@ -261,7 +261,7 @@ fn registered_memory_is_shown_and_survives_an_upgrade() {
     let image = place.image("image", 8 << 20);
     let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--register-memory"];
     let null = ["attach", "null:1M", "--export", "vhost-user-blk", "--register-memory"];
-    assert!(place.refused(&null).contains("--register-memory is for images"));
+    assert!(place.refused(&null).contains("--register-memory is for image files"));
     let nbd = ["attach", &image, "--export", "nbd", "--register-memory"];
     assert!(place.refused(&nbd).contains("add --export vhost-user-blk"));
     place.done(&attach);
@@ -335,10 +335,13 @@ fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {
         // The daemon writes what the device has reported a little later.
         let log = || fs::read_to_string(place.state().join("d.log")).unwrap();
         wait_until(&format!("the log has {says}"), || {
-            log().contains("is served without --register-memory") && log().contains(says)
+            log().contains("without --register-memory") && log().contains(says)
         });
         let info = place.json(&["show", "d", "--json"]);
-        assert_eq!(info["settings"]["register-memory"], "on, but it does not fit");
+        assert_eq!(
+            info["settings"]["register-memory"],
+            "on, but the memory of the guest is not registered (see the warning)"
+        );
         assert!(info["warnings"].to_string().contains(says), "{info}");
     }
 }
@@ -364,7 +367,7 @@ fn hand_over(test: &str, format: &str) {
     place.done(&["set", "d", "depth=32", "limit=iops=100000", "on-error=hold", "hang-warning=7"]);
     let path = place.state().join("d.vhost");
     let mut front = FrontEnd::started(&path, FEATURES, 1);
-    assert!(place.refused(&["upgrade", "d"]).contains("keeps no record of requests in flight"));
+    assert!(place.refused(&["upgrade", "d"]).contains("does not track requests in flight"));
     assert_eq!(front.run(0, 1, 0, DATA, 4096), 0);
     front.stop(0);
     let inflight = front.keep_record();

@@ -1,4 +1,4 @@
-//! The threads of a device that only watch it, and stop before all else does.
+//! The threads that watch a device. They stop before the rest of the device does.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,11 +16,11 @@ use crate::log;
 use crate::metrics::Endpoint;
 use crate::options::AttachOptions;
 
-/// The threads. Until [`BackgroundThreads::start`] there are none yet.
+/// The threads that watch a device, created by [`BackgroundThreads::start`].
 pub(super) struct BackgroundThreads {
-    /// Searches the device's ceiling.
+    /// Searches for the ceiling of the device (`--limit auto`).
     auto_limit: Option<AutoLimiter>,
-    /// That is to be started.
+    /// Whether [`BackgroundThreads::start`] must create `auto_limit`.
     wants_auto_limit: bool,
     hangs: HangWatch,
     metrics: Option<Endpoint>,
@@ -28,7 +28,7 @@ pub(super) struct BackgroundThreads {
 }
 
 impl BackgroundThreads {
-    /// Those that `options` ask for, of `disk` and its engines.
+    /// Prepares the threads that `options` ask for.
     pub(super) fn new(
         options: &AttachOptions,
         disk: &Arc<Disk>,
@@ -45,10 +45,11 @@ impl BackgroundThreads {
         }
     }
 
-    /// Starts them: with no more rights than the thread that calls this.
+    /// Starts the threads, with no more privileges than the calling thread has.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    ///
+    /// Fails if a thread cannot be started.
     pub(super) fn start(&mut self, running: &Running, meter: &Meter) -> Outcome {
         self.hangs.start(log::line)?;
         self.group.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
@@ -62,20 +63,20 @@ impl BackgroundThreads {
         self.metrics.as_mut().map_or(Ok(()), |endpoint| endpoint.start(move || meter.sample()))
     }
 
-    /// The thread that scans for hung requests.
     pub(super) fn hangs(&self) -> &HangWatch {
         &self.hangs
     }
 
-    /// Changes from when on a request hangs; zero for never.
+    /// Changes the time after which a request counts as hung; zero switches hang warnings off.
     pub(super) fn set_hang_warning(&self, limit: Duration) {
         self.hangs.set(limit);
     }
 
-    /// Changes the limits of `disk`, and starts or stops the search of its ceiling.
+    /// Changes the rate limits of `disk`, and starts or stops the search for its ceiling.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    ///
+    /// Fails if a thread cannot be started.
     pub(super) fn set_limit(&mut self, disk: &Arc<Disk>, mode: LimitMode) -> Outcome {
         self.wants_auto_limit = false;
         if mode != LimitMode::Auto {
@@ -87,12 +88,12 @@ impl BackgroundThreads {
         Ok(())
     }
 
-    /// The warning about where metrics are served, if there is one.
+    /// The warning about the address of the metrics endpoint, if there is one.
     pub(super) fn warning(&self) -> Option<&str> {
         self.metrics.as_ref()?.warning()
     }
 
-    /// How they are set.
+    /// The settings of the threads, as names and values.
     pub(super) fn describe(&self) -> Vec<(&'static str, String)> {
         let limit = ("hang-warning", self.hangs.limit().as_secs_f64().to_string());
         let metrics = self.metrics.iter().map(|endpoint| ("metrics", endpoint.uri().to_owned()));

@@ -1,4 +1,4 @@
-//! The dirty bitmaps of a device, and changes of them.
+//! The dirty bitmaps of a device.
 
 use std::fs::File;
 
@@ -9,33 +9,38 @@ use crate::bitmaps::{BitmapChange, BitmapInfo};
 use crate::failure::Outcome;
 
 impl Device {
-    /// The bitmaps, by name.
+    /// Describes the dirty bitmaps, sorted by name.
     ///
     /// # Errors
-    /// If the device has stopped.
+    ///
+    /// Fails if the device has stopped.
     pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
         Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| describe(bitmap)).collect())
     }
 
-    /// Has the bitmaps of a raw image kept in `file`, which is new; one that has a file keeps that.
+    /// Saves the bitmaps of a raw image in `file` from now on, unless the image already has such a file.
+    /// `file` must be new.
     ///
     /// # Errors
-    /// If the image can have none, or the device is stopping.
+    ///
+    /// Fails if the image cannot have a bitmap file, or the device is stopping.
     pub fn set_bitmap_file(&self, file: File) -> Outcome {
         Ok(self.running()?.disk.set_bitmap_file(file)?)
     }
 
-    /// Changes the bitmaps: at one moment, for which I/O in flight completes.
+    /// Changes the bitmaps atomically, while no I/O is in flight.
     ///
     /// # Errors
-    /// If the device can have no such bitmap, has none of that name, or is stopping.
+    ///
+    /// Fails if the device cannot have such a bitmap, has no bitmap of that name, or is stopping.
     pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
         let running = self.running()?;
         if matches!(change, BitmapChange::Add { .. }) {
-            // The image has its name when this returns: its file is durable soon. Not under the lock: a flush may hang.
+            // The name of the new bitmap is in the image when this returns; flushing first makes that write
+            // short. No lock is held: a flush may hang.
             self.flush_for_change()?;
         }
-        // No block commit begins.
+        // Keeps a block commit from beginning.
         let _changing = self.begin_change();
         self.check_not_changed()?;
         match change {

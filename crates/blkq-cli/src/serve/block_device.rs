@@ -1,26 +1,25 @@
-//! Whether the kernel's block device outlives its daemon.
+//! Whether the kernel's block device survives its daemon.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// The block device of a device, if it has one, which the next daemon takes over.
-pub(super) struct KeptBlockDevice {
-    is_kept: AtomicBool,
+/// The kernel's block device, if the device has one, which the next daemon takes over.
+pub(super) struct BlockDeviceState {
+    exists: AtomicBool,
 }
 
-impl KeptBlockDevice {
-    /// Of a device that is served now, and may have one.
-    pub(super) fn new(is_kept: bool) -> KeptBlockDevice {
-        KeptBlockDevice { is_kept: AtomicBool::new(is_kept) }
+impl BlockDeviceState {
+    pub(super) fn new(exists: bool) -> BlockDeviceState {
+        BlockDeviceState { exists: AtomicBool::new(exists) }
     }
 
-    /// Notes that it no longer exists.
+    /// Records that the block device no longer exists.
     pub(super) fn removed(&self) {
-        self.is_kept.store(false, SeqCst);
+        self.exists.store(false, SeqCst);
     }
 
-    /// Whether it outlives this process, as far as that is known.
+    /// Whether the block device survives this process, as far as is known.
     pub(super) fn outlives_daemon(&self) -> bool {
-        self.is_kept.load(SeqCst)
+        self.exists.load(SeqCst)
     }
 }

@@ -1,10 +1,12 @@
-//! A device goes on in the image behind its own, which gets all that this has.
+//! Live block commit: copies the clusters allocated in the overlay into its backing file while clients use
+//! the device, then pivots the device to the backing file.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use blkq::bitmap::BitmapStore;
+use blkq::text::shell_word;
 use blkq::{Disk, Driver, ErrorKind};
 use blkq_drivers::no_backing_file;
 use blkq_drivers::qcow2::{BaseFiles, BaseImage, BlockCommit, CommitSource};
@@ -20,27 +22,27 @@ use crate::info::{CommitInfo, DaemonState};
 use crate::log;
 use crate::options::Record;
 
-/// Passes in which clients go first.
-const POLITE_PASSES: u32 = 3;
-/// How long clients may have to wait for the last pass: so long after the first one, twice as long after each other, up
-/// to the second.
+/// Number of passes in which copying pauses while clients do I/O.
+const THROTTLED_PASSES: u32 = 3;
+/// Limits how long clients may have to wait for the last pass, during which I/O is frozen: this time after
+/// the first pass, doubled after each further pass, up to [`LAST_PASS_MAX`].
 const LAST_PASS: Duration = Duration::from_millis(50);
 const LAST_PASS_MAX: Duration = Duration::from_secs(10);
-/// The rate of copies that is assumed as long as none was made, in bytes per second.
+/// The copy rate in bytes per second that is assumed until one was measured.
 const RATE_ASSUMED: f64 = 1e8;
 
-/// A block commit that stops when this is dropped, unless it has finished.
+/// Stops the block commit when dropped, unless it has finished.
 struct Stopping(BlockCommit);
 
 impl Drop for Stopping {
     fn drop(&mut self) {
         if let Err(error) = self.0.stop() {
-            log::line(&format!("warning: the image behind is not locked as it was: {error}"));
+            log::line(&format!("warning: cannot restore the shared lock on the backing file: {error}"));
         }
     }
 }
 
-/// The progress of a device's block commit, which is over when this is dropped.
+/// Publishes the progress of the device's block commit until it is dropped.
 struct Reported<'a> {
     device: &'a Device,
     progress: Arc<CommitProgress>,
@@ -53,7 +55,7 @@ impl Drop for Reported<'_> {
 }
 
 impl Device {
-    /// The block commit that is under way.
+    /// The block commit in progress.
     pub(super) fn commit_info(&self) -> Option<CommitInfo> {
         self.commit_progress().as_ref().map(|progress| progress.info())
     }
@@ -62,18 +64,20 @@ impl Device {
         self.commit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses another change of the image while a block commit is under way.
+    /// Refuses another change of the image while a block commit is in progress.
     ///
     /// # Errors
-    /// That a block commit is under way, and for which client.
+    ///
+    /// Names the client of the block commit.
     pub fn check_not_changed(&self) -> Outcome {
         self.commit_progress().as_ref().map_or(Ok(()), |progress| Err(progress.refusal()))
     }
 
-    /// Checks whether there is an image behind its own, which can take what that has.
+    /// Checks that the image has a backing file into which it can be committed.
     ///
     /// # Errors
-    /// Why not.
+    ///
+    /// Says why not.
     pub fn check_committable(&self) -> Outcome {
         commit_source(&*self.running()?)?;
         self.check_not_changed()
@@ -86,7 +90,8 @@ impl Device {
     /// that is over; if there is none, I/O goes on before it is asked again.
     ///
     /// # Errors
-    /// Why the device goes on as it was.
+    ///
+    /// Fails if the commit is refused or cancelled; the device then continues with the overlay.
     pub fn commit<G>(
         &self,
         files: BaseFiles,
@@ -94,13 +99,14 @@ impl Device {
         client: &str,
         stop: &dyn Fn() -> Outcome,
         last: impl Fn() -> Outcome<Option<G>>,
-        keep: impl FnOnce(&DaemonState) -> Outcome,
+        save: impl FnOnce(&DaemonState) -> Outcome,
     ) -> Outcome<Committed> {
         let running = self.running()?;
         self.check_not_held()?;
         let (top, served, reported, mut commit);
         {
-            // Another change is over, or finds this one reported.
+            // From here on, either another change has completed, or it is refused because this one is
+            // published.
             let _changing = self.begin_change();
             top = running.disk.driver();
             let source = commit_source(&running)?;
@@ -123,7 +129,7 @@ impl Device {
             let emptied = self.image();
             let exchange = running.disk.begin_exchange()?;
             check_same(&running.disk, &top)?;
-            // Before the image is emptied.
+            // This must be checked before the overlay is emptied.
             exchange.check(commit.driver()?)?;
             let until = Instant::now() + 2 * most;
             if !commit.catch_up(&|| Ok::<_, Failure>(last()?.is_some() && Instant::now() < until))? {
@@ -132,10 +138,11 @@ impl Device {
             let Some(stage) = last()? else { continue };
             let (image, copied_bytes) = (served.image.clone(), commit.progress().0);
             let warnings = new_warnings(commit.driver()?, &*top);
-            running.replace(&exchange, commit.finish(|| keep(&state))?.into())?;
+            running.replace(&exchange, commit.finish(|| save(&state))?.into())?;
             *self.served() = served;
             drop(exchange);
-            // A flush may take long, or hang, and a forced stop does not wait for it.
+            // The locks are released before the flush below, which may take long or hang: a forced stop must
+            // not wait for it.
             drop((stage, changing));
             log_broken(&running);
             commit.free();
@@ -143,11 +150,13 @@ impl Device {
         }
     }
 
-    /// The device as it is served in `base`.
+    /// The image and options of the device after the pivot to `base`.
     fn served_in(&self, running: &Running, base: &BaseImage, number: u64) -> Outcome<Served> {
         let options = self.served().attach_options.as_ref().map(Record::read).transpose()?;
         let Some(options) = options else {
-            return Err(Failure::new("its options are not known; detach it, and attach it again"));
+            return Err(Failure::new(
+                "the attach options of this device are unknown; detach it and attach it again",
+            ));
         };
         let options =
             options.committed_into(&base.path, base.qcow2, running.disk.limits().logical_block_bytes)?;
@@ -167,13 +176,13 @@ impl Device {
     }
 }
 
-/// The image, as one that can be committed.
 fn commit_source(running: &Running) -> Outcome<CommitSource> {
     let image = running.image().ok_or_else(|| no_backing_file(running.disk.driver().name()))?;
     Ok(image.commit_source()?)
 }
 
-/// Refuses an image that cannot take the place of the device's; else it names the device's dirty bitmaps.
+/// Refuses a backing file that cannot replace the overlay. Otherwise reserves space for the device's dirty
+/// bitmaps in it.
 fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
     running.disk.check_exchange(driver)?;
     check_outlives(running, driver)?;
@@ -181,41 +190,42 @@ fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
     Ok(driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?)
 }
 
-/// Refuses an image that has no place for the dirty bitmaps of the device.
+/// Refuses a backing file that cannot store the dirty bitmaps of the device.
 fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
     let bitmaps = disk.bitmaps();
     let Some(first) = bitmaps.first() else { return Ok(()) };
     driver.require_bitmap_store().and_then(BitmapStore::check).map_err(|error| {
         let why: Vec<String> = std::iter::once(error.to_string()).chain(driver.warnings()).collect();
         Failure::new(format!(
-            "its dirty bitmap {} would be lost: {}; make a backup, and remove it with blkq bitmap",
+            "the backing file cannot store the dirty bitmap {}: {}; make a backup, then run `blkq bitmap remove {} {}`",
             first.name(),
-            why.join("; ")
+            why.join("; "),
+            shell_word(disk.name()),
+            shell_word(first.name())
         ))
     })
 }
 
-/// Refuses to leave another image than that which was copied.
+/// Fails if the device has switched to another image than the one that was copied.
 fn check_same(disk: &Disk, top: &Arc<dyn Driver>) -> Outcome {
     match Arc::ptr_eq(&disk.driver(), top) {
         true => Ok(()),
-        false => Err(Failure::new("it has another image now; try again")),
+        false => Err(Failure::new("the device has switched to another image; try again")),
     }
 }
 
-/// Refuses an image which loses with the daemon what a block device that outlives it was promised.
+/// Refuses a backing file whose recent writes are lost if the daemon is killed, for a block device that
+/// survives its daemon: the block device was promised to keep them.
 fn check_outlives(running: &Running, driver: &dyn Driver) -> Outcome {
     if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
         let why = driver.warnings().join("; ");
-        return Err(Failure::new(format!(
-            "a block device outlives its daemon, and the image behind would not: {why}"
-        )));
+        return Err(Failure::new(format!("a killed daemon would lose data of the block device: {why}")));
     }
     Ok(())
 }
 
-/// Copies while I/O goes on, until the rest takes clients no longer than they may have to wait, which is returned:
-/// longer after more `rounds`.
+/// Copies in passes, while clients use the device, until the rest can be copied in the time that clients may
+/// have to wait. Returns that time, which grows with `rounds`.
 fn copy_passes(
     running: &Arc<Running>,
     commit: &mut BlockCommit,
@@ -241,8 +251,8 @@ fn copy_passes(
                     copying += took;
                 }
                 let now = activity(&running.disk);
-                if pass < POLITE_PASSES && now != seen {
-                    // As much of the time for them.
+                if pass < THROTTLED_PASSES && now != seen {
+                    // Leave the clients as much time as the copy took.
                     thread::sleep(took);
                 }
                 seen = now;
@@ -251,11 +261,11 @@ fn copy_passes(
         let begin = Instant::now();
         commit.next_pass(stop)?;
         if commit.data_bytes() > before {
-            // To be durable is a part of it: a copy may be in the page cache only.
+            // A copy may only be in the page cache, so the time to make it durable counts, too.
             copying += begin.elapsed();
         }
         let (copied, total) = commit.progress();
-        // Zeroes would make it endless.
+        // Zeroes are not counted: they are much faster to copy, and the estimate would be too low for data.
         let data = commit.data_bytes() - data_before;
         let rate = match copying.as_secs_f64() {
             seconds if seconds > 0.0 && data > 0 => data as f64 / seconds,
@@ -268,20 +278,20 @@ fn copy_passes(
     }
 }
 
-/// Reads, writes and discards that clients have begun.
+/// Counts of the reads, writes and discards that clients have begun.
 fn activity(disk: &Disk) -> [u64; 3] {
     let fields = disk.stats().fields();
     [fields[0], fields[4], fields[11]]
 }
 
-/// Why a block commit could not begin, with the cure.
+/// The failure of a block commit that cannot begin, with a hint.
 fn not_begun(error: blkq::Error, size: u64) -> Failure {
     match error.kind() {
-        ErrorKind::Busy => {
-            Failure::new(format!("{error}; detach there first what has it, or has it behind its own image"))
-        }
+        ErrorKind::Busy => Failure::new(format!(
+            "{error}; detach the device that uses the backing file, as its image or in its backing chain"
+        )),
         ErrorKind::Mismatch => Failure::new(format!(
-            "{error}; give the device at least that size with blkq resize (it has {size})"
+            "{error}; enlarge the device, which has {size} bytes, with `blkq resize` first"
         )),
         _ => error.into(),
     }

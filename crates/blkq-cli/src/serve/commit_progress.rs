@@ -1,4 +1,4 @@
-//! How far a block commit is, for reports.
+//! The progress of a block commit, for reports.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use crate::failure::Failure;
 use crate::info::CommitInfo;
 
-/// A block commit under way.
+/// A block commit in progress.
 pub(super) struct CommitProgress {
     by: String,
     into: String,
@@ -15,7 +15,7 @@ pub(super) struct CommitProgress {
 }
 
 impl CommitProgress {
-    /// One of the client `by`, into the image `into`.
+    /// A commit that the client `by` has requested, into the image `into`.
     pub fn new(by: &str, into: &str) -> CommitProgress {
         CommitProgress {
             by: by.to_owned(),
@@ -25,13 +25,12 @@ impl CommitProgress {
         }
     }
 
-    /// Notes the bytes that were copied, and those that are to be.
+    /// Records the number of bytes that were copied, and the total.
     pub fn note(&self, (copied_bytes, total_bytes): (u64, u64)) {
         self.copied_bytes.store(copied_bytes, Relaxed);
         self.total_bytes.store(total_bytes, Relaxed);
     }
 
-    /// The progress now.
     pub fn info(&self) -> CommitInfo {
         CommitInfo {
             into: self.into.clone(),
@@ -41,8 +40,11 @@ impl CommitProgress {
         }
     }
 
-    /// Why another change of the image is refused.
+    /// The refusal of another change of the image.
     pub fn refusal(&self) -> Failure {
-        Failure::new(format!("its image is being committed by {}; wait for that, or stop it there", self.by))
+        Failure::new(format!(
+            "a block commit by {} is in progress; wait for it, or stop that process",
+            self.by
+        ))
     }
 }

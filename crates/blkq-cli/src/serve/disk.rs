@@ -1,12 +1,12 @@
-//! The disk of a device, with its bitmaps and its group, and the engines that serve it.
+//! The disk of a device with its bitmaps and its group, and the engines that serve it.
 
 use std::sync::Arc;
 
 use blkq::throttle::WEIGHT_DEFAULT;
 use blkq::{Disk, Driver, EngineHandle, EngineThread};
 
-use super::kept_bitmaps::KeptBitmaps;
-use super::kept_settings::KeptSettings;
+use super::persistent_bitmaps::PersistentBitmaps;
+use super::saved_settings::SavedSettings;
 use crate::confine;
 use crate::failure::{Failure, Outcome};
 use crate::group::{GroupWatch, Joined};
@@ -14,55 +14,57 @@ use crate::log;
 use crate::options::AttachOptions;
 use crate::state::Claim;
 
-/// A disk that has its engines, and no clients yet.
+/// A disk with running engines and without clients.
 pub(super) struct ServedDisk {
-    /// One per hardware queue.
+    /// One engine per hardware queue.
     pub(super) engines: Vec<EngineThread>,
-    /// Its group, if it is in one.
+    /// The group of which the device is a member.
     pub(super) group: Option<Joined>,
     pub(super) group_watch: Option<GroupWatch>,
-    pub(super) bitmaps: KeptBitmaps,
+    pub(super) bitmaps: PersistentBitmaps,
     pub(super) disk: Arc<Disk>,
     pub(super) warnings: Vec<String>,
 }
 
-/// How the disk of a device comes to be, beyond its options.
+/// What determines how a disk is set up, besides the options.
 pub(super) struct DiskStart {
-    /// It goes on without a group that it cannot join: its users wait for I/O.
+    /// The device had a daemon before. It is served even if it cannot join its group, because its clients
+    /// wait for I/O.
     pub(super) is_successor: bool,
-    /// The kernel scans for partitions on a block device of its engines.
+    /// Whether the kernel scans the block device for partitions.
     pub(super) partscan: bool,
 }
 
 impl ServedDisk {
-    /// The disk of `driver`, with the settings of `kept` in force.
+    /// Sets up the disk of `driver` with the `saved` settings, and starts its engines.
     ///
     /// # Errors
-    /// Of the driver, the files of its bitmaps, its group, and if there can be no more threads.
+    ///
+    /// Fails if the driver or the files of its bitmaps cannot be used, the device cannot join its group, or a
+    /// thread cannot be started.
     pub(super) fn new(
         options: &AttachOptions,
         claim: &Claim,
         driver: Arc<dyn Driver>,
-        kept: &mut KeptSettings,
+        saved: &mut SavedSettings,
         start: &DiskStart,
     ) -> Outcome<ServedDisk> {
         let disk = build(options, claim.name(), driver)?;
-        let (bitmaps, warnings) = KeptBitmaps::load(&disk)?;
+        let (bitmaps, warnings) = PersistentBitmaps::load(&disk)?;
         let engines = Vec::new();
         let mut served = ServedDisk { engines, group: None, group_watch: None, bitmaps, disk, warnings };
         served.join_group(options, claim, start.is_successor)?;
-        kept.set(&served.disk);
+        saved.set(&served.disk);
         served.engines = start_engines(&served.disk, options.sandbox, start.partscan)?;
         Ok(served)
     }
 
-    /// Its engines.
     pub(super) fn handles(&self) -> Vec<EngineHandle> {
         self.engines.iter().map(|engine| engine.handle().clone()).collect()
     }
 
-    /// Joins the group of `options`, if they have one. No child of this process has the group's open file, which a
-    /// member that died must not leave locked.
+    /// Joins the group of `options`, if there is one. The group's file must not be inherited by a child
+    /// process: a lock on it would then survive this process.
     fn join_group(&mut self, options: &AttachOptions, claim: &Claim, is_successor: bool) -> Outcome {
         let Some(group) = &options.group else { return Ok(()) };
         let weight = options.weight.unwrap_or(WEIGHT_DEFAULT);
@@ -72,9 +74,11 @@ impl ServedDisk {
                 self.disk.join_group(member);
                 self.group = Some(joined);
             }
-            // Its users wait for I/O, and a group is not worth that.
+            // The device's clients wait for I/O, which matters more than the limits of the group.
             Err(failure) if is_successor => {
-                let warning = format!("only its own limits count, as it could not join its group: {failure}");
+                let warning = format!(
+                    "only the limits of the device itself apply, because it cannot join its group: {failure}"
+                );
                 log::line(&format!("warning: {warning}"));
                 self.warnings.push(warning);
             }
@@ -103,8 +107,8 @@ fn build(options: &AttachOptions, name: &str, driver: Arc<dyn Driver>) -> Outcom
     Ok(disk)
 }
 
-/// Starts one engine per queue, on threads that are confined from their beginning if `sandbox`;
-/// such that the kernel scans for partitions on a block device of theirs if `partscan`.
+/// Starts one engine per queue. If `sandbox` is set, its thread is confined from the start; `partscan` keeps
+/// the capability that the kernel requires for a partition scan.
 fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec<EngineThread>> {
     let start = || -> Outcome<Vec<EngineThread>> {
         if sandbox {
@@ -113,7 +117,8 @@ fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec
         let spawn = |queue| EngineThread::spawn(&format!("blkq-queue-{queue}"), vec![(disk.clone(), queue)]);
         Ok((0..disk.queue_count()).map(spawn).collect::<Result<_, _>>()?)
     };
-    // Threads inherit privileges from the one that makes them: this one drops them, and exits.
+    // Threads inherit the privileges of the thread that creates them. This short-lived thread drops its
+    // privileges, creates the engines and exits.
     std::thread::scope(|scope| scope.spawn(start).join())
-        .unwrap_or_else(|_| Err(Failure::new("starting the engines failed")))
+        .unwrap_or_else(|_| Err(Failure::new("cannot start the engines")))
 }

@@ -1,4 +1,4 @@
-//! The events of a device that its daemon polls for.
+//! The events of a device for which its daemon polls.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -8,26 +8,27 @@ use blkq::Driver;
 use crate::autoclear::new_event;
 use crate::failure::{Failure, Outcome};
 
-/// Eventfds that do not block, readable when something is to be done for the device.
+/// Nonblocking eventfds that become readable when the daemon must act.
 pub(super) struct Events {
     /// The kernel rejected a command of the block device's queues.
     pub(super) failure: Arc<OwnedFd>,
-    /// The image may have changed its size by itself.
+    /// The size of the image may have changed.
     pub(super) size: Arc<OwnedFd>,
-    /// A client was turned away.
+    /// A client was rejected or disconnected.
     pub(super) rejection: Arc<OwnedFd>,
 }
 
 impl Events {
-    /// Those of a device whose image `driver` serves.
+    /// Creates the events of a device whose image `driver` serves.
     ///
     /// # Errors
-    /// If the process has no descriptor left.
+    ///
+    /// Fails if no file descriptor is left.
     pub(super) fn new(driver: &dyn Driver) -> Outcome<Events> {
         let size = match driver.size_event() {
             Some(event) => {
                 let cloned = event.try_clone_to_owned();
-                Arc::new(cloned.map_err(|e| Failure::new(format!("an eventfd: {e}")))?)
+                Arc::new(cloned.map_err(|e| Failure::new(format!("cannot duplicate an eventfd: {e}")))?)
             }
             None => new_event()?,
         };
@@ -35,7 +36,7 @@ impl Events {
     }
 }
 
-/// Makes an event ready for the next time. Empty, another thread has read it.
+/// Resets an event. A failed read is ignored: another thread may have reset it.
 pub(super) fn take(event: impl AsFd) {
     let _ = rustix::io::read(event, &mut [0; 8]);
 }

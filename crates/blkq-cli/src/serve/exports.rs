@@ -1,4 +1,4 @@
-//! The attachments that serve a device: those that are asked for, or the best that there is.
+//! The exports of a device: those that the options request, or else a default.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -11,16 +11,15 @@ use rustix::process::geteuid;
 use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Export};
 
-/// Which attachments serve a device.
 pub(super) struct Exports {
     pub(super) nbd: bool,
     pub(super) ublk: bool,
-    /// Why there is no ublk, where it would have been the first choice.
+    /// Why the device is not exported over ublk, if ublk would have been the default.
     pub(super) no_ublk: Option<Failure>,
 }
 
-/// Those that are asked for. If none is: NBD if there is an address for it, else ublk where the
-/// kernel has it and the user may use it, else NBD.
+/// Returns the exports that the options request. The default is NBD if there is an address for it, else ublk
+/// if this process may use it, else NBD.
 pub(super) fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> Outcome<Exports> {
     let asked = |export| options.exports.contains(&export);
     if !options.exports.is_empty() {
@@ -36,7 +35,7 @@ pub(super) fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> 
     Ok(Exports { nbd: !ublk, ublk, no_ublk })
 }
 
-/// Refuses if this process may not make ublk devices.
+/// Fails if this process must not create ublk devices.
 fn check_ublk() -> Outcome {
     load_driver();
     on_own_thread(|| {
@@ -44,22 +43,25 @@ fn check_ublk() -> Outcome {
         let mut control = ControlDevice::open().map_err(unusable)?;
         match control.features()?.contains(Features::UNPRIVILEGED_DEV) || control.is_privileged() {
             true => Ok(()),
-            false => Err(Failure::new("this kernel makes ublk devices for root only; use --export nbd")),
+            false => Err(Failure::new(
+                "on this kernel only root can create ublk devices; run as root, or use --export nbd",
+            )),
         }
     })
 }
 
-/// Runs `ask` on a thread that exits then. The kernel's workers for its ring exit with it: none shall be
-/// left that is not fit to serve a block device.
+/// Runs `ask` on a short-lived thread. The kernel's io_uring workers of that thread exit with it. They must
+/// not survive, because they were created before the process dropped its privileges and changed its mounts.
 fn on_own_thread<T: Send + 'static>(ask: fn() -> Outcome<T>) -> Outcome<T> {
-    std::thread::spawn(ask).join().unwrap_or_else(|_| Err(Failure::new("asking for ublk's features failed")))
+    std::thread::spawn(ask).join().unwrap_or_else(|_| Err(Failure::new("cannot query the features of ublk")))
 }
 
-/// Reduces the threads for each queue of a block device to as many as the kernel allows. Returns a
-/// warning if that is fewer.
+/// Reduces the number of threads per queue to what the kernel supports. Returns a warning if the number was
+/// reduced.
 ///
 /// # Errors
-/// If the kernel cannot be asked.
+///
+/// Fails if the kernel cannot be asked.
 pub(super) fn limit_threads(options: &mut AttachOptions) -> Outcome<Option<String>> {
     let asked = options.threads_per_queue;
     let shared = || Ok(ControlDevice::open()?.features()?.contains(Features::PER_IO_DAEMON));
@@ -67,13 +69,11 @@ pub(super) fn limit_threads(options: &mut AttachOptions) -> Outcome<Option<Strin
         return Ok(None);
     }
     options.threads_per_queue = 1;
-    Ok(Some(format!(
-        "each queue is served by one thread, not {asked}: this kernel's ublk allows no more (Linux 6.16 and newer do)"
-    )))
+    Ok(Some(format!("--threads-per-queue {asked} needs Linux 6.16; each queue gets one thread")))
 }
 
-/// Loads the kernel's driver where it is a module that is not loaded. A failure is reported
-/// by the command that then finds no control device.
+/// Loads the ublk driver if it is a module that is not loaded. A failure is ignored: the caller then finds no
+/// control device and reports that.
 fn load_driver() {
     if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
         let program = std::fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();
@@ -83,32 +83,33 @@ fn load_driver() {
     }
 }
 
-/// Why there is no block device, with the cure. The requested copy mode is `copy`.
+/// The failure of creating a block device, with a hint. `copy` is the requested copy mode.
 pub(super) fn no_block_device(error: blkq::Error, copy: Option<CopyMode>) -> Failure {
-    let cure = match (error.kind(), copy) {
+    let hint = match (error.kind(), copy) {
         (ErrorKind::Unsupported, Some(CopyMode::User | CopyMode::None)) => {
             "omit --copy, or use --copy kernel"
         }
         (ErrorKind::Invalid, _) => "use --export nbd",
         _ => return error.into(),
     };
-    Failure::new(format!("{error}; {cure}"))
+    Failure::new(format!("{error}; {hint}"))
 }
 
-/// The size in bytes of a block device that is to be taken over.
+/// The size in bytes of the block device that is to be taken over.
 ///
 /// # Errors
-/// If it no longer exists, and the kernel's error.
+///
+/// Fails if the block device no longer exists, or the kernel cannot be asked.
 pub(super) fn size_of(identity: Identity) -> Outcome<u64> {
     identity.size_bytes()?.ok_or_else(|| {
         Failure::new(format!("{}: the device no longer exists; attach the image again", identity.path()))
     })
 }
 
-/// Why a block device was not taken over, with what is left to do about it.
+/// The failure of taking over a block device, with a hint.
 pub(super) fn not_taken_over(error: blkq::Error) -> Failure {
     match error.kind() {
-        ErrorKind::Mismatch => Failure::new(format!("{error} (blkq detach removes the device)")),
+        ErrorKind::Mismatch => Failure::new(format!("{error} (`blkq detach` removes the device)")),
         _ => error.into(),
     }
 }

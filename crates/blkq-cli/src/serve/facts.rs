@@ -1,4 +1,4 @@
-//! The device as it is, for `show` and `list`.
+//! The state of a device, for `blkq show` and `blkq list`.
 
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
@@ -17,10 +17,11 @@ use crate::log;
 use crate::settings::Setting;
 
 impl Device {
-    /// The device as it is now, with notes for the user that attached it.
+    /// Describes the device, with notes for the user who attached it.
     ///
     /// # Errors
-    /// If it has stopped.
+    ///
+    /// Fails if the device has stopped.
     pub fn info_at_attach(&self) -> Outcome<DeviceInfo> {
         let mut info = self.info()?;
         let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
@@ -28,10 +29,11 @@ impl Device {
         Ok(info)
     }
 
-    /// The device as it is now.
+    /// Describes the device.
     ///
     /// # Errors
-    /// If it has stopped.
+    ///
+    /// Fails if the device has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         let running = self.running()?;
         let now = self.served().clone();
@@ -76,7 +78,7 @@ impl Device {
         })
     }
 
-    /// The settings in force, and facts that are reported with them; the driver's `dispatch` among them.
+    /// The current settings, and facts that are shown with them, including the driver's `dispatch`.
     fn settings_now(
         &self,
         running: &Running,
@@ -104,19 +106,20 @@ impl Device {
             .chain(watching)
     }
 
-    /// The user should know these things now.
+    /// Warnings about the current state.
     fn warnings_now(&self, disk: &Disk, front_end: Option<&FrontEndInfo>) -> Vec<String> {
         let mut warnings = disk.driver().warnings();
         warnings.extend(self.attached.warnings.iter().cloned());
         let broken = disk.broken();
-        warnings.extend(broken.map(|why| format!("all I/O fails: {why}; detach it, and attach it again")));
+        warnings
+            .extend(broken.map(|why| format!("all I/O fails: {why}; detach the device and attach it again")));
         warnings.extend(front_end.into_iter().flat_map(rejected_rings));
         warnings.extend(front_end.and_then(unregistered_memory));
         warnings
     }
 }
 
-/// The settings of the disk and its servers, as they are now.
+/// The current settings of the disk and its servers.
 fn settings_in_force(running: &Running) -> Vec<Setting> {
     let Running { servers, disk, .. } = running;
     let settings = disk.settings();
@@ -144,13 +147,13 @@ fn settings_in_force(running: &Running) -> Vec<Setting> {
     now
 }
 
-/// Takes the fact `name` out of those of a driver.
+/// Removes the fact `name` from a driver's facts, and returns its value.
 fn take(facts: &mut Vec<(&'static str, String)>, name: &str) -> Option<String> {
     let at = facts.iter().position(|(key, _)| *key == name)?;
     Some(facts.remove(at).1)
 }
 
-/// Takes the facts on direct I/O out of those of a driver.
+/// Removes the facts about direct I/O from a driver's facts.
 fn take_direct_io(facts: &mut Vec<(&'static str, String)>) -> DirectIoInfo {
     let [requested, effective, reason] =
         ["direct-io-requested", "direct-io", "direct-io-reason"].map(|name| take(facts, name));
@@ -159,7 +162,7 @@ fn take_direct_io(facts: &mut Vec<(&'static str, String)>) -> DirectIoInfo {
         _ => DirectIoInfo {
             requested: "auto".to_owned(),
             effective: "off".to_owned(),
-            reason: "there is no file behind the device".to_owned(),
+            reason: "the device has no image file".to_owned(),
         },
     }
 }
@@ -176,7 +179,7 @@ fn client_info(connection: ConnectionInfo) -> ClientInfo {
     }
 }
 
-/// The front end of a virtual machine.
+/// The front end of a virtual machine, shown as a client.
 fn guest_info(front_end: &FrontEndInfo) -> ClientInfo {
     let counters = &front_end.counters;
     ClientInfo {
@@ -190,24 +193,27 @@ fn guest_info(front_end: &FrontEndInfo) -> ClientInfo {
     }
 }
 
-/// The rings that are stopped because of their contents, in words.
+/// Describes the rings that were stopped because of their contents.
 fn rejected_rings(front_end: &FrontEndInfo) -> impl Iterator<Item = String> {
     front_end.rings.iter().filter_map(|ring| {
         let reason = ring.rejected.as_ref()?;
-        Some(format!("ring {} of the virtual machine was stopped: {reason}; reset its device", ring.index))
+        Some(format!(
+            "ring {} of the virtual machine was stopped: {reason}; reset the virtio device",
+            ring.index
+        ))
     })
 }
 
-/// How much of a virtual machine's memory is registered, in words.
+/// Describes how much memory of the virtual machine is registered.
 fn registered_memory(front_end: Option<&FrontEndInfo>) -> String {
     match front_end.and_then(|front_end| front_end.registered_memory.as_ref()) {
         None => "on, without a virtual machine yet".to_owned(),
         Some(Ok(bytes)) => format!("on, {} MiB with each engine", bytes >> 20),
-        Some(Err(_)) => "on, but it does not fit".to_owned(),
+        Some(Err(_)) => "on, but the memory of the guest is not registered (see the warning)".to_owned(),
     }
 }
 
-/// Why the memory of a virtual machine is not registered, in words.
+/// The warning that the memory of the virtual machine is not registered.
 fn unregistered_memory(front_end: &FrontEndInfo) -> Option<String> {
     let reason = front_end.registered_memory.as_ref()?.as_ref().err()?;
     Some(format!("the virtual machine is served without --register-memory: {reason}"))

@@ -1,4 +1,4 @@
-//! Flushes of a device, which may wait for ever.
+//! Flushes of a device, which may take for ever.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -8,22 +8,22 @@ use std::time::Duration;
 use super::running::{Running, stopping};
 use crate::failure::{Failure, Outcome};
 
-/// How often a flush checks whether it waits for held requests.
+/// How often a waiting flush checks whether requests are held, for which it would wait.
 const HELD_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Flushes; a flush that is not answered is left to itself.
+/// Flushes. If the flush takes longer than `wait`, it continues on its own thread and this fails.
 pub(super) fn flush_within(running: &Arc<Running>, wait: Duration) -> Outcome {
-    begin_flush(running)?
-        .recv_timeout(wait)
-        .unwrap_or_else(|_| Err(Failure::new(format!("flush: no answer within {} s", wait.as_secs()))))
+    begin_flush(running)?.recv_timeout(wait).unwrap_or_else(|_| {
+        Err(Failure::new(format!("the flush did not complete within {} s", wait.as_secs())))
+    })
 }
 
-/// Flushes; a flush that waits for held requests, of now or of later, is left to itself.
+/// Flushes. Fails if requests are held: the flush would wait for them, and continues on its own thread.
 pub(super) fn flush_unless_held(running: &Arc<Running>) -> Outcome {
     flush_unless_stopped(running, &|| Ok(()))
 }
 
-/// As [`flush_unless_held`], as long as `stop` says so.
+/// As [`flush_unless_held`]; also fails when `stop` does.
 pub(super) fn flush_unless_stopped(running: &Arc<Running>, stop: &dyn Fn() -> Outcome) -> Outcome {
     let flushed = begin_flush(running)?;
     loop {
@@ -36,12 +36,12 @@ pub(super) fn flush_unless_stopped(running: &Arc<Running>, stop: &dyn Fn() -> Ou
     }
 }
 
-/// Has a thread flush, which is left to itself if nobody waits any longer.
+/// Starts a flush on a new thread. The thread continues even if the receiver is dropped.
 fn begin_flush(running: &Arc<Running>) -> Outcome<Receiver<Outcome>> {
     let (sender, flushed) = channel();
     let running = running.clone();
     let flush = move || _ = sender.send(running.flush());
     let spawned = thread::Builder::new().name("blkq-flush".to_owned()).spawn(flush);
-    spawned.map_err(|e| Failure::new(format!("flush: {e}")))?;
+    spawned.map_err(|e| Failure::new(format!("cannot start a thread for the flush: {e}")))?;
     Ok(flushed)
 }

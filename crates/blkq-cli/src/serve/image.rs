@@ -1,4 +1,4 @@
-//! The image or memory behind a device: how its driver is opened, and why it is not.
+//! Opens the driver of an image or of memory, and explains failures.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,25 +12,25 @@ use blkq_drivers::{DriverOptions, DriverSpec, ImageFormat, Opened};
 
 use crate::complain;
 use crate::confine;
-use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
+use crate::lock_holders;
 use crate::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
 use crate::state::{Claim, DYING_WAIT};
 
-/// How long the kernel may keep the files of a daemon that was killed, after that has exited.
+/// How long the kernel may keep the files of a killed daemon open after the process has exited.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
 
-/// How long to wait for the lock of an RBD client that was killed: its cluster takes it for alive for 30 s.
+/// How long to wait for the lock of an RBD client that was killed: its cluster considers it alive for 30 s.
 const CLIENT_DYING_WAIT: Duration = Duration::from_secs(40);
 
-/// The options with the files that Ceph's client finds in this process's environment.
+/// Adds the files that Ceph's client library finds through the environment of this process.
 pub(super) fn with_ceph_files(options: &AttachOptions) -> AttachOptions {
     let mut options = options.clone();
     find_ceph_files(&mut options, |name| std::env::var_os(name));
     options
 }
 
-/// The files and directories that Ceph's client reads, with its configuration and keyrings.
+/// The files and directories that Ceph's client library reads, including its configuration and keyrings.
 pub(super) fn ceph_paths(options: &AttachOptions) -> Vec<PathBuf> {
     if !matches!(options.image, DriverSpec::Rbd(_)) {
         return Vec::new();
@@ -41,8 +41,8 @@ pub(super) fn ceph_paths(options: &AttachOptions) -> Vec<PathBuf> {
     confine::READ_BY_CEPH.iter().map(PathBuf::from).chain(directories).chain(of_user).collect()
 }
 
-/// Each of [`ceph_paths`], and the files of those that are directories, as each may be a mount: a secret of a
-/// container is.
+/// As [`ceph_paths`], together with the files in these directories. Each file may be a mount of its own, as
+/// the secrets of a container are.
 pub(super) fn ceph_mounts(options: &AttachOptions) -> Vec<PathBuf> {
     let files = |path: &PathBuf| {
         let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
@@ -53,13 +53,14 @@ pub(super) fn ceph_mounts(options: &AttachOptions) -> Vec<PathBuf> {
     paths
 }
 
-/// Opens the driver. The threads of a cluster's client are made by one that is confined, and so are they.
+/// Opens the driver. For RBD this happens on a confined thread, so that the threads of Ceph's client library
+/// inherit the confinement.
 fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Result<Opened, blkq::Error> {
     let open = || blkq_drivers::open(&options.image, driver_options);
     if !options.sandbox || !matches!(options.image, DriverSpec::Rbd(_)) {
         return open();
     }
-    // Confined, nothing can be loaded any more.
+    // A confined thread cannot load libraries.
     blkq_drivers::rbd::load()?;
     let failed = |text: String| blkq::Error::new(ErrorKind::System, text);
     let confined = || {
@@ -67,12 +68,12 @@ fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Res
         open()
     };
     std::thread::scope(|scope| scope.spawn(confined).join())
-        .unwrap_or_else(|_| Err(failed("the thread that opens the image has exited".to_owned())))
+        .unwrap_or_else(|_| Err(failed("cannot open the image: its thread panicked".to_owned())))
 }
 
-/// Opens the driver. An image in use is tried for a moment: the kernel lets go of the
-/// files of a daemon that was killed only some time after the process has exited. That daemon is the `predecessor`.
-/// `device_bytes` is the size of a device that is taken over.
+/// Opens the driver. If the image is in use, tries again for up to `wait`, because the kernel closes the
+/// files of a killed daemon only some time after the process has exited. `predecessor` identifies that daemon
+/// to the storage of the image. `device_bytes` is the size of the device that is taken over.
 pub(super) fn open_driver(
     options: &AttachOptions,
     ublk: bool,
@@ -83,7 +84,7 @@ pub(super) fn open_driver(
 ) -> Result<Opened, blkq::Error> {
     let driver_options =
         DriverOptions { predecessor, device_bytes, journals, ..driver_options(options, ublk) };
-    // A cluster notices in its own time that a client has died; other waits are of no use with it.
+    // A Ceph cluster detects dead clients by a timeout of its own, so a short wait would be of no use.
     let (wait, retry) = match &options.image {
         DriverSpec::Rbd(_) if wait >= DYING_WAIT => (CLIENT_DYING_WAIT, Duration::from_secs(1)),
         DriverSpec::Rbd(_) => (Duration::ZERO, Duration::ZERO),
@@ -93,7 +94,7 @@ pub(super) fn open_driver(
     let mut release = Some(RELEASE_WAIT).filter(|_| !wait.is_zero());
     loop {
         let error = match open_confined(options, &driver_options) {
-            // Others also open a block device for a moment to learn whether it is in use.
+            // Other programs, too, open block devices for a moment to find out whether they are in use.
             Err(error) if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) => error,
             opened => return opened,
         };
@@ -107,20 +108,20 @@ pub(super) fn open_driver(
     }
 }
 
-/// Whether the image is locked and no process has the lock: the kernel has not released the files of a daemon yet that
-/// was killed.
+/// Whether the image is locked although no process holds a lock: the kernel has not closed the files of a
+/// killed daemon yet.
 fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
     let DriverSpec::Image(path) = &options.image else { return false };
-    error.kind() == ErrorKind::Busy && !elsewhere::has_holder(path, options.offset, options.size_limit)
+    error.kind() == ErrorKind::Busy && !lock_holders::has_holder(path, options.offset, options.size_limit)
 }
 
-/// Why the image was not opened, with the cure.
+/// The failure of opening the image, with a hint.
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
-    let cure = match error.kind() {
+    let hint = match error.kind() {
         ErrorKind::Busy => {
             let holders = match &options.image {
                 DriverSpec::Image(path) => {
-                    elsewhere::holders_of(claim.dir(), path, options.offset, options.size_limit)
+                    lock_holders::holders_of(claim.dir(), path, options.offset, options.size_limit)
                 }
                 _ => None,
             };
@@ -128,29 +129,29 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
             let can_share = options.format != Some(Format::Qcow2)
                 && holders.as_ref().is_none_or(|holders| holders.can_share);
             match &options.image {
-                DriverSpec::Rbd(_) => "; detach it there first, or attach with --read-only".to_owned(),
+                DriverSpec::Rbd(_) => "; release it there first, or attach with --read-only".to_owned(),
                 _ if can_share => {
-                    format!("{place}; detach it there first, or attach with --shared on both sides")
+                    format!("{place}; release it there first, or attach with --shared on both sides")
                 }
-                _ => format!("{place}; detach it there first"),
+                _ => format!("{place}; release it there first"),
             }
         }
-        ErrorKind::Claimed => "; release it there first, or attach with --shared: file systems that do not \
-             know of each other destroy the data"
-            .to_owned(),
+        ErrorKind::Claimed => {
+            "; release it there first, or attach with --shared, which skips this check: two file \
+             systems on the same bytes destroy each other"
+                .to_owned()
+        }
         ErrorKind::Format if options.format == Some(Format::Qcow2) => return error.into(),
         ErrorKind::Format if has_qcow2(&options.image) => {
-            "; attach with --format qcow2 to serve the device in \
-             it, or attach with --format raw to serve its bytes as they are"
+            "; attach with --format qcow2 to serve its guest data, \
+             or attach with --format raw to serve the bytes of the file"
                 .to_owned()
         }
-        ErrorKind::BackingFile => {
-            "; move it there, or attach with --backing-chain allow if you know who made \
+        ErrorKind::BackingFile => "; move it there, or attach with --backing-chain allow if you trust \
              the image"
-                .to_owned()
-        }
+            .to_owned(),
         ErrorKind::Format => "; convert it with `qemu-img convert -O raw`, or attach with --format raw to \
-             serve its bytes as they are"
+             serve the bytes of the file"
             .to_owned(),
         ErrorKind::NotFound if !error.has_cure() => match &options.image {
             DriverSpec::Image(path) => format!("; {}", not_found(path)),
@@ -158,14 +159,14 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
         },
         _ => return error.into(),
     };
-    Failure::new(format!("{error}{cure}"))
+    Failure::new(format!("{error}{hint}"))
 }
 
-/// The hint of an image that does not exist.
+/// The hint for an image that does not exist.
 fn not_found(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     match name.rsplit_once(':').map(|(_, size)| parse_bytes(size)) {
-        Some(Ok(_)) => "a device without an image is ram:SIZE or null:SIZE".to_owned(),
+        Some(Ok(_)) => "for a device without an image, use ram:SIZE or null:SIZE".to_owned(),
         _ => format!("create it with `blkq attach {} --create SIZE`", shell_word(path)),
     }
 }
@@ -174,11 +175,12 @@ fn has_qcow2(image: &DriverSpec) -> bool {
     matches!(image, DriverSpec::Image(path) if matches!(blkq_drivers::detect_format(path), Ok(Some("qcow2"))))
 }
 
-/// The options with the format that the image has, if that is to be found out. It is kept with the device:
-/// the writer of a raw image could give it another magic.
+/// Replaces `--format auto` by the format that is detected. The result is recorded with the device: a client
+/// that writes a raw image could later give it another format's magic number.
 ///
 /// # Errors
-/// If the image cannot be opened.
+///
+/// Fails if the image cannot be opened.
 pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     let DriverSpec::Image(path) = &options.image else { return Ok(options) };
     if options.format != Some(Format::Auto) {
@@ -187,7 +189,7 @@ pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     options.format = match blkq_drivers::detect_format(path)? {
         None => Some(Format::Raw),
         Some("qcow2") => Some(Format::Qcow2),
-        // Rejected by its name.
+        // The check below rejects an image without a format by its name.
         Some(_) => None,
     };
     if let Some(format) = options.format {
@@ -197,19 +199,19 @@ pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     options.check().map(|()| options)
 }
 
-/// Has a disk opened in the format that it was served in: the bytes of a raw image by now are those written
-/// to the device.
+/// Makes sure that the image is opened in the format in which it was served. The format must not be detected
+/// again: clients may have written another magic number to a raw image.
 pub(super) fn keep_format(options: &mut AttachOptions) {
     if options.format != Some(Format::Qcow2) {
         options.format = Some(Format::Raw);
     }
 }
 
-/// Has a disk opened at the size that its block device has now.
+/// Makes sure that the image is opened with the current size of its block device.
 pub(super) fn keep_size(options: &mut AttachOptions, bytes: u64) {
     match &mut options.image {
         DriverSpec::Image(_) => options.size_limit = options.size_limit.map(|_| bytes),
-        // Its cluster has its size.
+        // The cluster stores the size of the image.
         DriverSpec::Rbd(_) => {}
         DriverSpec::Null(size) | DriverSpec::Ram(size) => *size = bytes,
     }
@@ -226,7 +228,8 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
         read_only: options.read_only,
         shared: options.shared,
         device_bytes: None,
-        // Neither the kernel nor a virtual machine notices another daemon.
+        // The kernel and virtual machines do not notice that another daemon continues, so they would not
+        // repeat writes that only the old one had cached.
         write_through: ublk || options.exports.contains(&Export::VhostUserBlk),
         format: match options.format {
             Some(Format::Raw) => ImageFormat::Raw,
@@ -243,24 +246,25 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
     }
 }
 
-/// Whether clients may begin and end in the middle of a block: where a sector size is asked for they
-/// may not, and where something else than NBD writes too they would undo its writes.
+/// Whether NBD clients may access parts of a block. Not if the user chose a sector size; and not if something
+/// else than NBD writes as well, because the read-modify-write of a partial block could undo its writes.
 pub(super) fn serves_bytes(options: &AttachOptions, ublk: bool) -> bool {
     let only_nbd = !ublk && options.exports.iter().all(|export| *export == Export::Nbd);
     only_nbd && options.sector_size.bytes().is_none() && !options.whole_sectors
 }
 
-/// The options as another process understands them, wherever it runs.
+/// The options with absolute paths, which mean the same to another process.
 pub(super) fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
-    // Where this process has no directory any more, there are no relative paths.
+    // If the current directory was removed, there are no relative paths.
     options.clone().absolute(&std::env::current_dir().unwrap_or_default())
 }
 
-/// The journals of qcow2 images, which are with the state of devices. A raw image needs none before it has another over
-/// it, and if there are none the reason is a warning.
+/// Opens the journals of qcow2 images, which are in the state directory. A raw image needs none until it
+/// becomes a backing file. If they cannot be opened for a raw image, returns a warning.
 ///
 /// # Errors
-/// If their directory cannot be made.
+///
+/// Fails if their directory cannot be created.
 pub(super) fn journals(
     options: &AttachOptions,
     state: &Path,
@@ -270,15 +274,16 @@ pub(super) fn journals(
     }
     match Journals::open(&state.join("journals")) {
         Err(error) if options.format != Some(Format::Qcow2) => {
-            let warning =
-                format!("what is not flushed after a snapshot is lost if the daemon is killed: {error}");
+            let warning = format!(
+                "after a snapshot, data that was not flushed is lost if the daemon is killed: {error}"
+            );
             Ok((None, Some(warning).filter(|_| !options.read_only)))
         }
         journals => Ok((Some(journals?), None)),
     }
 }
 
-/// The image as another process finds it.
+/// The image under a name that other processes understand.
 pub(super) fn image_name(image: &DriverSpec) -> String {
     match image {
         DriverSpec::Image(path) => path.canonicalize().unwrap_or_else(|_| path.clone()).display().to_string(),
@@ -291,7 +296,8 @@ mod tests {
     use super::*;
     use crate::options::tests::options;
 
-    /// The lock is this process's, and it sees no other that has it: so it is with files that the kernel has not released.
+    /// This process holds the lock, and does not count itself. So it looks like a lock that the kernel has
+    /// not released yet.
     #[test]
     fn a_lock_without_a_process_is_waited_for() {
         let path = std::env::temp_dir().join(format!("blkq-released-{}", std::process::id()));
@@ -302,7 +308,7 @@ mod tests {
         let holder = open(Duration::ZERO).unwrap();
         assert_eq!(open(Duration::ZERO).err().unwrap().kind(), ErrorKind::Busy);
         let release = std::thread::spawn(move || {
-            // Longer than it is waited for a process.
+            // This is longer than the wait for a process below.
             std::thread::sleep(Duration::from_millis(100));
             drop(holder);
         });
@@ -327,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_go_through_where_another_daemon_goes_on() {
+    fn writes_are_not_cached_where_another_daemon_may_continue() {
         let through = |more: &[&str], ublk| {
             driver_options(&options(&[&["rbd:p/i"], more].concat()), ublk).write_through
         };

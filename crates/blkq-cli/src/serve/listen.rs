@@ -1,4 +1,4 @@
-//! The addresses that a device is served at, TLS, and warnings about their reach.
+//! The addresses on which a device is served, TLS, and warnings about who can connect.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,13 @@ use crate::failure::{Failure, Outcome};
 use crate::options::{Address, AttachOptions, Export, Tls};
 use crate::state::Claim;
 
-/// Where a device listens.
 #[derive(Default)]
 pub(super) struct Sockets {
     pub(super) nbd: Vec<Listen>,
     pub(super) vhost: Option<Listen>,
 }
 
-/// The path of a unix socket that is to be made.
+/// The path of the unix socket that is created for `listen`.
 pub(super) fn unix_path(listen: &Listen) -> Option<PathBuf> {
     match listen {
         Listen::Unix(path) => Some(path.clone()),
@@ -27,7 +26,7 @@ pub(super) fn unix_path(listen: &Listen) -> Option<PathBuf> {
     }
 }
 
-/// Where to serve.
+/// The addresses on which NBD is served. The default is a unix socket in the state directory.
 pub(super) fn addresses(
     options: &AttachOptions,
     claim: &Claim,
@@ -42,7 +41,7 @@ pub(super) fn addresses(
     options.listen.iter().map(listen_at).collect()
 }
 
-/// Where vhost-user-blk listens, if the device is served to virtual machines.
+/// The socket for vhost-user-blk, if the device is served to virtual machines.
 pub(super) fn vhost_address(options: &AttachOptions, claim: &Claim) -> Outcome<Option<Listen>> {
     if !options.exports.contains(&Export::VhostUserBlk) {
         return Ok(None);
@@ -55,7 +54,7 @@ pub(super) fn vhost_address(options: &AttachOptions, claim: &Claim) -> Outcome<O
 
 pub(super) fn listen_at(address: &Address) -> Outcome<Listen> {
     match address {
-        // The daemon changes its directory, and removes the socket from there.
+        // The path must be absolute: the daemon changes its directory, and removes the socket later.
         Address::Unix(path) => std::path::absolute(path)
             .map(Listen::Unix)
             .map_err(|e| Failure::new(format!("cannot listen on {}: {e}", path.display()))),
@@ -63,18 +62,18 @@ pub(super) fn listen_at(address: &Address) -> Outcome<Listen> {
     }
 }
 
-/// Why nothing listens, with the cure.
+/// The failure of listening, with a hint.
 pub(super) fn no_server(error: blkq::Error) -> Failure {
     match error.kind() {
         ErrorKind::Exposed => Failure::new(format!(
-            "{error}: demand TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or \
-             allow it with --insecure"
+            "{error}; require TLS (--tls require --tls-certificates DIR), listen on 127.0.0.1 or a unix socket, or \
+             use --insecure to accept this"
         )),
         _ => error.into(),
     }
 }
 
-/// TLS as it is to be offered.
+/// The TLS options of the NBD servers.
 pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
     let Some(directory) = options.tls_certificates.as_deref().filter(|_| options.tls != Some(Tls::Off))
     else {
@@ -84,7 +83,7 @@ pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
     Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
 }
 
-/// A directory, and those that symbolic links in it lead to.
+/// The directory, and the directories to which symbolic links in it lead.
 pub(super) fn directories_of(directory: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let real = entries.filter_map(|entry| entry.path().canonicalize().ok()?.parent().map(Path::to_owned));
@@ -94,7 +93,7 @@ pub(super) fn directories_of(directory: &Path) -> Vec<PathBuf> {
     directories
 }
 
-/// Warnings about clients that are kept out: directories that do not let them in.
+/// Warnings about sockets in directories that some of the intended clients cannot enter.
 pub(super) fn warn_of_closed_directories<'a>(
     listen: impl Iterator<Item = &'a Listen>,
     access: SocketAccess,
@@ -106,12 +105,12 @@ pub(super) fn warn_of_closed_directories<'a>(
     closed
         .map(|(path, directory)| {
             let (path, directory) = (path.display(), directory.display());
-            format!("{path} cannot be reached by all users that may connect: {directory} does not let them in; chmod it, or listen elsewhere")
+            format!("not all users that may connect to {path} can enter {directory}; change the mode of the directory, or choose another path")
         })
         .collect()
 }
 
-/// Warnings about servers that more clients reach than the user may expect.
+/// Warnings about servers that more clients can reach than the user may expect.
 pub(super) fn warn_of_access(
     options: &AttachOptions,
     nbd_options: &NbdOptions,
@@ -123,21 +122,19 @@ pub(super) fn warn_of_access(
     let mut warnings = Vec::new();
     if required.is_some() && !verified {
         warnings.extend(servers.iter().filter_map(NbdServer::beyond_this_machine).map(|address| {
-            format!("every machine that reaches {address} can use the device: no client needs a certificate; put ca-cert.pem into the directory of certificates, or keep others out with a firewall")
+            format!("every machine that can reach {address} can use the device, because no client needs a certificate; add ca-cert.pem to the certificate directory, or restrict access with a firewall")
         }));
     }
-    let cure = match options.socket_mode {
-        Some(_) => "give --socket-group and --socket-mode 660",
-        None => "give its unit SocketMode=0600",
+    let hint = match options.socket_mode {
+        Some(_) => "use --socket-group and --socket-mode 660",
+        None => "set SocketMode=0600 in the socket unit",
     };
     let open_to_all = servers.iter().filter_map(NbdServer::open_to_all_users);
     let open_to_all = open_to_all.chain(vhost.and_then(VhostUserDevice::open_to_all_users));
-    warnings.extend(
-        open_to_all.map(|socket| format!("all users of this machine may connect to {socket}: {cure}")),
-    );
+    warnings.extend(open_to_all.map(|socket| format!("any local user can connect to {socket}; {hint}")));
     if !(options.insecure || verified) {
         warnings.extend(servers.iter().filter_map(NbdServer::on_loopback).map(|address| {
-            format!("all users of this machine may connect to {address}: a unix socket is its owner's alone; TLS with ca-cert.pem keeps others out, and --insecure lets them in without this warning")
+            format!("any local user can connect to {address}; use a unix socket, or TLS with client certificates (ca-cert.pem), or --insecure to accept this")
         }));
     }
     warnings

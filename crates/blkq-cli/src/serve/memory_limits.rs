@@ -1,4 +1,4 @@
-//! The memory that a daemon may register with its engines' rings.
+//! The limits of the memory that a daemon may register with its engines' io_uring instances.
 
 use std::path::{Path, PathBuf};
 
@@ -6,17 +6,17 @@ use blkq_export::vhost_user::RegistrationLimits;
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-/// A controller of memory (cgroups(7)): where it is mounted, and what its files are called.
+/// A memory controller (cgroups(7)): where it is mounted, and the names of its files.
 struct Controller {
     name: &'static str,
     mount: &'static str,
     limit: &'static str,
     usage: &'static str,
-    /// The line of `memory.stat` with the bytes of files: the page cache, and memory files.
+    /// The line of `memory.stat` with the bytes of the page cache and of memory files.
     files: &'static str,
 }
 
-/// Of version 2, alone and beside version 1, and of version 1.
+/// Version 2, alone or beside version 1, and version 1.
 const CONTROLLERS: [Controller; 3] =
     [version_2("/sys/fs/cgroup"), version_2("/sys/fs/cgroup/unified"), VERSION_1];
 
@@ -32,15 +32,16 @@ const VERSION_1: Controller = Controller {
     files: "total_cache",
 };
 
-/// The number of version 1 for no limit: all pages that there can be.
+/// The value that version 1 reports if there is no limit: `PAGE_COUNTER_MAX` in bytes.
 const NO_LIMIT: u64 = i64::MAX as u64 >> 12 << 12;
 
 impl Controller {
-    /// The bytes that are left of the limit of the group in `directory`, if it has one. Files are not
-    /// subtracted: the page cache makes room, and memory that a guest had before is charged already.
+    /// The number of bytes left until the limit of the group in `directory`, if it has one. The page cache
+    /// does not count as used: the kernel reclaims it. Memory files are in the same counter, so the memory of
+    /// a guest that is already charged does not count either.
     fn left(&self, directory: &Path, read: impl Fn(&Path) -> Option<String>) -> Option<u64> {
         let number = |file: &str| read(&directory.join(file))?.trim().parse::<u64>().ok();
-        // "max" is none.
+        // "max" in version 2 means that there is no limit.
         let limit = number(self.limit).filter(|bytes| *bytes < NO_LIMIT)?;
         let stat = read(&directory.join("memory.stat")).unwrap_or_default();
         let files = stat.lines().find_map(|line| line.strip_prefix(self.files)?.trim().parse().ok());
@@ -49,8 +50,8 @@ impl Controller {
     }
 }
 
-/// The limits of this process, whose engines have its capabilities unless `sandbox`. Read before it is
-/// confined: nothing can be read later.
+/// The limits of this process. Engines have its capabilities unless `sandbox` is set. Must be called before
+/// the process is confined, while it can still read these files.
 pub(super) fn memory_limits(sandbox: bool) -> RegistrationLimits {
     let is_privileged =
         !sandbox && capabilities(None).is_ok_and(|has| has.effective.contains(CapabilitySet::IPC_LOCK));
@@ -60,8 +61,7 @@ pub(super) fn memory_limits(sandbox: bool) -> RegistrationLimits {
     RegistrationLimits { locked_max, memory_left: cgroup_left(&groups, read) }
 }
 
-/// The least that is left to the groups of `groups`, as /proc/self/cgroup lists them, and to those that they
-/// are in.
+/// The smallest number of bytes left in the `groups` of /proc/self/cgroup and in their ancestors.
 fn cgroup_left(groups: &str, read: impl Fn(&Path) -> Option<String>) -> Option<u64> {
     let mut least = None;
     for line in groups.lines() {
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_that_is_left_to_a_group_and_those_above_counts() {
+    fn the_smallest_rest_of_a_group_and_its_ancestors_counts() {
         let read = |path: &Path| {
             let text = match path.to_str()? {
                 "/sys/fs/cgroup/a/b/memory.max" => "max\n",
@@ -104,10 +104,10 @@ mod tests {
     }
 
     #[test]
-    fn memory_in_use_is_not_left_but_that_of_files_is() {
+    fn used_memory_is_subtracted_but_not_the_page_cache() {
         let read = |path: &Path| {
             let text = match path.to_str()? {
-                // Less is left above, where others use it.
+                // The parent group has less left, because other groups use it.
                 "/sys/fs/cgroup/a/b/memory.max" => "10000\n",
                 "/sys/fs/cgroup/a/b/memory.current" => "1000\n",
                 "/sys/fs/cgroup/a/memory.max" => "20000\n",

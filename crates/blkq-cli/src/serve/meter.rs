@@ -1,4 +1,4 @@
-//! The counters of a device, for threads that only read them.
+//! Reads the counters of a device, for threads that only report them.
 
 use std::sync::{Arc, Weak};
 
@@ -12,7 +12,7 @@ use crate::hangs::{HangCounters, HangWatch};
 use crate::metrics::Sample;
 use crate::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
 
-/// Reads the counters of a device without keeping it from stopping.
+/// Reads the counters of a device. Holds only a weak reference, so it does not keep the device from stopping.
 #[derive(Clone)]
 pub struct Meter {
     name: String,
@@ -29,12 +29,11 @@ impl Meter {
         Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs, group }
     }
 
-    /// Nanoseconds since the device was opened.
     pub fn uptime_ns(&self) -> u64 {
         monotonic_ns().saturating_sub(self.opened_ns)
     }
 
-    /// The counters, unless the device has stopped.
+    /// The counters, or `None` if the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         let running = self.running.upgrade()?;
         let disk = &running.disk;
@@ -80,7 +79,7 @@ impl Meter {
         Some(statistics)
     }
 
-    /// The values that are reported of the device, unless it has stopped.
+    /// The values for the metrics endpoint, or `None` if the device has stopped.
     pub fn sample(&self) -> Option<Sample> {
         let size_bytes = self.running.upgrade()?.disk.limits().size_bytes();
         Some(Sample { name: self.name.clone(), size_bytes, statistics: self.statistics()? })

@@ -1,4 +1,4 @@
-//! Where a daemon meets the block layer and its attachments.
+//! Serves a device: connects the block layer to an image and to the exports.
 
 mod background;
 mod bitmaps;
@@ -11,17 +11,17 @@ mod exports;
 mod facts;
 mod flush;
 mod image;
-mod kept_bitmaps;
-mod kept_settings;
 mod listen;
 mod memory_limits;
 mod meter;
 mod open;
 mod opened;
-mod rehearsal;
+mod persistent_bitmaps;
+mod preflight;
 mod rejections;
 mod running;
 mod sandbox;
+mod saved_settings;
 mod servers;
 mod settings;
 mod snapshot;
@@ -45,23 +45,23 @@ use crate::statistics::Statistics;
 use blkq::units::format_bytes;
 
 use background::BackgroundThreads;
-use block_device::KeptBlockDevice;
+use block_device::BlockDeviceState;
 use commit_progress::CommitProgress;
 use events::Events;
 use flush::{flush_unless_held, flush_unless_stopped};
-use kept_settings::DeviceSettings;
 use meter::Meter;
 use running::{Running, stopping};
 use sandbox::Sandbox;
+use saved_settings::DeviceSettings;
 
 pub use image::find_format;
 pub use open::FLUSHES_IGNORED;
-pub use rehearsal::{check_successor, check_take_over};
+pub use preflight::{check_successor, check_take_over};
 pub use settings::Change;
 
-/// A device being served, until it is stopped.
+/// A device that is served until it is stopped.
 pub struct Device {
-    /// Stopped first, as `running` is last.
+    /// The first field, because fields are dropped in order: these threads stop before `running` does.
     background: Mutex<Option<BackgroundThreads>>,
     attached: Attached,
     served: Mutex<Served>,
@@ -70,29 +70,28 @@ pub struct Device {
     autoclear: Autoclear,
     settings: DeviceSettings,
     certificates: Option<TlsCertificates>,
-    /// The journals of qcow2 images.
     journals: Option<Arc<Journals>>,
     sandbox: Sandbox,
-    block_device: KeptBlockDevice,
-    /// Locked while the device is changed: one change at a time, which may wait for I/O.
+    block_device: BlockDeviceState,
+    /// Serializes changes of the device. May be held while waiting for I/O.
     changing: Mutex<()>,
-    /// The block commit that is under way.
+    /// The block commit in progress.
     commit: Mutex<Option<Arc<CommitProgress>>>,
-    /// The process that traces it.
+    /// The process that traces the device.
     traced_by: Mutex<Option<String>>,
     running: Mutex<Option<Arc<Running>>>,
 }
 
-/// The facts of a device that stay as they are from its attach on.
+/// The facts about a device that do not change after it was attached.
 struct Attached {
     name: String,
     state_directory: PathBuf,
     warnings: Vec<String>,
-    /// Why it has no node in /dev, though none was declined.
+    /// Why the device is not exported over ublk, if that would have been the default.
     fallback: Option<Failure>,
     partscan: bool,
     flushes_ignored: bool,
-    /// Its group, if it is in one.
+    /// The group of which the device is a member.
     group: Option<Joined>,
 }
 
@@ -102,23 +101,24 @@ impl Attached {
     }
 }
 
-/// The image that is served.
 #[derive(Clone)]
 struct Served {
     image: String,
-    /// Its number in `NAME.options`.
+    /// The number of the image in `NAME.options`.
     number: u64,
-    /// How it was attached, or would be now.
+    /// The options with which the image was attached, or would be attached now.
     attach_options: Option<Record>,
 }
 
 impl Device {
-    /// Starts to watch the users of a block device that is to stop with its last one, and confines this
-    /// thread, the first, and those that it makes from now on, unless that was not wanted. Engines are
-    /// confined already.
+    /// Confines this thread and the threads that it creates from now on, unless the user disabled the
+    /// sandbox. Engines are confined already. First starts to watch the users of the block device, if the
+    /// device detaches with its last user.
     ///
     /// # Errors
-    /// Confinement that the kernel has, and refuses; if users cannot be seen.
+    ///
+    /// Fails if the kernel supports a confinement but refuses it, or if the users of the block device cannot
+    /// be watched.
     pub fn confine(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
         if self.autoclear.is_on()
             && let Some(ublk) = &self.running()?.ublk
@@ -128,11 +128,12 @@ impl Device {
         self.sandbox.enter(removed)
     }
 
-    /// Starts to scan for hung requests, and to answer requests for metrics: on threads that have no
-    /// more rights than the one that calls this.
+    /// Starts the threads that scan for hung requests and serve metrics. They have no more privileges than
+    /// the calling thread.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    ///
+    /// Fails if a thread cannot be started.
     pub fn start_background(&self) -> Outcome {
         let running = self.running()?;
         self.background().as_mut().map_or(Ok(()), |threads| threads.start(&running, &self.meter))
@@ -151,34 +152,34 @@ impl Device {
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The image that is served, as another process finds it.
+    /// The image that is served, under a name that other processes understand.
     pub fn image(&self) -> String {
         self.served().image.clone()
     }
 
-    /// Whether it detaches with its last client.
     pub fn autoclear(&self) -> &Autoclear {
         &self.autoclear
     }
 
-    /// Whether the kernel's block device outlives this process, as far as that is known.
+    /// Whether a block device remains when this process exits, as far as is known.
     pub fn leaves_block_device(&self) -> bool {
         self.block_device.outlives_daemon()
     }
 
-    /// Readable when [`Device::take_failure`] has something.
+    /// Readable when [`Device::take_failure`] returns a failure.
     pub fn failure_event(&self) -> &OwnedFd {
         &self.events.failure
     }
 
-    /// Readable when [`Device::follow_size`] may have something to do.
+    /// Readable when [`Device::follow_size`] may have to be called.
     pub fn size_event(&self) -> &OwnedFd {
         &self.events.size
     }
 
-    /// Takes over the size that the image has now, if it is another one, and returns it.
+    /// Adopts the size of the image. Returns the new size, or `None` if it has not changed.
     ///
     /// # Errors
+    ///
     /// As [`Device::resize`].
     pub fn follow_size(&self) -> Outcome<Option<u64>> {
         let running = self.running()?;
@@ -186,31 +187,33 @@ impl Device {
             return Ok(None);
         }
         drop(running);
-        // A smaller one is a fact: what is beyond it is no longer there.
+        // A smaller size is forced: the data beyond the end of the image is already gone.
         self.resize(None, true, None).map(Some)
     }
 
-    /// Why the block device lost a tag: its requests can be answered by another daemon only.
+    /// Returns why the block device lost a tag, if it has. Then only another daemon can answer the requests
+    /// of the device.
     pub fn take_failure(&self) -> Option<Failure> {
         events::take(&self.events.failure);
         Some(self.running().ok()?.ublk.as_ref()?.failure()?.into())
     }
 
-    /// Waits until no other change is made.
+    /// Waits until no other change is in progress.
     fn begin_change(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The counters, unless the device has stopped.
+    /// The counters, or `None` if the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         self.meter.statistics()
     }
 
-    /// Reads the certificates anew, for clients that connect from now on. Returns the directory that they are in,
-    /// if there are any.
+    /// Reloads the certificates, for clients that connect from now on. Returns their directory, or `None` if
+    /// there are none.
     ///
     /// # Errors
-    /// Why they cannot be used; those from before stay.
+    ///
+    /// Fails if the certificates cannot be used; the old ones stay in use.
     pub fn reload_certificates(&self) -> Outcome<Option<&Path>> {
         Ok(self.prepare_certificates()?.map(|(directory, certificates)| {
             certificates.install();
@@ -218,22 +221,24 @@ impl Device {
         }))
     }
 
-    /// Reads the certificates anew, which no client gets yet, and returns the directory that they are in, if there are
-    /// any.
+    /// Loads the certificates, without using them yet. Returns them with their directory, or `None` if there
+    /// are none.
     ///
     /// # Errors
-    /// Why they cannot be used.
+    ///
+    /// Fails if the certificates cannot be used.
     pub fn prepare_certificates(&self) -> Outcome<Option<(&Path, PreparedCertificates)>> {
         let Some(certificates) = &self.certificates else { return Ok(None) };
         let prepared = certificates.prepare();
-        let prepared = prepared.map_err(|e| Failure::from(e).during("the certificates stay as they were"))?;
+        let prepared = prepared.map_err(|e| Failure::from(e).during("the old certificates stay in use"))?;
         Ok(Some((certificates.directory(), prepared)))
     }
 
     /// The contents of the state file.
     ///
     /// # Errors
-    /// If the device has stopped.
+    ///
+    /// Fails if the device has stopped.
     pub fn state(&self) -> Outcome<DaemonState> {
         let running = self.running()?;
         Ok(DaemonState {
@@ -245,26 +250,28 @@ impl Device {
         })
     }
 
-    /// Changes the size; `None` takes over that of the image. Returns the new one in bytes. A smaller
-    /// one is refused if the device is in use, unless `force` is set: as far as this process sees, or
-    /// by `user`.
+    /// Changes the size of the device to `bytes`, or to the size of the image. Returns the new size in bytes.
+    /// Unless `force` is set, a device that is in use cannot shrink; `user` is a user of the block device
+    /// that the client has found, for which a confined daemon cannot look.
     ///
     /// # Errors
-    /// If the device cannot have that size, or is in use: by which process.
+    ///
+    /// Fails if the device cannot have that size, or is in use; then names the user.
     pub fn resize(&self, bytes: Option<u64>, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
-        // One change at a time: what is larger than the size of now stays so, and no block commit begins.
+        // This keeps other changes away until the new size is in effect: another resize, which could make
+        // this a shrink, and a block commit.
         let _changing = self.begin_change();
         self.check_not_changed()?;
         if let Some(ublk) = &running.ublk {
-            let again = "detach it, and attach it again";
+            let again = "detach the device and attach it again";
             ublk.check_resizable().map_err(|e| Failure::of(e, ErrorKind::Unsupported, again))?;
         }
         let before = running.disk.limits().size_bytes();
-        let other = "detach, and attach with another size";
+        let other = "detach the device and attach it with another size";
         let prepared = running.disk.prepare_resize(bytes);
         let after = prepared.map_err(|e| Failure::of(e, ErrorKind::Unsupported, other))?;
-        // No client begins to use it with the old size meanwhile.
+        // This keeps new clients away, which would use the old size.
         let _unused = if after < before && !force {
             let unused = running.claim_unused(user).map_err(|failure| {
                 failure.during(format_args!(
@@ -283,7 +290,8 @@ impl Device {
         };
         if let Some(ublk) = &running.ublk {
             ublk.resize(bytes).inspect_err(|_| {
-                // Undone; the error is the reason.
+                // The disk gets its old size back; the error of the block device is the reason for the
+                // failure.
                 let _ = running.disk.resize(Some(before));
             })?;
         }
@@ -293,19 +301,21 @@ impl Device {
         Ok(bytes)
     }
 
-    /// Reissues the requests that are held after errors, or has them fail. Returns how many.
+    /// Reissues the requests that are held after I/O errors, or fails them. Returns their number.
     ///
     /// # Errors
-    /// If the device has stopped.
+    ///
+    /// Fails if the device has stopped.
     pub fn resume(&self, fail: bool) -> Outcome<u64> {
         let how = if fail { Resume::Fail } else { Resume::Reissue };
         Ok(self.running()?.disk.resume(how))
     }
 
-    /// Refuses while requests are held after errors.
+    /// Fails while requests are held after I/O errors.
     ///
     /// # Errors
-    /// How many, and the cure.
+    ///
+    /// Says how many requests are held, with a hint.
     pub fn check_not_held(&self) -> Outcome {
         match self.running()?.disk.held() {
             0 => Ok(()),
@@ -313,11 +323,12 @@ impl Device {
         }
     }
 
-    /// Makes what was written durable.
+    /// Makes all completed writes durable.
     ///
     /// # Errors
-    /// If this or an earlier write cannot be made durable, requests are held after errors, which a flush would
-    /// wait for, or the device has stopped.
+    ///
+    /// Fails if an earlier write or this flush failed, if requests are held, for which the flush would wait,
+    /// or if the device has stopped.
     pub fn flush(&self) -> Outcome {
         flush_unless_held(&self.running()?)
     }

@@ -1,4 +1,5 @@
-//! How a device comes to be served: what is opened, started and given up, in which order.
+//! Starts to serve a device. The order of the steps matters: each resource is opened while this process still
+//! has the threads, mounts and privileges that it requires.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
@@ -9,48 +10,48 @@ use blkq_drivers::qcow2::Journals;
 use blkq_export::ublk::{Identity, UblkDevice, UblkOptions};
 
 use super::background::BackgroundThreads;
-use super::block_device::KeptBlockDevice;
+use super::block_device::BlockDeviceState;
 use super::disk::{DiskStart, ServedDisk};
 use super::events::Events;
 use super::exports::{choose_exports, limit_threads, no_block_device, not_taken_over, size_of};
 use super::image::{
     absolute, image_name, keep_format, keep_size, open_driver, refusal, serves_bytes, with_ceph_files,
 };
-use super::kept_settings::DeviceSettings;
 use super::listen::{Sockets, addresses, vhost_address};
 use super::meter::Meter;
 use super::opened::{Children, Opened};
 use super::running::Running;
 use super::sandbox::Sandbox;
+use super::saved_settings::DeviceSettings;
 use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
 use crate::autoclear::Autoclear;
-use crate::elsewhere;
 use crate::failure::{Failure, Outcome};
 use crate::info::{DaemonState, StateFile};
+use crate::lock_holders;
 use crate::metrics::Endpoint;
 use crate::options::{AttachOptions, Export, Record};
 use crate::state::{Claim, DYING_WAIT};
 
-/// How long an image may still be in use by a daemon that was killed, and had another name.
+/// How long to wait for an image that is in use. A daemon of another name may have been killed just before.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
 
-/// `--partscan` of a device without a node.
-const NO_PARTITION_SCAN: &str = "partitions are not scanned here: an NBD export has no node in /dev; \
-     the kernel of its client scans them (nbd-client), or use --offset and --size-limit for one";
+/// The warning about `--partscan` without a block device.
+const NO_PARTITION_SCAN: &str = "--partscan has no effect on an NBD export, whose client scans for partitions; \
+     to serve one partition, use --offset and --size-limit";
 
-/// The warning of `--unsafe-flush-ignore`.
 pub const FLUSHES_IGNORED: &str =
-    "flushes are ignored: a crash of this machine, or a power loss, destroys what is on the device";
+    "flushes are ignored: a crash of this machine or a power loss destroys the data of the device";
 
 impl Device {
-    /// Opens the image and serves it under the name of `claim`: over ublk, or NBD on the addresses of
-    /// `options`, if there are none on the sockets `inherited`, and if there are none on a unix socket in
-    /// the state directory. `settings` are those that its last daemon had, changed since it was attached; one that
-    /// it cannot have any more becomes a warning.
+    /// Opens the image and serves it under the name of `claim`. NBD listens on the addresses of `options`,
+    /// else on the `inherited` sockets, else on a unix socket in the state directory. `settings` are those
+    /// that were changed while the last daemon served the device; a setting that cannot be restored becomes a
+    /// warning.
     ///
     /// # Errors
-    /// Whatever keeps it from being served; nothing is left open then.
+    ///
+    /// Fails if the device cannot be served; nothing is left open then.
     pub fn open(
         options: &AttachOptions,
         settings: Vec<(String, String)>,
@@ -61,8 +62,9 @@ impl Device {
         let exports = choose_exports(options, &inherited)?;
         let listen = if exports.nbd { addresses(options, claim, inherited)? } else { Vec::new() };
         let wait = if claim.is_after(&image_name(&options.image)) { DYING_WAIT } else { IN_USE_WAIT };
-        let check = || elsewhere::check_not_waiting(claim.dir(), claim.name(), options);
-        // Before it is opened, which may change it; and once it is locked, as a daemon may have exited meanwhile.
+        let check = || lock_holders::check_not_waiting(claim.dir(), claim.name(), options);
+        // Check before opening the image, because opening may change it, and again when it is locked, because
+        // a daemon may have exited in between.
         check()?;
         let open = |journals| {
             let predecessor = claim.owner_before(&image_name(&options.image));
@@ -80,8 +82,8 @@ impl Device {
         let attach =
             |disk: &Arc<Disk>, engines: &[EngineHandle], children: Option<Children>, failure_event| {
                 let Some((setup, users)) = children else { return Ok(None) };
-                // Written before there is one: if this daemon is killed meanwhile, there is nothing
-                // that no state file has.
+                // The state file is written before the block device is created, so that a block device never
+                // exists without one, even if this daemon is killed.
                 claim.write_state(&DaemonState {
                     pid: std::process::id(),
                     image: number,
@@ -112,11 +114,11 @@ impl Device {
         Ok(device)
     }
 
-    /// As [`Device::open`], for the block device of `state`, with the settings that its
-    /// last daemon had.
+    /// As [`Device::open`], but takes over the block device of `state`, with the settings of its last daemon.
     ///
     /// # Errors
-    /// Whatever keeps it from being taken over; it stays as it was.
+    ///
+    /// Fails if the block device cannot be taken over; it is left unchanged.
     pub fn recover(
         options: &AttachOptions,
         claim: &Claim,
@@ -124,7 +126,7 @@ impl Device {
         inherited: Vec<OwnedFd>,
     ) -> Outcome<Device> {
         let Some(block_device) = state.ublk else {
-            return Err(Failure::new("there is no block device to take over"));
+            return Err(Failure::new("the state file names no block device to take over"));
         };
         let options = &with_ceph_files(options);
         let identity = block_device.identity();
@@ -165,10 +167,11 @@ impl Device {
         Ok(device)
     }
 
-    /// Serves the driver that `open` opens as `plan` says, with the block device that `attach` makes of its disk and
-    /// engines, if it is to have one.
+    /// Serves a device as `plan` says. `open` opens the driver. `attach` creates or takes over the block
+    /// device, if the device has one.
     ///
     /// # Errors
+    ///
     /// As [`Device::open`].
     pub(super) fn serve(
         plan: Plan,
@@ -182,9 +185,9 @@ impl Device {
     ) -> Outcome<Device> {
         let Plan { options, claim, sockets, mut served, has_block_device, settings, is_successor } = plan;
         let settings = DeviceSettings::new(options, settings);
-        let mut kept = settings.kept();
+        let mut saved = settings.saved();
         let mut options = options.clone();
-        kept.put_into(&mut options);
+        saved.apply_to(&mut options);
         let options = &options;
         let autoclear = Autoclear::new(options.autoclear)?;
 
@@ -194,9 +197,10 @@ impl Device {
 
         let partscan = has_block_device && !options.partscan.refused;
         let start = DiskStart { is_successor, partscan };
-        let of_disk = ServedDisk::new(options, claim, source.driver, &mut kept, &start)?;
+        let of_disk = ServedDisk::new(options, claim, source.driver, &mut saved, &start)?;
         let handles = of_disk.handles();
-        // Engines stop first if the rest fails: this thread closes the image, which they have no right to.
+        // `engines` is declared last, so it is dropped first if a later step fails: this thread closes the
+        // image, which the confined engines must not do.
         let ServedDisk { group, group_watch, bitmaps, disk, mut warnings, engines } = of_disk;
         let events = Events::new(&*disk.driver())?;
         let metrics = metrics.map(|at| Endpoint::bind(at, options.insecure)).transpose()?;
@@ -221,7 +225,7 @@ impl Device {
         served.image = image;
 
         warnings.extend(no_journals);
-        warnings.extend(kept.warnings);
+        warnings.extend(saved.warnings);
         if options.unsafe_flush_ignore {
             warnings.push(FLUSHES_IGNORED.to_owned());
         }
@@ -252,7 +256,7 @@ impl Device {
             certificates,
             journals,
             sandbox: Sandbox::new(options.sandbox.then_some(needs)),
-            block_device: KeptBlockDevice::new(has_block_device),
+            block_device: BlockDeviceState::new(has_block_device),
             changing: Mutex::new(()),
             commit: Mutex::new(None),
             traced_by: Mutex::new(None),
@@ -261,8 +265,8 @@ impl Device {
 }
 
 impl Served {
-    /// Records how the device is attached, and with which block device, for the next daemon: while nothing here has read
-    /// what clients send.
+    /// Records the options and the block device for the next daemon. This must happen before this process
+    /// reads anything from a client: the file is trusted.
     fn record(options: &AttachOptions, claim: &Claim, ublk: Option<Identity>) -> Outcome<Served> {
         let (image, options) = (image_name(&options.image), Record::new(&absolute(options)?)?);
         let number = claim.write_options(&image, &options, ublk.map(|identity| identity.cookie))?;
@@ -270,16 +274,15 @@ impl Served {
     }
 }
 
-/// How a device is to be served.
 pub(super) struct Plan<'a> {
     pub(super) options: &'a AttachOptions,
     pub(super) claim: &'a Claim,
     pub(super) sockets: Sockets,
     pub(super) served: Served,
-    /// Whether it is to have one, or has it.
+    /// Whether the device has a block device, or will have one.
     pub(super) has_block_device: bool,
-    /// Those of its last daemon.
+    /// The changed settings of the last daemon.
     pub(super) settings: Vec<(String, String)>,
-    /// It goes on where another daemon has stopped: without its group if it cannot join.
+    /// The device had a daemon before. It is served even if it cannot join its group.
     pub(super) is_successor: bool,
 }

@@ -1,4 +1,5 @@
-//! Files, locks and processes of a device, opened before its mounts may go and before it has threads.
+//! Opens the files, locks and processes of a device, before its mounts are detached and its threads are
+//! created.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -17,32 +18,34 @@ use crate::options::AttachOptions;
 use crate::pid_file::real_path;
 use crate::state::{Claim, StateDir};
 
-/// The processes of a block device.
+/// The helper processes of a block device.
 pub(super) type Children = (SetupProcess, IdleWatch);
 
-/// All that is opened for a device before there is a disk.
+/// Everything that is opened for a device before its disk is created.
 pub(super) struct Opened {
-    /// The image as another process finds it.
+    /// The image under a name that other processes understand.
     pub(super) image: String,
     pub(super) source: blkq_drivers::Opened,
     pub(super) journals: Option<Arc<Journals>>,
-    /// The warning that there are none.
+    /// The warning if there are no journals.
     pub(super) no_journals: Option<String>,
-    /// Where metrics are served.
+    /// The address of the metrics endpoint.
     pub(super) metrics: Option<Listen>,
     pub(super) tls: Option<TlsOptions>,
-    /// Those of the control plane, as far as there is no block device yet.
+    /// What the control plane needs in its sandbox; the block device is added later.
     pub(super) needs: Needs,
-    /// Those of the block device, if there is to be one.
+    /// The helper processes, if the device will have a block device.
     pub(super) children: Option<Children>,
 }
 
 impl Opened {
-    /// Opens a device that will be served on `sockets`. With an `idle_event` it will have a block device: then this
-    /// process has mounts of its own, and the event becomes readable when the block device has no users any more.
+    /// Opens a device that will be served on `sockets`. If `idle_event` is given, the device will have a
+    /// block device: this process then gets a mount namespace of its own, and the event becomes readable when
+    /// the block device has no users.
     ///
     /// # Errors
-    /// Of files that cannot be opened, and processes that cannot be made.
+    ///
+    /// Fails if a file cannot be opened or a process cannot be created.
     pub(super) fn new(
         options: &AttachOptions,
         claim: &Claim,
@@ -50,10 +53,10 @@ impl Opened {
         idle_event: Option<&Arc<OwnedFd>>,
         open: impl Fn(Option<Arc<Journals>>) -> Outcome<blkq_drivers::Opened>,
     ) -> Outcome<Opened> {
-        // Before the mount that it is on may go.
+        // The path must be resolved before the mount on which the image is may be detached.
         let image = image_name(&options.image);
-        // The client of a cluster has threads, and they are to be made after all processes; a file may be on a
-        // mount that goes with them.
+        // An RBD image must be opened after the processes are forked, because its client library has threads.
+        // A file must be opened before, because its mount may be detached in between.
         let is_file = !matches!(options.image, DriverSpec::Rbd(_));
         let (journals, no_journals) = journals(options, claim.dir().path())?;
         let source = is_file.then(|| open(journals.clone())).transpose()?;
@@ -71,7 +74,7 @@ impl Opened {
     }
 }
 
-/// The needs of the control plane, as far as there is no block device yet.
+/// What the control plane needs in its sandbox, except for the block device.
 fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
     let mut needs = Needs::default();
     if !options.sandbox {
@@ -85,8 +88,8 @@ fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) 
     Ok(needs)
 }
 
-/// Forks the processes of a block device. From then on this process has mounts of its own: of those from before, what
-/// it needs.
+/// Forks the helper processes of a block device. Afterwards this process has a mount namespace of its own,
+/// with only the mounts that it needs.
 fn fork_children<'a>(
     options: &AttachOptions,
     listen: impl Iterator<Item = &'a Listen>,
@@ -102,14 +105,14 @@ fn fork_children<'a>(
         options.pid_file.iter().flat_map(|path| [path.clone()].into_iter().chain(real_path(path).ok())),
     );
     if !is_file {
-        // Its libraries may be on a mount that goes, too; and they make no threads by themselves.
+        // The libraries may be on a mount that is detached below. Loading them creates no threads.
         blkq_drivers::rbd::load()?;
     }
     process::prepare(&kept)?;
     let sandbox = options.sandbox;
     // SAFETY: this process has no other threads yet.
     let setup = unsafe { SetupProcess::fork(move || !sandbox || confine::ublk_commands().is_ok()) }?;
-    // It cannot be made later, when there are threads and no privileges.
+    // This process must be forked now: later this daemon has threads and lacks the privileges.
     let confine = move || !sandbox || confine::watcher().is_ok();
     // SAFETY: as above.
     let users = unsafe { IdleWatch::fork(idle_event, confine) }?;

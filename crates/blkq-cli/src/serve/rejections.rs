@@ -1,4 +1,4 @@
-//! Clients that were turned away, in words for the log.
+//! Log lines about clients that were rejected or disconnected.
 
 use std::os::fd::OwnedFd;
 
@@ -9,12 +9,12 @@ use super::{Device, events};
 use crate::log;
 
 impl Device {
-    /// Becomes readable when there is something for [`Device::log_rejections`].
+    /// Readable when [`Device::log_rejections`] has something to log.
     pub fn rejection_event(&self) -> &OwnedFd {
         &self.events.rejection
     }
 
-    /// Logs the clients that were turned away or dropped since the last call.
+    /// Logs the clients that were rejected or disconnected since the last call.
     pub fn log_rejections(&self) {
         events::take(&self.events.rejection);
         let Ok(running) = self.running() else { return };
@@ -28,39 +28,41 @@ impl Device {
 }
 
 fn describe_report(report: &Report) -> String {
+    let peer = format!("vhost-user front end ({})", report.peer);
     let event = match &report.event {
-        Event::Occupied => "turned away: another one is connected, and a device has one".to_owned(),
-        Event::Violation(why) => format!("dropped: it broke the protocol: {why}"),
-        Event::Refused(why) => format!("was refused a request: {why}"),
-        Event::RingRejected(ring, why) => format!("has ring {ring} stopped: {why}"),
-        Event::MemoryUnregistered(why) => format!("is served without --register-memory: {why}"),
+        Event::Occupied => format!("rejected {peer}: another front end is connected"),
+        Event::Violation(why) => format!("disconnected {peer}: protocol violation: {why}"),
+        Event::Refused(why) => format!("refused a request of {peer}: {why}"),
+        Event::RingRejected(ring, why) => format!("stopped ring {ring} of {peer}: {why}"),
+        Event::MemoryUnregistered(why) => format!("serving {peer} without --register-memory: {why}"),
     };
-    let before = match report.unreported {
+    event + &not_logged(report.unreported)
+}
+
+/// The end of a line before which similar events were not logged.
+fn not_logged(events: u64) -> String {
+    match events {
         0 => String::new(),
-        count => format!(" ({count} more like this before it were only counted)"),
-    };
-    format!("vhost-user front end ({}) {event}{before}", report.peer)
+        1 => " (1 earlier event of this kind was not logged)".to_owned(),
+        count => format!(" ({count} earlier events of this kind were not logged)"),
+    }
 }
 
 fn describe(rejection: &Rejection) -> String {
-    let why = match &rejection.reason {
-        Reason::TooMany(max) => {
-            format!("turned away: {max} clients are connected, which is --max-connections")
+    let (event, why) = match &rejection.reason {
+        Reason::TooMany(max) => ("rejected", format!("the limit --max-connections {max} is reached")),
+        Reason::NoMemory => ("rejected", "not enough memory".to_owned()),
+        Reason::WithoutTls => {
+            ("rejected", "the client did not request TLS, which --tls require demands".to_owned())
         }
-        Reason::NoMemory => "turned away: there is no memory for one more client".to_owned(),
-        Reason::WithoutTls => "turned away: it did not ask for TLS, which --tls require demands".to_owned(),
-        Reason::Tls(why) => format!("turned away: TLS: {why}"),
-        Reason::Handshake => "dropped: it broke the protocol in the handshake".to_owned(),
-        Reason::Request => "dropped: it broke the protocol with a request".to_owned(),
-        Reason::Late => {
-            "dropped: it took too long to finish the handshake, send a payload or take replies".to_owned()
-        }
-        other => format!("turned away: {other:?}"),
+        Reason::Tls(why) => ("rejected", format!("TLS: {why}")),
+        Reason::Handshake => ("disconnected", "protocol violation in the handshake".to_owned()),
+        Reason::Request => ("disconnected", "protocol violation in a request".to_owned()),
+        Reason::Late => ("disconnected", "timeout in the handshake, of a payload or of a reply".to_owned()),
+        other => ("rejected", format!("{other:?}")),
     };
-    let before = match rejection.unreported {
-        0 => String::new(),
-        count => format!(" ({count} more like this before it were only counted)"),
-    };
-    let after = if rejection.last { "; more like this within a minute are only counted" } else { "" };
-    format!("nbd client ({}) {why}{before}{after}", rejection.peer)
+    let before = not_logged(rejection.unreported);
+    let after =
+        if rejection.last { "; further events of this kind within a minute are not logged" } else { "" };
+    format!("{event} NBD client ({}): {why}{before}{after}", rejection.peer)
 }

@@ -1,4 +1,4 @@
-//! The parts of a device that run while it is served.
+//! The parts of a device that exist while it is served.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -7,29 +7,30 @@ use blkq::{Disk, EngineHandle, EngineThread};
 use blkq_drivers::{Image, Opened};
 use blkq_export::ublk::{Claimed, UblkDevice};
 
-use super::kept_bitmaps::KeptBitmaps;
+use super::persistent_bitmaps::PersistentBitmaps;
 use super::servers::{Connected, PausedServers, Servers};
 use crate::failure::{Failure, Outcome};
 
-/// The running parts of a device, in the order in which they stop.
+/// The running parts of a device. Fields are dropped in order, which is the order in which the parts must
+/// stop.
 pub(super) struct Running {
     pub(super) servers: Servers,
     pub(super) ublk: Option<UblkDevice>,
-    /// One per hardware queue. They stop with the last use of this, before the disk.
+    /// One engine per hardware queue. The engines stop when the last reference to this is dropped, before the
+    /// disk.
     pub(super) engines: Vec<EngineThread>,
-    /// Kept with the image when no engine writes to it any more.
-    pub(super) bitmaps: KeptBitmaps,
-    /// That of the disk's driver, if it has one.
+    /// Saved when this is dropped, after the engines have stopped writing to the image.
+    pub(super) bitmaps: PersistentBitmaps,
+    /// The image of the disk's driver, if the driver has one. Replaced together with the driver.
     pub(super) image: Mutex<Option<Arc<dyn Image>>>,
     pub(super) disk: Arc<Disk>,
 }
 
-/// Clients and users are kept away until this is dropped.
-#[allow(dead_code, reason = "each is there to be dropped")]
+/// Keeps clients and users away until it is dropped.
+#[allow(dead_code, reason = "dropped to let clients connect again")]
 pub(super) struct Unused<'a>(PausedServers<'a>, Option<Claimed<'a>>);
 
 impl Running {
-    /// Its engines.
     pub(super) fn handles(&self) -> Vec<EngineHandle> {
         self.engines.iter().map(|engine| engine.handle().clone()).collect()
     }
@@ -53,16 +54,17 @@ impl Running {
         Ok(())
     }
 
-    /// Where clients find it, one line each.
+    /// The block device and the URIs under which clients reach the device.
     pub(super) fn exports(&self) -> Vec<String> {
         let ublk = self.ublk.iter().map(|ublk| ublk.identity().path());
         ublk.chain(self.servers.uris()).collect()
     }
 
-    /// Refuses while clients are connected.
+    /// Fails while clients are connected.
     ///
     /// # Errors
-    /// How many.
+    ///
+    /// Says how many clients are connected.
     pub(super) fn check_no_clients(&self) -> Outcome {
         match self.servers.client_count() {
             0 => Ok(()),
@@ -70,10 +72,11 @@ impl Running {
         }
     }
 
-    /// Keeps clients and users of the block device away until what this returns is dropped.
+    /// Keeps clients and users of the block device away until the returned guard is dropped.
     ///
     /// # Errors
-    /// If there are some, or `user` is one.
+    ///
+    /// Fails if there are clients or users, or `user` is given.
     pub(super) fn claim_unused(&self, user: Option<String>) -> Outcome<Unused<'_>> {
         if let Some(user) = user {
             return Err(Failure::new(user));
@@ -83,10 +86,11 @@ impl Running {
         Ok(Unused(paused, claimed.map_err(Failure::unless_forced)?))
     }
 
-    /// Makes what was written durable.
+    /// Makes all completed writes durable.
     ///
     /// # Errors
-    /// If this or an earlier write cannot be made durable.
+    ///
+    /// Fails if an earlier write or this flush failed.
     pub(super) fn flush(&self) -> Outcome {
         let limits = self.disk.limits();
         if !limits.write_cache || limits.read_only {
@@ -96,7 +100,7 @@ impl Running {
     }
 }
 
-/// Why nothing more can be done with a device.
+/// The failure of a command that arrives while the device stops.
 pub(super) fn stopping() -> Failure {
     Failure::new("the device is stopping")
 }

@@ -1,27 +1,27 @@
-//! The confinement of a device's control plane.
-
 use std::path::PathBuf;
 
 use crate::confine::{self, Confinement, Needs};
 use crate::failure::Outcome;
 
-/// The confinement of the control plane, before and after it is in force.
+/// The confinement of a device's control plane, before and after it takes effect.
 pub(super) struct Sandbox {
-    /// The parts of the system that it needs, until it is confined to them; none if it is not to be.
+    /// What the control plane may still access, until it is confined. `None` if it is already confined, or is
+    /// not to be.
     needs: Option<Needs>,
     confinement: Confinement,
 }
 
 impl Sandbox {
-    /// One that is not in force yet.
     pub(super) fn new(needs: Option<Needs>) -> Sandbox {
         Sandbox { needs, confinement: Confinement::default() }
     }
 
-    /// Confines this thread, and those that it makes from now on, which may remove the files `removed`, too.
+    /// Confines this thread and the threads that it creates from now on. They may still remove the files
+    /// `removed`.
     ///
     /// # Errors
-    /// Confinement that the kernel has, and refuses.
+    ///
+    /// Fails if the kernel supports a confinement but refuses it.
     pub(super) fn enter(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
         if let Some(mut needs) = self.needs.take() {
             needs.removed.extend(removed);
@@ -30,7 +30,7 @@ impl Sandbox {
         Ok(())
     }
 
-    /// Those privileges that it has dropped by now.
+    /// What the control plane is confined to; empty until [`Sandbox::enter`].
     pub(super) fn confinement(&self) -> &Confinement {
         &self.confinement
     }

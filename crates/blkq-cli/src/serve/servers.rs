@@ -1,4 +1,4 @@
-//! The servers of a device: NBD, and vhost-user-blk.
+//! The servers of a device: NBD and vhost-user-blk.
 
 use std::sync::Arc;
 
@@ -18,42 +18,44 @@ use crate::descriptors::{clients_max, reserve};
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
 
-/// NBD connections at a time, and seconds for a handshake, unless others are asked for.
+/// The default maximum number of NBD connections.
 const CONNECTIONS: u16 = 64;
+/// The default timeout of the NBD handshake, in seconds.
 const HANDSHAKE_TIMEOUT_S: u16 = 10;
 
-/// The disk that servers serve, and how, beyond its options.
+/// What the servers of a device need, besides its options.
 pub(super) struct ServerContext<'a> {
     pub(super) disk: &'a Arc<Disk>,
-    /// Of each of its queues.
+    /// The engines of the disk's queues.
     pub(super) engines: &'a [EngineHandle],
-    /// The image as another process finds it.
+    /// The image under a name that other processes understand.
     pub(super) image: &'a str,
     pub(super) tls: Option<TlsOptions>,
-    /// Clients may begin and end in the middle of a block.
+    /// Whether NBD clients may access parts of a block.
     pub(super) serves_bytes: bool,
     pub(super) autoclear: &'a Autoclear,
     pub(super) events: &'a Events,
 }
 
-/// Servers that run, in the order in which they stop.
+/// Running servers, in the order in which they stop.
 pub(super) struct Servers {
     pub(super) nbd: Vec<NbdServer>,
     pub(super) vhost: Option<VhostUserDevice>,
-    /// The lock of the NBD servers, if they serve parts of blocks.
+    /// Serializes accesses to the same blocks, if the NBD servers serve parts of blocks.
     pub(super) unaligned: Option<Arc<RangeLock>>,
     pub(super) switches: Arc<NbdSwitches>,
 }
 
-/// Clients are kept away until this is dropped.
-#[allow(dead_code, reason = "each is there to be dropped")]
+/// Keeps clients away until it is dropped.
+#[allow(dead_code, reason = "dropped to let clients connect again")]
 pub(super) struct PausedServers<'a>(Vec<Paused<'a>>, Option<vhost_user::Paused<'a>>);
 
 impl Servers {
-    /// Starts a server on each of `sockets`. Returns warnings, too.
+    /// Starts a server on each of `sockets`. Also returns warnings.
     ///
     /// # Errors
-    /// Where none can listen; then none is left.
+    ///
+    /// Fails if a server cannot listen; then no server is left.
     pub(super) fn start(
         options: &AttachOptions,
         sockets: Sockets,
@@ -65,7 +67,8 @@ impl Servers {
         let vhost_options = vhost_options(options, access, &context);
         let vhost = sockets.vhost.map(|listen| VhostUserDevice::listen(listen, vhost_options, disk, engines));
         let vhost = vhost.transpose()?;
-        // Later it could make no ring; and clients get the descriptors that are left.
+        // The vhost-user rings must be created now, because a confined process cannot create them. The
+        // reserved file descriptors keep enough free for the rest of the daemon; clients get what is left.
         let reserved = reserve();
         let prepared = vhost.iter().filter(|_| options.sandbox).try_for_each(VhostUserDevice::prepare);
         drop(reserved);
@@ -86,49 +89,50 @@ impl Servers {
         let mut warnings = Vec::new();
         if connections_max < connections_wanted && !servers.nbd.is_empty() {
             warnings.push(format!(
-                "only {connections_max} clients at a time: no more open files are allowed (ulimit -n)"
+                "at most {connections_max} clients at a time, because the limit of open files is too low (ulimit -n)"
             ));
         }
         let unserved = prepared.err();
         warnings.extend(
-            unserved.map(|error| format!("some queues of virtual machines, or all, are not served: {error}")),
+            unserved.map(|error| format!("some or all queues of virtual machines are not served: {error}")),
         );
         warnings.extend(warn_of_access(options, &nbd_options, &servers.nbd, servers.vhost.as_ref()));
         warnings.extend(closed);
         Ok((servers, warnings))
     }
 
-    /// NBD clients that are connected.
     pub(super) fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
         self.nbd.iter().flat_map(NbdServer::connections)
     }
 
-    /// Clients that are connected: of NBD, and a virtual machine.
+    /// Number of connected clients, including a virtual machine.
     pub(super) fn client_count(&self) -> usize {
         let nbd = self.nbd.iter().map(NbdServer::connection_count).sum::<usize>();
         nbd + self.vhost.as_ref().map_or(0, VhostUserDevice::connection_count)
     }
 
-    /// Where clients connect.
+    /// The URIs on which clients connect.
     pub(super) fn uris(&self) -> impl Iterator<Item = String> {
         let vhost = self.vhost.iter().map(VhostUserDevice::uri);
         vhost.chain(self.nbd.iter().map(NbdServer::uri)).map(str::to_owned)
     }
 
-    /// Keeps NBD clients away until what this returns is dropped.
+    /// Keeps NBD clients away until the returned guard is dropped.
     ///
     /// # Errors
-    /// If there are some.
+    ///
+    /// Fails if NBD clients are connected.
     pub(super) fn pause_nbd(&self) -> Result<PausedServers<'_>, Connected> {
         let paused = self.nbd.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
         let paused = paused.ok_or_else(|| Connected(self.connections().count().max(1)))?;
         Ok(PausedServers(paused, None))
     }
 
-    /// Keeps NBD clients and virtual machines away until what this returns is dropped.
+    /// Keeps NBD clients and virtual machines away until the returned guard is dropped.
     ///
     /// # Errors
-    /// If there are some.
+    ///
+    /// Fails if clients are connected.
     pub(super) fn pause(&self) -> Result<PausedServers<'_>, Connected> {
         let mut paused = self.pause_nbd()?;
         let guest = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or(Connected(1)));
@@ -136,11 +140,12 @@ impl Servers {
         Ok(paused)
     }
 
-    /// Has all servers begin to stop, without clients unless `force` is set, and waits for none.
+    /// Starts to stop all servers, without waiting. Unless `force` is set, fails if clients are connected.
     ///
     /// # Errors
-    /// The clients of the first one; all keep running. If another has stopped already, a client that connected in
-    /// between is dropped.
+    ///
+    /// Names the number of clients of the first server that has some; all servers keep running. Once one
+    /// server stops, the others are forced: a client that connects to them in between is disconnected.
     pub(super) fn begin_stop(&self, mut force: bool) -> Outcome<StoppingServers<'_>> {
         let mut stopping = StoppingServers { nbd: Vec::new(), vhost: None };
         if let Some(vhost) = &self.vhost {
@@ -157,31 +162,30 @@ impl Servers {
         Ok(stopping)
     }
 
-    /// Stops all, even with clients.
+    /// Stops all servers, even if clients are connected.
     pub(super) fn close(&self) {
-        // Forced, it does not fail.
+        // A forced stop does not fail.
         if let Ok(stopping) = self.begin_stop(true) {
             stopping.wait();
         }
     }
 }
 
-/// Servers that are stopping.
-#[must_use = "they have stopped once this was waited for"]
+#[must_use = "the servers have stopped only after `wait`"]
 pub(super) struct StoppingServers<'a> {
     nbd: Vec<StoppingServer<'a>>,
     vhost: Option<StoppingDevice<'a>>,
 }
 
 impl StoppingServers<'_> {
-    /// Waits until there are no clients any more, and no sockets.
+    /// Waits until all clients are disconnected and the sockets are removed.
     pub(super) fn wait(self) {
         self.nbd.into_iter().for_each(StoppingServer::wait);
         self.vhost.into_iter().for_each(StoppingDevice::wait);
     }
 }
 
-/// The number of clients that are connected, for which a command is refused.
+/// The number of connected clients, because of which a command is refused.
 pub(super) struct Connected(pub(super) usize);
 
 impl Connected {
@@ -190,12 +194,13 @@ impl Connected {
         format!("{} {are} connected", self.0)
     }
 
-    /// For a command that has the option --force.
+    /// The refusal of a command that has the option --force.
     pub(super) fn unless_forced(self) -> Failure {
-        Failure::new(format!("{}; disconnect first, or use --force", self.describe()))
+        let them = if self.0 == 1 { "it" } else { "them" };
+        Failure::new(format!("{}; disconnect {them} first, or use --force", self.describe()))
     }
 
-    /// For an upgrade, which leaves no connection to the next daemon.
+    /// The refusal of an upgrade, which cannot hand connections to the next daemon.
     pub(super) fn not_handed_over(self) -> Failure {
         let them = if self.0 == 1 { "it" } else { "them" };
         Failure::new(format!(
@@ -258,7 +263,10 @@ mod tests {
             "2 clients are connected and cannot be handed to another daemon; disconnect them first"
         );
         assert!(
-            Connected(1).unless_forced().to_string().contains("1 client is connected; disconnect first, or")
+            Connected(1)
+                .unless_forced()
+                .to_string()
+                .contains("1 client is connected; disconnect it first, or")
         );
     }
 }

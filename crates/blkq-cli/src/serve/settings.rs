@@ -1,4 +1,4 @@
-//! How the settings of a device are changed while it is served.
+//! Changes the settings of a device while it is served.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -6,28 +6,30 @@ use blkq::ErrorKind;
 use blkq::throttle::LimitMode;
 
 use super::Device;
-use super::kept_settings::{check_depth, not_set, set_disk};
 use super::running::{Running, stopping};
+use super::saved_settings::{check_depth, not_set, set_disk};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::settings::{Setting, is_removed};
 
 impl Device {
-    /// The setting of this device that `key` and `value` say.
+    /// Parses a setting of this device.
     ///
     /// # Errors
-    /// The settings that it has, if there is no such; the values, if it cannot have that one.
+    ///
+    /// Lists the settings that the device has if there is none named `key`, or the values that it accepts.
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
         self.settings.read(key, value)
     }
 
-    /// Changes a setting; one of the disk or its driver while no I/O is in flight.
+    /// Changes a setting. A setting of the disk or its driver is changed while no I/O is in flight.
     ///
     /// # Errors
-    /// If the device cannot be set to that.
+    ///
+    /// Fails if the device rejects the value.
     pub fn set(&self, setting: &Setting) -> Outcome {
         let running = self.running()?;
-        // The value that is kept is the one that was set last, of several at once too.
+        // Serializes concurrent changes, so that the recorded value is the one that was set last.
         let _changing = self.begin_change();
         check(&running, setting)?;
         match setting {
@@ -56,10 +58,12 @@ impl Device {
         Ok(())
     }
 
-    /// The changes that make the device have `settings`, each checked as far as that can be done before.
+    /// Returns the changes that are necessary for the device to have `settings`. Each one is checked as far
+    /// as is possible without making it.
     ///
     /// # Errors
-    /// The first one that it cannot have.
+    ///
+    /// Returns the first setting that the device cannot have.
     pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
         let running = self.running()?;
         let info = self.info()?;
@@ -68,7 +72,7 @@ impl Device {
             let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
             let to = self.settings.read(key, value).map_err(during)?;
             let from = value_now(&running, &info, key).and_then(|value| self.settings.read(key, &value).ok());
-            // Some cannot be set where they already are as they are to be.
+            // Some settings cannot be set at all on this device, not even to the value that they have.
             if from.as_ref() == Some(&to) {
                 continue;
             }
@@ -76,33 +80,33 @@ impl Device {
                 self.check_not_changed().map_err(during)?;
             }
             check(&running, &to).map_err(during)?;
-            let kept = self.settings.changed().into_iter().find(|(other, _)| other == key);
-            changes.push(Change { to, from, kept });
+            let saved = self.settings.changed().into_iter().find(|(other, _)| other == key);
+            changes.push(Change { to, from, saved });
         }
         Ok(changes)
     }
 
-    /// Sets what a change has set to what it was, for the next daemon too.
+    /// Undoes a change, for the next daemon as well.
     ///
     /// # Errors
-    /// As [`Device::set`]; then it stays.
+    ///
+    /// As [`Device::set`]; the change then stays.
     pub fn undo(&self, change: &Change) -> Outcome {
         change.from.as_ref().map_or(Ok(()), |from| self.set(from))?;
-        self.settings.replace(change.to.key(), change.kept.clone());
+        self.settings.replace(change.to.key(), change.saved.clone());
         Ok(())
     }
 }
 
-/// A setting that is to change.
 pub struct Change {
-    /// With the new value.
+    /// The setting with its new value.
     pub to: Setting,
     from: Option<Setting>,
-    /// As the state file has it, if it was changed before.
-    kept: Option<(String, String)>,
+    /// The value in the state file, if the setting was changed before.
+    saved: Option<(String, String)>,
 }
 
-/// The value that a setting has now, as text; none if that is not reported.
+/// The current value of a setting as text, or `None` if it is not reported.
 fn value_now(running: &Running, info: &DeviceInfo, key: &str) -> Option<String> {
     let switch = |on: bool| Some(if on { "on" } else { "off" }.to_owned());
     match key {
@@ -118,29 +122,29 @@ fn value_now(running: &Running, info: &DeviceInfo, key: &str) -> Option<String> 
     }
 }
 
-/// Rejects what the device cannot be set to, whatever it does.
+/// Rejects values that this device can never have.
 fn check(running: &Running, setting: &Setting) -> Outcome {
     match setting {
         Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
-            Err(Failure::new("limit=auto is for a device that shares no limits, and it is in a group"))
+            Err(Failure::new("limit=auto is not possible for a device in a group"))
         }
         Setting::ReceiveBackoff(_) | Setting::SplitReads(_) if running.servers.nbd.is_empty() => {
-            Err(Failure::new("it is for NBD, over which the device is not served"))
+            Err(Failure::new("this setting applies only to NBD, and the device is not served over NBD"))
         }
         Setting::Depth(depth) => check_depth(&running.disk, *depth),
         _ => Ok(()),
     }
 }
 
-/// Of the disk and of the kernel's block device, if there is one: of both or of none.
+/// Changes the disk and the kernel's block device, if there is one; both or neither.
 fn set_read_only(running: &Running, on: bool) -> Outcome {
     let was = running.disk.limits().read_only;
     running.disk.set(blkq::Setting::ReadOnly(on)).map_err(not_set)?;
     if let Some(ublk) = &running.ublk {
         ublk.set_read_only(on).map_err(|error| {
-            // Undone; the error is the reason.
+            // The disk gets its old value back; the error of the block device is the reason for the failure.
             let _ = running.disk.set(blkq::Setting::ReadOnly(was));
-            Failure::of(error, ErrorKind::Unsupported, "detach it, and attach it again")
+            Failure::of(error, ErrorKind::Unsupported, "detach the device and attach it again")
         })?;
     }
     Ok(())
@@ -160,24 +164,24 @@ mod tests {
     use crate::state::parse_state;
     use crate::state::tests::scratch;
 
-    /// The file is in the format of the programs whose daemons kept settings as they were typed.
+    /// The file was written by an older version, whose daemons stored settings as the user had typed them.
     #[test]
     fn settings_of_older_state_files_are_in_force_again() {
-        let dir = scratch("kept");
+        let dir = scratch("saved");
         dir.create().unwrap();
         let image = dir.path().join("image");
         std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
         let words = [image.to_str().unwrap(), "--export", "nbd", "--no-sandbox", "--fault", "none"];
         let options = options(&words);
-        let mut kept = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap().settings;
-        assert!(kept.iter().any(|(key, _)| key == "pacing"));
+        let mut saved = parse_state(include_bytes!("../../tests/data/state-settings.json")).unwrap().settings;
+        assert!(saved.iter().any(|(key, _)| key == "pacing"));
         // A setting that was removed is dropped without a warning.
-        kept.retain(|(key, _)| !is_removed(key));
-        let claim = dir.claim("kept").unwrap();
+        saved.retain(|(key, _)| !is_removed(key));
+        let claim = dir.claim("saved").unwrap();
         let open = |_| Ok(open_driver(&options, false, None, Duration::ZERO, None, None)?);
         let sockets = Sockets::default();
         let served = Served { image: String::new(), number: 0, attach_options: None };
-        let settings = kept.clone();
+        let settings = saved.clone();
         let plan = Plan {
             options: &options,
             claim: &claim,
@@ -194,18 +198,17 @@ mod tests {
             all.filter(|(other, _)| other == key).map(|(_, value)| value.as_str()).next()
         };
         let switches = device.running().unwrap().servers.switches.clone();
-        for (key, value) in &kept {
+        for (key, value) in &saved {
             let value = value.as_str();
             match key.as_str() {
                 "autoclear" => assert!(info.autoclear),
                 "read-only" => assert!(info.read_only),
                 "direct-io" => assert_eq!(info.direct_io.requested, value),
-                // Without a server it is not reported.
+                // Without a server, this setting is not reported.
                 "receive-backoff" => assert!(!switches.receive_backoff.load(Relaxed)),
                 "split-reads" => assert!(!switches.split_reads.load(Relaxed)),
                 "colour" | "depth-of-sea" | "scheduler-of-old" => {
-                    let warning =
-                        format!("{key}={value} was set before and cannot be set again: no such setting");
+                    let warning = format!("cannot restore the setting {key}={value}: no such setting");
                     assert!(
                         info.warnings.iter().any(|line| line.starts_with(&warning)),
                         "{:?}",
@@ -215,14 +218,15 @@ mod tests {
                 _ => assert_eq!(now(key), Some(value), "{key}"),
             }
         }
-        let warned = info.warnings.iter().filter(|line| line.contains("was set before")).count();
+        let warned = info.warnings.iter().filter(|line| line.contains("cannot restore the setting")).count();
         assert_eq!(warned, 3, "{:?}", info.warnings);
-        // The next daemon reads what this one did not understand, and what is set from now on.
-        assert_eq!(device.state().unwrap().settings, kept);
+        // The state file still has the settings that this daemon did not understand, and gets those that are
+        // set from now on.
+        assert_eq!(device.state().unwrap().settings, saved);
         device.set(&device.read_setting("depth", "16").unwrap()).unwrap();
         let mut settings = device.state().unwrap().settings;
         assert_eq!(settings.pop(), Some(("depth".to_owned(), "16".to_owned())));
-        assert!(kept.iter().filter(|(key, _)| key != "depth").eq(&settings));
+        assert!(saved.iter().filter(|(key, _)| key != "depth").eq(&settings));
 
         device.close(true).unwrap();
         device.stop().unwrap();
@@ -252,7 +256,7 @@ mod tests {
             };
             Device::serve(plan, open, attach)
         };
-        // There is none; it is empty.
+        // In the first round the group does not exist; in the second its file is empty.
         for why in ["there is no group g", "group g is damaged"] {
             assert!(serve(false).err().unwrap().to_string().starts_with(why));
             let device = serve(true).unwrap();

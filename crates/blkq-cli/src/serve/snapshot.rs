@@ -1,4 +1,4 @@
-//! A device goes on in a new image.
+//! External snapshots: the device continues with a new overlay.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -17,45 +17,47 @@ use crate::log;
 use crate::options::{AttachOptions, Record};
 
 impl Device {
-    /// Makes what was written durable, so that the device need not stop for long.
+    /// Makes all completed writes durable, so that a following change has to stop I/O only briefly.
     ///
     /// # Errors
-    /// As [`Device::flush`], and if requests are held after errors.
+    ///
+    /// As [`Device::flush`].
     pub fn flush_for_change(&self) -> Outcome {
-        // A flush would wait for them.
+        // The flush would wait for held requests.
         self.check_not_held()?;
         self.flush()
     }
 
-    /// Makes `file`, which is empty, the image over the present one, with which the device is as `options` say, and which
-    /// has that number in `NAME.options`. All I/O
-    /// waits while `ready` waits for other devices, and while `keep` writes the state file: if either fails, the
-    /// device goes on as it was. Returns what the user should know of the new image, and not of the one before.
+    /// Makes the empty `file` an overlay of the current image, and continues with it. `options` are those of
+    /// the device with the overlay, and `number` is the overlay's number in `NAME.options`. All I/O waits
+    /// while `ready` waits for other devices and `save` writes the state file; if either fails, the device
+    /// continues with its image. Returns warnings about the overlay that did not apply to the previous image.
     ///
     /// # Errors
-    /// Why the device can have no other image.
+    ///
+    /// Fails if the device cannot switch to the overlay.
     pub fn snapshot(
         &self,
         file: File,
         options: &AttachOptions,
         number: u64,
         ready: impl FnOnce() -> Outcome,
-        keep: impl FnOnce(&DaemonState) -> Outcome,
+        save: impl FnOnce(&DaemonState) -> Outcome,
     ) -> Outcome<Vec<String>> {
         let running = self.running()?;
         let DriverSpec::Image(path) = &options.image else {
-            return Err(Failure::new("the new image is none in a file"));
+            return Err(Failure::new("the new image must be a file"));
         };
         if running.ublk.as_ref().is_some_and(UblkDevice::passes_kernel_pages) {
             return Err(Failure::new(
-                "the data of its block device is copied by nobody, which a qcow2 image cannot do; detach it, and attach \
-                 it with --copy kernel",
+                "this ublk device uses --copy none, which qcow2 does not support; detach it and attach it with --copy \
+                 kernel",
             ));
         }
         let attach_options = Some(Record::new(options)?);
         let served = Served { image: image_name(&options.image), number, attach_options };
         self.check_not_held()?;
-        // The state file has the settings of now, and no block commit begins.
+        // This serializes changes: the state file gets the current settings, and no block commit begins.
         let _changing = self.begin_change();
         self.check_not_changed()?;
         let state = DaemonState { image: number, ..self.state()? };
@@ -69,20 +71,18 @@ impl Device {
         if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
             let why = match &self.journals {
                 Some(_) => driver.warnings().join("; "),
-                None => "it had no directory for journals when it was attached".to_owned(),
+                None => "the directory of journals was not available when the device was attached".to_owned(),
             };
-            return Err(Failure::new(format!(
-                "a block device outlives its daemon, and the new image would not: {why}"
-            )));
+            return Err(Failure::new(format!("a killed daemon would lose data of the block device: {why}")));
         }
         driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?;
         ready()?;
-        keep(&state)?;
+        save(&state)?;
         let warnings = new_warnings(&**driver, &*before);
         running.replace(&exchange, next)?;
-        running.bitmaps.leave_in(&*before);
+        running.bitmaps.save_in(&*before);
         if let Err(error) = image.supersede() {
-            log::line(&format!("warning: the image before is not closed: {error}"));
+            log::line(&format!("warning: cannot close the previous image: {error}"));
         }
         *self.served() = served;
         drop(exchange);
@@ -91,17 +91,17 @@ impl Device {
     }
 }
 
-/// The warnings of the driver `next` that the user has not had from the one before.
+/// The warnings of the driver `next` that do not apply to the driver `before`.
 pub(super) fn new_warnings(next: &dyn Driver, before: &dyn Driver) -> Vec<String> {
     let known = before.warnings();
     next.warnings().into_iter().filter(|warning| !known.contains(warning)).collect()
 }
 
-/// Logs why a queue could not go on with the driver that its disk has got.
+/// Logs if a queue could not switch to the new driver of its disk.
 pub(super) fn log_broken(running: &Arc<Running>) {
-    // Each queue has taken it over when its flush completes.
+    // When the flush completes, every queue has switched to the new driver.
     let flushed = flush_unless_held(running);
     if let (Err(_), Some(why)) = (flushed, running.disk.broken()) {
-        log::line(&format!("all I/O fails: {why}; detach the device, and attach it again"));
+        log::line(&format!("all I/O fails: {why}; detach the device and attach it again"));
     }
 }

@@ -1,4 +1,4 @@
-//! How a device stops: closed for good, or left to another daemon.
+//! Stops a device: for good, or to hand it to another daemon.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,28 +13,31 @@ use super::servers::Connected;
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// How long a device that stops waits for commands that use it.
+/// How long a device that stops waits for commands that still use it.
 const USERS_WAIT: Duration = Duration::from_secs(1);
-/// How long the last flush before another daemon may take.
+/// How long the last flush before a handover may take.
 const FLUSH_WAIT: Duration = Duration::from_secs(30);
 
 impl Device {
-    /// Refuses to close a device that is in use, unless its clients are to be dropped by `force`.
-    /// When it returns `Ok`, there are no clients, no sockets and no block device any more.
+    /// Closes a device. Unless `force` is set, refuses if the device is in use; with `force`, clients are
+    /// disconnected. After success there are no clients, no sockets and no block device.
     ///
     /// # Errors
-    /// The clients or processes that use it; the device keeps running.
+    ///
+    /// Names the clients or processes that use the device; the device keeps running.
     pub fn close(&self, force: bool) -> Outcome {
         let running = self.running()?;
-        // Held requests fail before clients that are dropped wait for them.
+        // Held requests must fail first: clients that are disconnected wait for them.
         let _reporting = force.then(|| running.disk.report_errors());
         if !force {
             self.check_not_held()?;
             running.check_no_clients()?;
         }
-        // Clients that are dropped wait for their I/O in flight; if the device stays, the limits count again.
+        // Clients that are disconnected wait for their I/O in flight, so limits must not delay it. If the
+        // device stays, the limits apply again.
         let _unlimited = running.disk.bypass_limits();
-        // To write back what a block device has takes seconds: clients that are dropped are not served meanwhile.
+        // Stopping the block device may take seconds, because the kernel writes back dirty pages. NBD clients
+        // are disconnected before, so that they are not served meanwhile.
         let dropping = force.then(|| running.servers.begin_stop(true)).transpose()?;
         let removed = running.ublk.as_ref().map_or(Ok(()), |ublk| {
             ublk.stop(force).map_err(Failure::unless_forced).inspect(|()| self.block_device.removed())
@@ -48,23 +51,30 @@ impl Device {
         Ok(())
     }
 
-    /// Closes all but the block device, which waits for the next daemon when this one exits. I/O
-    /// in flight is reissued.
+    /// Closes everything except the block device, which waits for the next daemon after this process has
+    /// exited. The next daemon reissues the I/O in flight.
     ///
     /// # Errors
-    /// If there is none that could be left; the device keeps running. If its last writes cannot be made durable; this
-    /// daemon stays then, without clients.
+    ///
+    /// Fails if there is no block device that another daemon could take over; the device keeps running. Also
+    /// fails if the last writes cannot be made durable; then this daemon keeps the device, but without
+    /// clients.
     pub fn leave(&self) -> Outcome {
         let running = self.running()?;
         if let (None, Some(vhost)) = (&running.ublk, &running.servers.vhost) {
             return self.leave_guest(&running, vhost);
         }
         if !running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) {
-            return Err(Failure::new(
-                "there is no block device that another daemon could take over; detach it, and attach it again",
-            ));
+            let why = match &running.ublk {
+                Some(_) => "another daemon cannot take over this block device; detach it and attach it again",
+                None => {
+                    "NBD connections cannot be handed to another daemon; detach the device, attach it again, \
+                         and let clients reconnect"
+                }
+            };
+            return Err(Failure::new(why));
         }
-        // A client that connects from here on is turned away.
+        // A client that connects from here on is rejected.
         let _unused = running.servers.pause().map_err(Connected::not_handed_over)?;
         let _unlimited = running.disk.bypass_limits();
         running.servers.close();
@@ -74,64 +84,69 @@ impl Device {
         release(&running)
     }
 
-    /// Closes a device whose virtual machine connects to the next daemon.
+    /// Closes a device whose virtual machine will connect to the next daemon.
     fn leave_guest(&self, running: &Arc<Running>, vhost: &VhostUserDevice) -> Outcome {
         if running.disk.driver().is_lost_with_process() {
             return Err(Failure::new(
-                "data of its image is in the memory of its daemon, and would be lost; detach it, and attach it again",
+                "the daemon holds data of the image in memory, which would be lost; detach the device and attach it again",
             ));
         }
-        // A client that connects from here on is turned away.
+        // A client that connects from here on is rejected.
         let _unused = running.servers.pause_nbd().map_err(Connected::not_handed_over)?;
         let _unlimited = running.disk.bypass_limits();
         vhost.stop_for_next().map_err(|_| {
             Failure::new(
-                "its virtual machine keeps no record of requests in flight, and cannot go on with another daemon; remove the disk there first",
+                "the front end does not track requests in flight, so the disk cannot move to another daemon; unplug the disk from the virtual machine first",
             )
         })?;
         running.servers.close();
         release(running)
     }
 
-    /// Stops a device that is closed: flushes, stops the engines and closes the image.
+    /// Stops a closed device: flushes, stops the engines and closes the image.
     ///
     /// # Errors
-    /// If the flush failed, or its dirty bitmaps could not be kept; the device has stopped all the same.
+    ///
+    /// Fails if the flush failed or the dirty bitmaps could not be saved; the device has stopped in any case.
     pub fn stop(&self) -> Outcome {
-        // They may use it just now.
+        // The background threads may hold references to `running`.
         drop(self.background().take());
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(running) = running else { return Ok(()) };
         let _unlimited = running.disk.bypass_limits();
         let _reporting = running.disk.report_errors();
         let flushed = running.flush();
-        // The last one that uses the image closes it, and this process is about to exit.
+        // Dropping the last reference closes the image. A command may hold it; wait for that, because this
+        // process is about to exit.
         let until = Instant::now() + USERS_WAIT;
         while Arc::strong_count(&running) > 1 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let kept = running.bitmaps.keep();
+        let saved = running.bitmaps.save();
         drop(running);
-        flushed.map_err(|e| e.during("data may be lost")).and(kept)
+        flushed.map_err(|e| e.during("data may be lost")).and(saved)
     }
 }
 
-/// Releases the image, which has no clients any more, for the next daemon. One that finds it locked all the same
-/// breaks the lock, or waits.
+/// Releases the image, which has no clients, for the next daemon. If this fails, the next daemon breaks the
+/// lock or waits for it.
 ///
 /// # Errors
-/// If the last writes of the clients cannot be made durable: the next daemon would not know, and answer flushes
+///
+/// Fails if the last writes cannot be made durable: the next daemon would not know, and would answer flushes
 /// without an error.
 fn release(running: &Arc<Running>) -> Outcome {
     flush_within(running, FLUSH_WAIT).inspect_err(|failure| {
-        log::line(&format!("not left to another daemon, which would not know of it: {failure}"));
+        log::line(&format!("not handed to another daemon, because the last flush failed: {failure}"));
     })?;
-    // The next daemon has them as inconsistent then.
-    if let Err(failure) = running.bitmaps.keep_for_next() {
+    // If this fails, the bitmaps are inconsistent for the next daemon.
+    if let Err(failure) = running.bitmaps.save_for_next() {
         log::line(&format!("warning: {failure}"));
     }
     if let Err(error) = running.disk.release() {
-        log::line(&format!("the image is left as if this daemon were killed: {error}"));
+        log::line(&format!(
+            "cannot release the image, so the next daemon opens it as after a crash: {error}"
+        ));
     }
     Ok(())
 }
@@ -157,7 +172,7 @@ mod tests {
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
         let running = device.running().unwrap();
         let quiesced = running.disk.quiesce();
-        // The first server waits for a read of its client, the second one's client is idle.
+        // The first server waits for a read of its client; the client of the second server is idle.
         let [mut busy, mut idle] = sockets.each_ref().map(|path| {
             let mut client = UnixStream::connect(path).unwrap();
             client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -174,7 +189,7 @@ mod tests {
         }
         std::thread::scope(|scope| {
             let stop = scope.spawn(|| device.close(true));
-            assert_eq!(idle.read(&mut [0]).unwrap(), 0, "dropped while the other one is waited for");
+            assert_eq!(idle.read(&mut [0]).unwrap(), 0, "disconnected while the other client is waited for");
             assert!(!stop.is_finished());
             drop(quiesced);
             stop.join().unwrap().unwrap();
@@ -186,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_has_stopped_when_no_command_uses_it_any_more() {
+    fn a_device_stops_when_no_command_uses_it() {
         let dir = scratch("users");
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);

@@ -1,4 +1,4 @@
-//! Tracing a device: one trace at a time.
+//! Traces a device. There can be one trace at a time.
 
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use blkq::{Disk, EngineHandle, ErrorKind};
 use super::Device;
 use crate::failure::{Failure, Outcome};
 
-/// How long an engine may take to end its trace, unless it is stuck.
+/// How long to wait until the engines have ended a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);
 
-/// A trace of a device, until it is dropped.
+/// A trace of a device, which ends when this is dropped.
 pub struct DeviceTrace<'a> {
     device: &'a Device,
     memory: Arc<TraceMemory>,
@@ -21,20 +21,23 @@ pub struct DeviceTrace<'a> {
 }
 
 impl Device {
-    /// Has the engines trace their queues into a new memory with so many bytes for each, for
-    /// `tracer`.
+    /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
+    /// `tracer` names the process that reads the trace.
     ///
     /// # Errors
-    /// If another traces it, the memory cannot be made, or the device has stopped.
+    ///
+    /// Fails if the device is already being traced or has stopped, or if the memory file cannot be created.
     pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
         let running = self.running()?;
         let mut traced_by = self.traced_by();
         if let Some(other) = &*traced_by {
-            return Err(Failure::new(format!("it is traced already, by {other}; stop that first")));
+            return Err(Failure::new(format!(
+                "the device is already being traced by {other}; stop that trace first"
+            )));
         }
         let memory = TraceMemory::new(running.disk.queue_count(), ring_bytes)
             .map_err(|e| Failure::of(e, ErrorKind::Invalid, "choose another --buffer"))?;
-        // Not what keeps a device from stopping.
+        // The trace holds weak references, so that it does not keep the device from stopping.
         let trace = DeviceTrace {
             device: self,
             memory,
@@ -52,7 +55,7 @@ impl Device {
 }
 
 impl DeviceTrace<'_> {
-    /// The memory that the engines write.
+    /// The memory to which the engines write events.
     pub fn memory(&self) -> &TraceMemory {
         &self.memory
     }
@@ -66,9 +69,10 @@ impl DeviceTrace<'_> {
 
 impl Drop for DeviceTrace<'_> {
     fn drop(&mut self) {
-        // In this order: the engines take messages as they come.
+        // Engines handle messages in order, so this message ends the trace before a later one starts another.
         self.set(None);
-        // The last reference unmaps up to 1 GiB, for which no engine should have to wait.
+        // Dropping the last reference unmaps up to 1 GiB. Wait, so that this thread does it and not an
+        // engine.
         let until = Instant::now() + ENGINES_WAIT;
         while Arc::strong_count(&self.memory) > 1 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
@@ -89,16 +93,16 @@ mod tests {
         let claim = dir.claim("a").unwrap();
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox"]);
         let device = Device::open(&options, Vec::new(), &claim, Vec::new()).unwrap();
-        assert!(device.trace(10_000, "process 1").is_err(), "no whole pages");
+        assert!(device.trace(10_000, "process 1").is_err(), "not a multiple of the page size");
         let trace = device.trace(1 << 16, "process 1").unwrap();
         let refused = device.trace(1 << 16, "process 2").err().unwrap().to_string();
-        assert!(refused.contains("traced already, by process 1"), "{refused}");
+        assert!(refused.contains("already being traced by process 1"), "{refused}");
         drop(trace);
         let trace = device.trace(1 << 16, "process 2").unwrap();
         device.close(true).unwrap();
         device.stop().unwrap();
         drop(trace);
-        assert!(device.trace(1 << 16, "process 3").is_err(), "it has stopped");
+        assert!(device.trace(1 << 16, "process 3").is_err(), "the device has stopped");
         drop((device, claim));
         std::fs::remove_dir_all(dir.path()).unwrap();
     }

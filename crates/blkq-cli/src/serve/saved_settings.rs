@@ -1,4 +1,4 @@
-//! The settings of a device as its state file has them, and how its next daemon gets them.
+//! The settings of a device that are saved in its state file and restored by its next daemon.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -10,39 +10,40 @@ use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
 use crate::settings::{Setting, SettingGroups, is_removed};
 
-/// The settings of a device: those that it has, and what was changed since it was attached.
+/// The settings that a device has, and those that were changed since it was attached.
 pub(super) struct DeviceSettings {
     groups: SettingGroups,
-    /// Each by its last value, as the state file has it. Never locked while something waits: reports read it.
+    /// The last value of each changed setting, as in the state file. The lock must not be held while waiting
+    /// for anything, because reports take it.
     changed: Mutex<Vec<(String, String)>>,
 }
 
 impl DeviceSettings {
-    /// Those of a device with `options`, of which a daemon before has `changed` some.
+    /// The settings of a device with `options`, of which a previous daemon has `changed` some.
     pub(super) fn new(options: &AttachOptions, mut changed: Vec<(String, String)>) -> DeviceSettings {
         changed.retain(|(key, _)| !is_removed(key));
         DeviceSettings { groups: SettingGroups::new(options), changed: Mutex::new(changed) }
     }
 
-    /// The ones that were changed, to be in force again.
-    pub(super) fn kept(&self) -> KeptSettings {
-        KeptSettings::read(self.groups, &self.lock())
+    /// The changed settings, parsed, for a daemon that restores them.
+    pub(super) fn saved(&self) -> SavedSettings {
+        SavedSettings::read(self.groups, &self.lock())
     }
 
-    /// The ones that were changed, as text.
     pub(super) fn changed(&self) -> Vec<(String, String)> {
         self.lock().clone()
     }
 
-    /// The setting that `key` and `value` say.
+    /// Parses a setting of this device.
     ///
     /// # Errors
-    /// The settings that the device has, if there is no such; the values, if it cannot have that one.
+    ///
+    /// Lists the settings that the device has if there is none named `key`, or the values that it accepts.
     pub(super) fn read(&self, key: &str, value: &str) -> Outcome<Setting> {
         self.groups.read(key, value)
     }
 
-    /// Has `text` stand for the setting `key`; none, if it was not changed.
+    /// Records `text` as the changed value of the setting `key`. `None` records that it is unchanged.
     pub(super) fn replace(&self, key: &str, text: Option<(String, String)>) {
         let mut changed = self.lock();
         changed.retain(|(other, _)| other != key);
@@ -54,33 +55,33 @@ impl DeviceSettings {
     }
 }
 
-/// The settings that a device's last daemon had, for the next one.
-pub(super) struct KeptSettings {
+/// The settings that the last daemon of a device had, to be restored.
+pub(super) struct SavedSettings {
     settings: Vec<Setting>,
-    /// Settings that are not in force again, and why.
+    /// One warning per setting that cannot be restored.
     pub warnings: Vec<String>,
 }
 
-impl KeptSettings {
-    /// Reads those of a state file.
-    pub fn read(has: SettingGroups, text: &[(String, String)]) -> KeptSettings {
-        let mut kept = KeptSettings { settings: Vec::new(), warnings: Vec::new() };
+impl SavedSettings {
+    /// Parses the settings of a state file.
+    pub fn read(has: SettingGroups, text: &[(String, String)]) -> SavedSettings {
+        let mut saved = SavedSettings { settings: Vec::new(), warnings: Vec::new() };
         for (key, value) in text {
             match has.read(key, value) {
-                Ok(setting) => kept.settings.push(setting),
-                Err(failure) => kept.warn(key, value, &failure),
+                Ok(setting) => saved.settings.push(setting),
+                Err(failure) => saved.warn(key, value, &failure),
             }
         }
-        kept
+        saved
     }
 
     fn warn(&mut self, key: &str, value: &str, failure: &Failure) {
-        self.warnings.push(format!("{key}={value} was set before and cannot be set again: {failure}"));
+        self.warnings.push(format!("cannot restore the setting {key}={value}: {failure}"));
     }
 
-    /// Has the daemon begin with those of its own, but for those that mean nothing with its options, which may be
-    /// others than those of the last daemon.
-    pub fn put_into(&mut self, options: &mut AttachOptions) {
+    /// Applies the settings that the daemon itself implements to `options`. A setting that these options
+    /// exclude becomes a warning: they may differ from the options of the last daemon.
+    pub fn apply_to(&mut self, options: &mut AttachOptions) {
         for setting in std::mem::take(&mut self.settings) {
             let mut changed = options.clone();
             match &setting {
@@ -92,7 +93,7 @@ impl KeptSettings {
                 _ => {}
             }
             match changed.check() {
-                // Options that are invalid anyway are not the fault of a setting.
+                // If the options are invalid anyway, no setting is the cause.
                 Err(failure) if options.check().is_ok() => {
                     self.warn(setting.key(), &setting.value(), &failure);
                 }
@@ -104,7 +105,7 @@ impl KeptSettings {
         }
     }
 
-    /// Changes those of the disk and its driver, which nobody uses yet.
+    /// Applies the settings of the disk and its driver, which must not be in use yet.
     pub fn set(&mut self, disk: &Disk) {
         for setting in std::mem::take(&mut self.settings) {
             if let Err(failure) = set_disk(disk, &setting) {
@@ -114,25 +115,27 @@ impl KeptSettings {
     }
 }
 
-/// Rejects a depth beyond what the disk was attached with.
+/// Rejects a queue depth that exceeds the depth with which the disk was attached.
 ///
 /// # Errors
-/// The largest depth, and the cure.
+///
+/// Names the largest depth, with a hint.
 pub(super) fn check_depth(disk: &Disk, depth: u16) -> Outcome {
     if depth <= disk.depth_max() {
         return Ok(());
     }
     let more = match depth {
-        ..=DEPTH_MAX => format!("; for more, detach, and attach with --depth {depth}"),
+        ..=DEPTH_MAX => format!("; to use {depth}, detach the device and attach it with --depth {depth}"),
         _ => String::new(),
     };
-    Err(Failure::new(format!("depth is a number from 1 to {} here{more}", disk.depth_max())))
+    Err(Failure::new(format!("depth must be 1 to {}, not {depth}{more}", disk.depth_max())))
 }
 
-/// Changes a setting of the disk or its driver; one of the daemon's own is none.
+/// Changes a setting of the disk or its driver. Does nothing for settings that the daemon implements.
 ///
 /// # Errors
-/// If the disk cannot be set to that.
+///
+/// Fails if the disk rejects the value.
 pub(super) fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
     let changed = match setting {
         Setting::Batching(on) => disk.set(blkq::Setting::Batching(*on)),
@@ -166,9 +169,9 @@ pub(super) fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
     changed.map_err(not_set)
 }
 
-/// Why a setting stays as it was, with the cure.
+/// The failure of changing a setting, with a hint.
 pub(super) fn not_set(error: blkq::Error) -> Failure {
-    Failure::of(error, ErrorKind::Lost, "detach it, and attach it again")
+    Failure::of(error, ErrorKind::Lost, "detach the device and attach it again")
 }
 
 #[cfg(test)]
@@ -176,22 +179,21 @@ mod tests {
     use super::*;
     use crate::options::tests::options;
 
-    /// As of a service whose unit has another command line than before.
+    /// This happens to a service whose unit was given another command line.
     #[test]
-    fn a_kept_limit_that_the_options_exclude_is_dropped() {
+    fn a_saved_limit_that_the_options_exclude_is_dropped() {
         let text =
             |value: &str| [("limit".to_owned(), value.to_owned()), ("depth".to_owned(), "16".to_owned())];
         let put = |words: &[&str], value| {
             let mut options = options(&[&["ram:1M", "--export", "nbd"], words].concat());
-            let mut kept = KeptSettings::read(SettingGroups::new(&options), &text(value));
-            kept.put_into(&mut options);
-            let left: Vec<_> = kept.settings.iter().map(Setting::key).collect();
-            (options.limit.to_string(), left.join(" "), kept.warnings)
+            let mut saved = SavedSettings::read(SettingGroups::new(&options), &text(value));
+            saved.apply_to(&mut options);
+            let left: Vec<_> = saved.settings.iter().map(Setting::key).collect();
+            (options.limit.to_string(), left.join(" "), saved.warnings)
         };
         let (limit, left, warnings) = put(&["--group", "g", "--limit", "iops=10"], "auto");
         assert_eq!((limit.as_str(), left.as_str()), ("iops=10", "depth"));
-        let why =
-            "limit=auto was set before and cannot be set again: --limit auto is for a device that shares no";
+        let why = "cannot restore the setting limit=auto: --limit auto is not possible in a group";
         assert!(warnings.len() == 1 && warnings[0].starts_with(why), "{warnings:?}");
         for (words, value) in [(&["--group", "g"][..], "iops=5"), (&[], "auto")] {
             let (limit, left, warnings) = put(words, value);

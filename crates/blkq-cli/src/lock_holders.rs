@@ -1,4 +1,5 @@
-//! Where an image is attached that is in use: the device, or the process that has the lock.
+//! Finds who uses an image that is in use: devices of the same state directory, or the processes that hold
+//! locks on it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,23 +12,26 @@ use crate::info::StateFile;
 use crate::options::{AttachOptions, Format, image_text};
 use crate::state::{Fate, Found, StateDir};
 
-/// Those that have locked bytes of an image.
+/// The processes that hold locks on an image.
 pub struct Holders {
-    /// Devices of the same state directory by their names, or else processes.
+    /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
     pub text: String,
-    /// Whether all of them could be attached with --shared, as far as is known: the files of a qcow2 image cannot.
+    /// Whether all holders could share the image (`--shared`), as far as is known. The files of a qcow2 image
+    /// cannot be shared.
     pub can_share: bool,
 }
 
-/// Those that have locked bytes of the image at `path`, as far as this user may see.
+/// Finds the processes that hold locks on these bytes of the image at `path`, as far as this user can see
+/// them.
 pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64>) -> Option<Holders> {
     let file = FileId::of(path)?;
     let holders = holders(path, file, Window { offset, size_limit });
-    // Not asked: a daemon that is just starting may be the one that asks here.
+    // The daemons are not asked: one that is starting may be the process that calls this.
     let names = dir.names().unwrap_or_default();
     let states: Vec<StateFile> = names.iter().filter_map(|name| dir.read_state(name)).collect();
     let serves = |state: &&StateFile| match holders.is_empty() {
-        // Locks of other processes are hidden from this one.
+        // The kernel hides the locks of other users' processes. Then a recorded device whose process exists
+        // is assumed to be the holder.
         true => {
             FileId::of(state.image_path()) == Some(file)
                 && Path::new("/proc").join(state.pid.to_string()).exists()
@@ -42,7 +46,8 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
         };
         let names: Vec<&str> = devices.iter().map(|state| state.name.as_str()).collect();
         let can_share = devices.iter().all(is_raw);
-        return Some(Holders { text: format!("as {}", names.join(", ")), can_share });
+        let device = if names.len() == 1 { "device" } else { "devices" };
+        return Some(Holders { text: format!("by the {device} {}", names.join(", ")), can_share });
     }
     let process = |pid: &u32| {
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
@@ -53,20 +58,22 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
     (!processes.is_empty()).then_some(Holders { text, can_share: true })
 }
 
-/// Whether a process has locked these bytes of the image at `path`, as far as this user may see.
+/// Whether a process holds locks on these bytes of the image at `path`, as far as this user can see.
 pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
 }
 
-/// Refuses the image of `options` for the device `name` if it belongs to a device of any other name that waits for its
-/// next daemon: no lock keeps writers from it, and that daemon reissues I/O over what they write.
+/// Refuses to use the image of `options` for the device `name` if the image belongs to another device that
+/// waits for its next daemon. No lock protects such an image, and its next daemon reissues I/O that would
+/// overwrite newer data.
 ///
 /// # Errors
-/// The device, and what can be done.
+///
+/// Names the other device, with a hint.
 pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) -> Outcome {
     for other in dir.names()?.into_iter().filter(|other| other != name) {
         let Some(state) = dir.read_state(&other) else { continue };
-        // Of a program that kept no options there, only the path is known.
+        // The state files of older versions have only the path.
         let theirs = state.attach_options.as_ref().and_then(|record| record.read().ok());
         let theirs = theirs.unwrap_or_else(|| AttachOptions {
             image: DriverSpec::Image(PathBuf::from(&state.image)),
@@ -81,12 +88,13 @@ pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) ->
         }
         if dir.is_handed_over(&other) {
             return Err(Failure::new(format!(
-                "{} belongs to {other}, which is being handed over to a new daemon; detach that first",
+                "{} belongs to {other}, which is being handed over to a new daemon; detach {other} first",
                 image_text(&options.image)
             )));
         }
         match dir.inspect(&other)? {
-            // Requests of its clients wait for the next daemon, and would meet writes that were made meanwhile.
+            // Requests of this device's clients wait for its next daemon, which would reissue writes over
+            // newer data.
             Found::Remains(remains)
                 if remains.state == Fate::Orphan || matches!(state.guest_options(), Ok(Some(_))) =>
             {
@@ -98,7 +106,8 @@ pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) ->
     Ok(())
 }
 
-/// Whether two devices may not have their images at a time. That of `a` may have been moved since, and was `file`.
+/// Whether two devices must not use their images at the same time. `file` is the image of `a` as recorded
+/// when it was attached: it may have been moved since.
 fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool {
     let same = match (&a.image, &b.image) {
         (DriverSpec::Image(one), DriverSpec::Image(other)) => {
@@ -113,8 +122,8 @@ fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool 
     same && !(a.shared && b.shared || a.read_only && b.read_only)
 }
 
-/// The processes that have locked bytes of `window` of the file. The lock of an open file has no owner
-/// in the kernel's list; but each open file shows its own.
+/// The processes that hold locks on bytes of `window` of the file. /proc/locks names no owner of an open file
+/// description lock, so the fdinfo of each open file is read instead.
 fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
     let path = path.canonicalize().unwrap_or_default();
     let own = std::process::id();
@@ -126,7 +135,8 @@ fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
         numbers(&format!("/proc/{pid}/fdinfo")).into_iter().any(|fd| {
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap_or_default();
             let mut locks = info.lines().filter_map(Lock::parse);
-            // Some file systems show another device than that of the lock: there the path decides.
+            // On some file systems, for example btrfs and overlayfs, stat(2) reports another device number
+            // than the lock does. There the path decides.
             let is_path = || fs::read_link(format!("/proc/{pid}/fd/{fd}")).is_ok_and(|link| link == path);
             locks.any(|lock| {
                 lock.inode == file.inode
@@ -138,7 +148,7 @@ fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
     numbers("/proc").into_iter().filter(|pid| *pid != own && has_lock(*pid)).collect()
 }
 
-/// A lock as proc_pid_fdinfo(5) shows it.
+/// A lock as proc_pid_fdinfo(5) prints it.
 #[derive(PartialEq, Debug)]
 struct Lock {
     device: (u32, u32),
@@ -147,8 +157,9 @@ struct Lock {
 }
 
 impl Lock {
-    /// Whether the owner uses bytes of `window`. QEMU locks bytes 100 to 199 of an image that it uses, wherever; a lock
-    /// on bytes 200 to 299 alone only keeps others out, as devices of other windows do.
+    /// Whether the owner of the lock uses bytes of `window`. QEMU locks some of the bytes 100 to 199 of an
+    /// image that it uses, wherever its data is. A lock on only bytes 200 to 299 denies access to others,
+    /// which devices with another window do as well.
     fn is_use_of(&self, window: Window) -> bool {
         match self.window {
             Window { offset: 100..200, size_limit: Some(1..=100) } => true,
@@ -157,7 +168,7 @@ impl Lock {
         }
     }
 
-    /// `lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:01:1234 0 EOF`
+    /// Parses a line such as `lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:01:1234 0 EOF`.
     fn parse(line: &str) -> Option<Lock> {
         let mut fields = line.strip_prefix("lock:")?.split_whitespace().skip(5);
         let mut file = fields.next()?.split(':');
@@ -204,14 +215,14 @@ mod tests {
         ));
         let gone = with(&dir.path().join("gone"), &[]);
         assert!(!excludes(&one, None, &gone));
-        assert!(excludes(&gone, FileId::of(&image), &other), "it was moved");
+        assert!(excludes(&gone, FileId::of(&image), &other), "the image was moved");
         let rbd = |image| options(&[image, "--export", "nbd"]);
         assert!(
             excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/i"))
                 && !excludes(&rbd("rbd:p/i"), None, &rbd("rbd:p/j"))
         );
 
-        // While it is handed over nobody has a lock on it.
+        // During a handover, no process holds a lock on the image.
         let claim = dir.claim("a").unwrap();
         let number = claim.write_options("image", &Record::new(&one).unwrap(), None).unwrap();
         let state = DaemonState { pid: 1, image: number, exports: vec![], owner: None, settings: vec![] };
@@ -220,7 +231,7 @@ mod tests {
         let _upgrade = dir.lock_upgrade("a", true).unwrap().unwrap();
         let why = check_not_waiting(&dir, "b", &other).unwrap_err().to_string();
         assert!(why.contains("belongs to a, which is being handed over"), "{why}");
-        assert_eq!(check_not_waiting(&dir, "a", &other), Ok(()), "it is the next daemon");
+        assert_eq!(check_not_waiting(&dir, "a", &other), Ok(()), "the next daemon may open the image");
         drop(claim);
         fs::remove_dir_all(dir.path()).unwrap();
     }
@@ -237,7 +248,7 @@ mod tests {
             lock(Window { offset: 0, size_limit: None })
         );
         let of_device = Window { offset: 0, size_limit: Some(1 << 20) };
-        let behind = Window { offset: 1 << 20, size_limit: None };
+        let after = Window { offset: 1 << 20, size_limit: None };
         for (line, of_window, of_other) in [
             ("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 0 199", true, false),
             ("lock:\t1: OFDLCK  ADVISORY  READ -1 08:1a:1234 200 201", false, false),
@@ -245,7 +256,7 @@ mod tests {
             ("lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 1048576 2097151", false, true),
         ] {
             let lock = Lock::parse(line).unwrap();
-            assert_eq!((lock.is_use_of(of_device), lock.is_use_of(behind)), (of_window, of_other), "{line}");
+            assert_eq!((lock.is_use_of(of_device), lock.is_use_of(after)), (of_window, of_other), "{line}");
         }
         for bad in
             ["", "pos:\t0", "lock:", "lock:\t1: OFDLCK  ADVISORY  WRITE -1 08:1a:1234 9 3", "lock:\t1: -> x"]

@@ -1,4 +1,4 @@
-//! Whether a new daemon could serve a block device, asked while the old one still does.
+//! Checks whether a new daemon could serve a device, while the old daemon still serves it.
 
 use std::fs;
 use std::path::Path;
@@ -14,21 +14,23 @@ use crate::info::BlockDevice;
 use crate::options::{AttachOptions, Format};
 use crate::state::StateDir;
 
-/// Checks what this program needs to take `block_device` over, attached with `options`: the kernel's
-/// device, the image and the certificates. Nothing is changed.
+/// Checks that this program could take over `block_device`, attached with `options`: the kernel's device, the
+/// image and the certificates. Changes nothing.
 ///
 /// # Errors
-/// The reason why it cannot be taken over.
+///
+/// Says why the block device could not be taken over.
 pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
     let bytes = size_of(block_device.identity())?;
     check(options, bytes)
 }
 
-/// As [`check_take_over`], for a device of `bytes` without a block device: it is attached anew, and fails
-/// without its group.
+/// As [`check_take_over`], for a device of `bytes` without a block device. Such a device is attached again,
+/// which fails if its group does not exist.
 ///
 /// # Errors
-/// The reason why this program could not serve it.
+///
+/// Says why this program could not serve the device.
 pub fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
     if let Some(group) = &options.group {
         GroupFile::open(dir, group)?;
@@ -49,13 +51,15 @@ fn check(options: &AttachOptions, bytes: u64) -> Outcome {
     Ok(blkq_drivers::check(&options.image, &driver_options(&options, true))?)
 }
 
-/// Rejects an image that is smaller than its device. (A block device has no length here.)
+/// Rejects an image file that is smaller than its device. Block devices are not checked: fs::metadata has no
+/// size for them.
 fn check_size(path: &Path, offset: u64, bytes: u64) -> Outcome {
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_file() && metadata.len() < offset.saturating_add(bytes) => {
             Err(Failure::new(format!(
-                "{} is now smaller than the device; make it as large as it was",
-                path.display()
+                "{} is smaller than the device; extend it to {} bytes",
+                path.display(),
+                offset.saturating_add(bytes)
             )))
         }
         _ => Ok(()),
@@ -69,8 +73,8 @@ mod tests {
     use crate::state::tests::scratch;
 
     #[test]
-    fn a_device_that_is_attached_anew_needs_its_group() {
-        let dir = scratch("rehearsal-group");
+    fn a_device_that_is_attached_again_needs_its_group() {
+        let dir = scratch("preflight-group");
         let options = options(&["ram:1M", "--export", "nbd", "--group", "g"]);
         assert!(check_successor(&dir, &options, 1 << 20).unwrap_err().to_string().contains("no group g"));
         GroupFile::set(&dir, "g", &"iops=10".parse().unwrap()).unwrap();
@@ -81,12 +85,12 @@ mod tests {
     // Contract: durability
     #[test]
     fn an_image_is_checked_without_a_write() {
-        let dir = scratch("rehearsal-qcow2");
+        let dir = scratch("preflight-qcow2");
         let image = dir.path().join("d");
         let create = ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "1M"];
         assert!(std::process::Command::new("qemu-img").args(create).status().unwrap().success());
         let mut bytes = fs::read(&image).unwrap();
-        // As of a daemon that was killed: the image belongs to its journal.
+        // A daemon that was killed leaves an image with such a header: it is bound to its journal.
         bytes[88..92].copy_from_slice(&[1; 4]);
         fs::write(&image, &bytes).unwrap();
         let options = options(&[image.to_str().unwrap(), "--export", "ublk", "--format", "qcow2"]);
@@ -97,7 +101,7 @@ mod tests {
 
     #[test]
     fn an_image_that_cannot_be_taken_over_is_rejected_beforehand() {
-        let dir = std::env::temp_dir().join(format!("blkq-rehearsal-{}", std::process::id()));
+        let dir = std::env::temp_dir().join(format!("blkq-preflight-{}", std::process::id()));
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir(&dir).unwrap();
         let image = dir.join("disk.img");
@@ -106,7 +110,7 @@ mod tests {
         assert!(why(&[]).contains("disk.img"), "{}", why(&[]));
         fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
         assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
-        // While it is served.
+        // The check also works while the image is being served.
         let served = blkq_drivers::open(&with(&[]).image, &driver_options(&with(&[]), true)).unwrap();
         assert_eq!(check(&with(&[]), 1 << 20), Ok(()));
         assert!(why(&["--tls-certificates", "/nowhere"]).contains("/nowhere"));

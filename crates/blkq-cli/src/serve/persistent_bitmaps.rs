@@ -1,0 +1,172 @@
+//! Persistent dirty bitmaps: loads them from the image, and saves them there.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+use blkq::bitmap::Bitmap;
+use blkq::drivers::bitmaps;
+use blkq::{Disk, Driver};
+
+use crate::failure::{Failure, Outcome};
+use crate::log;
+
+/// The dirty bitmaps of a disk. They are saved in its image by [`PersistentBitmaps::save`], or when this is
+/// dropped.
+pub(super) struct PersistentBitmaps {
+    disk: Arc<Disk>,
+    /// Whether the image had bitmaps at attach.
+    loaded: bool,
+    saved: AtomicBool,
+}
+
+impl PersistentBitmaps {
+    /// Loads the bitmaps from the image of `disk`, whose queues must not be open yet. The image marks them as
+    /// in use from now on: if this process is killed, they are inconsistent. Also returns warnings.
+    ///
+    /// # Errors
+    ///
+    /// Returns the error of the files.
+    pub(super) fn load(disk: &Arc<Disk>) -> Outcome<(PersistentBitmaps, Vec<String>)> {
+        let (bitmaps, mut warnings) = bitmaps::load(&*disk.driver())?;
+        let saved = PersistentBitmaps {
+            disk: disk.clone(),
+            loaded: !bitmaps.is_empty(),
+            saved: AtomicBool::new(false),
+        };
+        let left_out = disk.load_bitmaps(bitmaps)?;
+        if !left_out.is_empty() {
+            // Reserve the space for the remaining bitmaps now, and not only at detach.
+            let reserved = bitmaps::reserve(&*disk.driver(), &disk.bitmaps());
+            warnings
+                .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
+        }
+        warnings.extend(
+            left_out.into_iter().map(|error| format!("a dirty bitmap is not saved up to date: {error}")),
+        );
+        Ok((saved, warnings))
+    }
+
+    /// Saves the bitmaps in the image, once. They cannot be changed afterwards. The device must have no
+    /// clients, now or later.
+    ///
+    /// # Errors
+    ///
+    /// Returns the error of the files; the bitmaps are inconsistent then.
+    pub(super) fn save(&self) -> Outcome {
+        if self.saved.load(SeqCst) {
+            return Ok(());
+        }
+        let bitmaps = self.disk.close_bitmaps();
+        let _frozen = match self.disk.begin_exchange() {
+            // No bitmap is lost.
+            Err(_) if self.has_none(&bitmaps) => return Ok(()),
+            frozen => frozen.map_err(not_saved)?,
+        };
+        self.saved.store(true, SeqCst);
+        self.store(&bitmaps)
+    }
+
+    /// Saves the bitmaps for the next daemon, which takes over the device when this process exits. The block
+    /// device may still receive requests: they wait, and the next daemon executes them.
+    ///
+    /// # Errors
+    ///
+    /// As [`PersistentBitmaps::save`]; also fails if I/O in flight does not complete, because the bitmaps
+    /// would not include it.
+    pub(super) fn save_for_next(&self) -> Outcome {
+        let bitmaps = self.disk.close_bitmaps();
+        if self.has_none(&bitmaps) || self.saved.swap(true, SeqCst) {
+            return Ok(());
+        }
+        let frozen = self.disk.freeze_until_exit();
+        frozen.map_err(not_saved)?;
+        self.store(&bitmaps)
+    }
+
+    /// Whether neither the disk nor its image has bitmaps.
+    fn has_none(&self, bitmaps: &[Arc<Bitmap>]) -> bool {
+        !self.loaded && bitmaps.is_empty()
+    }
+
+    fn store(&self, all: &[Arc<Bitmap>]) -> Outcome {
+        bitmaps::store(&*self.disk.driver(), all).map_err(not_saved)
+    }
+}
+
+impl PersistentBitmaps {
+    /// Saves the current bitmaps in the image of `driver`, too. The device continues without that image,
+    /// which is no longer written.
+    pub(super) fn save_in(&self, driver: &dyn Driver) {
+        if let Err(error) = bitmaps::store(driver, &self.disk.bitmaps()) {
+            log::line(&format!("warning: the dirty bitmaps in the previous image are inconsistent: {error}"));
+        }
+    }
+}
+
+fn not_saved(error: blkq::Error) -> Failure {
+    Failure::from(error).during("cannot save the dirty bitmaps, which are inconsistent now")
+}
+
+impl Drop for PersistentBitmaps {
+    fn drop(&mut self) {
+        if let Err(failure) = self.save() {
+            log::line(&format!("warning: {failure}"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use blkq::EngineThread;
+    use blkq::drivers::ram::Ram;
+
+    use super::*;
+
+    #[test]
+    fn no_write_completes_once_the_next_daemon_has_bitmaps() {
+        let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+        let bitmaps = PersistentBitmaps::load(&disk).unwrap().0;
+        disk.add_bitmap("b", 512).unwrap();
+        // As in the daemon, which exits without stopping its engines.
+        std::mem::forget(EngineThread::spawn("test", vec![(disk.clone(), 0)]).unwrap());
+        disk.submitter().write_at(&[1; 512], 0).unwrap();
+        bitmaps.save_for_next().unwrap();
+        let (sender, completed) = channel();
+        let writer = disk.clone();
+        std::thread::spawn(move || sender.send(writer.submitter().write_at(&[1; 512], 512).is_ok()));
+        assert!(completed.recv_timeout(Duration::from_millis(100)).is_err());
+        assert_eq!(disk.bitmaps()[0].dirty_bytes(), 512);
+    }
+
+    #[test]
+    fn bitmaps_cannot_be_changed_once_they_are_saved() {
+        for save in [PersistentBitmaps::save, PersistentBitmaps::save_for_next] {
+            let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+            let bitmaps = PersistentBitmaps::load(&disk).unwrap().0;
+            disk.add_bitmap("b", 512).unwrap();
+            disk.add_bitmap("c", 512).unwrap();
+            save(&bitmaps).unwrap();
+            for changed in [
+                disk.add_bitmap("d", 512),
+                disk.remove_bitmap("b"),
+                disk.clear_bitmap("b"),
+                disk.set_bitmap_recording("b", false),
+                disk.merge_bitmaps(&["b".to_owned()], "c"),
+                disk.resize(Some(2 << 20)).map(drop),
+            ] {
+                assert!(changed.unwrap_err().to_string().contains("the device is stopping"));
+            }
+        }
+    }
+
+    #[test]
+    fn no_bitmap_is_added_once_the_next_daemon_has_none() {
+        let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
+        let bitmaps = PersistentBitmaps::load(&disk).unwrap().0;
+        bitmaps.save_for_next().unwrap();
+        assert!(disk.add_bitmap("b", 512).is_err());
+    }
+}
