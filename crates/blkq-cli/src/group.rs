@@ -1,8 +1,9 @@
-//! Groups of devices: files in the state directory that their daemons map ([`blkq::throttle::Group`]).
+//! Groups of devices: files in the state directory that the daemons of the members map
+//! ([`blkq::throttle::Group`]).
 //!
-//! A member locks the byte of its slot's number, with its open file, so a daemon that was killed is a
-//! member no more. A command that makes, changes, joins or removes a group has an exclusive lock on the whole file
-//! meanwhile (flock(2)), a reader a shared one.
+//! A member holds a lock on the byte with the number of its slot, through an open file description, so a
+//! killed daemon stops being a member. A command that creates, changes, joins or removes a group holds an
+//! exclusive flock(2) on the file meanwhile; a command that reads it holds a shared one.
 
 mod keeper;
 
@@ -28,17 +29,16 @@ use crate::state::StateDir;
 
 pub use keeper::{GroupWatch, Keeper};
 
-/// Where the groups are in the state directory.
+/// The directory of groups in the state directory.
 const DIRECTORY: &str = "groups";
-/// The name of this boot: without it, a time of the monotonic clock means nothing.
+/// The ID of this boot. Times of the monotonic clock in the file are valid only for the same boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// How long to wait for other commands that have locked the group: each has it for a moment.
+/// How long to wait for other commands that have locked the group. Each holds the lock only briefly.
 const LOCK_WAIT: Duration = Duration::from_secs(3);
-/// And how often to try.
+/// How often to try to get the lock.
 const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The file of a group, mapped.
 pub struct GroupFile {
     name: String,
     file: File,
@@ -46,13 +46,13 @@ pub struct GroupFile {
     mapping: Arc<Mapping>,
 }
 
-/// A device's membership: as long as this is there, its slot is its own.
+/// The membership of a device. It owns its slot until this is dropped.
 pub struct Joined {
     name: String,
     device: String,
     file: Arc<File>,
     slot: usize,
-    /// The name of this boot.
+    /// The ID of this boot.
     boot: [u64; 2],
     mapping: Arc<Mapping>,
 }
@@ -61,10 +61,11 @@ fn path(dir: &StateDir, name: &str) -> PathBuf {
     dir.path().join(DIRECTORY).join(name)
 }
 
-/// The names of the groups, sorted.
+/// The sorted names of all groups.
 ///
 /// # Errors
-/// If their directory is there but cannot be read.
+///
+/// Fails if their directory exists and cannot be read.
 pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
     let directory = dir.path().join(DIRECTORY);
     let entries = match fs::read_dir(&directory) {
@@ -80,7 +81,6 @@ pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
     Ok(names)
 }
 
-/// The name of this boot.
 fn boot_id() -> Outcome<[u64; 2]> {
     let text = fs::read_to_string(BOOT_ID).map_err(|e| Failure::new(format!("{BOOT_ID}: {e}")))?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
@@ -88,7 +88,7 @@ fn boot_id() -> Outcome<[u64; 2]> {
     Ok([(id >> 64) as u64, id as u64])
 }
 
-/// Locks the whole file; waits for at most [`LOCK_WAIT`].
+/// Locks the whole file. Waits at most [`LOCK_WAIT`].
 fn lock_whole(file: &File, name: &str, is_exclusive: bool) -> Outcome {
     let operation = match is_exclusive {
         true => FlockOperation::NonBlockingLockExclusive,
@@ -102,17 +102,17 @@ fn lock_whole(file: &File, name: &str, is_exclusive: bool) -> Outcome {
             Err(Errno::WOULDBLOCK) => {
                 return Err(Failure::new(format!("group {name} is locked by another command; try again")));
             }
-            Err(e) => return Err(Failure::new(format!("group {name}: its lock: {e}"))),
+            Err(e) => return Err(Failure::new(format!("cannot lock the group {name}: {e}"))),
         }
     }
 }
 
-/// Opens the file of a group, makes it first if it is not there and `make`, and locks it.
+/// Opens and locks the file of a group. If `make` is set, creates it if it does not exist.
 fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Outcome<File> {
     let path = path(dir, name);
     let failed = |e: io::Error| match e.kind() {
         io::ErrorKind::NotFound => {
-            Failure::new(format!("there is no group {name}; make it with `blkq group set {name} LIMITS`"))
+            Failure::new(format!("there is no group {name}; create it with `blkq group set {name} LIMITS`"))
         }
         _ => Failure::new(format!("group {name}: {}: {e}", path.display())),
     };
@@ -122,10 +122,10 @@ fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Ou
         options.read(true).write(true).create(make).mode(0o600).custom_flags(flags);
         let file = options.open(&path).map_err(failed)?;
         if !file.metadata().map_err(failed)?.is_file() {
-            return Err(Failure::new(format!("group {name}: {} is no file; remove it", path.display())));
+            return Err(Failure::new(format!("group {name}: {} is not a file; remove it", path.display())));
         }
         lock_whole(&file, name, is_exclusive)?;
-        // It may have been removed while the lock was waited for.
+        // The file may have been removed before the lock was acquired.
         if file.metadata().map_err(failed)?.nlink() > 0 {
             return Ok(file);
         }
@@ -133,47 +133,48 @@ fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Ou
 }
 
 fn unlock(file: &File) {
-    // A lock can be released; if not, closing the file does it.
+    // If unlocking fails, closing the file releases the lock.
     let _ = flock(file, FlockOperation::Unlock);
 }
 
-/// Maps the file of a group.
 fn map(name: &str, file: &File) -> Outcome<(Arc<Group>, Arc<Mapping>)> {
     let mapping = Mapping::new(file.as_fd(), 0, Group::BYTES as u64)
         .map_err(|e| Failure::from(e).during(format_args!("group {name}")))?;
     let mapping = Arc::new(mapping);
     let start = mapping.start();
-    // SAFETY: the mapping begins at a page, has so many bytes and stays until the box is dropped; nothing else
-    // in this process accesses it, and one that is truncated is replaced by zeroes.
+    // SAFETY: the mapping is page-aligned, has `Group::BYTES` bytes and stays until the box is dropped.
+    // Nothing else in this process accesses it, and pages that a truncation removes are replaced by zeroes.
     let group = unsafe { Group::over(start, Box::new(mapping.clone())) };
     Ok((Arc::new(group), mapping))
 }
 
-/// Whether what was written to a group is in its file.
+/// Checks that what was written to a group is in its file.
 ///
 /// # Errors
-/// If a page of it could not be made, and only this process has what was written.
+///
+/// Fails if the file system had no space for a page, so that only this process sees what was written.
 fn has_room(name: &str, mapping: &Mapping) -> Outcome {
     match mapping.is_broken() {
-        true => {
-            Err(Failure::new(format!("group {name}: its file cannot be written; is its file system full?")))
-        }
+        true => Err(Failure::new(format!(
+            "group {name}: its file cannot be written; the file system may be full"
+        ))),
         false => Ok(()),
     }
 }
 
-/// Why a group cannot be used, with the cure.
+/// The failure of using a damaged group, with a hint.
 fn damaged(name: &str, why: &str) -> Failure {
     Failure::new(format!(
-        "group {name} is damaged: {why}; set its limits anew with `blkq group set {name} LIMITS`"
+        "group {name} is damaged: {why}; set its limits again with `blkq group set {name} LIMITS`"
     ))
 }
 
 impl GroupFile {
-    /// Opens a group that is there, to read it.
+    /// Opens an existing group for reading.
     ///
     /// # Errors
-    /// If it is not there, or damaged.
+    ///
+    /// Fails if the group does not exist or is damaged.
     pub fn open(dir: &StateDir, name: &str) -> Outcome<(GroupFile, RateLimits)> {
         let file = open_locked(dir, name, false, false)?;
         let opened = GroupFile::over(name, file)?;
@@ -181,7 +182,7 @@ impl GroupFile {
         Ok(opened)
     }
 
-    /// The group in a file that is locked.
+    /// Maps the group in a locked file.
     fn over(name: &str, file: File) -> Outcome<(GroupFile, RateLimits)> {
         let bytes = file.metadata().map_or(0, |metadata| metadata.len());
         if bytes != Group::BYTES as u64 {
@@ -195,10 +196,11 @@ impl GroupFile {
         Ok((GroupFile { name: name.to_owned(), file, group, mapping }, limits))
     }
 
-    /// Changes the limits of a group, which is made if it is not there, or damaged.
+    /// Sets the limits of a group. Creates the group if it does not exist, and repairs it if it is damaged.
     ///
     /// # Errors
-    /// If its file cannot be made or written.
+    ///
+    /// Fails if its file cannot be created or written.
     pub fn set(dir: &StateDir, name: &str, limits: &RateLimits) -> Outcome {
         dir.create()?;
         let directory = dir.path().join(DIRECTORY);
@@ -221,22 +223,22 @@ impl GroupFile {
         Ok(())
     }
 
-    /// Removes a group without members; one that is damaged too.
+    /// Removes a group without members, even if it is damaged.
     ///
     /// # Errors
-    /// Its members, if it has any; if it cannot be removed.
+    ///
+    /// Fails if the group has members, or cannot be removed.
     pub fn remove(dir: &StateDir, name: &str) -> Outcome {
         let file = open_locked(dir, name, false, true)?;
         if (0..MEMBERS_MAX).any(|slot| is_byte_locked(&file, slot)) {
             return Err(Failure::new(format!(
-                "group {name} has members (blkq group list); detach them first"
+                "group {name} has members (see `blkq group list`); detach them first"
             )));
         }
         let path = path(dir, name);
         fs::remove_file(&path).map_err(|e| Failure::new(format!("group {name}: {}: {e}", path.display())))
     }
 
-    /// The members that are there.
     pub fn members(&self) -> Vec<MemberInfo> {
         let there = (0..MEMBERS_MAX).filter(|slot| is_byte_locked(&self.file, *slot));
         there.filter_map(|slot| self.group.member(slot)).collect()
@@ -244,10 +246,11 @@ impl GroupFile {
 }
 
 impl Joined {
-    /// Opens the group of this name and makes `device` a member of it, with a weight.
+    /// Opens the group `name`, and makes `device` a member with the given weight.
     ///
     /// # Errors
-    /// As [`GroupFile::open`]; if it has as many members as there can be.
+    ///
+    /// As [`GroupFile::open`]; also fails if the group has no free slot.
     pub fn open(dir: &StateDir, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
         let file = open_locked(dir, name, false, true)?;
         let (GroupFile { name, file, group, mapping }, _) = GroupFile::over(name, file)?;
@@ -256,27 +259,26 @@ impl Joined {
             group.restart(boot, used_slots(&file));
         }
         let Some(slot) = (0..MEMBERS_MAX).find(|slot| lock_byte(&file, *slot).is_ok()) else {
-            return Err(Failure::new(format!("group {name} has {MEMBERS_MAX} members, and takes no more")));
+            return Err(Failure::new(format!("group {name} already has {MEMBERS_MAX} members, the maximum")));
         };
         let member = group.join(slot, device, weight)?;
-        // From its slot's lock on nobody removes the group.
+        // The lock on the slot now keeps commands from removing the group.
         unlock(&file);
         let (device, file) = (device.to_owned(), Arc::new(file));
         Ok((Joined { name, device, file, slot, boot, mapping }, member))
     }
 
-    /// The keeper of the group that was joined, for `member` of it.
+    /// Returns a keeper for the group, on behalf of its `member`.
     pub fn keeper(&self, member: &Member) -> Keeper {
         Keeper::new(self, member)
     }
 
-    /// The name of the group.
     pub fn name(&self) -> &str {
         &self.name
     }
 }
 
-/// No member that is there has this slot, or a later one.
+/// Number of slots up to the last one in use.
 fn used_slots(file: &File) -> usize {
     (0..MEMBERS_MAX).rev().find(|slot| is_byte_locked(file, *slot)).map_or(0, |slot| slot + 1)
 }
@@ -321,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_group_is_reported_in_one_line_and_set_anew() {
+    fn a_damaged_group_is_reported_in_one_line_and_set_again() {
         let dir = scratch("group-damage");
         GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
         let whole = fs::read(path(&dir, "g")).unwrap();
@@ -329,7 +331,7 @@ mod tests {
         let damage: [Damage; 4] = [
             |bytes| bytes.truncate(100),
             |bytes| bytes[0] ^= 1,
-            // A change of the limits was interrupted; the first limit is out of range.
+            // A change of the limits was interrupted; then, the first limit is out of range.
             |bytes| bytes[24] |= 1,
             |bytes| bytes[32..40].fill(0xff),
         ];
@@ -349,13 +351,13 @@ mod tests {
     }
 
     #[test]
-    fn a_group_set_anew_keeps_the_members_that_are_there() {
-        let dir = scratch("group-anew");
+    fn setting_a_damaged_group_keeps_its_current_members() {
+        let dir = scratch("group-again");
         GroupFile::set(&dir, "g", &limits("iops=10")).unwrap();
         let a = Joined::open(&dir, "g", "a", 100).unwrap();
         let _b = Joined::open(&dir, "g", "b", 7).unwrap();
         drop(a);
-        // The magic; the name of the boot.
+        // The magic number, then the boot ID.
         for offset in [0, 8] {
             let file = File::options().write(true).open(path(&dir, "g")).unwrap();
             file.write_all_at(&[0xff], offset).unwrap();

@@ -1,4 +1,4 @@
-//! Capabilities of this thread (capabilities(7)).
+//! The capabilities of this thread (capabilities(7)).
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -12,14 +12,14 @@ use rustix::thread::{
 
 use crate::failure::{Failure, Outcome};
 
-/// More than there are.
+/// Number of capability bits to try. The kernel has fewer capabilities, and rejects the first invalid one.
 const NUMBERS: u32 = 63;
 
 fn failed(error: Errno) -> Failure {
     Failure::new(format!("cannot drop capabilities: {error}"))
 }
 
-/// Whether this user may write to `image` and to each of `directories` without any capability.
+/// Whether this user can write to `image` and to each of `directories` without any capability.
 pub fn all_writable<'a>(
     image: Option<BorrowedFd<'_>>,
     mut directories: impl Iterator<Item = &'a Path>,
@@ -27,7 +27,7 @@ pub fn all_writable<'a>(
     let Ok(had) = capabilities(None) else { return true };
     let without = CapabilitySets { effective: CapabilitySet::empty(), ..had };
     if had.effective.is_empty() || set_capabilities(None, without).is_err() {
-        // An ordinary user could do no more before.
+        // Without capabilities, dropping them changes nothing.
         return true;
     }
     let refused = |result| matches!(result, Err(Errno::ACCESS | Errno::PERM));
@@ -35,20 +35,22 @@ pub fn all_writable<'a>(
     let of_path = |path: &Path| accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS);
     let accessible =
         !image.is_some_and(|file| refused(of_file(file))) && !directories.any(|path| refused(of_path(path)));
-    // A permitted capability may always become effective again.
+    // This does not fail: a thread may always make its permitted capabilities effective.
     let _ = set_capabilities(None, had);
     accessible
 }
 
-/// Drops all capabilities but those of `kept` for good; returns the names of those that are left.
+/// Permanently drops all capabilities except `kept`. Returns the names of the remaining ones.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Fails if the kernel refuses.
 pub fn keep(kept: CapabilitySet) -> Outcome<String> {
     let had = capabilities(None).map_err(failed)?;
     let left = had.permitted & kept;
     if had.effective.contains(CapabilitySet::SETPCAP) {
-        // Capabilities that no program run by this one could have again, were there any.
+        // Also remove the capabilities from the bounding set, so that no program that this process might
+        // execute can regain them.
         for number in 0..NUMBERS {
             let one = CapabilitySet::from_bits_retain(1 << number);
             if !left.contains(one) && remove_capability_from_bounding_set(one) == Err(Errno::INVAL) {
@@ -59,7 +61,7 @@ pub fn keep(kept: CapabilitySet) -> Outcome<String> {
     clear_ambient_capability_set().map_err(failed)?;
     let sets = CapabilitySets { effective: left, permitted: left, inheritable: CapabilitySet::empty() };
     set_capabilities(None, sets).map_err(failed)?;
-    // Not what was asked for: what is so.
+    // Report what the kernel says, not what was requested.
     let names: Vec<String> = capabilities(None)
         .map_err(failed)?
         .permitted

@@ -1,17 +1,18 @@
-//! The filter program of a list of system calls, and its way into the kernel.
+//! Builds a seccomp filter from a list of system calls, and installs it.
 
 use std::mem::offset_of;
 
 use super::seccomp::{Argument, Call, DEADLY};
 use crate::failure::{Failure, Outcome};
 
-/// `AUDIT_ARCH_*` of linux/audit.h: what else the processor can run has other numbers.
+/// The `AUDIT_ARCH_*` value of linux/audit.h. Other architectures that the processor can run number the calls
+/// differently.
 #[cfg(target_arch = "x86_64")]
 pub(super) const ARCHITECTURE: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
 pub(super) const ARCHITECTURE: u32 = 0xc000_00b7;
 
-/// Whether this kernel has filters.
+/// Whether the kernel supports seccomp filters.
 pub fn is_there() -> bool {
     let action = libc::SECCOMP_RET_ALLOW;
     // SAFETY: the kernel reads one word, and only returns whether it knows the action.
@@ -20,39 +21,43 @@ pub fn is_there() -> bool {
     result == 0
 }
 
-/// Filters the calls of this thread, and of those that it makes, for good. False where the kernel
-/// has no such thing.
+/// Permanently restricts this thread, and the threads that it creates, to `calls`. Returns `false` if the
+/// kernel does not support filters.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Fails if the kernel refuses.
 pub fn enter(calls: &[Call]) -> Outcome<bool> {
-    // The C library tries clone3 for each thread. That is no news, and all else is: what the second
-    // filter refuses is in the kernel's log.
+    // The C library tries clone3 for each thread, so refusing clone3 must not be logged. A filter of its own
+    // refuses it; the second filter logs every other refusal in the kernel's log.
     Ok(install(&mut but_for(libc::SYS_clone3, REFUSE), 0)?
         && install(&mut program(calls), libc::SECCOMP_FILTER_FLAG_LOG)?)
 }
 
-/// Lets this thread, which is confined, and those that it makes, make no more rings. False where
-/// the kernel has no filters.
+/// Keeps this thread, which is confined, and the threads that it creates from creating io_uring instances.
+/// Returns `false` if the kernel does not support filters.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Fails if the kernel refuses.
 pub fn without_rings() -> Outcome<bool> {
     install(&mut but_for(libc::SYS_io_uring_setup, libc::SECCOMP_RET_KILL_PROCESS), 0)
 }
 
-/// Lets this thread, and those that it makes, register eventfds with rings and nothing else. False where
-/// the kernel has no filters.
+/// Allows this thread, and the threads that it creates, to register eventfds with io_uring, and nothing else.
+/// Returns `false` if the kernel does not support filters.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Fails if the kernel refuses.
 pub fn register_eventfds_only() -> Outcome<bool> {
     install(&mut eventfds_only(), 0)
 }
 
 fn install(program: &mut [libc::sock_filter], flags: libc::c_ulong) -> Outcome<bool> {
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    // No code of others runs here: a mitigation that would slow the thread down protects nobody.
+    // This process runs no untrusted code, so the kernel's mitigation against speculative store bypass would
+    // slow it down without a benefit.
     let flags = flags | libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW;
     // SAFETY: filter and program live through the call, which copies them.
     let result =
@@ -64,12 +69,12 @@ fn install(program: &mut [libc::sock_filter], flags: libc::c_ulong) -> Outcome<b
     match error.raw_os_error() {
         Some(libc::ENOSYS | libc::EINVAL) => Ok(false),
         _ => Err(Failure::new(format!(
-            "cannot confine the daemon: seccomp: {error}; --no-sandbox leaves it out"
+            "cannot confine the daemon: seccomp: {error}; use --no-sandbox to run without confinement"
         ))),
     }
 }
 
-/// The result of a refused call: as if the kernel had none.
+/// The result of a refused call: ENOSYS, as if the kernel did not have the call.
 pub(super) const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
 
 fn statement(code: u32, k: u32) -> libc::sock_filter {
@@ -84,19 +89,19 @@ fn answer(action: u32) -> libc::sock_filter {
     statement(libc::BPF_RET | libc::BPF_K, action)
 }
 
-/// Continues if what was loaded is `k`, else behind the next `skip`.
+/// Continues if the loaded value is `k`, else skips the next `skip` instructions.
 fn unless(k: u32, skip: u8) -> libc::sock_filter {
     libc::sock_filter { jf: skip, ..statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k) }
 }
 
-/// A filter that answers one call with `action`, and leaves all others to the other filters.
+/// A filter that answers one call with `action`, and leaves all other calls to the other filters.
 pub(super) fn but_for(number: libc::c_long, action: u32) -> [libc::sock_filter; 4] {
     let call = unless(number as u32, 1);
     [load(offset_of!(libc::seccomp_data, nr)), call, answer(action), answer(libc::SECCOMP_RET_ALLOW)]
 }
 
-/// A filter of io_uring_register(2), of which `IORING_REGISTER_EVENTFD` and the next number, which undoes it,
-/// are left.
+/// A filter that kills the process for any io_uring_register(2) except `IORING_REGISTER_EVENTFD` and the next
+/// number, `IORING_UNREGISTER_EVENTFD`.
 pub(super) fn eventfds_only() -> [libc::sock_filter; 8] {
     const REGISTER_EVENTFD: u32 = 4;
     [
@@ -111,7 +116,8 @@ pub(super) fn eventfds_only() -> [libc::sock_filter; 8] {
     ]
 }
 
-/// The filter: the kernel runs it for each call, and keeps the answer where no argument counts.
+/// Builds the filter for a list of calls. The kernel runs it for each call, and caches the answer if it does
+/// not depend on arguments.
 pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
     let mut program = vec![
         load(offset_of!(libc::seccomp_data, arch)),
@@ -121,12 +127,13 @@ pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
     ];
     for call in calls {
         match call.argument {
-            // A later entry may allow it whatever its arguments are.
+            // If the list also has the call without a condition, that entry decides.
             Some(_) if calls.iter().any(|other| other.number == call.number && other.argument.is_none()) => {}
             None => program.extend([unless(call.number as u32, 1), answer(libc::SECCOMP_RET_ALLOW)]),
             Some(Argument { index, mask, value }) => {
                 let at = offset_of!(libc::seccomp_data, args) + 8 * usize::from(index);
-                // Both architectures put the lower half first. The kernel has no other in most arguments.
+                // Both supported architectures are little-endian, so the lower half comes first. A half that
+                // the mask ignores is not tested.
                 let lower = (at, mask as u32, value as u32);
                 let upper = (at + 4, (mask >> 32) as u32, (value >> 32) as u32);
                 let halves: Vec<_> = [lower, upper].into_iter().filter(|half| half.1 != 0).collect();
@@ -143,7 +150,7 @@ pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
             }
         }
     }
-    // Refused by the other filter.
+    // The other filter refuses clone3.
     program.extend([unless(libc::SYS_clone3 as u32, 1), answer(libc::SECCOMP_RET_ALLOW)]);
     for number in DEADLY {
         program.extend([unless(*number as u32, 1), answer(libc::SECCOMP_RET_KILL_PROCESS)]);

@@ -1,5 +1,5 @@
-//! Landlock (landlock(7)): which files this thread may open, and with which processes it may communicate. A small
-//! part of linux/landlock.h, called directly.
+//! Landlock (landlock(7)): restricts which files this thread may open and with which processes it may
+//! communicate. Declares a small part of linux/landlock.h and makes the system calls directly.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
@@ -9,9 +9,9 @@ use rustix::io::Errno;
 
 use crate::failure::{Failure, Outcome};
 
-/// `LANDLOCK_CREATE_RULESET_VERSION`.
+// `LANDLOCK_CREATE_RULESET_VERSION`.
 const VERSION_FLAG: u32 = 1;
-/// `LANDLOCK_RULE_PATH_BENEATH`.
+// `LANDLOCK_RULE_PATH_BENEATH`.
 const PATH_BENEATH: u32 = 1;
 
 /// Rights on files (`LANDLOCK_ACCESS_FS_*`).
@@ -24,20 +24,20 @@ mod access {
     pub const IOCTL_DEV: u64 = 1 << 15;
 }
 
-/// Number of rights on files that the kernel knows, by its ABI: 13 in the first, of which each is
-/// listed with the ABI that brought more.
+/// Number of access rights on files, by Landlock ABI version. Only the versions that added rights are listed;
+/// the first one has 13.
 const RIGHTS: [(u32, u32); 4] = [(1, 13), (2, 14), (3, 15), (5, 16)];
-/// ABIs that brought more kinds: TCP ports; signals and abstract unix sockets.
+/// The ABI versions that added rules for TCP ports, and for signals and abstract unix sockets.
 const NET_ABI: u32 = 4;
 const SCOPE_ABI: u32 = 6;
-/// `LANDLOCK_ACCESS_NET_BIND_TCP | LANDLOCK_ACCESS_NET_CONNECT_TCP`.
+// `LANDLOCK_ACCESS_NET_BIND_TCP | LANDLOCK_ACCESS_NET_CONNECT_TCP`.
 const NET: u64 = 0b11;
-/// `LANDLOCK_ACCESS_NET_BIND_TCP`.
+// `LANDLOCK_ACCESS_NET_BIND_TCP`.
 const BIND_TCP: u64 = 0b01;
-/// `LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET | LANDLOCK_SCOPE_SIGNAL`.
+// `LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET | LANDLOCK_SCOPE_SIGNAL`.
 const SCOPED: u64 = 0b11;
 
-/// `struct landlock_ruleset_attr`; older kernels know the beginning of it, and take zeroes.
+/// `struct landlock_ruleset_attr`. Older kernels know a prefix of it, and accept the rest if it is zero.
 #[repr(C)]
 struct RulesetAttr {
     handled_access_fs: u64,
@@ -46,7 +46,7 @@ struct RulesetAttr {
 }
 const _: () = assert!(size_of::<RulesetAttr>() == 24);
 
-/// `struct landlock_path_beneath_attr`.
+// `struct landlock_path_beneath_attr`.
 #[repr(C, packed)]
 struct PathBeneathAttr {
     allowed_access: u64,
@@ -54,9 +54,9 @@ struct PathBeneathAttr {
 }
 const _: () = assert!(size_of::<PathBeneathAttr>() == 12);
 
-/// Rules that are gathered, and then enforced for good.
+/// A set of rules that is collected first and then enforced permanently.
 pub struct Landlock {
-    /// `None` where the kernel has no Landlock.
+    /// `None` if the kernel does not support Landlock.
     ruleset: Option<OwnedFd>,
     abi: u32,
     handled: u64,
@@ -67,10 +67,12 @@ fn last_error() -> Errno {
 }
 
 fn failed(what: impl std::fmt::Display, error: Errno) -> Failure {
-    Failure::new(format!("cannot confine the daemon: Landlock, {what}: {error}; --no-sandbox leaves it out"))
+    Failure::new(format!(
+        "cannot confine the daemon: Landlock ({what}): {error}; use --no-sandbox to run without confinement"
+    ))
 }
 
-/// The version that this kernel has, 0 if none.
+/// The Landlock ABI version of this kernel, or 0 if it does not support Landlock.
 pub fn abi() -> u32 {
     // SAFETY: without a ruleset the call only returns the version.
     let abi = unsafe {
@@ -85,18 +87,20 @@ pub fn abi() -> u32 {
 }
 
 impl Landlock {
-    /// Rules that allow nothing yet.
+    /// Creates a set of rules that allows nothing yet.
     ///
     /// # Errors
-    /// If the kernel has Landlock and refuses.
+    ///
+    /// Fails if the kernel supports Landlock but refuses.
     pub fn new() -> Outcome<Landlock> {
         Landlock::with_rights_on_network(NET)
     }
 
-    /// As [`Landlock::new`], but new TCP connections are allowed.
+    /// As [`Landlock::new`], but allows new TCP connections.
     ///
     /// # Errors
-    /// If the kernel has Landlock and refuses.
+    ///
+    /// Fails if the kernel supports Landlock but refuses.
     pub fn new_connecting() -> Outcome<Landlock> {
         Landlock::with_rights_on_network(BIND_TCP)
     }
@@ -113,71 +117,78 @@ impl Landlock {
             handled_access_net: if abi >= NET_ABI { network } else { 0 },
             scoped: if abi >= SCOPE_ABI { SCOPED } else { 0 },
         };
-        // SAFETY: the structure lives through the call, and the call has its size.
+        // SAFETY: the structure outlives the call, which gets its size.
         let fd = unsafe {
             libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), 0u32)
         };
         if fd < 0 {
             return Err(failed("rules", last_error()));
         }
-        // SAFETY: the kernel made this descriptor for us, close-on-exec.
+        // SAFETY: the kernel created this descriptor (close-on-exec), and nothing else owns it.
         let ruleset = unsafe { OwnedFd::from_raw_fd(fd as i32) };
         Ok(Landlock { ruleset: Some(ruleset), abi, handled })
     }
 
-    /// Allows to use `file`, by whatever name it has.
+    /// Allows reading and writing `file`, whatever its name is.
     ///
     /// # Errors
-    /// If the kernel refuses.
+    ///
+    /// Fails if the kernel refuses.
     pub fn allow_image(&mut self, file: BorrowedFd<'_>) -> Outcome {
         let rights = access::READ_FILE | access::WRITE_FILE | access::TRUNCATE | access::IOCTL_DEV;
         self.allow(file, rights).map_err(|e| failed("the image", e))
     }
 
-    /// Allows to use the device at `path`.
+    /// Allows using the device node at `path`.
     ///
     /// # Errors
-    /// If it is not there, or the kernel refuses.
+    ///
+    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_device(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::READ_FILE | access::WRITE_FILE | access::IOCTL_DEV)
     }
 
-    /// Allows to read files of the directory at `path`.
+    /// Allows reading the files of the directory at `path`.
     ///
     /// # Errors
-    /// If it is not there, or the kernel refuses.
+    ///
+    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_reading(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::READ_FILE)
     }
 
-    /// Allows to read the file, or the files of the directory, at `path`, if it is there.
+    /// Allows reading the file at `path`, or the files of the directory at `path`, if it exists.
     ///
     /// # Errors
-    /// If the kernel refuses.
+    ///
+    /// Fails if the kernel refuses.
     pub fn allow_reading_if_there(&mut self, path: &Path) -> Outcome {
         if path.exists() { self.allow_reading(path) } else { Ok(()) }
     }
 
-    /// Allows to write to files of the directory at `path`.
+    /// Allows writing to the files of the directory at `path`.
     ///
     /// # Errors
-    /// If it is not there, or the kernel refuses.
+    ///
+    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_writing(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::WRITE_FILE)
     }
 
-    /// Allows to remove files of the directory at `path`.
+    /// Allows removing files of the directory at `path`.
     ///
     /// # Errors
-    /// If it is not there, or the kernel refuses.
+    ///
+    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_removing(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::REMOVE_FILE)
     }
 
-    /// Allows to write files of the directory at `path` anew, and to put them in others' places.
+    /// Allows creating and replacing files of the directory at `path`.
     ///
     /// # Errors
-    /// If it is not there, or the kernel refuses.
+    ///
+    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_replacing(&mut self, path: &Path) -> Outcome {
         let rights = access::MAKE_REG | access::WRITE_FILE | access::TRUNCATE | access::REMOVE_FILE;
         self.allow_path(path, rights)
@@ -191,7 +202,7 @@ impl Landlock {
     fn allow(&mut self, file: BorrowedFd<'_>, rights: u64) -> rustix::io::Result<()> {
         let Some(ruleset) = &self.ruleset else { return Ok(()) };
         let attr = PathBeneathAttr { allowed_access: rights & self.handled, parent_fd: file.as_raw_fd() };
-        // SAFETY: the structure lives through the call, and both descriptors are open.
+        // SAFETY: the structure outlives the call, and both descriptors are open.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_landlock_add_rule,
@@ -204,14 +215,15 @@ impl Landlock {
         if result == 0 { Ok(()) } else { Err(last_error()) }
     }
 
-    /// Enforces the rules on this thread, and those that it makes, for good. Returns the version
-    /// of Landlock, 0 where the kernel has none.
+    /// Permanently enforces the rules on this thread and the threads that it creates. Returns the Landlock
+    /// ABI version, or 0 if the kernel does not support Landlock.
     ///
     /// # Errors
-    /// If the kernel refuses.
+    ///
+    /// Fails if the kernel refuses.
     pub fn enter(self) -> Outcome<u32> {
         let Some(ruleset) = &self.ruleset else { return Ok(0) };
-        // SAFETY: the descriptor is open; no memory is passed.
+        // SAFETY: the descriptor is open, and the call accesses no memory of this process.
         let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0u32) };
         if result == 0 { Ok(self.abi) } else { Err(failed("entering", last_error())) }
     }

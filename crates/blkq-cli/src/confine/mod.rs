@@ -1,9 +1,8 @@
-//! Privileges that a daemon drops once it is set up: capabilities, new privileges, the file system, and
-//! the system calls that it does not make. docs/security.md has the reasons, and how to see it.
+//! Drops the privileges that a running daemon does not need: capabilities, new privileges, access to the file
+//! system, and system calls. docs/security.md explains the reasons, and how to inspect the result.
 //!
-//! Everything here applies to the thread that asks for it and to those that it makes later.
-//! Engines are made by a thread that is confined more than the rest: they read what clients send,
-//! and open nothing.
+//! Each function here applies to the calling thread and the threads that it creates later. The engines are
+//! created by a thread with the strictest confinement: they read what clients send, and open no files.
 
 mod capabilities;
 pub mod filter;
@@ -22,37 +21,36 @@ use crate::failure::{Failure, Outcome};
 use crate::operations::OPERATIONS;
 use landlock::Landlock;
 
-/// The parts of the system that the control plane needs later.
+/// What the control plane needs after it has been confined.
 #[derive(Debug, Default)]
 pub struct Needs {
-    /// The image, if there is one (`O_PATH`): it is opened anew to be written.
+    /// The image file (`O_PATH`), if there is one. It is opened again when the device becomes writable.
     pub image: Option<OwnedFd>,
-    /// Files that are removed in the end: sockets, and those in the state directory.
+    /// Files that are removed at the end: sockets, and the files in the state directory.
     pub removed: Vec<PathBuf>,
     /// The directory of the journals of qcow2 images.
     pub journals: Option<PathBuf>,
-    /// Directories whose files are read again: certificates.
+    /// Directories with files that are read again, such as certificates.
     pub read: Vec<PathBuf>,
-    /// The number of the block device, if there is one.
+    /// The number of the block device, if the device has one.
     pub block_device: Option<u32>,
 }
 
-/// The privileges that the control plane of a daemon has dropped.
+/// The confinement of a daemon's control plane, for reports.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Confinement {
-    /// Those that are left: `none`, or their names.
+    /// The remaining capabilities: `none`, or their names.
     pub capabilities: String,
-    /// Whether no program that it runs could have more.
+    /// Whether no_new_privs is set (prctl(2)): an executed program could not gain privileges.
     pub no_new_privileges: bool,
-    /// The version of Landlock that keeps the file system from it; 0 where the kernel has none.
+    /// The ABI version of Landlock, or 0 if the kernel does not support it.
     pub landlock_abi: u32,
-    /// Whether system calls are filtered.
+    /// Whether a seccomp filter is installed.
     pub seccomp: bool,
 }
 
 impl Confinement {
-    /// In words, for people.
     pub fn describe(&self) -> String {
         let Confinement { capabilities, no_new_privileges, landlock_abi, seccomp } = self;
         if *self == Confinement::default() {
@@ -68,12 +66,13 @@ impl Confinement {
     }
 }
 
-/// Confines this thread to what an engine, its worker and a watcher of trigger files do: nothing
-/// is opened, nobody is connected to. With `partscan` it keeps the capability without which the
-/// kernel scans for no partitions on a block device that it serves.
+/// Confines this thread to what an engine, its worker and a watcher of trigger files need: it cannot open
+/// files or connect to anything. `partscan` keeps `CAP_SYS_ADMIN`, without which the kernel does not scan a
+/// block device that this thread serves for partitions.
 ///
 /// # Errors
-/// Confinement that the kernel has, and refuses.
+///
+/// Fails if the kernel supports a confinement but refuses it.
 pub fn engine(partscan: bool) -> Outcome {
     ring::set_policy(Policy { operations: &NUMBERS, sealed: no_more_rings });
     let landlock = Landlock::new()?;
@@ -81,7 +80,7 @@ pub fn engine(partscan: bool) -> Outcome {
     enter(kept, landlock, seccomp::ENGINE).map(|_| ())
 }
 
-/// The operations of a ring.
+/// The io_uring operations to which the rings of engines are restricted.
 static NUMBERS: [u8; OPERATIONS.len()] = {
     let mut numbers = [0; OPERATIONS.len()];
     let mut at = 0;
@@ -92,7 +91,8 @@ static NUMBERS: [u8; OPERATIONS.len()] = {
     numbers
 };
 
-/// An engine has its ring, which is restricted: another one would not be.
+/// The ring of an engine is restricted to certain operations, but another ring would not be. So an engine
+/// must not create one.
 fn no_more_rings() -> Result<(), blkq::Error> {
     match filter::without_rings() {
         Ok(_) => Ok(()),
@@ -100,12 +100,14 @@ fn no_more_rings() -> Result<(), blkq::Error> {
     }
 }
 
-/// Confines this thread, the first, to what the control plane does.
+/// Confines this thread, the main thread, to what the control plane needs.
 ///
 /// # Errors
-/// Confinement that the kernel has, and refuses.
+///
+/// Fails if the kernel supports a confinement but refuses it.
 pub fn control(needs: &Needs) -> Outcome<Confinement> {
-    // Read from the kernel once, and later by a raw image that was behind another.
+    // rustix reads the page size from the kernel once and caches it. A raw image that was a backing file
+    // needs it later, when the confined thread can no longer read it.
     let _ = rustix::param::page_size();
     let kept = capabilities_of(needs);
     let mut landlock = Landlock::new()?;
@@ -116,7 +118,7 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
         landlock.allow_removing(directory)?;
     }
     if let Some(directory) = &needs.journals {
-        // For that of a snapshot.
+        // A snapshot creates the journal of the overlay.
         landlock.allow_replacing(directory)?;
         landlock.allow_reading(directory)?;
     }
@@ -128,8 +130,8 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
         landlock.allow_device(Path::new(&ublk::block_path(*id)))?;
     }
     let confinement = enter(kept, landlock, seccomp::CONTROL)?;
-    // Commands of ublk need rings. Without it none is made any more, and those that there are signal the
-    // eventfds of virtual machines, and register nothing else.
+    // Commands to ublk need new io_uring instances. Without a block device none is created from here on, and
+    // the existing ones may only register the eventfds of virtual machines.
     if needs.block_device.is_none() {
         filter::without_rings()?;
         filter::register_eventfds_only()?;
@@ -137,11 +139,12 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     Ok(confinement)
 }
 
-/// Confines the process that gives commands to ublk's control device to that, and to settings of
-/// block devices without hardware.
+/// Confines the process that sends commands to the ublk control device to that, and to changing settings of
+/// block devices in sysfs.
 ///
 /// # Errors
-/// Confinement that the kernel has, and refuses.
+///
+/// Fails if the kernel supports a confinement but refuses it.
 pub fn ublk_commands() -> Outcome {
     let mut landlock = Landlock::new()?;
     landlock.allow_device(Path::new(CONTROL_PATH))?;
@@ -152,8 +155,8 @@ pub fn ublk_commands() -> Outcome {
     enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
 }
 
-/// The parts of the file system that Ceph's client reads when it connects, wherever its configuration is: names
-/// of hosts, the time zone, the processors.
+/// The parts of the file system that Ceph's client library reads when it connects, besides its configuration:
+/// host names, the time zone and the processors.
 pub const READ_BY_CEPH: [&str; 9] = [
     "/etc/ceph",
     "/etc/hosts",
@@ -166,45 +169,46 @@ pub const READ_BY_CEPH: [&str; 9] = [
     "/sys/devices/system",
 ];
 
-/// Confines this thread, and those that Ceph's client makes on it, to what that does: connections to the cluster,
-/// and reading what is at the paths `read`, such as [`READ_BY_CEPH`], or below them.
+/// Confines this thread, and the threads that Ceph's client library creates on it, to connections to the
+/// cluster and to reading the files `read`, or the files below them. `read` should include [`READ_BY_CEPH`].
 ///
 /// # Errors
-/// Confinement that the kernel has, and refuses.
+///
+/// Fails if the kernel supports a confinement but refuses it.
 pub fn cluster(read: &[PathBuf]) -> Outcome {
     let mut landlock = Landlock::new_connecting()?;
     for path in read {
         landlock.allow_reading_if_there(path)?;
     }
-    // Keyrings are Ceph's user's, or root's.
+    // Keyrings may be readable only for Ceph's user, or for root.
     enter(CapabilitySet::DAC_READ_SEARCH, landlock, seccomp::CLUSTER).map(|_| ())
 }
 
-/// Confines the process that watches the users of a block device to just that: it reads the open files of
-/// all processes.
+/// Confines the process that watches the users of a block device. It reads the open files of all processes.
 ///
 /// # Errors
-/// The error of the kernel.
+///
+/// Returns the error of the kernel.
 pub fn watcher() -> Outcome {
-    set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot give up new privileges: {e}")))?;
+    set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot set no_new_privs: {e}")))?;
     capabilities::keep(CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH)?;
-    // Landlock would hide the processes.
+    // Landlock is not used: it would hide the other processes.
     filter::enter(seccomp::WATCHER).map(|_| ())
 }
 
-/// The version of Landlock that this kernel has, 0 if none.
+/// The Landlock ABI version of this kernel, or 0 if it does not support Landlock.
 pub fn landlock_abi() -> u32 {
     landlock::abi()
 }
 
-/// The capabilities of this thread that may be needed.
+/// The capabilities that the control plane may need.
 fn capabilities_of(needs: &Needs) -> CapabilitySet {
     let mut kept = CapabilitySet::empty();
-    // The kernel's ublk wants it for each command about a device that is not of an ordinary user.
+    // The ublk driver requires CAP_SYS_ADMIN for each command about a privileged device.
     kept.set(CapabilitySet::SYS_ADMIN, needs.block_device.is_some());
-    // The node may be given to another user, without access for others.
+    // The device node may belong to another user and be inaccessible to others.
     kept.set(CapabilitySet::DAC_READ_SEARCH, needs.block_device.is_some());
-    // Without it root is but another user where the files of others are.
+    // Without CAP_DAC_OVERRIDE, root has no more access to files of other users than any user.
     let writable =
         capabilities::all_writable(needs.image.as_ref().map(AsFd::as_fd), directories(&needs.removed));
     kept.set(CapabilitySet::DAC_OVERRIDE, !writable);
@@ -216,9 +220,9 @@ fn directories(files: &[PathBuf]) -> impl Iterator<Item = &Path> {
 }
 
 fn enter(kept: CapabilitySet, landlock: Landlock, calls: &[seccomp::Call]) -> Outcome<Confinement> {
-    set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot give up new privileges: {e}")))?;
+    set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot set no_new_privs: {e}")))?;
     let capabilities = capabilities::keep(kept)?;
-    // In this order: the filter knows no call of the two before it.
+    // The filter must come last, because it does not allow the calls that the two steps before it make.
     let landlock_abi = landlock.enter()?;
     let seccomp = filter::enter(calls)?;
     Ok(Confinement { capabilities, no_new_privileges: true, landlock_abi, seccomp })

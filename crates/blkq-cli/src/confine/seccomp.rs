@@ -1,20 +1,19 @@
 //! The system calls that confined threads may make (seccomp(2)).
 //!
-//! `lab/security` runs daemons through everything that they do, and fails if one makes a call that
-//! is not listed here, or if a listed one is neither made nor marked as seldom.
+//! `lab/security` runs daemons through everything that they do. It fails if a daemon makes a call that is not
+//! listed here, or if a listed call is neither made nor marked as seldom.
 //!
-//! A refused call seems not to be there (ENOSYS), as on an older kernel: then a newer C library
-//! falls back to what it called before, and the device lives. A call that nothing here could have
-//! made kills the process, for an attacker controls it.
+//! A refused call fails with ENOSYS, as on a kernel that does not have it. So a newer C library falls back to
+//! an older call, and the device continues to work. A call that no code of this program can make kills the
+//! process, because an attacker must have taken control.
 
-/// A system call that is allowed.
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
     name: &'static str,
     pub(super) number: libc::c_long,
-    /// Only if this argument has this value in the bits of the mask.
+    /// If set, the call is allowed only if this argument has this value in the bits of the mask.
     pub(super) argument: Option<Argument>,
-    /// Only errors, old kernels or other C libraries lead to it: no test does.
+    /// Whether no test makes this call: only errors, old kernels or other C libraries lead to it.
     seldom: bool,
 }
 
@@ -26,12 +25,11 @@ pub(super) struct Argument {
 }
 
 impl Call {
-    /// As in its manual page.
+    /// The name of the call, as in its manual page.
     pub fn name(&self) -> &'static str {
         self.name.trim_start_matches("SYS_")
     }
 
-    /// Whether no test leads to it.
     pub fn is_seldom(&self) -> bool {
         self.seldom
     }
@@ -53,41 +51,41 @@ macro_rules! call {
     };
 }
 
-/// All bits of a number that is an `int` to the kernel.
+/// All bits of an argument that the kernel treats as an `int`.
 const ALL: u64 = u32::MAX as u64;
-/// All bits of an address.
+/// All bits of an argument that is an address.
 const ADDRESS: u64 = u64::MAX;
 const EXECUTABLE: u64 = libc::PROT_EXEC as u64;
 const THREAD: u64 = libc::CLONE_THREAD as u64;
 
 /// The calls of an engine, its worker and a watcher of trigger files.
 pub const ENGINE: &[Call] = &[
-    // Filters are added, and take nothing back.
+    // Adding a filter can only reduce what is allowed.
     call!(SYS_seccomp),
     call!(SYS_io_uring_setup),
     call!(SYS_io_uring_enter),
     call!(SYS_io_uring_register),
-    // Eventfds, the log, the extents of a file, trigger files.
+    // For eventfds, the log, the extents of a file and trigger files.
     call!(SYS_read),
     call!(SYS_write),
     call!(SYS_close),
     call!(SYS_pread64),
-    // Tables of an image that are written while no queue does I/O.
+    // For tables of an image, which are written while no queue does I/O.
     call!(SYS_pwrite64),
     call!(SYS_fdatasync),
     call!(SYS_fallocate),
     call!(SYS_lseek),
     call!(SYS_fcntl),
     call!(SYS_statx),
-    // Memory: never such that what was written there could be run.
+    // For memory. It can never become executable, so that an attacker cannot run written data.
     call!(SYS_mmap).only(2, EXECUTABLE, 0),
     call!(SYS_munmap),
     call!(SYS_mprotect).only(2, EXECUTABLE, 0),
     call!(SYS_madvise),
-    // The heap grows, or has room.
+    // For the heap.
     call!(SYS_brk).seldom(),
     call!(SYS_mremap).seldom(),
-    // Threads, never processes.
+    // For threads, but not for processes.
     call!(SYS_clone).only(0, THREAD, THREAD),
     call!(SYS_futex),
     call!(SYS_rseq),
@@ -95,28 +93,28 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_sigaltstack),
     call!(SYS_rt_sigprocmask),
     call!(SYS_sched_getaffinity),
-    // Of ublk, which is there in guests only.
+    // For ublk, which the tests use only in guests.
     call!(SYS_sched_setaffinity).seldom(),
     call!(SYS_capget).seldom(),
     call!(SYS_prctl).only(0, ALL, libc::PR_SET_NAME as u64),
     call!(SYS_clock_nanosleep),
     call!(SYS_exit),
     call!(SYS_gettid),
-    // Clients' sockets.
+    // For the sockets of clients.
     call!(SYS_getsockopt),
     call!(SYS_setsockopt),
     call!(SYS_getpeername),
     call!(SYS_shutdown),
     call!(SYS_ioctl).only(1, ALL, libc::TIOCOUTQ as u32 as u64),
-    // User-mode Linux is called through a socket, and the control plane answers and notifies through some: all are
-    // connected, and none is sent to another address.
+    // For User-mode Linux, which is called through a socket, and for answers and notifications of the control
+    // plane. All these sockets are connected, so no other address is needed.
     call!(SYS_sendto).only(4, ADDRESS, 0),
-    // A clock that has no vDSO; keys; waiting for a lock; a panic, and its message.
+    // For a clock without vDSO, for keys, for waiting for a lock, for a panic and its message.
     call!(SYS_clock_gettime).seldom(),
     call!(SYS_getrandom),
     call!(SYS_sched_yield).seldom(),
     call!(SYS_rt_sigreturn),
-    // Of SIGBUS, for memory of a guest that is truncated.
+    // For the SIGBUS handler, in case the memory of a guest is truncated.
     call!(SYS_rt_sigaction),
     call!(SYS_restart_syscall).seldom(),
     call!(SYS_tgkill).seldom(),
@@ -124,7 +122,7 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_exit_group),
 ];
 
-/// The calls of the control plane besides: commands, live changes, shutdown.
+/// The additional calls of the control plane, for commands, live changes and shutdown.
 const MORE: &[Call] = &[
     call!(SYS_accept4),
     call!(SYS_ppoll),
@@ -132,22 +130,22 @@ const MORE: &[Call] = &[
     call!(SYS_ioctl),
     call!(SYS_openat),
     call!(SYS_ftruncate),
-    // The time of a raw image's last change, which its bitmaps are of.
+    // For the modification time of a raw image, which is stored with its bitmaps.
     call!(SYS_fsync).seldom(),
-    // Of the file of a group that was damaged.
+    // For repairing the file of a group.
     call!(SYS_flock).seldom(),
-    // A freeze.
+    // For a freeze.
     call!(SYS_membarrier),
-    // Virtual machines: messages with descriptors, memory, the record of what is in flight.
+    // For virtual machines: messages with file descriptors, memory, and the record of requests in flight.
     call!(SYS_recvmsg),
     call!(SYS_sendmsg),
     call!(SYS_fstat),
     call!(SYS_fstatfs),
     call!(SYS_memfd_create),
     call!(SYS_fadvise64),
-    // The thread of the metrics steps back.
+    // The metrics thread lowers its priority.
     call!(SYS_setpriority),
-    // Standard output, once the command that waits there has its reply.
+    // To redirect standard output after the reply to the command that waits there.
     #[cfg(target_arch = "x86_64")]
     call!(SYS_dup2),
     #[cfg(target_arch = "x86_64")]
@@ -166,7 +164,7 @@ const MORE: &[Call] = &[
     call!(SYS_renameat).seldom(),
 ];
 
-/// The calls of the first thread, and of those that answer commands.
+/// The calls of the main thread, and of the threads that execute commands.
 pub const CONTROL: &[Call] = &{
     let mut calls = [ENGINE[0]; ENGINE.len() + MORE.len()];
     let mut at = 0;
@@ -177,8 +175,8 @@ pub const CONTROL: &[Call] = &{
     calls
 };
 
-/// The calls of the process that gives commands to ublk's control device: it opens that, and makes a
-/// ring for each.
+/// The calls of the process that sends commands to the ublk control device. It opens the device, and creates
+/// an io_uring instance, for each command.
 pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_read),
     call!(SYS_recvfrom),
@@ -191,7 +189,7 @@ pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_io_uring_enter),
     call!(SYS_io_uring_register),
     call!(SYS_capget),
-    // It is killed with its server while it starts a device.
+    // The process asks to be killed together with the daemon while it starts a device.
     call!(SYS_prctl).only(0, ALL, libc::PR_SET_PDEATHSIG as u64),
     call!(SYS_getppid),
     call!(SYS_mmap).only(2, EXECUTABLE, 0),
@@ -207,10 +205,10 @@ pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_exit_group),
 ];
 
-/// The flags of an open that neither writes nor creates nor truncates.
+/// Open flags that write, create or truncate.
 const WRITES: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
 
-/// The calls of the process that sees the users of a block device: it reads `/proc` and `/dev`.
+/// The calls of the process that watches the users of a block device. It reads `/proc` and `/dev`.
 pub const WATCHER: &[Call] = &[
     call!(SYS_openat).only(2, WRITES, libc::O_RDONLY as u64),
     call!(SYS_getdents64),
@@ -230,7 +228,7 @@ pub const WATCHER: &[Call] = &[
     call!(SYS_ppoll),
     call!(SYS_inotify_init1),
     call!(SYS_inotify_add_watch),
-    // The writes to a device that is about to stop are flushed.
+    // To flush the writes to a device that is about to stop.
     call!(SYS_fsync),
     call!(SYS_sync),
     call!(SYS_mmap).only(2, EXECUTABLE, 0),
@@ -247,10 +245,11 @@ pub const WATCHER: &[Call] = &[
     call!(SYS_exit_group),
 ];
 
-/// The families of sockets that reach a cluster: `AF_INET` is 2, `AF_INET6` is 10.
+/// The bits that identify the address families of a cluster: `AF_INET` is 2, `AF_INET6` is 10.
 const INTERNET: u64 = ALL & !8;
 
-/// The calls of the threads of Ceph's client, and of the one that opens, resizes and closes its image.
+/// The calls of the threads of Ceph's client library, and of the thread that opens, resizes and closes the
+/// image.
 pub const CLUSTER: &[Call] = &[
     call!(SYS_read),
     call!(SYS_write),
@@ -267,7 +266,7 @@ pub const CLUSTER: &[Call] = &[
     call!(SYS_prlimit64).seldom(),
     call!(SYS_getuid).seldom(),
     call!(SYS_geteuid).seldom(),
-    // The cluster: never another kind of socket, and none that listens.
+    // For the connections to the cluster: no other kind of socket, and no listening socket.
     call!(SYS_socket).only(0, INTERNET, libc::AF_INET as u64),
     call!(SYS_connect),
     call!(SYS_shutdown),
@@ -276,7 +275,7 @@ pub const CLUSTER: &[Call] = &[
     call!(SYS_getsockopt).seldom(),
     call!(SYS_setsockopt),
     call!(SYS_sendmsg),
-    // Names of its monitors.
+    // To resolve the names of the monitors.
     call!(SYS_sendto).seldom(),
     call!(SYS_sendmmsg).seldom(),
     call!(SYS_recvfrom).seldom(),
@@ -321,8 +320,8 @@ pub const CLUSTER: &[Call] = &[
     call!(SYS_exit_group).seldom(),
 ];
 
-/// Calls that no code here makes: new programs, other processes, other privileges, mounts, the
-/// kernel itself.
+/// Calls that no code of this program makes: executing programs, accessing other processes, changing
+/// privileges, mounts or the kernel.
 pub(super) const DEADLY: &[libc::c_long] = &[
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -369,7 +368,7 @@ mod tests {
     use super::super::filter::{ARCHITECTURE, REFUSE, but_for, eventfds_only, program};
     use super::*;
 
-    /// The answer of the kernel's interpreter.
+    /// The answer of the filter, computed as the kernel's interpreter does.
     fn run(calls: &[Call], number: libc::c_long, arguments: [u64; 6], arch: u32) -> u32 {
         interpret(&program(calls), number, arguments, arch)
     }
@@ -394,7 +393,7 @@ mod tests {
         }
     }
 
-    /// The table that lab/security holds the daemon to is this list.
+    /// docs/security.md has this list as a table, to which lab/security holds the daemon.
     // Contract: bounded-input
     #[test]
     #[cfg(target_arch = "x86_64")]
@@ -437,13 +436,13 @@ mod tests {
             );
             assert_eq!(answer(libc::SYS_read, none), libc::SECCOMP_RET_ALLOW);
             assert_eq!(answer(libc::SYS_socketpair, none), refused);
-            assert_eq!(answer(libc::SYS_clone, none), refused, "no processes");
+            assert_eq!(answer(libc::SYS_clone, none), refused, "no new processes");
             assert_eq!(answer(libc::SYS_clone, [0x3d0f00, 0, 0, 0, 0, 0]), libc::SECCOMP_RET_ALLOW);
             for number in [libc::SYS_mmap, libc::SYS_mprotect] {
                 assert_eq!(answer(number, [0, 0, 3, 0, 0, 0]), libc::SECCOMP_RET_ALLOW);
-                assert_eq!(answer(number, [0, 0, 7, 0, 0, 0]), refused, "nothing is made executable");
+                assert_eq!(answer(number, [0, 0, 7, 0, 0, 0]), refused, "no executable memory");
             }
-            // The other numbers of the same processor.
+            // x32 has other call numbers on the same processor.
             assert_eq!(run(calls, libc::SYS_read, none, 0x4000_0003), libc::SECCOMP_RET_KILL_PROCESS);
             assert_eq!(answer(libc::SYS_read | 0x4000_0000, none), refused);
         }
@@ -458,7 +457,7 @@ mod tests {
             assert_eq!(send(address), REFUSE, "no other address: {address:#x}");
         }
         for number in [libc::SYS_openat, libc::SYS_socket, libc::SYS_accept4, libc::SYS_unlinkat] {
-            assert_eq!(run(ENGINE, number, none, ARCHITECTURE), REFUSE, "an engine opens nothing");
+            assert_eq!(run(ENGINE, number, none, ARCHITECTURE), REFUSE, "an engine opens no files");
         }
     }
 
@@ -541,9 +540,9 @@ mod tests {
             assert_eq!(answer(number, [0; 6]), REFUSE, "{number}");
         }
         for number in [libc::SYS_mmap, libc::SYS_mprotect] {
-            assert_eq!(answer(number, [0, 0, 7, 0, 0, 0]), REFUSE, "nothing is made executable");
+            assert_eq!(answer(number, [0, 0, 7, 0, 0, 0]), REFUSE, "no executable memory");
         }
-        assert_eq!(answer(libc::SYS_clone, [0; 6]), REFUSE, "no processes");
+        assert_eq!(answer(libc::SYS_clone, [0; 6]), REFUSE, "no new processes");
         assert_eq!(answer(libc::SYS_execve, [0; 6]), libc::SECCOMP_RET_KILL_PROCESS);
     }
 

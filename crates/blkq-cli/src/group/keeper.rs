@@ -1,4 +1,4 @@
-//! A member's keeper of its group: it finds that the file was truncated or written over, and makes it whole again.
+//! Repairs a group: each member checks regularly whether the file was truncated or overwritten.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -15,34 +15,33 @@ use crate::failure::{Failure, Outcome};
 
 /// How often the group is checked.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// Stack of the thread.
+/// Stack size of the thread.
 const STACK_BYTES: usize = 128 << 10;
 
-/// A member's knowledge of its group: enough to make it anew.
+/// What a member knows about its group, which is enough to repair the file.
 pub struct Keeper {
     name: String,
     device: String,
-    /// As much of that as the group has.
+    /// The name of the device as stored in the group, where it may be truncated.
     listed: String,
     file: Arc<File>,
     slot: usize,
     boot: [u64; 2],
     mapping: Arc<Mapping>,
-    /// When all was well.
+    /// The limits and the weight at the last check that found no damage.
     limits: RateLimits,
     weight: u32,
 }
 
-/// A group that is whole again.
+/// A group that was repaired.
 pub struct Repaired {
-    /// The place in it, if the one from before is of no use any more.
+    /// The new membership, if the previous one can no longer be used.
     pub member: Option<Member>,
-    /// The damage, for the log.
     pub damage: &'static str,
 }
 
 impl Keeper {
-    /// Of a group that `member` joined just now.
+    /// Creates a keeper for a group that `member` has just joined.
     pub(super) fn new(joined: &Joined, member: &Member) -> Keeper {
         let Joined { name, device, file, slot, boot, mapping } = joined;
         let group = member.group();
@@ -53,9 +52,10 @@ impl Keeper {
         Keeper { name, device, listed, file, slot: *slot, boot: *boot, mapping, limits, weight }
     }
 
-    /// The damage to the group of `member`, if there is any. Takes over limits and weight if there is none.
+    /// Returns the damage to the group of `member`, if there is any. Otherwise remembers the limits and the
+    /// weight.
     fn damage(&mut self, member: &Member) -> Option<&'static str> {
-        // Before its memory is looked at, pages of which would be gone.
+        // The size is checked before the memory is read, because truncated pages would be lost.
         if self.file.metadata().is_ok_and(|metadata| metadata.size() != Group::BYTES as u64) {
             return Some("its file was truncated or extended");
         }
@@ -70,26 +70,27 @@ impl Keeper {
                 None
             }
             _ if self.mapping.is_broken() => Some("its file was truncated"),
-            (Err(_), _) => Some("its file was written over"),
-            (Ok(_), _) => Some("its list of members was written over"),
+            (Err(_), _) => Some("its file was overwritten"),
+            (Ok(_), _) => Some("its list of members was overwritten"),
         }
     }
 
-    /// Checks the group of `member`, and makes it whole again if it is damaged.
+    /// Checks the group of `member`, and repairs it if it is damaged.
     ///
     /// # Errors
-    /// If that is not possible now: another command has locked it, or its file cannot be written; or was removed,
-    /// which `blkq group` does of a group without members only.
+    ///
+    /// Fails if the group cannot be repaired now, because another command has locked it or its file cannot be
+    /// written. Also fails if the file was removed; `blkq group` removes only groups without members.
     pub fn check(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
         if self.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0) {
             let name = &self.name;
             return Err(Failure::new(format!(
-                "its file was removed, and only its members of now share its limits; make it anew with `blkq group \
-                 set {name} LIMITS`, and then `blkq upgrade {device}`, or detach and attach it",
+                "its file was removed, so that only its current members share the limits; create it again with `blkq \
+                 group set {name} LIMITS`, then run `blkq upgrade {device}`, or detach the device and attach it again",
                 device = self.device
             )));
         }
-        // A change in progress looks like damage until it unlocks the group.
+        // A change in progress looks like damage. Once the lock is acquired, the change is complete.
         if self.damage(member).is_none() {
             return Ok(None);
         }
@@ -102,12 +103,13 @@ impl Keeper {
     fn repair(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
         let Some(damage) = self.damage(member) else { return Ok(None) };
         let failed = |e: std::io::Error| Failure::new(format!("group {}: {e}", self.name));
-        // The first member that is here repairs it for all.
+        // The first member that gets the lock repairs the file for all members.
         let mut is_first = self.file.metadata().map_err(failed)?.size() != Group::BYTES as u64;
         if is_first {
             ftruncate(&*self.file, Group::BYTES as u64).map_err(|e| failed(e.into()))?;
         }
-        // This process has zeroes of its own in the place of pages that were gone.
+        // This process sees zeroes of its own instead of pages that were truncated, so it must map the file
+        // again.
         let is_broken = self.mapping.is_broken();
         let group = if is_broken {
             let (group, mapping) = map(&self.name, &self.file)?;
@@ -133,26 +135,27 @@ impl Keeper {
     }
 }
 
-/// The thread of a keeper, until this is dropped.
+/// Owns the thread of a keeper, which runs until this is dropped.
 pub struct GroupWatch {
-    /// Until the thread has started.
+    /// Moved to the thread when it starts.
     keeper: Option<(Keeper, Arc<Disk>)>,
     thread: Option<PeriodicThread>,
 }
 
 impl GroupWatch {
-    /// To watch the group of `disk`, which is a member of it.
+    /// Prepares to watch the group of which `disk` is a member.
     pub fn new(keeper: Keeper, disk: Arc<Disk>) -> GroupWatch {
         GroupWatch { keeper: Some((keeper, disk)), thread: None }
     }
 
-    /// Begins, and passes lines to `log`.
+    /// Starts the thread, which passes its lines to `log`.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    ///
+    /// Fails if the thread cannot be started.
     pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
         let Some((mut keeper, disk)) = self.keeper.take() else { return Ok(()) };
-        // A failure is logged when it is another one than before.
+        // A failure is logged only if it differs from the previous one.
         let mut failed = None;
         let watch = move |_| {
             let Some(member) = disk.group_member() else { return INTERVAL };
@@ -161,13 +164,13 @@ impl GroupWatch {
                 Ok(Some(Repaired { member, damage })) => {
                     member.into_iter().for_each(|member| disk.join_group(member));
                     let Keeper { name, limits, .. } = &keeper;
-                    log(&format!("group {name}: {damage}; it is whole again, with limits {limits}"));
+                    log(&format!("group {name}: {damage}; repaired, with limits {limits}"));
                     None
                 }
                 Err(failure) => Some(failure.to_string()),
             };
             if let Some(why) = now.as_ref().filter(|_| now != failed) {
-                log(&format!("group {} is damaged, and cannot be repaired now: {why}", keeper.name));
+                log(&format!("group {} is damaged and cannot be repaired now: {why}", keeper.name));
             }
             failed = now;
             INTERVAL
@@ -201,7 +204,7 @@ mod tests {
             Device { keeper, member: Arc::new(member), _joined: joined }
         }
 
-        /// Whether there was something to repair.
+        /// Returns whether something was repaired.
         fn check(&mut self) -> bool {
             let Some(repaired) = self.keeper.check(&self.member).unwrap() else { return false };
             if let Some(member) = repaired.member {
@@ -217,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_group_is_whole_again_without_its_members_leaving() {
+    fn a_damaged_group_is_repaired_while_it_has_members() {
         let dir = scratch("group-keeper");
         let limits: RateLimits = "iops=10,bps=1M".parse().unwrap();
         GroupFile::set(&dir, "g", &limits).unwrap();
@@ -228,8 +231,8 @@ mod tests {
         type Damage = fn(&File);
         let damage: [(Damage, &str); 8] = [
             (|file| file.set_len(0).unwrap(), "truncated"),
-            (|file| file.set_len(100).unwrap(), "truncated in its head"),
-            (|file| file.set_len(4096).unwrap(), "truncated behind its head"),
+            (|file| file.set_len(100).unwrap(), "truncated in its header"),
+            (|file| file.set_len(4096).unwrap(), "truncated after its header"),
             (|file| file.set_len(1 << 20).unwrap(), "extended"),
             (|file| file.write_all_at(&[0xff], 0).unwrap(), "its magic"),
             (|file| file.write_all_at(&[0xff; 32], 24).unwrap(), "its limits"),
@@ -240,7 +243,7 @@ mod tests {
             for is_used_meanwhile in [false, true] {
                 damage(&File::options().write(true).open(path(&dir, "g")).unwrap());
                 if is_used_meanwhile {
-                    // As a queue does at its next request.
+                    // A queue does this at its next request.
                     let _ = (a.member.group().limits(), a.member.weight(), b.member.weight());
                 }
                 assert!(a.check(), "{what}");
@@ -248,7 +251,7 @@ mod tests {
                 assert!(!a.check() && !b.check(), "{what}");
                 let both = vec![("a".to_owned(), 100), ("b".to_owned(), 9)];
                 assert_eq!(members(&dir), (limits, both), "{what}");
-                // They are of one group again.
+                // Both devices share the same group again.
                 let other: RateLimits = "iops=77".parse().unwrap();
                 for now in [other, limits] {
                     GroupFile::set(&dir, "g", &now).unwrap();
@@ -263,7 +266,7 @@ mod tests {
                 assert!(!a.check() && !b.check(), "{what}");
             }
         }
-        // One that another command repairs is left as that has it.
+        // If another command has repaired the group, its limits stay.
         File::options().write(true).open(path(&dir, "g")).unwrap().set_len(0).unwrap();
         let _ = a.member.group().limits();
         let other: RateLimits = "iops=5".parse().unwrap();
@@ -280,8 +283,8 @@ mod tests {
         GroupFile::set(&dir, "g", &limits).unwrap();
         let mut a = Device::join(&dir, "a", 100);
         fs::remove_file(path(&dir, "g")).unwrap();
-        for is_made_anew in [false, true] {
-            if is_made_anew {
+        for is_created_again in [false, true] {
+            if is_created_again {
                 GroupFile::set(&dir, "g", &"iops=5".parse().unwrap()).unwrap();
             }
             let why = a.keeper.check(&a.member).err().unwrap().to_string();
@@ -289,7 +292,7 @@ mod tests {
             assert!(why.contains("`blkq upgrade a`"), "{why}");
             assert_eq!(a.member.group().limits().map(|(_, limits)| limits), Some(limits));
         }
-        // As an upgrade does.
+        // An upgrade does the same.
         let mut a = Device::join(&dir, "a", 100);
         assert!(!a.check());
         assert_eq!(members(&dir), ("iops=5".parse().unwrap(), vec![("a".to_owned(), 100)]));

@@ -1,5 +1,5 @@
-//! The rules of the options, from wherever they come: the command line, a state file, another command.
-//! Options that mean nothing together are rejected, not ignored.
+//! The rules for combinations of options, no matter where the options come from: the command line, a state
+//! file or another command. Options that have no effect together are rejected, not ignored.
 
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
 use blkq_drivers::DriverSpec;
@@ -13,10 +13,11 @@ use super::{
 use crate::failure::{Failure, Outcome};
 
 impl AttachOptions {
-    /// Rejects what is invalid by the options alone.
+    /// Rejects options that are invalid regardless of the image and the kernel.
     ///
     /// # Errors
-    /// The option, why, and the cure.
+    ///
+    /// Names the option and the reason, with a hint.
     pub fn check(&self) -> Outcome {
         self.check_ranges()?;
         if !self.exports.is_empty() {
@@ -38,18 +39,16 @@ impl AttachOptions {
         let has_socket = self.vhost_socket.is_some() || self.listen.iter().any(is_unix);
         if (self.socket_mode.is_some() || self.socket_group.is_some()) && !has_socket {
             return Err(Failure::new(
-                "--socket-mode and --socket-group are for the sockets of --listen unix:PATH and --vhost-socket; give one, outside of the state directory, which only its owner may enter",
+                "--socket-mode and --socket-group apply to the sockets of --listen unix:PATH and --vhost-socket; add one of these options, with a path outside of the state directory, which only its owner can enter",
             ));
         }
         if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
-            return Err(Failure::new(
-                "--tls: there are no certificates; give their directory with --tls-certificates DIR (docs/nbd.md)",
-            ));
+            return Err(Failure::new("--tls needs certificates; add --tls-certificates DIR (docs/nbd.md)"));
         }
         Ok(())
     }
 
-    /// Rejects numbers and names that the command line does not take either.
+    /// Checks numbers and names. The command line rejects the same ones, but a state file may contain them.
     fn check_ranges(&self) -> Outcome {
         let numbers = [
             ("--queues", QUEUES, Some(self.queues)),
@@ -62,21 +61,21 @@ impl AttachOptions {
         for (option, range, number) in numbers {
             if let Some(number) = number.filter(|number| !range.contains(number)) {
                 let (least, most) = range.into_inner();
-                return Err(Failure::new(format!("{option}: {number} is not from {least} to {most}")));
+                return Err(Failure::new(format!("{option} must be {least} to {most}, not {number}")));
             }
         }
         if let Some(weight) = self.weight.filter(|weight| !(1..=WEIGHT_MAX).contains(weight)) {
-            return Err(Failure::new(format!("--weight: {weight} is not from 1 to {WEIGHT_MAX}")));
+            return Err(Failure::new(format!("--weight must be 1 to {WEIGHT_MAX}, not {weight}")));
         }
         match &self.group {
             Some(_) if self.limit == LimitMode::Auto => {
                 return Err(Failure::new(
-                    "--limit auto is for a device that shares no limits; omit --group, or give limits of its own",
+                    "--limit auto is not possible in a group; omit --group, or set fixed limits",
                 ));
             }
             Some(name) => parse_group_name(name).map(drop).map_err(Failure::new)?,
             None if self.weight.is_some() => {
-                return Err(Failure::new("--weight is for a group; give one with --group, or omit it"));
+                return Err(Failure::new("--weight has no effect without a group; add --group, or omit it"));
             }
             None => {}
         }
@@ -86,13 +85,14 @@ impl AttachOptions {
         }
     }
 
-    /// Rejects what means nothing for the exports that were asked for or chosen.
+    /// Rejects options that have no effect on the given exports.
     ///
     /// # Errors
-    /// The option, why, and the cure.
+    ///
+    /// Names the option and the reason, with a hint.
     pub fn check_exports(&self, nbd: bool, ublk: bool) -> Outcome {
         if self.copy != Copying::Auto && !ublk {
-            return Err(Failure::new("--copy is for ublk, and NBD copies over its socket; omit it"));
+            return Err(Failure::new("--copy is for ublk devices; omit it"));
         }
         if self.threads_per_queue != 1 && !ublk {
             return Err(Failure::new(
@@ -118,7 +118,7 @@ impl AttachOptions {
         }
     }
 
-    /// Rejects what is for images only, where there is none.
+    /// Rejects options that need an image, or an image of another kind.
     fn check_image(&self) -> Outcome {
         let of_ceph = [
             (self.ceph_conf.is_some(), "--ceph-conf"),
@@ -140,7 +140,7 @@ impl AttachOptions {
             DriverSpec::Image(_) => return self.check_format(),
             DriverSpec::Rbd(_) if self.queues > 1 || self.threads_per_queue > 1 => {
                 return Err(Failure::new(
-                    "--queues and --threads-per-queue: librbd has one queue of completions for an image; omit them",
+                    "an RBD image is served with one queue and one thread; omit --queues and --threads-per-queue",
                 ));
             }
             DriverSpec::Rbd(_) | DriverSpec::Null(_) | DriverSpec::Ram(_) => {}
@@ -156,18 +156,15 @@ impl AttachOptions {
             (self.backing_chain != Backing::default(), "--backing-chain"),
         ];
         match of_images.iter().find(|(given, _)| *given) {
-            Some((_, option)) => {
-                let kind = if matches!(self.image, DriverSpec::Rbd(_)) { "image files" } else { "images" };
-                Err(Failure::new(format!(
-                    "{option} is for {kind}, and there is none behind {}; omit it",
-                    image_text(&self.image)
-                )))
-            }
+            Some((_, option)) => Err(Failure::new(format!(
+                "{option} is for image files, and {} is not one; omit it",
+                image_text(&self.image)
+            ))),
             None => Ok(()),
         }
     }
 
-    /// Rejects what is for raw images only, or for qcow2 only.
+    /// Rejects options that apply only to raw images, or only to qcow2 images.
     fn check_format(&self) -> Outcome {
         if !matches!(self.format, Some(Format::Qcow2 | Format::Auto)) {
             return match self.backing_chain == Backing::default() {
@@ -187,7 +184,7 @@ impl AttachOptions {
         }
         if self.format == Some(Format::Qcow2) && (self.queues > 1 || self.threads_per_queue > 1) {
             return Err(Failure::new(
-                "--queues and --threads-per-queue: the tables of a qcow2 image have one owner; omit them",
+                "a qcow2 image is served with one queue and one thread; attach the device without --queues and --threads-per-queue",
             ));
         }
         Ok(())

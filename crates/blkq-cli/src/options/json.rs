@@ -1,4 +1,4 @@
-//! The forms that options have in JSON whose types are of other crates: `#[serde(with = "json")]`.
+//! The JSON forms of options whose types belong to other crates: `#[serde(with = "json")]`.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -16,14 +16,15 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::values::{image_text, parse_image};
 use crate::hangs;
 
-/// A value that serde does not know, and one that it does.
+/// A type that serde does not support, with a form that serde does.
 pub trait Json: Sized {
     type Form: Serialize + DeserializeOwned;
 
     fn form(&self) -> Self::Form;
 
     /// # Errors
-    /// The rule that the form breaks.
+    ///
+    /// Returns the rule that the form breaks.
     fn read(form: Self::Form) -> Result<Self, String>;
 }
 
@@ -47,7 +48,7 @@ impl<T: Json> Json for Option<T> {
     }
 }
 
-/// A path: text, or its bytes if it is none.
+/// A path as text, or as bytes if it is not UTF-8.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum PathForm {
@@ -79,7 +80,8 @@ impl Json for PathBuf {
     }
 }
 
-/// As the command line has it: a file that is called like another driver is given with a directory.
+/// As on the command line: a file whose name looks like another driver is written with a directory
+/// (`./ram:1M`).
 impl Json for DriverSpec {
     type Form = PathForm;
 
@@ -98,7 +100,7 @@ impl Json for DriverSpec {
     }
 }
 
-/// Seconds.
+/// In seconds.
 impl Json for Duration {
     type Form = f64;
 
@@ -111,7 +113,7 @@ impl Json for Duration {
     }
 }
 
-/// Types with names, which they read.
+/// Types that are written and parsed by name.
 macro_rules! by_name {
     ($($type:ty: |$value:ident| $name:expr;)*) => {$(
         impl Json for $type {
@@ -138,7 +140,7 @@ by_name! {
     ErrorPolicy: |policy| policy.to_string();
 }
 
-/// Modes of files, in octal digits as chmod(1) has them.
+/// Permissions of files as octal digits, as for chmod(1).
 pub mod octal {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};

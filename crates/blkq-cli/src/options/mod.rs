@@ -1,5 +1,5 @@
-//! The one description of a device: [`AttachOptions`], as `blkq attach` reads them. The daemon, the
-//! state file, `recover`, `upgrade` and `show --json` have the same, by way of a [`Record`].
+//! [`AttachOptions`]: the complete description of a device, as `blkq attach` parses it. The daemon, the state
+//! file, `recover`, `upgrade` and `show --json` use the same description, in the form of a [`Record`].
 
 mod check;
 pub mod headings;
@@ -20,7 +20,7 @@ use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::r#loop::{DirectIo, Dispatch};
 use blkq_drivers::qcow2::link_elsewhere;
-use clap::builder::{OsStringValueParser, RangedI64ValueParser, TypedValueParser};
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{ArgAction, Parser};
 use serde::{Deserialize, Serialize};
 
@@ -42,13 +42,13 @@ const DEPTH: RangeInclusive<u16> = 1..=DEPTH_MAX;
 const CONNECTIONS: RangeInclusive<u16> = 1..=1000;
 const HANDSHAKE_TIMEOUT_S: RangeInclusive<u16> = 1..=3600;
 
-/// Hidden options that are accepted and ignored, for one release after their removal.
+/// Hidden options that are still accepted and ignored, for one release after their removal.
 pub const REMOVED: [&str; 1] = ["no-pacing"];
 
 /// How a device is attached. [`AttachOptions::check`] has the rules between options.
 ///
-/// The fields have the order of the headings in `blkq attach --help`, and of the options below each. An option of the
-/// command itself (`Args` of `attach`) whose `display_order` is small precedes the ones here.
+/// The fields are in the order of the headings in `blkq attach --help`, and of the options under each
+/// heading. An option of the command itself (`Args` of `attach`) with a small `display_order` precedes them.
 #[derive(clap::Args, Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttachOptions {
@@ -319,7 +319,7 @@ pub struct AttachOptions {
 }
 
 impl AttachOptions {
-    /// Those of `image` if no option is given.
+    /// The default options for `image`.
     pub fn new(image: DriverSpec) -> AttachOptions {
         #[derive(Parser)]
         struct Line {
@@ -330,7 +330,7 @@ impl AttachOptions {
         AttachOptions { image, ..Line::parse_from(["attach", "image"]).options }
     }
 
-    /// The name of the device if none is given, before it is made unique.
+    /// The default name of the device, before it is made unique.
     pub fn default_name(&self) -> String {
         match &self.image {
             DriverSpec::Image(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
@@ -343,23 +343,24 @@ impl AttachOptions {
         }
     }
 
-    /// A failure of attaching the image.
+    /// Adds "attach IMAGE" to a failure.
     pub fn failed(&self, failure: Failure) -> Failure {
         failure.during(format_args!("attach {}", image_text(&self.image)))
     }
 
-    /// The same options with absolute paths, of which the relative ones begin in `directory`, and the
-    /// real path of the image, or that of a link to a qcow2 image in another directory.
+    /// Makes all paths absolute. Relative paths are relative to `directory`. The path of the image is
+    /// resolved, unless it is a link to a qcow2 image in another directory.
     ///
     /// # Errors
-    /// If a path is empty.
+    ///
+    /// Fails if a path is empty.
     pub fn absolute(mut self, directory: &Path) -> Outcome<AttachOptions> {
         let is_qcow2 = self.format == Some(Format::Qcow2);
         for (key, path) in self.paths_mut() {
             *path = std::path::absolute(directory.join(&*path))
                 .map_err(|e| Failure::new(format!("{}: {e}", path.display())))?;
             if key == IMAGE {
-                // A qcow2 image may find its backing file from the directory of the link.
+                // The names of backing files may be relative to the directory of the link.
                 let link = link_elsewhere(path).filter(|_| is_qcow2);
                 *path = link.or_else(|| path.canonicalize().ok()).unwrap_or_else(|| path.clone());
             }
@@ -367,15 +368,17 @@ impl AttachOptions {
         Ok(self)
     }
 
-    /// Those of the device when its overlay is committed into the backing file at `base`, with logical blocks as before.
+    /// The options after a commit of the overlay into the backing file at `base`. The logical block size of
+    /// the device does not change.
     ///
     /// # Errors
-    /// If the device cannot be attached to that.
+    ///
+    /// Fails if the device cannot be attached to `base` with these options.
     pub fn committed_into(self, base: &Path, qcow2: bool, sector_bytes: u32) -> Outcome<AttachOptions> {
         let options = AttachOptions {
             image: DriverSpec::Image(base.to_owned()),
             format: Some(if qcow2 { Format::Qcow2 } else { Format::Raw }),
-            // A raw image names no other.
+            // A raw image has no backing file.
             backing_chain: if qcow2 { self.backing_chain } else { Backing::OwnDirectory },
             sector_size: self.sector_size.keep(sector_bytes),
             ..self
@@ -408,11 +411,12 @@ impl AttachOptions {
     }
 }
 
-/// The name of the image, which has no long one.
+/// Stands in for the long name of the image, which is a positional argument.
 const IMAGE: &str = "image";
 
-/// The configuration and keyring that Ceph's client would take, where none are given: the next daemon of the device may
-/// have another environment, of which `variable` has that of this one.
+/// Sets the configuration and keyring that Ceph's client library would choose, if the options do not. They
+/// must be recorded, because the next daemon may have another environment. `variable` returns environment
+/// variables of this process.
 pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> Option<OsString>) {
     if !matches!(options.image, DriverSpec::Rbd(_)) {
         return;
@@ -426,7 +430,7 @@ pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> O
     options.ceph_keyring = options.ceph_keyring.take().or_else(|| named("CEPH_KEYRING"));
 }
 
-/// The default of a switch.
+/// The default of switches that are on.
 fn on() -> bool {
     true
 }
@@ -435,7 +439,7 @@ fn is_report(policy: &ErrorPolicy) -> bool {
     *policy == ErrorPolicy::Report
 }
 
-/// Writes a switch that is set with `--no-` as older programs do: `true` unless it was given.
+/// Writes the inverse of a `--no-` switch, as older versions do.
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
 fn write_inverse<S: serde::Serializer>(no: &bool, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_bool(!no)
@@ -461,8 +465,12 @@ fn is_one(number: &u16) -> bool {
     *number == 1
 }
 
-fn in_range(range: RangeInclusive<u16>) -> RangedI64ValueParser<u16> {
-    clap::value_parser!(u16).range(i64::from(*range.start())..=i64::from(*range.end()))
+/// Unlike clap's own parser, this one names the range for a text that is not a number, too.
+fn in_range(range: RangeInclusive<u16>) -> impl TypedValueParser<Value = u16> {
+    move |text: &str| match text.parse() {
+        Ok(number) if range.contains(&number) => Ok(number),
+        _ => Err(format!("must be a number from {} to {}", range.start(), range.end())),
+    }
 }
 
 #[cfg(test)]

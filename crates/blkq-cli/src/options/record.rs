@@ -1,11 +1,13 @@
-//! [`AttachOptions`] as they go to a daemon, into the state file and into `show --json`.
+//! The form of [`AttachOptions`] that is passed to a daemon and stored in the state file and in `show
+//! --json`.
 //!
-//! All options are written, so that a device keeps what it has when a default changes. A program
-//! rejects a record of a later format, and one with an option that it does not know: what it would
-//! serve were another device. An option that a later program adds is `#[serde(default)]`, and left
-//! out where it has that default (`skip_serializing_if`), so that the program before reads what it
-//! can serve. [`VERSION`] is raised if an option changes its meaning. Nothing secret is an option:
-//! a key or a passphrase is named by the file that it is in.
+//! All options are written, so that a device does not change when a default changes. A program rejects a
+//! record of a newer format, or with an unknown option, because it would serve a different device. A new
+//! option is `#[serde(default)]` and is omitted if it has its default (`skip_serializing_if`), so that an
+//! older program can read the records that it can serve. [`VERSION`] is increased if an option changes its
+//! meaning.
+//!
+//! No option is secret: keys and passphrases are given as the names of files.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -13,10 +15,10 @@ use serde_json::Value;
 use super::AttachOptions;
 use crate::failure::{Failure, Outcome};
 
-/// The format that this program writes.
+/// The version of the format that this program writes.
 const VERSION: u32 = 1;
 
-/// Options of some version of blkq.
+/// Options that any version of blkq may have written.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Record {
     version: u32,
@@ -24,33 +26,35 @@ pub struct Record {
 }
 
 impl Record {
-    /// Of these options.
+    /// Serializes `options`.
     ///
     /// # Errors
-    /// If they cannot be written as JSON.
+    ///
+    /// Fails if they cannot be written as JSON.
     pub fn new(options: &AttachOptions) -> Outcome<Record> {
         let options = serde_json::to_value(options).map_err(|e| Failure::new(format!("options: {e}")))?;
         Ok(Record { version: VERSION, options })
     }
 
-    /// The options, checked.
+    /// Parses and checks the options.
     ///
     /// # Errors
-    /// The option that this program does not understand.
+    ///
+    /// Names the option that this program does not understand.
     pub fn read(&self) -> Outcome<AttachOptions> {
         if self.version != VERSION {
             return Err(Failure::new(format!(
-                "its options have format {}, and this blkq reads format {VERSION}; use the blkq that attached it, or a later one",
+                "the options have format {}, and this blkq reads format {VERSION}; use the blkq that attached the device, or a later one",
                 self.version
             )));
         }
         let options = AttachOptions::deserialize(&self.options).map_err(|e| {
-            // Without the names of all options that there are.
+            // serde appends the names of all options, which would be too long.
             let text = e.to_string();
             Failure::new(text.split(", expected").next().unwrap_or_default())
         });
         let checked = options.and_then(|options: AttachOptions| options.check().map(|()| options));
-        checked.map_err(|e| e.during("its options are not understood by this blkq"))
+        checked.map_err(|e| e.during("the options of the device are not understood by this blkq"))
     }
 }
 
@@ -69,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn options_come_back_as_they_were() {
+    fn options_survive_a_round_trip() {
         round_trip(&["null:1T"]);
         let record = round_trip(&[
             "d.img",
@@ -140,7 +144,7 @@ mod tests {
         }
     }
 
-    /// Earlier programs require the key, and an upgrade may fall back to one.
+    /// Older programs require the key, and an upgrade may fall back to one.
     #[test]
     fn a_removed_option_is_written_for_older_programs() {
         for (words, pacing) in [(&["d.img"][..], true), (&["d.img", "--no-pacing"], false)] {
@@ -151,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_is_not_text_comes_back() {
+    fn a_path_that_is_not_utf8_survives_a_round_trip() {
         use std::os::unix::ffi::OsStringExt;
         let mut options = options(&["d.img"]);
         let path = std::ffi::OsString::from_vec(vec![b'/', 0xff]);
@@ -197,7 +201,7 @@ mod tests {
             ("image", json!("rbd:i")),
         ] {
             let why = why(&|record| record.options[key] = value.clone());
-            assert!(why.starts_with("its options are not understood by this blkq: "), "{why}");
+            assert!(why.starts_with("the options of the device are not understood by this blkq: "), "{why}");
         }
         assert!(why(&|record| record.options = json!([])).contains("not understood"));
         let without = |record: &mut Record| drop(record.options.as_object_mut().unwrap().remove("depth"));

@@ -1,8 +1,7 @@
-//! Tests of the options, and the options that tests need.
+//! Tests of the options, and a helper that parses options for other tests.
 
 use super::*;
 
-/// The options that `words` make.
 pub fn options(words: &[&str]) -> AttachOptions {
     #[derive(Parser)]
     struct Line {
@@ -13,7 +12,7 @@ pub fn options(words: &[&str]) -> AttachOptions {
 }
 
 #[test]
-fn the_files_of_ceph_are_found_as_its_client_finds_them() {
+fn ceph_files_are_found_as_ceph_clients_find_them() {
     let home = std::env::temp_dir().join(format!("blkq-ceph-home-{}", std::process::id()));
     std::fs::create_dir_all(home.join(".ceph")).unwrap();
     let of_user = home.join(".ceph/ceph.conf");
@@ -38,7 +37,7 @@ fn the_files_of_ceph_are_found_as_its_client_finds_them() {
 }
 
 #[test]
-fn relative_paths_begin_in_the_directory() {
+fn relative_paths_are_relative_to_the_given_directory() {
     let words = ["d.img", "--listen=unix:./s", "--listen=tcp:h:1", "--metrics=unix:m", "--pid-file=/p"];
     let words = [&words[..], &["--tls-certificates=../tls"]].concat();
     let absolute = options(&words).absolute(Path::new("/nowhere")).unwrap();

@@ -1,4 +1,4 @@
-//! The values of options, as the command line writes them.
+//! The values of options as the command line writes them.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -15,7 +15,6 @@ use blkq::units::format_bytes;
 
 use super::headings;
 
-/// `--copy`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Copying {
@@ -30,7 +29,7 @@ pub enum Copying {
 }
 
 impl Copying {
-    /// The mode that is asked for, if one is.
+    /// The requested mode, or `None` for `auto`.
     pub fn mode(self) -> Option<CopyMode> {
         match self {
             Copying::Auto => None,
@@ -41,7 +40,7 @@ impl Copying {
     }
 }
 
-/// `--partscan` and `--no-partscan`; without one, the kernel scans for partitions by its default.
+/// `--partscan` and `--no-partscan`. Without either, the kernel's default applies.
 #[derive(clap::Args, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(from = "Option<bool>", into = "Option<bool>")]
 pub struct PartitionScan {
@@ -67,18 +66,15 @@ impl From<PartitionScan> for Option<bool> {
     }
 }
 
-/// Where a server listens.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Address {
-    /// A unix socket.
     #[serde(with = "super::json")]
     Unix(PathBuf),
-    /// A TCP port of a host's name or address.
+    /// The port of a host, given by name or address.
     Tcp(String, u16),
 }
 
-/// Kinds of exports.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Export {
@@ -90,7 +86,7 @@ pub enum Export {
     VhostUserBlk,
 }
 
-/// `--format`: without it, an image that has the magic number of another format is refused.
+/// `--format`. Without it, an image with the magic number of another format than raw is refused.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
@@ -102,7 +98,6 @@ pub enum Format {
     Auto,
 }
 
-/// `--backing-chain`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backing {
@@ -122,7 +117,6 @@ impl From<Backing> for BackingChain {
     }
 }
 
-/// `--tls`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tls {
@@ -134,7 +128,6 @@ pub enum Tls {
     Require,
 }
 
-/// `--sector-size`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SectorSize {
@@ -159,20 +152,20 @@ pub enum SectorSize {
 }
 
 impl SectorSize {
-    /// The one of so many bytes.
+    /// The size with the given number of bytes.
     pub fn of(bytes: u64) -> Option<SectorSize> {
         let mut sizes = SectorSize::value_variants().iter();
         sizes.find(|size| size.bytes().map(u64::from) == Some(bytes)).copied()
     }
 
-    /// The one to attach with, so that a device with sectors of `bytes` keeps them in another image: by itself that
-    /// gets 512 where it can.
+    /// The value with which another image must be attached so that the sector size of the device stays
+    /// `bytes`. With `auto` it would become 512 if the image allows that.
     pub fn keep(self, bytes: u32) -> SectorSize {
         let same = if bytes == 512 { None } else { SectorSize::of(bytes.into()) };
         same.unwrap_or(self)
     }
 
-    /// In bytes; `None`: the driver chooses.
+    /// The size in bytes, or `None` if the driver chooses it.
     pub fn bytes(self) -> Option<u32> {
         match self {
             SectorSize::Bytes512 => Some(512),
@@ -184,7 +177,6 @@ impl SectorSize {
     }
 }
 
-/// `--scheduler`.
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Scheduler {
@@ -197,7 +189,6 @@ pub enum Scheduler {
 }
 
 impl Scheduler {
-    /// The block layer's.
     pub fn kind(self) -> SchedulerKind {
         match self {
             Scheduler::None => SchedulerKind::None,
@@ -207,30 +198,27 @@ impl Scheduler {
     }
 }
 
-/// A value of an option, and its description in the help.
+/// A value of an option, with its description in the help.
 type Described = (&'static str, &'static str);
 
-/// The values of `--direct-io`.
 pub(super) const DIRECT_IO: &[Described] = &[
     ("on", "Always; the attach fails if the image does not allow it"),
     ("off", "Never"),
     ("auto", "If the image allows it; otherwise the attach prints why not"),
 ];
-/// The values of `--dispatch`.
 pub(super) const DISPATCH: &[Described] = &[
     ("concurrent", "Many requests at the same time"),
     ("serial", "One request at a time, for comparison (raw images only)"),
 ];
-/// The values of `--clock`.
 pub(super) const CLOCK: &[Described] = &[("cached", "Once per batch"), ("precise", "Once per time stamp")];
-/// The values of `--on-error`.
 pub(super) const ON_ERROR: &[Described] = &[
     ("report", "The client gets the error"),
     ("hold", "The request is held, and its client waits, until `blkq resume`"),
     ("hold-enospc", "As hold, but only if the file system of the image has no space"),
 ];
 
-/// The long help of the image. The indentation keeps each kind on a line in the manual page.
+/// The long help of the image argument. The indentation keeps each kind on a line of its own in the manual
+/// page.
 pub(super) const IMAGE_HELP: &str = "\
 The image to serve:
 
@@ -240,7 +228,7 @@ The image to serve:
   rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]
               an image in a Ceph cluster (docs/rbd.md)";
 
-/// Parses one of `values` as the block layer does.
+/// Parses one of `values` with the parser of the block layer.
 pub(super) fn one_of<T>(values: &[Described]) -> impl TypedValueParser<Value = T> + use<T>
 where
     T: std::str::FromStr<Err = blkq::Error> + Clone + Send + Sync + 'static,
@@ -256,50 +244,51 @@ pub(super) fn parse_image(text: OsString) -> Result<DriverSpec, blkq::Error> {
     };
     match spec {
         DriverSpec::Null(0) | DriverSpec::Ram(0) => {
-            Err(blkq::Error::new(ErrorKind::Invalid, "a device has a size above 0"))
+            Err(blkq::Error::new(ErrorKind::Invalid, "the size of a device must be greater than 0"))
         }
         spec => Ok(spec),
     }
 }
 
-/// An address as it is written on the command line.
+/// Parses an address.
 ///
 /// # Errors
-/// The rule, if it is none.
+///
+/// Returns the rule that `text` breaks.
 pub fn parse_listen(text: &str) -> Result<Address, String> {
-    let rule = || "an address is unix:PATH or tcp:HOST:PORT, such as tcp:127.0.0.1:10809 or tcp:[::1]:10809";
+    let rule = || "use unix:PATH or tcp:HOST:PORT, for example tcp:127.0.0.1:10809 or tcp:[::1]:10809";
     match text.split_once(':') {
-        // Any user of the machine may connect to one, and no client of NBD knows them.
+        // Any local user could connect to an abstract socket, and no NBD client supports them.
         Some(("unix", path)) if path.starts_with('@') => Err(format!(
-            "{path} would be an abstract socket, open to all users; give a path, such as ./{path}"
+            "{path} would be an abstract socket, to which all users can connect; use a path, for example ./{path}"
         )),
         Some(("unix", path)) if !path.is_empty() => Ok(Address::Unix(PathBuf::from(path))),
         Some(("tcp", rest)) => {
             let (host, port) =
-                rest.rsplit_once(':').ok_or_else(|| format!("{rest:?} has no port: {}", rule()))?;
+                rest.rsplit_once(':').ok_or_else(|| format!("{rest:?} has no port; {}", rule()))?;
             let host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
                 Some(host) => host,
-                // Colons without brackets: where the address ends is anybody's guess.
+                // Colons without brackets: the end of the address would be ambiguous.
                 None if host.contains(':') => {
                     return Err(format!(
-                        "an IPv6 address stands in brackets: tcp:[ADDRESS]:PORT, not {rest:?}"
+                        "an IPv6 address must be in brackets, tcp:[ADDRESS]:PORT, not {rest:?}"
                     ));
                 }
                 None => host,
             };
             if host.is_empty() {
-                return Err(format!("there is no host before the port: {}", rule()));
+                return Err(format!("the host is missing; {}", rule()));
             }
-            let port = port.parse().map_err(|_| {
-                format!("the port is a number from 0 (any that is free) to 65535, not {port:?}")
-            })?;
+            let port = port
+                .parse()
+                .map_err(|_| format!("the port must be 0 (any free port) to 65535, not {port:?}"))?;
             Ok(Address::Tcp(host.to_owned(), port))
         }
         _ => Err(rule().to_owned()),
     }
 }
 
-/// The image in the words of the command line.
+/// The image as on the command line.
 pub fn image_text(image: &DriverSpec) -> String {
     match image {
         DriverSpec::Image(path) => path.display().to_string(),
@@ -309,23 +298,25 @@ pub fn image_text(image: &DriverSpec) -> String {
     }
 }
 
-/// The name of a user of Ceph, without its type.
+/// Checks the name of a Ceph user, without its type.
 ///
 /// # Errors
-/// The rule, if it is none.
+///
+/// Returns the rule that `text` breaks.
 pub fn parse_ceph_user(text: &str) -> Result<String, String> {
     match text {
         "" => Err("the name is empty".to_owned()),
         _ if text.contains('\0') => Err("the name contains a zero byte".to_owned()),
-        _ if text.starts_with("client.") => Err("give the name without its client.".to_owned()),
+        _ if text.starts_with("client.") => Err("omit the prefix client.".to_owned()),
         _ => Ok(text.to_owned()),
     }
 }
 
-/// A name of a group: letters and digits of ASCII and `. _ -`, beginning with a letter or a digit.
+/// Checks the name of a group: ASCII letters, digits and `. _ -`, beginning with a letter or a digit.
 ///
 /// # Errors
-/// The rule that is broken.
+///
+/// Returns the rule that `text` breaks.
 pub fn parse_group_name(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     match text.len() {
@@ -333,21 +324,22 @@ pub fn parse_group_name(text: &str) -> Result<String, String> {
             Ok(text.to_owned())
         }
         _ => Err(
-            "the name of a group has 1 to 64 letters, digits and . _ -, and begins with one of the first two"
+            "a group name has 1 to 64 ASCII letters, digits and . _ -, and begins with a letter or a digit"
                 .to_owned(),
         ),
     }
 }
 
-/// A name of an export, as an NBD server can send it.
+/// Checks the name of an export.
 ///
 /// # Errors
-/// The rule, if it is none.
+///
+/// Returns the rule that `text` breaks.
 pub fn parse_export_name(text: &str) -> Result<String, String> {
-    // The longest string of the NBD protocol.
+    // The maximum length of a string in the NBD protocol is 4096 bytes.
     match text.len() {
         1..=4096 => Ok(text.to_owned()),
-        _ => Err("an export's name has 1 to 4096 bytes".to_owned()),
+        _ => Err("an export name has 1 to 4096 bytes".to_owned()),
     }
 }
 

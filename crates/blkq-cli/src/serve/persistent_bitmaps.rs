@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use blkq::bitmap::Bitmap;
-use blkq::drivers::bitmaps;
+use blkq::bitmap::{Bitmap, BitmapStore};
 use blkq::{Disk, Driver};
 
 use crate::failure::{Failure, Outcome};
@@ -27,7 +26,9 @@ impl PersistentBitmaps {
     ///
     /// Returns the error of the files.
     pub(super) fn load(disk: &Arc<Disk>) -> Outcome<(PersistentBitmaps, Vec<String>)> {
-        let (bitmaps, mut warnings) = bitmaps::load(&*disk.driver())?;
+        let driver = disk.driver();
+        let store = driver.bitmap_store();
+        let (bitmaps, mut warnings) = store.map_or_else(|| Ok(Default::default()), BitmapStore::load)?;
         let saved = PersistentBitmaps {
             disk: disk.clone(),
             loaded: !bitmaps.is_empty(),
@@ -36,7 +37,7 @@ impl PersistentBitmaps {
         let left_out = disk.load_bitmaps(bitmaps)?;
         if !left_out.is_empty() {
             // Reserve the space for the remaining bitmaps now, and not only at detach.
-            let reserved = bitmaps::reserve(&*disk.driver(), &disk.bitmaps());
+            let reserved = store.map_or(Ok(()), |store| store.reserve(&disk.bitmaps()));
             warnings
                 .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
         }
@@ -89,7 +90,7 @@ impl PersistentBitmaps {
     }
 
     fn store(&self, all: &[Arc<Bitmap>]) -> Outcome {
-        bitmaps::store(&*self.disk.driver(), all).map_err(not_saved)
+        store_in(&*self.disk.driver(), all).map_err(not_saved)
     }
 }
 
@@ -97,10 +98,15 @@ impl PersistentBitmaps {
     /// Saves the current bitmaps in the image of `driver`, too. The device continues without that image,
     /// which is no longer written.
     pub(super) fn save_in(&self, driver: &dyn Driver) {
-        if let Err(error) = bitmaps::store(driver, &self.disk.bitmaps()) {
+        if let Err(error) = store_in(driver, &self.disk.bitmaps()) {
             log::line(&format!("warning: the dirty bitmaps in the previous image are inconsistent: {error}"));
         }
     }
+}
+
+/// Saves `all` in the image of `driver`, if the image has a place for bitmaps.
+fn store_in(driver: &dyn Driver, all: &[Arc<Bitmap>]) -> Result<(), blkq::Error> {
+    driver.bitmap_store().map_or(Ok(()), |store| store.store(all))
 }
 
 fn not_saved(error: blkq::Error) -> Failure {
