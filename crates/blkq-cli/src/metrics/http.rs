@@ -1,26 +1,24 @@
-//! As much of HTTP/1.1 (RFC 9112) as a scraper needs: one request without content, one answer,
-//! and the connection is over.
+//! The part of HTTP/1.1 (RFC 9112) that a scraper needs: one request without content and one answer per
+//! connection.
 
-/// Longest head of a request, in bytes.
+/// Maximum length of a request's head in bytes.
 pub const HEAD_BYTES_MAX: usize = 8 << 10;
 
-/// A request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Asked {
-    /// The metrics, with or without (HEAD) the text itself.
+    /// A request for the metrics, with GET or HEAD.
     Metrics {
-        /// Whether the text is sent.
+        /// Whether the answer contains the text (GET).
         text: bool,
     },
-    /// A request that is rejected, and how.
     Rejected(Rejection),
 }
 
-/// A rejection: status, reason, and a line for people.
+/// A rejection: status, reason phrase, and a line for people.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rejection(pub u16, pub &'static str, pub &'static str);
 
-const BAD: Rejection = Rejection(400, "Bad Request", "not a request of HTTP/1.1");
+const BAD: Rejection = Rejection(400, "Bad Request", "not an HTTP/1.1 request");
 const NOT_FOUND: Rejection = Rejection(404, "Not Found", "the metrics are at /metrics");
 const NOT_ALLOWED: Rejection = Rejection(405, "Method Not Allowed", "only GET and HEAD are understood");
 const TOO_LARGE: Rejection = Rejection(431, "Request Header Fields Too Large", "the request is too long");
@@ -29,12 +27,12 @@ const VERSION: Rejection =
 /// The device has stopped, and the daemon is about to exit.
 pub const STOPPING: Rejection = Rejection(503, "Service Unavailable", "the device is stopping");
 
-/// Parses what has arrived; `None` if more is needed.
+/// Parses a request. Returns `None` if more input is needed.
 pub fn parse(input: &[u8]) -> Option<Asked> {
     let head = match end_of_head(input) {
         Some(end) if end <= HEAD_BYTES_MAX => &input[..end],
         Some(_) => return Some(Asked::Rejected(TOO_LARGE)),
-        // Bytes that cannot become a request are rejected at once.
+        // Bytes that cannot become a request are rejected immediately.
         None if input.iter().any(|byte| !is_text(*byte)) => return Some(Asked::Rejected(BAD)),
         None if input.len() >= HEAD_BYTES_MAX => return Some(Asked::Rejected(TOO_LARGE)),
         None => return None,
@@ -42,7 +40,7 @@ pub fn parse(input: &[u8]) -> Option<Asked> {
     Some(understand(head).unwrap_or_else(Asked::Rejected))
 }
 
-/// The end of the empty line after the head.
+/// The position after the empty line that ends the head.
 fn end_of_head(input: &[u8]) -> Option<usize> {
     input.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4)
 }
@@ -55,7 +53,7 @@ fn understand(head: &[u8]) -> Result<Asked, Rejection> {
     if !head.iter().all(|byte| is_text(*byte)) {
         return Err(BAD);
     }
-    // Fields may have bytes of any character set; what matters here has none.
+    // Header fields may contain bytes of any character set. The parts that are used here are ASCII.
     let head = String::from_utf8_lossy(head);
     let mut lines = head.split("\r\n");
     let mut words = lines.next().unwrap_or_default().split(' ');
@@ -90,7 +88,7 @@ fn understand(head: &[u8]) -> Result<Asked, Rejection> {
     }
 }
 
-/// The path of a request's target, which may be a whole URI, without its query.
+/// The path of a request target, without the query. The target may be a complete URI.
 fn path(target: &str) -> &str {
     let target = match target.strip_prefix("http://") {
         Some(rest) => rest.find('/').map_or("/", |at| &rest[at..]),
@@ -99,13 +97,11 @@ fn path(target: &str) -> &str {
     target.split(['?', '#']).next().unwrap_or_default()
 }
 
-/// The answer with the metrics.
 pub fn metrics(page: &str, text: bool) -> Vec<u8> {
     let head = head(200, "OK", "text/plain; version=0.0.4; charset=utf-8", page.len(), "");
     [head.as_bytes(), if text { page.as_bytes() } else { b"" }].concat()
 }
 
-/// The answer that rejects a request.
 pub fn rejection(Rejection(status, reason, why): Rejection) -> Vec<u8> {
     let text = format!("{why}\n");
     let allow = if status == NOT_ALLOWED.0 { "Allow: GET, HEAD\r\n" } else { "" };
@@ -148,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn all_else_is_rejected_as_the_standard_requires() {
+    fn other_requests_are_rejected_as_the_standard_requires() {
         for (request, expected) in [
             ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", 404),
             ("GET /metrics/ HTTP/1.1\r\nHost: a\r\n\r\n", 404),
@@ -179,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bytes_do_harm() {
+    fn no_input_makes_the_parser_panic() {
         let mut random = Random::new(1);
         for _ in 0..100_000 {
             let mut bytes = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n".to_vec();
@@ -193,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_have_their_length() {
+    fn answers_state_their_length() {
         for answer in [metrics("abc\n", true), rejection(NOT_ALLOWED), rejection(STOPPING)] {
             let text = String::from_utf8(answer).unwrap();
             let (head, body) = text.split_once("\r\n\r\n").unwrap();

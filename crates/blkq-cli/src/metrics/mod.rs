@@ -1,14 +1,13 @@
 //! `--metrics`: the counters of a device for Prometheus, over HTTP.
 //!
-//! One thread of low priority serves all clients; it shares nothing with the engines but the
-//! counters that these publish anyway. `http` is the protocol and `page` the text, both over
-//! bytes in memory; `server` puts them on sockets.
+//! One thread of low priority serves all clients. It shares only the published counters with the engines.
+//! `http` implements the protocol and `page` renders the text, both in memory; `server` handles the sockets.
 
 mod http;
 mod page;
 mod server;
 
-/// The parts of an endpoint's answers that a fuzzer knows.
+/// The parts of the endpoint that a fuzzer calls.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::http::{Asked, HEAD_BYTES_MAX, Rejection, parse};
@@ -25,39 +24,40 @@ use crate::failure::{Failure, Outcome};
 
 pub use page::Sample;
 
-/// Stack of the thread.
+/// Stack size of the thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// The endpoint, until this is dropped.
+/// The metrics endpoint, which serves until this is dropped.
 pub struct Endpoint {
     uri: String,
     warning: Option<String>,
-    /// The state that the thread will own.
+    /// Moved to the thread when it starts.
     listener: Option<Listener>,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Endpoint {
-    /// Listens; requests are answered from [`Endpoint::start`] on. An address that other machines
-    /// reach is refused without `insecure`: the text shows how busy the device is.
+    /// Listens. Requests are answered only after [`Endpoint::start`]. Refuses an address that other machines
+    /// can reach unless `insecure` is set, because the metrics show how busy the device is.
     ///
     /// # Errors
-    /// If it cannot or must not listen there.
+    ///
+    /// Fails if listening on this address fails or is refused.
     pub fn bind(listen: Listen, insecure: bool) -> Outcome<Endpoint> {
         let during = |e: Failure| e.during("--metrics");
         let listener = listen.listen().map_err(|e| during(e.into()))?;
         let public = listener.tcp_address().filter(|address| !address.ip().is_loopback());
         if let (Some(address), false) = (public, insecure) {
             return Err(during(Failure::new(format!(
-                "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or give --insecure"
+                "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or use --insecure"
             ))));
         }
         let warning = public.map(|address| {
-            format!("every machine that reaches {address} can read the metrics of the device")
+            format!("every machine that can reach {address} can read the metrics of the device")
         });
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| during(Failure::new(format!("eventfd: {e}"))))?;
+            .map_err(|e| during(Failure::new(format!("cannot create an eventfd: {e}"))))?;
         Ok(Endpoint {
             uri: uri(&listener),
             warning,
@@ -67,10 +67,12 @@ impl Endpoint {
         })
     }
 
-    /// Begins to answer with what `read` returns; `None`: the device has stopped.
+    /// Starts the thread. It answers with what `read` returns, or that the device is stopping if that is
+    /// `None`.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    ///
+    /// Fails if the thread cannot be started.
     pub fn start(&mut self, read: impl Fn() -> Option<Sample> + Send + 'static) -> Outcome {
         let Some(listener) = self.listener.take() else { return Ok(()) };
         let stop = self.stop.clone();
@@ -83,12 +85,12 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Where it is: `http://127.0.0.1:9100/metrics`, or `http+unix://` and a path.
+    /// The URI: `http://127.0.0.1:9100/metrics`, or `http+unix://` and a path.
     pub fn uri(&self) -> &str {
         &self.uri
     }
 
-    /// A warning about it.
+    /// The warning that other machines can read the metrics, if they can.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }
@@ -104,10 +106,10 @@ fn uri(listener: &Listener) -> String {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        // Never full: it is written once.
+        // This does not block: the eventfd is written only once.
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
-            // A panic has been printed by the thread itself.
+            // If the thread panicked, it has already printed a message.
             let _ = thread.join();
         }
     }

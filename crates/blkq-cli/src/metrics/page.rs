@@ -1,4 +1,5 @@
-//! The text: Prometheus' exposition format, version 0.0.4. Times are in seconds, sizes in bytes.
+//! Renders the metrics in Prometheus' text exposition format, version 0.0.4. Times are in seconds, sizes in
+//! bytes.
 
 use std::fmt::{Display, Write};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,37 +8,31 @@ use blkq::{Counter, StatGroup, Status};
 
 use crate::statistics::{Nbd, Statistics, VhostUser};
 
-/// Buckets of latencies end below these powers of two of nanoseconds: 1 us to 34 s.
+/// The latency buckets end just below these powers of two nanoseconds: from 1 us to 34 s.
 const LATENCY_BITS: (u32, u32) = (10, 35);
 
-/// The endpoint's own counters.
+/// Counters of the endpoint itself.
 #[derive(Default)]
 pub struct Served {
-    /// Requests answered with metrics.
+    /// Number of requests answered with metrics.
     pub answered: AtomicU64,
-    /// Requests rejected.
     pub refused: AtomicU64,
-    /// Connections closed because they took too long, or because others wanted their places.
+    /// Number of connections closed because they took too long, or to make room for others.
     pub shed: AtomicU64,
 }
 
-/// The values that are reported of a device.
+/// The values of a device at one time.
 pub struct Sample {
-    /// Its name.
     pub name: String,
-    /// Its size.
     pub size_bytes: u64,
-    /// Its counters.
     pub statistics: Statistics,
 }
 
-/// The text so far.
 struct Page {
     text: String,
     device: String,
 }
 
-/// The metrics of a device.
 pub fn render(sample: &Sample, served: &Served) -> String {
     let Sample { name, size_bytes, statistics } = sample;
     let mut page = Page { text: String::with_capacity(32 << 10), device: escape(name) };
@@ -95,7 +90,8 @@ impl Page {
         let (from, to) = LATENCY_BITS;
         for (op, group) in groups() {
             for (edge_ns, count) in group.latency.below_powers(from, to) {
-                // The greatest latency below the edge, for the bound is part of its bucket.
+                // Prometheus counts a value equal to the bound, so the bound is the largest latency below the
+                // edge.
                 let le = seconds(edge_ns - 1).to_string();
                 self.sample("latency_seconds_bucket", &[("op", op), ("le", &le)], count);
             }
@@ -241,7 +237,7 @@ impl Page {
         }
     }
 
-    /// A counter without labels of its own; its name gets `_total`.
+    /// Writes a counter whose only label is the device. The suffix `_total` is appended to the name.
     fn counter(&mut self, name: &str, help: &str, value: impl Display) {
         let name = format!("{name}_total");
         self.family(&name, "counter", help);
@@ -253,7 +249,7 @@ impl Page {
         self.sample(name, &[], value);
     }
 
-    // Nothing here fails: it is written to memory.
+    // Writing to a string does not fail.
     fn family(&mut self, name: &str, kind: &str, help: &str) {
         let _ = write!(self.text, "# HELP blkq_{name} {help}\n# TYPE blkq_{name} {kind}\n");
     }
@@ -271,7 +267,7 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// The value of a label.
+/// Escapes the value of a label.
 fn escape(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
@@ -298,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_is_in_the_format_whatever_was_counted() {
+    fn the_text_is_well_formed_whatever_was_counted() {
         check(&page("a", &Statistics::default())).unwrap();
         let mut full = StatsSnapshot { in_flight: [u64::MAX; 2], busy_ns: u64::MAX, ..Default::default() };
         full.counters.fill(u64::MAX);
@@ -313,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_count_what_is_not_above_their_bound() {
+    fn buckets_count_values_up_to_their_bound() {
         let mut snapshot = StatsSnapshot::default();
         let read = &mut snapshot.groups[StatGroup::Read as usize];
         let latencies = [0, 1023, 1024, 1_000_000, 1_048_575, 1_048_576, 3_000_000_000, u64::MAX];
@@ -349,6 +345,6 @@ mod tests {
             );
         }
         let rows = documented.lines().filter(|line| line.starts_with("| `blkq_")).count();
-        assert_eq!(rows, families.len(), "a metric that there is not");
+        assert_eq!(rows, families.len(), "a row for a metric that does not exist");
     }
 }

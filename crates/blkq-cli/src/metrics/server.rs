@@ -1,6 +1,6 @@
-//! The endpoint's thread: a few connections at a time, each of which has so many bytes and so
-//! much time. When all places are taken, a new client gets that of the oldest
-//! one: a scraper asks at once, a client that only occupies a place does not.
+//! The thread of the endpoint. It serves a few connections at a time, and limits the bytes and the time of
+//! each. If all places are taken, a new client replaces the oldest one: a scraper sends its request
+//! immediately, unlike a client that only occupies a place.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::Relaxed;
@@ -14,23 +14,24 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags, accept_with, recv
 use super::http::{self, Asked, HEAD_BYTES_MAX};
 use super::page::{self, Sample, Served};
 
-/// Connections at a time.
+/// Maximum number of connections at a time.
 const CONNECTIONS_MAX: usize = 16;
-/// How long each may take, from its first byte to its last.
+/// Maximum duration of a connection.
 const CONNECTION_TIME: Duration = Duration::from_secs(5);
-/// Bytes of an answered request that are received and dropped, so that the answer arrives.
+/// Maximum number of bytes that are received and dropped after the answer. Closing a socket with unread input
+/// would reset the connection, and the answer could be lost.
 const LATE_BYTES_MAX: usize = 1 << 20;
-/// How long to wait when a connection cannot be taken.
+/// How long to pause after accept has failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// How much the thread steps back behind others ([`setpriority(2)`]).
+/// The nice value of the thread ([`setpriority(2)`]), so that it does not delay engines.
 const NICE: i32 = 10;
 
-/// Reads what is reported; `None` once the device has stopped.
+/// Reads the current values, or returns `None` once the device has stopped.
 type Read<'a> = &'a dyn Fn() -> Option<Sample>;
 
 /// Serves until `stop` is readable.
 pub fn run(listener: &Listener, stop: &OwnedFd, read: Read<'_>) {
-    // Of a thread on Linux. It is as good without.
+    // On Linux this affects only the calling thread. If it fails, the thread serves with normal priority.
     let _ = rustix::process::setpriority_process(None, NICE);
     let mut server = Server {
         listener,
@@ -48,7 +49,7 @@ struct Server<'a> {
     listener: &'a Listener,
     read: Read<'a>,
     served: Served,
-    /// Oldest first.
+    /// In the order of their acceptance.
     connections: Vec<Connection>,
     accept_at: Instant,
 }
@@ -60,17 +61,17 @@ struct Connection {
 }
 
 enum State {
-    /// So much of the request has come.
+    /// The part of the request that has been received.
     Asking(Vec<u8>),
-    /// So many bytes of the answer have left.
+    /// The answer, and how many bytes of it have been sent.
     Answering(Vec<u8>, usize),
-    /// The answer has left; so many bytes came that nobody asked for.
+    /// The answer has been sent. Counts bytes that were received afterwards and dropped.
     Closing(usize),
     Over,
 }
 
 impl Server<'_> {
-    /// Waits for something to do; false if it is to stop.
+    /// Waits for events. Returns `false` if the server must stop.
     fn wait(&self, stop: &OwnedFd) -> bool {
         let now = Instant::now();
         let mut until = self.connections.iter().map(|connection| connection.until).min();
@@ -87,10 +88,10 @@ impl Server<'_> {
             };
             PollFd::new(&connection.socket, what)
         }));
-        // A little later than due, so that it is due then.
+        // poll counts in milliseconds and may return early, so wait a little longer than necessary.
         let left = until.map(|until| until.saturating_duration_since(now) + Duration::from_millis(1));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
-        // Interrupted, or out of memory: poll again.
+        // After an interruption or ENOMEM, poll again.
         if poll(&mut fds, left.as_ref()).is_err_and(|e| e != Errno::INTR) {
             std::thread::sleep(ACCEPT_PAUSE);
         }
@@ -110,7 +111,7 @@ impl Server<'_> {
         self.connections.retain(|connection| !matches!(connection.state, State::Over));
     }
 
-    /// Accepts waiting clients, as many at once as there are places.
+    /// Accepts waiting clients, at most as many as there are places.
     fn accept(&mut self) {
         for _ in 0..CONNECTIONS_MAX {
             if Instant::now() < self.accept_at {
@@ -127,7 +128,7 @@ impl Server<'_> {
                 }
                 Err(Errno::AGAIN) => return,
                 Err(Errno::CONNABORTED | Errno::INTR) => {}
-                // Out of descriptors, for one: others may be closed.
+                // Most likely no file descriptor is free; others may be closed soon.
                 Err(_) => self.accept_at = Instant::now() + ACCEPT_PAUSE,
             }
         }
@@ -135,7 +136,7 @@ impl Server<'_> {
 }
 
 impl Connection {
-    /// Does all that can be done now.
+    /// Receives, answers and sends until the socket would block.
     fn advance(&mut self, read: Read<'_>, served: &Served) {
         loop {
             let next = match &mut self.state {
@@ -162,8 +163,9 @@ impl Connection {
                             continue;
                         }
                         Ok(_) => {
-                            // The client sees EOF at once, and what is still coming does not reset
-                            // the connection before the answer has arrived.
+                            // The client sees the end of the answer immediately. The socket stays open,
+                            // because closing it with unread input would reset the connection before the
+                            // answer has arrived.
                             let _ = shutdown(&self.socket, Shutdown::Write);
                             State::Closing(0)
                         }

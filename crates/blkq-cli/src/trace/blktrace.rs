@@ -1,4 +1,4 @@
-//! The kernel's binary format, version 7 (`struct blk_io_trace` in include/uapi/linux/blktrace_api.h),
+//! The kernel's binary trace format, version 7 (`struct blk_io_trace` in include/uapi/linux/blktrace_api.h),
 //! which blkparse(1), btt(1), iowatcher(1) and fio(1) read.
 
 use std::collections::HashSet;
@@ -9,13 +9,14 @@ use blkq::{BioFlags, Operation};
 use super::client;
 use super::item::{Item, ItemKind, rwbs};
 
-/// `BLK_IO_TRACE_MAGIC` and `BLK_IO_TRACE_VERSION`.
+// `BLK_IO_TRACE_MAGIC` and `BLK_IO_TRACE_VERSION`.
 const MAGIC: u32 = 0x6561_7400 | 7;
-/// The first bytes of a binary file.
+/// The first bytes of each record, and so of a file.
 pub const HEAD: [u8; 4] = MAGIC.to_ne_bytes();
-/// Bytes of a record without what follows it.
+/// Size of a record in bytes, without its payload.
 pub const RECORD_BYTES: usize = 48;
-/// The device's number, 240:0: one for local use, as there may be no device of the kernel.
+/// The device number in the records: 240:0, which is reserved for local use, because the device may have no
+/// block device.
 const DEVICE: u32 = 240 << 20;
 
 /// Categories (`enum blktrace_cat`), in the upper half of an action.
@@ -34,12 +35,12 @@ mod category {
     pub const FUA: u32 = 1 << 31;
 }
 
-/// `BLK_TN_PROCESS`, `BLK_TN_TIMESTAMP` and `BLK_TN_MESSAGE`.
+// `BLK_TN_PROCESS`, `BLK_TN_TIMESTAMP` and `BLK_TN_MESSAGE`.
 const PROCESS: u32 = category::NOTIFY;
 const TIMESTAMP: u32 = 1 | category::NOTIFY;
 const MESSAGE: u32 = 2 | category::NOTIFY;
 
-/// The action without operation and flags (`enum blktrace_act`).
+/// The action (`enum blktrace_act`), without operation and flags.
 fn action_of(kind: EventKind) -> u32 {
     match kind {
         EventKind::Queue => 1 | category::QUEUE,
@@ -54,12 +55,12 @@ fn action_of(kind: EventKind) -> u32 {
         EventKind::Insert => 12 | category::QUEUE,
         EventKind::Split => 13,
         EventKind::Throttle => MESSAGE,
-        // One that is not in the format is none that other programs expect.
+        // Actions that the format does not define are ignored by other programs.
         _ => 17,
     }
 }
 
-/// Operation and flags. Write zeroes are writes there.
+/// Operation and flags as categories. The format has no category for write zeroes, which appear as writes.
 fn categories_of(event: &TraceEvent) -> u32 {
     let operation = match event.operation {
         Operation::Read => category::READ,
@@ -70,20 +71,20 @@ fn categories_of(event: &TraceEvent) -> u32 {
     let flag = |flag, category| if event.flags.contains(flag) { category } else { 0 };
     let flags =
         flag(BioFlags::FUA, category::FUA | category::SYNC) | flag(BioFlags::PREFLUSH, category::FLUSH);
-    // A request, and not a bio.
+    // Marks a request, in contrast to a bio.
     let request = if event.tag.is_some() { category::FS } else { 0 };
     operation | flags | request
 }
 
-/// Writes records, of one queue or of several in one stream.
+/// Encodes records, for a stream of one or several queues.
 pub struct Encoder {
-    /// The number of the last record of each queue: a gap is seen as lost events.
+    /// The number of the last record of each queue. Readers detect lost events as gaps in these numbers.
     sequences: Vec<u32>,
-    /// Clients that have a name in it.
+    /// Clients whose name has been written.
     named: HashSet<TraceClient>,
 }
 
-/// The fields of a record that are not the same in all.
+/// The fields that differ between records.
 struct Record<'a> {
     queue: usize,
     time_ns: u64,
@@ -96,12 +97,12 @@ struct Record<'a> {
 }
 
 impl Encoder {
-    /// For events of queues below `queues`.
+    /// For events of queues with an index below `queues`.
     pub fn new(queues: usize) -> Encoder {
         Encoder { sequences: vec![0; queues], named: HashSet::new() }
     }
 
-    /// The first record: the time of day at `time_ns` of the trace's clock.
+    /// Writes the first record: the time of day at `time_ns` of the trace's clock.
     pub fn begin(&mut self, queue: usize, time_ns: u64, since_epoch: std::time::Duration, out: &mut Vec<u8>) {
         let mut payload = [0; 8];
         payload[..4].copy_from_slice(&(since_epoch.as_secs() as u32).to_ne_bytes());
@@ -193,7 +194,7 @@ impl Encoder {
         out.extend(record.pid.to_ne_bytes());
         out.extend(DEVICE.to_ne_bytes());
         out.extend((record.queue as u32).to_ne_bytes());
-        // As the kernel does: the negative number, cut to 16 bits.
+        // As in the kernel, the negative errno is truncated to 16 bits.
         out.extend((record.error as u16).to_ne_bytes());
         out.extend((record.payload.len() as u16).to_ne_bytes());
         out.extend(record.payload);
@@ -208,7 +209,6 @@ mod tests {
     use super::super::item::tests::{event, item};
     use super::*;
 
-    /// A record as a reader takes it apart.
     #[derive(PartialEq, Debug)]
     struct Read {
         sequence: u32,
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn payloads_and_errors_are_those_of_the_kernel() {
+    fn payloads_and_errors_are_as_the_kernel_writes_them() {
         let unplug = TraceEvent { other: 3, ..event(EventKind::Unplug, 1) };
         let split = TraceEvent { sector: Sector(8), bytes: 4096, ..event(EventKind::Split, 2) };
         let failed = TraceEvent { status: Some(Status::Io), ..event(EventKind::Complete, 3) };

@@ -1,4 +1,5 @@
-//! Trace events in JSON, which Perfetto and chrome://tracing open: each request with a slice per stage.
+//! Writes trace events as JSON, which Perfetto and chrome://tracing open. Each request is a slice that
+//! contains a slice per stage.
 
 use std::io::{self, Write};
 
@@ -7,13 +8,12 @@ use serde_json::{Value, json};
 use super::client;
 use super::io_tracker::{CompletedRequest, Stage};
 
-/// The number of the process that the device is there.
+/// The process ID that represents the device in the file.
 const PROCESS: u32 = 1;
 
-/// The first bytes of a file of trace events.
+/// The first bytes of such a file.
 pub const HEAD: &[u8] = b"[\n{";
 
-/// Writes a file of trace events.
 pub struct ChromeWriter<W: Write> {
     out: W,
     since_ns: u64,
@@ -31,10 +31,12 @@ fn stage_name(stage: Stage) -> &'static str {
 }
 
 impl<W: Write> ChromeWriter<W> {
-    /// Of device `name` with so many queues; times count from `since_ns` on.
+    /// Begins a file for the device `name` with the given number of queues. Times in the file are relative to
+    /// `since_ns`.
     ///
     /// # Errors
-    /// Of `out`.
+    ///
+    /// Returns the error of `out`.
     pub fn new(mut out: W, name: &str, queues: usize, since_ns: u64) -> io::Result<ChromeWriter<W>> {
         let name_of = |what: &str, thread: usize, name: &str| json!({"ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": {"name": name}});
         write!(out, "[\n{}", name_of("process_name", 0, &format!("blkq {name}")))?;
@@ -44,10 +46,11 @@ impl<W: Write> ChromeWriter<W> {
         Ok(ChromeWriter { out, since_ns, requests: 0 })
     }
 
-    /// Writes a request of `queue`: a slice of its whole life, and in it one per stage.
+    /// Writes a request of `queue`: a slice for its whole duration, and within it a slice per stage.
     ///
     /// # Errors
-    /// Of the file.
+    ///
+    /// Returns the error of the file.
     pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> io::Result<()> {
         let Some((_, begin_ns)) = request.stages.first() else { return Ok(()) };
         self.requests += 1;
@@ -67,7 +70,7 @@ impl<W: Write> ChromeWriter<W> {
         self.slice(queue, 'e', &name, request.completed_ns, None)
     }
 
-    /// The beginning or the end of a slice of the present request.
+    /// Writes the begin or the end event of a slice of the current request.
     fn slice(
         &mut self,
         queue: usize,
@@ -86,10 +89,11 @@ impl<W: Write> ChromeWriter<W> {
         write!(self.out, ",\n{event}")
     }
 
-    /// Closes the list.
+    /// Completes the file.
     ///
     /// # Errors
-    /// Of the file.
+    ///
+    /// Returns the error of the file.
     pub fn finish(mut self) -> io::Result<()> {
         self.out.write_all(b"\n]\n")?;
         self.out.flush()

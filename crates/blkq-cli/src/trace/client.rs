@@ -1,15 +1,15 @@
-//! The clients of a trace, as processes: blktrace knows nothing else.
+//! Represents the clients of a trace as processes, the only kind of client that the blktrace format has.
 
 use blkq::trace::TraceClient;
 use blkq_export::client_kind::{NBD, UBLK, VRING};
 
-/// Longest name of a process (`TASK_COMM_LEN`), with the zero behind it.
+/// Size of a process name (`TASK_COMM_LEN`), including the final NUL.
 pub const COMM_BYTES: usize = 16;
-/// Numbers of processes of each kind: those of Linux are below 2^22.
+/// Number of process IDs per kind of client. Process IDs of Linux are below 2^22.
 const KIND_NUMBERS: u32 = 10_000_000;
 
-/// The number of the process that stands for it. NBD clients have the number that the log and
-/// `blkq show` give them, rings and queues one beyond 20,000,000 and 30,000,000; 0 is a thread of the daemon.
+/// The process ID that represents a client. For NBD clients this is the number in the log and in `blkq show`.
+/// For rings and queues it is their number plus 20,000,000 or 30,000,000. For threads of the daemon it is 0.
 pub fn pid(client: TraceClient) -> u32 {
     match client.kind() {
         0 => 0,
@@ -18,7 +18,6 @@ pub fn pid(client: TraceClient) -> u32 {
     }
 }
 
-/// Its name.
 pub fn name(client: TraceClient) -> String {
     let number = client.number();
     match client.kind() {

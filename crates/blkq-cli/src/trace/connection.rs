@@ -1,4 +1,4 @@
-//! The connection to a daemon that traces its device, and the rings that it writes.
+//! The connection to a daemon that traces its device, and the rings that the daemon fills.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
@@ -12,32 +12,39 @@ use crate::state::StateDir;
 
 use super::rings::Rings;
 
-/// How long a daemon may take to begin.
+/// How long to wait until the daemon has started the trace.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A trace, which its daemon stops when this is dropped.
+/// A running trace. The daemon ends it when this is dropped.
 pub struct TraceConnection {
     dialogue: Dialogue,
     rings: Rings,
 }
 
 impl TraceConnection {
-    /// Has the daemon of `name` trace its device, with so many bytes for the events of each queue.
+    /// Makes the daemon of `name` trace its device, with `ring_bytes` bytes for the events of each queue.
     ///
     /// # Errors
-    /// If there is no such device, it is traced already, or its daemon does not know how.
+    ///
+    /// Fails if there is no such device, if it is already being traced, or if the daemon does not support
+    /// this trace.
     pub fn open(dir: &StateDir, name: &str, ring_bytes: u64) -> Outcome<TraceConnection> {
-        // A daemon that died is reported as every command does.
+        // This reports a dead daemon in the same way as other commands.
         ask::<()>(dir, name, &Request::Ping {})?;
         let (dialogue, (), memory) =
             Dialogue::begin_with_file(dir, name, &Request::Trace { ring_bytes }, TIMEOUT)?;
-        let memory = memory.ok_or_else(|| Failure::new(format!("{name}: its daemon sent no memory")))?;
-        let memory = TraceMemory::open(memory)
-            .map_err(|e| Failure::of(e, ErrorKind::Unsupported, "its daemon is older: blkq upgrade"))?;
+        let memory = memory.ok_or_else(|| Failure::new(format!("{name}: the daemon sent no memory")))?;
+        let memory = TraceMemory::open(memory).map_err(|e| {
+            Failure::of(
+                e,
+                ErrorKind::Unsupported,
+                "the daemon is older than this program: run `blkq upgrade`",
+            )
+        })?;
         Ok(TraceConnection { dialogue, rings: Rings::new(&memory) })
     }
 
-    /// The rings that the daemon writes: also what it had written when it closed the connection.
+    /// The rings. They can still be read after the daemon has closed the connection.
     pub fn rings(&mut self) -> &mut Rings {
         &mut self.rings
     }

@@ -1,4 +1,4 @@
-//! Choosing I/Os: `op=write,size>64k,latency>1ms`.
+//! Selects I/Os by conditions such as `op=write,size>64k,latency>1ms`.
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
@@ -10,10 +10,9 @@ use blkq::units::{parse_bytes, parse_duration_ns};
 use super::io_tracker::{CompletedRequest, Decision, Effects, Io, SharedDecision, decision_of};
 use super::item::{Item, ItemKind};
 
-/// Most items that wait for the completion of an I/O; then the oldest I/O is given up.
+/// Maximum number of items that wait for the completion of an I/O. Beyond it, the oldest items are discarded.
 const WAITING_MAX: usize = 1 << 20;
 
-/// A condition.
 #[derive(Clone, PartialEq, Debug)]
 enum Condition {
     Operation(Operation),
@@ -33,19 +32,19 @@ impl Condition {
     }
 }
 
-/// Conditions that all have to hold.
+/// Conditions that must all hold.
 #[derive(Clone, PartialEq, Default, Debug)]
 pub struct Filter(Vec<Condition>);
 
 impl Filter {
-    /// Whether they hold for an I/O that is over.
+    /// Whether all conditions hold for an I/O that has completed.
     pub fn holds(&self, io: &Io, completed_ns: u64) -> bool {
         self.0.iter().all(|condition| condition.holds(io, completed_ns))
     }
 }
 
 const RULE: &str =
-    "a filter is op=NAME, size>BYTES, size<BYTES, latency>TIME, latency<TIME, with commas in between";
+    "a filter consists of op=NAME, size>BYTES, size<BYTES, latency>TIME, latency<TIME, separated by commas";
 
 impl FromStr for Filter {
     type Err = String;
@@ -67,7 +66,9 @@ fn condition(text: &str) -> Result<Condition, String> {
         ("op", Ordering::Equal) => {
             let named = Operation::ALL.into_iter().find(|operation| operation.name() == value);
             let names = || Operation::ALL.map(Operation::name).join(", ");
-            named.map(Condition::Operation).ok_or_else(|| format!("op={value}: there are {}", names()))
+            named
+                .map(Condition::Operation)
+                .ok_or_else(|| format!("op must be one of {}, not {value}", names()))
         }
         ("size", _) => {
             parse_bytes(value).map(|bytes| Condition::Size(ordering, bytes)).map_err(|e| e.to_string())
@@ -80,27 +81,27 @@ fn condition(text: &str) -> Result<Condition, String> {
     }
 }
 
-/// Items in their order, until it is known whether they are wanted.
+/// Holds items in order, until it is known whether the filter selects them.
 pub struct Filtered {
     filter: Filter,
     waiting: VecDeque<(Item, SharedDecision)>,
     requests: Vec<(usize, CompletedRequest, SharedDecision)>,
-    given_up: u64,
+    discarded: u64,
 }
 
 impl Filtered {
-    /// By this filter.
     pub fn new(filter: Filter) -> Filtered {
-        Filtered { filter, waiting: VecDeque::new(), requests: Vec::new(), given_up: 0 }
+        Filtered { filter, waiting: VecDeque::new(), requests: Vec::new(), discarded: 0 }
     }
 
-    /// Takes the next item, with its effects.
+    /// Adds the next item, with its effects.
     pub fn push(&mut self, item: Item, effects: Effects) {
         if let Some((io, completed_ns)) = &effects.io {
             let kept = self.filter.holds(io, *completed_ns);
             *io.decision.borrow_mut() = if kept { Decision::Kept } else { Decision::Dropped };
         }
-        // Events of no I/O are dropped: of the plug, and of I/Os that began before the trace.
+        // Events that belong to no I/O are dropped: those of the plug, and those of I/Os that began before
+        // the trace.
         if let (ItemKind::Event(_), Some(decision)) = (&item.kind, &effects.decision) {
             self.waiting.push_back((item, decision.clone()));
         }
@@ -109,7 +110,7 @@ impl Filtered {
         }
     }
 
-    /// Takes out the requests that are wanted, with their queues, of I/Os that are over.
+    /// Removes and returns the selected requests of completed I/Os, with their queues.
     pub fn take_requests(&mut self) -> Vec<(usize, CompletedRequest)> {
         let (open, over): (Vec<_>, Vec<_>) = self
             .requests
@@ -120,14 +121,14 @@ impl Filtered {
         kept.map(|(queue, request, _)| (queue, request)).collect()
     }
 
-    /// Takes out what is wanted, up to the first I/O that is not over.
+    /// Removes and returns the selected items, up to the first I/O that has not completed.
     pub fn take(&mut self) -> Vec<Item> {
         let mut items = Vec::new();
         while let Some((item, decision)) = self.waiting.front() {
             match decision_of(decision) {
                 Decision::Pending if self.waiting.len() <= WAITING_MAX => break,
                 Decision::Kept => items.push(*item),
-                Decision::Pending => self.given_up += 1,
+                Decision::Pending => self.discarded += 1,
                 Decision::Dropped | Decision::MergedInto(_) => {}
             }
             self.waiting.pop_front();
@@ -135,9 +136,9 @@ impl Filtered {
         items
     }
 
-    /// Events of I/Os that took so long that they were given up.
+    /// Number of events that were discarded because their I/Os took too long.
     pub fn given_up(&self) -> u64 {
-        self.given_up
+        self.discarded
     }
 }
 
@@ -150,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn filters_are_conditions_with_commas_in_between() {
+    fn filters_are_conditions_separated_by_commas() {
         let filter: Filter = "op=write-zeroes,size>64k,latency<1.5ms".parse().unwrap();
         let conditions = vec![
             Condition::Operation(Operation::WriteZeroes),
@@ -175,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn events_of_slow_requests_come_whole_and_in_order() {
+    fn slow_requests_are_returned_with_all_events_in_order() {
         let items = [
             step(Queue, 1, 5, None),
             step(Plug, 1, blkq::trace::NO_BIO, None),
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn an_io_that_never_completes_holds_nothing_up_at_the_end() {
+    fn an_io_that_never_completes_blocks_nothing_at_the_end() {
         let (mut tracker, mut filtered) = (IoTracker::new(1), Filtered::new("op=read".parse().unwrap()));
         for item in [step(Queue, 1, 5, None), step(Queue, 2, 6, None), step(Complete, 3, 6, None)] {
             let effects = tracker.observe(&item);

@@ -1,7 +1,7 @@
-//! Follows each I/O through its events: which belong together, and how long each stage took.
+//! Follows each I/O through its events: finds which events belong together, and how long each stage took.
 //!
-//! An I/O is a bio with all the requests that do it, and all the bios that merged with those. It is
-//! over when the last of these requests has completed.
+//! An I/O consists of a bio, all requests that carry it out, and all bios that were merged into these
+//! requests. It has completed when the last of these requests has.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -12,23 +12,20 @@ use blkq::{Operation, Sector, Status, Tag};
 
 use super::item::{Item, ItemKind};
 
-/// The filter's decision on all events of an I/O, which is made when the I/O is over.
+/// The filter's decision on all events of an I/O. It is made when the I/O completes.
 #[derive(Clone, Debug)]
 pub enum Decision {
-    /// The I/O is not over.
     Pending,
-    /// Its events are written.
     Kept,
-    /// Its events are left out.
     Dropped,
-    /// The I/O was merged with another, whose decision counts.
+    /// The I/O was merged into another one, whose decision applies.
     MergedInto(SharedDecision),
 }
 
-/// The decision that the events of one I/O share.
+/// The decision, shared by all events of an I/O.
 pub type SharedDecision = Rc<RefCell<Decision>>;
 
-/// The decision on the I/O into which this one was merged at last, or on itself.
+/// The decision on an I/O, or on the one into which it was finally merged.
 pub fn decision_of(decision: &SharedDecision) -> Decision {
     let mut decision = decision.clone();
     loop {
@@ -40,67 +37,58 @@ pub fn decision_of(decision: &SharedDecision) -> Decision {
     }
 }
 
-/// An I/O.
 #[derive(Debug)]
 pub struct Io {
-    /// When its first bio was submitted; `None` if that was before the trace.
+    /// When its first bio was submitted, or `None` if that was before the trace.
     pub queued_ns: Option<u64>,
-    /// The operation that was asked for.
     pub operation: Operation,
-    /// The larger of its largest bio and its largest request.
+    /// Size in bytes: the larger of its largest bio and its largest request.
     pub bytes: u32,
-    /// On all its events.
+    /// The decision on all its events.
     pub decision: SharedDecision,
-    /// Requests, and bios without one, that have not completed.
+    /// Number of requests, and of bios without a request, that have not completed.
     open: u32,
-    /// Bytes of a bio that is split, for which there are no parts yet.
+    /// Number of bytes of a split bio for which no part has been seen yet.
     unsplit: u32,
     is_split: bool,
     bios: Vec<u32>,
 }
 
-/// A stage in the life of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stage {
-    /// From its submission to the scheduler or the driver: checks, merges, tags, the plug.
+    /// From submission to the scheduler or the driver: checks, merging, tags and the plug.
     Queued,
-    /// It waits for a limit.
+    /// Waiting for a rate limit.
     Throttled,
-    /// In the scheduler.
     Scheduled,
-    /// In the driver.
     Driver,
-    /// The driver was busy.
+    /// Requeued because the driver was busy.
     Requeued,
 }
 
-/// A request that has completed.
 #[derive(Debug)]
 pub struct CompletedRequest {
-    /// The stages with their beginnings, each over when the next begins.
+    /// The stages and their start times in nanoseconds. Each stage ends when the next one starts.
     pub stages: Vec<(Stage, u64)>,
-    /// When it completed.
+    /// When the request completed, in nanoseconds.
     pub completed_ns: u64,
-    /// Its operation.
     pub operation: Operation,
-    /// Where.
     pub sector: Sector,
-    /// How long.
     pub bytes: u32,
     /// The client of its first bio.
     pub client: TraceClient,
-    /// Why it failed.
+    /// The error, if the request failed.
     pub status: Option<Status>,
 }
 
-/// The effects of an item on the I/Os that are followed: [`IoTracker::observe`] returns them.
+/// The effects of an item on the tracked I/Os, returned by [`IoTracker::observe`].
 #[derive(Default)]
 pub struct Effects {
-    /// The decision on the event, which is that on its I/O; `None` if it belongs to none that is known.
+    /// The decision on the I/O of the event, or `None` if the event belongs to no tracked I/O.
     pub decision: Option<SharedDecision>,
-    /// A request that it completes.
+    /// The request that the item completes.
     pub request: Option<CompletedRequest>,
-    /// An I/O that is over with it, and the time.
+    /// The I/O that the item completes, and the time in nanoseconds.
     pub io: Option<(Io, u64)>,
 }
 
@@ -117,22 +105,21 @@ struct QueueTracker {
     next: u64,
     bios: HashMap<u32, u64>,
     requests: HashMap<Tag, Request>,
-    /// Flushes that no driver's flush serves yet.
+    /// Flushes that wait for a flush request.
     flushes: Vec<u64>,
 }
 
-/// Follows the I/Os of a device: finds for each item the I/O that it belongs to, and what completed with it.
+/// Tracks the I/Os of a device: finds the I/O to which each item belongs, and what the item completes.
 pub struct IoTracker {
     queues: Vec<QueueTracker>,
 }
 
 impl IoTracker {
-    /// Of a device with so many queues.
     pub fn new(queues: usize) -> IoTracker {
         IoTracker { queues: (0..queues).map(|_| QueueTracker::default()).collect() }
     }
 
-    /// Takes the next item of a queue.
+    /// Processes the next item of a queue.
     pub fn observe(&mut self, item: &Item) -> Effects {
         let queue = &mut self.queues[item.queue];
         match &item.kind {
@@ -144,14 +131,15 @@ impl IoTracker {
         }
     }
 
-    /// Gives up all that are not over.
+    /// Drops all I/Os that have not completed.
     pub fn finish(&mut self) {
         self.queues.iter_mut().for_each(QueueTracker::forget);
     }
 }
 
 impl QueueTracker {
-    /// Which events belong together is no longer known: numbers of bios and tags are used again.
+    /// Forgets all I/Os after a gap. Numbers of bios and tags are reused, so it is no longer known which
+    /// events belong together.
     fn forget(&mut self) {
         for io in self.ios.values() {
             *io.decision.borrow_mut() = Decision::Dropped;
@@ -230,7 +218,7 @@ impl QueueTracker {
         self.next
     }
 
-    /// The bio is of the I/O `id` from now on.
+    /// Assigns the bio to the I/O `id`.
     fn own(&mut self, bio: u32, id: u64) {
         if bio != NO_BIO {
             self.bios.insert(bio, id);
@@ -252,7 +240,7 @@ impl QueueTracker {
         let id = *self.bios.get(&event.other)?;
         let io = self.ios.get_mut(&id)?;
         if !io.is_split {
-            // The parts are done in its place.
+            // The parts replace the bio, so the bio itself is no longer counted.
             (io.is_split, io.unsplit, io.open) = (true, io.bytes, io.open.saturating_sub(1));
         }
         io.unsplit = io.unsplit.saturating_sub(event.bytes);
@@ -263,7 +251,7 @@ impl QueueTracker {
 
     fn begun(&mut self, tag: Tag, event: &TraceEvent) -> u64 {
         let id = if event.bio == NO_BIO {
-            // A flush of the driver's serves all that wait.
+            // A flush request serves all flushes that wait.
             let waiting = std::mem::take(&mut self.flushes);
             let first = waiting.first().copied();
             for other in waiting.into_iter().skip(1) {
@@ -285,7 +273,8 @@ impl QueueTracker {
     fn merged(&mut self, tag: Tag, event: &TraceEvent) -> Option<u64> {
         let into = self.requests.get(&tag)?.io;
         if let Some(from) = self.bios.get(&event.bio).copied() {
-            // The request that began with this bio, if there was one, is a part of the other.
+            // If the bio already had a request (a scheduler merged two requests), that request is now part of
+            // the other.
             self.requests.retain(|of, request| *of == tag || request.bio != event.bio);
             let queued_ns = self.ios.get(&from).and_then(|io| io.queued_ns);
             if let (Some(queued_ns), Some(request)) = (queued_ns, self.requests.get_mut(&tag))
@@ -298,7 +287,7 @@ impl QueueTracker {
         Some(into)
     }
 
-    /// One request completes for both.
+    /// Combines two I/Os, because one request completes for both.
     fn unite(&mut self, from: u64, into: u64) {
         if from == into {
             if let Some(io) = self.ios.get_mut(&into) {
@@ -347,7 +336,7 @@ mod tests {
     use super::*;
     use EventKind::{BackMerge, Complete, GetRequest, Insert, Issue, Queue, Requeue, Split, Throttle};
 
-    /// The effects of the last of `items`, when none before it completed an I/O.
+    /// Returns the effects of the last of `items`, and asserts that none before it completes an I/O.
     #[track_caller]
     fn observe(items: &[Item]) -> Effects {
         let mut tracker = IoTracker::new(1);
@@ -372,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_has_its_stages_one_after_the_other() {
+    fn the_stages_of_a_request_follow_each_other() {
         let items = [
             step(Queue, 1, 5, None),
             step(GetRequest, 2, 5, Some(9)),
@@ -441,7 +430,7 @@ mod tests {
             with_other(step(Split, 1, 6, None), 5),
             step(GetRequest, 1, 6, Some(1)),
             step(Complete, 2, 6, Some(1)),
-            // The second is made when the first has completed.
+            // The second part is created when the first has completed.
             with_other(step(Split, 3, 7, None), 5),
             step(GetRequest, 3, 7, Some(1)),
             with_other(step(Split, 3, 8, None), 5),
@@ -454,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_of_the_driver_serves_those_that_waited() {
+    fn a_flush_request_serves_all_waiting_flushes() {
         let items = [
             flush(step(Queue, 1, 5, None)),
             flush(step(Queue, 2, 6, None)),
@@ -474,12 +463,12 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_forgets_what_was_open_and_numbers_are_used_again() {
+    fn after_a_gap_open_ios_are_forgotten_and_numbers_reused() {
         let mut tracker = IoTracker::new(1);
         let decision = tracker.observe(&step(Queue, 1, 5, None)).decision.unwrap();
         tracker.observe(&Item { queue: 0, time_ns: 2, kind: ItemKind::Lost(1) });
         assert!(matches!(decision_of(&decision), Decision::Dropped));
-        assert!(tracker.observe(&step(Complete, 2, 5, Some(3))).io.is_none(), "it began before");
+        assert!(tracker.observe(&step(Complete, 2, 5, Some(3))).io.is_none(), "the I/O began before the gap");
         for item in [step(Queue, 3, 5, None), step(GetRequest, 3, 5, Some(3))] {
             assert!(tracker.observe(&item).io.is_none());
         }

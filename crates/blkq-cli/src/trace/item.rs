@@ -1,30 +1,25 @@
-//! One thing that a queue's ring had.
+//! The items of a trace: events, and gaps between events.
 
 use blkq::trace::{EventKind, TraceEvent};
 use blkq::{BioFlags, Operation};
 
-/// An event, or a gap between two.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Item {
-    /// The hardware queue.
     pub queue: usize,
-    /// Of a gap, that of the event behind it.
+    /// The time of the event in nanoseconds. For a gap, the time of the event that follows it.
     pub time_ns: u64,
-    /// An event, or a gap.
     pub kind: ItemKind,
 }
 
-/// An event, or a gap between two: see [`Item`].
+/// An event, or a gap between two events.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ItemKind {
-    /// An event.
     Event(TraceEvent),
-    /// So many events were overwritten before they were read.
+    /// Number of events that were overwritten before they were read.
     Lost(u64),
 }
 
 impl Item {
-    /// The event, if it is one.
     pub fn event(&self) -> Option<&TraceEvent> {
         match &self.kind {
             ItemKind::Event(event) => Some(event),
@@ -33,7 +28,8 @@ impl Item {
     }
 }
 
-/// Operation and flags in the letters of blkparse(1), and `WZ` for write zeroes; `N` of the plug.
+/// Operation and flags as letters, as blkparse(1) prints them, and `WZ` for write zeroes. `N` for events of
+/// the plug.
 pub fn rwbs(event: &TraceEvent) -> String {
     if matches!(event.kind, EventKind::Plug | EventKind::Unplug) {
         return "N".to_owned();
@@ -61,17 +57,16 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// An event of a read, of no bio and no tag.
+    /// An event of a read, without bio and tag.
     pub fn event(kind: EventKind, time_ns: u64) -> TraceEvent {
         TraceEvent::of_plug(kind, 0, time_ns)
     }
 
-    /// `event` of `queue`.
     pub fn item(queue: usize, event: TraceEvent) -> Item {
         Item { queue, time_ns: event.time_ns, kind: ItemKind::Event(event) }
     }
 
-    /// An event of a bio, in microseconds; of a request too, if `tag` is one.
+    /// An event of a bio at `us` microseconds, and of a request if there is a `tag`.
     pub fn step(kind: EventKind, us: u64, bio: u32, tag: Option<u16>) -> Item {
         item(0, TraceEvent { bio, tag: tag.map(Tag), bytes: 4096, ..event(kind, us * 1000) })
     }

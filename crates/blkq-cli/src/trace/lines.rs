@@ -1,4 +1,4 @@
-//! Events as lines for people, close to those of blkparse(1).
+//! Formats events as lines for people, similar to those of blkparse(1).
 
 use std::fmt::Write;
 
@@ -7,8 +7,8 @@ use blkq::trace::EventKind;
 use super::client;
 use super::item::{Item, ItemKind, rwbs};
 
-/// Appends the line of `item`: queue, seconds since `since_ns`, client, event, operation, place and
-/// length in sectors, error.
+/// Appends the line of `item`: queue, seconds since `since_ns`, client, event, operation, position and length
+/// in sectors, error.
 pub fn line(item: &Item, since_ns: u64, out: &mut String) {
     let ns = item.time_ns.saturating_sub(since_ns);
     let queue = item.queue;

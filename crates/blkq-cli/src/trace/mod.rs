@@ -1,6 +1,6 @@
-//! `blkq trace`: the events of a device, as they come from its daemon's memory, and what is made of
-//! them. `rings` reads them, in the order that `ordered` has for all queues, `io_tracker` follows each
-//! I/O through its events, `filter` chooses; `blktrace`, `lines` and `chrome` write them.
+//! `blkq trace`: reads the events of a device from its daemon's memory, and processes them. `rings` reads the
+//! events, and `ordered` merges the queues by time. `io_tracker` follows each I/O through its events, and
+//! `filter` selects I/Os. `blktrace`, `lines` and `chrome` write the output.
 
 pub mod blktrace;
 pub mod chrome;

@@ -1,4 +1,4 @@
-//! Where a trace goes: lines, binary files or a stream, and slices for Perfetto.
+//! The outputs of a trace: lines, binary files or a binary stream, and slices for Perfetto.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -15,50 +15,44 @@ use super::io_tracker::CompletedRequest;
 use super::item::Item;
 use super::lines::line;
 
-/// A trace as it begins.
+/// The start of a trace.
 pub struct TraceStart<'a> {
-    /// The device.
     pub name: &'a str,
-    /// Its hardware queues.
     pub queues: usize,
-    /// The trace's clock.
+    /// Time of the trace's clock.
     pub time_ns: u64,
-    /// The time of day then, since 1970.
+    /// The time of day at that moment, since 1970.
     pub since_epoch: Duration,
 }
 
-/// An output could not be written.
+/// The failure of an output.
 pub enum OutputError {
     /// The reader of standard output has closed it.
     Closed,
-    /// Anything else.
     Failed(Failure),
 }
 
-/// One of the outputs.
 pub enum Output {
-    /// Lines on standard output.
     Lines {
-        /// Of the trace's clock.
+        /// The time of the trace's clock to which the lines are relative.
         since_ns: u64,
-        /// Those that are not written yet.
+        /// Lines that have not been written yet.
         text: String,
     },
-    /// One binary stream on standard output.
+    /// A binary stream on standard output.
     Stream(Encoder, Vec<u8>),
-    /// A binary file for each queue.
+    /// A binary file per queue.
     Files(Vec<(PathBuf, BufWriter<File>, Encoder)>, Vec<u8>),
-    /// Slices.
     Chrome(PathBuf, ChromeWriter<BufWriter<File>>),
 }
 
-/// Creates `path`, in place of nothing but an output that begins with `head`.
+/// Creates `path`. An existing file is replaced only if it is an earlier output, which begins with `head`.
 fn create(path: &Path, head: &[u8]) -> Outcome<BufWriter<File>> {
     let file = output::create(path, |found| found.starts_with(head)).map_err(|e| failure(path, &e))?;
     Ok(BufWriter::with_capacity(1 << 18, file))
 }
 
-/// Removes a binary file of an earlier trace.
+/// Removes the binary file of an earlier trace.
 fn remove_earlier(path: &Path) -> Outcome {
     if fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
         return Ok(());
@@ -69,23 +63,22 @@ fn remove_earlier(path: &Path) -> Outcome {
 }
 
 impl Output {
-    /// Lines on standard output.
     pub fn lines(start: &TraceStart<'_>) -> Output {
         Output::Lines { since_ns: start.time_ns, text: String::new() }
     }
 
-    /// A stream on standard output.
     pub fn stream(start: &TraceStart<'_>) -> Output {
         let (mut encoder, mut bytes) = (Encoder::new(start.queues), Vec::new());
         encoder.begin(0, start.time_ns, start.since_epoch, &mut bytes);
         Output::Stream(encoder, bytes)
     }
 
-    /// Files `PREFIX.blktrace.0` and so on, one per queue; `place` is the prefix, or a directory for
-    /// files with the device's name.
+    /// Creates the files `PREFIX.blktrace.0` and so on, one per queue. `place` is the prefix, or a directory
+    /// for files with the name of the device.
     ///
     /// # Errors
-    /// If one cannot be made.
+    ///
+    /// Fails if a file cannot be created.
     pub fn files(place: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
         let prefix = if place.is_dir() { place.join(start.name) } else { place.to_owned() };
         let path_of = |queue: usize| {
@@ -93,8 +86,8 @@ impl Output {
             path.push(format!(".blktrace.{queue}"));
             PathBuf::from(path)
         };
-        // blkparse reads all there are, up to the first that is missing: those of an earlier trace with more
-        // queues are not of this one.
+        // blkparse reads all files up to the first missing one. So the next file of an earlier trace with
+        // more queues must be removed.
         remove_earlier(&path_of(start.queues))?;
         let open = |queue: usize| -> Outcome<_> {
             let (path, mut encoder, mut bytes) = (path_of(queue), Encoder::new(start.queues), Vec::new());
@@ -106,10 +99,11 @@ impl Output {
         Ok(Output::Files((0..start.queues).map(open).collect::<Outcome<_>>()?, Vec::new()))
     }
 
-    /// A file of slices.
+    /// Creates a file of slices.
     ///
     /// # Errors
-    /// If it cannot be made.
+    ///
+    /// Fails if the file cannot be created.
     pub fn chrome(path: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
         let file = create(path, chrome::HEAD)?;
         let writer = ChromeWriter::new(file, start.name, start.queues, start.time_ns);
@@ -117,15 +111,16 @@ impl Output {
         Ok(Output::Chrome(path.to_owned(), writer))
     }
 
-    /// Whether it has slices, and is to be given requests.
+    /// Whether the output consists of slices, and needs completed requests.
     pub fn wants_requests(&self) -> bool {
         matches!(self, Output::Chrome(..))
     }
 
-    /// Writes these items.
+    /// Writes `items`.
     ///
     /// # Errors
-    /// If they cannot be written.
+    ///
+    /// Fails if they cannot be written.
     pub fn items(&mut self, items: &[Item]) -> Result<(), OutputError> {
         match self {
             Output::Lines { since_ns, text } => {
@@ -148,16 +143,17 @@ impl Output {
                     bytes.clear();
                     written.map_err(|e| failed(path, &e))?;
                 }
-                // So that a reader, and a kill, find in the files what has happened.
+                // Flush, so that readers see recent events, and a kill loses few.
                 files.iter_mut().try_for_each(|(path, file, _)| file.flush().map_err(|e| failed(path, &e)))
             }
             Output::Chrome(..) => Ok(()),
         }
     }
 
-    /// Writes a request that has completed, if it has slices.
+    /// Writes a completed request, if the output consists of slices.
     ///
     /// # Errors
+    ///
     /// As [`Output::items`].
     pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> Result<(), OutputError> {
         match self {
@@ -166,9 +162,10 @@ impl Output {
         }
     }
 
-    /// Completes the output. Returns the files that it is in.
+    /// Completes the output. Returns the paths of its files.
     ///
     /// # Errors
+    ///
     /// As [`Output::items`].
     pub fn finish(self) -> Result<Vec<PathBuf>, OutputError> {
         match self {
@@ -200,7 +197,7 @@ fn to_stdout(bytes: &[u8]) -> Result<(), OutputError> {
     match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
         Ok(()) => Ok(()),
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(OutputError::Closed),
-        Err(e) => Err(OutputError::Failed(Failure::new(format!("standard output: {e}")))),
+        Err(e) => Err(OutputError::Failed(Failure::new(format!("cannot write standard output: {e}")))),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The rings of a trace, of which each read takes a bounded part.
+//! Reads the rings of a trace, a bounded amount at a time.
 
 use std::sync::Arc;
 
@@ -7,58 +7,55 @@ use blkq::trace::{TraceEvent, TraceMemory, TraceReader};
 use super::item::{Item, ItemKind};
 use super::ordered::Ordered;
 
-/// Reads the rings of all queues.
 pub struct Rings {
     queues: Vec<QueueRing>,
     ordered: Ordered,
-    /// The events of a page.
+    /// A buffer for the events of a page.
     events: Vec<TraceEvent>,
 }
 
 struct QueueRing {
     reader: TraceReader,
-    /// How many events are missing before the next one.
+    /// Number of events that are missing before the next one.
     lost: u64,
 }
 
-/// Items that one read took from the rings.
+/// The items of one read.
 pub struct Batch {
-    /// In the order of their times.
     pub items: Vec<Item>,
-    /// There is more to read now.
+    /// Whether there is more to read now.
     pub more: bool,
 }
 
 impl Rings {
-    /// The rings in `memory`, each from its first event on.
+    /// Reads the rings in `memory` from their first events on.
     pub fn new(memory: &Arc<TraceMemory>) -> Rings {
         let readers = (0..memory.queue_count()).filter_map(|queue| TraceReader::new(memory, queue));
         let queues: Vec<_> = readers.map(|reader| QueueRing { reader, lost: 0 }).collect();
         Rings { ordered: Ordered::new(queues.len()), queues, events: Vec::new() }
     }
 
-    /// How many there are.
     pub fn queue_count(&self) -> usize {
         self.queues.len()
     }
 
-    /// Reads what was written before `now_ns`, a time that has come, or a part of it. Returns the items that nothing
-    /// comes before any more.
+    /// Reads what was written before `now_ns`, or a part of it. `now_ns` must not be in the future. Returns
+    /// the items that no later item can precede.
     pub fn read(&mut self, now_ns: u64) -> Batch {
-        let mut behind = self.ordered.queue_behind(now_ns);
-        while let Some(queue) = behind
+        let mut lagging = self.ordered.most_lagging_queue(now_ns);
+        while let Some(queue) = lagging
             && !self.ordered.is_full()
         {
             let QueueRing { reader, lost } = &mut self.queues[queue];
             let page = reader.read(&mut self.events);
             *lost += page.lost;
             self.ordered.add(queue, items_of(queue, lost, &mut self.events), now_ns, page.more);
-            behind = self.ordered.queue_behind(now_ns);
+            lagging = self.ordered.most_lagging_queue(now_ns);
         }
-        Batch { items: self.ordered.take(), more: behind.is_some() }
+        Batch { items: self.ordered.take(), more: lagging.is_some() }
     }
 
-    /// Takes all that was read, and of each queue what is missing behind its last event.
+    /// Returns all remaining items, and a gap for each queue whose last events are missing.
     pub fn finish(&mut self) -> Vec<Item> {
         let mut items = self.ordered.take_all();
         for (queue, QueueRing { lost, .. }) in self.queues.iter_mut().enumerate() {
@@ -70,7 +67,8 @@ impl Rings {
     }
 }
 
-/// The `events` of a queue, behind the gap of `lost` ones; that has no time, and waits, if there are none.
+/// The `events` of a queue, preceded by a gap of `lost` events. A gap has the time of the next event; if
+/// there is none, the gap is kept for later.
 fn items_of(queue: usize, lost: &mut u64, events: &mut Vec<TraceEvent>) -> impl Iterator<Item = Item> {
     let gap = events.first().filter(|_| *lost > 0).map(|first| Item {
         queue,
@@ -92,7 +90,7 @@ mod tests {
     use super::super::ordered::WAITING_MAX;
     use super::*;
 
-    /// Has `ios` reads traced, each as six events: it is a plug of its own.
+    /// Submits `ios` reads. Each one is plugged on its own and traced as six events.
     fn read_blocks(queue: &mut LocalQueue, ios: usize) {
         let mut buffer = IoBuffer::zeroed(512);
         for _ in 0..ios {
@@ -138,14 +136,14 @@ mod tests {
         }
         check(&rings.finish());
         assert_eq!(events, (ios + 2) * 6);
-        assert!(batches > 1, "it was not far behind");
+        assert!(batches > 1, "the reader did not lag");
     }
 
     #[test]
     fn a_gap_comes_before_the_next_event_of_its_queue() {
         let mut lost = 5;
         assert_eq!(items_of(1, &mut lost, &mut Vec::new()).count(), 0);
-        assert_eq!(lost, 5, "it has no time yet");
+        assert_eq!(lost, 5, "the gap has no time yet");
         let next = event(EventKind::Queue, 7);
         let items: Vec<_> =
             items_of(1, &mut lost, &mut vec![next]).chain(items_of(1, &mut 0, &mut vec![next])).collect();

@@ -1,4 +1,4 @@
-//! A trace whose writer has become anything: its events fit together in no way.
+//! Tests with arbitrary events, as a compromised daemon could write them.
 
 use blkq::trace::{EventKind, NO_BIO, TraceClient, TraceEvent};
 use blkq::{BioFlags, Operation, Sector, Tag};
@@ -12,7 +12,7 @@ use super::io_tracker::IoTracker;
 use super::item::{Item, ItemKind};
 use super::lines::line;
 
-/// Few bios and tags, so that they meet; numbers at the ends of their ranges.
+/// Uses few bios and tags, so that events meet, and numbers at the ends of their ranges.
 fn event() -> impl Strategy<Value = TraceEvent> {
     let number = || prop_oneof![0..4_u32, Just(NO_BIO), Just(u32::MAX - 1)];
     let place = (select(&[0, 8, u64::MAX][..]), select(&[0, 512, u32::MAX][..]), any::<u8>());
@@ -47,7 +47,7 @@ fn item() -> impl Strategy<Value = Item> {
 proptest! {
     // Contract: bounded-input
     #[test]
-    fn events_that_fit_together_in_no_way_are_written(items in prop::collection::vec(item(), 1..200)) {
+    fn arbitrary_sequences_of_events_are_written(items in prop::collection::vec(item(), 1..200)) {
         let (mut tracker, mut filtered) = (IoTracker::new(2), Filtered::new(Filter::default()));
         let (mut encoder, mut bytes, mut text) = (Encoder::new(2), Vec::new(), String::new());
         let mut chrome = ChromeWriter::new(Vec::new(), "d", 2, 7).unwrap();
@@ -63,7 +63,7 @@ proptest! {
         }
         tracker.finish();
         filtered.take();
-        prop_assert!(filtered.take_requests().is_empty(), "what is not over is left out");
+        prop_assert!(filtered.take_requests().is_empty(), "open I/Os are left out");
         chrome.finish().unwrap();
         prop_assert_eq!(text.lines().count(), items.len());
     }
