@@ -8,25 +8,27 @@ use blkq_export::nbd::SocketAccess;
 
 use crate::failure::{Failure, Outcome};
 
-/// The mode if only a group is given: its members may connect.
+/// The mode of sockets if only a group is given: the members of the group may connect.
 const GROUP_MODE: u32 = 0o660;
-/// Most bytes that the C library may want for the record of a group, with all of its members.
+/// Maximum size of the buffer for the record of a group with all its members, in bytes.
 const GROUP_BYTES_MAX: usize = 1 << 20;
 
-/// A mode as chmod(1) takes it, in octal digits.
+/// Parses a mode in octal digits, as for chmod(1).
 ///
 /// # Errors
-/// The rule, if it is none.
+///
+/// Returns the rule that `text` breaks.
 pub fn parse_mode(text: &str) -> Result<u32, String> {
     let is_octal = (3..=4).contains(&text.len()) && text.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| is_octal && *mode <= 0o777);
-    mode.ok_or_else(|| "a mode is three octal digits, such as 660".to_owned())
+    mode.ok_or_else(|| "a mode has three octal digits, for example 660".to_owned())
 }
 
-/// The access that the options ask for; with a group alone its members may connect.
+/// The access that the options request. If only a group is given, its members may connect.
 ///
 /// # Errors
-/// If there is no such group.
+///
+/// Fails if there is no such group.
 pub fn socket_access(mode: Option<u32>, group: Option<&str>) -> Outcome<SocketAccess> {
     let default = SocketAccess::default().mode;
     let group = group.map(group_number).transpose()?;
@@ -34,7 +36,7 @@ pub fn socket_access(mode: Option<u32>, group: Option<&str>) -> Outcome<SocketAc
     Ok(SocketAccess { mode, group })
 }
 
-/// The number of a group given by its name or its number.
+/// The ID of a group, given by name or ID.
 fn group_number(name: &str) -> Outcome<u32> {
     let no_group = || Failure::new(format!("--socket-group {name}: there is no such group"));
     let c_name = CString::new(name).map_err(|_| no_group())?;
@@ -45,14 +47,14 @@ fn group_number(name: &str) -> Outcome<u32> {
     }
 }
 
-/// Asks the C library, which knows groups that are in no file too.
+/// Asks the C library, because groups need not be in a file.
 fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
     let mut buffer = vec![0; 4096];
     loop {
         let mut group = std::mem::MaybeUninit::<libc::group>::uninit();
         let mut found = std::ptr::null_mut();
-        // SAFETY: the name ends with a NUL, `group` and `found` have room for what is written, and
-        // the buffer is as long as the length that is passed.
+        // SAFETY: the name ends with a NUL, `group` and `found` are valid for writes, and the length is that
+        // of the buffer.
         let error = unsafe {
             libc::getgrnam_r(
                 name.as_ptr(),
@@ -63,9 +65,9 @@ fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
             )
         };
         match error {
-            // SAFETY: `found` points to `group`, which was written then.
+            // SAFETY: `found` points to `group`, which the call has initialized.
             0 if !found.is_null() => return Ok(Some(unsafe { (*found).gr_gid })),
-            // getgrnam(3) lists these as other errors for a group that does not exist.
+            // According to getgrnam(3), these errors, too, can mean that the group does not exist.
             0 | libc::ENOENT | libc::ESRCH | libc::EBADF | libc::EPERM => return Ok(None),
             libc::EINTR => {}
             libc::ERANGE if buffer.len() < GROUP_BYTES_MAX => buffer.resize(buffer.len() * 2, 0),
@@ -74,7 +76,7 @@ fn find_group(name: &CStr) -> std::io::Result<Option<u32>> {
     }
 }
 
-/// A directory above the socket `path` that keeps out users that may use the socket.
+/// Returns an ancestor directory of the socket `path` that some of the intended clients cannot enter.
 pub fn closed_directory(path: &Path, access: SocketAccess) -> Option<PathBuf> {
     let (group, to_all) = (access.group, access.mode & 0o002 != 0);
     if !to_all && access.mode & 0o020 == 0 {

@@ -1,4 +1,4 @@
-//! Detaching a device with its last client: the `autoclear` of a loop device.
+//! `--autoclear`: detaches a device with its last client, as `LO_FLAGS_AUTOCLEAR` does for a loop device.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -8,30 +8,30 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::failure::{Failure, Outcome};
 
-/// Whether the device is to detach, and the event by which its daemon learns that it has no clients.
+/// Whether the device detaches with its last client, and the event that is signalled when it has no
+/// clients.
 pub struct Autoclear {
     on: AtomicBool,
     idle: Arc<OwnedFd>,
 }
 
 impl Autoclear {
-    /// Of a device that has no clients yet.
+    /// For a device that has no clients yet.
     ///
     /// # Errors
-    /// If the process has no descriptor left.
+    ///
+    /// Fails if no file descriptor is left.
     pub fn new(on: bool) -> Outcome<Autoclear> {
         Ok(Autoclear { on: AtomicBool::new(on), idle: new_event()? })
     }
 
-    /// Readable when the last client has disconnected; for the exports to write, whether it is on
-    /// or not.
+    /// Readable after the last client has disconnected. The exports write it, whether autoclear is on or off.
     pub fn idle_event(&self) -> &Arc<OwnedFd> {
         &self.idle
     }
 
-    /// Makes the event ready for the next time.
     pub fn take_event(&self) {
-        // Empty: another thread has read it.
+        // A failed read is ignored: another thread may have reset the event.
         let _ = rustix::io::read(&self.idle, &mut [0; 8]);
     }
 
@@ -40,17 +40,18 @@ impl Autoclear {
         self.on.load(Ordering::SeqCst)
     }
 
-    /// Changes that; clients that are connected count, those that were before do not.
+    /// Switches autoclear on or off. Only clients that disconnect from now on count.
     pub fn set(&self, on: bool) {
         self.on.store(on, Ordering::SeqCst);
     }
 }
 
-/// An eventfd that does not block.
+/// Creates a nonblocking eventfd.
 ///
 /// # Errors
-/// If the process has no descriptor left.
+///
+/// Fails if no file descriptor is left.
 pub fn new_event() -> Outcome<Arc<OwnedFd>> {
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-    event.map(Arc::new).map_err(|e| Failure::new(format!("eventfd: {e}")))
+    event.map(Arc::new).map_err(|e| Failure::new(format!("cannot create an eventfd: {e}")))
 }

@@ -1,38 +1,35 @@
-//! Which file is behind a device, and which of its bytes.
+//! The image file of a device, and the bytes of it that are served.
 
 use std::path::Path;
 
 pub use crate::file_id::FileId;
 use crate::info::DeviceInfo;
 
-/// Bytes of a file, as they were asked for.
+/// A range of bytes of a file, as the options request it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Window {
-    /// The first.
     pub offset: u64,
-    /// How many at most; `None`: up to the end of the file.
+    /// The maximum length in bytes, or `None` for the rest of the file.
     pub size_limit: Option<u64>,
 }
 
 impl Window {
-    /// Whether they have a byte in common, in a file that is long enough.
+    /// Whether the two ranges have a byte in common if the file is long enough.
     pub fn overlaps(self, other: Window) -> bool {
         let end = |window: Window| window.offset.saturating_add(window.size_limit.unwrap_or(u64::MAX));
         self.offset < end(other) && other.offset < end(self)
     }
 }
 
-/// The file behind a device.
+/// The image file of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Backing {
-    /// The file.
     pub file: FileId,
-    /// The part of it that is served.
     pub window: Window,
 }
 
 impl Backing {
-    /// The window of `info`, if it is an image.
+    /// The image file of the device, if it has one.
     pub fn of(info: &DeviceInfo) -> Option<Backing> {
         let fact = |name: &str| fact(info, name);
         let (major, minor) = fact("backing-device")?.split_once(':')?;
@@ -44,8 +41,7 @@ impl Backing {
     }
 }
 
-/// Whether `path` is what is behind the device: by its file, or, where there is none any
-/// more, by its name.
+/// Whether `path` is the image of the device. Compares the files, or the names if there is no file at `path`.
 pub fn is_behind(path: &Path, info: &DeviceInfo) -> bool {
     match FileId::of(path) {
         Some(file) => Backing::of(info).is_some_and(|backing| backing.file == file),
@@ -56,7 +52,8 @@ pub fn is_behind(path: &Path, info: &DeviceInfo) -> bool {
     }
 }
 
-/// The path that the image has now, marked ` (deleted)` if it has none; of others their spec.
+/// The current path of the image, followed by ` (deleted)` if the file was removed. For other images, their
+/// spec.
 pub fn shown_path(info: &DeviceInfo) -> String {
     fact(info, "backing-file").unwrap_or(&info.image).to_owned()
 }

@@ -1,45 +1,39 @@
-//! Dirty bitmaps as commands and daemons exchange them.
+//! Dirty bitmaps, as commands and daemons exchange them.
 
 use std::fmt::{self, Display, Formatter};
 
 use serde::{Deserialize, Serialize};
 
-/// A change of the dirty bitmaps, at one moment.
+/// An atomic change of the dirty bitmaps.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum BitmapChange {
-    /// A bitmap of the writes from now on.
+    /// Adds a bitmap, which records writes from now on.
     Add {
-        /// Its name.
         name: String,
-        /// The bytes that one bit stands for.
+        /// Number of bytes per bit.
         granularity: u64,
     },
-    /// There is no such bitmap any more.
     Remove {
-        /// Its name.
         name: String,
     },
-    /// It has no bit set, and gets those of writes from now on.
+    /// Clears all bits of a bitmap.
     Clear {
-        /// Its name.
         name: String,
     },
-    /// Writes set its bits from now on.
+    /// Makes a bitmap record writes again.
     Enable {
-        /// Its name.
         name: String,
     },
-    /// It stays as it is.
+    /// Makes a bitmap stop recording writes; its bits stay.
     Disable {
-        /// Its name.
         name: String,
     },
-    /// All that is dirty in some is dirty in another one, too.
+    /// Sets the bits of several bitmaps in another one, too.
     Merge {
-        /// The names of those that stay as they are.
+        /// The names of the bitmaps that are read. They do not change.
         from: Vec<String>,
-        /// The name of the other one.
+        /// The name of the bitmap that changes.
         into: String,
     },
 }
@@ -58,15 +52,13 @@ impl Display for BitmapChange {
     }
 }
 
-/// A dirty bitmap. Sizes in bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BitmapInfo {
-    /// Its name.
     pub name: String,
-    /// The part of the device that one bit stands for.
+    /// Number of bytes per bit.
     pub granularity: u64,
-    /// The parts that were written to since it was added or cleared; `None` of an inconsistent one.
+    /// Number of dirty bytes; `None` if the bitmap is inconsistent.
     pub dirty: Option<u64>,
-    /// `recording`; `disabled`, which stays as it is; `inconsistent`, in which writes may be missing.
+    /// `recording`, `disabled` (writes are not recorded) or `inconsistent` (recorded writes may be missing).
     pub state: String,
 }

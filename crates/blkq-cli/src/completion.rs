@@ -1,5 +1,5 @@
-//! Completions that are not in the definition of the command line: the devices that there
-//! are, and the keys of `blkq set`. The scripts of `blkq generate completions` run this program for it.
+//! Shell completions that the definition of the command line does not contain: the names of devices, and the
+//! keys of `blkq set`. The scripts of `blkq generate completions` run this program to get them.
 
 use std::ffi::OsStr;
 
@@ -8,9 +8,9 @@ use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCan
 use crate::settings::KEYS;
 use crate::state::StateDir;
 
-/// Set by the scripts to the name of their shell.
+/// The environment variable that the scripts set to the name of their shell.
 pub const VARIABLE: &str = "COMPLETE";
-/// Names of devices, without asking their daemons.
+/// The names of devices. Their daemons are not asked, because they may hang.
 pub fn devices() -> ArgValueCandidates {
     ArgValueCandidates::new(|| {
         let names = StateDir::locate().and_then(|dir| dir.names()).unwrap_or_default();
@@ -18,7 +18,7 @@ pub fn devices() -> ArgValueCandidates {
     })
 }
 
-/// Keys of settings, up to the value.
+/// The keys of settings, with the `=`.
 pub fn settings() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let current = current.to_string_lossy();

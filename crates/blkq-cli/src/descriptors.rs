@@ -1,5 +1,5 @@
-//! Which descriptors a daemon begins with, and how many clients there may be, so that some are left
-//! for commands: a daemon whose clients have used up all could not be detached.
+//! File descriptors of a daemon: which ones it starts with, and how many clients it accepts. Clients must not
+//! use up all descriptors, because the device could then no longer be detached.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,46 +9,49 @@ use std::process::Command;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Resource, getrlimit};
 
-/// Kept back: for the control socket's clients, log and state files, and the sockets that are
-/// taken only to be turned away.
+/// Number of descriptors that clients do not get. They are for clients of the control socket, log and state
+/// files, and sockets that are accepted only to be rejected.
 const KEPT: usize = 32;
 
-/// Has the program of `command` inherit standard input, output and error only: another descriptor
-/// would keep a caller's lock locked and its pipe open for as long as the program runs.
+/// Makes `command` inherit only standard input, output and error. Any other descriptor would keep a lock or a
+/// pipe of the caller open while the program runs.
 pub fn inherit_standard_only(command: &mut Command) -> &mut Command {
     const ON_EXEC: libc::c_uint = libc::CLOSE_RANGE_CLOEXEC;
-    // SAFETY: one system call between fork and exec, which allocates nothing.
+    // SAFETY: between fork and exec, this makes one system call and allocates nothing.
     unsafe { command.pre_exec(|| close_range(libc::STDERR_FILENO as libc::c_uint + 1, ON_EXEC)) }
 }
 
 /// Closes all descriptors from `first` on.
 ///
 /// # Errors
-/// The error of the kernel.
+///
+/// Returns the error of the kernel.
 ///
 /// # Safety
-/// Nothing in this process owns one of them.
+///
+/// Nothing in this process may own one of these descriptors.
 pub unsafe fn close_from(first: u32) -> io::Result<()> {
     close_range(first, 0)
 }
 
 fn close_range(first: libc::c_uint, flags: libc::c_uint) -> io::Result<()> {
-    // SAFETY: no memory is involved; whose descriptors these are is the callers' concern.
+    // SAFETY: the call accesses no memory; the callers are responsible for the descriptors.
     match unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, flags) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Takes those that are kept back, until they are dropped: what then takes all that there are leaves them.
+/// Occupies the reserved descriptors until the result is dropped, so that code which takes all free
+/// descriptors leaves them.
 pub fn reserve() -> Vec<OwnedFd> {
     std::iter::repeat_with(|| eventfd(0, EventfdFlags::CLOEXEC)).take(KEPT).map_while(Result::ok).collect()
 }
 
-/// Clients that each of `servers` may have, of the `asked` ones; at least one.
+/// The number of clients that each of `servers` may accept: at most `asked`, at least one.
 pub fn clients_max(asked: usize, servers: usize) -> usize {
     let limit = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |limit| limit as usize);
-    // Descriptors that cannot be counted are not there.
+    // If the open descriptors cannot be counted, none is assumed.
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
     share(asked, servers, limit.saturating_sub(open))
 }

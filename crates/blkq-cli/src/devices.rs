@@ -1,4 +1,4 @@
-//! The devices that there are, as their daemons describe them.
+//! Lists and finds devices, described by their daemons.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -13,27 +13,23 @@ use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::state::{Fate, Found, Remains, StateDir, check_name};
 
-/// One that there is.
+/// A device, in whatever state.
 #[derive(Serialize, Debug)]
 #[serde(untagged)]
 pub enum Entry {
-    /// Its daemon described it.
+    /// The daemon described the device.
     Device(Box<DeviceInfo>),
-    /// Its daemon died.
     Remains(Box<Remains>),
-    /// It is configured, and not attached.
+    /// The device is configured but not attached.
     Configured(Box<Configured>),
-    /// Its daemon does not answer, or its configuration is not understood.
+    /// The daemon does not answer, or the configuration file is malformed.
     Silent {
-        /// Its name.
         name: String,
-        /// Why.
         error: String,
     },
 }
 
 impl Entry {
-    /// The name of the device.
     pub fn name(&self) -> &str {
         match self {
             Entry::Device(info) => &info.name,
@@ -44,10 +40,11 @@ impl Entry {
     }
 }
 
-/// All devices, by name. Nothing is changed, and every name can be taken meanwhile.
+/// All devices, sorted by name. Nothing is changed, and no lock is taken.
 ///
 /// # Errors
-/// If the state directory cannot be read.
+///
+/// Fails if the state directory cannot be read.
 pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     let mut entries = Vec::new();
     for name in dir.names()? {
@@ -59,10 +56,11 @@ pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     Ok(entries)
 }
 
-/// The devices of the configuration files that are not among `entries`, by name.
+/// The devices of the configuration files that are not among `entries`, sorted by name.
 ///
 /// # Errors
-/// If the directory of the files cannot be read.
+///
+/// Fails if the directory of the files cannot be read.
 pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
     let is_attached = |name: &str| entries.iter().any(|entry| entry.name() == name);
     let mut others = Vec::new();
@@ -81,10 +79,11 @@ pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
     Ok(others)
 }
 
-/// The device `name`, as far as it can be seen; `None` if there is none.
+/// Describes the device `name`. Returns `None` if there is no such device.
 ///
 /// # Errors
-/// If its daemon does not answer.
+///
+/// Fails if the daemon does not answer.
 pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
     if let Called::Answered(info) = call(dir, name, &Request::Show {})? {
         return Ok(Some(Entry::Device(info)));
@@ -96,12 +95,13 @@ pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
     })
 }
 
-/// The name of the device that `word` means: its name, the path of its image by any name, or where
-/// it is found (a URI, `/dev/ublkb0`, `ublkb0`, or a link to that). `None` if there is none.
+/// The name of the device that `word` refers to: by its name, by a path of its image, or by an export (a URI,
+/// `/dev/ublkb0`, `ublkb0`, or a link to the node). Returns `None` if there is no such device.
 ///
 /// # Errors
-/// If several devices have that image, or one has that name and another one that image or node; if the state directory
-/// cannot be read.
+///
+/// Fails if `word` is ambiguous: several devices have that image, or it is the name of one device and the
+/// image or the node of another. Also fails if the state directory cannot be read.
 pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
     let target = Target::of(word);
     if check_name(word).is_ok() && dir.file(word, ".lock").exists() {
@@ -113,7 +113,7 @@ pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
                     None => ("node", format!("/dev/{word}")),
                 };
                 return Err(Failure::new(format!(
-                    "{word} is the name of a device, and the {what} of the device {other}; for that one, write {path} or \
+                    "{word} is the name of a device, and the {what} of the device {other}; for the latter, use {path} or \
                      {other}"
                 )));
             }
@@ -122,7 +122,7 @@ pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
     }
     let mut names = target.devices(dir)?;
     if names.len() > 1 {
-        // One that serves the image is meant, and not one that did.
+        // A device that serves the image takes precedence over dead ones that served it.
         let is_dead =
             |name: &String| matches!(dir.inspect(name), Ok(Found::Remains(it)) if it.state == Fate::Dead);
         let (dead, live): (Vec<_>, Vec<_>) = names.into_iter().partition(is_dead);
@@ -131,16 +131,18 @@ pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
     match &names[..] {
         [] => Ok(None),
         [name] => Ok(Some(name.clone())),
-        names => Err(Failure::new(format!("{word}: attached as {}; name one of them", names.join(", ")))),
+        names => {
+            Err(Failure::new(format!("{word} is attached as {}; use one of these names", names.join(", "))))
+        }
     }
 }
 
-/// A word of the user as an image or an export.
+/// A word of the user, interpreted as an image or an export.
 struct Target<'a> {
     word: &'a str,
     path: &'a Path,
     file: Option<FileId>,
-    /// `/dev/WORD`, or where that leads.
+    /// `/dev/WORD`, or the target of that link.
     node: PathBuf,
 }
 
@@ -152,26 +154,25 @@ impl Target<'_> {
         Target { word, path, file: FileId::of(path), node }
     }
 
-    /// Whether there is such a file or node.
     fn exists(&self) -> bool {
         self.file.is_some() || self.node.exists()
     }
 
-    /// Whether it is the image or an export of the device `name`.
+    /// Whether the word refers to the image or an export of the device `name`.
     fn is(&self, dir: &StateDir, name: &str) -> bool {
         let is_at = |exports: &[String]| {
             exports.iter().any(|export| export == self.word || Path::new(export) == self.node)
         };
         match call::<DeviceInfo>(dir, name, &Request::Show {}) {
             Ok(Called::Answered(info)) => is_at(&info.exports) || is_behind(self.path, &info),
-            // It is dead, or does not answer: then its state file counts.
+            // If the daemon is dead or does not answer, use its state file.
             _ => dir.read_state(name).is_some_and(|state| {
                 is_at(&state.exports) || self.file.is_some() && FileId::of(state.image_path()) == self.file
             }),
         }
     }
 
-    /// The devices that it is an image or an export of.
+    /// The devices of which this is the image or an export.
     fn devices(&self, dir: &StateDir) -> Outcome<Vec<String>> {
         let mut names = dir.names()?;
         names.retain(|name| self.is(dir, name));
@@ -179,8 +180,8 @@ impl Target<'_> {
     }
 }
 
-/// The word that means a device as text. One that is not UTF-8 can only be the path of an image, and becomes the name of
-/// the device that has the image.
+/// A word that refers to a device, as text. A word that is not UTF-8 can only be the path of an image; it is
+/// replaced by the name of the device that has the image.
 pub fn word_of(word: &OsStr) -> String {
     let name_of_image = || {
         let (dir, file) = (StateDir::locate().ok()?, FileId::of(word)?);
@@ -195,23 +196,24 @@ pub fn word_of(word: &OsStr) -> String {
     }
 }
 
-/// Parses a word that means a device ([`word_of`]).
 pub fn device_parser() -> impl TypedValueParser<Value = String> {
     OsStringValueParser::new().map(|word| word_of(&word))
 }
 
-/// As [`name_of`], for a device that must be there.
+/// As [`name_of`], for a device that must exist.
 ///
 /// # Errors
-/// As there, and if there is none.
+///
+/// As [`name_of`]; also fails if there is no such device.
 pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
     name_of(dir, word)?.ok_or_else(|| no_such_device(word))
 }
 
-/// The device that `word` means, as [`name_of`] has it. `None` if there is none.
+/// Describes the device that `word` refers to (see [`name_of`]). Returns `None` if there is no such device.
 ///
 /// # Errors
-/// As there, and if its daemon does not answer, or died.
+///
+/// As [`name_of`]; also fails if the daemon does not answer or died.
 pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
     let Some(name) = name_of(dir, word)? else { return Ok(None) };
     match inspect(dir, &name)? {

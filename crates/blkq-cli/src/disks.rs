@@ -1,16 +1,15 @@
-//! Which disks a file system is on, by sysfs.
+//! Finds the disks on which a file system is, through sysfs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where sysfs is.
 pub const SYSFS: &str = "/sys";
-/// Most devices on top of each other: as many as make no sense.
+/// Maximum nesting of devices. Real stacks are much less deep.
 const DEPTH_MAX: u32 = 16;
 
-/// The names of the disks under the block device with that major and minor number, its own first: of a partition that
-/// of its disk, and of a mapped device, an array or a loop device also those it is made of. None where sysfs has no
-/// such device, as of file systems that have a number of their own.
+/// The names of the disks under the block device with these major and minor numbers, starting with its own.
+/// For a partition this is its disk; for a mapped device, an array or a loop device, the underlying devices
+/// follow. Empty if sysfs has no such device, for example for file systems with anonymous device numbers.
 pub fn disks_under(sysfs: &Path, (major, minor): (u32, u32)) -> Vec<String> {
     let mut names = Vec::new();
     if let Ok(path) = sysfs.join(format!("dev/block/{major}:{minor}")).canonicalize() {

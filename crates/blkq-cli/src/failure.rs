@@ -1,4 +1,4 @@
-//! Why a command did not do what was asked: one line for the user, and an exit code.
+//! Failures of commands: one line for the user, and an exit code.
 
 use std::fmt;
 use std::process::ExitCode;
@@ -9,50 +9,51 @@ use blkq::text::escaped;
 /// Exit code of a command that was refused or failed.
 pub const EXIT_FAILED: u8 = 1;
 
-/// Exit code of a daemon that left its device to the next one, for service managers.
+/// Exit code of a daemon that handed its device to the next one, for service managers.
 pub const EXIT_LEFT: u8 = 3;
 
-/// Exit code of a daemon that detached its device when the last flush had failed: another start fixes nothing.
+/// Exit code of a daemon that detached its device although the last flush had failed. Restarting it would not
+/// help.
 pub const EXIT_UNFLUSHED: u8 = 4;
 
-/// One line: what was tried, why it did not work, and the cure.
+/// One line: what failed, why, and a hint.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
     line: String,
     busy: bool,
 }
 
-/// The outcome of a command.
 pub type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {
-    /// A failure in one line of the form `what: why; cure`. Control characters of names that came from outside are
-    /// escaped, so that it stays one line.
+    /// Creates a failure from a line of the form `what: why; hint`. Control characters, which names may
+    /// contain, are escaped, so that it stays one line.
     pub fn new(line: impl AsRef<str>) -> Failure {
         Failure { line: escaped(line.as_ref()), busy: false }
     }
 
-    /// Whether the block layer or an attachment was busy, so that the same may succeed later.
+    /// Whether the block layer or an attachment was busy, so that trying again may succeed.
     pub fn is_busy(&self) -> bool {
         self.busy
     }
 
-    /// Why the block layer or an attachment refused something, with a `cure` that the command has for
-    /// errors of this `kind` that name none: the libraries know none of its options and subcommands.
-    pub fn of(error: blkq::Error, kind: ErrorKind, cure: &str) -> Failure {
+    /// Adds a `hint` to an error of the given `kind`, unless the error already has one. The libraries do not
+    /// know the options and subcommands of this program.
+    pub fn of(error: blkq::Error, kind: ErrorKind, hint: &str) -> Failure {
         match error.kind() == kind && !error.has_cure() {
-            true => Failure::new(format!("{error}; {cure}")),
+            true => Failure::new(format!("{error}; {hint}")),
             false => error.into(),
         }
     }
 
-    /// A device does not stop, or change, while so many requests are held.
+    /// The refusal to stop or change a device while requests are held.
     pub fn held(requests: u64) -> Failure {
         let are = if requests == 1 { "request is" } else { "requests are" };
-        Failure::new(format!("{requests} {are} held after I/O errors; {HELD_CURE}"))
+        Failure::new(format!("{requests} {are} held after I/O errors; {HELD_HINT}"))
     }
 
-    /// The same failure, as part of doing `what`. An object that ends `what` and begins the failure is named once.
+    /// Prefixes the failure with `what`. If `what` ends with the object with which the failure begins, the
+    /// object is named only once.
     pub fn during(self, what: impl fmt::Display) -> Failure {
         let what = escaped(&what.to_string());
         let repeated = self.line.split_once(": ").filter(|(object, _)| {
@@ -62,7 +63,7 @@ impl Failure {
         Failure::new(format!("{what}: {why}"))
     }
 
-    /// Why a device that is not to be in use could not be stopped or shrunk, with the cure.
+    /// The failure of a command with the option --force, if the device is in use.
     pub fn unless_forced(error: blkq::Error) -> Failure {
         match error.kind() {
             ErrorKind::Busy => Failure::new(format!("{error}, or use --force")),
@@ -71,14 +72,15 @@ impl Failure {
     }
 }
 
-/// The cure of [`ErrorKind::Held`].
-const HELD_CURE: &str = "blkq resume reissues them, or fails them with --fail";
+/// The hint for held requests.
+const HELD_HINT: &str = "`blkq resume` reissues them, `blkq resume --fail` fails them";
 
-/// Does `what` with one after the other, whatever became of those before. Each failure is reported
-/// on the way, and only the exit code remains.
+/// Calls `what` for each element, even if it failed for earlier ones. Failures are printed immediately, and
+/// only the exit code remains.
 ///
 /// # Errors
-/// None.
+///
+/// Never fails.
 pub fn for_each<T>(all: &[T], mut what: impl FnMut(&T) -> Outcome) -> Outcome<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for one in all {
@@ -100,22 +102,22 @@ impl std::error::Error for Failure {}
 
 impl From<blkq::Error> for Failure {
     fn from(error: blkq::Error) -> Failure {
-        let failure = Failure::new(format!("{error}{}", cure_of(error.kind())));
+        let failure = Failure::new(format!("{error}{}", hint_for(error.kind())));
         Failure { busy: matches!(error.kind(), ErrorKind::Busy | ErrorKind::Held), ..failure }
     }
 }
 
-/// The cure of held requests, and where direct I/O was asked for and cannot be: the same for an attach and a
-/// live change.
-fn cure_of(kind: ErrorKind) -> String {
+/// The hint for errors that an attach and a live change have in common: held requests, and direct I/O that is
+/// not possible.
+fn hint_for(kind: ErrorKind) -> String {
     match kind {
-        ErrorKind::Held => format!("; {HELD_CURE}"),
-        ErrorKind::NoDirectIo => "; take direct-io off or auto".to_owned(),
+        ErrorKind::Held => format!("; {HELD_HINT}"),
+        ErrorKind::NoDirectIo => "; set direct-io to off or auto".to_owned(),
         ErrorKind::DirectIoSector { needed_bytes, .. } => {
-            format!("; attach with --sector-size {needed_bytes}, or take direct-io off")
+            format!("; attach with --sector-size {needed_bytes}, or set direct-io to off")
         }
         ErrorKind::DirectIoOffset { align_bytes, .. } => {
-            format!("; attach with an --offset that is a multiple of {align_bytes}, or take direct-io off")
+            format!("; attach with an --offset that is a multiple of {align_bytes}, or set direct-io to off")
         }
         ErrorKind::FaultInjection => "; detach it, and attach without --fault".to_owned(),
         _ => String::new(),
@@ -127,10 +129,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cure_for_direct_io_has_its_facts() {
+    fn the_hint_for_direct_io_has_the_required_values() {
         let of = |kind| Failure::from(blkq::Error::new(kind, "no")).to_string();
         let sector = ErrorKind::DirectIoSector { needed_bytes: 4096, sector_bytes: 512 };
-        assert_eq!(of(sector), "no; attach with --sector-size 4096, or take direct-io off");
+        assert_eq!(of(sector), "no; attach with --sector-size 4096, or set direct-io to off");
         let offset = ErrorKind::DirectIoOffset { align_bytes: 4096, offset_bytes: 512 };
         assert!(of(offset).contains("--offset that is a multiple of 4096"));
         assert_eq!(of(ErrorKind::FaultInjection), "no; detach it, and attach without --fault");
@@ -140,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_with_a_cure_gets_no_other() {
+    fn an_error_with_a_hint_gets_no_other() {
         let error = || blkq::Error::new(ErrorKind::Unsupported, "no");
         let of = |error| Failure::of(error, ErrorKind::Unsupported, "detach").to_string();
         assert_eq!(of(error()), "no; detach");

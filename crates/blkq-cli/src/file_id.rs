@@ -1,4 +1,4 @@
-//! The identity of a file, whatever its name is.
+//! Identifies files, regardless of their names.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -6,17 +6,15 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// A file, whatever it is called.
+/// The identity of a file, regardless of its name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FileId {
-    /// Major and minor number of its file system's device.
+    /// Major and minor number of the device of its file system.
     pub device: (u32, u32),
-    /// Its inode.
     pub inode: u64,
 }
 
 impl FileId {
-    /// The identity of the file at `path`, if there is one.
     pub fn of(path: impl AsRef<Path>) -> Option<FileId> {
         fs::metadata(path).ok().map(|metadata| FileId::from(&metadata))
     }

@@ -1,4 +1,4 @@
-//! The description of a device: the answer to `show`, and the state file.
+//! Descriptions of a device: the reply to `show`, and the state file.
 
 use std::path::PathBuf;
 
@@ -11,218 +11,207 @@ use crate::failure::Outcome;
 use crate::file_id::FileId;
 use crate::options::{AttachOptions, Export, Record};
 
-/// A device. Sizes in bytes.
+/// A device, as the daemon describes it. Sizes are in bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DeviceInfo {
-    /// Its name.
     pub name: String,
-    /// Its daemon's process.
+    /// Process ID of the daemon.
     pub pid: u32,
-    /// For how long that has served it.
+    /// How long the daemon has served the device.
     #[serde(default)]
     pub uptime_seconds: u64,
-    /// Where its files are.
+    /// The directory with the device's files.
     #[serde(default)]
     pub state_directory: PathBuf,
-    /// Its daemon's log; `None` if that is standard error.
+    /// The daemon's log, or `None` if the log is standard error.
     #[serde(default)]
     pub log: Option<PathBuf>,
-    /// Where clients find it: URIs.
+    /// The block device and the URIs under which clients reach the device.
     pub exports: Vec<String>,
-    /// The clients that are connected now.
     pub clients: Vec<ClientInfo>,
     /// The image's path, or `rbd:POOL/IMAGE`, `null:SIZE`, `ram:SIZE`.
     pub image: String,
     /// The driver: `loop`, `rbd`, `null`, `ram`.
     pub driver: String,
-    /// Size of the device.
     pub size: u64,
-    /// Logical block.
     pub sector_size: u32,
-    /// Physical block.
     pub physical_sector_size: u32,
-    /// Whether writes are refused.
     pub read_only: bool,
-    /// Whether it detaches with its last client.
+    /// Whether the device detaches with its last client.
     #[serde(default)]
     pub autoclear: bool,
-    /// Requests that are held after errors, until `blkq resume`.
+    /// Number of requests that are held after I/O errors, until `blkq resume`.
     #[serde(default)]
     pub held: u64,
-    /// The block commit that is under way.
+    /// The block commit in progress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<CommitInfo>,
-    /// Whether flushes are answered without making anything durable.
+    /// Whether flushes complete without making data durable.
     #[serde(default)]
     pub unsafe_flush_ignore: bool,
     /// Whether the kernel was asked to scan for partitions.
     #[serde(default)]
     pub partscan: bool,
-    /// The privileges that its daemon has dropped.
+    /// The confinement of the daemon.
     #[serde(default)]
     pub sandbox: Confinement,
-    /// How the backing file is read and written.
+    /// Whether the image file is accessed with direct I/O.
     pub direct_io: DirectIoInfo,
-    /// How it was attached. A daemon of an older version does not send it.
+    /// How the device was attached. Daemons of older versions do not send this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attach_options: Option<Record>,
-    /// The operations of the device besides reading and writing.
+    /// The operations that the device supports besides reading and writing.
     pub capabilities: Vec<String>,
-    /// How it is set, in order.
+    /// The current settings, in order.
     #[serde(with = "typed::settings")]
     pub settings: Vec<(String, String)>,
-    /// Facts of the driver, in order.
+    /// Facts that the driver reports, in order.
     #[serde(with = "typed::facts")]
     pub driver_facts: Vec<(String, String)>,
-    /// Warnings for the user.
     pub warnings: Vec<String>,
 }
 
-/// A block commit that is under way.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct CommitInfo {
-    /// The image behind, which gets what the device's own has.
+    /// The backing file into which the overlay is committed.
     pub into: String,
-    /// The process that has it made.
+    /// The process that requested the commit.
     pub by: String,
-    /// Bytes that were copied, zeroes included.
+    /// Number of bytes copied, including zeroes.
     pub copied_bytes: u64,
-    /// These, and those that are to be copied as far as that is known: what clients write meanwhile is copied again.
+    /// `copied_bytes` plus the number of bytes still to be copied, as far as known. Data that clients write
+    /// meanwhile is copied again.
     pub total_bytes: u64,
 }
 
-/// The part of a device's state that its daemon writes (`NAME.json`), and which an engine that was taken over can write,
-/// too: nothing here may give the next daemon a right.
+/// The part of a device's state that its daemon writes (`NAME.json`). A compromised engine can write it, too,
+/// so nothing in it may give the next daemon a privilege.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DaemonState {
-    /// Its process.
+    /// Process ID of the daemon.
     pub pid: u32,
-    /// The number of the image that it serves, of those in `NAME.options`.
+    /// The number of the served image in `NAME.options`.
     pub image: u64,
-    /// Where clients find the device.
+    /// The block device and the URIs under which clients reach the device.
     pub exports: Vec<String>,
-    /// The daemon as the image's backing store knows it, if that keeps other writers away.
+    /// How the storage of the image identifies the daemon, if it keeps other writers away.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
-    /// The settings changed since it was attached, in order.
+    /// The settings that were changed since the device was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
 }
 
-/// The state of a device, for a command that finds its files without a daemon: of [`DaemonState`] and `NAME.options`, or
-/// the `NAME.json` of a program that wrote all of it there.
+/// The state of a device whose daemon does not run, for commands. Combined from [`DaemonState`] and
+/// `NAME.options`, or read from the `NAME.json` of an older version, which contained everything.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StateFile {
-    /// Its name.
     pub name: String,
-    /// Its daemon's process.
+    /// Process ID of the daemon.
     pub pid: u32,
-    /// The image's path, or `null:SIZE`, `ram:SIZE`.
+    /// Path of the image, or `null:SIZE`, `ram:SIZE`.
     pub image: String,
-    /// Where clients find it.
+    /// The block device and the URIs under which clients reach the device.
     pub exports: Vec<String>,
-    /// How it was attached, unless [`BlockDevice::words`] has it.
+    /// How the device was attached, unless [`BlockDevice::words`] says so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attach_options: Option<Record>,
-    /// The kernel's block device, if there is one.
+    /// The kernel's block device, if the device has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ublk: Option<BlockDevice>,
-    /// The daemon as the image's backing store knows it, if that keeps other writers away.
+    /// How the storage of the image identifies the daemon, if it keeps other writers away.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
-    /// The settings changed since it was attached, in order.
+    /// The settings that were changed since the device was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
     /// The number of the image in `NAME.options`.
     #[serde(skip)]
     pub number: Option<u64>,
-    /// The file of the image, if that is recorded.
+    /// The file of the image, if it was recorded.
     #[serde(skip)]
     pub file: Option<FileId>,
 }
 
 impl StateFile {
-    /// Whether the next daemon can know how the device was attached.
+    /// Whether the options for the next daemon are known.
     pub fn has_options(&self) -> bool {
         self.attach_options.is_some() || self.ublk.as_ref().is_some_and(|ublk| !ublk.words.is_empty())
     }
 
-    /// How the device was attached, if it is served to a virtual machine and is no block device: its front end
-    /// connects to the next daemon by itself, and has the requests in flight.
+    /// The attach options of a device that is served to a virtual machine and is not a block device. Such a
+    /// device can be recovered: the front end reconnects to the next daemon, and has the record of the
+    /// requests in flight.
     ///
     /// # Errors
-    /// The option that this program does not understand.
+    ///
+    /// Names the option that this program does not understand.
     pub fn guest_options(&self) -> Outcome<Option<AttachOptions>> {
         let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
         let mut options = record.read()?;
         options.name = Some(self.name.clone());
-        // Memory is lost with the daemon.
+        // A RAM disk is lost with its daemon.
         let is_kept = !matches!(options.image, DriverSpec::Ram(_));
         Ok((is_kept && options.exports.contains(&Export::VhostUserBlk)).then_some(options))
     }
 }
 
-/// The kernel's block device.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BlockDevice {
-    /// The number N of `/dev/ublkbN`; `u32::MAX` until it is made.
+    /// The number N of `/dev/ublkbN`, or `u32::MAX` before the kernel has assigned it.
     pub id: u32,
-    /// It differs from that of another device of that number.
+    /// Distinguishes the device from others that have had the same number.
     pub cookie: u64,
-    /// How it was attached, in the format before [`StateFile::attach_options`]: the words of `blkq
-    /// attach`. Empty since, not omitted: a program that knows only them refuses to take the device
-    /// over, and without them would not know that there is one.
+    /// How the device was attached, in the format that preceded [`StateFile::attach_options`]: the words of
+    /// `blkq attach`. Empty in files of this version, but present: an older program that finds it empty
+    /// refuses to take over the device, and one that does not find it would ignore the block device.
     #[serde(default)]
     pub words: Vec<String>,
-    /// The directory in which relative paths among these begin.
+    /// The directory to which relative paths in `words` are relative.
     #[serde(default)]
     pub directory: PathBuf,
 }
 
 impl BlockDevice {
-    /// The device `identity`.
     pub fn new(identity: Identity) -> BlockDevice {
         let Identity { id, cookie } = identity;
         BlockDevice { id, cookie, words: Vec::new(), directory: PathBuf::new() }
     }
 
-    /// Its identity.
     pub fn identity(&self) -> Identity {
         Identity { id: self.id, cookie: self.cookie }
     }
 }
 
-/// Direct I/O: asked for and got.
+/// Direct I/O, as requested and as in effect.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct DirectIoInfo {
     /// `on`, `off` or `auto`.
     pub requested: String,
     /// `on` or `off`.
     pub effective: String,
-    /// Why it is off, or what it demands.
+    /// Why direct I/O is off, or which alignment it requires.
     pub reason: String,
 }
 
-/// A connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ClientInfo {
     /// Process and user, or address and port.
     pub peer: String,
-    /// For how long it has been there.
+    /// How long the client has been connected.
     pub seconds: u64,
-    /// Requests received.
     pub requests: u64,
-    /// Of these, those answered with an error.
+    /// Number of requests that were answered with an error.
     pub errors: u64,
-    /// Content sent.
+    /// Number of bytes sent as data.
     pub read_bytes: u64,
-    /// Content received.
+    /// Number of bytes received as data.
     pub written_bytes: u64,
-    /// Requests not yet answered.
+    /// Number of requests not answered yet.
     pub in_flight: u64,
 }
 
-/// Pairs of name and value as a JSON object that keeps their order.
+/// Serializes pairs of name and value as a JSON object that keeps their order.
 pub(crate) mod ordered {
     use std::fmt;
     use std::marker::PhantomData;
@@ -240,7 +229,7 @@ pub(crate) mod ordered {
         object(deserializer, |value: String| value)
     }
 
-    /// An object whose values `text` turns into text.
+    /// Deserializes an object, and converts its values with `text`.
     pub fn object<'de, D: Deserializer<'de>, V: Deserialize<'de>>(
         deserializer: D,
         text: impl Fn(V) -> String,
@@ -265,12 +254,12 @@ pub(crate) mod ordered {
     }
 }
 
-/// The same, numbers and switches as JSON's numbers and booleans. A daemon of an older version
-/// sends all as strings.
+/// As [`ordered`], but writes numbers and switches as JSON numbers and booleans. Daemons of older versions
+/// send strings.
 mod typed {
     use serde_json::Value;
 
-    /// `text` as a value; `switch` are the words for true and false.
+    /// Converts `text` to a JSON value. `switch` has the words for true and false.
     fn value(text: &str, switch: [&str; 2]) -> Value {
         let is_number = text.starts_with(|c: char| c.is_ascii_digit())
             && text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
@@ -312,26 +301,27 @@ mod typed {
         };
     }
 
-    // As `blkq set` takes them, and as drivers describe themselves.
+    // The words of `blkq set`, and those with which drivers describe themselves.
     pairs!(settings, ["on", "off"]);
     pairs!(facts, ["true", "false"]);
 }
 
 impl DeviceInfo {
-    /// The path of the image, also if it is not UTF-8.
+    /// The path of the image, even if it is not UTF-8.
     pub fn image_path(&self) -> PathBuf {
         image_path(&self.image, self.attach_options.as_ref())
     }
 }
 
 impl StateFile {
-    /// The path of the image, also if it is not UTF-8.
+    /// The path of the image, even if it is not UTF-8.
     pub fn image_path(&self) -> PathBuf {
         image_path(&self.image, self.attach_options.as_ref())
     }
 }
 
-/// The path that `text` shows. Where text cannot have all of its bytes, the options with which it was attached do.
+/// The path that `text` shows. If the path is not UTF-8, it is taken from the options, which have all its
+/// bytes.
 fn image_path(text: &str, options: Option<&Record>) -> PathBuf {
     let options = options.filter(|_| text.contains(char::REPLACEMENT_CHARACTER)).map(Record::read);
     match options {

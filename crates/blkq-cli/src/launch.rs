@@ -1,4 +1,5 @@
-//! Starting a daemon: this program again, which reports on its standard output and stays.
+//! Starts a daemon: runs this program again, which sends its reply on standard output and continues in the
+//! background.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -17,54 +18,52 @@ use crate::info::{DeviceInfo, ordered};
 use crate::options::{AttachOptions, Record};
 use crate::print_line;
 
-/// How long a daemon that did not come up may take to exit.
+/// How long to wait for the exit of a daemon that failed to start.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The hidden subcommand that is the daemon.
+/// The hidden subcommand that runs the daemon.
 const SUBCOMMAND: &str = "daemon";
 
-/// A device, and the process that serves it.
 pub struct Launched {
-    /// The device.
     pub info: DeviceInfo,
-    /// Its daemon, a child of this process.
+    /// The daemon, a child of this process.
     pub daemon: Child,
 }
 
-/// A device that a daemon is to serve, as it reads it from its standard input. A program that knows no
-/// settings there takes it for a [`Record`].
+/// What a daemon reads from its standard input. An older program that does not know `settings` can read it as
+/// a [`Record`].
 #[derive(Serialize, Deserialize)]
 pub struct LaunchMessage {
-    /// How it is attached.
+    /// How the device is attached.
     #[serde(flatten)]
     pub options: Record,
-    /// The settings that its last daemon had changed since, in order.
+    /// The settings that were changed while the last daemon served the device, in order.
     #[serde(default, with = "ordered", skip_serializing_if = "Vec::is_empty")]
     pub settings: Vec<(String, String)>,
-    /// Whether a daemon of that name has left the device to this one.
+    /// Whether a previous daemon has handed the device to this one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub succeeds: bool,
 }
 
-/// A program that is run as a daemon.
+/// The program that runs as the daemon.
 pub enum Program {
-    /// This one.
     This,
-    /// That of another process, though the file may have been replaced or removed since.
+    /// The program of another process. Its file may have been replaced or removed since that process started.
     Running(File),
 }
 
 impl Program {
-    /// That of the process `pid`.
+    /// The program of the process `pid`.
     ///
     /// # Errors
-    /// If this process may not see it.
+    ///
+    /// Fails if this process may not inspect the other one.
     pub fn of_process(pid: u32) -> std::io::Result<Program> {
         File::open(format!("/proc/{pid}/exe")).map(Program::Running)
     }
 
-    /// As the process that becomes it finds it.
+    /// The path of the program, as seen by the child that executes it.
     fn path(&self) -> PathBuf {
         match self {
             Program::This => "/proc/self/exe".into(),
@@ -72,19 +71,23 @@ impl Program {
         }
     }
 
-    /// Attaches by a daemon, and waits until it is ready. `exit_with_parent`: it detaches when this process exits.
+    /// Starts a daemon that attaches a device, and waits until the device is ready. With `exit_with_parent`,
+    /// the device is detached when this process exits.
     ///
     /// # Errors
-    /// The failure that it reports, or that it reported nothing.
+    ///
+    /// Returns the failure that the daemon reports, or fails if it reports nothing.
     pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
         let flag = exit_with_parent.then_some("--exit-with-parent");
         let message = LaunchMessage { options: Record::new(options)?, settings: Vec::new(), succeeds: false };
         self.launch_with(options, flag, &message)
     }
 
-    /// As [`Program::launch_attach`], for a device that its last daemon, which had `settings`, has left.
+    /// As [`Program::launch_attach`], for a device that its last daemon has handed over. `settings` are those
+    /// that were changed while that daemon served the device.
     ///
     /// # Errors
+    ///
     /// As [`Program::launch_attach`].
     pub fn launch_successor(
         &self,
@@ -106,16 +109,18 @@ impl Program {
         launch(self, flag, &name, &input)
     }
 
-    /// Has a new daemon serve the device `name` of one that has exited, and waits until it is ready.
+    /// Starts a daemon that recovers the device `name`, whose last daemon has exited, and waits until the
+    /// device is ready.
     ///
     /// # Errors
-    /// The failure that it reports, or that it reported nothing.
+    ///
+    /// Returns the failure that the daemon reports, or fails if it reports nothing.
     pub fn launch_recover(&self, name: &str) -> Outcome<Launched> {
         launch(self, Some("--recover"), name, &[])
     }
 }
 
-/// Runs `program` as a daemon. Its arguments are to be seen in lists of processes.
+/// Runs `program` as a daemon. Its arguments show in process lists, so they contain no options.
 fn launch(program: &Program, flag: Option<&str>, name: &str, input: &[u8]) -> Outcome<Launched> {
     let mut command = Command::new(program.path());
     command.arg0("blkq").arg(SUBCOMMAND).args(flag).arg("--").arg(name);
@@ -125,7 +130,7 @@ fn launch(program: &Program, flag: Option<&str>, name: &str, input: &[u8]) -> Ou
         .spawn()
         .map_err(failure)?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A daemon that does not read it reports why.
+        // A daemon that does not read its input reports why.
         let _ = stdin.write_all(input);
     }
     let mut line = Vec::new();
@@ -137,8 +142,8 @@ fn launch(program: &Program, flag: Option<&str>, name: &str, input: &[u8]) -> Ou
     match serde_json::from_slice(reply) {
         Ok(Reply::Ok(info)) => Ok(Launched { info, daemon: child }),
         Ok(Reply::Error(message)) => {
-            // It has reported all; nothing of it may be left when this command returns, unless a
-            // bug of the kernel keeps it.
+            // Wait for the exit, so that nothing of the daemon is left when this command returns. The time is
+            // limited, because a kernel bug could keep the process.
             let until = Instant::now() + EXIT_TIMEOUT;
             while child.try_wait().map_err(failure)?.is_none() && Instant::now() < until {
                 std::thread::sleep(EXIT_POLL_INTERVAL);
@@ -152,22 +157,24 @@ fn launch(program: &Program, flag: Option<&str>, name: &str, input: &[u8]) -> Ou
     }
 }
 
-/// The text of libraries, which may print to standard output too, and the reply: the last line.
+/// Splits the output into the reply, which is the last line, and the text before it: libraries may print to
+/// standard output, too.
 fn last_line(text: &[u8]) -> (&[u8], &[u8]) {
     let text = text.trim_ascii_end();
     text.split_at(text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1))
 }
 
-/// Prints what the user needs to know of a new device: warnings, and one line per export.
+/// Prints the warnings about a new device, and its exports, one per line.
 ///
 /// # Errors
-/// If it cannot be printed.
+///
+/// Fails if standard output cannot be written.
 pub fn report(info: &DeviceInfo) -> Outcome {
     warn(info);
     info.exports.iter().try_for_each(|export| print_line(export))
 }
 
-/// Puts the warnings on stderr.
+/// Prints the warnings on standard error.
 pub fn warn(info: &DeviceInfo) {
     for warning in &info.warnings {
         crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));
@@ -185,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_reply_is_found_behind_the_text_of_libraries() {
+    fn the_reply_is_found_after_the_output_of_libraries() {
         assert_eq!(last_line(b"{}\n"), (&b""[..], &b"{}"[..]));
         assert_eq!(last_line(b"no such host\n\n{}\n"), (&b"no such host\n\n"[..], &b"{}"[..]));
         assert_eq!(last_line(b""), (&b""[..], &b""[..]));

@@ -1,4 +1,4 @@
-//! The daemon's log: standard error, which is NAME.log once the daemon is on its own.
+//! The daemon's log: standard error, which is redirected to `NAME.log` when the device is ready.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -11,20 +11,20 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::failure::{Failure, Outcome};
 use crate::timestamp::rfc3339;
 
-/// A log that has grown beyond this keeps its newest half.
+/// Maximum size of the log in bytes. When it is exceeded, the newest half is kept.
 const LOG_BYTES_MAX: u64 = 256 << 10;
 
-/// The log file, if standard error is one.
+/// The log file, if standard error was redirected to one.
 static FILE: Mutex<Option<File>> = Mutex::new(None);
-/// Its path.
 static PATH: OnceLock<PathBuf> = OnceLock::new();
 
-/// Makes `path` the standard error of this process.
+/// Redirects standard error of this process to `path`.
 ///
 /// # Errors
-/// If the file cannot be made.
+///
+/// Fails if the file cannot be created.
 pub fn redirect(path: &Path) -> Outcome {
-    let failure = |e: std::io::Error| Failure::new(format!("log {}: {e}", path.display()));
+    let failure = |e: std::io::Error| Failure::new(format!("cannot open the log {}: {e}", path.display()));
     let options = || OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(path);
     let file = options().map_err(failure)?;
     rustix::stdio::dup2_stderr(&file).map_err(|e| failure(e.into()))?;
@@ -33,12 +33,12 @@ pub fn redirect(path: &Path) -> Outcome {
     Ok(())
 }
 
-/// The path of the log file; `None` if the log is what standard error was from the beginning.
+/// The path of the log file, or `None` if standard error was not redirected.
 pub fn path() -> Option<&'static Path> {
     PATH.get().map(PathBuf::as_path)
 }
 
-/// Writes a line, with the time in front. Never called on an engine thread.
+/// Writes a line with a time stamp. Must not be called on an engine thread, because it may block.
 pub fn line(text: &str) {
     let file = FILE.lock().unwrap_or_else(|e| e.into_inner());
     if let Some(file) = &*file
@@ -50,15 +50,15 @@ pub fn line(text: &str) {
     write(text);
 }
 
-/// Has each panic of this process leave its message in the log and exit the process at once, without
-/// unwinding: the kernel may still write to memory that unwinding would free.
+/// Makes each panic write its message to the log and abort the process. Unwinding would be unsafe: it would
+/// free memory to which the kernel may still write.
 pub fn abort_on_panic() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or("without a name");
         let at = panic.location().map(|at| format!(" at {at}")).unwrap_or_default();
         let message = panic.payload_as_str().unwrap_or("no message");
-        // No lock is taken, which the thread that panics may hold.
+        // This takes no lock, because the thread that panics may hold it.
         write(&format!("panic: thread {name}{at}: {message}; the daemon aborts, please report this"));
         std::process::abort();
     }));
@@ -66,7 +66,7 @@ pub fn abort_on_panic() {
 
 fn write(text: &str) {
     let line = format!("{} {}\n", rfc3339(SystemTime::now()), one_line(text));
-    // A log that cannot be written stops nothing, nor does a pipe or terminal that nobody reads.
+    // A failed write is ignored, and a pipe or terminal that is not read must not block the daemon.
     let stderr = rustix::stdio::stderr();
     let mut writable = [PollFd::new(&stderr, PollFlags::OUT)];
     if !matches!(poll(&mut writable, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0)) {
@@ -78,7 +78,7 @@ fn one_line(text: &str) -> String {
     text.replace('\n', " | ").replace(char::is_control, "?")
 }
 
-/// Drops the lines of the older half.
+/// Drops the older half of the lines.
 fn shorten(file: &File, length: u64) {
     let mut kept = vec![0; LOG_BYTES_MAX as usize / 2];
     let from = length.saturating_sub(LOG_BYTES_MAX / 2);
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_log_stays_bounded_and_keeps_its_newest_lines() {
-        // The file alone, not standard error, which the test runner needs.
+        // This test uses the file only: the test runner needs standard error.
         let path = std::env::temp_dir().join(format!("blkq-log-{}", std::process::id()));
         let lines: String = (0..40_000).map(|number| format!("line {number}\n")).collect();
         assert!(lines.len() as u64 > LOG_BYTES_MAX);

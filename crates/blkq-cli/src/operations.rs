@@ -1,9 +1,9 @@
-//! The operations of io_uring that a daemon uses.
+//! The io_uring operations that a daemon uses.
 
 use io_uring::opcode;
 
-/// Operations of io_uring: name, number, what they are for. A confined daemon can do no others. None of them takes an
-/// address: SEND and SENDMSG would connect a socket (MSG_FASTOPEN), or send a datagram to any path.
+/// The operations: name, number and purpose. The rings of a confined daemon allow no others. None of them
+/// takes an address: SEND and SENDMSG could connect a socket (MSG_FASTOPEN) or send a datagram to any path.
 pub const OPERATIONS: [(&str, u8, &str); 17] = [
     ("IORING_OP_READ", opcode::Read::CODE, "reading files"),
     ("IORING_OP_READV", opcode::Readv::CODE, "reading into several buffers"),

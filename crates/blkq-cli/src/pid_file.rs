@@ -1,4 +1,4 @@
-//! `--pid-file`: the process ID of the daemon, for as long as it serves the device.
+//! `--pid-file`: a file with the process ID of the daemon, which exists while the daemon serves the device.
 
 use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
 use std::io::{self, Read, Write};
@@ -16,28 +16,30 @@ use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
 use crate::state::{DYING_WAIT, is_process_dying};
 
-/// Symbolic links that are followed before they count as a loop, as in the kernel.
+/// Maximum number of symbolic links that are followed, as in the kernel (`MAXSYMLINKS`).
 const LINKS_MAX: usize = 40;
-/// Times that another process may change the path between the check and the rename.
+/// How often the path may be changed by another process between the check and the rename before an error is
+/// returned.
 const ATTEMPTS_MAX: usize = 100;
-/// A pid file has a number of ten digits at most, and white space.
+/// Maximum size of a pid file in bytes: a number of up to ten digits, and white space.
 const TEXT_BYTES_MAX: u64 = 32;
 
-/// The pid file of this process. It is locked with flock(2) until it is dropped, so that no other daemon takes it, and
-/// then removed if it is still the file that was written here.
+/// The pid file of this process. It is locked with flock(2), so that no other daemon replaces it. When this
+/// is dropped, the file is removed if it is still the file that was written here.
 #[derive(Debug)]
 pub struct PidFile {
-    /// Without symbolic links.
+    /// The path without symbolic links.
     path: PathBuf,
     file: File,
 }
 
 impl PidFile {
-    /// Writes the ID of this process to the pid file of `options`, if they have one. The file appears with all of its
-    /// content, and in place of nothing but a pid file that no daemon holds.
+    /// Writes the ID of this process to the pid file of `options`, if they name one. The file appears with
+    /// its complete content, and replaces only a pid file that no daemon has locked.
     ///
     /// # Errors
-    /// If there is something else at the path, or the file cannot be written. The path is left as it was.
+    ///
+    /// Fails if the path holds anything else, or the file cannot be written. The path is left unchanged.
     pub fn write(options: &AttachOptions) -> Outcome<Option<PidFile>> {
         let Some(path) = &options.pid_file else { return Ok(None) };
         let image = match &options.image {
@@ -50,7 +52,7 @@ impl PidFile {
     fn write_to(path: &Path, image: Option<FileId>) -> Outcome<PidFile> {
         let failed = |e: io::Error| Failure::new(format!("--pid-file {}: {e}", path.display()));
         for _ in 0..ATTEMPTS_MAX {
-            // Locked until it is replaced.
+            // Stays locked until it has been replaced.
             let earlier = look_at(path, image)?;
             let real = real_path(path).map_err(failed)?;
             if let Some(file) = replace(earlier.as_ref(), &real).map_err(failed)? {
@@ -60,12 +62,11 @@ impl PidFile {
         Err(failed(io::ErrorKind::ResourceBusy.into()))
     }
 
-    /// The path, without symbolic links.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether the file at the path is the one that was written here, with the same content.
+    /// Whether the file at the path is still the one that was written here, with the same content.
     fn is_own(&self) -> bool {
         let mut text = [0; TEXT_BYTES_MAX as usize];
         let read = self.file.read_at(&mut text, 0).unwrap_or(0);
@@ -82,10 +83,11 @@ impl Drop for PidFile {
     }
 }
 
-/// The path of the file that `path` names, which need not exist, without symbolic links.
+/// Resolves all symbolic links of `path`. The file itself need not exist.
 ///
 /// # Errors
-/// If its directory cannot be found.
+///
+/// Fails if its directory does not exist.
 pub fn real_path(path: &Path) -> io::Result<PathBuf> {
     let mut path = std::path::absolute(path)?;
     for _ in 0..LINKS_MAX {
@@ -98,7 +100,7 @@ pub fn real_path(path: &Path) -> io::Result<PathBuf> {
         };
         let directory = fs::canonicalize(directory)?;
         match fs::read_link(&path) {
-            // A link to a file that does not exist.
+            // The path is a link to a file that does not exist.
             Ok(target) => path = directory.join(target),
             Err(_) => return Ok(directory.join(name)),
         }
@@ -106,15 +108,16 @@ pub fn real_path(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::from_raw_os_error(libc::ELOOP))
 }
 
-/// Opens and locks what is at `path`, if there is anything.
+/// Opens and locks the file at `path`, if there is one.
 ///
 /// # Errors
-/// If it is not a pid file that may be replaced.
+///
+/// Fails if the file is not a pid file that may be replaced.
 fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     let shown = path.display();
     let failed = |e: io::Error| Failure::new(format!("--pid-file {shown}: {e}"));
     let refused = |what: &str| Failure::new(format!("--pid-file {shown} {what}; choose another path"));
-    // Opening a device or a FIFO may have effects.
+    // O_PATH, because opening a device or a FIFO can have side effects.
     let found = match OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path) {
         Ok(found) => found,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -137,12 +140,12 @@ fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).map_err(failed)?;
     let mut text = Vec::new();
     Read::take(&file, TEXT_BYTES_MAX).read_to_end(&mut text).map_err(failed)?;
-    // An empty one has nothing to lose: a power loss, or mktemp(1), leaves such files.
+    // An empty file may be replaced. A power loss or mktemp(1) can leave one.
     let is_pid = text.trim_ascii().iter().all(u8::is_ascii_digit) && (text.len() as u64) < TEXT_BYTES_MAX;
     if !is_pid {
-        return Err(refused("contains something other than a process ID, and is not overwritten"));
+        return Err(refused("contains something other than a process ID and is not overwritten"));
     }
-    // The daemon before may be exiting: its name is free a moment before its pid file.
+    // The previous daemon may be exiting: it releases its name before its pid file.
     let holder = String::from_utf8_lossy(&text);
     let begin = Instant::now();
     while !lock(&file).map_err(failed)? {
@@ -154,21 +157,21 @@ fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     Ok(Some(file))
 }
 
-/// Puts a file with the ID of this process at `path`, in place of `earlier` or of nothing. `None` if another process has
-/// put a file there meanwhile.
+/// Creates a file with the ID of this process at `path`, replacing `earlier` or nothing. Returns `None` if
+/// another process has created a file there meanwhile.
 fn replace(earlier: Option<&File>, path: &Path) -> io::Result<Option<File>> {
     let pid = std::process::id();
     let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
     let new = path.with_file_name(format!(".{}.{pid}", name.to_string_lossy()));
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new);
     let mut file = create().or_else(|e| match e.kind() {
-        // Of a process with this ID that was killed: in a container each daemon may have the same ID.
+        // A process with the same ID was killed and left it. In containers, daemons often have the same ID.
         io::ErrorKind::AlreadyExists => fs::remove_file(&new).and_then(|()| create()),
         _ => Err(e),
     })?;
     let mut put = || {
         writeln!(file, "{pid}")?;
-        // Every user may read it.
+        // All users may read a pid file.
         file.set_permissions(Permissions::from_mode(0o644))?;
         lock(&file)?;
         match earlier {
@@ -184,12 +187,12 @@ fn replace(earlier: Option<&File>, path: &Path) -> io::Result<Option<File>> {
     Ok(put?.then_some(file))
 }
 
-/// Locks the file for this open file: whether no other one has it.
+/// Locks the open file description. Returns whether no other one has the lock.
 fn lock(file: &File) -> io::Result<bool> {
     match file.try_lock() {
         Ok(()) => Ok(true),
         Err(TryLockError::WouldBlock) => Ok(false),
-        // A file system without locks.
+        // The file system does not support locks.
         Err(TryLockError::Error(e))
             if e.kind() == io::ErrorKind::Unsupported
                 || matches!(e.raw_os_error(), Some(libc::ENOLCK | libc::EBADF | libc::EINVAL)) =>
@@ -200,12 +203,12 @@ fn lock(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Renames a file to a path at which there is nothing; false if there is.
+/// Renames a file. Returns `false` if there already is a file at the new path.
 fn rename_new(from: &Path, to: &Path) -> io::Result<bool> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Ok(()) => Ok(true),
         Err(Errno::EXIST) => Ok(false),
-        // A file system without that flag.
+        // The file system does not support RENAME_NOREPLACE.
         Err(Errno::INVAL | Errno::NOSYS) => fs::rename(from, to).map(|()| true),
         Err(e) => Err(e.into()),
     }
@@ -231,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pid_file_has_one_daemon_and_goes_with_it() {
+    fn a_pid_file_has_one_daemon_and_is_removed_with_it() {
         let dir = scratch("pid-file");
         let path = dir.path().join("pid");
         let first = PidFile::write_to(&path, None).unwrap();
@@ -242,13 +245,13 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap(), own());
         drop(first);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        // Those of daemons that were killed, and an empty one.
+        // Pid files of daemons that were killed, and an empty one.
         for stale in ["4194305\n", "1", ""] {
             fs::write(&path, stale).unwrap();
             drop(PidFile::write_to(&path, None).unwrap());
             assert!(!path.exists());
         }
-        // One that was killed before the file was at its path.
+        // A temporary file of a daemon that was killed before it renamed the file.
         fs::write(dir.path().join(format!(".pid.{}", std::process::id())), "").unwrap();
         drop(PidFile::write_to(&path, None).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -256,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pid_file_stays() {
+    fn a_file_that_is_not_a_pid_file_stays() {
         let dir = scratch("pid-file-others");
         let place = |name: &str| dir.path().join(name);
         let refused = |path: &Path, why: &str| {
@@ -317,12 +320,12 @@ mod tests {
     fn a_file_that_another_program_has_taken_stays() {
         let dir = scratch("pid-file-taken");
         let path = dir.path().join("pid");
-        // Written over in place.
+        // The file is overwritten in place.
         let file = PidFile::write_to(&path, None).unwrap();
         fs::write(&path, "1\n").unwrap();
         drop(file);
         assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");
-        // Replaced.
+        // The file is replaced.
         let file = PidFile::write_to(&path, None).unwrap();
         fs::remove_file(&path).unwrap();
         fs::write(&path, own()).unwrap();

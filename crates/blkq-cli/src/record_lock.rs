@@ -1,27 +1,28 @@
-//! Locks on bytes of a file that belong to the open file (`F_OFD_SETLK` of fcntl(2)): the kernel releases them when
-//! that is closed, however its process exits. Closing another descriptor of the same file releases nothing, as it
-//! would with locks of the process. They have nothing to do with those of flock(2).
+//! Locks on bytes of a file that belong to the open file description (`F_OFD_SETLK` of fcntl(2)). The kernel
+//! releases them when the last descriptor is closed, however the process exits. Unlike with POSIX locks,
+//! closing another descriptor of the same file releases nothing. They are independent of flock(2) locks.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Locks a byte, which need not be there, for this open file alone. It must be open for writing.
+/// Locks a byte, which may be beyond the end of the file. The file must be open for writing.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`] if another open file has it.
+///
+/// Returns [`io::ErrorKind::WouldBlock`] if the byte is locked through another open file description.
 pub fn lock_byte(file: &File, byte: usize) -> io::Result<()> {
-    // SAFETY: the descriptor is open, the structure lives through the call.
+    // SAFETY: the descriptor is open, and the structure outlives the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &of_byte(byte)) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Whether another open file has locked the byte.
+/// Whether the byte is locked through another open file description.
 pub fn is_byte_locked(file: &File, byte: usize) -> bool {
     let mut lock = of_byte(byte);
-    // SAFETY: the descriptor is open, the structure lives through the call.
+    // SAFETY: the descriptor is open, and the structure outlives the call.
     let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
     asked == 0 && i32::from(lock.l_type) != libc::F_UNLCK
 }

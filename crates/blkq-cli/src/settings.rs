@@ -1,7 +1,7 @@
-//! The settings of `blkq set`: their keys, and their values as text and as what the text means.
+//! The settings of `blkq set`: their keys, and their values as text and as typed values.
 //!
-//! The control socket and the state file carry text, so that commands, daemons and state files of
-//! different versions understand each other; it is read and written here, and nowhere else.
+//! The control socket and the state file contain text, so that commands, daemons and state files of different
+//! versions understand each other. Only this module converts it.
 
 use std::time::Duration;
 
@@ -22,66 +22,58 @@ use crate::options::AttachOptions;
 pub enum Setting {
     /// Whether the device detaches after its last client.
     Autoclear(bool),
-    /// Whether submitters get requests in batches when the device is full.
+    /// Whether threads that wait for a full device submit several requests per wake-up.
     Batching(bool),
-    /// How time stamps are taken.
+    /// How often the clock is read for time stamps.
     Clock(ClockMode),
-    /// Requests that the driver gets at once, per queue.
+    /// Number of requests in flight, per queue.
     Depth(u16),
-    /// Whether I/O goes around the page cache.
+    /// Whether I/O bypasses the page cache.
     DirectIo(DirectIo),
-    /// How requests are put to the file.
+    /// Whether requests access the file concurrently.
     Dispatch(Dispatch),
-    /// Whether I/O reaches the kernel a few at a time.
+    /// Whether I/O is submitted to the kernel before the end of a batch.
     EarlySubmission(bool),
-    /// The faults that are injected.
     Fault(FaultSpec),
-    /// After what time in flight a request is logged; zero is never.
+    /// The time in flight after which a request is logged; zero for never.
     HangWarning(Duration),
     /// Whether I/O is counted and timed.
     Iostats(bool),
-    /// Limits of I/Os and bytes per second.
     Limit(LimitMode),
-    /// Whether neighbours merge.
+    /// Whether adjacent requests are merged.
     Merge(bool),
-    /// The policy for requests that fail.
+    /// What happens to a request that fails.
     OnError(ErrorPolicy),
-    /// Whether writes are refused.
     ReadOnly(bool),
-    /// Whether a connection receives later while its client is busy reading.
+    /// Whether the NBD server waits before it receives from a client that is busy reading replies.
     ReceiveBackoff(bool),
-    /// The scheduler that orders requests.
     Scheduler(SchedulerKind),
-    /// Whether large reads of NBD clients that connect from now on are done in parts.
+    /// Whether large reads of NBD clients that connect from now on are served in parts.
     SplitReads(bool),
-    /// The share of its group's limits.
+    /// The weight of the device in its group.
     Weight(u32),
 }
 
-/// The devices that have a setting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Of {
-    /// All.
     All,
-    /// Those with an image.
+    /// Devices with an image file.
     Images,
-    /// Those that were attached with injected faults, or without any but ready for them.
+    /// Devices that were attached with --fault.
     Faults,
-    /// Those in a group.
     Groups,
 }
 
 /// A key of `blkq set`.
 #[derive(Debug)]
 pub struct Key {
-    /// Its name.
     pub name: &'static str,
-    /// The devices that have it.
+    /// The devices that have this setting.
     pub of: Of,
     read: fn(&'static str, &str) -> Outcome<Setting>,
 }
 
-/// The keys, in the order of their names.
+/// The keys, sorted by name.
 pub static KEYS: [Key; 18] = [
     Key::all("autoclear", |key, text| switch(key, text).map(Setting::Autoclear)),
     Key::all("batching", |key, text| switch(key, text).map(Setting::Batching)),
@@ -103,10 +95,9 @@ pub static KEYS: [Key; 18] = [
     Key::new("weight", Of::Groups, |_, text| weight(text).map(Setting::Weight)),
 ];
 
-/// Settings that are accepted and ignored, for one release after their removal.
+/// Settings that are still accepted and ignored, for one release after their removal.
 const REMOVED: [&str; 1] = ["pacing"];
 
-/// Whether the setting `key` is ignored, as it was removed.
 pub fn is_removed(key: &str) -> bool {
     REMOVED.contains(&key)
 }
@@ -120,22 +111,21 @@ impl Key {
         Key::new(name, Of::All, read)
     }
 
-    /// The key of this name.
     pub fn find(name: &str) -> Option<&'static Key> {
         KEYS.iter().find(|key| key.name == name)
     }
 
-    /// The setting with the value that `text` is.
+    /// Parses the value of this setting.
     ///
     /// # Errors
-    /// The values that there are, if it is none.
+    ///
+    /// Lists the valid values if `text` is not one of them.
     pub fn read(&self, text: &str) -> Outcome<Setting> {
         (self.read)(self.name, text)
     }
 }
 
 impl Setting {
-    /// Its key.
     pub fn key(&self) -> &'static str {
         match self {
             Setting::Autoclear(_) => "autoclear",
@@ -159,7 +149,7 @@ impl Setting {
         }
     }
 
-    /// Its value, as [`Key::read`] reads it.
+    /// The value as text, which [`Key::read`] parses.
     pub fn value(&self) -> String {
         match self {
             Setting::Autoclear(on)
@@ -183,13 +173,13 @@ impl Setting {
         }
     }
 
-    /// Key and value, as a request and a state file have them.
+    /// Key and value as text, for a request or a state file.
     pub fn to_text(&self) -> (String, String) {
         (self.key().to_owned(), self.value())
     }
 }
 
-/// Options of `attach` with a value that stays as it is.
+/// Options of `attach` with a value that cannot be changed later.
 const FIXED: [&str; 32] = [
     "backing-chain",
     "ceph-conf",
@@ -234,7 +224,7 @@ pub struct SettingGroups {
 }
 
 impl SettingGroups {
-    /// Those of a device that is attached with `options`.
+    /// The groups for a device that is attached with `options`.
     pub fn new(options: &AttachOptions) -> SettingGroups {
         SettingGroups {
             image: matches!(options.image, DriverSpec::Image(_)),
@@ -252,15 +242,15 @@ impl SettingGroups {
         }
     }
 
-    /// Whether there is a setting `key`.
     pub fn has(self, key: &str) -> bool {
         Key::find(key).is_some_and(|known| self.group(known.of))
     }
 
-    /// The setting that `key` and `value` say.
+    /// Parses a setting.
     ///
     /// # Errors
-    /// The settings that there are, or the values.
+    ///
+    /// Lists the settings that the device has if there is none named `key`, or the values that it accepts.
     pub fn read(self, key: &str, value: &str) -> Outcome<Setting> {
         match Key::find(key) {
             Some(known) if self.group(known.of) => known.read(value),
@@ -268,27 +258,30 @@ impl SettingGroups {
         }
     }
 
-    /// The refusal of `key`, which devices of this kind do not have; `known` if others do.
+    /// The refusal of the setting `key`, which this device does not have. `known` is the key if other devices
+    /// have it.
     fn no_such_setting(self, key: &str, known: Option<&Key>) -> Failure {
-        let cure = match key {
-            "size" | "size-limit" | "capacity" => "the size is changed by blkq resize".to_owned(),
+        let hint = match key {
+            "size" | "size-limit" | "capacity" => "to change the size, use `blkq resize`".to_owned(),
             _ if known.is_some_and(|known| known.of == Of::Images) => {
-                "it is for images, and there is none behind this device".to_owned()
+                "it is for image files, and this device has none".to_owned()
             }
             _ if known.is_some_and(|known| known.of == Of::Groups) => {
-                "it is for a device of a group; detach, and attach with --group".to_owned()
+                "it is for devices in a group; detach the device and attach it with --group".to_owned()
             }
-            _ if FIXED.contains(&key) => format!("it is fixed at attach; detach, and attach with --{key}"),
+            _ if FIXED.contains(&key) => {
+                format!("it is fixed at attach; detach the device and attach it with --{key}")
+            }
             _ => {
                 let names: Vec<&str> =
                     KEYS.iter().filter(|key| self.group(key.of)).map(|key| key.name).collect();
                 format!(
-                    "there are {}; the size is changed by blkq resize, and all else by attaching anew",
+                    "choose one of {}; use `blkq resize` to change the size, and attach the device again to change anything else",
                     names.join(", ")
                 )
             }
         };
-        Failure::new(format!("no such setting: {cure}"))
+        Failure::new(format!("no such setting: {hint}"))
     }
 }
 
@@ -296,21 +289,22 @@ fn switch(key: &str, text: &str) -> Outcome<bool> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
-        _ => Err(Failure::new(format!("{key} is on or off, not {text:?}"))),
+        _ => Err(Failure::new(format!("{key} must be on or off, not {text:?}"))),
     }
 }
 
 fn weight(text: &str) -> Outcome<u32> {
     let weight = text.parse().ok().filter(|weight| (1..=WEIGHT_MAX).contains(weight));
-    weight.ok_or_else(|| Failure::new(format!("weight is a number from 1 to {WEIGHT_MAX}, not {text:?}")))
+    weight
+        .ok_or_else(|| Failure::new(format!("weight must be a number from 1 to {WEIGHT_MAX}, not {text:?}")))
 }
 
-/// The greatest that a device can have is known to its disk.
+/// Only the lower limit is checked here. The disk knows its largest depth.
 fn depth(text: &str) -> Outcome<u16> {
     let depth = text.parse().ok().filter(|depth: &u64| *depth > 0);
     depth
         .map(|depth| u16::try_from(depth).unwrap_or(u16::MAX))
-        .ok_or_else(|| Failure::new(format!("depth is a number from 1 on, not {text:?}")))
+        .ok_or_else(|| Failure::new(format!("depth must be a number of at least 1, not {text:?}")))
 }
 
 #[cfg(test)]
@@ -337,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_is_written_the_same() {
+    fn values_survive_a_round_trip() {
         assert!(KEYS.is_sorted_by_key(|key| key.name));
         for key in &KEYS {
             assert_eq!(Key::find(key.name).map(|found| found.name), Some(key.name));
@@ -366,19 +360,19 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_that_a_device_has_not_is_refused_before_its_value() {
+    fn an_unknown_setting_is_refused_before_its_value() {
         let why = |words: &[&str], key: &str| {
             SettingGroups::new(&options(words)).read(key, "nonsense").unwrap_err().to_string()
         };
-        assert!(why(&["ram:1M"], "direct-io").contains("it is for images"));
+        assert!(why(&["ram:1M"], "direct-io").contains("it is for image files"));
         assert!(why(&["disk.img"], "direct-io").contains("on, off or auto"));
-        assert!(why(&["disk.img"], "fault").contains("attach with --fault"));
+        assert!(why(&["disk.img"], "fault").contains("attach it with --fault"));
         assert!(why(&["disk.img", "--fault", "none"], "fault").contains("no fault is named"));
         assert!(why(&["disk.img"], "size").contains("blkq resize"));
         for fixed in ["queues", "vhost-socket", "sector-size"] {
-            assert!(why(&["disk.img"], fixed).contains(&format!("attach with --{fixed}")), "{fixed}");
+            assert!(why(&["disk.img"], fixed).contains(&format!("attach it with --{fixed}")), "{fixed}");
         }
         let all = why(&["ram:1M"], "colour");
-        assert!(all.contains("there are autoclear, batching") && !all.contains("dispatch"), "{all}");
+        assert!(all.contains("choose one of autoclear, batching") && !all.contains("dispatch"), "{all}");
     }
 }

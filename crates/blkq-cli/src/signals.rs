@@ -1,10 +1,10 @@
-//! The signals that a process acts on, as bytes in a pipe that its first thread polls.
+//! Delivers the signals that a process handles as bytes in a pipe, which its main thread polls.
 //!
-//! Every thread has them unblocked, and the handler only writes a byte: whichever thread the kernel
-//! or a sender chooses, the signal arrives. A blocked signal sent to one thread (tgkill(2)) would
-//! stay pending there for ever. Hence every system call list of [`seccomp`](crate::confine::seccomp)
-//! has `write` and `rt_sigreturn`. A program that is run from here starts with no handlers, and with
-//! nothing blocked or ignored but SIGXFSZ.
+//! The signals are unblocked in every thread, and the handler only writes a byte. So a signal arrives no
+//! matter which thread the kernel or the sender chooses. If a thread blocked a signal, tgkill(2) to that
+//! thread would leave the signal pending for ever. For this reason, every list of system calls in
+//! [`seccomp`](crate::confine::seccomp) contains `write` and `rt_sigreturn`. A program that this process
+//! executes starts without handlers, and with no signal blocked or ignored except SIGXFSZ.
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
@@ -14,27 +14,19 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::failure::{Failure, Outcome};
 
-/// A signal that arrived.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Signal {
-    /// SIGTERM
     Terminate,
-    /// SIGINT
     Interrupt,
-    /// SIGHUP
     Hangup,
-    /// SIGQUIT
     Quit,
-    /// SIGTSTP
     Stop,
-    /// SIGCONT
     Continue,
-    /// SIGWINCH
     Resize,
 }
 
 impl Signal {
-    /// As in signal(7).
+    /// The name, as in signal(7).
     pub fn name(self) -> &'static str {
         match self {
             Signal::Terminate => "SIGTERM",
@@ -59,22 +51,24 @@ impl Signal {
         }
     }
 
-    /// Has the kernel do with this process what the signal does without a handler: it exits, or stops
-    /// until it is continued. The handler is there again when this returns.
+    /// Performs the signal's default action: the process exits, or stops until it is continued. The handler
+    /// is installed again when this returns.
     ///
     /// # Errors
-    /// The error of the kernel.
+    ///
+    /// Returns the error of the kernel.
     pub fn act(self) -> Outcome {
         set_action(self.number(), libc::SIG_DFL).map_err(failure)?;
-        // SAFETY: a signal that there is, for this thread, which handles it before the call returns.
+        // SAFETY: the signal number is valid. The signal is sent to this thread, which handles it before the
+        // call returns.
         unsafe { libc::raise(self.number()) };
         set_action(self.number(), FORWARD as libc::sighandler_t).map_err(failure)
     }
 }
 
-/// Those of a daemon.
+/// The signals that a daemon handles.
 pub const DAEMON: [Signal; 3] = [Signal::Terminate, Signal::Interrupt, Signal::Hangup];
-/// Those of a program that has the terminal.
+/// The signals that a program with a terminal user interface handles.
 pub const TERMINAL: [Signal; 7] = [
     Signal::Terminate,
     Signal::Interrupt,
@@ -91,44 +85,48 @@ fn failure(error: std::io::Error) -> Failure {
     Failure::new(format!("signals: {error}"))
 }
 
-/// The pipe's other side. It stays open as long as the process, as the handlers do.
+/// The write end of the pipe. It is never closed, because the handlers use it until the process exits.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
 
-/// Where the signals of this process arrive.
+/// The read end of the pipe, from which the signals of this process are taken.
 #[derive(Debug)]
 pub struct Signals {
     pipe: std::fs::File,
 }
 
 impl Signals {
-    /// Installs handlers of the `handled`, whatever was inherited: blocked or ignored. Writes beyond the file size
-    /// limit fail from here on, and send no signal. Called once, before there are other threads.
+    /// Installs handlers for the signals `handled`, even if this process inherited them blocked or ignored.
+    /// Also ignores SIGXFSZ, so that writes beyond the file size limit fail instead. Must be called once,
+    /// before there are other threads.
     ///
     /// # Errors
-    /// The error of the kernel.
+    ///
+    /// Returns the error of the kernel.
     pub fn install(handled: &[Signal]) -> Outcome<Signals> {
         let (pipe, sender) =
             pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| failure(e.into()))?;
+        // Relaxed is enough: the handlers are installed later, by this thread, and the store is visible to
+        // threads that it creates.
         PIPE.store(sender.into_raw_fd(), Ordering::Relaxed);
-        // SAFETY: zeroes are an empty sigset_t.
+        // SAFETY: an all-zero sigset_t is an empty set.
         let mut unblocked: libc::sigset_t = unsafe { std::mem::zeroed() };
         for number in handled.iter().map(|signal| signal.number()) {
             set_action(number, FORWARD as libc::sighandler_t).map_err(failure)?;
-            // SAFETY: a set of our own, and a number that there is.
+            // SAFETY: the set is initialized, and the signal number is valid.
             unsafe { libc::sigaddset(&mut unblocked, number) };
         }
         set_action(libc::SIGXFSZ, libc::SIG_IGN).map_err(failure)?;
-        // SAFETY: changes the mask of this thread, which those that it makes get.
+        // SAFETY: changes only the signal mask of this thread, which new threads inherit.
         match unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &unblocked, std::ptr::null_mut()) } {
             0 => Ok(Signals { pipe: std::fs::File::from(pipe) }),
             error => Err(failure(std::io::Error::from_raw_os_error(error))),
         }
     }
 
-    /// Those that arrived since, in their order.
+    /// The signals that arrived since the last call, in order.
     pub fn take(&mut self) -> Vec<Signal> {
         let mut numbers = [0; 16];
-        // None, if it would block.
+        // A read that would block returns no signals.
         let count = self.pipe.read(&mut numbers).unwrap_or(0);
         let signal = |number: &u8| TERMINAL.into_iter().find(|it| it.number() == libc::c_int::from(*number));
         numbers[..count].iter().filter_map(signal).collect()
@@ -141,33 +139,34 @@ impl AsFd for Signals {
     }
 }
 
-/// Has the kernel discard the `ignored`, for a process that must finish its work. A daemon that it starts installs
-/// handlers.
+/// Makes the kernel discard the signals `ignored`, for a process that must complete its work. A daemon that
+/// this process starts installs handlers of its own.
 ///
 /// # Errors
-/// The error of the kernel.
+///
+/// Returns the error of the kernel.
 pub fn ignore(ignored: &[Signal]) -> Outcome {
     ignored.iter().try_for_each(|signal| set_action(signal.number(), libc::SIG_IGN).map_err(failure))
 }
 
 fn set_action(signal: libc::c_int, handler: libc::sighandler_t) -> std::io::Result<()> {
-    // SAFETY: zeroes are a sigaction with an empty mask.
+    // SAFETY: an all-zero sigaction has an empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler;
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: `handler` is SIG_IGN, or a function that does only what a handler may.
+    // SAFETY: `handler` is SIG_DFL, SIG_IGN or a function that is async-signal-safe.
     match unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error()),
     }
 }
 
-/// The handler, on whatever thread.
+/// The handler. It may run on any thread.
 extern "C" fn forward(signal: libc::c_int) {
     let pipe: RawFd = PIPE.load(Ordering::Relaxed);
     let number = signal as u8;
-    // SAFETY: errno belongs to this thread, and the code that was interrupted may be about to read
-    // it; write(2) may be called in a handler. A full pipe has enough to read.
+    // SAFETY: write(2) is async-signal-safe, and errno is restored for the interrupted code of this thread.
+    // If the pipe is full, the main thread already has enough to read.
     unsafe {
         let errno = libc::__errno_location();
         let before = *errno;

@@ -1,5 +1,5 @@
-//! Statistics on their way from the daemon to `stat`: the counters since the device was
-//! attached, with what is zero left out.
+//! The statistics that a daemon sends to `blkq stat`: the counters since the device was attached, without
+//! those that are zero.
 
 use std::collections::BTreeMap;
 
@@ -9,10 +9,9 @@ use blkq_export::nbd::NbdCounters;
 use blkq_export::vhost_user::VhostUserCounters;
 use serde::{Deserialize, Serialize};
 
-/// The counters of a device at one time.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Statistics {
-    /// Nanoseconds of the monotonic clock when they were read.
+    /// Time of the monotonic clock at which the counters were read, in nanoseconds.
     pub time_ns: u64,
     /// Nanoseconds since the device was attached.
     pub uptime_ns: u64,
@@ -22,7 +21,7 @@ pub struct Statistics {
     in_flight_max: [u64; 2],
     busy_ns: u64,
     counters: BTreeMap<String, u64>,
-    // A daemon of an older version does not send what follows.
+    // Daemons of older versions do not send the following fields.
     #[serde(default)]
     clock_age_max_ns: u64,
     #[serde(default)]
@@ -31,48 +30,44 @@ pub struct Statistics {
     throttled: u64,
     #[serde(default)]
     held: u64,
-    /// The limits that are in force.
     #[serde(default)]
     pub throttle: Throttle,
-    /// How often the thread of a queue did not answer for longer than `--hang-warning`.
+    /// How often a queue's thread did not answer for longer than `--hang-warning`.
     #[serde(default)]
     pub stalls: u64,
-    /// `--hang-warning`, 0 if it is off.
+    /// The value of `--hang-warning` in nanoseconds; 0 if it is off.
     #[serde(default)]
     pub hang_warning_ns: u64,
-    /// The counters of the request gate, where threads of the daemon wait.
+    /// The counters of the request gate, where threads wait for tags.
     #[serde(default)]
     pub gate: Gate,
-    /// The counters of the NBD servers; `None` if there is none.
+    /// The counters of the NBD servers, or `None` if there is none.
     #[serde(default)]
     pub nbd: Option<Nbd>,
-    /// The counters of vhost-user-blk; `None` if the device is not served to virtual machines.
+    /// The counters of vhost-user-blk, or `None` if the device is not served to virtual machines.
     #[serde(default)]
     pub vhost_user: Option<VhostUser>,
-    /// The sums of each queue, from the first on.
+    /// The sums of each queue, by index.
     #[serde(default)]
     pub queues: Vec<QueueSums>,
 }
 
-/// The work of one queue: sums over all operations.
+/// The work of one queue, summed up over all operations.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct QueueSums {
-    /// Requests completed.
     pub ios: u64,
-    /// Their sectors of 512 bytes.
+    /// Number of sectors of 512 bytes in these requests.
     pub sectors: u64,
-    /// Their latencies added up, in nanoseconds.
+    /// Sum of their latencies in nanoseconds.
     pub nanoseconds: u64,
-    /// Requests in flight now.
     pub in_flight: u64,
-    /// Time with anything in flight, in nanoseconds.
+    /// Time with requests in flight, in nanoseconds.
     pub busy_ns: u64,
-    /// Requests that hung in the last scan.
+    /// Number of hung requests in the last scan.
     pub hung: u64,
 }
 
 impl QueueSums {
-    /// The sums of a queue's snapshot.
     pub fn new(queue: &StatsSnapshot) -> QueueSums {
         QueueSums {
             ios: queue.groups.iter().map(|group| group.ios).sum(),
@@ -84,7 +79,7 @@ impl QueueSums {
         }
     }
 
-    /// The difference since `earlier`; what is in flight and what hangs stay as they are now.
+    /// The difference to `earlier`. `in_flight` and `hung` keep their current values.
     pub fn since(&self, earlier: &QueueSums) -> QueueSums {
         QueueSums {
             ios: self.ios.saturating_sub(earlier.ios),
@@ -96,64 +91,61 @@ impl QueueSums {
     }
 }
 
-/// The counters of the request gate ([`blkq::gate::GateCounters`]), and its waiters.
+/// The counters of the request gate ([`blkq::gate::GateCounters`]), and its waiting threads.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Gate {
-    /// Submitters that wait now: for reads, for all else.
+    /// Number of threads that wait now: for reads, and for all other operations.
     pub waiting: [u32; 2],
-    /// How often one had to wait, and was woken.
+    /// How often a thread had to wait and was woken.
     pub waits: u64,
-    /// How often one was woken.
     pub wakeups: u64,
-    /// How often one was granted a batch, and the most requests of one.
+    /// How often a thread was granted a batch of requests.
     pub grants: u64,
-    /// The most requests that one grant gave.
+    /// Maximum number of requests in one grant.
     pub largest_grant: u32,
 }
 
-/// The limits of a device: its own, and those of its group.
+/// The limits of a device, and those of its group.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Throttle {
-    /// Its own, as `blkq set` takes them; empty if it has none. `auto (iops=9850)` if they are searched, with the limit
-    /// just under the ceiling once that was found.
+    /// The limits of the device itself, as `blkq set` parses them; empty if it has none. With `limit=auto`
+    /// this is `auto`, or `auto (iops=9850)` with the limit just below the ceiling once that was found.
     pub limits: String,
-    /// The group that it is in.
+    /// The group of which the device is a member.
     pub group: Option<String>,
-    /// The limits of the group; empty if it has none, or the device is in no group.
+    /// The limits of the group; empty if it has none, or there is no group.
     pub group_limits: String,
-    /// The device's weight in the group.
+    /// The weight of the device in its group.
     pub weight: u32,
 }
 
-/// The sum of all NBD servers of the device.
+/// The sums over all NBD servers of the device.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Nbd {
-    /// Clients connected now.
     pub connected: u64,
-    /// Of all servers together.
+    /// Counters since the device was attached.
     #[serde(flatten)]
     pub counters: NbdCounters,
 }
 
-/// The counters of vhost-user-blk.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct VhostUser {
-    /// Front ends connected now: 0 or 1.
+    /// Number of connected front ends: 0 or 1.
     pub connected: u64,
-    /// Of all front ends since the device was attached.
+    /// Counters since the device was attached.
     #[serde(flatten)]
     pub counters: VhostUserCounters,
 }
 
 impl VhostUser {
-    /// The difference since `earlier`; the connected front end stays as it is now.
+    /// The difference to `earlier`. `connected` keeps its current value.
     pub fn since(&self, earlier: &VhostUser) -> VhostUser {
         VhostUser { connected: self.connected, counters: self.counters.since(&earlier.counters) }
     }
 }
 
 impl Gate {
-    /// The difference since `earlier`; the waiters and the largest grant stay as they are now.
+    /// The difference to `earlier`. `waiting` and `largest_grant` keep their current values.
     pub fn since(&self, earlier: &Gate) -> Gate {
         Gate {
             waits: self.waits.saturating_sub(earlier.waits),
@@ -165,7 +157,7 @@ impl Gate {
 }
 
 impl Nbd {
-    /// The difference since `earlier`; the connected clients stay as they are now.
+    /// The difference to `earlier`. `connected` keeps its current value.
     pub fn since(&self, earlier: &Nbd) -> Nbd {
         Nbd { connected: self.connected, counters: self.counters.since(&earlier.counters) }
     }
@@ -178,17 +170,17 @@ struct Group {
     sectors: u64,
     nanoseconds: u64,
     latency_max_ns: u64,
-    /// Number of the bucket, and how many latencies are in it.
+    /// Pairs of a bucket's number and the count of latencies in it.
     latencies: Vec<(usize, u64)>,
-    /// By the name of the status.
+    /// By name of the status.
     errors: BTreeMap<String, u64>,
-    /// The same of what never became a request.
+    /// Counts of I/Os that failed before they became requests, by name of the status.
     #[serde(default)]
     refused: BTreeMap<String, u64>,
 }
 
 impl Statistics {
-    /// The counters of a snapshot taken at `time_ns`.
+    /// Converts a snapshot taken at `time_ns`.
     pub fn new(snapshot: &StatsSnapshot, time_ns: u64, uptime_ns: u64) -> Statistics {
         let group = |group: &StatGroup| {
             let group = &snapshot[*group];
@@ -226,7 +218,7 @@ impl Statistics {
         }
     }
 
-    /// The snapshot again. Fields that this version does not know are left out.
+    /// Converts back to a snapshot. Names that this version does not know are ignored.
     pub fn snapshot(&self) -> StatsSnapshot {
         let mut snapshot = StatsSnapshot {
             in_flight: self.in_flight,
@@ -264,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_snapshot_survives_the_way() {
+    fn a_snapshot_survives_a_round_trip() {
         let mut snapshot =
             StatsSnapshot { in_flight: [1, 2], in_flight_max: [3, 4], busy_ns: 5, ..Default::default() };
         for (i, group) in snapshot.groups.iter_mut().enumerate() {
@@ -282,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn the_counters_of_nbd_stand_side_by_side() {
+    fn the_counters_of_nbd_are_not_nested_in_json() {
         let counters = NbdCounters {
             connections: 2,
             refused_connections: 3,

@@ -1,5 +1,5 @@
-//! The protocol between a service manager and its service: sockets handed over at
-//! start (sd_listen_fds(3)) and word of the state (sd_notify(3)).
+//! The protocol between a service manager and its service: sockets that are passed at the start
+//! (sd_listen_fds(3)) and notifications of the state (sd_notify(3)).
 
 use std::ffi::OsStr;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -13,22 +13,23 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use crate::descriptors::close_from;
 use crate::failure::{Failure, Outcome};
 
-/// The first descriptor that a service manager hands over: `SD_LISTEN_FDS_START`.
+/// The first descriptor that a service manager passes: `SD_LISTEN_FDS_START`.
 const LISTEN_FDS_START: RawFd = 3;
-/// More sockets than anybody hands over.
+/// Maximum number of sockets that are accepted; real units pass far fewer.
 const LISTEN_FDS_MAX: RawFd = 64;
 
-/// Whether this very process was handed listening sockets.
+/// Whether listening sockets were passed to this process itself, and not to one of its ancestors.
 pub fn is_activated() -> bool {
     let pid = std::env::var("LISTEN_PID").ok().and_then(|pid| pid.parse::<u32>().ok());
     pid == Some(std::process::id()) && std::env::var_os("LISTEN_FDS").is_some()
 }
 
-/// The sockets that this process was handed, after which all other descriptors but the standard
-/// ones are closed: they are nobody's here. To be called once, before any is opened or closed.
+/// Takes the sockets that were passed to this process, and closes all other descriptors except the standard
+/// ones, which nothing in this process uses. Must be called once, before any descriptor is opened or closed.
 ///
 /// # Errors
-/// If `LISTEN_FDS` is not a number of descriptors that are open.
+///
+/// Fails if `LISTEN_FDS` is not the number of open descriptors.
 pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
     if !is_activated() {
         return Ok(Vec::new());
@@ -45,11 +46,11 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
             "socket activation: descriptor {fd} of LISTEN_FDS is not open; start blkq from a .socket unit"
         )));
     }
-    // SAFETY: nothing here has opened a descriptor before, and those of the protocol come first.
+    // SAFETY: this process has opened no descriptor yet, and those of the protocol precede the closed ones.
     unsafe { close_from(fds.end as u32) }.map_err(|e| Failure::new(format!("socket activation: {e}")))?;
     fds.map(|fd| {
-        // SAFETY: it is open, and by the protocol of LISTEN_PID it was opened for this
-        // process to own; nothing here has opened a descriptor before.
+        // SAFETY: the descriptor is open. According to LISTEN_PID it was opened for this process to own, and
+        // this process has opened no descriptor yet.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|e| Failure::new(format!("socket activation: {e}")))?;
         Ok(fd)
@@ -57,7 +58,7 @@ pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
     .collect()
 }
 
-/// The instance of a template unit that is for the device `name`, as systemctl escapes it (systemd.unit(5)).
+/// The instance of a template unit for the device `name`, escaped as systemctl does (systemd.unit(5)).
 pub fn escape_instance(name: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@".contains(&byte);
     let escape = |byte: u8| match is_plain(byte) {
@@ -67,8 +68,8 @@ pub fn escape_instance(name: &str) -> String {
     name.bytes().map(escape).collect()
 }
 
-/// The name of the device that an instance is for (`%i`). No name contains a backslash, so that one which is not
-/// escaped stays as it is.
+/// The name of the device of an instance (`%i`). Names contain no backslash, so an instance that is not
+/// escaped is returned unchanged.
 pub fn unescape_instance(instance: &str) -> String {
     let mut bytes = Vec::with_capacity(instance.len());
     let mut rest = instance;
@@ -91,15 +92,15 @@ pub fn unescape_instance(instance: &str) -> String {
 }
 
 fn is_open(fd: RawFd) -> bool {
-    // SAFETY: F_GETFD reads the descriptor table only.
+    // SAFETY: F_GETFD only reads the descriptor table.
     unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
 }
 
-/// The service manager's socket, if there is one that wants to be notified.
+/// The socket of the service manager, if it requests notifications.
 static MANAGER: OnceLock<UnixDatagram> = OnceLock::new();
 
-/// Connects to the service manager's socket: later the process may have neither the mount that its
-/// path is on nor the right to make a socket. A missing one is no error.
+/// Connects to the socket of the service manager. Must be called early: later this process may lack the mount
+/// of its path, and the privilege to create a socket. If there is no service manager, nothing happens.
 pub fn connect_manager() {
     let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
     if let Ok(socket) = connect(&address) {
@@ -107,8 +108,8 @@ pub fn connect_manager() {
     }
 }
 
-/// Sends the service manager lines such as `READY=1`, after [`connect_manager`]. A line that
-/// cannot be delivered is lost, and stops nothing.
+/// Sends the service manager lines such as `READY=1`, after [`connect_manager`]. Errors are ignored: a lost
+/// notification must not stop the daemon.
 pub fn notify(lines: &str) {
     if let Some(manager) = MANAGER.get() {
         let _ = manager.send(lines.as_bytes());
@@ -121,7 +122,7 @@ fn connect(address: &OsStr) -> std::io::Result<UnixDatagram> {
         path => SocketAddr::from_pathname(OsStr::from_bytes(path))?,
     };
     let socket = UnixDatagram::unbound()?;
-    // A manager that does not read must not stop the daemon.
+    // A service manager that does not read must not block the daemon.
     socket.set_nonblocking(true)?;
     socket.connect_addr(&address)?;
     Ok(socket)
@@ -160,7 +161,7 @@ mod tests {
         let by_name = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
         let to_path = connect(path.as_os_str()).unwrap();
         let to_name = connect(OsStr::new(&format!("@{name}"))).unwrap();
-        // As where the daemon detaches the mount that it is on.
+        // This happens if the daemon detaches the mount of the path.
         std::fs::remove_file(&path).unwrap();
         to_path.send(b"READY=1").unwrap();
         to_name.send(b"STOPPING=1").unwrap();

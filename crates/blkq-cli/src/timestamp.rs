@@ -1,8 +1,8 @@
-//! Points in time as people and programs read them: RFC 3339, UTC, milliseconds.
+//! Time stamps for people and programs: RFC 3339 in UTC, with milliseconds.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// `time` as in `2026-11-22T04:52:11.250Z`; what lies before 1970 is 1970.
+/// Formats `time` like `2026-11-22T04:52:11.250Z`. Times before 1970 become 1970.
 pub fn rfc3339(time: SystemTime) -> String {
     let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let (seconds, ms) = (since_epoch.as_secs(), since_epoch.subsec_millis());
@@ -11,10 +11,11 @@ pub fn rfc3339(time: SystemTime) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
 }
 
-/// Year, month and day, so many days after 1970-01-01 in the Gregorian calendar. Years begin in
-/// March here, so that the leap day is their last: month m begins (153 m + 2) / 5 days later.
+/// Year, month and day in the Gregorian calendar, for a number of days since 1970-01-01. The calculation uses
+/// years that begin in March, so that the leap day is their last day and month m begins after (153 m + 2) / 5
+/// days.
 fn date(days: u64) -> (u64, u64, u64) {
-    // From 0000-03-01 on; 400 years have 146097 days.
+    // Days since 0000-03-01. 400 years have 146097 days.
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
