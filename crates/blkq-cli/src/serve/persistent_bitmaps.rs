@@ -42,7 +42,7 @@ impl PersistentBitmaps {
                 .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
         }
         warnings.extend(
-            left_out.into_iter().map(|error| format!("a dirty bitmap is not saved up to date: {error}")),
+            left_out.into_iter().map(|error| format!("a dirty bitmap is not kept up to date: {error}")),
         );
         Ok((saved, warnings))
     }
