@@ -79,7 +79,7 @@ bitflags! {
 /// complete.
 #[derive(Debug)]
 pub struct Bio {
-    /// What to do with the range.
+    /// The operation on the range.
     pub operation: Operation,
     /// Flags that modify the operation.
     pub flags: BioFlags,

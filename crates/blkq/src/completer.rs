@@ -77,7 +77,7 @@ unsafe fn finish<F: FnOnce(IoResult, Data)>(words: NonNull<Words>, call: Option<
     }
 }
 
-/// What happens when a bio completes.
+/// The receiver of the completion of a bio.
 pub(crate) enum Completer {
     /// A [`Completion`](crate::Completion) with this `user_data` is delivered to the queue's owner.
     Owner(u64),

@@ -324,7 +324,7 @@ pub unsafe trait DriverQueue {
         let _ = cx;
     }
 
-    /// What the driver is doing with `request`, which it has under `tag`. Reported to users if the request
+    /// The state of `request` in the driver, which it has under `tag`. Reported to users if the request
     /// hangs.
     fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         let _ = (tag, request);
@@ -349,7 +349,7 @@ pub unsafe trait DriverQueue {
     }
 }
 
-/// What a driver queue may use of the block layer during one call.
+/// The parts of the block layer that a driver queue may use during one call.
 pub struct DriverContext<'a> {
     pub(crate) requests: &'a mut [Request],
     pub(crate) bios: &'a BioSlab,

@@ -179,7 +179,7 @@ impl From<Status> for std::io::Error {
     }
 }
 
-/// What kind of error this is. Programs may match on it.
+/// The kind of an [`Error`]. Programs may match on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ErrorKind {

@@ -212,7 +212,7 @@ pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
 pub(crate) enum MergeSide {
     /// The bio starts at the end of the request.
     Back,
-    /// The bio ends at the start of the request.
+    /// The request starts where the bio stops.
     Front,
 }
 

@@ -15,7 +15,7 @@ use crate::sync::atomic::{
 };
 use crate::sync::{Mutex, NestedSwitch, lock};
 
-/// What happens to requests that the driver fails.
+/// The treatment of requests that the driver fails.
 ///
 /// Some errors are reported under every policy: errors that are the request's own fault (invalid,
 /// unsupported, a write to a read-only device), and errors of flushes. A flush that is reissued could succeed
@@ -74,7 +74,7 @@ impl FromStr for ErrorPolicy {
     }
 }
 
-/// What happens to held requests when the disk is resumed ([`Disk::resume`](crate::Disk::resume)).
+/// The treatment of held requests when the disk is resumed ([`Disk::resume`](crate::Disk::resume)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Resume {
     /// The requests are issued to the driver again.

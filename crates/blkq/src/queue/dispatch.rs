@@ -32,8 +32,7 @@ const RESOURCE_DELAY_NS: u64 = 3_000_000;
 
 /// The driver's half of a queue, and the requests between the plug and the driver.
 pub(super) struct Dispatch {
-    /// Marks this queue's submissions on the ring, which several queues may share: see
-    /// [`Token`](crate::ring::Token).
+    /// Marks this queue's submissions on the ring, which several queues may share.
     owner: u16,
     driver: Box<dyn DriverQueue>,
     early_submission: bool,
@@ -64,7 +63,6 @@ pub(super) struct Dispatch {
     may_have_waiting: bool,
     /// There is a scheduler, a tracer or the measurement of device time: each is notified of completions.
     observes_completions: bool,
-    /// Index of the queue in the disk.
     index: usize,
     /// Number of tags, including the tag of the queue's own flush.
     slots: usize,
@@ -122,7 +120,6 @@ impl Dispatch {
         self.update_flags();
     }
 
-    /// Applies the limits of `disk`, if they have changed.
     #[cold]
     pub fn refresh_limits(&mut self, disk: &Disk) {
         self.throttle.refresh(disk);
@@ -195,7 +192,6 @@ impl Dispatch {
         self.update_flags();
     }
 
-    /// The number of requests that the driver has taken and not completed.
     #[inline]
     pub fn started(&self) -> u32 {
         self.started
@@ -231,7 +227,6 @@ impl Dispatch {
         deadlines.into_iter().flatten().min()
     }
 
-    /// The time at which the first request that waits for a limit may begin.
     fn throttled_deadline_ns(&self) -> Option<u64> {
         // While the driver is busy, no request after the requeued ones is issued, and the deadline of a
         // limit would wake the thread for nothing.
@@ -239,7 +234,6 @@ impl Dispatch {
         if is_stopped { None } else { self.throttle.deadline_ns(self.scheduler_has_room) }
     }
 
-    /// Whether requests wait for a limit and for nothing else.
     pub fn waits_for_limit(&self) -> bool {
         self.throttled_deadline_ns().is_some()
     }
@@ -349,7 +343,6 @@ impl Dispatch {
         if disk.is_frozen() { batch.len() } else { self.throttle.admit(batch, requests, read_ns) }
     }
 
-    /// Whether [`Dispatch::run`] has something to do.
     #[inline]
     pub fn has_ready(&self) -> bool {
         !self.requeued.is_empty() || (self.may_have_waiting && self.has_scheduled_or_waiting())
@@ -496,7 +489,6 @@ impl Dispatch {
         self.rerun_at_ns = None;
     }
 
-    /// Stamps `tags` with the time of their dispatch, if device time is measured.
     #[inline]
     fn stamp_issued(&mut self, tags: &[Tag], clock: &mut Clock) {
         if let Some(device_time) = &mut self.device_time
@@ -520,7 +512,6 @@ impl Dispatch {
         }
     }
 
-    /// Notifies the scheduler of completed requests. Cold, because most disks have no scheduler.
     #[cold]
     pub fn notify_scheduler(&mut self, completed: &[(Tag, IoResult)], clock: &mut Clock) {
         if let Some(scheduler) = &mut self.scheduler {
@@ -552,7 +543,6 @@ impl Dispatch {
         self.requeued.extend(tags);
     }
 
-    /// Subtracts `count` from the started requests: the driver has completed them.
     #[inline]
     pub fn release(&mut self, count: u32) {
         self.started -= count;
@@ -577,7 +567,6 @@ impl Dispatch {
         self.driver.complete_cqe(cx, cqe);
     }
 
-    /// Lets the driver check for completions that it gets without the ring.
     #[inline]
     pub fn poll(&mut self, cx: &mut DriverContext<'_>) {
         self.driver.poll(cx);
@@ -593,7 +582,6 @@ impl Dispatch {
         &mut self.driver
     }
 
-    /// Lets the driver unregister its files and buffers from the ring.
     pub fn close(&mut self, cx: &mut DriverContext<'_>) {
         self.driver.close(cx);
     }
@@ -606,7 +594,6 @@ impl Dispatch {
         self.requeued.contains(&tag)
     }
 
-    /// What the driver says about a request that it has, for the report of a hang.
     pub fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         self.driver.state(tag, request)
     }

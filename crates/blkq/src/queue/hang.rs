@@ -68,7 +68,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// What identifies a request, or a bio without a request, in reports.
+/// The identity of a request, or of a bio without a request, in reports.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HungIo {
@@ -174,7 +174,7 @@ struct ReportedHang {
     seen: bool,
 }
 
-/// What a queue remembers between two scans.
+/// The state of a queue between two scans.
 #[derive(Debug, Default)]
 pub(super) struct HangTracker {
     /// For each bio slot the start time of the bio that was counted as hanging. Identifies the bio: no other

@@ -70,7 +70,7 @@ impl InFlight {
         &self.zeroes
     }
 
-    /// What the driver may access; it may write only its own words of the requests.
+    /// The parts that the driver may access. It may write only its own words of the requests.
     #[inline]
     pub fn for_driver(&mut self) -> (&mut [Request], &BioSlab, &IoBuffer) {
         (&mut self.requests, &self.bios, &self.zeroes)

@@ -5,7 +5,7 @@
 use crate::budget::TURN_BUDGET;
 use crate::clock::monotonic_ns;
 
-/// What the rounds of the current turn have used of the budget.
+/// The part of the budget that the rounds of the current turn have used.
 #[derive(Default)]
 pub(super) struct Rounds {
     completed: usize,

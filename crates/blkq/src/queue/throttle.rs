@@ -50,7 +50,7 @@ pub(super) struct QueueThrottle {
     /// Whether there are limits, or requests that wait for one.
     is_on: bool,
     has_waiting: bool,
-    /// What the only limit counts, if the cost of a batch is known without reading each request, no request
+    /// The quantity that the only limit counts, if the cost of a batch is known without reading each request, no request
     /// waits, and no group can change the limit.
     counted: Counted,
     /// Numbers of the applied changes: of the disk's limits, and of the group's.

@@ -143,7 +143,7 @@ enum Phase {
 #[derive(Debug)]
 pub struct AutoLimit {
     phase: Phase,
-    /// What is limited: I/Os or bytes.
+    /// The limited quantity: I/Os or bytes.
     key: LimitKey,
     /// The highest sustainable rate per second: the measured one, or a higher one that was good for
     /// [`SURE_NS`].
@@ -296,7 +296,7 @@ impl AutoLimit {
         }
     }
 
-    /// The measured rate of what is limited.
+    /// The measured rate of the limited quantity.
     fn rate(&self, seen: &Measurement) -> f64 {
         if self.key.is_bytes() { seen.bps } else { seen.iops }
     }

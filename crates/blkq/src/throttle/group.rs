@@ -105,7 +105,7 @@ unsafe impl Send for Group {}
 // SAFETY: as above.
 unsafe impl Sync for Group {}
 
-/// What is in the slot of a member, for reports.
+/// The contents of the slot of a member, for reports.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MemberInfo {
     /// Index of the slot in the group.

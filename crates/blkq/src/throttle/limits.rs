@@ -19,7 +19,7 @@ const IOPS_SIZE: std::ops::RangeInclusive<u64> = 512..=1 << 30;
 const BURST_NS: std::ops::RangeInclusive<u64> = 1_000_000..=3_600_000_000_000;
 const BURST_RULE: &str = "write a burst as RATExLENGTH, such as 2000x10s or 200Mx500ms";
 
-/// What a limit counts: I/Os or bytes, of which operations.
+/// The quantity that a limit counts: I/Os or bytes, and of which operations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum LimitKey {

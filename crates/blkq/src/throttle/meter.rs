@@ -53,7 +53,7 @@ enum Unit {
     Bytes,
 }
 
-/// What the cost of a batch depends on.
+/// The quantity that determines the cost of a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Counted {
     /// The number of its requests.
@@ -193,7 +193,7 @@ impl Meter {
         if self.prepaid > 0 { now_ns } else { self.charge(&[], &[], now_ns, is_late).next_ns }
     }
 
-    /// What the cost of a batch depends on.
+    /// The quantity that determines the cost of a batch.
     pub fn counted(&self) -> Counted {
         self.counted
     }
