@@ -12,8 +12,8 @@ pub const QUEUES_MAX: usize = 64;
 /// Limits and capabilities of a device (`struct queue_limits`). Sizes are in bytes.
 ///
 /// A driver sets the fields that it needs and takes the others from [`QueueLimits::default`], which describes
-/// a device without special capabilities: `QueueLimits { capacity_bytes, ..Default::default() }`. With this
-/// form a new field breaks no driver. The struct is not `#[non_exhaustive]`, because that would forbid the
+/// a device without special capabilities: `QueueLimits { capacity_bytes, ..Default::default() }`. Then a
+/// new field breaks no driver. The struct is not `#[non_exhaustive]`, because that would forbid the
 /// literal. The options of drivers and attachments follow the same rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueLimits {
