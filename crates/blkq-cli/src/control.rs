@@ -301,7 +301,7 @@ fn wait_for_stop(
     Ok(())
 }
 
-/// What a stopping device waits for.
+/// The work that a stopping device waits for.
 enum Remaining {
     InFlight(u64),
     /// Requests that are held after I/O errors. The kernel writes dirty pages back when the last user closes

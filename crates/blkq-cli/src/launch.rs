@@ -31,7 +31,7 @@ pub struct Launched {
     pub daemon: Child,
 }
 
-/// What a daemon reads from its standard input. An older program that does not know `settings` can read it as
+/// The message that a daemon reads from its standard input. An older program that does not know `settings` can read it as
 /// a [`Record`].
 #[derive(Serialize, Deserialize)]
 pub struct LaunchMessage {

@@ -42,7 +42,7 @@ pub enum Setting {
     Limit(LimitMode),
     /// Whether adjacent requests are merged.
     Merge(bool),
-    /// What happens to a request that fails.
+    /// Whether a request that fails is reported or held.
     OnError(ErrorPolicy),
     ReadOnly(bool),
     /// Whether the NBD server waits before it receives from a client that is busy reading replies.

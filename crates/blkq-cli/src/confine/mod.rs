@@ -21,7 +21,7 @@ use crate::failure::{Failure, Outcome};
 use crate::operations::OPERATIONS;
 use landlock::Landlock;
 
-/// What the control plane needs after it has been confined.
+/// The files that the control plane needs after it has been confined.
 #[derive(Debug, Default)]
 pub struct Needs {
     /// The image file (`O_PATH`), if there is one. It is opened again when the device becomes writable.

@@ -319,7 +319,7 @@ impl Daemon {
         }
     }
 
-    /// Detaches the device even if clients are connected. Used if the user could not be told about the
+    /// Detaches the device even if clients are connected. Used if the user could not get a report of the
     /// device.
     pub fn give_up(self) {
         if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {

@@ -72,7 +72,7 @@ impl Stage {
     }
 }
 
-/// What happened to a signal that asks the daemon to stop.
+/// The effect of a signal that asks the daemon to stop.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Termination {
     /// A thread stops the device.
@@ -402,11 +402,6 @@ impl Shared {
         }
     }
 
-    /// Overwrites the state file.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the file.
     pub(super) fn write_state(&self, state: &DaemonState) -> Outcome {
         overwrite_state(&self.state_file, state)
     }

@@ -18,7 +18,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 /// Stack size of the thread.
 const STACK_BYTES: usize = 128 << 10;
 
-/// What a member knows about its group, which is enough to repair the file.
+/// A member's knowledge of its group, which is enough to repair the file.
 pub struct Keeper {
     name: String,
     device: String,

@@ -26,7 +26,7 @@ pub(super) struct ServedDisk {
     pub(super) warnings: Vec<String>,
 }
 
-/// What determines how a disk is set up, besides the options.
+/// The facts that determine how a disk is set up, besides the options.
 pub(super) struct DiskStart {
     /// The device had a daemon before. It is served even if it cannot join its group, because its clients
     /// wait for I/O.

@@ -32,7 +32,7 @@ pub(super) struct Opened {
     /// The address of the metrics endpoint.
     pub(super) metrics: Option<Listen>,
     pub(super) tls: Option<TlsOptions>,
-    /// What the control plane needs in its sandbox; the block device is added later.
+    /// The files that the control plane needs in its sandbox; the block device is added later.
     pub(super) needs: Needs,
     /// The helper processes, if the device will have a block device.
     pub(super) children: Option<Children>,
@@ -74,7 +74,7 @@ impl Opened {
     }
 }
 
-/// What the control plane needs in its sandbox, except for the block device.
+/// The files that the control plane needs in its sandbox, except for the block device.
 fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
     let mut needs = Needs::default();
     if !options.sandbox {

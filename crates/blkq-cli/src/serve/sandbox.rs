@@ -5,7 +5,7 @@ use crate::failure::Outcome;
 
 /// The confinement of a device's control plane, before and after it takes effect.
 pub(super) struct Sandbox {
-    /// What the control plane may still access, until it is confined. `None` if it is already confined, or is
+    /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or is
     /// not to be.
     needs: Option<Needs>,
     confinement: Confinement,
@@ -30,7 +30,7 @@ impl Sandbox {
         Ok(())
     }
 
-    /// What the control plane is confined to; empty until [`Sandbox::enter`].
+    /// The restrictions of the control plane; empty until [`Sandbox::enter`].
     pub(super) fn confinement(&self) -> &Confinement {
         &self.confinement
     }

@@ -23,7 +23,7 @@ const CONNECTIONS: u16 = 64;
 /// The default timeout of the NBD handshake, in seconds.
 const HANDSHAKE_TIMEOUT_S: u16 = 10;
 
-/// What the servers of a device need, besides its options.
+/// The inputs of a device's servers, besides its options.
 pub(super) struct ServerContext<'a> {
     pub(super) disk: &'a Arc<Disk>,
     /// The engines of the disk's queues.

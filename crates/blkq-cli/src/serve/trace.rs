@@ -9,10 +9,10 @@ use blkq::{Disk, EngineHandle, ErrorKind};
 use super::Device;
 use crate::failure::{Failure, Outcome};
 
-/// How long to wait until the engines have ended a trace. Only a stuck engine takes longer.
+/// How long to wait until the engines have stopped a trace. Only a stuck engine takes longer.
 const ENGINES_WAIT: Duration = Duration::from_secs(1);
 
-/// A trace of a device, which ends when this is dropped.
+/// A trace of a device. Dropping it stops the trace.
 pub struct DeviceTrace<'a> {
     device: &'a Device,
     memory: Arc<TraceMemory>,

@@ -151,7 +151,7 @@ pub enum Dead {
     No,
 }
 
-/// Who claims a name, which decides which of the existing files stay.
+/// The command that claims a name, which decides which of the existing files stay.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taker {
     Attach,

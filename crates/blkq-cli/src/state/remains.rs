@@ -47,7 +47,7 @@ impl Busy {
     }
 }
 
-/// What a dead daemon left.
+/// The kind of state that a dead daemon left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {

@@ -15,7 +15,7 @@ use super::rings::Rings;
 /// How long to wait until the daemon has started the trace.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A running trace. The daemon ends it when this is dropped.
+/// A running trace. The daemon stops it when this is dropped.
 pub struct TraceConnection {
     dialogue: Dialogue,
     rings: Rings,
