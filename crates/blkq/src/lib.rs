@@ -153,5 +153,5 @@ struct DriverGuide;
 
 /// Compiles the examples of the page, which show code that must not compile.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/memory-safety.md")]
+#[doc = include_str!("../../../docs/internals/memory-safety.md")]
 struct MemorySafety;

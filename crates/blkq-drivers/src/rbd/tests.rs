@@ -42,7 +42,7 @@ fn a_setting_that_ceph_takes_as_no_is_seen() {
 
 /// The image of the test cluster. Its content is lost.
 fn image() -> RbdOptions {
-    options(&std::env::var(IMAGE_VARIABLE).expect("it names an image (docs/testing.md)"))
+    options(&std::env::var(IMAGE_VARIABLE).expect("it names an image (docs/internals/testing.md)"))
 }
 
 #[test]

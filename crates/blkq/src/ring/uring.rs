@@ -26,7 +26,7 @@ const BUFFER_SLOTS: u16 = 1024;
 const KERNEL_SLOTS: u16 = 4096;
 
 /// Drivers' submissions that reach the kernel together while early submission is on; neither fewer nor
-/// more were faster (docs/decisions.md).
+/// more were faster (docs/internals/decisions.md).
 const EARLY_SUBMISSION_BATCH: u32 = 4;
 
 /// How long a new ring waits for memory. The kernel takes a closed ring apart some time later, and
