@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# QEMU's tools with libblkio, a front end of vhost-user-blk without a guest: Debian 13's, unpacked with
-# the C library that they want, as Debian 12 has neither.
+# QEMU's tools with libblkio, a vhost-user-blk front end without a guest. They are Debian 13's, unpacked with
+# the C library that they require, because Debian 12 has neither.
 
 # shellcheck source-path=SCRIPTDIR source=guest.d/fetch.sh
 . "$LAB/guest.d/fetch.sh"
@@ -20,8 +20,8 @@ fetch_blkio() {
     cached blkio make_blkio
 }
 
-# become_blkio TOOL ARGUMENT...: this process becomes qemu-img, qemu-io or qemu-nbd: for a background job or
-# a subshell.
+# become_blkio TOOL ARGUMENT...: replaces this process by qemu-img, qemu-io or qemu-nbd. Use it in a background
+# job or a subshell.
 become_blkio() {
     local root=$LAB_CACHE/blkio tool=$1 libraries
     shift
@@ -30,13 +30,13 @@ become_blkio() {
         "$root/usr/bin/$tool" "$@"
 }
 
-# The disk behind SOCKET, as --image-opts wants it.
+# The disk of SOCKET in the form of --image-opts.
 blkio_disk() { # SOCKET
     printf 'driver=virtio-blk-vhost-user,path=%s,cache.direct=on,discard=unmap' "$1"
 }
 
-# front_end DISK SOCKET [QEMU-NBD-OPTION...]: QEMU has the disk, which attach printed, as a guest has it, and serves it over
-# NBD. Its process in FRONT_END, the address in URI.
+# front_end DISK SOCKET [QEMU-NBD-OPTION...]: QEMU uses the disk that attach printed, as for a guest, and serves it
+# over NBD. Sets FRONT_END to its process and URI to its address.
 front_end() {
     local disk=$1 socket=$2
     shift 2
@@ -44,7 +44,7 @@ front_end() {
     disk=$(blkio_disk "${disk#vhost-user:}")
     [[ " $* " != *" -r "* ]] || disk+=,read-only=on
     become_blkio qemu-nbd -t -e 20 "$@" -k "$socket" --image-opts "$disk" >"$SCRATCH/qemu-nbd.log" 2>&1 &
-    # shellcheck disable=SC2034 # for those that read this file
+    # used by scripts that source this file
     FRONT_END=$!
     wait_for 10 test -S "$socket"
     # shellcheck disable=SC2034

@@ -1,24 +1,24 @@
 #!/usr/bin/python3
-"""The system calls of confined threads in traces of strace -f, against the table of
+"""Compares the system calls of confined threads, in traces of strace -f, with the table of
 docs/security.md: `calls.py [--cluster] TABLE TRACE...`. Fails if one was refused, or if a call of the table
-was not made and is not marked as seldom. With --cluster the threads of a Ceph client, else all others."""
+is missing and not marked as seldom. With --cluster it checks the threads of a Ceph client, otherwise all others."""
 
 import re
 import sys
 
-# The C library tries it for each thread, and falls back.
+# The C library tries this call for each thread, and falls back.
 EXPECTED = {"clone3"}
-# It reads this when a thread frees memory, and does without.
+# The C library reads this file when a thread frees memory, and works without it.
 EXPECTED_FILE = '"/proc/sys/vm/overcommit_memory"'
 ROW = re.compile(r"^\| `(\w+)` *\| (engines|control plane|cluster) *\| *(seldom)?")
-# The thread of an image, whose maker makes those of the client too.
+# The thread of an RBD image, whose creator creates the client's threads too.
 IMAGE_THREAD = re.compile(r'\(PR_SET_NAME, "blkq-rbd"')
 LINE = re.compile(r"^(\d+) +(<\.\.\. )?(\w+)")
 CHILD = re.compile(r"^\d+ +(?:<\.\.\. )?clone3?\b.* = (\d+)$")
 
 
 def whole_lines(path):
-    """Thread, call and line; a line that another thread's interrupted is whole."""
+    """Yields thread, call and line; joins a line that another thread's output interrupted."""
     begun = {}
     with open(path, errors="replace") as trace:
         for line in map(str.rstrip, trace):
@@ -35,7 +35,7 @@ def whole_lines(path):
 
 
 def of_cluster(lines):
-    """The threads of a Ceph client, and the confined one that made them."""
+    """Returns the threads of a Ceph client, and the confined thread that created them."""
     children, makers = {}, {}
     for thread, _, line in lines:
         child = CHILD.match(line)
@@ -51,11 +51,11 @@ def of_cluster(lines):
 
 
 def calls(path, cluster):
-    """Pairs of call and line of threads of one kind, from when their filter holds."""
+    """Yields (call, line) of the threads of one kind, from the moment their filter is in force."""
     lines = list(whole_lines(path))
     chosen = of_cluster(lines)
-    # Where in the trace it holds. A thread of a confined one has it from its begin, and may have made
-    # calls before its maker's line is printed: so until nothing is found any more.
+    # Position in the trace from which the filter is in force. A thread of a confined thread has it from its start, and
+    # its calls may precede the line of the creating call; so repeat until no further thread is found.
     since, before = {}, None
     while before != since:
         before = dict(since)
@@ -82,7 +82,7 @@ def main():
             made.add(name)
             if "ENOSYS" in line and name not in EXPECTED and EXPECTED_FILE not in line:
                 refused.add(f"{name}: {line}")
-    # The rest of a client's filters comes when the first one holds.
+    # The other filters of a client are installed together with the first one.
     made -= EXPECTED | ({"seccomp"} if cluster else set())
     print(f"{len(traces)} traces, {len(made)} calls made: {' '.join(sorted(made))}")
     wrong = [

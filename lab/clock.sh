@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# Limits that follow the machine: a second of theirs is a second on an idle machine of the speed
-# that they were chosen on, and longer where processors are slower or shared with others. So a
-# limit finds what hangs, and never fails what is only slow.
+# Time limits that follow the machine: a second is a second on an idle reference machine, and longer
+# where processors are slower or shared. So a limit detects a hang, and does not fail a step that is
+# only slow.
 
-# The time of a turn of an empty loop in bash on such a machine, in nanoseconds. An emulated guest
-# has its own number (lab/guest).
+# The time of one iteration of an empty loop in bash on the reference machine, in nanoseconds. An
+# emulated guest has another number (lab/guest).
 LAB_LOOP_NS=${LAB_LOOP_NS:-2000}
 CLOCK_LOOPS=1000
 # The most by which a second is stretched, in percent.
 CLOCK_SLOWNESS_MAX=1000
 CLOCK_PROCESSORS=$(nproc)
 
-# How much slower this machine is just now, in percent, in SLOWNESS: what a fixed piece of work
-# takes, times the number of those that want each processor.
+# Sets SLOWNESS to the current slowness of this machine in percent: the time of a fixed piece of work,
+# multiplied by the number of processes that compete for a processor.
 measure_slowness() {
     local begin_us load turn
     begin_us=${EPOCHREALTIME/./}
@@ -29,7 +29,7 @@ measure_slowness() {
 # machine_sleep SECONDS PROCESS
 machine_sleep() {
     local left_us=$(($1 * 1000000)) never
-    exec {never}<> <(:) # a pipe on which nothing arrives: no process is started to sleep
+    exec {never}<> <(:) # a pipe on which nothing arrives, so that no sleep process is needed
     while [[ $left_us -gt 0 && -d /proc/$2 ]]; do
         read -rt 1 -u "$never" || true
         measure_slowness
@@ -37,16 +37,16 @@ machine_sleep() {
     done
 }
 
-# limit SECONDS COMMAND...: as timeout(1), in seconds of the machine; 124 if they are over. A
-# subshell, so that the caller's $! stays what it was.
+# limit SECONDS COMMAND...: like timeout(1), in seconds of the machine; 124 if they have passed. Runs in
+# a subshell, so that $! of the caller does not change.
 limit() (
     seconds=$1 code=0
     shift
     trap 'exit 130' INT
     trap 'exit 143' TERM
     trap 'kill $process $clock 2>/dev/null || true' EXIT
-    # SIGALRM makes it believe that its time is over. A time of its own is for when nothing is left
-    # to send that.
+    # SIGALRM makes timeout(1) believe that its time has passed. Its own limit applies if no process is left
+    # to send the signal.
     timeout --kill-after=20 $((seconds * CLOCK_SLOWNESS_MAX / 100 + 60)) "$@" <&0 &
     process=$!
     {

@@ -1,5 +1,5 @@
-"""Chromium without a window, driven over a pair of pipes by its own debugging protocol
-(https://chromedevtools.github.io/devtools-protocol/): no port, no socket, no library."""
+"""A headless Chromium, controlled over two pipes by its debugging protocol
+(https://chromedevtools.github.io/devtools-protocol/), without a port, a socket or a library."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ FLAGS = [
 
 
 class Chromium:
-    """One browser with one page, in a profile of its own that goes with it."""
+    """A browser with one page, in a temporary profile."""
 
     def __init__(self, program="chromium"):
         program = shutil.which(program)
@@ -85,7 +85,7 @@ class Chromium:
             self.events.append(self.receive())
 
     def open(self, url, width, height, scheme):
-        """Opens a page; its events are collected from there on."""
+        """Opens a page, and collects its events from then on."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
                   deviceScaleFactor=1, mobile=width < 600)
         self.call("Emulation.setEmulatedMedia",
@@ -95,7 +95,7 @@ class Chromium:
         self.wait_for("Page.loadEventFired")
 
     def complaints(self):
-        """Errors and warnings of the page, and everything that it fetched besides itself."""
+        """Returns errors and warnings of the page, and every URL that it fetched besides its own."""
         found = []
         for event in self.events:
             method, parameters = event.get("method"), event.get("params", {})
@@ -119,7 +119,7 @@ class Chromium:
         return result["result"].get("value")
 
     def screenshot(self, path, width, height=None):
-        """The whole page, or its upper part."""
+        """Takes a picture of the whole page, or of its upper part."""
         if height is None:
             height = int(self.evaluate("document.documentElement.scrollHeight"))
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# A whole Ceph cluster in one directory, from Debian's packages: a monitor, a manager, and storage
-# daemons (OSDs) whose disks are sparse files. It listens on 127.0.0.1 only, at ports that were free, needs no
-# systemd, and touches nothing outside of its directory.
+# A complete Ceph cluster in one directory, from Debian's packages: a monitor, a manager, and storage
+# daemons (OSDs) on sparse files. It listens on free ports of 127.0.0.1 only, needs no systemd, and
+# changes nothing outside of its directory.
 
 CEPH_PACKAGES="ceph-mon ceph-mon
 ceph-osd ceph-osd
@@ -16,7 +16,7 @@ need_ceph() {
     [[ ${#missing[@]} -eq 0 ]] || die "missing: apt-get install --no-install-recommends ${missing[*]}"
 }
 
-# The command ceph as the administrator of the cluster in $CLUSTER; it returns, whatever the cluster does.
+# Runs the command ceph as administrator of the cluster in $CLUSTER; returns even if the cluster does not answer.
 ceph_admin() {
     limit 60 ceph --conf "$CLUSTER/ceph.conf" --connect-timeout 50 "$@"
 }
@@ -25,11 +25,11 @@ rbd_admin() {
     limit 60 rbd --conf "$CLUSTER/ceph.conf" "$@"
 }
 
-# The process of DAEMON (mon.a, osd.0, mgr.x), if it is alive and not a zombie.
+# Prints the process of DAEMON (mon.a, osd.0, mgr.x) if it is running and not a zombie.
 ceph_process() { # DAEMON
     local process
     process=$(cat "$CLUSTER/run/$1.pid" 2>/dev/null) || return 1
-    # A number of a daemon that was killed may be another's by now.
+    # The process ID of a killed daemon may belong to another process now.
     tr '\0' ' ' 2>/dev/null <"/proc/$process/cmdline" | grep -qF -- "--conf $CLUSTER/ceph.conf " || return 1
     printf '%d\n' "$process"
 }
@@ -38,7 +38,7 @@ ceph_has_exited() { # DAEMON
     ! ceph_process "$1" >/dev/null
 }
 
-# Two neighbouring ports that are free, below those that the kernel gives to connections.
+# Finds two adjacent free ports, below the range that the kernel uses for connections.
 free_ports() {
     "$PYTHON" - <<'END'
 import random, socket
@@ -56,7 +56,7 @@ END
 }
 
 write_conf() { # AUTH PORT OSD-GIB
-    # Of the daemons, and not of their clients.
+    # These settings are for the daemons, not for their clients.
     local own="run dir = $CLUSTER/run
 pid file = $CLUSTER/run/\$name.pid
 admin socket = $CLUSTER/run/\$name.asok
@@ -106,7 +106,7 @@ keyring = $CLUSTER/\$name/keyring
 END
 }
 
-# start_daemon DAEMON: it is in the background when this returns, and out of reach of this script's terminal.
+# start_daemon DAEMON: starts it in the background, detached from this script's terminal.
 start_daemon() {
     local kind=${1%%.*} id=${1#*.}
     limit 60 setsid "ceph-$kind" --conf "$CLUSTER/ceph.conf" -i "$id" >>"$CLUSTER/log/$1.out" 2>&1 </dev/null
@@ -120,7 +120,7 @@ make_keys() {
     ceph-authtool "$ring" --import-keyring "$admin"
 }
 
-# A monitor whose ports another process took meanwhile does not start.
+# A monitor does not start if another process has taken its ports meanwhile.
 make_monitor() { # AUTH OSD-GIB
     local attempt port keyring=()
     for attempt in {1..5}; do
@@ -172,8 +172,8 @@ make_pool() { # NAME
     ceph_admin osd pool application enable "$1" rbd
 }
 
-# start_cluster DIRECTORY none|cephx OSDS OSD-GIB: and a pool `rbd`; with cephx, the user client.blkq, who has no
-# more rights than RBD takes.
+# start_cluster DIRECTORY none|cephx OSDS OSD-GIB: with a pool `rbd`; with cephx, also the user client.blkq, with
+# only the rights that RBD requires.
 start_cluster() {
     local auth=$2 osds=$3 gib=$4 osd
     CLUSTER=$1
@@ -196,7 +196,7 @@ ceph_daemons() {
     done
 }
 
-# kill_daemon SIGNAL DAEMON...: returns when they have exited.
+# kill_daemon SIGNAL DAEMON...: returns when the daemons have exited.
 kill_daemon() {
     local signal=$1 daemon process
     shift
@@ -207,12 +207,12 @@ kill_daemon() {
     done
 }
 
-# Its data is for nobody, so no daemon has to write any: they are killed.
+# The data of the cluster is discarded, so the daemons are killed and need not write it.
 stop_cluster() { # DIRECTORY
     local daemons
     CLUSTER=$1
     mapfile -t daemons < <(ceph_daemons)
     kill_daemon KILL "${daemons[@]}"
     [[ ! -d $CLUSTER ]] || find "$CLUSTER" -mindepth 1 -delete
-    rmdir -- "$CLUSTER" 2>/dev/null || true # unless a tmpfs is mounted there
+    rmdir -- "$CLUSTER" 2>/dev/null || true # fails if a tmpfs is mounted there
 }

@@ -17,19 +17,19 @@ from load import Load, read_all
 from model import SECTOR, Model
 from server import Refused, Server
 
-# No trim: of a part of an object it may do nothing, which no model of sectors allows.
+# No trim: a trim of a part of an object may do nothing, which a model of sectors does not allow.
 KINDS = {"write": 50, "fua": 12, "flush": 8, "zeroes": 7, "read": 18}
 
 
 def verify(server, model):
-    """What the device holds is what the model allows."""
+    """Checks that the model allows the contents of the device."""
     wrong = model.check(read_all(server.socket, len(model.may_hold)), settle=True)
     if wrong:
         raise AssertionError(f"{len(wrong)} wrong sectors, such as: {'; '.join(wrong[:3])}")
 
 
 def attach(image, options):
-    """The next daemon; until the cluster has noticed that the last one died, the image is locked."""
+    """Starts the next daemon. The image stays locked until the cluster has noticed that the previous daemon exited."""
     begun = time.monotonic()
 
     def attached():

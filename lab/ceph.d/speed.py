@@ -27,7 +27,7 @@ TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")
 
 
 def osd_operations(cluster):
-    """What all storage daemons have done for clients: operations, and bytes written."""
+    """Returns what all OSDs have done for clients: operations and bytes written."""
     operations = 0
     for path in cluster.glob("run/osd.*.asok"):
         with socket.socket(socket.AF_UNIX) as admin:
@@ -39,7 +39,7 @@ def osd_operations(cluster):
 
 
 def receive(stream, length):
-    """So many bytes."""
+    """Formats a number of bytes."""
     data = b""
     while len(data) < length:
         part = stream.recv(length - len(data))
@@ -50,18 +50,18 @@ def receive(stream, length):
 
 
 def cpu_us(pid):
-    """The processor time of a process, of all its threads."""
+    """Returns the processor time of all threads of a process."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_US
 
 
 def osd_cpu_us(cluster):
-    """The processor time of the storage daemons."""
+    """Returns the processor time of the OSDs."""
     return sum(cpu_us(int(path.read_text())) for path in cluster.glob("run/osd.*.pid"))
 
 
 class Fio:
-    """fio's rbd engine: librbd in the client."""
+    """fio's rbd engine: the client itself contains librbd."""
 
     def __init__(self, conf, scratch, cache):
         self.arguments = ["--ioengine=rbd", "--clientname=admin", "--pool=rbd", f"--rbdname={IMAGE}"]
@@ -69,11 +69,11 @@ class Fio:
         self.pid = None
 
     def stop(self):
-        """There is no server."""
+        """Does nothing: no server runs."""
 
 
 class QemuNbd:
-    """qemu-nbd's rbd driver; its way to turn librbd's cache off is cache=none."""
+    """qemu-nbd's rbd driver; cache=none turns librbd's cache off."""
 
     def __init__(self, conf, scratch, cache):
         path = scratch / "qemu-nbd.sock"
@@ -96,7 +96,7 @@ class QemuNbd:
 
 
 class Blkq:
-    """The server under test."""
+    """blkq over NBD."""
 
     def __init__(self, conf, scratch, cache):
         done = subprocess.run([os.environ["BLKQ"], "attach", f"rbd:rbd/{IMAGE}", "--name", "speed", "--ceph-conf", conf,
@@ -114,7 +114,7 @@ PEERS = {"fio": Fio, "qemu-nbd": QemuNbd, "blkq": Blkq}
 
 
 def run(cluster, scratch, peer, cache, workload, seconds):
-    """One run: I/Os per second, µs of server and of all clients, OSD operations and µs, each per I/O; p99 in µs."""
+    """Runs once: I/Os per second; µs of server and clients, OSD operations and µs, each per I/O; p99 in µs."""
     conf = scratch / "client.conf"
     cached = "true" if cache == "on" else "false"
     conf.write_text((cluster / "ceph.conf").read_text()
@@ -137,7 +137,7 @@ def run(cluster, scratch, peer, cache, workload, seconds):
         server.stop()
     time.sleep(0.5)
     operations, osd_us = osd_operations(cluster) - operations, osd_cpu_us(cluster) - osd_us
-    # fio's JSON, behind lines that its engines print.
+    # The JSON of fio follows lines that its engines print.
     text = output.read_text()
     side = json.loads(text[text.index("{"):])["jobs"][0]["read" if workload == "randread" else "write"]
     count = side["total_ios"]

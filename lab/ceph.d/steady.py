@@ -14,12 +14,12 @@ sys.path[:0] = [str(LAB / "nbd"), str(LAB / "crash.d")]
 from load import Load, read_all
 from model import SECTOR, Model
 
-# No trim: of a part of an object it may do nothing, which no model of sectors allows.
+# No trim: a trim of a part of an object may do nothing, which a model of sectors does not allow.
 KINDS = {"write": 50, "fua": 12, "flush": 8, "zeroes": 7, "read": 18}
 
 
 class Progress:
-    """Publishes how many requests were answered, now and then."""
+    """Publishes the number of answered requests from time to time."""
 
     def __init__(self, path, load):
         self.path, self.load, self.next_s = path, load, 0

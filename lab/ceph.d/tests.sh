@@ -1,19 +1,19 @@
 # shellcheck shell=bash
-# The tests of blkq's rbd driver with a real cluster, also while that fails. The device and its image have
-# the name of the test; the user is client.blkq, with keys.
+# Tests of blkq's rbd driver with a real cluster, also while the cluster fails. Device and image are named after
+# the test; the user is client.blkq, with keys.
 
 # image NAME MIB [OPTION...]
 image() {
     rbd_admin create --size "$2M" "$1" "${@:3}"
 }
 
-# serve NAME SPEC [OPTION...]: over NBD; the socket in $SOCKET, and the URI in $URI.
+# serve NAME SPEC [OPTION...]: serves over NBD; sets SOCKET and URI.
 serve() {
     attach "$1" "rbd:$2" --ceph-conf "$CLUSTER/ceph.conf" --ceph-user blkq "${@:3}"
     SOCKET=${URI#*socket=}
 }
 
-# refused TEXT COMMAND...: within two minutes, with one line that holds TEXT.
+# refused TEXT COMMAND...: fails within two minutes, with one line that contains TEXT.
 refused() {
     local text=$1 line
     shift
@@ -42,12 +42,12 @@ logged() { # NAME PATTERN
     grep -E "$2" "$BLKQ_STATE_DIR/$1.log"
 }
 
-# The bytes of an image, as the cluster has them.
+# Prints the bytes of an image as stored in the cluster.
 content() { # SPEC
     rbd_admin export --no-progress "$1" -
 }
 
-# load BYTES: a client of $SOCKET that keeps books, until `loaded`.
+# load BYTES: starts a client of $SOCKET that records what was answered, until `loaded`.
 load() {
     rm -f "$SCRATCH"/load*
     limit 400 "$PYTHON" -B "$LAB/ceph.d/steady.py" "$SOCKET" "$1" "$SCRATCH/load" >"$SCRATCH/load.out" 2>&1 &
@@ -59,7 +59,7 @@ answered() {
     cat "$SCRATCH/load.answered" 2>/dev/null || printf '0\n'
 }
 
-# Some hundred replies more than when it was first asked.
+# True if some hundred replies more have arrived since the first call.
 load_proceeds() {
     if [[ ! -s $SCRATCH/load.from ]]; then answered >"$SCRATCH/load.from"; fi
     [[ $(answered) -gt $(($(<"$SCRATCH/load.from") + 100)) ]]
@@ -92,12 +92,12 @@ conforms() { # IMAGE-OPTION...
     rbd_admin rm --no-progress conforms
 }
 
-# map_is EXTENT...: of the device at $URI, each as LENGTH-IN-KIB:TYPE.
+# map_is EXTENT...: checks the map of the device at $URI; an extent is LENGTH-IN-KIB:TYPE.
 map_is() {
     equal "$(limit 60 nbdinfo --map "$URI" | awk '{ printf "%s%d:%s", sep, $2 / 1024, $3; sep = " " }')" "$*" "extents"
 }
 
-# Holes are seen: by object with fast-diff, to the sector without. A cluster that does not answer holds nobody up.
+# Holes are reported: per object with fast-diff, per sector without. A cluster that does not answer delays no thread.
 # Contract: data
 sparse() {
     image sparse 64
@@ -131,7 +131,7 @@ sparse() {
     rbd_admin rm --no-progress plain
 }
 
-# Data of other clients is read, and they read what was written here.
+# Reads return data of other clients, and other clients read what was written here.
 foreign_data() {
     random_file "$SCRATCH/random" $((32 * MIB)) 7
     rbd_admin import --no-progress "$SCRATCH/random" rbd/foreign
@@ -148,7 +148,7 @@ killed() { # cached|uncached|exported KILLS
     local conf=$CLUSTER/ceph.conf books=$1 exports=()
     image killed 16
     if [[ $1 == exported ]]; then
-        # The cluster's configuration has the cache on, and the export turns it off.
+        # The cluster's configuration enables the cache, and the export disables it.
         books=uncached exports=(--export vhost-user-blk)
     fi
     if [[ $1 == uncached ]]; then
@@ -183,7 +183,7 @@ snapshot() {
     rbd_admin rm --no-progress parent
 }
 
-# The URI of a device that is served already.
+# Prints the URI of a device that is already served.
 attach_again() { # NAME
     URI="nbd+unix:///?socket=$BLKQ_STATE_DIR/$1.nbd"
 }
@@ -217,7 +217,7 @@ rejected_in_words() {
     no_leftovers
 }
 
-# Users of other rights: of another pool, and of reading only.
+# Users with other rights: for another pool, and for reading only.
 other_users() {
     make_pool other
     image rights 16
@@ -247,7 +247,7 @@ two_attaches() {
     rbd_admin rm --no-progress both
 }
 
-# An administrator breaks the lock: the old owner writes no more, and reports why.
+# An administrator breaks the lock: the previous owner stops writing and reports the reason.
 # Contract: errors, exclusive
 stolen_lock() {
     local id locker address
@@ -273,13 +273,13 @@ stolen_lock() {
 
 # --- the next daemon
 
-# dead_after SECONDS: when the cluster takes a client for dead that no longer answers.
+# dead_after SECONDS: sets the time after which the cluster considers a silent client dead.
 dead_after() {
     limit 60 ceph --admin-daemon "$CLUSTER/run/osd.0.asok" config set osd_client_watch_timeout "$1" >/dev/null
 }
 
-# Upgraded, and killed: the next daemon has the image at once, though the cluster takes the one before for alive for
-# longer than an attach waits. It needs nothing of the environment.
+# After an upgrade and a kill, the next daemon opens the image immediately, although the cluster considers the previous
+# client alive for longer than an attach waits. The daemon needs no environment variables.
 # Contract: exclusive, durability
 replaced() {
     local begin_ms
@@ -302,7 +302,7 @@ replaced() {
     printf '    attached %s s after a kill\n' "$(seconds_since "$begin_ms")"
     io 'read -P 2 0 1M'
     detach replaced
-    # Nor do those that left hold anybody up.
+    # Exited daemons do not delay it either.
     rbd_admin rm --no-progress replaced
     ceph_admin osd blocklist clear
     dead_after 10
@@ -347,7 +347,7 @@ osd_killed() {
     rbd_admin rm --no-progress osd
 }
 
-# A pool with two copies, one of which is enough: an OSD dies for good, and I/O goes on with the other.
+# A pool with two copies, of which one is sufficient: an OSD is killed permanently, and I/O continues with the other.
 # Contract: complete, durability
 osd_lost() {
     local -x CLUSTER=$SCRATCH/two
@@ -386,9 +386,9 @@ monitors_stopped() {
     wait_for 60 rbd_admin rm --no-progress monitors
 }
 
-# The device detaches once the cluster answers; until then `detach --force` waits for a minute. Killed, and not
-# stopped: a storage daemon whose clock was stopped for longer than a lease on what it reads may leave
-# clients waiting for ever, in a pool of one replica ("laggy" in `ceph status`).
+# The device detaches when the cluster answers; until then `detach --force` waits for a minute. The OSD is killed, not
+# stopped: an OSD whose clock was stopped for longer than its read lease may let clients of a pool with one
+# replica wait forever ("laggy" in `ceph status`).
 # Contract: complete, detach
 dead_cluster() {
     local begin_ms
@@ -430,7 +430,7 @@ full_pool() {
     ceph_admin osd pool rm small small --yes-i-really-really-mean-it
 }
 
-# An image in use is not removed by rbd; its pool is by ceph.
+# rbd does not remove an image in use; ceph removes its pool.
 removed() {
     make_pool doomed
     image doomed/gone 16
@@ -452,8 +452,8 @@ ports() {
     grep -oE '127\.0\.0\.1:[0-9]+' "$CLUSTER/ceph.conf" | cut -d: -f2
 }
 
-# In a guest, as this kernel has no ublk driver. The guest reaches the ports of the cluster, and the others of
-# this machine too, by QEMU's own network.
+# Runs in a guest, because this kernel has no ublk driver. The guest reaches the ports of the cluster and the other
+# ports of this machine through QEMU's user network.
 over_ublk() {
     local ports
     image guest 300
@@ -463,8 +463,8 @@ over_ublk() {
     wait_for 60 rbd_admin rm --no-progress guest
 }
 
-# The suite, with QEMU as the front end: it has the disk as a guest has it, and serves it over NBD. What it cannot is
-# left out, as in lab/matrix.
+# The conformance tests with QEMU as front end, which serves the disk over NBD. What QEMU does not support is
+# omitted, as in lab/matrix.
 over_vhost() {
     local disk front_end
     image vhost 64
@@ -486,12 +486,12 @@ over_vhost() {
 
 # --- the daemon
 
-# field NAME: of each thread of process $PID, once.
+# field NAME: prints the field of each thread of process $PID, without repetitions.
 field() {
     sed -n "s/^$1:[[:space:]]*//p" /proc/"$PID"/task/*/status | sort -u | tr '\n' ' '
 }
 
-# librbd's threads keep what keyrings of another user take to be read, and the engine's nothing.
+# librbd's threads keep the capability to read keyrings of another user; engines keep none.
 confined() {
     local task name engines=0
     image confined 16
@@ -515,7 +515,7 @@ is_attached() { # NAME
     "$BLKQ" show "$1" >/dev/null
 }
 
-# The calls of the client's threads are those of docs/security.md.
+# The client's threads make only the calls in the table of docs/security.md.
 system_calls() {
     image calls 16
     limit 300 strace -f -qq -o "$SCRATCH/trace" "$BLKQ" attach rbd:rbd/calls --export nbd \
@@ -536,12 +536,12 @@ system_calls() {
 without_library() {
     local library
     library=$(ldconfig -p | sed -n 's/.*librbd\.so\.1 .* => //p' | head -n 1)
-    # shellcheck disable=SC2016 # for that shell
+    # expanded by the inner shell
     refused 'librbd' unshare --mount bash -c 'mount --bind /dev/null "$0" && exec "$@"' "$(readlink -f "$library")" \
         "$BLKQ" attach rbd:rbd/any --export nbd --ceph-conf "$CLUSTER/ceph.conf"
 }
 
-# After a step that failed, the next one has a cluster again.
+# After a failed step, restarts the cluster for the next one.
 clean_up() {
     local daemon
     for daemon in $(ceph_daemons); do
@@ -552,7 +552,7 @@ clean_up() {
 }
 
 case_of() { # NAME COMMAND...
-    # shellcheck disable=SC2053 # the pattern is meant as one
+    # PATTERN is meant as a pattern
     [[ $1 == $ONLY ]] || return 0
     local code
     step "$@"
