@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""A front end of vhost-user-blk: `front_end.py SOCKET` shares memory, has a request recorded while it
+"""A vhost-user-blk front end: `front_end.py SOCKET` shares memory, has a request recorded while it
 is in flight, reads the first sector of the disk, and prints it."""
 
 import array

@@ -24,16 +24,16 @@ from server import Server, blkq
 
 KIB = 1024
 BYTES = 16 << 20
-# The steady client's, at the beginning; the others write behind it.
+# Sectors of the steady client, at the beginning; the others write after them.
 STEADY_SECTORS = 4096
 FAR = STEADY_SECTORS * SECTOR
 ANON_GROWN_MAX_KIB = 2048
-# For longer than this no unused memory is kept.
+# Unused memory is freed within this time.
 FREED_S = 2.2
 
 
 def handshake():
-    """All that a client sends until it is in transmission."""
+    """Returns everything that a client sends before transmission."""
     option = struct.Struct(">QII")
     query = b"base:allocation"
     meta = struct.pack(">III", 0, 1, len(query)) + query
@@ -46,18 +46,18 @@ def handshake():
 
 
 def request(command, offset=0, length=0, cookie=1, flags=0):
-    """A compact request."""
+    """Returns a compact request."""
     return struct.pack(">IHHQQI", wire.REQUEST_MAGIC, flags, command, cookie, offset, length)
 
 
 def writes(count, length):
-    """Writes of `length` bytes that go well."""
+    """Returns writes of `length` bytes, which succeed."""
     return b"".join(request(wire.CMD_WRITE, FAR + cookie * length, length, cookie) + bytes(length)
                     for cookie in range(count))
 
 
 def reads(count, length):
-    """Reads whose replies nobody will take."""
+    """Returns reads whose replies the client does not read."""
     return b"".join(request(wire.CMD_READ, cookie % 8 * length, length, cookie) for cookie in range(count))
 
 
@@ -68,8 +68,8 @@ MIXED = b"".join([
 
 
 def steps(chance):
-    """The bytes before the client disconnects: each position of the handshake, each of a request's
-    header, and some of a payload, of requests in flight and of replies not taken."""
+    """Returns the bytes that precede the disconnection: each position of the handshake, each of a request's
+    header, and some of a payload, of requests in flight and of replies that are not read."""
     hello = handshake()
     for end in range(len(hello) + 1):
         yield "handshake", hello[:end]
@@ -88,7 +88,7 @@ def steps(chance):
 
 
 def connect(address):
-    """A socket to the server: a path, or a host and a port."""
+    """Connects to the server: a path, or a host and a port."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     client = socket.socket(family)
     client.settimeout(20)
@@ -97,7 +97,7 @@ def connect(address):
 
 
 def send_words(client, words):
-    """Sends what the server takes; it may close, or take no more, before all is sent."""
+    """Sends as much as the server accepts; the server may close, or stop reading, before all is sent."""
     client.setblocking(False)
     deadline = time.monotonic() + 0.02
     try:
@@ -112,18 +112,18 @@ def send_words(client, words):
 
 
 def vanish(client):
-    """Closes; with bytes unread the peer gets a reset."""
+    """Closes the socket; the peer gets a reset if bytes are unread."""
     client.close()
 
 
 def reset(client):
-    """Closes with a reset at once (TCP)."""
+    """Closes with an immediate reset (TCP)."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
 
 
 def half_close(client):
-    """Shuts down writing, and reads all that the server sends: it must close."""
+    """Shuts down writing, and reads until the server closes."""
     try:
         client.shutdown(socket.SHUT_WR)
         while client.recv(1 << 20):
@@ -135,7 +135,7 @@ def half_close(client):
 
 
 def deafen(client):
-    """Takes nothing more, and disconnects a little later."""
+    """Reads nothing more, and disconnects a little later."""
     try:
         client.shutdown(socket.SHUT_RD)
     except OSError:
@@ -148,7 +148,7 @@ WAYS = [vanish, reset, half_close, deafen]
 
 
 class Steady:
-    """A client with exact books, in a thread of its own."""
+    """A client on a separate thread that records exactly what was answered."""
 
     def __init__(self, load, path):
         self.load, self.stop, self.failure = load, False, None
@@ -157,21 +157,21 @@ class Steady:
         self.thread.start()
 
     def work(self):
-        """Until it is stopped."""
+        """Runs until it is stopped."""
         try:
             self.load.run(2, lambda: time.sleep(0.002) or self.stop)
             if not self.stop:
                 raise Wrong("the steady client's connection was closed")
             self.load.drain()
-        except Exception as error:  # raised where it is stopped
+        except Exception as error:  # raised in the thread that stops the client
             self.failure = error
 
     def done(self):
-        """How many answers it has."""
+        """Returns the number of answers."""
         return sum(self.load.answered.values())
 
     def finish(self):
-        """Stops it; raises what went wrong."""
+        """Stops the client, and raises the error that it met."""
         self.stop = True
         self.thread.join(20)
         if self.failure:
@@ -182,7 +182,7 @@ class Steady:
 
 
 def at_rest(server, clients):
-    """Waits until only so many clients are left, with nothing in flight; what the process has then."""
+    """Waits until that number of clients is left, with nothing in flight; returns the resources of the process."""
     def is_idle():
         connected = server.show()["clients"]
         return len(connected) == clients and not any(client["in_flight"] for client in connected)
@@ -203,7 +203,7 @@ def at_rest(server, clients):
 
 
 def round_of(addresses, chance):
-    """Every step, each with one way of going; how many clients that were."""
+    """Tests every step, each with one way of disconnecting; returns the number of clients."""
     count = 0
     for _, words in steps(chance):
         address = chance.choice(addresses)
@@ -226,7 +226,7 @@ def main(image, rounds, seed="1"):
     path = next(uri.partition("socket=")[2] for uri in exports if "unix" in uri)
     host, _, port = next(uri for uri in exports if "unix" not in uri).rpartition("/")[2].rpartition(":")
     addresses = [path, (host.lstrip("/"), int(port))]
-    # Memory that the first clients make the process keep is no leak.
+    # The process keeps memory that the first clients use, which is no leak.
     count = round_of(addresses, chance)
     before = at_rest(server, 0)
     load = Load(Model(STEADY_SECTORS), 1)

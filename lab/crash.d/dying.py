@@ -1,6 +1,6 @@
 #!/usr/bin/python3
-"""A killed daemon that has not quite exited: its first thread has, another still completes its I/O,
-and keeps its locks and its sockets. An attach under its name waits for it. dying.py IMAGE"""
+"""A killed daemon that has not fully exited: its first thread has, while another thread completes its I/O
+and keeps its locks and sockets. An attach of its name waits for it. dying.py IMAGE"""
 
 import ctypes
 import fcntl
@@ -20,7 +20,7 @@ LINGERS_S = 2
 
 
 def linger(name):
-    """The state of such a daemon: a zombie with a thread."""
+    """Returns the state of such a daemon: a zombie with a thread."""
     state = pathlib.Path(os.environ["BLKQ_STATE_DIR"])
     lock = open(state / f"{name}.lock", "w", encoding="ascii")
     lock.write(f"{os.getpid()}\n")

@@ -1,5 +1,5 @@
-"""A user of a mounted file system that keeps books of what it made durable, and the file system's
-way onto a device: nbdfuse makes the export a file, the kernel's loop device makes that a disk."""
+"""A client of a mounted file system that records what it made durable, and the path from the file system
+to the device: nbdfuse makes the export a file, and the kernel's loop device makes that file a disk."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ CHECK = {"ext4": ["e2fsck", "-fn"], "xfs": ["xfs_repair", "-n"]}
 
 
 def run(*command, timeout_s=60):
-    """Runs a command that must succeed; its output."""
+    """Runs a command that must succeed, and returns its output."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout_s,
                           stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
@@ -52,7 +52,7 @@ class Disk:
         self.close()
 
     def close(self):
-        """Removes both, also from a server that has exited."""
+        """Removes both, even after the server has exited."""
         if self.device:
             run("losetup", "-d", self.device)
         subprocess.run(["umount", "-l", self.directory], check=False, stderr=subprocess.DEVNULL)
@@ -64,7 +64,7 @@ class Disk:
 
 
 class Mounted:
-    """A mounted file system, for the length of a `with`."""
+    """A mounted file system, for the duration of a `with`."""
 
     def __init__(self, scratch, device, *options):
         self.path = pathlib.Path(scratch, "mnt")
@@ -79,37 +79,37 @@ class Mounted:
 
 
 def digest(data):
-    """What the books keep of a file's content."""
+    """Returns the digest of a file's content for the records."""
     return hashlib.sha256(data).hexdigest()
 
 
 class Books:
-    """What a directory must hold after a crash: of each name a set of digests; None is no file,
-    ANY any content."""
+    """The permitted contents of a directory after a crash: for each name a set of digests; None is no file,
+    ANY is any content."""
 
     def __init__(self):
         self.names = {}
 
     def copy(self):
-        """As they are now."""
+        """Copies the present state."""
         copied = Books()
         copied.names = {name: set(may) for name, may in self.names.items()}
         return copied
 
     def read(self, directory):
-        """What is there, and nothing else."""
+        """Permits exactly the present contents."""
         self.names = {path.name: {digest(path.read_bytes())} for path in directory.iterdir() if path.is_file()}
 
     def may(self, name, *outcomes):
-        """The name may have become one of these meanwhile."""
+        """The name may have any of these contents meanwhile."""
         self.names.setdefault(name, {None}).update(outcomes)
 
     def must(self, name, outcome):
-        """The name has become this, and stays it."""
+        """The name has this content from now on."""
         self.names[name] = {outcome}
 
     def wrong(self, directory):
-        """What a directory has that it must not, as lines."""
+        """Returns the differences between a directory and the permitted contents, as lines."""
         found = {path.name: digest(path.read_bytes()) for path in directory.iterdir() if path.is_file()}
         wrong = [f"{name} {'is missing' if name not in found else 'has other content'}"
                 for name, may in self.names.items() if ANY not in may and found.get(name) not in may]
@@ -117,7 +117,7 @@ class Books:
 
 
 class User:
-    """Writes, overwrites, renames over and removes files, each time until it is durable. `books`
+    """Writes, overwrites, renames over and removes files, and makes each change durable. `books`
     have what must be, and of a step that failed all that may be; `during` what could be at any
     moment of the last step."""
 
@@ -125,7 +125,7 @@ class User:
         self.random, self.books, self.during, self.steps = random, Books(), Books(), 0
 
     def step(self, directory):
-        """One change, made durable."""
+        """Makes one change durable."""
         path = directory / f"file-{self.random.randrange(40)}"
         became = self._change(path, self.random.random(), self._data())
         self.during = self.books.copy()
@@ -134,7 +134,7 @@ class User:
         self.steps += 1
 
     def _change(self, path, kind, data):
-        """The outcome for each name that it is about."""
+        """Returns the outcome for each affected name."""
         books, name = self.books, path.name
         if kind < 0.15:
             books.may(name, None)
@@ -142,7 +142,7 @@ class User:
             sync(path.parent)
             return {name: None}
         if kind < 0.55:
-            # Made beside it, then renamed over it: old or new, nothing between.
+            # Written beside the file, then renamed over it: the old or the new content, nothing between.
             beside = path.with_suffix(".new")
             books.may(beside.name, ANY)
             books.may(name, digest(data))
@@ -152,7 +152,7 @@ class User:
             return {beside.name: None, name: digest(data)}
         books.may(name, ANY)
         if kind < 0.8 and path.exists():
-            # In place, and no byte more.
+            # Overwrites in place, with the same length.
             held = path.read_bytes()
             self._write(path, data[:len(held)], 0)
             return {name: digest(data[:len(held)] + held[len(data):])}

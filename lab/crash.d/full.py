@@ -21,7 +21,7 @@ REFUSALS = 50
 
 
 def verify(server, model):
-    """What the device holds is what the model allows."""
+    """Checks that the model allows the contents of the device."""
     wrong = model.check(read_all(server.socket, len(model.may_hold)), settle=True)
     if wrong:
         raise AssertionError(f"{len(wrong)} wrong sectors, such as: {'; '.join(wrong[:3])}")
@@ -42,7 +42,7 @@ def main(image, ballast, rounds, *options):
             verify(server, model)
             os.unlink(ballast)
             os.sync()
-            # With room every request succeeds, also on the connections that were refused.
+            # With space every request succeeds, on the connections whose requests failed too.
             load.errors, answered = (), dict(load.answered)
             load.run(16, lambda: load.answered["write"] > answered["write"] + 300)
             load.drain()
@@ -53,7 +53,7 @@ def main(image, ballast, rounds, *options):
                 server.kill()
                 server = Server(image, *options)
                 verify(server, model)
-            # Full again, and empty where the image had its data.
+            # Fills the file system again, and punches holes where the image had data.
             with wire.Wire(server.socket) as client:
                 client.ready(structured=False)
                 client.request(wire.CMD_TRIM, 0, size)

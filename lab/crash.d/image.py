@@ -1,6 +1,6 @@
 #!/usr/bin/python3
 # Contract: complete
-"""The image truncated, deleted, replaced under load. image.py SCRATCH ROUNDS"""
+"""The image is truncated, deleted and replaced under load. image.py SCRATCH ROUNDS"""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ MODES = [["--direct-io", "on"], ["--direct-io", "off"]]
 
 
 def fresh(image):
-    """A sparse image."""
+    """Creates a sparse image."""
     with open(image, "wb") as file:
         file.truncate(BYTES)
     return image
@@ -36,14 +36,14 @@ def loaded(image, options, seed, errors=()):
 
 
 def verify(model, held, upto=SECTORS):
-    """The bytes are what the model allows, as far as that sector."""
+    """Checks that the model allows the bytes, up to that sector."""
     wrong = model.check(held, only=range(upto))
     if wrong:
         raise AssertionError(f"{len(wrong)} wrong sectors, such as: {'; '.join(wrong[:3])}")
 
 
 def read(server, first, count):
-    """The error of a read, and its data."""
+    """Returns the error of a read, and its data."""
     with wire.Wire(server.socket) as client:
         client.ready(structured=False)
         client.request(wire.CMD_READ, first * SECTOR, count * SECTOR)
@@ -52,11 +52,11 @@ def read(server, first, count):
 
 
 def truncated(image, options, chance):
-    """Cut in the middle of load: beyond the end EIO, and never zeroes or what was there; before it
-    all is well; writes and a new size bring it back."""
+    """Truncates the image under load: reads beyond the end return EIO, never zeroes or old data; before the end
+    nothing changes; writes and a new size restore the range."""
     server, model, load = loaded(fresh(image), options, chance.random(), errors=(wire.EIO,))
     end = chance.randrange(8, SECTORS // 8) * 8
-    # Reads alone: a write beyond the end would make the file longer again.
+    # Only reads: a write beyond the end would extend the file.
     load.kinds, load.weights = ("read",), (1,)
     load.drain()
     os.truncate(image, end * SECTOR)
@@ -74,7 +74,7 @@ def truncated(image, options, chance):
     if error:
         raise AssertionError(f"a read before the end: error {error}")
     verify(model, data, end)
-    # It grows by what is written, and by itself: what comes back is zeroes.
+    # The file is extended by writes, and by ftruncate: the restored range reads zeroes.
     os.truncate(image, BYTES)
     held = read_all(server.socket, SECTORS)
     verify(model, held, end)
@@ -85,7 +85,7 @@ def truncated(image, options, chance):
 
 
 def deleted(image, options, chance):
-    """Removed under load: it keeps running until the detach, list and show report it, and the name is free."""
+    """Removes the image under load: the daemon keeps running until the detach, list and show report the removal,"""
     server, model, load = loaded(fresh(image), options, chance.random())
     keep = os.open(image, os.O_RDONLY)
     os.unlink(image)
@@ -105,8 +105,8 @@ def deleted(image, options, chance):
 
 
 def replaced(image, options, chance):
-    """Another file renamed over it under load: the old one stays in use, the other stays untouched, and
-    is what the next attach serves, also beside the old one."""
+    """Renames another file over the image under load: the old file stays in use, and the other file is unchanged
+    and is what the next attach serves, even beside the old one."""
     server, model, load = loaded(fresh(image), options, chance.random())
     keep = os.open(image, os.O_RDONLY)
     other = image.with_suffix(".other")
@@ -117,7 +117,7 @@ def replaced(image, options, chance):
     check_reported(server, "(deleted)")
     verify(model, read_all(server.socket, SECTORS))
     verify(model, os.pread(keep, BYTES, 0))
-    # Nobody has the new file: it can be served at once, under another name.
+    # No process uses the new file: it can be attached immediately, under another name.
     second = Server(image, *options, name="second")
     if read_all(second.socket, SECTORS) != noise:
         raise AssertionError("the new file is not what it was")
@@ -130,7 +130,7 @@ def replaced(image, options, chance):
 
 
 def goes_on(load):
-    """As if nothing had happened to the image."""
+    """Checks that the device works as if the image had not changed."""
     before = load.answered["write"]
     load.run(16, lambda: load.answered["write"] > before + 300)
     load.drain()
@@ -138,7 +138,7 @@ def goes_on(load):
 
 
 def check_reported(server, words):
-    """list and show report what became of the image."""
+    """Checks that list and show report the state of the image."""
     for text in (blkq("list"), blkq("show", server.name), server.facts()["backing-file"]):
         if words not in text:
             raise AssertionError(f"nothing of {words!r} in: {text}")

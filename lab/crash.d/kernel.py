@@ -18,7 +18,7 @@ from clock import wait_until
 from files import Mounted, run
 from model import SECTOR, Model, Operation
 
-# To see it fail: more options of attach.
+# More options of attach, to see the test fail.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 SECTORS = 4096
 DISK_BYTES, BOOKS_BYTES = 96 << 20, 32 << 20
@@ -27,7 +27,7 @@ BOOT_S = 90
 
 
 class Machine:
-    """A user-mode Linux with two disks: one for the image, one for the client's books."""
+    """A user-mode Linux with two disks: for the image, and for the client's records."""
 
     def __init__(self, scratch, disk, books, direct_io, seed):
         inside = pathlib.Path(__file__).parent / "kernel_inside"
@@ -42,19 +42,19 @@ class Machine:
             stdin=subprocess.DEVNULL, stdout=self.console, stderr=subprocess.STDOUT, start_new_session=True)
 
     def kill(self):
-        """At once, with all of the processes that it is made of."""
+        """Kills it with all of its processes."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         wait_until("the machine's processes exit", lambda: not members(self.process.pid))
 
     def console_tail(self):
-        """The last lines of its console."""
+        """Returns the last lines of its console."""
         self.console.seek(0)
         return self.console.read().decode(errors="replace")[-1500:]
 
 
 def members(session):
-    """The processes of a session that are not zombies."""
+    """Returns the processes of a session that are not zombies."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -67,15 +67,15 @@ def members(session):
 
 
 def sparse(path, size):
-    """An empty file of that size."""
+    """Creates an empty file of that size."""
     with open(path, "wb") as file:
         file.truncate(size)
     return path
 
 
 def replay(model, books):
-    """Takes the client's books into the model; how many requests began, and how many promises they
-    have: flushes and FUA writes that were answered."""
+    """Reads the client's records into the model. Returns the number of requests that began and of promises:
+    completed flushes and FUA writes."""
     operations, flushes, promises = {}, {}, 0
     for line in books.split(b"\0", 1)[0].decode("ascii").split("\n"):
         words = line.split()
@@ -98,7 +98,7 @@ def replay(model, books):
 
 
 def has_begun(machine, books):
-    """Whether the machine, which must be running, has written its first book."""
+    """Whether the machine, which must be running, has written its first record."""
     if machine.process.poll() is not None:
         raise AssertionError(f"the machine has stopped; its console: {machine.console_tail()}")
     return books.read_bytes()[:1].strip(b"\0")

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The client inside of the machine that kernel.py kills: its books are on a disk before what they record
+"""The client inside of the machine that kernel.py kills. It writes its records to a disk before the recorded
 of can reach the server. kernel_client.py SOCKET BOOKS SECTORS SEED"""
 
 import mmap
@@ -18,14 +18,14 @@ STAMPS_OF_A_LIFE = 1 << 24
 
 
 class Books:
-    """Lines on a disk, written around the page cache."""
+    """Lines on a disk, written with direct I/O."""
 
     def __init__(self, path):
         self.file = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_DSYNC)
         self.memory, self.at, self.lines, self.numbers = mmap.mmap(-1, ROOM), 0, [], {}
 
     def note(self, what, subject):
-        """One event of the load."""
+        """Records one event of the load."""
         if not isinstance(subject, Operation):
             return self.lines.append(f"{what} {subject}")
         number = self.numbers.setdefault(subject, len(self.numbers))
@@ -33,7 +33,7 @@ class Books:
         return self.lines.append(f"{what} {number}{place}")
 
     def write(self):
-        """What was noted is on the disk."""
+        """Makes sure that the records are on the disk."""
         if not self.lines:
             return
         text = ("\n".join(self.lines) + "\n").encode("ascii")

@@ -16,10 +16,10 @@ from load import Load, read_all
 from model import SECTOR, Model
 from server import Server
 
-# To see it fail: more options of attach.
+# More options of attach, to see the test fail.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 SECTORS = 16384
-# Name, attach options, connections, depth of each, sectors of a request's unit.
+# Name, attach options, connections, depth of each, sectors per unit of a request.
 MODES = [
     ("direct", ["--direct-io", "on"], 1, 32, 1),
     ("buffered", ["--direct-io", "off"], 1, 32, 1),
@@ -38,7 +38,7 @@ MODES = [
 
 
 class Mode:
-    """One way to serve an image, which lives through all of its kills."""
+    """One mode of serving an image, used through all of its kills."""
 
     def __init__(self, scratch, number, seed):
         self.name, self.options, self.connections, self.depth, unit = MODES[number]
@@ -56,7 +56,7 @@ class Mode:
         self.kills = self.unanswered = 0
 
     def verify(self, server):
-        """The content of the device and the image must be what the model allows."""
+        """Checks that the model allows the contents of device and image."""
         held = read_all(server.socket, SECTORS)
         wrong = self.model.check(held, settle=True)
         if wrong:

@@ -11,8 +11,8 @@ HEADER = struct.Struct("=BIQQ")
 
 
 class Entry:
-    """One event at the file. `number` is the mark's own; of a write whether it is durable when it
-    is answered; of a completion the completed one."""
+    """One event at the file. `number` is the number of a mark; of a write, whether it is durable when it
+    completes; of a completion, the completed entry."""
 
     MARK, WRITE, ZEROES, SYNC, COMPLETED = range(5)
 
@@ -29,7 +29,7 @@ class Writer:
         self.file, self.count, self.lock = open(path, "ab", buffering=0), 0, threading.Lock()
 
     def add(self, entry):
-        """Its number in the log."""
+        """Returns the entry's number in the log."""
         packed = HEADER.pack(entry.kind, entry.number, entry.offset, entry.length) + entry.data
         with self.lock:
             self.file.write(packed)
@@ -38,7 +38,7 @@ class Writer:
 
 
 def read(path):
-    """All entries of a log."""
+    """Returns all entries of a log."""
     with open(path, "rb") as file:
         text = file.read()
     at, entries = 0, []
@@ -52,25 +52,25 @@ def read(path):
 
 
 class Replay:
-    """The file as it was when the log had come to some entry, and what of it is durable."""
+    """The file at one entry of the log, with its durable part."""
 
     def __init__(self, size):
         self.durable = bytearray(size)
-        # Of each sector that is not durable: the contents it had since, oldest first, each with
-        # the entry that wrote it.
+        # For each sector that is not durable: its later contents, oldest first, each with the entry that
+        # wrote it.
         self.volatile = {}
         self.running, self.answered, self.syncs = {}, {}, {}
         self.boundaries, self.touched = 0, set()
 
     def apply(self, index, entry):
-        """The next entry of the log. True if something became durable."""
+        """Applies the next entry. Returns True if data became durable."""
         if entry.kind in (Entry.WRITE, Entry.ZEROES):
             self.running[index] = entry
             for at in range(0, entry.length, SECTOR):
                 held = entry.data[at:at + SECTOR] if entry.kind == Entry.WRITE else ZEROES
                 self.volatile.setdefault((entry.offset + at) // SECTOR, []).append((index, held))
         elif entry.kind == Entry.SYNC:
-            # It covers what had been answered when it arrived.
+            # A sync covers everything that had completed when it arrived.
             self.syncs[index] = set(self.answered)
         elif entry.kind == Entry.COMPLETED:
             return self._completed(entry.number)
@@ -98,7 +98,7 @@ class Replay:
             if last is None:
                 continue
             self.durable[sector * SECTOR:(sector + 1) * SECTOR] = versions[last][1]
-            # Older versions are overwritten; newer ones may still come.
+            # Older versions are overwritten; newer ones may still follow.
             if versions[last + 1:]:
                 self.volatile[sector] = versions[last + 1:]
             else:
@@ -106,8 +106,8 @@ class Replay:
         return bool(touched)
 
     def image(self, chance=None):
-        """The file after a power loss now: what is durable, and of the rest nothing, or what
-        `chance` (a random.Random) chooses, sector by sector."""
+        """Returns the file after a power loss now: the durable contents, and of the rest nothing, or what
+        `chance` (a random.Random) chooses for each sector."""
         held = bytearray(self.durable)
         if chance:
             share = chance.choice([0.1, 0.5, 0.9, 1])

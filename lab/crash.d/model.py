@@ -1,4 +1,4 @@
-"""What a device may hold after a crash: an exact model of every sector, for clients that know
+"""An exact model of every sector: what a device may contain after a crash, for clients that record
 which of their requests were answered. Sectors are 512 bytes, times are counts of events."""
 
 SECTOR = 512
@@ -6,20 +6,20 @@ ZEROES = bytes(SECTOR)
 
 
 def content(sector, stamp):
-    """What a sector holds that was written with `stamp`; 0 is zeroes."""
+    """Returns the content of a sector written with `stamp`; 0 is zeroes."""
     if stamp == 0:
         return ZEROES
     return (sector.to_bytes(8, "big") + stamp.to_bytes(8, "big")) * (SECTOR // 16)
 
 
 def stamp_of(sector, held):
-    """The stamp of a sector's bytes; None if nobody wrote such bytes there."""
+    """Returns the stamp of a sector's bytes, or None if no client wrote them there."""
     stamp = int.from_bytes(held[8:16], "big")
     return stamp if held == content(sector, stamp) else None
 
 
 class Operation:
-    """One write, discard or write of zeroes of a client."""
+    """One write, discard or write zeroes of a client."""
 
     __slots__ = ("first", "count", "stamp", "fua", "begun", "completed", "safe")
 
@@ -28,16 +28,16 @@ class Operation:
         self.begun, self.completed, self.safe = 0, None, False
 
     def sectors(self):
-        """The sectors it changes."""
+        """Returns the sectors that it changes."""
         return range(self.first, self.first + self.count)
 
     def data(self):
-        """What it writes."""
+        """Returns the content that it writes."""
         return b"".join(content(sector, self.stamp) for sector in self.sectors())
 
 
 class Model:
-    """Of each sector the operations whose content it may hold.
+    """For each sector, the operations whose content it may have.
 
     One is out of the question as soon as another began after it had completed, and is safe. When
     only the process dies, what was answered is safe; at a power loss (`power`), what was
@@ -45,20 +45,20 @@ class Model:
 
     def __init__(self, sectors, power=False):
         self.power, self.now, self.unsafe = power, 0, {}
-        # Sectors of which something has changed, for checks of only those.
+        # Sectors that have changed since the last check, to check only those.
         self.touched = set()
         self.may_hold = [[] for _ in range(sectors)]
         for sector in range(sectors):
             self.settle(sector, 0)
 
     def settle(self, sector, stamp):
-        """The sector was found to hold this, and will until it is written."""
+        """Records that the sector was found with this content, and keeps it until it is written."""
         settled = Operation(sector, 1, stamp)
         settled.completed, settled.safe = self.now, True
         self.may_hold[sector] = [settled]
 
     def begin(self, operation):
-        """It is about to be sent."""
+        """Records that the operation is about to be sent."""
         self.now += 1
         operation.begun = self.now
         self.touched.update(operation.sectors())
@@ -66,7 +66,7 @@ class Model:
             self.may_hold[sector].append(operation)
 
     def complete(self, operation):
-        """It was answered without an error."""
+        """Records that the operation completed without an error."""
         self.now += 1
         operation.completed = self.now
         if operation.fua or not self.power:
@@ -75,12 +75,12 @@ class Model:
             self.unsafe[operation] = None
 
     def flush_began(self):
-        """The time of a flush that is about to be sent."""
+        """Returns the time of a flush that is about to be sent."""
         self.now += 1
         return self.now
 
     def flush_completed(self, began):
-        """The flush of that time was answered without an error."""
+        """Records that the flush of that time completed without an error."""
         for operation in [each for each in self.unsafe if each.completed < began]:
             del self.unsafe[operation]
             self._make_safe(operation)
@@ -95,11 +95,11 @@ class Model:
                     each for each in older if each.completed is None or each.completed >= operation.begun]
 
     def allows(self, sector, stamp):
-        """Whether the sector may hold this after a crash now."""
+        """Whether the sector may have this content after a crash now."""
         return any(each.stamp == stamp for each in self.may_hold[sector])
 
     def check(self, image, settle=False, also=(), only=None):
-        """Compares all sectors, or `only` those, with `image`; what it finds wrong, as lines. `also`
+        """Compares all sectors, or only `only`, with `image`; returns the differences as lines. `also`
         are operations that may have begun; with `settle` the model continues from what it found."""
         wrong = []
         further = {}

@@ -19,7 +19,7 @@ from files import CHECK, MKFS, Books, Disk, Mounted, User, run, sync
 from recording import Recording
 from server import Server
 
-# To see it fail: more options of attach.
+# More options of attach, to see the test fail.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 IMAGE_BYTES = 48 << 20
 XFS_BYTES = 320 << 20
@@ -27,13 +27,13 @@ MODES = [("direct", ["--direct-io", "on"]), ("buffered", ["--direct-io", "off"])
 
 
 def make(scratch, server, kind="ext4"):
-    """An empty file system on the device, made durable."""
+    """Creates an empty file system on the device, and makes it durable."""
     with Disk(scratch, server.socket) as disk:
         run(*MKFS[kind], disk.device)
 
 
 def verify(scratch, device, books, *options, kind="ext4"):
-    """Mounts it, which replays its journal; compares, unmounts, and has it checked. What it holds."""
+    """Mounts the file system, which replays its journal; compares, unmounts and checks it. Returns its contents."""
     held = Books()
     with Mounted(scratch, device, *options) as directory:
         wrong = books.wrong(directory)
@@ -45,7 +45,7 @@ def verify(scratch, device, books, *options, kind="ext4"):
 
 
 def killed_under_writers(scratch, disk, server, user, chance):
-    """The exit of a daemon while files are written: after some changes, and a moment more."""
+    """Stops a daemon while files are written: after some changes, and a moment more."""
     killer = threading.Timer(min(chance.expovariate(1 / 0.05), 0.5), server.kill)
     with Mounted(scratch, disk.device) as directory:
         try:
@@ -73,7 +73,7 @@ def kills(scratch, count, seed="1"):
                 killed_under_writers(scratch, disk, server, user, chance)
             server = Server(image, *options, *MORE)
             with Disk(scratch, server.socket) as disk:
-                # Changes under way at the kill are known by now.
+                # Changes in progress at the kill are recorded by now.
                 user.books = verify(scratch, disk.device, user.books, kind=kind)
         server.detach()
         print(f"    {kind}, {name}: {share} kills, {user.steps} changes made durable and kept, fsck clean", flush=True)
@@ -81,7 +81,7 @@ def kills(scratch, count, seed="1"):
 
 
 def record(scratch, options, seconds, chance):
-    """The log of a file system's life, and the books: what each mark promises, and what could be
+    """The log of a file system's writes, with records: what each mark promises, and what was possible
     before it."""
     user, must, may = User(chance), [], [Books()]
     with Recording(scratch, IMAGE_BYTES, direct="on" in options, name="files") as recording:

@@ -18,7 +18,7 @@ from model import SECTOR, Model, Operation
 from recording import Recording
 from server import Server
 
-# To see it fail: more options of attach.
+# More options of attach, to see the test fail.
 MORE = os.environ.get("CRASH_ATTACH", "").split()
 SECTORS = 4096
 MODES = [
@@ -31,13 +31,13 @@ MODES = [
 
 
 class History:
-    """What the client did, in order, with marks in the log of how far it had come."""
+    """The client's operations in order, with marks in the log for their progress."""
 
     def __init__(self, recording):
         self.recording, self.events = recording, []
 
     def note(self, what, subject):
-        """An event of the load; answers that promise durability are marked in the log."""
+        """Records an event; completions that promise durability are marked in the log."""
         if isinstance(subject, Operation):
             copy = Operation(subject.first, subject.count, subject.stamp, subject.fua)
             subject = (id(subject), copy)
@@ -50,7 +50,7 @@ class History:
 
 
 def record(scratch, name, options, connections, depth, seconds, seed):
-    """The history of a client and the log of the file beneath."""
+    """The history of a client, and the log of the file below the device."""
     with Recording(scratch, SECTORS * SECTOR, direct="on" in options) as recording:
         server = Server(recording.image, *options, "--sector-size", "512", *MORE)
         try:
@@ -69,7 +69,7 @@ def record(scratch, name, options, connections, depth, seconds, seed):
 
 
 def check(events, entries, chance, name):
-    """Every boundary of the log; how many, and how many images."""
+    """Checks every boundary of the log; returns the number of boundaries and of images."""
     model, replay = Model(SECTORS, power=True), log.Replay(SECTORS * SECTOR)
     marks = [(index, entry.number) for index, entry in enumerate(entries) if entry.kind == log.Entry.MARK]
     began, done, next_mark, images = {}, 0, 0, 0
@@ -89,10 +89,10 @@ def check(events, entries, chance, name):
         done = upto
 
     def verify(image):
-        # By the next mark the client may have sent all that it had sent by then.
+        # By the next mark the client may have sent everything that it had sent by then.
         upto = marks[next_mark][1] if next_mark < len(marks) else len(events)
         also = [subject[1] for what, subject in events[done:upto] if what == "begin"]
-        # All of it now and then; else what differs from the last check.
+        # Compares everything from time to time; otherwise only the differences since the last check.
         only = replay.touched | replay.volatile.keys() | model.touched if images % 200 else None
         wrong = model.check(image, also=also, only=only)
         if wrong:

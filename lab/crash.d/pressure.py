@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 # Contract: errors
-"""A daemon that lacks something while clients with exact books work on it: memory, address space,
-descriptors, processor time, room in its state directory. pressure.py SCRATCH WHAT"""
+"""A daemon that lacks a resource while clients with exact records use it: memory, address space,
+descriptors, processor time, space in its state directory. pressure.py SCRATCH WHAT"""
 
 import errno
 import json
@@ -25,13 +25,13 @@ from server import BLKQ, Refused, Server, blkq, is_alive
 
 MIB = 1 << 20
 BYTES = 64 * MIB
-# Of a system that gives nobody here a control group; anything else is a failure.
+# Errors of a system that permits no control group here; any other error is a failure.
 NO_GROUPS = (errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM)
 MODES = [["--direct-io", "on"], ["--direct-io", "off"]]
 
 
 def fresh(scratch):
-    """A sparse image."""
+    """Creates a sparse image."""
     image = pathlib.Path(scratch, "pressed.img")
     with open(image, "wb") as file:
         file.truncate(BYTES)
@@ -39,20 +39,20 @@ def fresh(scratch):
 
 
 def verify(server, model):
-    """The device holds what the model allows."""
+    """Checks that the model allows the contents of the device."""
     wrong = model.check(read_all(server.socket, len(model.may_hold)))
     if wrong:
         raise AssertionError(f"{len(wrong)} wrong sectors, such as: {'; '.join(wrong[:3])}")
 
 
 def work(load, writes, depth=16):
-    """The load until so many writes more are answered."""
+    """Runs the load until `count` more writes have completed."""
     before = load.answered["write"]
     load.run(depth, lambda: load.answered["write"] >= before + writes)
 
 
 class Group:
-    """A control group that bounds the memory of a process, page cache included."""
+    """A control group that limits the memory of a process, page cache included."""
 
     def __init__(self, pid, limit_bytes):
         hierarchy = pathlib.Path("/sys/fs/cgroup")
@@ -74,7 +74,7 @@ class Group:
             raise SystemExit(0) from error
 
     def close(self):
-        """After the exit of the process."""
+        """Removes the group after the process has exited."""
         def is_removed():
             try:
                 self.path.rmdir()
@@ -86,13 +86,13 @@ class Group:
 
 
 def memory(scratch):
-    """16 MiB for everything, page cache included, under a load that wants more."""
+    """16 MiB for everything, page cache included, under a load that needs more."""
     for options in MODES:
         image = fresh(scratch)
         server, model = Server(image, *options), Model(BYTES // SECTOR)
         group = Group(server.pid, 16 * MIB)
         try:
-            # The I/O in flight fits, and the pages of the buffered writes do not.
+            # The I/O in flight fits into the limit; the pages of the buffered writes do not.
             load = Load(model, 1, largest=256)
             load.connect(server.socket, 2)
             work(load, 1500)
@@ -112,7 +112,7 @@ def memory(scratch):
 
 
 def address_space(scratch):
-    """Large requests for which there is no memory fail with ENOMEM; others succeed."""
+    """Large requests without memory fail with ENOMEM; others succeed."""
     image = fresh(scratch)
     server, model = Server(image), Model(BYTES // SECTOR)
     with open(f"/proc/{server.pid}/status", encoding="ascii") as file:
@@ -141,27 +141,27 @@ def address_space(scratch):
 
 
 def processor_seconds(pid):
-    """Time that a process has used."""
+    """Returns the processor time that a process has used."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def limited(image, limit):
-    """A daemon that may have so many open files, and any number of clients."""
+    """Starts a daemon with a limit of open files, and any number of clients."""
     done = subprocess.run(["prlimit", f"--nofile={limit}:{limit}", BLKQ, "attach", image, "--name", "crash",
                            "--export", "nbd", "--json", "--max-connections", "1000"], stdout=subprocess.PIPE, timeout=30, check=True)
     return Server.attached(json.loads(done.stdout))
 
 
 def crowd(server, count):
-    """So many clients that only connect; how many are let in."""
+    """Connects that number of clients; returns how many are accepted."""
     clients, greeted = [], 0
 
     def has_connected():
         try:
             clients.append(wire.Wire(server.socket, timeout_s=2))
-        except BlockingIOError:  # as many as may wait are waiting
+        except BlockingIOError:  # the backlog is full
             return False
         return True
 
@@ -185,7 +185,7 @@ def is_shown(server):
 
 
 def descriptors(scratch):
-    """Few descriptors: clients are turned away while some are left for commands. And none at all:
+    """With few descriptors, clients are rejected while some descriptors remain for commands. With none,
     commands wait without making the daemon spin, and connected clients are served."""
     image = fresh(scratch)
     server, model = limited(image, 192), Model(BYTES // SECTOR)
@@ -221,7 +221,7 @@ def descriptors(scratch):
 
 
 def stopped(scratch):
-    """SIGSTOP under load, and SIGCONT: nothing is lost; meanwhile commands do not wait for ever."""
+    """SIGSTOP under load, then SIGCONT: nothing is lost; meanwhile commands do not wait forever."""
     for options in MODES:
         image = fresh(scratch)
         server, model = Server(image, *options), Model(BYTES // SECTOR)
@@ -232,7 +232,7 @@ def stopped(scratch):
             os.kill(server.pid, signal.SIGSTOP)
             load.run(16, lambda end=time.monotonic() + 0.3: time.monotonic() > end)
             if number == 0 and options is MODES[0]:
-                # With a time limit: it does not wait for a daemon that is stopped.
+                # With a time limit, because it does not wait for a stopped daemon.
                 if "crash" not in blkq("list"):
                     raise AssertionError("list leaves out a daemon that is stopped")
             os.kill(server.pid, signal.SIGCONT)
@@ -245,7 +245,7 @@ def stopped(scratch):
 
 
 def state_directory(scratch):
-    """A state directory without room: a running device keeps running, and new ones fail in
+    """A state directory without space: a running device keeps running, and new ones fail in
     one line and leave nothing."""
     place = pathlib.Path(scratch, "tiny")
     place.mkdir()

@@ -4,7 +4,7 @@
 write, the unanswered ones old or new in each sector; and QEMU must find no error in the image once that one has
 detached, only leaks. qcow2.py SCRATCH KILLS [SEED]
 
-The same on a tmpfs, in which there is no room now and then: qcow2.py full DIRECTORY KILLS [SEED]"""
+The same on a tmpfs that is full from time to time: qcow2.py full DIRECTORY KILLS [SEED]"""
 
 import errno
 import os
@@ -21,10 +21,10 @@ from model import SECTOR, Model, content
 from server import Server
 
 SECTORS = 16384
-# Written before, by the image behind.
+# Written to the backing file before.
 BEHIND = 1 << 40
-# Options of qemu-img create, whether there is an image behind, options of attach. With clusters of 512 bytes the
-# refcount table of this size is made anew several times.
+# Options of qemu-img create, whether a backing file exists, options of attach. With clusters of 512 bytes the
+# refcount table of this size is reallocated several times.
 KINDS = [
     ("cluster_size=512,refcount_bits=64", None, []),
     ("cluster_size=512", "raw", []),
@@ -34,15 +34,15 @@ KINDS = [
     ("cluster_size=64k,lazy_refcounts=on", None, ["--direct-io", "off"]),
     ("cluster_size=2M", "qcow2", []),
 ]
-# A trimmed part of a cluster may keep its data, which the model does not know.
+# A trimmed part of a cluster may keep its data, which the model does not allow.
 OPERATIONS = {"write": 55, "fua": 8, "flush": 4, "zeroes": 15, "read": 18}
-# Bytes that a tmpfs has left, until a daemon is killed, and when all is to succeed.
+# Free bytes of a tmpfs, until a daemon is killed, and when everything must succeed.
 ROOMS = [0, 100 << 10, 1 << 20, 4 << 20]
 ROOM_ENOUGH = 64 << 20
 
 
 def qemu_img(*arguments, codes=(0,)):
-    """Runs qemu-img; its exit code."""
+    """Runs qemu-img, and returns its exit code."""
     done = subprocess.run(["qemu-img", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode not in codes:
         raise AssertionError(f"qemu-img {arguments}: exit code {done.returncode}: {done.stdout}{done.stderr}")
@@ -50,7 +50,7 @@ def qemu_img(*arguments, codes=(0,)):
 
 
 class Image:
-    """An image, which lives through all of its kills."""
+    """An image, used through all of its kills."""
 
     def __init__(self, scratch, number, seed, errors=()):
         self.kind, behind, self.options = KINDS[number]
@@ -73,13 +73,13 @@ class Image:
         self.kills = self.unanswered = self.leaks = self.snapshots = 0
 
     def verify(self, held):
-        """The content must be what the model allows."""
+        """Checks that the model allows the contents."""
         wrong = self.model.check(held, settle=True)
         if wrong:
             raise AssertionError(f"{len(wrong)} wrong sectors, such as: " + "; ".join(wrong[:3]))
 
     def life(self):
-        """One daemon from attach, where it must serve what the last one left, to its kill."""
+        """Runs one daemon from attach, when it must serve what its predecessor left, to its kill."""
         server = Server(self.path, *self.options)
         try:
             self.verify(read_all(server.socket, SECTORS))
@@ -94,7 +94,7 @@ class Image:
         self.kills += 1
 
     def detached(self):
-        """A daemon that detaches in order, and what QEMU finds then; now and then it takes a snapshot."""
+        """Detaches a daemon in order, and lets QEMU check the image; takes a snapshot from time to time."""
         Server(self.path, *self.options).detach()
         if qemu_img("check", "-q", "-f", "qcow2", self.path, codes=(0, 3)):
             self.leaks += 1
@@ -109,14 +109,14 @@ class Image:
 
 
 def set_room(directory, room):
-    """Gives the tmpfs so many bytes more than it has in use."""
+    """Gives the tmpfs `room` bytes more than it uses."""
     now = os.statvfs(directory)
     used = (now.f_blocks - now.f_bfree) * now.f_frsize
     subprocess.run(["mount", "-o", f"remount,size={used + room}", directory], check=True)
 
 
 def full(directory, kills, seed="1"):
-    """One image after the other on the tmpfs."""
+    """Tests the images on the tmpfs, one after the other."""
     refused = 0
     for number, kind in enumerate(KINDS):
         try:

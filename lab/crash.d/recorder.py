@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self, device, backing, log, direct):
         self.device, self.backing, self.direct = device, os.open(backing, os.O_RDWR), direct
         self.log, self.requests = Writer(log), queue.SimpleQueue()
-        # Of each task: whether the last that it did was a write that was to be durable at once.
+        # For each task: whether its last operation was a write that must be durable immediately.
         self.dsync = {}
         self.random = random.Random(1)
 
@@ -52,7 +52,7 @@ class Recorder:
         return ATTRIBUTES.pack(node, size, blocks, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
 
     def serve(self):
-        """Until the file system is unmounted."""
+        """Runs until the file system is unmounted."""
         for _ in range(WORKERS):
             threading.Thread(target=self.work, daemon=True).start()
         while True:
@@ -62,7 +62,7 @@ class Recorder:
                 if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
                     continue
                 return
-            # At once, and by this thread alone: the order of arrival is the order of the log.
+            # Immediately, and on this thread only: the order of arrival is the order of the log.
             _, opcode, unique, node, _, _, task, _, _ = IN_HEADER.unpack_from(request)
             body = memoryview(request)[IN_HEADER.size:]
             if opcode in (FORGET, BATCH_FORGET, INTERRUPT):
@@ -72,7 +72,7 @@ class Recorder:
             self.requests.put((opcode, unique, node, body, entry, number))
 
     def work(self):
-        """Answers what has arrived, beside the other workers."""
+        """Answers requests, in parallel with the other workers."""
         while True:
             opcode, unique, node, body, entry, number = self.requests.get()
             if entry and entry.kind != Entry.MARK:
@@ -82,7 +82,7 @@ class Recorder:
             except OSError as error:
                 code, answer = -error.errno, b""
             if entry and not code:
-                # Before the answer: what follows from it arrives later.
+                # Before the answer: everything that follows from it arrives later.
                 self.log.add(Entry(Entry.COMPLETED, number))
             try:
                 os.write(self.device, OUT_HEADER.pack(OUT_HEADER.size + len(answer), code, unique) + answer)
@@ -91,7 +91,7 @@ class Recorder:
                     raise
 
     def arrives(self, opcode, node, task, body):
-        """The entry of the log for a request that changes something."""
+        """Returns the log entry for a request that changes the file."""
         before, self.dsync[task] = self.dsync.get(task, False), False
         if opcode == WRITE and node == MARK:
             return Entry(Entry.MARK, int(bytes(body[40:]) or 0))
@@ -104,12 +104,12 @@ class Recorder:
             offset, length = struct.unpack_from("=8xQQ", body)
             return Entry(Entry.ZEROES, 0, offset, length)
         if opcode == FSYNC:
-            # The sync that follows a write with RWF_DSYNC is that write's own, and covers nothing else.
+            # The sync that follows a write with RWF_DSYNC belongs to that write, and covers nothing else.
             return None if before else Entry(Entry.SYNC)
         return None
 
     def answer(self, opcode, node, body):
-        """Does what the request asks; the body of the answer."""
+        """Executes the request; returns the body of the answer."""
         if opcode == INIT:
             return struct.pack("=IIIIHHIIHHI28x", 7, 31, 1 << 20, INIT_FLAGS, 64, 48, WRITE_BYTES_MAX, 1,
                                WRITE_BYTES_MAX >> 12, 0, 0)

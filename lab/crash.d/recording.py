@@ -1,4 +1,4 @@
-"""An image in the recorder's file system, for as long as a test lasts."""
+"""An image in the recorder's file system, for the duration of a test."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from clock import wait_until
 
 
 class Recording:
-    """Mounts it; `image` is the file to serve. Unmounts at the end, whatever happened."""
+    """Mounts the file system; `image` is the file to serve. Always unmounts at the end."""
 
     def __init__(self, scratch, size, direct=False, name="recorded"):
         self.mountpoint = pathlib.Path(scratch, f"{name}.mnt")
@@ -36,11 +36,11 @@ class Recording:
         return self
 
     def mark(self, number):
-        """A mark in the log: what was answered until now is answered at this place."""
+        """Writes a mark into the log: everything that completed before it precedes this mark."""
         os.write(self.marks, str(number).encode())
 
     def entries(self):
-        """The log."""
+        """Returns the log."""
         return log.read(self.log)
 
     def __exit__(self, *_):

@@ -15,11 +15,11 @@ BLKQ = os.environ.get("BLKQ", "blkq")
 
 
 class Refused(Exception):
-    """The command failed; its one line has the reason."""
+    """The command failed; its one line contains the reason."""
 
 
 def blkq(*arguments, timeout_s=60):
-    """Runs the command; its output."""
+    """Runs the command, and returns its output."""
     done = subprocess.run([BLKQ, *map(str, arguments)], capture_output=True, text=True,
                           timeout=timeout_s, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
@@ -35,37 +35,37 @@ class Server:
 
     @classmethod
     def attached(cls, info):
-        """The daemon of this output of `attach --json`."""
+        """Returns the daemon of this output of `attach --json`."""
         server = cls.__new__(cls)
         server.take(info)
         return server
 
     def take(self, info):
-        """Notes the output of `attach --json`."""
+        """Stores the output of `attach --json`."""
         self.name, self.pid = info["name"], info["pid"]
         nbd = next(export for export in info["exports"] if export.startswith("nbd"))
         self.socket = nbd.partition("socket=")[2]
 
     def kill(self):
-        """kill -9, and waits until the process has exited."""
+        """kill -9; waits until the process has exited."""
         os.kill(self.pid, signal.SIGKILL)
         wait_until(f"process {self.pid} exits after kill -9", lambda: not is_alive(self.pid), 30)
 
     def detach(self, *options):
-        """The orderly stop."""
+        """Stops the daemon in order."""
         blkq("detach", self.name, *options)
 
     def show(self):
-        """The output of `blkq show`."""
+        """Returns the output of `blkq show`."""
         return json.loads(blkq("show", self.name, "--json"))
 
     def facts(self):
-        """The driver's facts."""
+        """Returns the facts of the driver."""
         return self.show()["driver_facts"]
 
 
 def is_alive(pid):
-    """Whether there is such a process that is not a zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

@@ -1,13 +1,13 @@
-# shellcheck shell=bash disable=SC2034 # lab/guest uses what is set here
-# The parts of a guest, from Debian's packages: downloaded and unpacked, never installed, so
-# that nothing conflicts with what the machine has. Apt works on lists of its own here, for suites
-# that the machine need not know.
+# RAW # shellcheck shell=bash disable=SC2034 # lab/guest uses these variables
+# The parts of a guest, from Debian's packages: downloaded and unpacked, never installed, so that
+# they do not conflict with the machine's packages. Apt uses separate lists here, for suites that the
+# machine need not have configured.
 
 LAB_CACHE=${LAB_CACHE:-${CARGO_TARGET_DIR:-$ROOT/target}/lab}
 DEBIAN=${DEBIAN_MIRROR:-http://deb.debian.org}
 SUITES=(bookworm bookworm-backports trixie-backports)
 
-# The modules without which the guest sees no root, no scratch disk and no way out.
+# The modules that the guest needs for its root, its scratch disk and its output.
 BOOT_MODULES=(virtio_pci virtio_console virtio_blk 9pnet_virtio 9p overlay ext4)
 
 apt_own() { # COMMAND ARGUMENT...: apt-get or apt-cache on the lists of the lab
@@ -33,7 +33,7 @@ apt_of() {
         -o APT::Sandbox::User= -o Debug::NoLocking=1 "$@"
 }
 
-# Lists that are up to date today.
+# Lists that were updated today.
 apt_lists() {
     local apt=$LAB_CACHE/apt suite
     [[ -z $(find "$apt/updated" -mtime -1 2>/dev/null) ]] || return 0
@@ -47,7 +47,7 @@ apt_lists() {
     touch "$apt/updated"
 }
 
-# The releases of Debian's kernels, the oldest first.
+# Prints the releases of Debian's kernels, the oldest first.
 offered_kernels() {
     apt_own apt-cache search --names-only '^linux-image-[0-9][^ ]*[0-9]-amd64$' |
         sed -nE 's/^linux-image-([0-9][^ ]*-amd64) .*/\1/p' | sort -uV
@@ -57,8 +57,8 @@ newest_kernel() { # VERSION
     offered_kernels | awk -v wanted="$1" 'index($0 ".", wanted) == 1 && substr($0, length(wanted) + 1, 1) ~ /[.+-]/' | tail -n 1
 }
 
-# Runs a command that makes the directory it is given as its last argument, and names the result
-# CACHED-NAME only when that is whole; one such command at a time.
+# Runs a command that creates the directory given as its last argument, and renames the result to
+# CACHED-NAME only when it is complete; one such command at a time.
 cached() { # CACHED-NAME COMMAND...
     local name=$1 partial code
     shift
@@ -70,7 +70,7 @@ cached() { # CACHED-NAME COMMAND...
         rm -rf "$LAB_CACHE"/partial.*
         partial=$(mktemp -d "$LAB_CACHE/partial.XXXXXX") && chmod 755 "$partial"
         printf 'fetching %s ...\n' "$name" >&2
-        # Not left of a ||, where bash would ignore set -e.
+        # Not on the left of ||, where bash would ignore set -e.
         (
             set -eo pipefail
             apt_lists
@@ -94,7 +94,7 @@ download_and_unpack() {
     done
 }
 
-# Debian's newer kernels are in several packages, on which the one of that name depends.
+# Debian's newer kernels consist of several packages, on which the package of that name depends.
 unpack_kernel() { # RELEASE DIRECTORY
     local release=$1 directory=$2 packages
     packages=$(apt_own apt-cache depends "linux-image-$release" | sed -n "s/^ *Depends: \(linux-.*-$release\)$/\1/p")
@@ -110,7 +110,7 @@ unpack_kernel() { # RELEASE DIRECTORY
     boot_modules "$release" "$directory"
 }
 
-# Busybox and the modules of the boot, in the order in which they are loaded.
+# Prints busybox and the modules for the boot, in the order in which they are loaded.
 boot_modules() { # RELEASE DIRECTORY
     local release=$1 directory=$2 tree=$2/initramfs module file
     mkdir -p "$tree"/{bin,modules,dev,proc,sys,lower,upper,root}
@@ -136,14 +136,14 @@ make_kernel() { # VERSION DIRECTORY
     unpack_kernel "$release" "$2"
 }
 
-# fetch_kernel VERSION: leaves its directory in KERNEL_DIR.
+# fetch_kernel VERSION: sets KERNEL_DIR.
 fetch_kernel() {
     [[ $1 =~ ^[0-9][0-9A-Za-z.+-]*$ ]] || wrong_usage "no version of a kernel: $1"
     cached "kernel-$1" make_kernel "$1"
     KERNEL_DIR=$LAB_CACHE/kernel-$1
 }
 
-# Of the first suite that has one which the machine's packages bear: newer tools of QEMU refuse an
+# From the first suite whose QEMU works with the machine's packages: newer tools of QEMU refuse an
 # older emulator.
 make_qemu() { # DIRECTORY
     local suite package
@@ -158,7 +158,7 @@ make_qemu() { # DIRECTORY
     [[ -x $1/usr/bin/qemu-system-x86_64 ]]
 }
 
-# fetch_qemu: leaves the command and its first arguments in QEMU.
+# fetch_qemu: sets QEMU to the command and its first arguments.
 fetch_qemu() {
     local directory=$LAB_CACHE/qemu libraries
     QEMU=(qemu-system-x86_64)

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
 # Shared by the tests in guests: file trees, file systems, devices of the kernel.
 
-# As seen from the root: SCRIPTDIR is that of the script which is checked, a test, whose ../lib.sh is this file.
+# Paths are relative to the root; SCRIPTDIR is the directory of the checked script, a test, whose ../lib.sh is this.
 # shellcheck source=lab/lib.sh
 . "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib.sh"
 
-# The export behind the kernel's block devices here: ublk, or nbd with the kernel's client; and
-# which steps are wanted: choose [ublk|nbd] [PATTERN]
+# choose [ublk|nbd] [PATTERN]: the export of the kernel's block devices, ublk or nbd with the kernel's client, and
+# the steps to run
 choose() {
     EXPORT=${1:-ublk}
     ONLY=${2:-*}
@@ -18,12 +18,12 @@ choose() {
 }
 
 chosen_step() { # NAME COMMAND...
-    # shellcheck disable=SC2053 # the pattern is meant as one
+    # PATTERN is meant as a pattern
     [[ $1 != $ONLY ]] || step "$@"
 }
 
-# Makes IMAGE a block device of the kernel, in DEVICE, for the rest of the step: serve IMAGE
-# [ATTACH-OPTION...]. Its name is the file's, or the driver's.
+# serve IMAGE [ATTACH-OPTION...]: makes IMAGE a block device of the kernel, in DEVICE, for the rest of the step.
+# The device has the name of the file, or of the driver.
 serve() {
     local name=${1##*/}
     name=${name%%:*}
@@ -40,7 +40,7 @@ serve() {
     KERNEL_LINES=$(dmesg | wc -l)
 }
 
-# The kernel has logged no I/O error of DEVICE since it is served.
+# The kernel has logged no I/O error of DEVICE since it was attached.
 no_io_errors() {
     if dmesg | tail -n "+$((KERNEL_LINES + 1))" | grep -E "error, dev ${DEVICE##*/},"; then
         fail "errors reached the kernel"
@@ -61,7 +61,7 @@ disconnected() {
     ! nbd-client -c "$DEVICE"
 }
 
-# After a step, passed or failed: nothing mounted, nothing attached.
+# After a step, passed or failed: nothing is mounted, nothing is attached.
 clean_up() {
     local process
     for process in $(jobs -p); do
@@ -72,14 +72,14 @@ clean_up() {
     limit 60 "$BLKQ" detach --all --force
 }
 
-# A fresh image of SIZE, in IMAGE: image SIZE
+# image SIZE: creates an empty image of SIZE, in IMAGE
 image() {
     IMAGE=$SCRATCH/image
     rm -f "$IMAGE"
     truncate -s "$1" "$IMAGE"
 }
 
-# 6.12 is 6012.
+# Prints 6012 for 6.12.
 kernel_version() {
     uname -r | awk -F. '{ print $1 * 1000 + $2 }'
 }
@@ -88,7 +88,7 @@ queue_limit() { # NAME
     cat "/sys/block/${DEVICE##*/}/queue/$1"
 }
 
-# A tree of files of all sizes around a page and a block, links and a hole: make_tree PATH
+# make_tree PATH: files of all sizes around a page and a block, links and a hole
 make_tree() {
     local size number=0
     mkdir -p "$1"/{empty,deep/er/still}
@@ -130,7 +130,7 @@ check_file_system() { # KIND DEVICE
     esac
 }
 
-# Mounts on $SCRATCH/mnt; a step that fails unmounts, so that the next one can go on.
+# Mounts on $SCRATCH/mnt; a step that fails unmounts it for the next step.
 mount_here() { # MOUNT-ARGUMENT...
     mkdir -p "$SCRATCH/mnt"
     trap clean_up EXIT
@@ -141,7 +141,7 @@ unmount_here() {
     umount "$SCRATCH/mnt"
 }
 
-# The file system's whole life: made, filled, unmounted, checked, mounted again, compared.
+# The life cycle of a file system: created, filled, unmounted, checked, mounted again, compared.
 file_system() { # KIND DEVICE
     local kind=$1 device=$2
     make_file_system "$kind" "$device"
@@ -154,7 +154,7 @@ file_system() { # KIND DEVICE
     unmount_here
 }
 
-# The same tree, seen through the kernel's own loop device on the image.
+# Compares the tree as seen through the kernel's loop device on the image.
 tree_in_image() { # IMAGE
     mount_here -o loop,ro "$1"
     same_tree "$SCRATCH/tree" "$SCRATCH/mnt/tree"
@@ -166,7 +166,7 @@ allocated_mib() { # IMAGE
     printf '%d\n' $(($(stat -c '%b * %B' "$1") / MIB))
 }
 
-# Random writes of many sizes, each block verified: fio_verify DEVICE [OPTION...]
+# fio_verify DEVICE [OPTION...]: random writes of many sizes, each block verified
 fio_verify() {
     fio --name=verify --filename="$1" --ioengine=libaio --direct=1 --rw=randwrite --bsrange=4k-128k \
         --iodepth=32 --size=16m --verify=crc32c --verify_fatal=1 --randseed=7 --minimal --output=/dev/null "${@:2}"

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Listens on 127.0.0.1 and passes each connection on to the same port of another address, byte by byte:
+"""Listens on 127.0.0.1 and forwards each connection to the same port of another address, byte by byte:
 relay.py ADDRESS PORT... It prints a line once it listens."""
 
 import asyncio
@@ -7,7 +7,7 @@ import sys
 
 
 async def copy(reader, writer):
-    """All that comes, until the end or an error of either side."""
+    """Forwards all data, until the end or an error of either side."""
     try:
         while data := await reader.read(1 << 16):
             writer.write(data)
