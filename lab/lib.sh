@@ -1,9 +1,9 @@
 # shellcheck shell=bash disable=SC2034
-# The lab's scripts share this: tools, scratch space, steps that are timed and counted, and blkq.
+# Shared by the scripts of the lab: tools, scratch space, timed and counted steps, and blkq.
 
 LAB=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname -- "$LAB")
-PYTHON=/usr/bin/python3 # Debian's own, which has libnbd's bindings
+PYTHON=/usr/bin/python3 # Debian's Python, which has libnbd's bindings
 MIB=$((1024 * 1024))
 
 # shellcheck source-path=SCRIPTDIR source=clock.sh
@@ -28,7 +28,7 @@ wrong_usage() {
     exit 2
 }
 
-# need COMMAND...: every tool that is promised must be there; nothing is skipped in silence.
+# need COMMAND...: fails if a tool is missing; no step is skipped silently.
 need() {
     local tool missing=()
     for tool in "$@"; do
@@ -41,7 +41,7 @@ need_blkq() {
     [[ -x $BLKQ ]] || die "no $BLKQ: run cargo build --release, or set BLKQ"
 }
 
-# A scratch directory that is removed with the script, after its processes and mounts.
+# A scratch directory. The trap removes it, after the script's processes and mounts.
 scratch() {
     SCRATCH=$(mktemp -d "${LAB_DIR:-/var/tmp}/blkq-lab.XXXXXX")
     export BLKQ_STATE_DIR=$SCRATCH/state
@@ -72,7 +72,7 @@ seconds_since() {
     printf '%d.%d' $((elapsed_ms / 1000)) $((elapsed_ms % 1000 / 100))
 }
 
-# The seconds that NAME took the last time, where $STEP_TIMES keeps it.
+# Prints the seconds that NAME took in its last run, from $STEP_TIMES.
 last_time() {
     [[ ! -s ${STEP_TIMES:-} ]] || awk -F '\t' -v name="$1" '$1 == name { seconds = $2 } END { print seconds }' "$STEP_TIMES"
 }
@@ -85,7 +85,7 @@ keep_time() { # NAME SECONDS
     } >"$SCRATCH/times" && mv "$SCRATCH/times" "$STEP_TIMES"
 }
 
-# On a terminal: which step runs, for how long, and how long it took the last time.
+# On a terminal, shows the running step, its time so far, and the time of its last run.
 show_progress() { # NAME BEGIN-MS
     local last
     last=$(last_time "$1")
@@ -94,8 +94,8 @@ show_progress() { # NAME BEGIN-MS
     done
 }
 
-# step NAME COMMAND...: runs it in a subshell that stops at the first failure, and counts. The log is $STEP_LOG.
-# Never call it left of || or &&, or in an if: bash then ignores set -e, and failures with it.
+# step NAME COMMAND...: runs COMMAND in a subshell that stops at the first failure; counts it. The log is $STEP_LOG.
+# Never call it on the left of || or &&, or in an if: bash then ignores set -e, and failures with it.
 step() {
     local name=$1 begin_ms code seconds progress='' log=${STEP_LOG:-$SCRATCH/step.log}
     shift
@@ -144,7 +144,7 @@ step_failed() { # NAME SECONDS CODE LOG
     tail -n "${LAB_TAIL:-25}" "$4" | sed 's/^/      /'
 }
 
-# what_failed LOG: the lines of a step's log that name the failed test and its message, 12 at most. The kinds of
+# what_failed LOG: prints at most 12 lines of a step's log that name the failed test and its message. The kinds of
 # failures: tests of Rust, compilers and linters, steps of the lab (FAIL), Python, scripts of the lab.
 what_failed() {
     local found
@@ -157,7 +157,7 @@ what_failed() {
     fi
 }
 
-# case_of NAME COMMAND...: a step that is cleaned up after if it fails.
+# case_of NAME COMMAND...: a step whose processes and devices are removed if it fails.
 case_of() {
     local code
     step "$@"
@@ -165,7 +165,7 @@ case_of() {
     [[ $code -eq 0 ]] || clean_up
 }
 
-# What a step that failed has left.
+# Removes what a failed step has left.
 clean_up() {
     limit 20 "$BLKQ" detach --all --force >/dev/null 2>&1
     daemons | xargs -r kill -9
@@ -177,7 +177,7 @@ leave_out() {
     LEFT_OUT+=("$1")
 }
 
-# The closing lines; the exit code is 0 if all passed.
+# Prints the closing lines; the exit code is 0 if all steps passed.
 verdict() {
     local reason
     for reason in "${LEFT_OUT[@]}"; do
@@ -213,13 +213,13 @@ json() {
     "$PYTHON" -c "import json, sys; j = json.load(sys.stdin); print($1)"
 }
 
-# A file of pseudo-random bytes, the same for the same seed: random_file PATH BYTES [SEED]
+# random_file PATH BYTES [SEED]: a file of pseudo-random bytes, the same for the same seed
 random_file() {
     head -c "$2" /dev/zero |
         openssl enc -aes-128-ctr -nosalt -pass "pass:${3:-1}" -pbkdf2 >"$1"
 }
 
-# wait_for SECONDS COMMAND...: until it succeeds; seconds of the machine (clock.sh).
+# wait_for SECONDS COMMAND...: waits until COMMAND succeeds; seconds of the machine (clock.sh).
 wait_for() {
     local begin_ms stretch_ms=$(($1 * 10))
     shift
@@ -234,13 +234,13 @@ wait_for() {
     done
 }
 
-# Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after its
-# process has exited.
+# Unmounts PATH as soon as nothing uses it: the kernel releases the files of a ring some time after its process
+# has exited.
 unmount() {
     wait_for 60 umount "$1" || fail "$1 is in use"
 }
 
-# attach NAME IMAGE [OPTION...]: serves over NBD; the URI in $URI.
+# attach NAME IMAGE [OPTION...]: serves over NBD; sets URI.
 attach() {
     local name=$1 image=$2
     shift 2
@@ -256,7 +256,7 @@ daemon_of() { # NAME
     "$BLKQ" show "$1" --json | sed -n 's/.*"pid":\([0-9]*\).*/\1/p'
 }
 
-# The processes that serve devices of this lab's state directory.
+# Prints the processes that serve devices of this lab's state directory.
 daemons() {
     local process
     while read -r process; do
@@ -271,7 +271,7 @@ no_daemon() {
     [[ -z $(daemons) ]]
 }
 
-# Resumes a device until PROCESS, which waits for its held requests, has exited: resume_until_exited NAME PROCESS
+# resume_until_exited NAME PROCESS: resumes a device until PROCESS, which waits for held requests, has exited
 resume_until_exited() {
     wait_for 200 exits_when_resumed "$@" || fail "process $2 still waits for $1"
 }
@@ -281,7 +281,7 @@ exits_when_resumed() {
     ! kill -0 "$2" 2>/dev/null
 }
 
-# Nothing of a detached device is left behind, but a directory for journals of images.
+# A detached device has left nothing but a directory for journals of images.
 no_leftovers() {
     equal "$(find "$BLKQ_STATE_DIR" -mindepth 1 ! -path "$BLKQ_STATE_DIR/journals" -printf '%P ')" "" "left in the state directory"
     equal "$(daemons)" "" "processes left"

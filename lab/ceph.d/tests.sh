@@ -402,7 +402,7 @@ dead_cluster() {
     if limit 90 "$BLKQ" detach dead --force 2>"$SCRATCH/reason"; then fail "detached"; fi
     cat "$SCRATCH/reason"
     grep -q 'still waiting for [0-9]* requests in flight' "$SCRATCH/reason"
-    printf '    detach --force gave up after %s s\n' "$(seconds_since "$begin_ms")"
+    printf '    detach --force stopped waiting after %s s\n' "$(seconds_since "$begin_ms")"
     start_daemon mon.a
     start_daemon osd.0
     if ! wait_for 90 no_leftovers >/dev/null; then

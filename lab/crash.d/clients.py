@@ -198,7 +198,7 @@ def at_rest(server, clients):
         last = [what for at, what in seen if at >= seen[-1][0] - FREED_S]
         return seen[0][0] < seen[-1][0] - FREED_S and len(set(last)) == 1
 
-    wait_until("the process frees what it has no use for", is_steady, 60)
+    wait_until("the process frees unused resources", is_steady, 60)
     return seen[-1][1]
 
 

@@ -113,7 +113,7 @@ class Books:
         found = {path.name: digest(path.read_bytes()) for path in directory.iterdir() if path.is_file()}
         wrong = [f"{name} {'is missing' if name not in found else 'has other content'}"
                 for name, may in self.names.items() if ANY not in may and found.get(name) not in may]
-        return wrong + [f"{name}: nobody made it" for name in found.keys() - self.names.keys()]
+        return wrong + [f"{name}: not made by this test" for name in found.keys() - self.names.keys()]
 
 
 class User:

@@ -59,7 +59,7 @@ class Connection:
             self.out.clear()
 
     def pull(self):
-        """Receives what is there; the answered requests, each with its error and data."""
+        """Receives the available replies; returns the answered requests, each with its error and data."""
         try:
             while part := self.socket.recv(1 << 20):
                 self.received += part

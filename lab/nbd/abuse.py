@@ -124,7 +124,7 @@ def check_options_in_transmission(target):
 
 
 def check_half_open_connections(target):
-    """Clients that stop at every stage and stay: they block no others."""
+    """Clients that stop at every stage and stay connected block no others."""
     stages = [
         lambda client: None,
         lambda client: client.receive(18),
@@ -149,7 +149,7 @@ def check_half_open_connections(target):
 
 
 def check_reader_that_never_reads(target):
-    """Replies pile up behind a client that takes none: the others go on."""
+    """Replies pile up for a client that reads none: the other clients continue."""
     with Steady(target):
         with wire.Wire(target.socket_path, timeout_s=1) as client:
             client.ready(target.export, structured=False)
@@ -187,7 +187,7 @@ def check_write_cut_off(target):
 
 
 def is_served(target):
-    """Whether a new client is: the kernel or the server may have no room for it yet."""
+    """Whether a new client is served: the kernel or the server may have no resources for it yet."""
     try:
         return len(target.connect().pread(target.sector, 0)) == target.sector
     except nbd.Error:
@@ -195,7 +195,7 @@ def is_served(target):
 
 
 def check_hundreds_of_connections(target):
-    """More connections than anyone needs: served or turned away, the steady client is served."""
+    """More connections than needed: served or rejected, the steady client is served."""
     with Steady(target):
         clients = []
         try:
@@ -210,7 +210,7 @@ def check_hundreds_of_connections(target):
 
 
 def resident_kib():
-    """Anonymous memory of the server, whose process LAB_SERVER_PID names."""
+    """Returns the anonymous memory of the server, whose process LAB_SERVER_PID names."""
     process = os.environ.get("LAB_SERVER_PID")
     true(process, "LAB_SERVER_PID is not set")
     with open(f"/proc/{process}/status", encoding="ascii") as file:
@@ -236,7 +236,7 @@ def check_promised_writes_take_no_memory(target):
 
 
 def check_memory_is_given_back(target):
-    """After all of this, and large requests of clients that have left, the server is small."""
+    """After all of this, and large requests of clients that have left, the server uses little memory."""
     handles = [target.connect() for _ in range(8)]
     for handle in handles:
         equal(len(handle.pread(16 * MIB, 0)), 16 * MIB, "length read")

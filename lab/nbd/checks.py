@@ -20,7 +20,7 @@ MIB = 1024 * KIB
 
 
 class LeftOut(Exception):
-    """A check that does not apply to this target; the message has the reason."""
+    """Raised by a check that does not apply to this target; the message contains the reason."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Target:
         return urlparse(self.uri).path.lstrip("/")
 
     def connect(self, prepare=None):
-        """A ready libnbd handle that sends whatever it is asked to, also what is wrong."""
+        """Returns a ready libnbd handle that sends any request, also invalid ones."""
         handle = nbd.NBD()
         handle.set_strict_mode(0)
         handle.add_meta_context("base:allocation")
@@ -63,7 +63,7 @@ class Target:
         return handle
 
     def options(self):
-        """A handle that stopped after the handshake, where options are haggled over."""
+        """Returns a handle that stopped after the handshake, while options are negotiated."""
         handle = nbd.NBD()
         handle.set_opt_mode(True)
         handle.connect_uri(self.uri)
@@ -79,7 +79,7 @@ class Target:
         return -(-length // self.sector) * self.sector
 
     def need_writable(self):
-        """Leaves the check out when the target is read-only."""
+        """Skips the check if the target is read-only."""
         if self.read_only:
             raise LeftOut("the export is read-only")
 
@@ -133,7 +133,7 @@ def parse_target(description):
                         help="extended headers are not promised")
     parser.add_argument("--lenient", dest="strict", action="store_false",
                         help="skip what the specification leaves to the server")
-    parser.add_argument("--image", help="the file behind the export")
+    parser.add_argument("--image", help="the file that the export serves")
     parser.add_argument("--offset", type=int, default=0, help="where the export starts in it")
     parser.add_argument("--content", help="a file with the bytes a read-only export must show")
     parser.add_argument("--connections", type=int, default=4)
@@ -142,7 +142,7 @@ def parse_target(description):
 
 
 def run(module, description):
-    """Runs every check of `module`; prints failures and a closing line; the exit code."""
+    """Runs every check of `module`; prints failures and a closing line; returns the exit code."""
     target = parse_target(description)
     checks = [(name, function) for name, function in vars(module).items()
               if name.startswith("check_") and inspect.isfunction(function)]

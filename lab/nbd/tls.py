@@ -88,7 +88,7 @@ def check_older_versions_are_refused(servers):
 
 
 def refused(servers, context):
-    """The server does not go on with such a client, whatever TLS version: nothing is sent."""
+    """The server does not continue with such a client, with any TLS version: nothing is sent."""
     try:
         with wire.Wire(servers.require) as client:
             client.greet()

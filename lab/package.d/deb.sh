@@ -12,7 +12,7 @@ build_package() {
     mv "$SCRATCH"/blkq_*.deb "$SCRATCH/blkq.deb"
 }
 
-# The same tree, built again as a later version: $SCRATCH/newer.deb.
+# Builds the same tree again as a later version: $SCRATCH/newer.deb.
 build_newer_package() {
     local tree=$SCRATCH/tree program
     program=$(readlink -f "$BLKQ")
