@@ -178,7 +178,7 @@ fn after_a_kill_a_bitmap_is_inconsistent() {
     let uri = String::from_utf8(attached.stdout).unwrap().trim().to_owned();
     assert_eq!(state(&place, "q", "b0"), "inconsistent");
     assert!(!run("nbdinfo", &["--list", &uri]).contains("dirty-bitmap"));
-    assert!(place.refused(&["bitmap", "clear", "q", "b0"]).contains("remove it, and add it again"));
+    assert!(place.refused(&["bitmap", "clear", "q", "b0"]).contains("remove it and add it again"));
     place.done(&["detach", "q"]);
     assert!(run("qemu-img", &["info", &image]).contains("in-use"), "nobody trusts it later either");
     assert!(place.run(&attach).status.success());

@@ -66,7 +66,7 @@ fn a_client_goes_on_in_the_image_behind() {
             assert!(fs::metadata(emptied).unwrap().blocks() * 512 < 1 << 20, "its space is freed");
         }
         let line = place.refused(&["commit", "d"]);
-        assert!(line.contains("no image behind"), "{line}");
+        assert!(line.contains("has no backing file"), "{line}");
         let options = &place.json(&["show", "d", "--json"])["attach_options"]["options"];
         assert_eq!((&options["image"], &options["format"]), (&base.as_str().into(), &"raw".into()));
         drop(client);
@@ -149,7 +149,7 @@ fn a_commit_is_shown_and_stopped_and_keeps_others_away() {
             if end == Signal::INT {
                 let line = String::from_utf8(output.stderr).unwrap();
                 assert_eq!(output.status.code(), Some(1), "{line}");
-                assert!(line.contains(&format!("stopped {by}")), "{line}");
+                assert!(line.contains(&format!("cancelled {by}")), "{line}");
             }
             wait_until("the commit has stopped", || place.json(&["show", "d", "--json"])["commit"].is_null());
             assert_eq!(kept_image(&place, "d"), image);
@@ -211,7 +211,7 @@ fn a_commit_that_cannot_be_changes_nothing() {
     };
     refused("no such device");
     place.done(&["attach", "ram:1M", "--name", "d"]);
-    refused("no image behind");
+    refused("no backing file");
     place.done(&["detach", "d"]);
     place.done(&["attach", &base, "--fault", "none", "--name", "d"]);
     refused("attach without --fault");
@@ -233,7 +233,7 @@ fn a_commit_that_cannot_be_changes_nothing() {
     stream.write_all(b"\n").unwrap();
     let length = stream.read(&mut reply).unwrap();
     let text = String::from_utf8_lossy(&reply[..length]);
-    assert!(text.contains("was not opened"), "{text}");
+    assert!(text.contains("did not send the backing file"), "{text}");
     place.done(&["detach", "d"]);
     // One behind that is longer would show its end again.
     fs::File::options().write(true).open(&base).unwrap().set_len(2 << 20).unwrap();
@@ -377,7 +377,7 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
     assert_eq!(inodes(&["commit", "d", "--backing-chain", "allow"]).0, [inode(&victim); 2]);
     run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-b", "", &top]);
     let (none, why) = inodes(&["commit", "d"]);
-    assert!(none.is_empty() && why.contains("no image behind"), "{why}");
+    assert!(none.is_empty() && why.contains("has no backing file"), "{why}");
     // It is nothing that could be detached.
     fs::remove_dir_all(place.state()).unwrap();
 }

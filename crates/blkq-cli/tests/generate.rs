@@ -76,7 +76,7 @@ fn manuals_and_completions_come_from_the_command_line() {
     let image = place.image("disk.img", 1 << 20);
     place.done(&["attach", &image, "--fault", "none"]);
     let line = place.refused(&["set", "disk.img", "nonsense=on"]);
-    let (_, listed) = line.split_once("there are ").unwrap();
+    let (_, listed) = line.split_once("choose one of ").unwrap();
     let listed = listed.split(';').next().unwrap().split(", ").map(|key| format!("{key}="));
     let mut keys = completed("blkq set disk.img ''");
     // The weight is for devices of a group.

@@ -209,7 +209,7 @@ fn a_device_is_named_by_whatever_its_user_has_in_hand() {
         place.done(&["set", word, "depth=64"]);
         assert_eq!(place.done(&["resize", word]), "4M\n");
         assert_eq!(place.json(&["stat", "--json", word])["name"], "data", "{word}");
-        assert!(place.refused(&["upgrade", word]).contains("detach it"), "{word}");
+        assert!(place.refused(&["upgrade", word]).contains("detach the device"), "{word}");
         assert!(place.refused(&["recover", word]).contains("the daemon is running"), "{word}");
     }
     for relative in ["disk.img", "./disk.img", "../disk.img"] {
@@ -367,7 +367,7 @@ fn options_that_mean_nothing_are_rejected() {
     assert!(usage(&["--listen", "tcp:127.0.0.1"]).contains("has no port"));
     assert!(usage(&["--listen", "tcp:::1:10809"]).contains("in brackets"));
     assert!(usage(&["-r"]).contains("--read-only"));
-    assert!(usage(&["--offset", "-1"]).contains("0 or more"));
+    assert!(usage(&["--offset", "-1"]).contains("must not be negative"));
     assert!(usage(&["--size-limit", "1.3K"]).contains("not a whole number of bytes"));
     assert!(place.files().is_empty());
 }
@@ -383,10 +383,10 @@ fn a_setting_that_there_is_not_says_which_there_are() {
         assert!(line.contains(setting), "{line}");
     }
     assert!(!place.refused(&["set", "ram", "foo=1"]).contains("direct-io"));
-    assert!(place.refused(&["set", "ram", "direct-io=on"]).contains("for images"));
+    assert!(place.refused(&["set", "ram", "direct-io=on"]).contains("for image files"));
     assert!(place.refused(&["set", "ram", "size=1M"]).contains("blkq resize"));
     assert!(place.refused(&["set", "ram", "queues=2"]).contains("attach it with --queues"));
-    // The cures are the command's.
+    // The hints are the command's.
     let why = place.refused(&["set", "ram", "depth=9000"]);
     assert!(
         why.contains(
@@ -396,7 +396,7 @@ fn a_setting_that_there_is_not_says_which_there_are() {
     );
     let why = place.refused(&["set", "ram", "depth=99999"]);
     assert!(why.contains("depth must be 1 to 256") && !why.contains("--depth"), "{why}");
-    assert!(place.refused(&["set", "ram", "depth=x"]).contains("a number from 1 on, not \"x\""));
+    assert!(place.refused(&["set", "ram", "depth=x"]).contains("a number of at least 1, not \"x\""));
     let why = place.refused(&["resize", "ram", "2M"]);
     assert!(why.ends_with("was opened with; detach the device and attach it with another size\n"), "{why:?}");
     // Each that is named can be set to what it is.

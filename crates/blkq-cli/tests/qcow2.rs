@@ -180,12 +180,12 @@ fn an_overlay_that_cannot_be_attached_is_removed() {
     let (clone, other) = (path("clone"), path("e/clone"));
     for (words, why) in [
         (&[base.as_str(), "--overlay", other.as_str()][..], "--backing-chain allow"),
-        (&[&base, "--overlay", &clone, "--offset", "512"], "clones whole images"),
+        (&[&base, "--overlay", &clone, "--offset", "512"], "an overlay covers a whole image"),
         (&[&base, "--overlay", &clone, "--queues", "2"], "one queue and one thread"),
         (&[&base, "--overlay", &clone, "--export-name", "e", "--listen", "unix:/n/o/n/e"], "/n/o/n/e"),
-        (&[&layered, "--overlay", &clone], "give its format"),
+        (&[&layered, "--overlay", &clone], "add --format qcow2"),
         (&[&base, "--format", "qcow2", "--overlay", &clone], "cannot be served as qcow2"),
-        (&["ram:1M", "--overlay", &clone], "clones image files"),
+        (&["ram:1M", "--overlay", &clone], "needs an image file"),
         (&[&path("none"), "--overlay", &clone], "cannot find the image"),
         (&[&base, "--overlay", &path("n/o")], "No such file"),
     ] {

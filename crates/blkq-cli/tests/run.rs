@@ -130,7 +130,7 @@ fn a_device_of_the_same_name_is_left_alone_after_a_death() {
     kill(place.pid("ram"));
     place.done(&["attach", "ram:2M", "--name", "ram"]);
     let (code, _, errors) = finish(child, output);
-    assert!(errors.contains("its daemon died"), "{errors}");
+    assert!(errors.contains("the daemon died"), "{errors}");
     assert_eq!(code, Some(1));
     assert_eq!(place.json(&["show", "ram", "--json"])["size"], 2 << 20);
 }

@@ -177,7 +177,7 @@ fn of_two_upgrades_at_once_none_leaves_the_disk_alone() {
             let errors = place::without_progress(output.stderr);
             done += usize::from(output.status.success());
             assert_eq!(errors.lines().count(), usize::from(!output.status.success()), "{errors}");
-            let why = "upgrade d: another blkq upgrade of it is at work";
+            let why = "upgrade d: another `blkq upgrade` or `blkq recover` of this device is running";
             assert!(output.status.success() || errors.contains(why), "{errors}");
         }
         check_settings(&place);

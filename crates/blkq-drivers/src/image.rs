@@ -214,7 +214,7 @@ pub fn no_overlay(driver: &str) -> Error {
 
 /// The error of a commit of a device without a backing file, called `driver`.
 pub fn no_backing_file(driver: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("a {driver} device has no image behind its own"))
+    Error::new(ErrorKind::Unsupported, format!("a {driver} device has no backing file"))
 }
 
 fn usage_of(file: &File, path: &Path, virtual_bytes: u64) -> Result<Usage, Error> {

@@ -383,7 +383,7 @@ mod tests {
         let dir = scratch("owner");
         let claim = dir.claim("a").unwrap();
         claim.write_state(&"x").unwrap();
-        assert!(dir.claim("a").unwrap_err().to_string().contains("taken"));
+        assert!(dir.claim("a").unwrap_err().to_string().contains("in use by another device"));
         assert!(matches!(dir.clear_dead("a"), Ok(Dead::No)));
         assert_eq!(files(&dir), ["a.json", "a.lock"]);
         drop(claim);
@@ -413,7 +413,7 @@ mod tests {
         let of_another = dir.clone();
         std::thread::spawn(move || sender.send(of_another.claim("a").map(drop)));
         let refused = claimed.recv_timeout(Duration::from_secs(60)).expect("it waits").unwrap_err();
-        assert!(refused.to_string().contains("taken"), "{refused}");
+        assert!(refused.to_string().contains("in use by another device"), "{refused}");
         fs::remove_dir_all(&dir.0).unwrap();
     }
 
@@ -461,7 +461,7 @@ mod tests {
         assert_eq!(fs::read_to_string(dir.file("a", ".log.1")).unwrap(), "what happened\n");
         let Ok(Found::Busy(busy)) = dir.inspect("a") else { panic!("this process has it") };
         let own = std::process::id();
-        assert!(busy.describe().contains(&format!("socket was removed: then kill {own} detaches it")));
+        assert!(busy.describe().contains(&format!("socket was removed, `kill {own}` detaches the device")));
         drop(claim);
         assert!(files(&dir).is_empty());
         fs::remove_dir_all(&dir.0).unwrap();

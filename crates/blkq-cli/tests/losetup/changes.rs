@@ -79,7 +79,7 @@ fn sector_sizes_are_powers_of_two_up_to_a_page() {
     // A device in use keeps the one it has.
     let device = place.set_up(&["-b", "2048", &image]);
     assert_eq!(place.losetup(&["-b", "2048", &device]), "");
-    assert!(place.losetup_refused(&["-b", "512", &device]).contains("detach it, and attach with -b 512"));
+    assert!(place.losetup_refused(&["-b", "512", &device]).contains("attach the file with -b 512"));
     assert!(place.losetup_refused(&["-b", "1234", &device]).contains("512, 1024, 2048 or 4096"));
     assert_eq!(place.column(&device, "LOG-SEC"), "2048");
     place.losetup(&["-D"]);

@@ -57,7 +57,7 @@ fn partition_scan_is_kept_and_over_nbd_left_to_the_client() {
     let output = place.run(&["losetup", "-P", "-f", "--show", &image]);
     let text = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(stdout(&output), format!("{}\n", place.uri("disk.img")));
-    assert!(text.contains("the kernel of its client scans them"), "{text}");
+    assert!(text.contains("whose client scans for partitions"), "{text}");
     // Hints have the names that losetup gives the options.
     assert!(text.contains("use --offset and --sizelimit") && !text.contains("--size-limit"), "{text}");
     let _client = client(&place.uri("disk.img"));

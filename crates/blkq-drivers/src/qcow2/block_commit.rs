@@ -383,7 +383,7 @@ impl Qcow2 {
             (state.top().map_or(0, |tables| tables.header.snapshots), state.layers.len() > 1)
         };
         let refused = [
-            (!has_base, "there is no image behind it"),
+            (!has_base, "it has no backing file"),
             (!self.writable || self.read_only.load(Relaxed), "it is read-only"),
             (snapshots > 0, "it has internal snapshots, which the one behind would not have"),
         ];

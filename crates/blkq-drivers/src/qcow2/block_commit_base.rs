@@ -55,7 +55,7 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
     let header = read_header(&top)?;
     prefer_link(&mut top, &header);
     let Some(name) = header.backing else {
-        let message = format!("{} cannot be committed: there is no image behind it", top.path.display());
+        let message = format!("{} cannot be committed: it has no backing file", top.path.display());
         return Err(Error::new(ErrorKind::Unsupported, message));
     };
     let found = open_one(&top.path, &name, allowed)?;
