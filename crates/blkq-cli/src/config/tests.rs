@@ -150,7 +150,7 @@ fn each_mistake_is_reported_with_its_line() {
         ("image = \"null:1M\"\nname = \"d\"\nqueues = 0\n", "3 queues"),
         ("image = \"null:1M\"\nname = \"e\"\n", "2 rename the file"),
         ("image = \"null:1M\"\nname = \"../x\"\n", "0 a name begins"),
-        ("image = \"null:1M\"\nlisten = [\"unix:/a\", \"b\"]\n", "2 an address is"),
+        ("image = \"null:1M\"\nlisten = [\"unix:/a\", \"b\"]\n", "2 use unix:PATH or tcp:HOST:PORT"),
     ] {
         let faults = Place::new("config-faults", text).options().unwrap_err();
         let expected: Vec<&str> = expected.split(", ").collect();
