@@ -1,4 +1,4 @@
-# RAW # shellcheck shell=bash disable=SC2034 # lab/guest uses these variables
+# shellcheck shell=bash disable=SC2034 # lab/guest uses these variables
 # The parts of a guest, from Debian's packages: downloaded and unpacked, never installed, so that
 # they do not conflict with the machine's packages. Apt uses separate lists here, for suites that the
 # machine need not have configured.
