@@ -391,7 +391,7 @@ fn a_daemon_takes_no_other_file_than_that_behind() {
     fs::rename(&base, path(&place, "elsewhere")).unwrap();
     fs::rename(&moved, &base).unwrap();
     let line = place.refused(&["commit", "d"]);
-    assert!(line.contains("what was opened is not") && line.contains("elsewhere"), "{line}");
+    assert!(line.contains("does not match the backing file in use") && line.contains("elsewhere"), "{line}");
     assert_eq!(kept_image(&place, "d"), top);
     fs::rename(path(&place, "elsewhere"), &base).unwrap();
     assert_eq!(place.done(&["commit", "d"]), format!("{base}\n"));

@@ -1,4 +1,4 @@
-//! Clusters of the file: finding what is free, and making room for more refcounts.
+//! Allocates clusters of the file, L2 tables, refcount blocks, and a larger refcount table.
 
 use std::ops::Range;
 
@@ -14,23 +14,24 @@ use super::refcounts::{allocate_refcounts, refcount, refcount_place, set_refcoun
 use super::reserve::reserve_l1;
 use super::state::{Lack, State};
 
-/// Slices that are searched in one go.
+/// Slices that a search for a free cluster reads before it lets other tasks run.
 const SEARCH_MAX: usize = 64;
 
-/// Clusters of the file that follow each other.
+/// Contiguous clusters of the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Clusters {
-    /// The first byte.
+    /// Offset of the first cluster in the file.
     pub host: u64,
     pub count: u64,
-    /// They read as zeroes.
+    /// The clusters read as zeroes.
     pub fresh: bool,
 }
 
-/// Waits until what was lacking is there, or may be.
+/// Provides what an operation on the state was lacking, or waits for another task that may do so. The caller
+/// then repeats the operation.
 ///
 /// # Errors
-/// That of bringing it about.
+/// The error of what was done.
 pub(super) async fn provide(env: &Env, lack: Lack) -> IoResult {
     match lack {
         Lack::Slice(key, table) => {
@@ -39,11 +40,11 @@ pub(super) async fn provide(env: &Env, lack: Lack) -> IoResult {
             }
             Ok(())
         }
-        // A table is allocated first, which may lack something itself.
+        // Boxed, because creating a table allocates clusters, which may come back here.
         Lack::L2(index) => Box::pin(make_l2(env, index)).await,
         Lack::Block(block) => Box::pin(make_block(env, block)).await,
         Lack::Room(block) => Box::pin(make_room(env, block)).await,
-        // One commit is enough for all that wait for it.
+        // One flush is enough for all tasks that wait for it.
         Lack::Commit if !env.state().writer.committing => commit(env, false).await,
         Lack::Turn | Lack::Commit => {
             env.io.wait().await;
@@ -57,17 +58,17 @@ pub(super) async fn provide(env: &Env, lack: Lack) -> IoResult {
     }
 }
 
-/// Allocates `count` clusters that follow each other, or as many as there are together. If the process is killed before
-/// an L1 or L2 table refers to them, they are free again.
+/// Allocates `count` contiguous clusters, or fewer if fewer are free in a row. If the process is killed
+/// before an L1 or L2 table refers to the clusters, they are freed when the journal is applied.
 ///
 /// # Errors
-/// [`Status::NoSpace`] if the file can have no more.
+/// [`Status::NoSpace`] if the file cannot have more clusters.
 pub(super) async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
     find_until_provided(env, count, allocate_refcounts).await
 }
 
-/// As [`allocate`], for something that is not in the L1 and L2 tables: if the process is killed, the clusters stay
-/// allocated.
+/// As [`allocate`], for clusters that the L1 and L2 tables do not refer to, such as those of bitmaps: if the
+/// process is killed, they stay allocated.
 ///
 /// # Errors
 /// As [`allocate`].
@@ -86,7 +87,7 @@ async fn find_until_provided(env: &Env, count: u64, take: Take) -> Result<Cluste
     }
 }
 
-/// Frees clusters that were allocated and that nothing refers to.
+/// Frees clusters that were allocated and to which nothing refers.
 pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
     let mut cluster = clusters.host >> env.state().cluster_bits();
     let end = cluster + clusters.count;
@@ -104,17 +105,18 @@ pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
                 Err(lack) => lack,
             }
         };
-        // Else they stay allocated, which harms nobody.
+        // If this fails, the clusters stay allocated. They are wasted, but nothing is damaged.
         if provide(env, lack).await.is_err() {
             return;
         }
     }
 }
 
-/// Sets the refcounts of clusters, which are at a place in a slice: the first, and how many.
+/// Sets refcounts to allocate clusters. The arguments are the slot and index of the first refcount, the
+/// number of the first cluster, and the count.
 type Take = fn(&mut State, (usize, usize), u64, u64);
 
-/// Allocates up to `wanted` free clusters that follow each other.
+/// Allocates up to `wanted` contiguous free clusters.
 fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Lack> {
     if state.writer.failed {
         return Err(Lack::Failed(Status::Io));
@@ -152,12 +154,12 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Lac
     Err(Lack::Pause)
 }
 
-/// Makes an L2 table that may be changed for entry `index` of the L1 table: a new one, or a copy of one
-/// that a snapshot has too.
+/// Creates an L2 table that may be changed for entry `index` of the L1 table: an empty one, or a copy of a
+/// table that a snapshot shares.
 async fn make_l2(env: &Env, index: usize) -> IoResult {
     let is_mine = |state: &mut State| -> Result<bool, Status> {
         let entry = state.top()?.l1.get(index).copied().ok_or(Status::Io)?;
-        // An entry may be marked as one to be changed and name no table.
+        // In a damaged image, an entry may have the COPIED bit and name no table.
         let may_change = entry & COPIED != 0 && table_offset(entry, state.cluster_bits())?.is_some();
         Ok(!may_change && state.writer.making_l2.insert(index))
     };
@@ -208,7 +210,7 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
     Ok(())
 }
 
-/// Whether it is this task's turn to make refcounts, which it has then.
+/// Starts creating refcount blocks or a refcount table. Returns false if another task is doing so.
 fn begin_growing(state: &mut State) -> bool {
     !std::mem::replace(&mut state.writer.growing, true)
 }
@@ -218,7 +220,8 @@ fn stop_growing(env: &Env) {
     env.io.changed();
 }
 
-/// Makes a refcount block: the first of the clusters that it has the refcounts of, which are all free.
+/// Creates a refcount block. It is stored in the first of the clusters whose refcounts it contains; all of
+/// these are free.
 async fn make_block(env: &Env, block: u64) -> IoResult {
     if !begin_growing(&mut env.state()) {
         env.io.wait().await;
@@ -254,7 +257,8 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
             let mut state = env.state();
             let key = Key { layer: 0, offset: range.start };
             if let Some(slot) = state.cache.insert(key, Table::Refcounts, &vec![0; slice_bytes]) {
-                // First the entry: the refcount is found by it.
+                // The entry of the refcount table comes first, because the journal is replayed in order, and
+                // the refcount is found through the entry.
                 state.set_refcount_block(block as usize, range.start)?;
                 set_refcounts(&mut state, (slot, 0), first, 1, 1);
                 return Ok(());
@@ -264,8 +268,8 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
     }
 }
 
-/// Makes a larger refcount table, with an entry for `block` at least, behind all clusters that have
-/// refcounts; with it, the blocks of its own clusters.
+/// Creates a larger refcount table, with an entry for `block` at least, in clusters after all that have
+/// refcounts. Also creates the refcount blocks for the clusters of the table.
 async fn make_room(env: &Env, block: u64) -> IoResult {
     if !begin_growing(&mut env.state()) {
         env.io.wait().await;
@@ -273,7 +277,7 @@ async fn make_room(env: &Env, block: u64) -> IoResult {
     }
     let mut made = Ok(());
     if block >= env.state().writer.refcount_table.len() as u64 {
-        // Nobody else writes entries of the old table meanwhile.
+        // As the task that flushes, this one prevents others from writing entries of the old table meanwhile.
         made = loop {
             match begin(&mut env.state()) {
                 Ok(true) => break Ok(()),
@@ -291,7 +295,8 @@ async fn make_room(env: &Env, block: u64) -> IoResult {
     made
 }
 
-/// A refcount table to be, and where.
+/// A new refcount table with the refcount blocks for its own clusters, before it is written. The blocks begin
+/// at byte `at` of the file, and `place` is the range of the table.
 struct Growth {
     table: Vec<u64>,
     place: Range<u64>,
@@ -333,7 +338,7 @@ fn plan_growth(state: &State, block: u64) -> Result<Growth, Status> {
 }
 
 async fn move_table(env: &Env, block: u64) -> IoResult {
-    // The new table names all blocks: their content comes first.
+    // The new table names all existing blocks, so their content must be in the file first.
     commit_refcounts(env).await?;
     let growth = plan_growth(&env.state(), block)?;
     {
@@ -365,7 +370,7 @@ async fn move_table(env: &Env, block: u64) -> IoResult {
     Ok(())
 }
 
-/// Changes bytes of the header, and makes that durable.
+/// Changes bytes of the header, durably.
 ///
 /// # Errors
 /// As [`write_header`].
@@ -374,10 +379,10 @@ pub(super) async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResul
     sync(env).await
 }
 
-/// Changes bytes of the header.
+/// Changes bytes of the header, without a sync.
 ///
 /// # Errors
-/// That of the file; after one of a write or a sync, nothing more is written to the tables.
+/// The I/O error of the file. After a failed write, nothing more is written to the tables.
 pub(super) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     let sector = env.state().layers[0].align.max(512) as usize;
     let start = at - at % sector;
@@ -387,7 +392,7 @@ pub(super) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult
     buffer[at - start..][..bytes.len()].copy_from_slice(bytes);
     let written = env.io.run(env.write_op(start as u64).with_buffer(buffer)).await;
     if written.is_err() {
-        // The file may have either.
+        // The header on disk may be the old or the new one.
         env.state().writer.failed = true;
     }
     written.map(drop)

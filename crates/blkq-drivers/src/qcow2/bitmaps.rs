@@ -1,5 +1,6 @@
-//! The dirty bitmaps in an image, as QEMU's docs/interop/qcow2.rst specifies them: an extension of the header has
-//! the place of the directory, that has a table for each bitmap, and the table has its clusters.
+//! Persistent dirty bitmaps, as QEMU's docs/interop/qcow2.rst specifies them. A header extension has the
+//! offset of the bitmap directory, the directory names a table for each bitmap, and the table names the
+//! clusters with the bits.
 
 use std::fs::File;
 use std::ops::Range;
@@ -14,73 +15,74 @@ use super::header::{
     EXTENSION_HEAD_BYTES, Extension, Header, NAME_OFFSET_AT, extensions, u32_at, u64_at,
 };
 
-/// Largest directory, in bytes: one of as many bitmaps as there may be has less than a tenth of it. QEMU's limit of
-/// 64 MiB would let a hole in a small file become millions of entries in memory.
+/// Largest bitmap directory in bytes. A directory of the most bitmaps that a device may have needs less than
+/// a tenth of it. QEMU's limit is 64 MiB: with it, a hole in a small file could become millions of entries in
+/// memory.
 const DIRECTORY_MAX_BYTES: u64 = 1 << 20;
-/// Bytes of an entry of the directory without extra data and name.
+/// Bytes of a directory entry without extra data and name.
 const ENTRY_BYTES: usize = 24;
-/// Where an entry has its flags, and the bytes of its extra data.
+/// Offsets in an entry of the flags and of the length of the extra data.
 const FLAGS_AT: usize = 12;
 const EXTRA_BYTES_AT: usize = 20;
-/// Flags of an entry: writes may be missing; writes are to set bits; extra data can be ignored.
+/// Flags of an entry: writes may be missing (in use); new writes set bits (auto); unknown extra data may be
+/// ignored.
 const FLAG_IN_USE: u32 = 1;
 const FLAG_AUTO: u32 = 1 << 1;
 const FLAG_EXTRA_COMPATIBLE: u32 = 1 << 2;
-/// The only type.
+/// The only type of bitmap that the specification defines.
 const TYPE_DIRTY: u8 = 1;
-/// An entry of a bitmap's table without a cluster: all bits are set.
+/// An entry of a bitmap table without a cluster that means: all bits are set.
 const ALL_ONES: u64 = 1;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// The bytes that a disk writes as a whole, or not at all.
+/// Bytes that a disk writes completely or not at all. A change within them cannot be torn by a power loss.
 const SECTOR_BYTES: usize = 512;
-/// An extension of that type ends the list of extensions.
+/// An extension of type 0 ends the list of header extensions.
 const END_MARKER: [u8; EXTENSION_HEAD_BYTES] = [0; EXTENSION_HEAD_BYTES];
 
-/// The bitmaps in an image.
+/// The bitmaps of an image, and how they are stored there.
 #[derive(Default)]
 pub(super) struct Stored {
     pub bitmaps: Vec<Bitmap>,
-    /// Bitmaps that are not kept up to date from now on: each one line.
+    /// Messages about bitmaps that are not kept up to date, one line each.
     pub warnings: Vec<String>,
     pub layout: Layout,
 }
 
-/// How bitmaps are stored in an image.
 #[derive(Default)]
 pub(super) struct Layout {
-    /// The directory's place.
+    /// Offset of the directory in the file.
     pub directory: u64,
-    /// The directory with all bitmaps marked as in use.
+    /// The content of the directory with all bitmaps marked as in use.
     pub marked: Vec<u8>,
-    /// The place of each bitmap's table, and the clusters that it names, or 0.
+    /// For each bitmap the offset of its table, and the offsets of the clusters in the table, 0 for none.
     pub tables: Vec<(u64, Vec<u64>)>,
-    /// All clusters that they take, by their offset in the file.
+    /// The offsets of all clusters of the directory, the tables and the bits.
     pub clusters: Vec<u64>,
-    /// Entries of the directory that are not known here, or too large, marked too: they are to stay as they are.
+    /// Directory entries that blkq does not know or that are too large, marked as in use. They are written
+    /// back unchanged.
     pub others: Vec<Vec<u8>>,
 }
 
-/// A bitmap in the directory.
 struct Entry {
     name: String,
     granularity: u64,
     flags: u32,
     table: u64,
     clusters: u64,
-    /// Its bytes in the directory.
+    /// The bytes of the entry in the directory.
     place: Range<usize>,
 }
 
 /// Reads the bitmaps of an image with a device of `size` bytes.
 ///
 /// # Errors
-/// [`ErrorKind::Format`] if the extension is damaged; those of the file.
+/// [`ErrorKind::Format`] if the extension is damaged; the I/O error of the file.
 pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Result<Stored, Error> {
     let Some(extension) = &header.bitmaps else { return Ok(Stored::default()) };
     let cluster = header.cluster_bytes();
     let read = |range: Range<u64>| {
         read_at(file, range).map_err(|e| match e.kind() {
-            std::io::ErrorKind::UnexpectedEof => damaged("a part of them is beyond the end of the file"),
+            std::io::ErrorKind::UnexpectedEof => damaged("a part of them lies beyond the end of the file"),
             _ => Error::system(format!("cannot read {}", path.display()), e),
         })
     };
@@ -127,7 +129,7 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
     for (place, _) in others {
         mark(&mut layout.marked, &place);
         let other = layout.marked[place].to_vec();
-        // Of two with a name one stays.
+        // If two bitmaps have the same name, only the known one stays.
         if stored.bitmaps.iter().all(|bitmap| Some(bitmap.name().as_bytes()) != entry_name(&other)) {
             layout.others.push(other);
         }
@@ -140,13 +142,13 @@ fn mark(directory: &mut [u8], place: &Range<usize>) {
     directory[place.start + FLAGS_AT + 3] |= FLAG_IN_USE as u8;
 }
 
-/// An entry that is not known here, or is too large, by its place in the directory, and why.
+/// An entry that blkq does not know or that is too large: its bytes in the directory, and why.
 type Other = (Range<usize>, Error);
 
-/// The entries of a directory, each judged by itself.
+/// Parses the entries of a directory. A bad entry does not affect the others.
 ///
 /// # Errors
-/// [`ErrorKind::Format`] if it does not have `count` entries.
+/// [`ErrorKind::Format`] if the directory does not have exactly `count` entries.
 fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Vec<Other>), Error> {
     let (mut entries, mut others) = (Vec::<Entry>::new(), Vec::new());
     let mut clusters_left = MEMORY_MAX_BYTES / cluster + BITMAPS_MAX as u64;
@@ -156,13 +158,18 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Ve
         end = place.end;
         let entry = Entry::parse(&directory[place.clone()], place.clone(), cluster).and_then(|entry| {
             if entries.len() == BITMAPS_MAX {
-                return Err(damaged(format!("there are more than {BITMAPS_MAX}: {}", entry.name)));
+                return Err(damaged(format!(
+                    "there are more than {BITMAPS_MAX}; one of them is {}",
+                    entry.name
+                )));
             }
             if entries.iter().any(|other| other.name == entry.name) {
-                return Err(damaged(format!("two are called {}", entry.name)));
+                return Err(damaged(format!("two bitmaps have the name {}", entry.name)));
             }
             let left = clusters_left.checked_sub(entry.clusters);
-            clusters_left = left.ok_or_else(|| damaged(format!("there is no memory for {}", entry.name)))?;
+            clusters_left = left.ok_or_else(|| {
+                damaged(format!("{} and the bitmaps before it need too much memory", entry.name))
+            })?;
             Ok(entry)
         });
         match entry {
@@ -171,12 +178,12 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Ve
         }
     }
     if end != directory.len() {
-        return Err(damaged(format!("their directory has not just the {count} that there are")));
+        return Err(damaged(format!("their directory does not have exactly {count} entries")));
     }
     Ok((entries, others))
 }
 
-/// The bytes of the entry at `at` of a directory.
+/// The bytes of the directory entry that begins at `at`.
 fn entry_place(directory: &[u8], at: usize) -> Result<Range<usize>, Error> {
     let entry = directory.get(at..).filter(|entry| entry.len() >= ENTRY_BYTES);
     let bytes = entry.and_then(|entry| {
@@ -185,21 +192,21 @@ fn entry_place(directory: &[u8], at: usize) -> Result<Range<usize>, Error> {
             ENTRY_BYTES.checked_add(extra_bytes)?.checked_add(name_bytes)?.checked_next_multiple_of(8)?;
         (bytes <= entry.len()).then_some(bytes)
     });
-    bytes.map(|bytes| at..at + bytes).ok_or_else(|| damaged("their directory is cut off"))
+    bytes.map(|bytes| at..at + bytes).ok_or_else(|| damaged("their directory is truncated"))
 }
 
 fn name_bytes(entry: &[u8]) -> usize {
     usize::from(u16::from_be_bytes([entry[18], entry[19]]))
 }
 
-/// The name in an entry.
+/// The name in a directory entry; `None` if it is not within the entry.
 pub(super) fn entry_name(entry: &[u8]) -> Option<&[u8]> {
     let at = ENTRY_BYTES.checked_add(u32_at(entry, EXTRA_BYTES_AT) as usize)?;
     entry.get(at..)?.get(..name_bytes(entry))
 }
 
 impl Entry {
-    /// The entry of these bytes, which the directory has at `in_directory`.
+    /// Parses an entry, which is at `in_directory` of the directory.
     fn parse(bytes: &[u8], in_directory: Range<usize>, cluster: u64) -> Result<Entry, Error> {
         let (table, clusters, flags) =
             (u64_at(bytes, 0), u64::from(u32_at(bytes, 8)), u32_at(bytes, FLAGS_AT));
@@ -208,14 +215,16 @@ impl Entry {
         let name = entry_name(bytes).filter(|name| (1..=NAME_MAX_BYTES).contains(&name.len()));
         let name = name.and_then(|name| String::from_utf8(name.to_vec()).ok());
         let name = name.filter(|name| !name.contains(char::is_control));
-        let Some(name) = name else { return Err(damaged("it has no name that is text")) };
+        let Some(name) = name else { return Err(damaged("its name is not printable text")) };
         let known = FLAG_IN_USE | FLAG_AUTO | FLAG_EXTRA_COMPATIBLE;
-        // Extra data would be lost.
+        // blkq does not keep extra data, so it would be lost.
         if kind != TYPE_DIRTY || flags & !known != 0 || extra_bytes > 0 {
-            return Err(damaged(format!("{name} is of a kind that is not known")));
+            return Err(damaged(format!("{name} has a type, a flag or extra data that blkq does not know")));
         }
         if !(9..=31).contains(&granularity_bits) || clusters == 0 {
-            return Err(damaged(format!("{name} has a granularity of 2^{granularity_bits} bytes")));
+            return Err(damaged(format!(
+                "{name} has a granularity of 2^{granularity_bits} bytes and a table of {clusters} entries"
+            )));
         }
         place(table, clusters * 8, cluster)?;
         let granularity = 1 << granularity_bits;
@@ -235,7 +244,7 @@ impl Entry {
     ) -> Result<Bitmap, Error> {
         let state = if self.flags & FLAG_AUTO != 0 { BitmapState::Recording } else { BitmapState::Disabled };
         if bytes_for(size, self.granularity).div_ceil(cluster) != self.clusters {
-            return Err(damaged("it is of a device of another size"));
+            return Err(damaged("it belongs to a device of another size"));
         }
         let mut bitmap = Bitmap::new(&self.name, self.granularity, size, state)?;
         for (number, entry) in table.iter().enumerate() {
@@ -247,27 +256,27 @@ impl Entry {
                     let place = place(offset, cluster, cluster)?;
                     bitmap.load(at, &read(place)?);
                 }
-                _ => return Err(damaged("its table has an entry that is none")),
+                _ => return Err(damaged("its table has an invalid entry")),
             }
         }
         Ok(bitmap)
     }
 }
 
-/// An entry of a directory to be written.
+/// An entry of the directory to be written.
 pub(super) struct DirectoryEntry<'a> {
     pub name: &'a str,
     pub granularity: u64,
     pub state: BitmapState,
-    /// Writes may be missing.
+    /// Marks the bitmap as in use: writes may be missing in the bits of the file.
     pub in_use: bool,
     pub table: u64,
-    /// Entries of its table.
+    /// Number of entries in the bitmap's table.
     pub clusters: u64,
 }
 
 impl DirectoryEntry<'_> {
-    /// As the directory has it.
+    /// Encodes the entry.
     pub fn to_bytes(&self) -> Vec<u8> {
         let flags = match self.state {
             BitmapState::Recording => FLAG_AUTO,
@@ -288,21 +297,22 @@ impl DirectoryEntry<'_> {
     }
 }
 
-/// A change of bytes in the header cluster, which is durable before the next one is made.
+/// A change of bytes in the header cluster. It must be durable before the next change is written.
 #[derive(Debug)]
 pub(super) struct HeaderChange {
     pub at: usize,
     pub bytes: Vec<u8>,
 }
 
-/// The changes that give the header cluster `old` another extension for bitmaps, or none.
+/// Plans the changes of the header cluster `old` that replace its bitmaps extension by `extension`, or remove
+/// it.
 ///
-/// A power loss may leave any sectors of a change unwritten. So each change either fits one sector, or writes bytes
-/// that no program reads yet: those behind the end marker of the extensions, and beside the backing file's name. While
-/// the autoclear bit of the bitmaps is clear, programs ignore the extension.
+/// A power loss may leave any sectors of a change unwritten. So each change either fits into one sector, or
+/// writes only bytes that no program reads yet: those after the end marker of the extensions, and beside the
+/// backing file's name. While the autoclear bit of the bitmaps is clear, programs ignore the extension.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] for an image of version 2, or if there is no room for the extension;
+/// [`ErrorKind::Unsupported`] for an image of version 2, or if the header has no room for the extension;
 /// [`ErrorKind::Format`] if the header is damaged.
 pub(super) fn plan_extension(
     old: &[u8],
@@ -311,19 +321,19 @@ pub(super) fn plan_extension(
     let unsupported = |why: &str| Err(Error::new(ErrorKind::Unsupported, why));
     if u32_at(old, 4) < 3 {
         return unsupported(
-            "it is of version 2, which has no bitmaps; `qemu-img amend -o compat=v3` changes that",
+            "it is of version 2, which has no bitmaps; convert it with `qemu-img amend -o compat=v3`",
         );
     }
     let header_bytes = u32_at(old, 100) as usize;
     let (name_at, name_bytes) = (u64_at(old, 8) as usize, u32_at(old, 16) as usize);
     let name = name_at.checked_add(name_bytes).and_then(|end| old.get(name_at..end));
     let has_name = name_at != 0 && name_bytes != 0;
-    // Another program may have changed it since it was parsed.
+    // Checked again, because another program may have changed the header since it was parsed.
     if !(104..=old.len()).contains(&header_bytes)
         || !header_bytes.is_multiple_of(8)
         || has_name && (name.is_none() || name_at < header_bytes)
     {
-        return Err(damaged("its header contradicts itself"));
+        return Err(damaged("the fields of its header contradict each other"));
     }
     let extensions = extensions(old, header_bytes)?;
     let mut of_bitmaps = extensions.iter().filter(|other| other.kind == EXTENSION_BITMAPS);
@@ -340,7 +350,8 @@ pub(super) fn plan_extension(
         if let Some(present) = present.filter(|present| present.end() == end) {
             plan.change(present.at, &END_MARKER);
         }
-        // One with others behind it stays, and is ignored.
+        // An extension with others after it stays: removing it would move those. The clear autoclear bit
+        // disables it.
         return Ok(plan.finish());
     };
     let mut data = extension.count.to_be_bytes().to_vec();
@@ -357,9 +368,7 @@ pub(super) fn plan_extension(
         if old.get(end..end + END_MARKER.len()).is_none_or(|marker| marker[..4] != END_MARKER[..4])
             || name_at != 0 && name_at < end + END_MARKER.len()
         {
-            return unsupported(
-                "its header has no room for bitmaps: nothing marks the end of its extensions",
-            );
+            return unsupported("its header has no room for bitmaps: its extensions have no end marker");
         }
         let new_end = end + EXTENSION_HEAD_BYTES + data.len() + END_MARKER.len();
         let mut used = new_end;
@@ -373,7 +382,7 @@ pub(super) fn plan_extension(
             }
         }
         if used > old.len() {
-            return unsupported("its header has no room for bitmaps: its clusters are too small");
+            return unsupported("its header has no room for bitmaps, because its clusters are too small");
         }
         let mut head = EXTENSION_BITMAPS.to_be_bytes().to_vec();
         head.extend((data.len() as u32).to_be_bytes());
@@ -385,9 +394,9 @@ pub(super) fn plan_extension(
     Ok(plan.finish())
 }
 
-/// Changes of a header cluster, in order.
+/// Changes of a header cluster, in the order in which they are written.
 struct HeaderPlan {
-    /// With the changes so far.
+    /// The cluster with all planned changes applied.
     cluster: Vec<u8>,
     changes: Vec<HeaderChange>,
 }
@@ -401,7 +410,7 @@ impl HeaderPlan {
         }
     }
 
-    /// The changes: a single one if the first sector contains them all.
+    /// The changes, as a single one if the first sector contains them all.
     fn finish(self) -> Vec<HeaderChange> {
         let end = self.changes.iter().map(|change| change.at + change.bytes.len()).max();
         match end {
@@ -413,16 +422,17 @@ impl HeaderPlan {
     }
 }
 
-/// The bytes of a table or a cluster at `offset` of the file.
+/// The byte range of a table or cluster at `offset` of the file, checked against the format.
 fn place(offset: u64, bytes: u64, cluster: u64) -> Result<Range<u64>, Error> {
     let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
     match end {
         Some(end) if offset >= cluster && offset.is_multiple_of(cluster) => Ok(offset..end),
-        _ => Err(damaged(format!("a part of them is at byte {offset}"))),
+        _ => Err(damaged(format!("a part of them is at byte {offset}, where no cluster can be"))),
     }
 }
 
-/// Reads a range that begins with a cluster and is all in the file, perhaps by direct I/O.
+/// Reads a range that begins at a cluster boundary and is completely in the file. The buffer suits direct
+/// I/O.
 fn read_at(file: &File, range: Range<u64>) -> std::io::Result<Vec<u8>> {
     let length = (range.end - range.start) as usize;
     let mut buffer = IoBuffer::zeroed(length.next_multiple_of(4096));
@@ -462,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_that_is_not_known_spoils_no_other() {
+    fn an_unknown_bitmap_entry_leaves_the_others_usable() {
         let mut unknown = entry(b"flag", 1, &[]);
         unknown[FLAGS_AT] = 0x80;
         let strange = [
@@ -485,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_that_contradicts_itself_is_not_changed() {
+    fn an_inconsistent_header_is_not_changed() {
         let mut old = vec![0; 512];
         let put = |old: &mut Vec<u8>, name: u64, name_bytes: u32, header: u32| {
             old[4..8].copy_from_slice(&3u32.to_be_bytes());
@@ -510,7 +520,8 @@ mod tests {
         }
     }
 
-    /// A header cluster of version 3 with an unknown extension of `other` bytes, and the name of a backing file.
+    /// A header cluster of version 3 with an unknown extension of `other` bytes, and a backing file's name of
+    /// `name` bytes.
     fn header_cluster(other: usize, name: usize) -> Vec<u8> {
         let mut bytes = vec![0; 4096];
         let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
@@ -548,7 +559,7 @@ mod tests {
                 let before = trusted(&cluster).1;
                 for HeaderChange { at, bytes } in plan_extension(&cluster, next.as_ref()).unwrap() {
                     let changed = [&cluster[..at], &bytes, &cluster[at + bytes.len()..]].concat();
-                    // Any of its sectors is written, or not.
+                    // Each sector is written or not.
                     for written in 0..1 << 8 {
                         let mut torn = cluster.clone();
                         for sector in (0..8).filter(|sector| written >> sector & 1 == 1) {

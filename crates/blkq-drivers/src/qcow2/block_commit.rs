@@ -1,11 +1,25 @@
-//! A block commit: what an image has goes to the one behind it, while it is served; then that one is served in its
-//! place.
+//! Live block commit. Copies the clusters allocated in the active overlay into its backing file (the base)
+//! while clients use the device, then pivots the device to the base.
 //!
-//! The image behind is written only where the tables of the image itself, as they are in its file, have data or
-//! zeroes of its own. With another image behind it an entry of them never becomes unallocated again. So the two read
-//! as the device does wherever this is interrupted, and nothing that the copies get wrong is seen: what clients write
-//! meanwhile is noted ([`Changes`](super::changes::Changes)) and copied again, the last of it while the disk is
-//! frozen.
+//! # Interruption
+//!
+//! A commit may be cancelled, killed, or cut off by a power loss at any point without changing what the
+//! device reads. Two rules make this so:
+//!
+//! 1. The base is written only at offsets that the overlay's *on-disk* L2 tables map, as data or as zeroes.
+//!    Reads of these offsets never reach the base. Therefore each batch of extents is looked up
+//!    ([`BlockCommit::find`]), the overlay's metadata is flushed, and only then are the extents copied
+//!    ([`BlockCommit::copy`]).
+//! 2. An offset that the overlay maps stays mapped. In an image with a backing file, a discard turns an L2
+//!    entry into a zero entry, and never into an unallocated one.
+//!
+//! These rules also allow a copy to race with a client's write. No client can read the result, and the region
+//! is copied again, because the write is recorded in [`Changes`](super::changes::Changes).
+//!
+//! # Passes
+//!
+//! The first pass covers the whole device, and each further pass the regions written during the pass before
+//! it. The last pass runs with the disk frozen ([`BlockCommit::finish`]), so that no write is missed.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -35,61 +49,72 @@ use super::over::path_of;
 use super::own::Piece;
 use super::slices::Slices;
 
-/// Most parts of the device that are found before the device is flushed and they are copied.
+/// Extents that are looked up before the overlay's metadata is flushed and they are copied. One flush serves
+/// them all; the list takes at most 256 KiB.
 const BATCH_MAX: usize = 16384;
-/// Most bytes of the device that are looked up before it is asked again whether to go on.
+/// Bytes of the device that are looked up between two checks for cancellation.
 const LOOKUP_MAX_BYTES: u64 = 1 << 30;
-/// How often it is asked whether to go on, while a sync takes long.
+/// How often a thread that waits for a sync checks for cancellation.
 const ASK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The image behind the one that is served.
+/// The backing file of the image that a device serves.
 #[derive(Debug)]
 pub struct BaseImage {
-    /// Absolute, without symbolic links.
+    /// Absolute, with all symbolic links resolved unless the image is found through a link that must be kept.
     pub path: PathBuf,
-    /// Whether it is a qcow2 image; else it is raw.
+    /// Whether the backing file is a qcow2 image; else it is raw.
     pub qcow2: bool,
 }
 
-/// An image that can be committed into the one behind it.
+/// An image that can be committed into its backing file.
 pub struct CommitSource {
     top: Arc<Qcow2>,
     base: BaseImage,
 }
 
 impl CommitSource {
-    /// The image of `top`.
+    /// Checks that the image of `top` can be committed.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if there is none behind it, or that cannot take what the other has.
+    /// [`ErrorKind::Unsupported`] if the image has no backing file, contains internal snapshots or is
+    /// read-only, or if the backing file was deleted.
     pub(crate) fn new(top: Arc<Qcow2>) -> Result<CommitSource, Error> {
         let path = path_of(top.check_committable()?, &top.behind[0])?;
         let qcow2 = locked(&top.shared.state).layers[1].tables.is_some();
         Ok(CommitSource { top, base: BaseImage { path, qcow2 } })
     }
 
-    /// The image behind it.
+    /// The backing file, into which the image is committed.
     pub fn base(&self) -> &BaseImage {
         &self.base
     }
 
-    /// Begins with the image, and the one behind it as [`open_base`](super::open_base) has opened it: nobody
-    /// else may use that. It is made longer if it is shorter than the device. Its own dirty bitmaps are marked as in
-    /// use: those of the device take their place. If it is a qcow2 image it has one of `journals`.
+    /// Starts the commit. `files` must be the backing file, opened as by [`open_base`](super::open_base).
+    ///
+    /// Locks the base exclusively. Extends the base if it is shorter than the device. Marks the persistent
+    /// bitmaps of the base as in use, because those of the device will replace them. A qcow2 base gets a
+    /// journal in `journals`.
     ///
     /// # Errors
-    /// As [`Image::commit_source`](crate::Image::commit_source); [`ErrorKind::Busy`] if somebody else uses the image
-    /// behind, [`ErrorKind::Mismatch`] if it is longer than the device; those of the files.
+    /// * [`ErrorKind::Unsupported`] as for [`Image::commit_source`](crate::Image::commit_source), or if the
+    ///   device cannot be served from the base;
+    /// * [`ErrorKind::Invalid`] if `files` are not the backing file, or not opened as they must be;
+    /// * [`ErrorKind::Busy`] if another open file description has a lock on the base;
+    /// * [`ErrorKind::Mismatch`] if the base is longer than the device;
+    /// * the I/O error of a file.
     pub fn begin(self, files: BaseFiles, journals: Option<&Journals>) -> Result<BlockCommit, Error> {
         let device = self.top;
         let size = device.limits().size_bytes();
-        // Before the lock: a failure after it would have to restore the lock of the chain.
+        // The descriptors are duplicated before the lock is taken, because a failure after it would have to
+        // restore the lock of the chain.
         let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
         let base = files.image.try_clone().map_err(cannot)?;
         let synced = files.synced.try_clone().map_err(cannot)?;
         let path = device.lock_base(&files)?;
         let target =
             device.open_target(files, path, journals).map_err(|error| device.after_unlock(&base, error))?;
+        // Tracking begins before the first lookup: the first pass sees every write that has completed by
+        // then, and all other writes are recorded.
         device.shared.changes.track(size);
         Ok(BlockCommit {
             top: device,
@@ -107,32 +132,36 @@ impl CommitSource {
     }
 }
 
-/// A block commit that is under way. It stops ([`BlockCommit::stop`]) if this is dropped.
+/// A block commit in progress. Dropping it cancels the commit ([`BlockCommit::stop`]).
 pub struct BlockCommit {
     top: Arc<Qcow2>,
-    /// `None` once it is served.
+    /// The base, opened for writing. `None` after the pivot and after a cancellation.
     target: Option<Target>,
-    /// The image behind once more, for its lock.
+    /// A second descriptor of the base's open file description, which holds the lock. It is kept apart from
+    /// `target` so that the lock can be changed after `target` is closed.
     base: File,
     /// The open file description that the syncs of a raw target use, too.
     synced: File,
     slices: Slices,
-    /// The parts of the device that are to be copied in this pass, of which those before `position` were found.
+    /// Regions of the device to copy in this pass.
     pass: Map,
+    /// Where the lookup of this pass continues.
     position: u64,
-    /// Parts that were found, whose entries are durable once the device was flushed.
+    /// Extents that the lookup has found and that are not copied yet. Their L2 entries are on disk once the
+    /// device has been flushed after the lookup.
     found: VecDeque<Range<u64>>,
     copied_bytes: u64,
-    /// Of these, bytes that were not zeroes of the tables.
+    /// The part of `copied_bytes` that was data. Zero clusters are not in it.
     data_bytes: u64,
     total_bytes: u64,
 }
 
 impl BlockCommit {
-    /// Counts the bytes of this pass, for [`BlockCommit::progress`]. `stop` is asked again and again whether to go on.
+    /// Counts the bytes to copy in this pass, for [`BlockCommit::progress`]. Copies nothing.
     ///
     /// # Errors
-    /// That of reading the tables, and that of `stop`.
+    /// The I/O error of a table of the overlay, or the error of `stop`, which is called before each lookup to
+    /// check for cancellation.
     pub fn count<E: From<Error>>(&mut self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let mut bytes = 0;
         while let Some(range) = self.next_own(stop)? {
@@ -143,28 +172,30 @@ impl BlockCommit {
         Ok(())
     }
 
-    /// The driver that is to take the other's place.
+    /// The driver of the base, to which the device will pivot.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] once it has.
+    /// [`ErrorKind::Invalid`] after the pivot and after a cancellation.
     pub fn driver(&self) -> Result<&dyn Driver, Error> {
         self.target().map(Target::driver)
     }
 
-    /// Bytes that were copied, and those of all passes so far.
+    /// The bytes copied so far and the bytes to copy, of all passes. Each pass adds to both.
     pub fn progress(&self) -> (u64, u64) {
         (self.copied_bytes, self.total_bytes.max(self.copied_bytes))
     }
 
-    /// Bytes of data that were copied: zeroes, which take no time, are none.
+    /// The bytes of data copied so far, without zeroes. Estimate the copy rate from this number: zeroes are
+    /// usually copied without I/O, and would inflate the rate.
     pub fn data_bytes(&self) -> u64 {
         self.data_bytes
     }
 
-    /// Makes what was copied durable, and begins another pass, over what was written to meanwhile.
+    /// Makes the copies durable, then begins another pass, over the regions that were written since the last
+    /// pass began.
     ///
     /// # Errors
-    /// That of the image behind, and as [`BlockCommit::count`].
+    /// The I/O error of the base, and as [`BlockCommit::count`].
     pub fn next_pass<E: From<Error>>(&mut self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         self.write_out(stop)?;
         self.target()?.sync()?;
@@ -172,11 +203,11 @@ impl BlockCommit {
         self.count(stop)
     }
 
-    /// Writes the copied data from the page cache to the backing file, so that the sync which follows takes no time.
-    /// If `stop` fails, the thread that syncs is not waited for.
+    /// Syncs the base on a helper thread, and checks for cancellation while it runs. The sync of the target,
+    /// which follows and cannot be cancelled, then has little to write.
     ///
     /// # Errors
-    /// The error of the sync, and that of `stop`.
+    /// The error of the sync, or the error of `stop`. In the second case the helper thread is left running.
     fn write_out<E: From<Error>>(&self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
@@ -197,11 +228,12 @@ impl BlockCommit {
         }
     }
 
-    /// Finds parts that are to be copied in this pass, and has `flush` make the device durable, with it that these
-    /// parts are the image's own. Returns whether there are some. `stop` is asked again and again whether to go on.
+    /// Looks up the next extents to copy in this pass, at most [`BATCH_MAX`], and calls `flush`, which must
+    /// flush the device: only then are the L2 entries of these extents on disk (rule 1 above). Returns false,
+    /// without a flush, if the pass has nothing left to copy.
     ///
     /// # Errors
-    /// That of reading the tables, and those of `stop` and `flush`.
+    /// The I/O error of a table of the overlay, or the error of `stop` or `flush`.
     pub fn find<E: From<Error>>(
         &mut self,
         stop: &dyn Fn() -> Result<(), E>,
@@ -217,10 +249,11 @@ impl BlockCommit {
         flush().map(|()| true)
     }
 
-    /// Copies the next piece of what was found, 1 MiB at most. Returns whether there was one.
+    /// Copies from the first extent: at most 1 MiB of data, one compressed cluster, or one run of zeroes.
+    /// Returns false if no extent is left.
     ///
     /// # Errors
-    /// That of one of the two images.
+    /// The I/O error of one of the two images.
     pub fn copy(&mut self) -> Result<bool, Error> {
         let Some(range) = self.found.front().cloned() else { return Ok(false) };
         let device = &*self.top;
@@ -232,6 +265,7 @@ impl BlockCommit {
                 self.data_bytes += bytes;
             }
             Piece::Zeroes(_) => self.target()?.zero(range.start..range.start + bytes)?,
+            // Rule 2 excludes this. There would be nothing to copy: the base has these bytes.
             Piece::Behind(_) => {}
         }
         self.copied_bytes += bytes;
@@ -242,15 +276,19 @@ impl BlockCommit {
         Ok(true)
     }
 
-    /// Copies the rest, as long as `go_on` says so, which is asked before each piece. The disk must be frozen, and
-    /// may go on afterwards. Returns whether that was all of it.
+    /// Copies all that is left, syncs the base, and returns true: until the disk thaws, the base reads as the
+    /// device does. Returns false as soon as `go_on` does, which is called before each copy. The disk must be
+    /// frozen. It may thaw afterwards, and this may be called again.
     ///
     /// # Errors
-    /// Those of the files, and that of `go_on`.
+    /// The I/O error of one of the two images, or the error of `go_on`.
     pub fn catch_up<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
         let device = &*self.top;
+        // From here until the disk thaws, the tables on disk match those in memory, and rule 1 is met without
+        // further flushes.
         device.run("make the data durable", async |env| commit(&env, true).await)?;
         device.write_back()?;
+        // First the rest of this pass, then the regions written since the pass began.
         if !self.copy_all(go_on)? {
             return Ok(false);
         }
@@ -262,56 +300,65 @@ impl BlockCommit {
         Ok(true)
     }
 
-    /// Copies the rest, makes it durable, and empties the image, in its file: then the two images read the same for
-    /// good, whatever is written to the one behind. Its disk must be frozen. `keep` is called last, to record that
-    /// the image behind is to be served.
+    /// Copies all that is left and empties the overlay on disk: from then on both images read the same,
+    /// whatever is written to the base. Then calls `keep`, to record that the device uses the base, and
+    /// returns the base. The disk must be frozen.
     ///
     /// # Errors
-    /// Those of the files, and that of `keep`; the device goes on in its image then, as if nothing had happened.
+    /// The I/O error of one of the two images, or the error of `keep`. The device keeps using the overlay,
+    /// whose tables are restored.
     pub fn finish<E: From<Error>>(&mut self, keep: impl FnOnce() -> Result<(), E>) -> Result<Target, E> {
         self.catch_up(&|| Ok::<_, E>(true))?;
         let device = &*self.top;
-        // The file has all of it, and none of it may be applied to an image that was emptied.
+        // The overlay's file is complete. A journal that is replayed after the overlay was emptied would
+        // bring stale mappings back.
         device.empty_journal(None)?;
         let emptied = device.empty().map_err(E::from).and_then(|()| keep());
-        // Before the disk goes on.
+        // The tables in memory are still those of the full overlay. They are written back before the disk
+        // thaws.
         emptied.inspect_err(|_| device.refill())?;
         if let Some(journal) = locked(&device.shared.state).journal.take() {
             journal.remove();
         }
         device.shared.changes.stop();
         device.superseded.store(true, Relaxed);
-        let invalid = || Error::new(ErrorKind::Invalid, "the image behind is served already");
-        let target = self.target.take().ok_or_else(invalid)?;
+        let target = self.target.take().ok_or_else(already_ended)?;
         match &target {
             Target::Raw(_) => {
+                // A raw device locks only the bytes that it serves.
                 let size = device.limits().size_bytes();
                 lock::release(&self.base, &(size..LOCKED.end));
             }
+            // The overlay read the base by tables from before the commit. It no longer does, so clusters that
+            // the copies released can be freed.
             Target::Qcow2(qcow2) => qcow2.shared.release_held(),
         }
         Ok(target)
     }
 
-    /// Frees the space of an image that was emptied, and its lock, when no queue uses it any more. Where that fails it
-    /// has clusters that nothing refers to. Does nothing before [`BlockCommit::finish`].
+    /// Frees the clusters of an overlay that [`BlockCommit::finish`] has emptied, and releases its lock. Call
+    /// this when no queue uses the overlay any longer. Does nothing before the pivot.
+    ///
+    /// Errors are ignored. The overlay is empty in any case; at worst it keeps clusters that nothing refers
+    /// to.
     pub fn free(&self) {
         let top = &self.top;
         if !top.superseded.load(Relaxed) {
             return;
         }
-        // First: they are among what nothing refers to then.
+        // `free_unreferenced` frees the clusters of bitmaps too, so the header must not name them then.
         let _ = top.image().remove_bitmaps().and_then(|()| top.free_unreferenced());
-        // Its journal was removed.
+        // `finish` has removed the journal. With its tag still in the header, the next attach would warn that
+        // the journal is missing.
         let _ = top.set_tag(0);
         lock::release(&top.files[0], &LOCKED);
     }
 
-    /// Stops it: the device goes on in its image, and what the one behind has by now is hidden by that. Does nothing
-    /// once that is served.
+    /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
+    /// after the pivot.
     ///
     /// # Errors
-    /// If the image behind cannot be locked for readers again.
+    /// The error of restoring the shared lock on the base.
     pub fn stop(&mut self) -> Result<(), Error> {
         let Some(target) = self.target.take() else { return Ok(()) };
         let device = &*self.top;
@@ -321,6 +368,7 @@ impl BlockCommit {
     }
 
     fn copy_all<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
+        // The caller has flushed all metadata, so no flush is needed here.
         while self.find(&|| Ok::<_, Error>(()), || Ok(()))? {
             while go_on()? {
                 if !self.copy()? {
@@ -334,13 +382,14 @@ impl BlockCommit {
         Ok(true)
     }
 
+    /// Makes the regions written since the last call the regions of the next pass.
     fn take_changes(&mut self) -> Result<(), Error> {
         self.pass = self.top.shared.changes.take();
         self.position = 0;
         Ok(())
     }
 
-    /// The next part of this pass that the image itself has.
+    /// The next extent in this pass that the overlay maps.
     fn next_own<E: From<Error>>(
         &mut self,
         stop: &dyn Fn() -> Result<(), E>,
@@ -360,8 +409,7 @@ impl BlockCommit {
     }
 
     fn target(&self) -> Result<&Target, Error> {
-        let invalid = || Error::new(ErrorKind::Invalid, "the image behind is served already");
-        self.target.as_ref().ok_or_else(invalid)
+        self.target.as_ref().ok_or_else(already_ended)
     }
 }
 
@@ -371,12 +419,15 @@ impl Drop for BlockCommit {
     }
 }
 
+fn already_ended() -> Error {
+    Error::new(ErrorKind::Invalid, "the commit has already ended")
+}
 fn cannot_read(device: &Qcow2, error: std::io::Error) -> Error {
     Error::system(format!("cannot read {}", device.path.display()), error)
 }
 
 impl Qcow2 {
-    /// The file of the image behind, if a block commit can be.
+    /// Checks whether the image can be committed, and returns its backing file.
     fn check_committable(&self) -> Result<&Arc<File>, Error> {
         let (snapshots, has_base) = {
             let state = locked(&self.shared.state);
@@ -385,7 +436,7 @@ impl Qcow2 {
         let refused = [
             (!has_base, "it has no backing file"),
             (!self.writable || self.read_only.load(Relaxed), "it is read-only"),
-            (snapshots > 0, "it has internal snapshots, which the one behind would not have"),
+            (snapshots > 0, "it contains internal snapshots, which the backing file cannot take over"),
         ];
         if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
             let message = format!("{} cannot be committed: {why}", self.path.display());
@@ -394,7 +445,8 @@ impl Qcow2 {
         Ok(&self.files[1])
     }
 
-    /// Makes the lock on the image behind one for writing, of `base`. Returns its path.
+    /// Replaces the chain's shared lock on the base by an exclusive lock of the file in `files`. Returns the
+    /// path of the base.
     fn lock_base(&self, BaseFiles { image: base, synced, .. }: &BaseFiles) -> Result<PathBuf, Error> {
         let file = self.check_committable()?;
         let path = path_of(file, &self.behind[0])?;
@@ -405,10 +457,14 @@ impl Qcow2 {
                 && flags.is_ok_and(|flags| flags & (OFlags::RWMODE | OFlags::APPEND | OFlags::PATH) == access)
         };
         if !is_same(base, OFlags::RDWR) || !is_same(synced, OFlags::RDONLY) {
-            let message = format!("what was opened is not {}, or not as it is to be", path.display());
+            let message = format!(
+                "cannot commit into {}: the file that was opened does not match the backing file in use; it must be opened \
+                once read-write and once read-only",
+                path.display()
+            );
             return Err(Error::new(ErrorKind::Invalid, message));
         }
-        // One after the other, so that it is locked against writers all the time.
+        // The locks overlap, so that no writer can lock the base in between.
         lock::acquire(base, &path, &LOCKED, LockKind::Shared, false)?;
         lock::release(file, &LOCKED);
         if let Err(error) = lock::acquire(base, &path, &LOCKED, LockKind::Exclusive, false) {
@@ -417,16 +473,17 @@ impl Qcow2 {
         Ok(path)
     }
 
-    /// Makes the lock of `base` one for reading again, of this chain.
+    /// Turns the exclusive lock of `base` into a shared one, and takes the chain's shared lock again.
     ///
     /// # Errors
-    /// That of the lock: at worst others are kept from reading it until it is closed, or may write to it from then on.
+    /// The error of the lock. Writers may then lock the base as soon as `base` is closed.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
         lock::downgrade(base, &LOCKED);
         lock::acquire(&self.files[1], &self.behind[0], &LOCKED, LockKind::Shared, false).map(drop)
     }
 
-    /// As [`Qcow2::unlock_base`], after `error`.
+    /// Restores the shared locks because of `error`, and returns `error`. If a lock cannot be restored, that
+    /// error is appended.
     fn after_unlock(&self, base: &File, error: Error) -> Error {
         match self.unlock_base(base) {
             Ok(()) => error,
@@ -437,7 +494,7 @@ impl Qcow2 {
 
 #[cfg(all(test, not(model_check)))]
 impl BlockCommit {
-    /// Commits of the qcow2 image behind that began.
+    /// Number of metadata flushes of a qcow2 base that have begun.
     pub(super) fn commits_behind(&self) -> u64 {
         match &self.target {
             Some(Target::Qcow2(qcow2)) => locked(&qcow2.shared.state).commits,

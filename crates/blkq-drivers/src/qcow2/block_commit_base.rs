@@ -1,5 +1,5 @@
-//! The image behind that of a device, for a block commit: a process that may opens it, and the daemon of the device
-//! writes it, and then serves it.
+//! The base of a block commit: opened by a process that has the permission, then written by the daemon of the
+//! device, and served after the pivot.
 
 use std::fs::File;
 use std::ops::Range;
@@ -20,36 +20,37 @@ use super::journal::Journals;
 use super::options::BackingChain;
 use super::zero::{Wanted, clear};
 
-/// The files of the image behind, as a process that may has opened them.
+/// The files of the base, opened by a process that has the permission.
 #[derive(Debug)]
 pub struct BaseFiles {
-    /// It, for reading and writing.
+    /// The base, open for reading and writing.
     pub image: File,
-    /// It once more, for syncs.
+    /// The base in a second open file description, read-only, for syncs.
     pub synced: File,
-    /// The file with the dirty bitmaps of a raw image: `IMAGE.bitmaps`.
+    /// The file `IMAGE.bitmaps` with the dirty bitmaps of a raw base.
     pub bitmaps: Option<File>,
 }
 
-/// An image behind that was opened.
+/// A base that was opened.
 #[derive(Debug)]
 pub struct OpenedBase {
-    /// Absolute, without symbolic links.
+    /// Absolute, with all symbolic links resolved.
     pub path: PathBuf,
-    /// Whether it is a qcow2 image; else it is raw.
+    /// Whether the base is a qcow2 image; else it is raw.
     pub qcow2: bool,
-    /// Its dirty bitmaps would be in a file beside it.
+    /// Whether the dirty bitmaps of the base belong into a file of their own: it is a raw image in a regular
+    /// file.
     pub has_bitmap_file: bool,
-    /// Without that file.
+    /// The files of the base, without the bitmap file.
     pub files: BaseFiles,
 }
 
-/// Opens the image behind the one at `image`, for [`CommitSource::begin`](super::CommitSource::begin), by what the header
-/// says: not the daemon that serves them.
+/// Opens the backing file of `image` for [`CommitSource::begin`](super::CommitSource::begin), as the header
+/// of `image` names it. The daemon that serves the image may lack the permission for this.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] if there is none; [`ErrorKind::BackingFile`] for one that `allowed` does not admit;
-/// [`ErrorKind::Claimed`] if the kernel uses it; that of opening one of them.
+/// [`ErrorKind::Unsupported`] if the image has no backing file; [`ErrorKind::BackingFile`] if `allowed` does
+/// not admit it; [`ErrorKind::Claimed`] if the kernel uses it; the error of opening one of the files.
 pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Error> {
     let mut top = Backing::open(image, true)?;
     let header = read_header(&top)?;
@@ -72,9 +73,9 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
     })
 }
 
-/// The image behind, as it will be served.
+/// The driver of the base, which is served after the pivot.
 pub enum Target {
-    /// A raw one.
+    /// A raw image.
     Raw(Box<LoopDevice>),
     /// A qcow2 image.
     Qcow2(Box<Qcow2>),
@@ -106,14 +107,15 @@ impl Target {
         match self {
             Target::Raw(raw) => raw.sync(),
             Target::Qcow2(qcow2) => {
-                // Also where no table is dirty: data in place may be.
+                // A flush of its own, because data that was overwritten in place makes no table dirty.
                 qcow2.run("make the data durable", async |env| commit(&env, true).await)?;
                 qcow2.write_back()
             }
         }
     }
 
-    /// Writes what is in memory of it, as far as that can be, and nothing more.
+    /// Writes back what is in memory, as far as possible. Errors are ignored, because the overlay hides the
+    /// base.
     pub(super) fn close(self) {
         match self {
             Target::Raw(raw) => raw.supersede(),
@@ -131,18 +133,19 @@ impl Qcow2 {
         write_data(&self.shared, &self.files, &what, position, data)
     }
 
-    /// As [`Qcow2::write_now`], zeroes.
+    /// As [`Qcow2::write_now`], but zeroes.
     fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
         self.run("write zeroes", move |env| async move {
             clear(&env, range.start, range.end - range.start, Wanted::Zeroes).await
         })
     }
 
-    /// Opens `files`, of the image behind at `path`, which is locked, to be written and then served. It is made
-    /// longer if it is shorter than the device. Its own dirty bitmaps are marked as in use.
+    /// Opens `files` as the target of a block commit. They are those of the backing file at `path`, and
+    /// locked. Extends the base if it is shorter than the device, and marks its persistent bitmaps as in use.
     ///
     /// # Errors
-    /// One line: what is wrong, why, and the cure. [`ErrorKind::Mismatch`] if it is longer than the device.
+    /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Mismatch`] if the base is
+    /// longer than the device.
     pub(super) fn open_target(
         &self,
         files: BaseFiles,
@@ -163,7 +166,8 @@ impl Qcow2 {
                 .map(|raw| Target::Raw(Box::new(raw)));
         }
         let qcow2 = self.of_base(files.image, &path, journals)?;
-        // The device over it reads it by the tables that it had when that was opened.
+        // The overlay reads the base by the tables that the base had when the overlay was opened, so no
+        // cluster of them may be reused.
         qcow2.shared.hold();
         let is_shorter = qcow2.limits().size_bytes() < size;
         let resized = if is_shorter { qcow2.resize(Some(size)).map(drop) } else { Ok(()) };
@@ -171,7 +175,7 @@ impl Qcow2 {
         match resized {
             Ok(()) => Ok(target),
             Err(error) => {
-                // It is locked all the time.
+                // Closing restores the base's tables and journal, while `files` still has the lock.
                 target.close();
                 Err(error)
             }

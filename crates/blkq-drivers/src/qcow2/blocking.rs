@@ -1,5 +1,5 @@
-//! Tasks run to their completion on the calling thread, whose system calls complete their operations: for
-//! changes while no queue does I/O, and for the last commit. Threads that do this may make no ring.
+//! Runs tasks to completion on the calling thread with plain system calls, for changes while no queue does
+//! I/O, and for the last flush. The thread may be forbidden to create a ring.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -14,10 +14,10 @@ use super::env::{Env, Shared};
 use super::io::{Action, Executor, Memory, Submitted};
 use super::write::{Source, write};
 
-/// Runs what `task` makes, on the files of the chain.
+/// Runs the task that `task` returns, on the files of the chain. `what` completes the message "cannot ...".
 ///
 /// # Errors
-/// The task's.
+/// The error of the task.
 pub(super) fn run<F: Future<Output = IoResult> + 'static>(
     shared: &Arc<Shared>,
     files: &[Arc<File>],
@@ -41,8 +41,11 @@ pub(super) fn run<F: Future<Output = IoResult> + 'static>(
             env.io.complete(operation.place, done);
         }
         if idle && !executor.is_idle() {
-            // It waits for a change, which nobody else makes.
-            return Err(Error::new(ErrorKind::System, format!("cannot {what}: it is being changed")));
+            // The task waits for a change by another task, and no other task exists.
+            return Err(Error::new(
+                ErrorKind::System,
+                format!("cannot {what}: another change of the image is in progress"),
+            ));
         }
     }
     match result.take() {
@@ -64,8 +67,8 @@ pub(super) fn write_data(
     mut data: IoBuffer,
 ) -> Result<(), Error> {
     let (bytes, segment) = (data.len() as u64, Segment::new(data.as_mut_ptr(), data.len() as u32));
-    // SAFETY: the buffer outlives `run`, which performs each operation before it returns, and no other request of this
-    // environment has that tag.
+    // SAFETY: the buffer outlives `run`, which performs all operations before it returns, and no other
+    // request in this environment has the tag.
     let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
     run(
         shared,
@@ -75,7 +78,8 @@ pub(super) fn write_data(
     )
 }
 
-/// Performs an operation, of a transfer the first piece at least: the result is a ring's.
+/// Performs an operation; of a transfer at least a part of the first piece. Returns the result as io_uring
+/// does: the count, or a negative errno.
 pub(super) fn perform(file: RawFd, operation: &Submitted) -> i32 {
     let (offset, bytes) = (operation.range.start, operation.range.end - operation.range.start);
     let (Ok(offset), Ok(bytes)) = (i64::try_from(offset), i64::try_from(bytes)) else { return -libc::EINVAL };
@@ -84,8 +88,8 @@ pub(super) fn perform(file: RawFd, operation: &Submitted) -> i32 {
         .first()
         .map_or((std::ptr::null_mut(), 0), |piece| (piece.iov_base, piece.iov_len.min(i32::MAX as usize)));
     let mode = operation.action.fallocate_mode();
-    // SAFETY: the memory of an operation that has not completed is valid for its pieces, and nothing else uses
-    // that of a read; the file is open.
+    // SAFETY: the pieces of an operation that has not completed point to valid memory. Nothing else uses the
+    // memory of a read, and the file is open.
     let result = unsafe {
         match operation.action {
             Action::Read => libc::pread64(file, memory, length, offset) as i64,

@@ -1,25 +1,24 @@
-//! Slices of L2 tables and refcount blocks in memory, of which only some fit.
+//! A cache for slices of L2 tables and refcount blocks, with second-chance replacement.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use super::header::u64_at;
 
-/// Memory of a cache in bytes: L2 slices for 64 GiB of a device with clusters of 64 KiB.
+/// Size of the cache in bytes: enough L2 slices for 64 GiB of a device with clusters of 64 KiB.
 pub(super) const CACHE_BYTES: usize = 8 << 20;
 /// Largest slice in bytes.
 pub(super) const SLICE_MAX_BYTES: u64 = 4096;
-/// The part of the slices that may be dirty before they are written.
+/// One of this many slices may be dirty before they should be written.
 const DIRTY_PART: usize = 4;
 
-/// Where a slice is: an image of the chain, and a byte of its file.
+/// Identifies a slice: the layer of the chain, and the byte of its file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Key {
     pub layer: u8,
     pub offset: u64,
 }
 
-/// The tables that slices are parts of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Table {
     L2,
@@ -32,13 +31,14 @@ struct Slot {
     table: Table,
     used: bool,
     dirty: bool,
-    /// It is being written, from a copy: the file does not have it yet.
+    /// A copy of the slice is being written. The slice must not be evicted, because the file has the old
+    /// content until then.
     writing: bool,
-    /// It was used since the hand passed it.
+    /// Used since the clock hand last passed the slot.
     recent: bool,
 }
 
-/// The slices. The slot of a slice is valid until another slice is inserted.
+/// The cached slices. A slot number is valid until the next [`Cache::insert`].
 pub(super) struct Cache {
     slots: Vec<Slot>,
     places: HashMap<Key, usize>,
@@ -49,7 +49,7 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    /// A cache of `bytes`, for slices of `slice_bytes`.
+    /// A cache of `bytes` bytes, for slices of `slice_bytes` bytes each.
     pub fn new(bytes: usize, slice_bytes: usize) -> Cache {
         let count = bytes / slice_bytes;
         let key = Key { layer: 0, offset: 0 };
@@ -57,7 +57,7 @@ impl Cache {
         Cache {
             slots: vec![empty; count],
             places: HashMap::new(),
-            // Zeroed memory that is not used takes no space.
+            // `vec!` of zeroes asks for zeroed pages, which take no memory until they are used.
             bytes: vec![0; count * slice_bytes],
             slice_bytes,
             hand: 0,
@@ -65,24 +65,22 @@ impl Cache {
         }
     }
 
-    /// Bytes of a slice.
     pub fn slice_bytes(&self) -> usize {
         self.slice_bytes
     }
 
-    /// The slot of the slice, if it is here.
+    /// The slot of a slice; `None` if it is not in the cache.
     pub fn find(&mut self, key: Key) -> Option<usize> {
         let slot = *self.places.get(&key)?;
         self.slots[slot].recent = true;
         Some(slot)
     }
 
-    /// As [`Cache::find`], for somebody who only passes by.
+    /// As [`Cache::find`], but does not count as a use.
     pub fn peek(&self, key: Key) -> Option<usize> {
         self.places.get(&key).copied()
     }
 
-    /// The content of a slice.
     pub fn get(&self, slot: usize) -> &[u8] {
         &self.bytes[slot * self.slice_bytes..][..self.slice_bytes]
     }
@@ -92,12 +90,12 @@ impl Cache {
         u64_at(self.get(slot), index * 8)
     }
 
-    /// The byte of the file of an entry of a slice of an L2 table.
+    /// The byte of the file at which an entry of an L2 slice is stored.
     pub fn entry_offset(&self, slot: usize, index: usize) -> u64 {
         self.slots[slot].key.offset + index as u64 * 8
     }
 
-    /// The content of a slice, to be changed: it is dirty now.
+    /// The content of a slice for changes. Marks the slice as dirty.
     pub fn change(&mut self, slot: usize) -> &mut [u8] {
         if !self.slots[slot].dirty {
             self.slots[slot].dirty = true;
@@ -106,13 +104,12 @@ impl Cache {
         &mut self.bytes[slot * self.slice_bytes..][..self.slice_bytes]
     }
 
-    /// Sets entry `index` of a slice of an L2 table.
     pub fn set_entry(&mut self, slot: usize, index: usize, entry: u64) {
         self.change(slot)[index * 8..index * 8 + 8].copy_from_slice(&entry.to_be_bytes());
     }
 
-    /// Inserts a slice with the content that the file has. Without room, which is when all slices are
-    /// dirty or being written, returns `None`.
+    /// Inserts a slice with its content in the file. Returns `None` if all slices are dirty or being written,
+    /// so that none can be evicted.
     pub fn insert(&mut self, key: Key, table: Table, content: &[u8]) -> Option<usize> {
         if let Some(slot) = self.find(key) {
             return Some(slot);
@@ -128,7 +125,7 @@ impl Cache {
     }
 
     fn victim(&mut self) -> Option<usize> {
-        // Twice around: the first time the recently used are passed over.
+        // Two rounds: the first clears the `recent` marks of slots that it passes.
         for _ in 0..2 * self.slots.len() {
             let slot = self.hand;
             self.hand = (self.hand + 1) % self.slots.len();
@@ -141,7 +138,7 @@ impl Cache {
         None
     }
 
-    /// Drops the slices of a range of the file, which has another use from now on.
+    /// Drops the slices of a range of the file without writing them, because the range gets another use.
     pub fn forget(&mut self, layer: u8, range: Range<u64>) {
         for offset in range.step_by(self.slice_bytes) {
             if let Some(slot) = self.places.remove(&Key { layer, offset }) {
@@ -152,18 +149,17 @@ impl Cache {
         }
     }
 
-    /// Whether a slice is dirty.
     pub fn is_dirty(&self) -> bool {
         self.dirty > 0
     }
 
-    /// Whether so many slices are dirty that they should be written before there are more.
+    /// Whether so many slices are dirty that they should be written before more become dirty.
     pub fn is_crowded(&self) -> bool {
         self.dirty >= self.slots.len() / DIRTY_PART
     }
 
-    /// Takes the dirty slices of one kind, to be written: they are clean from now on, and stay here until
-    /// [`Cache::written`].
+    /// Takes copies of the dirty slices of one kind, to be written. The slices are clean from now on, but are
+    /// not evicted until [`Cache::written`].
     pub fn take_dirty(&mut self, table: Table) -> Vec<(Key, Vec<u8>)> {
         let mut taken = Vec::new();
         if self.dirty == 0 {
@@ -180,7 +176,8 @@ impl Cache {
         taken
     }
 
-    /// A slice of [`Cache::take_dirty`] was written, or else is dirty again.
+    /// Reports the write of a slice from [`Cache::take_dirty`]. If it failed (`done` is false), the slice is
+    /// dirty again.
     pub fn written(&mut self, key: Key, done: bool) {
         let Some(slot) = self.peek(key) else { return };
         self.slots[slot].writing = false;
@@ -200,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_that_the_file_lacks_stay_and_others_make_room() {
+    fn dirty_and_written_slices_are_not_evicted() {
         let mut cache = Cache::new(4 * 512, 512);
         for at in 0..4 {
             let slot = cache.insert(key(at * 512), Table::L2, &[at as u8; 512]).unwrap();
@@ -213,7 +210,7 @@ mod tests {
         assert!(cache.peek(key(3 * 512)).is_none() && cache.peek(key(0)).is_some());
         cache.change(cache.peek(key(4096)).unwrap());
         assert!(cache.insert(key(8192), Table::L2, &[9; 512]).is_none());
-        // One that is written from a copy stays too: the file has the old one.
+        // A slice whose copy is being written is not evicted either, because the file has the old content.
         let taken = cache.take_dirty(Table::L2);
         assert_eq!((taken.len(), cache.is_dirty()), (4, false));
         assert_eq!(u64_at(&taken[0].1, 8), 7);

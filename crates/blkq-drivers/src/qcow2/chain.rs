@@ -1,4 +1,4 @@
-//! Opening an image and the images behind it.
+//! Opens the backing files of an image.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -20,14 +20,14 @@ use super::journal::{self, Journals};
 use super::options::BackingChain;
 use super::state::Tables;
 
-/// Most images behind one.
+/// Most backing files in a chain.
 pub(super) const DEPTH_MAX: usize = 64;
-/// Most bytes of L1 tables of a chain, which are in memory.
+/// Bytes of all L1 tables in a chain. They are in memory as long as the device exists.
 const L1_TABLES_MAX_BYTES: u64 = 128 << 20;
-/// The bytes of a file that are locked.
+/// The byte range of each file that is locked.
 pub(super) const LOCKED: std::ops::Range<u64> = lock::WHOLE_FILE;
 
-/// An image of a chain that was opened.
+/// An image of a chain, open.
 pub(super) struct Opened {
     pub backing: Backing,
     pub tables: Option<Tables>,
@@ -38,7 +38,7 @@ pub(super) struct Opened {
 /// Reads the header of a qcow2 image.
 ///
 /// # Errors
-/// One line: what is wrong with the image, and the cure.
+/// The message has one line: what is wrong with the image, and a hint.
 pub(super) fn read_header(backing: &Backing) -> Result<Header, Error> {
     let mut head = vec![0; FIXED_BYTES];
     read_at(&backing.file, &backing.path, &mut head, 0)?;
@@ -51,10 +51,10 @@ fn not_served(backing: &Backing, error: &Error) -> Error {
     Error::new(error.kind(), format!("{} cannot be served as qcow2: {error}", backing.path.display()))
 }
 
-/// Reads the tables of a qcow2 image that are always in memory.
+/// Reads the header and the L1 table of a qcow2 image.
 ///
 /// # Errors
-/// As [`read_header`].
+/// As [`read_header`]; [`ErrorKind::Format`] if a table is not completely in the file.
 pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
     let header = read_header(backing)?;
     let file_bytes = backing::size(&backing.file, &backing.path)?;
@@ -69,7 +69,9 @@ pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
     ];
     for (name, offset, bytes) in tables {
         if bytes > 0 && offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
-            let message = format!("its {name} table is not all in the file; restore it from a copy");
+            let message = format!(
+                "its {name} table is not all in the file, which was truncated; restore it from a copy"
+            );
             return Err(not_served(backing, &Error::new(ErrorKind::Format, message)));
         }
     }
@@ -77,10 +79,10 @@ pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
     Ok(Tables { header, l1 })
 }
 
-/// Reads a table of big-endian numbers. Behind the end of the file it is zeroes.
+/// Reads a table of big-endian numbers. Entries beyond the end of the file are 0.
 ///
 /// # Errors
-/// That of the file.
+/// The I/O error of the file.
 pub(super) fn read_numbers(backing: &Backing, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
     let mut bytes = vec![0; count * 8];
     read_at(&backing.file, &backing.path, &mut bytes, offset)?;
@@ -100,12 +102,12 @@ fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()
     Ok(())
 }
 
-/// Opens the images behind `top`, in order.
+/// Opens the backing files of `top`, in order from the nearest.
 ///
 /// # Errors
-/// One line: what is wrong, why, and the cure. [`ErrorKind::BackingFile`] for one that `allowed`
-/// does not admit, whose cure is the caller's. One that lacks writes in one of `journals` is rejected; if that
-/// journal is ignored, `warnings` gets the reason.
+/// The message has one line: what is wrong, why, and a hint. [`ErrorKind::BackingFile`] if `allowed` does not
+/// admit a backing file; the caller adds the hint. A backing file is also rejected if it lacks writes that a
+/// journal in `journals` has. If that journal is ignored, a warning is added to `warnings` instead.
 pub(super) fn open_behind(
     top: &Opened,
     allowed: BackingChain,
@@ -119,16 +121,22 @@ pub(super) fn open_behind(
             return Ok(chain);
         };
         if chain.len() == DEPTH_MAX {
-            let message =
-                format!("{} has more than {DEPTH_MAX} images behind it", top.backing.path.display());
+            let message = format!(
+                "{} has more than {DEPTH_MAX} backing files; merge some with `qemu-img commit` or `qemu-img rebase`",
+                top.backing.path.display()
+            );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let backing = open_one(&last.backing.path, &name, allowed)?;
         if std::iter::once(top).chain(&chain).any(|one| one.backing.identity == backing.identity) {
-            let message = format!("{} is behind itself", backing.path.display());
+            let message = format!(
+                "the backing chain of {} contains {} twice",
+                top.backing.path.display(),
+                backing.path.display()
+            );
             return Err(Error::new(ErrorKind::Format, message));
         }
-        // Before its tables are read: a writer may be changing them.
+        // The lock comes before the tables are read, because another process may be changing them.
         lock::acquire(&backing.file, &backing.path, &LOCKED, LockKind::Shared, false)?;
         let opened = read_one(&last.backing.path, &name, backing)?;
         if let (Some(tables), Some(all)) = (&opened.tables, journals) {
@@ -144,8 +152,8 @@ pub(super) fn open_behind(
         let l1_bytes = |one: &Opened| one.tables.as_ref().map_or(0, |tables| tables.l1.len() as u64 * 8);
         if std::iter::once(top).chain(&chain).map(l1_bytes).sum::<u64>() > L1_TABLES_MAX_BYTES {
             let message = format!(
-                "{} and the images behind it have L1 tables of more than {} MiB, which are in memory; make one image \
-                 of them with `qemu-img convert`",
+                "the L1 tables of {} and its backing files need more than {} MiB of memory; merge the chain into one image \
+                with `qemu-img convert`",
                 top.backing.path.display(),
                 L1_TABLES_MAX_BYTES >> 20
             );
@@ -154,7 +162,7 @@ pub(super) fn open_behind(
     }
 }
 
-/// Opens the file that `image` names as its backing file, for reading.
+/// Opens the file that `image` names as its backing file, read-only.
 ///
 /// # Errors
 /// As [`open_behind`].
@@ -168,13 +176,13 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
     opened.map_err(|error| match error.kind() {
         ErrorKind::NotFound => {
             let shown = image.display();
-            let message = format!("{}, the backing file of {shown}, is not there", path.display());
+            let message = format!("{shown} has the backing file {}, which does not exist", path.display());
             let hint = match check_is_no_link(image) {
                 Ok(()) => format!(
-                    "bring it back, or name the one that it is now with `qemu-img rebase -u -b FILE -F FORMAT {}`",
+                    "restore it, or record its new path with `qemu-img rebase -u -b FILE -F FORMAT {}`",
                     shell_word(image)
                 ),
-                Err(_) => format!("{shown} is a symbolic link; name the image by its own path"),
+                Err(_) => format!("{shown} is a symbolic link; use the path of the image itself"),
             };
             Error::new(ErrorKind::NotFound, message).with_cure(hint)
         }
@@ -182,7 +190,7 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
     })
 }
 
-/// The image behind `image`, of the format that this names for it.
+/// Checks the format of the backing file that `image` names, and reads its tables if it is qcow2.
 fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened, Error> {
     let size = backing::size(&backing.file, &backing.path)?;
     let shown = backing.path.display();
@@ -191,11 +199,12 @@ fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened
     match name.format.as_deref() {
         Some("raw") => {}
         Some("qcow2") => return qcow2(backing),
-        // A guest that wrote to a raw image may have put it there, to have other files read.
+        // The header could be written by a guest that had the raw image: as qcow2, it would make the host
+        // open other files.
         None if magic == MAGIC => {
             let message = format!(
-                "{} does not record the format of its backing file, which begins as qcow2; if it is, \
-                 record that with `qemu-img rebase -u -b {} -F qcow2 {}`",
+                "{} does not record the format of its backing file, which looks like qcow2; if it is, run \
+                `qemu-img rebase -u -b {} -F qcow2 {}`",
                 image.display(),
                 shell_word(&backing.path),
                 shell_word(image)
@@ -204,12 +213,18 @@ fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened
         }
         None => {
             if let Some(format) = format::detect(&backing.file, size) {
-                let message = format!("{shown}, behind {}, is a {format} image", image.display());
+                let message = format!(
+                    "{shown}, the backing file of {}, is a {format} image, which is not supported",
+                    image.display()
+                );
                 return Err(Error::new(ErrorKind::Unsupported, message));
             }
         }
         Some(other) => {
-            let message = format!("{shown}, behind {}, is a {other} image", image.display());
+            let message = format!(
+                "{shown}, the backing file of {}, is a {other} image, which is not supported",
+                image.display()
+            );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
     }
@@ -223,8 +238,9 @@ fn qcow2(mut backing: Backing) -> Result<Opened, Error> {
     Ok(Opened { backing, tables: Some(tables), size })
 }
 
-/// Has `backing`, an image with `header`, go by the symbolic link by which it was opened if it names its own backing file
-/// relative to a directory: as in QEMU that is the directory of the link, not of the image.
+/// Makes `backing`, an image with `header`, use the symbolic link by which it was opened as its path, if it
+/// names its own backing file by a relative name. As in QEMU, such a name is relative to the directory of the
+/// link, not of the image.
 pub(super) fn prefer_link(backing: &mut Backing, header: &Header) {
     let is_relative =
         |name: &BackingName| backing_path(&backing.path, &name.name).is_ok_and(Path::is_relative);
@@ -235,31 +251,30 @@ pub(super) fn prefer_link(backing: &mut Backing, header: &Header) {
     }
 }
 
-/// Refuses an image that goes by a symbolic link ([`prefer_link`]) as the backing file of a new image.
+/// Refuses an image whose path is a symbolic link ([`prefer_link`]) as the backing file of a new overlay.
 ///
 /// # Errors
-///
-/// Returns [`ErrorKind::Unsupported`].
+/// [`ErrorKind::Unsupported`] if `path` is a symbolic link.
 pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
     if !std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink()) {
         return Ok(());
     }
     let message = format!(
-        "{} is a symbolic link to another directory and the backing file of the image is found from there, which a new image \
-         over it cannot record",
+        "{} is a symbolic link, and the relative name of its backing file is resolved from the directory of the link, \
+        which a new overlay cannot record",
         path.display()
     );
     Err(Error::new(ErrorKind::Unsupported, message).with_cure("attach the image by its own path"))
 }
 
-/// The path that a name of a backing file is.
+/// Converts the name of a backing file into a path, relative to the directory of `image`.
 fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
     let name = name.strip_prefix(b"file:").unwrap_or(name);
-    // As QEMU has it: letters before a colon, before any slash, are a protocol.
+    // As in QEMU, a colon before the first slash ends the name of a protocol.
     let before_slash = name.split(|byte| *byte == b'/').next().unwrap_or_default();
     if before_slash.contains(&b':') {
         let message = format!(
-            "{} names its backing file as {:?}, which is no path",
+            "{} has the backing file {:?}, which is not a path of this machine",
             image.display(),
             String::from_utf8_lossy(name)
         );
@@ -268,12 +283,12 @@ fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
     Ok(Path::new(OsStr::from_bytes(name)))
 }
 
-/// Opens a file in `directory`, which is that of `image`, or below it. The kernel sees to it that no `..`
-/// and no symbolic link leads out of it, whatever changes meanwhile.
+/// Opens a file in `directory`, the directory of `image`, or below it. The kernel (`RESOLVE_BENEATH`) ensures
+/// that no `..` and no symbolic link leads out of `directory`, even if the tree changes meanwhile.
 fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<Backing, Error> {
     let refused = || {
         let message = format!(
-            "{} has the backing file {}, which is not in its directory",
+            "{} has the backing file {}, which is not in its directory or below",
             image.display(),
             path.display()
         );
@@ -297,7 +312,8 @@ fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<Backing, 
     let file = File::from(openat2(&at, within, flags, FileMode::empty(), resolve).map_err(failed)?);
     let name = backing::name_now(&file);
     let mut backing = Backing::of_open(file, name.unwrap_or_else(|| directory.join(within)))?;
-    // The directory that the name leads to, by the kernel too: the last part of the name may be a link out of it.
+    // The kernel resolves the parent directory under the same rule. The last component may be a symbolic
+    // link, and then the file itself is in another directory.
     let parent = within.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let parent = File::from(openat2(&at, parent, flags, FileMode::empty(), resolve).map_err(failed)?);

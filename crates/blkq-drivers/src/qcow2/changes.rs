@@ -1,4 +1,4 @@
-//! The parts of the device that are written to while a block commit copies what the image has.
+//! Records the regions of the device that are written while a block commit copies the overlay.
 
 use std::ops::Range;
 
@@ -6,43 +6,43 @@ use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::SeqCst;
 use blkq::sync::{Mutex, lock};
 
-/// Least bytes of the device that one bit stands for.
+/// One bit represents a region of at least `1 << UNIT_BITS_MIN` bytes of the device.
 const UNIT_BITS_MIN: u32 = 16;
-/// Most bits.
+/// Largest number of bits: a map takes at most 4 MiB. On larger devices a bit represents a larger region.
 const BITS_MAX: u64 = 1 << 25;
 
-/// The changes since somebody began to track them.
+/// The changes since tracking began.
 #[derive(Default)]
 pub(super) struct Changes {
     tracked: AtomicBool,
     map: Mutex<Map>,
 }
 
-/// A bit for each unit of the device.
+/// One bit for each region of the device.
 #[derive(Default)]
 pub(super) struct Map {
     unit_bits: u32,
     words: Vec<u64>,
-    /// Of the device, in bytes.
+    /// Size of the device in bytes.
     size: u64,
 }
 
 impl Changes {
-    /// Tracks the changes of a device of `size` bytes from now on. Writes that completed before need not be noted,
-    /// those in flight are.
+    /// Begins to track the changes of a device of `size` bytes. A write must be recorded unless it has
+    /// completed before this call.
     pub fn track(&self, size: u64) {
         *lock(&self.map) = Map::new(size);
         self.tracked.store(true, SeqCst);
     }
 
-    /// No longer tracks them.
+    /// Stops tracking, and drops the map.
     pub fn stop(&self) {
         self.tracked.store(false, SeqCst);
         *lock(&self.map) = Map::default();
     }
 
-    /// Notes that `bytes` from `position` on may have changed. To be called when the change is made, before its request
-    /// completes.
+    /// Records that `bytes` from `position` on may have changed. Must be called after the change was made and
+    /// before its request completes.
     #[inline]
     pub fn note(&self, position: u64, bytes: u64) {
         if self.tracked.load(SeqCst) {
@@ -50,7 +50,7 @@ impl Changes {
         }
     }
 
-    /// Takes what was noted.
+    /// Takes the map of the recorded changes, and continues with an empty one.
     pub fn take(&self) -> Map {
         let mut map = lock(&self.map);
         let empty = Map::new(map.size);
@@ -68,7 +68,7 @@ impl Map {
         Map { unit_bits, words: vec![0; bits.div_ceil(64) as usize], size }
     }
 
-    /// All of a device.
+    /// A map with all regions of a device.
     pub fn full(size: u64) -> Map {
         let mut map = Map::new(size);
         map.set(0, size);
@@ -80,7 +80,7 @@ impl Map {
             return;
         }
         for unit in position >> self.unit_bits..=(position + bytes - 1) >> self.unit_bits {
-            // Of a tracker that has stopped meanwhile there are none.
+            // The map is empty if tracking was stopped between the check and the lock.
             if let Some(word) = self.words.get_mut((unit / 64) as usize) {
                 *word |= 1 << (unit % 64);
             }
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_found_in_whole_units() {
+    fn changes_are_reported_in_whole_regions() {
         let changes = Changes::default();
         changes.note(0, 1 << 20);
         changes.track((100 << 16) + 512);

@@ -1,12 +1,13 @@
-//! Tables are changed in memory, and written here, in an order that a power loss leaves an image which
-//! has all that was flushed, and at worst clusters that nothing refers to:
+//! Flushes metadata. Tables are changed in memory first, and written to the file here. The order of the
+//! writes ensures that an image after a power loss has everything that was flushed, and at worst clusters to
+//! which nothing refers:
 //!
-//! 1. refcounts, then a sync: with it the data of new clusters, and new L2 tables, are durable;
-//! 2. entries of the refcount table for new blocks, then a sync;
-//! 3. L2 and L1 entries, then a sync if somebody asked for it or clusters were released;
-//! 4. the refcounts of released clusters are counted down in memory: only now can they have another use.
+//! 1. Write the refcounts, then sync. The sync also makes the data of new clusters and new L2 tables durable.
+//! 2. Write the entries of the refcount table for new refcount blocks, then sync.
+//! 3. Write the L2 and L1 entries. Sync if the caller asks for it or clusters were released.
+//! 4. Decrement the refcounts of released clusters in memory. Only now may the clusters be reused.
 //!
-//! In memory an L2 entry changes only after the data that it refers to was written.
+//! In memory, an L2 entry changes only after the data to which it refers was written.
 
 use std::collections::BTreeSet;
 
@@ -19,14 +20,14 @@ use super::journal::Journal;
 use super::refcounts::{refcount, refcount_place, set_refcounts};
 use super::state::{Lack, State};
 
-/// Writes in flight together.
+/// Writes in flight at the same time.
 const WRITES_MAX: usize = 32;
 
-/// Writes what is dirty; `durable`: and makes everything that was written before durable.
+/// Writes all dirty tables. If `durable`, also makes everything durable that was written before.
 ///
 /// # Errors
-/// Those of writes and syncs. Tables that were not written stay dirty. After a failed sync each later commit
-/// fails, too: the kernel may have dropped the data that the sync was to write (fsync(2)).
+/// The I/O error of the file. Tables that were not written stay dirty. After a failed sync every later flush
+/// fails too, because the kernel may have dropped the data that the sync should have written (fsync(2)).
 pub(super) async fn commit(env: &Env, durable: bool) -> IoResult {
     while !begin(&mut env.state())? {
         env.io.wait().await;
@@ -37,7 +38,8 @@ pub(super) async fn commit(env: &Env, durable: bool) -> IoResult {
     result
 }
 
-/// Writes the dirty refcounts, for somebody who changes the refcount table.
+/// Writes the dirty refcounts, durably, for a task that replaces the refcount table. [`begin`] must have
+/// returned true.
 ///
 /// # Errors
 /// As [`commit`].
@@ -47,7 +49,7 @@ pub(super) async fn commit_refcounts(env: &Env) -> IoResult {
     sync(env).await
 }
 
-/// Makes the file durable.
+/// Makes everything durable that was written to the file.
 ///
 /// # Errors
 /// As [`commit`].
@@ -59,10 +61,10 @@ pub(super) async fn sync(env: &Env) -> IoResult {
     synced.map(drop)
 }
 
-/// Whether it is this task's turn to commit, which it has then.
+/// Begins a flush. Returns false if another task is flushing.
 ///
 /// # Errors
-/// [`Status::Io`] once a sync has failed.
+/// [`Status::Io`] after a failed sync.
 pub(super) fn begin(state: &mut State) -> Result<bool, Status> {
     if state.writer.failed {
         return Err(Status::Io);
@@ -71,7 +73,7 @@ pub(super) fn begin(state: &mut State) -> Result<bool, Status> {
 }
 
 async fn write_all(env: &Env, durable: bool) -> IoResult {
-    // The epoch that begins must have no I/O left from when it was the present one.
+    // The epoch that this flush begins must be idle: I/O left from its last use would be counted as new.
     while !env.state().writer.released.is_empty() && !env.shared.epochs.may_turn() {
         env.io.wait().await;
     }
@@ -118,7 +120,8 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
         journal.finish();
     }
     if !turned {
-        // The journal still has changes of tables that may be among them: no other use until it has not.
+        // The journal still has records that may be about these clusters. They must not be reused until it is
+        // emptied.
         env.state().writer.released.extend(released);
     } else if let Some(epoch) = epoch {
         while !env.shared.epochs.is_idle(epoch) {
@@ -129,7 +132,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
     Ok(())
 }
 
-/// The tables that are still to be written: on the way out of an error, they are dirty again.
+/// The tables that are still to be written. If the flush fails, dropping this makes them dirty again.
 struct Rest<'a> {
     env: &'a Env,
     l2: Vec<(Key, Vec<u8>)>,
@@ -168,8 +171,8 @@ async fn write_slices(env: &Env, slices: Vec<(Key, Vec<u8>)>) -> IoResult {
     result
 }
 
-/// The sectors of a table in which `entries` are, as they are now: what comes into the table later may refer
-/// to what is not durable when they are written.
+/// Copies of the sectors of a table that contain `entries`. They are copied now, because an entry that is set
+/// later may refer to data that is not durable when the sectors are written.
 fn sectors_of(entries: &BTreeSet<usize>, offset: u64, table: &[u64], align: u64) -> Vec<(u64, IoBuffer)> {
     let sector = align.max(512) as usize;
     let numbers: BTreeSet<usize> = entries.iter().map(|entry| entry * 8 / sector).collect();
@@ -192,15 +195,15 @@ async fn write_sectors(env: &Env, sectors: Vec<(u64, IoBuffer)>) -> IoResult {
     Ok(())
 }
 
-/// Counts the refcounts of clusters down, and frees the space of those that are not used any more. A
-/// cluster whose refcount cannot be read stays allocated, which harms nobody.
+/// Decrements the refcounts of clusters, and frees the space of those that reach 0. A cluster whose refcount
+/// cannot be read stays allocated: it is wasted, but nothing is damaged.
 async fn free(env: &Env, mut released: Vec<u64>) {
     released.sort_unstable();
     let cluster_bytes = 1u64 << env.state().cluster_bits();
     let mut run = 0..0;
     for host in released {
         match refcount_of(env, host).await {
-            // Twice, as an image has it whose tables are wrong: it is freed once.
+            // In a damaged image, two entries may refer to a cluster with a refcount of 1. It is freed once.
             Some(1) if run.contains(&host) => {}
             Some(1) if run.end == host => run.end += cluster_bytes,
             Some(1) => {
@@ -218,17 +221,19 @@ async fn free_run(env: &Env, run: std::ops::Range<u64>, cluster_bytes: u64) {
     if run.is_empty() {
         return;
     }
-    // Before they are free, so that it cannot hit another use. A file system may be unable to do it.
+    // The hole is punched while the clusters are still allocated, so that it cannot destroy new data. Errors
+    // are ignored, because not every file system can punch holes.
     let _ = env.io.run(Op::punch(run.start, run.end - run.start)).await;
     for host in run.step_by(cluster_bytes as usize) {
-        // The slice may have left the cache meanwhile.
+        // The slice with the refcount may have been evicted since the first lookup.
         if refcount_of(env, host).await.is_some() {
             count_down(env, host);
         }
     }
 }
 
-/// The refcount of a cluster, whose slice is in the cache then.
+/// The refcount of the cluster at byte `host`; `None` if it cannot be read. Afterwards its slice is in the
+/// cache.
 pub(super) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
     for _ in 0..8 {
         let found = {
@@ -246,7 +251,7 @@ pub(super) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
     None
 }
 
-/// Counts the refcount of a cluster down, or leaves that to the next commit.
+/// Decrements the refcount of a cluster. If the journal has no room for that, leaves it to the next flush.
 fn count_down(env: &Env, host: u64) {
     let mut state = env.state();
     if !state.journal.as_ref().is_none_or(Journal::has_room) {

@@ -1,4 +1,4 @@
-//! A new image over another one, which it leaves as it is.
+//! Creates an empty overlay over a backing file. The backing file is not changed.
 
 use std::fs::File;
 use std::io;
@@ -15,24 +15,23 @@ use crate::r#loop::format;
 use super::chain;
 use super::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
 
-/// Bits of the size of a cluster: QEMU's default.
+/// The cluster size is `1 << CLUSTER_BITS` bytes, QEMU's default.
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 /// Bytes of the header without extensions.
 const HEADER_BYTES: usize = 112;
-/// Refcounts have 16 bits.
 const REFCOUNT_ORDER: u32 = 4;
-/// The clusters of the refcount table, of its first block, and the first one of the L1 table.
+/// Numbers of the clusters of the refcount table, of its first block, and of the start of the L1 table.
 const REFCOUNT_TABLE: u64 = 1;
 const REFCOUNT_BLOCK: u64 = 2;
 const L1_TABLE: u64 = 3;
 
-/// The image that a new one is to have behind it.
+/// The backing file of a new overlay.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Base {
     path: PathBuf,
     qcow2: bool,
-    /// Of the device in it, in bytes.
+    /// Virtual size in bytes.
     size: u64,
 }
 
@@ -40,8 +39,8 @@ impl Base {
     /// Reads the size of the image at `path`.
     ///
     /// # Errors
-    /// One line: what is wrong, why, and the cure. [`ErrorKind::Format`] for an image of another format
-    /// than `format`: that has what and why, the cure is the caller's.
+    /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Format`] if the image has
+    /// another format than `format`; the caller adds the hint.
     pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
         let mut backing = Backing::open(path, true)?;
         let file_bytes = backing::size(&backing.file, &backing.path)?;
@@ -61,17 +60,17 @@ impl Base {
         Ok(Base { path: backing.path, qcow2: false, size: file_bytes })
     }
 
-    /// That of the image at `path`, absolute and without symbolic links, with a device of `size` bytes.
+    /// The backing file at `path`, absolute and without symbolic links, for a device of `size` bytes.
     pub(super) fn of_open(path: PathBuf, qcow2: bool, size: u64) -> Base {
         Base { path, qcow2, size }
     }
 
-    /// Makes `file`, which is empty and in `directory`, absolute and without symbolic links, an image that has this
-    /// one behind it, of the same size in whole sectors. It names it relative to its directory if it is there or
-    /// below. Nothing is made durable.
+    /// Makes `file` an overlay over this backing file, of the same size rounded up to whole sectors. `file`
+    /// must be empty and in `directory`, which must be absolute and without symbolic links. The overlay names
+    /// the backing file relative to `directory` if it is there or below. Nothing is made durable.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a name or a size that no image can have; that of the file.
+    /// [`ErrorKind::Invalid`] for a name or a size that the format does not allow; the I/O error of the file.
     pub fn write_overlay(&self, file: &File, directory: &Path) -> Result<(), Error> {
         let name = name_in(directory, &self.path)?;
         let size = self.size.next_multiple_of(512);
@@ -82,7 +81,7 @@ impl Base {
 /// The name by which an image in `directory` finds `base`.
 fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
     let below = base.strip_prefix(directory).unwrap_or(base).as_os_str().as_bytes();
-    // A colon before any slash would make the beginning a protocol.
+    // QEMU takes letters before a colon for a protocol, unless a slash precedes the colon.
     let first = below.split(|byte| *byte == b'/').next().unwrap_or_default();
     let prefix: &[u8] = if first.contains(&b':') { b"./" } else { b"" };
     let name = [prefix, below].concat();
@@ -93,17 +92,18 @@ fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
     } else {
         return Ok(name);
     };
-    let message = format!("an image cannot name its backing file by a path {why}; rename or move it");
+    let message =
+        format!("an image cannot name its backing file by a path {why}; rename or move the backing file");
     Err(Error::new(ErrorKind::Invalid, message))
 }
 
-/// Writes an image of `size` bytes in which nothing is allocated.
+/// Writes an image of `size` bytes without allocated clusters.
 fn write_empty(file: &File, size: u64, name: &[u8], format: &[u8]) -> Result<(), Error> {
     let l2_covers = CLUSTER_BYTES << (CLUSTER_BITS - 3);
     let l1_entries = size.div_ceil(l2_covers);
     if l1_entries * 8 > L1_MAX_BYTES {
         let message = format!(
-            "{size} bytes are more than the {} that an image with clusters of 64 KiB can have",
+            "an image with clusters of 64 KiB can have at most {} bytes, not {size}",
             L1_MAX_BYTES / 8 * l2_covers
         );
         return Err(Error::new(ErrorKind::Invalid, message));
@@ -115,20 +115,20 @@ fn write_empty(file: &File, size: u64, name: &[u8], format: &[u8]) -> Result<(),
         file.write_all_at(&header, 0)?;
         file.write_all_at(&(REFCOUNT_BLOCK * CLUSTER_BYTES).to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
         file.write_all_at(&block, REFCOUNT_BLOCK * CLUSTER_BYTES)?;
-        // The L1 table is a hole.
+        // The L1 table is a hole, which reads as zeroes: no entry names a table.
         file.set_len(clusters * CLUSTER_BYTES)
     };
     write().map_err(|e| Error::system("cannot write the new image", e))
 }
 
-/// The header, its extensions and the name of the backing file.
+/// The header cluster: the header, its extensions and the name of the backing file.
 fn header(size: u64, l1_entries: u32, name: &[u8], format: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0; HEADER_BYTES];
     let mut extension = EXTENSION_BACKING_FORMAT.to_be_bytes().to_vec();
     extension.extend((format.len() as u32).to_be_bytes());
     extension.extend(format);
     extension.resize(extension.len().next_multiple_of(8), 0);
-    // The end of the extensions has 8 bytes, too.
+    // The end marker of the extensions takes 8 bytes.
     let name_at = (HEADER_BYTES + extension.len() + 8) as u64;
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
     put(0, &MAGIC);
@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_image_has_a_header_that_is_read() {
+    fn a_new_image_has_a_valid_header() {
         let bytes = header(5 << 40, 10240, b"base.img", b"raw");
         let parsed = Header::parse(&bytes).unwrap();
         assert_eq!((parsed.version, parsed.size, parsed.l1_entries), (3, 5 << 40, 10240));

@@ -1,4 +1,5 @@
-//! Emptying an image, of which all is in the one behind it: so that it shows what that has from then on.
+//! Empties an overlay whose clusters were all committed into its backing file: from then on it reads as the
+//! backing file does.
 
 use std::collections::BTreeSet;
 
@@ -13,11 +14,11 @@ use super::io::Op;
 use super::refcounts::set_refcount;
 
 impl Qcow2 {
-    /// Has the file's tables refer to nothing, durably. A power loss meanwhile leaves some of them as they were.
-    /// Those in memory stay as they are.
+    /// Overwrites the L1 table in the file with zeroes, durably. The tables in memory do not change. A power
+    /// loss meanwhile may leave some of the old entries.
     ///
     /// # Errors
-    /// That of the file.
+    /// The I/O error of the file.
     pub(super) fn empty(&self) -> Result<(), Error> {
         self.run("empty its tables", async |env| {
             let (offset, bytes) = {
@@ -31,7 +32,8 @@ impl Qcow2 {
         })
     }
 
-    /// Has the file's tables be those in memory again, as far as it can: else with the next flush.
+    /// Writes the L1 table in memory back to the file, to undo [`Qcow2::empty`]. If this fails, the next
+    /// flush writes it.
     pub(super) fn refill(&self) {
         {
             let mut state = lock(&self.shared.state);
@@ -41,10 +43,10 @@ impl Qcow2 {
         let _ = self.run("fill its tables again", async |env| commit(&env, true).await);
     }
 
-    /// Frees all clusters of an image that was emptied, but those of its header and tables.
+    /// Frees all clusters of an emptied overlay except those of its header and tables.
     ///
     /// # Errors
-    /// That of the file: some clusters are left then that nothing refers to.
+    /// The I/O error of the file. Clusters to which nothing refers are then left.
     pub(super) fn free_unreferenced(&self) -> Result<(), Error> {
         let (header, blocks) = {
             let state = lock(&self.shared.state);

@@ -1,33 +1,34 @@
-//! The entries of L1 and L2 tables.
+//! Entries of L1 and L2 tables.
 
 use blkq::Status;
 
-/// The cluster that the entry names is its alone: it may be written in place.
+/// Only this entry refers to the cluster (its refcount is 1), so that the cluster may be overwritten in
+/// place.
 pub(super) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-/// Reads as zeroes, whatever cluster is allocated.
+/// The cluster reads as zeroes, whether one is allocated or not.
 pub(super) const ZERO: u64 = 1;
-/// The bits of an offset in a file.
+/// The bits of an entry that are an offset in the file.
 pub(super) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// The meaning of an L2 entry.
+/// A decoded L2 entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Entry {
-    /// Nothing: the backing file has it, or else it reads as zeroes.
+    /// The backing file has the bytes. Without one they read as zeroes.
     Unallocated,
-    /// Zeroes, with the cluster that is allocated for it.
+    /// Zeroes. `host` is the cluster that is allocated for them, if there is one.
     Zero { host: Option<u64>, copied: bool },
     /// Data at byte `host` of the file.
     Data { host: u64, copied: bool },
-    /// `bytes` bytes of compressed data at byte `host` of the file, at most.
+    /// At most `bytes` bytes of compressed data at byte `host` of the file.
     Compressed { host: u64, bytes: u64 },
 }
 
 impl Entry {
-    /// Reads `entry` of an image with clusters of `1 << cluster_bits` bytes.
+    /// Decodes `entry` of an image with clusters of `1 << cluster_bits` bytes.
     ///
     /// # Errors
-    /// [`Status::Io`] for an entry that breaks the format.
+    /// [`Status::Io`] if the entry breaks the format.
     pub fn parse(entry: u64, cluster_bits: u32) -> Result<Entry, Status> {
         if entry & COMPRESSED != 0 {
             let shift = 62 - (cluster_bits - 8);
@@ -48,10 +49,11 @@ impl Entry {
     }
 }
 
-/// The table that an entry of an L1 table or of a refcount table names, if there is one.
+/// The offset of the table that an entry of the L1 table or of the refcount table names; `None` if it names
+/// none.
 ///
 /// # Errors
-/// [`Status::Io`] for one that is not at the beginning of a cluster.
+/// [`Status::Io`] if the offset is not the start of a cluster.
 pub(super) fn table_offset(entry: u64, cluster_bits: u32) -> Result<Option<u64>, Status> {
     match entry & OFFSET {
         0 => Ok(None),
@@ -66,14 +68,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entries_are_read_as_the_format_defines_them() {
+    fn l2_entries_are_decoded_as_the_format_defines() {
         let of = |entry| Entry::parse(entry, 16);
         assert_eq!(of(0), Ok(Entry::Unallocated));
         assert_eq!(of(1), Ok(Entry::Zero { host: None, copied: false }));
         assert_eq!(of(COPIED | 0x10000), Ok(Entry::Data { host: 0x10000, copied: true }));
         assert_eq!(of(0x20001), Ok(Entry::Zero { host: Some(0x20000), copied: false }));
         assert_eq!(of(0x10200), Err(Status::Io));
-        // Bits 54 to 61 have the sectors after the first.
+        // Bits 54 to 61 are the number of 512-byte sectors after the first.
         let compressed = COMPRESSED | 2 << 54 | 0x12345;
         assert_eq!(of(compressed), Ok(Entry::Compressed { host: 0x12345, bytes: 3 * 512 - 0x145 }));
     }

@@ -1,4 +1,4 @@
-//! The things that all tasks of an image share on one thread.
+//! What the tasks of an image share.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -15,16 +15,16 @@ use super::inflate::{Compressed, Inflater, Place};
 use super::io::{Io, Op};
 use super::state::State;
 
-/// Memory of all copies and decompressed clusters at a time, in bytes.
+/// Memory for copies and decompressed clusters at a time, in bytes.
 pub(super) const BOUNCE_MAX_BYTES: u64 = 64 << 20;
 
-/// The state that the device shares with its queue.
+/// The state that a device and its queue share.
 pub(super) struct Shared {
     pub state: Mutex<State>,
     pub epochs: Arc<Epochs>,
     pub changes: Changes,
-    /// Clusters that were released, and are not freed as long as this has a list: another device reads the image by
-    /// tables from before.
+    /// While this is a list, released clusters are added to it and not freed: the overlay of a block commit
+    /// reads the image by older tables.
     held: Mutex<Option<Vec<u64>>>,
 }
 
@@ -34,18 +34,19 @@ impl Shared {
         Arc::new(Shared { state: Mutex::new(state), epochs: Arc::default(), changes, held: Mutex::default() })
     }
 
-    /// Has no cluster freed that is released from now on.
+    /// Stops freeing clusters that are released from now on.
     pub fn hold(&self) {
         *lock(&self.held) = Some(Vec::new());
     }
 
-    /// Has those that were released meanwhile freed, with the next commit.
+    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were held back.
     pub fn release_held(&self) {
         let held = lock(&self.held).take();
         lock(&self.state).writer.released.extend(held.into_iter().flatten());
     }
 
-    /// The clusters of `released` that may be freed: all or none.
+    /// Returns the clusters of `released` that may be freed: all of them, or none while clusters are held
+    /// back.
     pub fn without_held(&self, released: Vec<u64>) -> Vec<u64> {
         match &mut *lock(&self.held) {
             None => released,
@@ -57,7 +58,7 @@ impl Shared {
     }
 }
 
-/// A cluster that was decompressed, and where it was compressed.
+/// The content of a compressed cluster, and where the compressed data begins.
 pub(super) type Decompressed = (Place, Rc<Vec<u8>>);
 
 /// The state and the operations that the tasks of one thread share.
@@ -65,23 +66,24 @@ pub(super) struct Env {
     pub shared: Arc<Shared>,
     pub io: Io,
     loading: RefCell<HashSet<Key>>,
-    /// Bytes that are reserved for copies.
+    /// Bytes reserved for copies.
     bounce: Cell<u64>,
+    /// The compressed cluster that was decompressed last.
     pub decompressed: RefCell<Option<Decompressed>>,
-    /// Clusters that tasks decompress now.
+    /// Compressed clusters that tasks are decompressing.
     pub decompressing: RefCell<HashSet<Place>>,
-    /// `None`: on this thread.
+    /// The decompressing thread; `None` to decompress on this thread.
     inflater: Option<RefCell<Inflater>>,
     inflated: RefCell<HashMap<Place, Result<Vec<u8>, Status>>>,
 }
 
 impl Env {
-    /// For tasks on a thread that may take its time.
+    /// For tasks on a thread that may block.
     pub fn new(shared: Arc<Shared>) -> Rc<Env> {
         Env::with_inflater(shared, None)
     }
 
-    /// For the tasks of a queue, which `wake` wakes.
+    /// For the tasks of the queue that `wake` wakes.
     pub fn of_queue(shared: Arc<Shared>, wake: Arc<dyn Wake>) -> Rc<Env> {
         Env::with_inflater(shared, Some(RefCell::new(Inflater::new(wake))))
     }
@@ -99,10 +101,10 @@ impl Env {
         })
     }
 
-    /// The content of the compressed cluster at `place`, which no other task decompresses.
+    /// Decompresses the cluster at `place`. No other task may be decompressing it.
     ///
     /// # Errors
-    /// [`Status::Io`] for bytes that are no cluster.
+    /// [`Status::Io`] if the bytes are not the compressed data of a cluster.
     pub async fn inflate(&self, place: Place, compressed: Compressed) -> Result<Vec<u8>, Status> {
         let started = match &self.inflater {
             Some(inflater) => inflater.borrow_mut().start(place, compressed),
@@ -119,7 +121,7 @@ impl Env {
         }
     }
 
-    /// Takes what was decompressed on the other thread, for the tasks that wait for it.
+    /// Hands results of the decompressing thread to the tasks that wait for them.
     pub fn take_inflated(&self) {
         let Some(inflater) = &self.inflater else { return };
         let mut any = false;
@@ -132,26 +134,27 @@ impl Env {
         }
     }
 
-    /// The state of the image, never to be kept over a wait.
+    /// Locks the state. A task must not hold the lock while it waits: another task on the same thread would
+    /// deadlock.
     pub fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.shared.state)
     }
 
-    /// An operation that reads from a layer.
     pub fn read_op(&self, layer: u8, offset: u64) -> Op {
         let state = self.state();
         let from = &state.layers[usize::from(layer)];
         Op::read(layer, offset).aligned(from.align).of_file(from.file_bytes)
     }
 
-    /// An operation that writes to the image itself.
+    /// An operation that writes to the active image.
     pub fn write_op(&self, offset: u64) -> Op {
         let align = self.state().layers[0].align;
         Op::write(offset).aligned(align)
     }
 
-    /// Waits until there is memory for copies of `bytes`, of which there are [`BOUNCE_MAX_BYTES`], or more for
-    /// one task alone. A task that has some reserved, or is in an epoch, must not wait for more.
+    /// Waits until [`BOUNCE_MAX_BYTES`] allow copies of `bytes`; a task may exceed the limit if no other has
+    /// memory reserved. A task that has memory reserved or an operation in an epoch must not wait for more,
+    /// because others may be waiting for it.
     pub async fn reserve(&self, bytes: u64) -> Bounce<'_> {
         loop {
             let used = self.bounce.get();
@@ -163,24 +166,24 @@ impl Env {
         }
     }
 
-    /// Bytes that are reserved.
     #[cfg(test)]
     #[cfg(not(model_check))]
     pub fn reserved(&self) -> u64 {
         self.bounce.get()
     }
 
-    /// Brings a slice into the cache; returns whether there was room for it.
+    /// Reads a slice into the cache. Returns false if no slice could be evicted.
     ///
     /// # Errors
-    /// That of reading it.
+    /// The I/O error of the file.
     pub async fn load(&self, key: Key, table: Table) -> Result<bool, Status> {
         if !self.loading.borrow_mut().insert(key) {
             self.io.wait().await;
             return Ok(true);
         }
         let bytes = self.state().cache.slice_bytes();
-        // In an epoch, so that its cluster has no other use before the slice is in the cache.
+        // The read is in an epoch, so that the cluster of the slice cannot be reused before the slice is in
+        // the cache.
         let op = self.read_op(key.layer, key.offset).with_buffer(IoBuffer::zeroed(bytes));
         let read = self.io.run(op.in_epoch(&self.shared.epochs)).await;
         self.loading.borrow_mut().remove(&key);

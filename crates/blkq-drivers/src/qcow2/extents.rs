@@ -1,4 +1,5 @@
-//! Which bytes of the device are data, and which image has them, for a thread that may wait.
+//! Block status: which bytes of the device are data, and at which depth of the chain. For a thread that may
+//! wait.
 
 use std::fs::File;
 use std::io;
@@ -46,8 +47,8 @@ pub(super) fn of_chain(
     Ok(extents)
 }
 
-/// How deep in the chain the bytes of `range` are allocated, in at most `max` runs: what is beyond the end of an image
-/// counts as its own, as QEMU has it.
+/// The depths in the chain at which the bytes of `range` are allocated, as at most `max` runs. As in QEMU,
+/// the bytes beyond the end of a backing file count as allocated in it.
 pub(super) fn depths(
     shared: &Shared,
     files: &[Arc<File>],
@@ -68,9 +69,8 @@ pub(super) fn depths(
     Ok(depths)
 }
 
-/// Calls `each` with the runs of `range`, in order: where they are, the number of the image, and their bytes. It
-/// returns how many of them it took, or that it wants no more. Slices of tables that are not in memory are read
-/// from the files, which then have what they had in memory.
+/// Calls `each` with the runs of `range`, in order: how the run is stored, the number of the layer, and the
+/// bytes. `each` returns how many of the bytes it took, or `None` to stop.
 fn each_run(
     shared: &Shared,
     files: &[Arc<File>],

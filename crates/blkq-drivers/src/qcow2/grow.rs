@@ -1,4 +1,4 @@
-//! A larger virtual size.
+//! Increases the virtual size of an image.
 
 use blkq::{IoBuffer, IoResult, Status};
 
@@ -9,7 +9,7 @@ use super::header::SIZE_AT;
 use super::state::State;
 use super::zero::{Wanted, clear};
 
-/// The size that the clusters of the L1 table have entries for.
+/// The largest virtual size in bytes for which the clusters of the L1 table have entries.
 pub(super) fn room(state: &State) -> u64 {
     let Ok(tables) = state.top() else { return 0 };
     let header = &tables.header;
@@ -17,10 +17,10 @@ pub(super) fn room(state: &State) -> u64 {
     (bytes / 8).saturating_mul(header.l2_covers()).min(i64::MAX as u64)
 }
 
-/// Gives the device `bytes`, which [`room`] allows; what is new reads as zeroes.
+/// Grows the device to `bytes`, at most [`room`]. The new part reads as zeroes.
 ///
 /// # Errors
-/// That of the file.
+/// The I/O error of the file.
 pub(super) async fn grow(env: &Env, bytes: u64) -> IoResult {
     commit(env, true).await?;
     let (counted, entries, l1_offset, align) = {
@@ -32,7 +32,8 @@ pub(super) async fn grow(env: &Env, bytes: u64) -> IoResult {
         let l1_offset = tables.header.l1_offset;
         (counted, entries, l1_offset, state.layers[0].align.max(512) as usize)
     };
-    // The entries that are new are in the file before the header counts them: zeroes, unless it failed before.
+    // The new entries are written before the header counts them. They are zeroes, unless an earlier attempt
+    // to grow has failed.
     if entries > counted {
         let start = counted * 8 / align * align;
         let mut buffer = IoBuffer::zeroed((entries * 8).next_multiple_of(align) - start);
@@ -50,8 +51,8 @@ pub(super) async fn grow(env: &Env, bytes: u64) -> IoResult {
     grown
 }
 
-/// Hides what is behind the new part of the image, and what the last cluster has there, and counts that in
-/// the header then.
+/// Zeroes the new part where the backing file or the last cluster of the old size has data, and then writes
+/// the new size to the header. In the other order, a power loss in between would make that data visible.
 async fn hide_and_count(env: &Env, old: u64, bytes: u64, entries: usize) -> IoResult {
     let (start, end) = {
         let state = env.state();
@@ -63,7 +64,7 @@ async fn hide_and_count(env: &Env, old: u64, bytes: u64, entries: usize) -> IoRe
         clear(env, start, end - start, Wanted::Zeroes).await?;
         commit(env, true).await?;
     }
-    // Size, encryption (none) and L1 entries are next to each other.
+    // The size, the encryption method (0 for none) and the number of L1 entries are adjacent in the header.
     let mut fields = bytes.to_be_bytes().to_vec();
     fields.extend([0; 4]);
     fields.extend(u32::try_from(entries).map_err(|_| Status::Io)?.to_be_bytes());

@@ -4,30 +4,31 @@ use std::borrow::Cow;
 
 use blkq::{Error, ErrorKind};
 
-/// The first bytes of every image.
 pub(super) const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Bytes that any header fits in, without extensions: enough to know how large a cluster is.
+/// Bytes of the largest header that blkq knows, without extensions. They contain the size of a cluster.
 pub(super) const FIXED_BYTES: usize = 112;
-/// Where the header has the place and the clusters of the refcount table.
+/// Offset in the header of the refcount table's offset and number of clusters.
 pub(super) const REFCOUNT_TABLE_AT: usize = 48;
-/// Where the header has the place of the backing file's name.
+/// Offset in the header of the offset of the backing file's name.
 pub(super) const NAME_OFFSET_AT: usize = 8;
-/// Where the header has the virtual size.
+/// Offset in the header of the virtual size.
 pub(super) const SIZE_AT: usize = 24;
-/// Where the header has the number of L1 entries and their place.
+/// Offset in the header of the number of L1 entries and of the L1 table's offset.
 pub(super) const L1_AT: usize = 36;
-/// Where the header has the features that a writer clears if it does not keep them up to date.
+/// Offset in the header of the autoclear features: a program that does not know one of them clears it when it
+/// opens the image for writing.
 pub(super) const AUTOCLEAR_AT: usize = 92;
-/// Where the header has the tag of the image's journal: in the upper half of those features, of which none is defined.
+/// Offset in the header of the journal's tag. It is the upper half of the autoclear features, in which QEMU
+/// defines none, so QEMU clears the tag when it opens the image for writing.
 pub(super) const TAG_AT: usize = 88;
 
-/// Largest L1 table and refcount table: the limits of QEMU.
+/// Largest L1 table and refcount table, the same as in QEMU.
 pub(super) const L1_MAX_BYTES: u64 = 32 << 20;
 pub(super) const REFCOUNT_TABLE_MAX_BYTES: u64 = 8 << 20;
-/// Longest name of a backing file.
+/// Longest name of a backing file, by the specification.
 pub(super) const NAME_MAX_BYTES: usize = 1023;
 const SNAPSHOTS_MAX: u32 = 65536;
-/// Bytes of an entry of the snapshot table, without those of variable length.
+/// Bytes of an entry of the snapshot table without its variable-length fields.
 pub(super) const SNAPSHOT_BYTES: u64 = 40;
 
 const INCOMPATIBLE_DIRTY: u64 = 1;
@@ -36,43 +37,41 @@ const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
-/// The feature that the bitmaps of the extension are up to date, or marked as not.
+/// The autoclear feature "bitmaps extension is consistent".
 pub(super) const AUTOCLEAR_BITMAPS: u32 = 1;
 
-/// The type of the extension that has the place of the dirty bitmaps.
+/// The type of the header extension for dirty bitmaps.
 pub(super) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
-/// Bytes of an extension before its data: its type, and the bytes of the data.
+/// Bytes of a header extension before its data: the type and the length of the data.
 pub(super) const EXTENSION_HEAD_BYTES: usize = 8;
-/// Bytes of that extension's data.
+/// Bytes of data in the bitmaps extension.
 pub(super) const BITMAPS_EXTENSION_BYTES: usize = 24;
-/// The type of the extension that names the backing file's format.
+/// The type of the header extension for the backing file's format.
 pub(super) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 
-/// How compressed clusters are compressed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Compression {
     Deflate,
     Zstd,
 }
 
-/// The backing file of an image, as its header names it.
+/// The backing file as the image's header names it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct BackingName {
     pub name: Vec<u8>,
-    /// Its format, if the header has one: `raw`, `qcow2`.
+    /// The recorded format, `raw` or `qcow2` for example; `None` if the header does not record it.
     pub format: Option<String>,
 }
 
-/// The place of the dirty bitmaps.
+/// The header extension for dirty bitmaps.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct BitmapsExtension {
     pub count: u32,
     pub directory_bytes: u64,
-    /// Where the directory begins in the file.
+    /// Offset of the bitmap directory in the file.
     pub directory: u64,
 }
 
-/// The header of an image.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Header {
     pub version: u32,
@@ -87,11 +86,11 @@ pub(super) struct Header {
     pub refcount_order: u32,
     pub snapshots: u32,
     pub snapshots_offset: u64,
-    /// The lower half.
+    /// The lower half of the autoclear features.
     pub autoclear: u32,
-    /// Of its journal ([`TAG_AT`]); 0 for none.
+    /// The tag of the image's journal ([`TAG_AT`]); 0 if it has no journal.
     pub tag: u32,
-    /// Whether the refcounts may be wrong.
+    /// The refcounts may be wrong, because a program with lazy refcounts did not close the image.
     pub dirty: bool,
     pub corrupt: bool,
     pub compression: Compression,
@@ -99,13 +98,13 @@ pub(super) struct Header {
     pub bitmaps: Option<BitmapsExtension>,
 }
 
-/// The size of a cluster by the first bytes of an image.
+/// The size of a cluster, from the first bytes of an image.
 ///
 /// # Errors
 /// As [`Header::parse`].
 pub(super) fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
     if fixed.len() < FIXED_BYTES || fixed[..4] != MAGIC {
-        return Err(rejected("it has no header of qcow2"));
+        return Err(rejected("it has no qcow2 header"));
     }
     match u32_at(fixed, 20) {
         bits @ 9..=21 => Ok(1 << bits),
@@ -114,20 +113,20 @@ pub(super) fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
 }
 
 impl Header {
-    /// Reads a header from the image's first cluster, or as much of it as the file has.
+    /// Parses a header from the image's first cluster, or from as much of it as the file has.
     ///
     /// # Errors
-    /// [`ErrorKind::Format`] for what is no header, or contradicts itself; [`ErrorKind::Unsupported`] for
-    /// features that are not served.
+    /// [`ErrorKind::Format`] if the bytes are not a valid header; [`ErrorKind::Unsupported`] for features
+    /// that blkq does not support.
     pub fn parse(bytes: &[u8]) -> Result<Header, Error> {
         let cluster_bytes = cluster_bytes(bytes)? as u64;
         let bytes = &bytes[..bytes.len().min(cluster_bytes as usize)];
         let version = u32_at(bytes, 4);
         if !matches!(version, 2 | 3) {
-            return Err(unsupported(format!("version {version} of qcow2 is not known")));
+            return Err(unsupported(format!("qcow2 version {version} is not supported")));
         }
         if u32_at(bytes, 32) != 0 {
-            return Err(unsupported("it is encrypted"));
+            return Err(unsupported("it is encrypted, which is not supported"));
         }
         let v3 = version == 3;
         let v3_u64 = |at| if v3 { u64_at(bytes, at) } else { 0 };
@@ -135,13 +134,17 @@ impl Header {
         check_features(incompatible)?;
         let header_bytes = if v3 { u32_at(bytes, 100) as usize } else { 72 };
         if v3 && (header_bytes < 104 || !header_bytes.is_multiple_of(8) || header_bytes > bytes.len()) {
-            return Err(rejected(format!("its header has {header_bytes} bytes")));
+            return Err(rejected(format!(
+                "its header has {header_bytes} bytes, which the format does not allow"
+            )));
         }
         let compression = match (incompatible & INCOMPATIBLE_COMPRESSION != 0, header_bytes > 104) {
             (true, true) if bytes[104] == 1 => Compression::Zstd,
-            (false, true) if bytes[104] != 0 => return Err(rejected("its compression contradicts itself")),
+            (false, true) if bytes[104] != 0 => {
+                return Err(rejected("its compression type contradicts its feature bits"));
+            }
             (false, _) => Compression::Deflate,
-            _ => return Err(unsupported("its method of compression is not known")),
+            _ => return Err(unsupported("its compression type is unknown")),
         };
         let backing = backing_name(bytes, header_bytes)?;
         let extensions = extensions(bytes, header_bytes)?;
@@ -170,38 +173,42 @@ impl Header {
 
     fn check(&self) -> Result<(), Error> {
         let cluster = self.cluster_bytes();
-        // QEMU checks the places of empty tables, too.
+        // As in QEMU, the offset of an empty table is checked too.
         let place = |what: &str, offset: u64, bytes: u64| {
             let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
             if (offset == 0 && bytes > 0) || !offset.is_multiple_of(cluster) || end.is_none() {
-                return Err(rejected(format!("its {what} is at byte {offset}")));
+                return Err(rejected(format!("its {what} is at byte {offset}, where no table can be")));
             }
             Ok(())
         };
         if self.size > i64::MAX as u64 {
-            return Err(rejected(format!("its size is {} bytes", self.size)));
+            return Err(rejected(format!("its size is {} bytes, more than {}", self.size, i64::MAX)));
         }
         let l1_bytes = u64::from(self.l1_entries) * 8;
         if l1_bytes > L1_MAX_BYTES || u64::from(self.l1_entries) < self.l1_entries_for(self.size) {
-            let message = format!("its L1 table has {} entries for {} bytes", self.l1_entries, self.size);
+            let message = format!(
+                "its L1 table has {} entries for {} bytes, which is too few or too many",
+                self.l1_entries, self.size
+            );
             return Err(rejected(message));
         }
         place("L1 table", self.l1_offset, l1_bytes)?;
         let table_bytes = u64::from(self.refcount_table_clusters) * cluster;
         if table_bytes == 0 || table_bytes > REFCOUNT_TABLE_MAX_BYTES.max(cluster) {
-            return Err(rejected(format!("its refcount table has {table_bytes} bytes")));
+            return Err(rejected(format!(
+                "its refcount table has {table_bytes} bytes, not one cluster to 8 MiB"
+            )));
         }
         place("refcount table", self.refcount_table_offset, table_bytes)?;
         if self.refcount_order > 6 {
-            return Err(rejected(format!("its refcounts have 2^{} bits", self.refcount_order)));
+            return Err(rejected(format!("its refcounts have 2^{} bits, more than 64", self.refcount_order)));
         }
         if self.snapshots > SNAPSHOTS_MAX {
-            return Err(rejected(format!("it has {} snapshots", self.snapshots)));
+            return Err(rejected(format!("it has {} snapshots, more than {SNAPSHOTS_MAX}", self.snapshots)));
         }
         place("snapshot table", self.snapshots_offset, u64::from(self.snapshots) * SNAPSHOT_BYTES)
     }
 
-    /// Bytes of a cluster.
     pub fn cluster_bytes(&self) -> u64 {
         1 << self.cluster_bits
     }
@@ -211,12 +218,11 @@ impl Header {
         self.cluster_bytes() << (self.cluster_bits - 3)
     }
 
-    /// L1 entries that a device of `size` bytes needs.
+    /// The number of L1 entries for a virtual size of `size` bytes.
     pub fn l1_entries_for(&self, size: u64) -> u64 {
         size.div_ceil(self.l2_covers())
     }
 
-    /// Refcounts in one refcount block.
     pub fn refcounts_per_block(&self) -> u64 {
         (self.cluster_bytes() * 8) >> self.refcount_order
     }
@@ -224,21 +230,22 @@ impl Header {
 
 fn check_features(incompatible: u64) -> Result<(), Error> {
     if incompatible & INCOMPATIBLE_DATA_FILE != 0 {
-        return Err(unsupported("it keeps its data in another file"));
+        return Err(unsupported("it has an external data file, which is not supported"));
     }
     if incompatible & INCOMPATIBLE_EXTENDED_L2 != 0 {
-        return Err(unsupported("it has extended L2 entries (subclusters)"));
+        return Err(unsupported("it has extended L2 entries (subclusters), which are not supported"));
     }
     const KNOWN: u64 = INCOMPATIBLE_DIRTY | INCOMPATIBLE_CORRUPT | INCOMPATIBLE_COMPRESSION;
     match incompatible & !KNOWN {
         0 => Ok(()),
-        other => {
-            Err(unsupported(format!("it has a feature that is not known, of bit {}", other.trailing_zeros())))
-        }
+        other => Err(unsupported(format!(
+            "it has an unknown incompatible feature, bit {}",
+            other.trailing_zeros()
+        ))),
     }
 }
 
-/// The name of the backing file.
+/// The name of the backing file; `None` if the header names none.
 fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Error> {
     let (offset, length) = (u64_at(bytes, 8), u32_at(bytes, 16) as usize);
     if offset == 0 {
@@ -256,15 +263,14 @@ fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Erro
 fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName, Error> {
     let format = extensions.iter().find(|extension| extension.kind == EXTENSION_BACKING_FORMAT);
     let format = format.map(|format| String::from_utf8_lossy(format.data).into_owned());
-    // Both are shown on terminals and in lines of logs.
+    // Both appear on terminals and in log lines, where control characters could forge output.
     let names = [Some(String::from_utf8_lossy(name)), format.as_deref().map(Cow::from)];
     if names.iter().flatten().any(|name| name.contains(char::is_control)) {
-        return Err(rejected("the name or the format of its backing file has control characters"));
+        return Err(rejected("the name or the format of its backing file contains control characters"));
     }
     Ok(BackingName { name: name.to_vec(), format })
 }
 
-/// The place of the bitmaps.
 fn bitmaps_extension(extensions: &[Extension<'_>]) -> Result<Option<BitmapsExtension>, Error> {
     let mut found = extensions.iter().filter(|extension| extension.kind == EXTENSION_BITMAPS);
     let Some(Extension { data, .. }) = found.next() else { return Ok(None) };
@@ -278,16 +284,15 @@ fn bitmaps_extension(extensions: &[Extension<'_>]) -> Result<Option<BitmapsExten
     }))
 }
 
-/// A header extension.
 pub(super) struct Extension<'a> {
     pub kind: u32,
-    /// Where it begins in the header cluster.
+    /// Where the extension begins in the header cluster.
     pub at: usize,
     pub data: &'a [u8],
 }
 
 impl Extension<'_> {
-    /// Where the next one begins.
+    /// Where the next extension begins.
     pub fn end(&self) -> usize {
         self.at + EXTENSION_HEAD_BYTES + self.data.len().next_multiple_of(8)
     }
@@ -296,7 +301,7 @@ impl Extension<'_> {
 /// The extensions of a header of `header_bytes`, up to their end marker or to the name of the backing file.
 ///
 /// # Errors
-/// [`ErrorKind::Format`] for one that does not end before that.
+/// [`ErrorKind::Format`] if an extension does not end before that.
 pub(super) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<Vec<Extension<'_>>, Error> {
     let end = match u64_at(bytes, 8) {
         0 => bytes.len(),
@@ -321,14 +326,14 @@ pub(super) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<Vec<Extens
     Ok(found)
 }
 
-/// The number at `at` of a slice that has it.
+/// The big-endian number at offset `at`, which must be inside `bytes`.
 pub(super) fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut number = [0; 8];
     number.copy_from_slice(&bytes[at..at + 8]);
     u64::from_be_bytes(number)
 }
 
-/// The number at `at` of a slice that has it.
+/// As [`u64_at`], for 32 bits.
 pub(super) fn u32_at(bytes: &[u8], at: usize) -> u32 {
     let mut number = [0; 4];
     number.copy_from_slice(&bytes[at..at + 4]);
@@ -348,7 +353,7 @@ fn unsupported(why: impl Into<String>) -> Error {
 mod tests {
     use super::*;
 
-    /// A header of version 3 with clusters of 64 KiB and 1 GiB.
+    /// A header of version 3 for an image of 1 GiB with clusters of 64 KiB.
     fn header() -> Vec<u8> {
         let mut bytes = vec![0; 65536];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -372,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_is_read() {
+    fn a_header_is_parsed() {
         let parsed = Header::parse(&header()).unwrap();
         assert_eq!((parsed.cluster_bytes(), parsed.size, parsed.l1_entries), (65536, 1 << 30, 2));
         assert_eq!((parsed.l2_covers(), parsed.refcounts_per_block()), (512 << 20, 32768));
@@ -380,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_backing_file_is_read_with_its_format() {
+    fn a_backing_file_is_parsed_with_its_format() {
         let mut bytes = header();
         bytes[104..112].copy_from_slice(&[0xe2, 0x79, 0x2a, 0xca, 0, 0, 0, 3]);
         bytes[112..115].copy_from_slice(b"raw");
@@ -403,14 +408,14 @@ mod tests {
     }
 
     #[test]
-    fn a_header_that_is_damaged_or_not_served_is_rejected() {
+    fn damaged_and_unsupported_headers_are_rejected() {
         for (at, value, why) in [
-            (0, &b"QFI\0"[..], "no header"),
+            (0, &b"QFI\0"[..], "no qcow2 header"),
             (7, &[4], "version 4"),
             (23, &[8], "2^8 bytes"),
             (23, &[22], "2^22 bytes"),
             (35, &[1], "encrypted"),
-            (79, &[4], "another file"),
+            (79, &[4], "external data file"),
             (79, &[16], "subclusters"),
             (72, &[0x80], "bit 63"),
             (39, &[1], "1 entries for"),

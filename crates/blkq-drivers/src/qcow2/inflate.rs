@@ -1,4 +1,5 @@
-//! Compressed clusters: their content, found on a thread beside the queue's, as one of 2 MiB takes milliseconds.
+//! Decompresses compressed clusters, on a thread besides the queue's: a cluster of 2 MiB takes milliseconds,
+//! which would block the other requests of the queue.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,34 +15,35 @@ use ruzstd::io::Read;
 
 use super::header::Compression;
 
-/// Largest window of a zstd frame in bytes, which is memory: the least that a decoder should have (RFC 8878). QEMU
-/// makes frames with one of a cluster.
+/// Largest window of a zstd frame in bytes, which the decoder keeps in memory. RFC 8878 recommends that
+/// decoders support at least this size; QEMU's frames have a window of one cluster.
 const WINDOW_MAX_BYTES: u64 = 8 << 20;
 const STACK_BYTES: usize = 256 << 10;
 
-/// Where a cluster is compressed: the layer, and the byte of its file.
+/// Where the compressed data of a cluster begins: the layer, and the byte of its file.
 pub(super) type Place = (u8, u64);
 
-/// A compressed cluster.
+/// The compressed data of a cluster.
 pub(super) struct Compressed {
-    /// A part of the file.
     pub buffer: IoBuffer,
-    /// The bytes of it that may be the cluster's: there may be more than it has.
+    /// The bytes of `buffer` with the compressed data. The L2 entry counts whole sectors, so bytes of other
+    /// data may follow.
     pub range: Range<usize>,
     pub method: Compression,
     pub cluster_bytes: usize,
 }
 
 impl Compressed {
-    /// The content of the cluster.
+    /// Decompresses the cluster.
     ///
     /// # Errors
-    /// [`Status::Io`] for bytes that are no cluster.
+    /// [`Status::Io`] if the bytes are not the compressed data of a cluster.
     pub fn inflate(&self) -> Result<Vec<u8>, Status> {
         let bytes = &self.buffer[self.range.clone()];
         match self.method {
             Compression::Deflate => inflate_deflate(bytes, self.cluster_bytes),
-            // The decoder asserts what it takes for certain, and an image may be made to prove it wrong.
+            // The decoder asserts properties of its input. A crafted image can break them, so a panic must
+            // not end the process.
             Compression::Zstd => {
                 catch_unwind(|| inflate_zstd(bytes, self.cluster_bytes)).unwrap_or(Err(Status::Io))
             }
@@ -49,7 +51,7 @@ impl Compressed {
     }
 }
 
-/// Decompresses a raw stream of deflate that has `length` bytes.
+/// Decompresses a raw deflate stream. The result must have `length` bytes.
 fn inflate_deflate(compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> {
     let mut content = vec![0; length];
     let flags = TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
@@ -60,14 +62,15 @@ fn inflate_deflate(compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> 
     }
 }
 
-/// Decompresses a frame of zstd that has `length` bytes.
+/// Decompresses a zstd frame. The result must have `length` bytes.
 fn inflate_zstd(mut compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> {
     let mut decoder = FrameDecoder::new();
     decoder.set_max_window_size(WINDOW_MAX_BYTES);
     decoder.init(&mut compressed).map_err(|_| Status::Io)?;
     let (mut content, mut done) = (vec![0; length], 0);
     while !decoder.is_finished() {
-        // One at a time: a frame may have any number of blocks, and each has 128 KiB at most.
+        // One block (at most 128 KiB) at a time, because a frame may have any number of blocks and would else
+        // grow without a limit in memory.
         let block = BlockDecodingStrategy::UptoBlocks(1);
         decoder.decode_blocks(&mut compressed, block).map_err(|_| Status::Io)?;
         done += decoder.read(&mut content[done..]).map_err(|_| Status::Io)?;
@@ -81,22 +84,24 @@ fn inflate_zstd(mut compressed: &[u8], length: usize) -> Result<Vec<u8>, Status>
 type Job = (Place, Compressed);
 type Inflated = (Place, Result<Vec<u8>, Status>);
 
-/// The thread that decompresses for a queue, started when first needed. It exits when this is dropped.
+/// The thread that decompresses for a queue. It is started when it is first needed, and exits when this is
+/// dropped.
 pub(super) struct Inflater {
     wake: Arc<dyn Wake>,
     thread: Option<(Sender<Job>, Receiver<Inflated>)>,
 }
 
 impl Inflater {
-    /// For the queue that `wake` wakes.
+    /// An inflater that wakes its queue through `wake`.
     pub fn new(wake: Arc<dyn Wake>) -> Inflater {
         Inflater { wake, thread: None }
     }
 
-    /// Has the thread decompress a cluster, and wake the queue; returns the cluster if there is no thread.
+    /// Lets the thread decompress a cluster and then wake the queue. Returns the cluster if no thread can be
+    /// started.
     pub fn start(&mut self, place: Place, compressed: Compressed) -> Result<(), Compressed> {
         if cfg!(any(simulation, fuzzing)) {
-            // These worlds have one thread.
+            // Simulation and fuzzing run in one thread, to be deterministic.
             return Err(compressed);
         }
         let wake = &self.wake;
@@ -105,18 +110,18 @@ impl Inflater {
             let wake = Arc::clone(wake);
             let body = move || work(&todo, &done, &*wake);
             let builder = std::thread::Builder::new().name("blkq-inflate".to_owned()).stack_size(STACK_BYTES);
-            // Without a thread the receiver is dropped, and sending fails.
+            // If no thread starts, the receiver is dropped, and sending fails.
             let _ = builder.spawn(body);
             (jobs, results)
         });
         jobs.send((place, compressed)).map_err(|refused| {
-            // The next one may have a thread again.
+            // The next cluster tries to start a thread again.
             self.thread = None;
             refused.0.1
         })
     }
 
-    /// The next cluster that was decompressed.
+    /// The next decompressed cluster, if one is ready.
     pub fn next(&self) -> Option<Inflated> {
         self.thread.as_ref()?.1.try_recv().ok()
     }
@@ -145,7 +150,7 @@ mod tests {
         Compressed { buffer, range: 0..bytes.len(), method, cluster_bytes: CLUSTER }.inflate()
     }
 
-    /// A frame with a window of `1 << log` bytes, of blocks that each repeat a byte.
+    /// A zstd frame with a window of `1 << log` bytes. Each of its blocks repeats one byte.
     fn frame(log: u8, blocks: &[(u32, u8)]) -> Vec<u8> {
         let mut bytes = vec![0x28, 0xb5, 0x2f, 0xfd, 0, (log - 10) << 3];
         for (number, (length, byte)) in blocks.iter().enumerate() {
@@ -157,19 +162,19 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_of_zstd_is_a_cluster_whatever_follows_it() {
+    fn a_zstd_frame_is_decompressed_whatever_follows_it() {
         let halves = [(CLUSTER as u32 / 2, 7), (CLUSTER as u32 / 2, 8)];
         let mut bytes = frame(16, &halves);
         bytes.extend([0xff; 300]);
         let content = inflate(Compression::Zstd, &bytes).unwrap();
         assert_eq!(content, [vec![7; CLUSTER / 2], vec![8; CLUSTER / 2]].concat());
-        // A window larger than the cluster keeps it all until the end.
+        // With a window larger than the cluster, the decoder holds all data back until the end of the frame.
         assert!(inflate(Compression::Zstd, &frame(23, &halves)).is_ok());
     }
 
     // Contract: bounded-input
     #[test]
-    fn frames_that_are_no_cluster_are_errors() {
+    fn malformed_frames_are_errors() {
         let whole = CLUSTER as u32;
         for bytes in [
             &b""[..],

@@ -1,6 +1,6 @@
-//! The operations on the files of an image, as futures: a task submits operations and waits for them, and
-//! an [`Executor`] polls the tasks that can go on. Nothing here enters the kernel: that is done by the
-//! queue, or by whatever else completes the operations.
+//! Operations on the files of an image, as futures. A task submits operations and waits for them; an
+//! [`Executor`] polls the tasks that are ready. Nothing here enters the kernel: the queue, or another driver
+//! of the executor, performs the operations and reports their results.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -14,49 +14,48 @@ use io_uring::{opcode, squeue, types};
 
 use super::epochs::{Epochs, InEpoch};
 
-/// Zeroes to be written, of which one piece can be any number of pieces of a write.
+/// A block of zeroes. Any number of pieces of a write may point to it.
 #[repr(align(4096))]
 struct Zeroes([u8; 64 << 10]);
 
 static ZEROES: Zeroes = Zeroes([0; _]);
 
-/// Attempts after which an operation fails.
+/// Attempts without progress after which an operation fails.
 const ATTEMPTS_MAX: u32 = 64;
 
-/// The kind of an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Action {
     Read,
     Write,
-    /// Makes the data of the file durable.
+    /// Makes the data of the file durable (fdatasync).
     Sync,
-    /// Frees the space of a range, which reads as zeroes afterwards.
+    /// Frees the space of a range. The range reads as zeroes afterwards.
     Punch,
-    /// Reserves space for a range, with which the file becomes as long as that.
+    /// Allocates space for a range, and extends the file if the range ends beyond it.
     Extend,
 }
 
 impl Action {
-    /// The mode of fallocate(2), for those that are one.
+    /// The mode for fallocate(2); only [`Action::Punch`] and [`Action::Extend`] use it.
     pub fn fallocate_mode(self) -> i32 {
         if self == Action::Punch { libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE } else { 0 }
     }
 }
 
-/// An operation on a file, with the memory that it uses.
+/// An operation on a file. It owns the memory that the kernel uses, unless that is the memory of a request.
 pub(super) struct Op {
     pub action: Action,
-    /// The file: the image of the chain.
+    /// The image of the chain whose file this is for.
     pub layer: u8,
     pub offset: u64,
     pub bytes: u64,
-    /// Memory that is left to transfer: of `buffers`, or of the request with `tag`.
+    /// The memory that is left to transfer: parts of `buffers`, or of the request with `tag`.
     pieces: Vec<libc::iovec>,
     pub buffers: Vec<IoBuffer>,
     tag: Option<Tag>,
-    /// In what units direct I/O makes progress.
+    /// Direct I/O makes progress only in multiples of this number of bytes.
     align: u64,
-    /// Bytes that the file must have.
+    /// Size that the file is known to have had, in bytes. A read that ends before it found a truncated file.
     file_bytes: u64,
     done: u64,
     attempts: u32,
@@ -81,32 +80,32 @@ impl Op {
         }
     }
 
-    /// A read at byte `offset` of the file of `layer`, of the memory that is added.
+    /// A read at byte `offset` of the file of `layer`, into the memory that is added.
     pub fn read(layer: u8, offset: u64) -> Op {
         Op::new(Action::Read, layer, offset)
     }
 
-    /// A write to the image itself.
+    /// A write to the active image.
     pub fn write(offset: u64) -> Op {
         Op::new(Action::Write, 0, offset)
     }
 
-    /// Makes the image itself durable.
+    /// A sync of the active image.
     pub fn sync() -> Op {
         Op::new(Action::Sync, 0, 0)
     }
 
-    /// Frees a range of the image itself.
+    /// Frees the space of a range of the active image.
     pub fn punch(offset: u64, bytes: u64) -> Op {
         Op { bytes, ..Op::new(Action::Punch, 0, offset) }
     }
 
-    /// Has the image itself have space for `bytes` from `offset` on, and be as long.
+    /// Allocates `bytes` from `offset` on in the active image.
     pub fn extend(offset: u64, bytes: u64) -> Op {
         Op { bytes, ..Op::new(Action::Extend, 0, offset) }
     }
 
-    /// With all of `buffer` as the next piece of memory.
+    /// Appends all of `buffer` to the memory.
     pub fn with_buffer(mut self, mut buffer: IoBuffer) -> Op {
         self.pieces.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
         self.bytes += buffer.len() as u64;
@@ -114,7 +113,7 @@ impl Op {
         self
     }
 
-    /// A write with `bytes` zeroes as the next pieces, which take no memory.
+    /// Appends `bytes` zeroes to a write. All pieces share one block of zeroes.
     pub fn with_zeroes(mut self, bytes: u64) -> Op {
         debug_assert_eq!(self.action, Action::Write);
         let Zeroes(zeroes) = &ZEROES;
@@ -128,7 +127,7 @@ impl Op {
         self
     }
 
-    /// With `bytes` of a request's memory, from its byte `skip` on, as the next pieces.
+    /// Appends `bytes` of a request's memory, from its byte `skip` on.
     pub fn with_memory(mut self, memory: &Memory, skip: u64, bytes: u64) -> Op {
         memory.for_each_piece(skip, bytes, |piece| self.pieces.push(piece));
         self.bytes += bytes;
@@ -136,19 +135,19 @@ impl Op {
         self
     }
 
-    /// As an I/O of the present epoch.
+    /// Counts the operation in the present epoch until it completes.
     pub fn in_epoch(mut self, epochs: &Arc<Epochs>) -> Op {
         self._epoch = Some(InEpoch::new(epochs));
         self
     }
 
-    /// On a file that is read and written in units of `align` bytes.
+    /// Sets the alignment of the file's direct I/O, in bytes.
     pub fn aligned(mut self, align: u64) -> Op {
         self.align = align;
         self
     }
 
-    /// On a file that has so many bytes at least.
+    /// Sets the size that the file is known to have had, in bytes.
     pub fn of_file(mut self, bytes: u64) -> Op {
         self.file_bytes = bytes;
         self
@@ -169,7 +168,7 @@ impl Op {
         }
     }
 
-    /// Takes a result of the kernel; `None`: there is more to do.
+    /// Applies a result of the kernel. Returns `None` if the operation must be submitted again for the rest.
     fn progress(&mut self, result: i32) -> Option<IoResult> {
         if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
             self.attempts += 1;
@@ -192,9 +191,10 @@ impl Op {
             return None;
         }
         match self.action {
-            // The file has become shorter.
+            // The file was truncated.
             Action::Read if self.offset + reached < self.file_bytes => Some(Err(Status::Io)),
-            // The last cluster of a file need not be whole: behind it are zeroes.
+            // The last cluster of a file may be incomplete. The bytes beyond the end of the file read as
+            // zeroes.
             Action::Read => {
                 self.skip(reached - self.done);
                 self.clear();
@@ -228,25 +228,24 @@ impl Op {
 
     fn clear(&mut self) {
         for piece in &self.pieces {
-            // SAFETY: the memory of a read that has completed in the kernel is the operation's to fill,
-            // until it is done.
+            // SAFETY: the kernel has completed the read, and its memory belongs to the operation until the
+            // operation is done.
             unsafe { piece.iov_base.cast::<u8>().write_bytes(0, piece.iov_len) }
         }
     }
 }
 
-/// The memory of a request in flight.
 pub(super) struct Memory {
     tag: Tag,
     segments: Vec<Segment>,
 }
 
 impl Memory {
-    /// The memory of request `tag`.
+    /// The memory of the request with `tag`.
     ///
     /// # Safety
-    /// The segments must be all of the request's, and the request not complete before the [`Io`] that its
-    /// operations are submitted to has it finished ([`Io::take_finished`]).
+    /// `segments` must be all segments of the request. The request must not complete before the [`Io`] to
+    /// which operations on this memory are submitted returns the request from [`Io::take_finished`].
     pub unsafe fn new(tag: Tag, segments: Vec<Segment>) -> Memory {
         Memory { tag, segments }
     }
@@ -268,13 +267,13 @@ impl Memory {
         }
     }
 
-    /// Fills a read's memory from byte `skip` on.
+    /// Copies `from` into a read's memory from byte `skip` on.
     pub fn fill(&self, skip: u64, from: &[u8]) {
         let mut rest = from;
         self.for_each_piece(skip, from.len() as u64, |piece| {
             let (part, others) = rest.split_at(piece.iov_len);
-            // SAFETY: the memory of a read that has not completed is the driver's to fill, and no
-            // operation of the kernel has this part of it.
+            // SAFETY: until the read has completed, the driver may fill its memory, and no operation of the
+            // kernel uses this part of it.
             unsafe { piece.iov_base.cast::<u8>().copy_from_nonoverlapping(part.as_ptr(), part.len()) }
             rest = others;
         });
@@ -292,11 +291,11 @@ impl Memory {
 struct Slot {
     op: Op,
     result: Option<IoResult>,
-    /// The task that waits for it; `None` if it is of no interest any more.
+    /// The task that waits for the operation; `None` if the task was dropped.
     task: Option<u32>,
 }
 
-/// An operation for somebody who has no ring. Its memory is valid until [`Io::complete`] takes its result.
+/// An operation to perform without a ring. Its memory is valid until [`Io::complete`] gets its result.
 pub(super) struct Submitted {
     pub place: u32,
     pub action: Action,
@@ -311,13 +310,13 @@ struct State {
     free: Vec<u32>,
     submitted: VecDeque<u32>,
     ready: VecDeque<u32>,
-    /// Tasks that are ready once the executor has returned.
+    /// Tasks that become ready at the next call of [`Executor::run`].
     paused: Vec<u32>,
     /// Tasks that wait for a change of the image's state.
     waiting: Vec<u32>,
     current: u32,
     finished: Vec<(Tag, IoResult)>,
-    /// Operations on memory of each request.
+    /// For each tag, the number of operations in flight on the request's memory.
     of_tag: Vec<u32>,
     in_flight: usize,
 }
@@ -327,7 +326,8 @@ struct State {
 pub(super) struct Io(RefCell<State>);
 
 impl Io {
-    /// Submits an operation. Its memory is kept until it has completed, even if nobody waits for that.
+    /// Submits an operation. Its memory stays valid until it has completed, even if the task that waits is
+    /// dropped.
     pub fn submit(&self, op: Op) -> Running<'_> {
         let mut state = self.0.borrow_mut();
         let state = &mut *state;
@@ -355,12 +355,12 @@ impl Io {
     /// Submits an operation and waits for it.
     ///
     /// # Errors
-    /// The operation's.
+    /// The error of the operation.
     pub async fn run(&self, op: Op) -> Result<Op, Status> {
         self.submit(op).await
     }
 
-    /// Waits until something changes ([`Io::changed`]).
+    /// Waits for the next call of [`Io::changed`].
     pub async fn wait(&self) {
         let mut waited = false;
         poll_fn(|_| {
@@ -375,7 +375,7 @@ impl Io {
         .await;
     }
 
-    /// Lets everything else on the thread have its turn, the operations of the other tasks included.
+    /// Yields to everything else on the thread, including the operations of other tasks.
     pub async fn pause(&self) {
         let mut paused = false;
         poll_fn(|_| {
@@ -390,24 +390,24 @@ impl Io {
         .await;
     }
 
-    /// Whether a task has paused, so that [`Executor::run`] is to be called without waiting.
+    /// Whether a task has yielded, so that [`Executor::run`] must be called without waiting for a completion.
     pub fn has_paused(&self) -> bool {
         !self.0.borrow().paused.is_empty()
     }
 
-    /// Has the tasks polled that wait for a change.
+    /// Makes the tasks ready that wait for a change.
     pub fn changed(&self) {
         let mut state = self.0.borrow_mut();
         let state = &mut *state;
         state.ready.extend(state.waiting.drain(..));
     }
 
-    /// Notes the result of the request `tag`.
+    /// Records the result of the request `tag`.
     pub fn finish(&self, tag: Tag, result: IoResult) {
         self.0.borrow_mut().finished.push((tag, result));
     }
 
-    /// Removes a request that has its result, and whose memory no operation uses any more.
+    /// Takes a request that has its result and whose memory no operation uses any longer.
     pub fn take_finished(&self) -> Option<(Tag, IoResult)> {
         let mut state = self.0.borrow_mut();
         let free = |(tag, _): &(Tag, IoResult)| state.of_tag.get(tag.index()).is_none_or(|count| *count == 0);
@@ -415,8 +415,8 @@ impl Io {
         Some(state.finished.swap_remove(index))
     }
 
-    /// Removes an operation that was submitted and has not reached the kernel. The entry's memory stays
-    /// valid until [`Io::complete`] takes its result.
+    /// Takes the next submitted operation, for the kernel. The memory of the entry stays valid until
+    /// [`Io::complete`] gets the result.
     pub fn next_entry(&self, file: impl Fn(u8) -> types::Fixed) -> Option<(u32, squeue::Entry)> {
         let mut state = self.0.borrow_mut();
         let place = state.submitted.pop_front()?;
@@ -424,7 +424,7 @@ impl Io {
         Some((place, slot.op.entry(file(slot.op.layer))))
     }
 
-    /// As [`Io::next_entry`], without a ring.
+    /// As [`Io::next_entry`], for callers without a ring.
     pub fn next_operation(&self) -> Option<Submitted> {
         let mut state = self.0.borrow_mut();
         let place = state.submitted.pop_front()?;
@@ -433,7 +433,7 @@ impl Io {
         Some(Submitted { place, action: op.action, layer: op.layer, range, pieces: op.pieces.clone() })
     }
 
-    /// Takes the kernel's result of an operation.
+    /// Applies the kernel's result of an operation.
     pub fn complete(&self, place: u32, result: i32) {
         let mut state = self.0.borrow_mut();
         let state = &mut *state;
@@ -455,24 +455,24 @@ impl Io {
                 state.free.push(place);
             }
         }
-        // A commit may wait for the epoch.
+        // A flush of the metadata may wait until the epoch is idle.
         if in_epoch {
             state.ready.extend(state.waiting.drain(..));
         }
     }
 
-    /// Operations that have not completed.
+    /// Number of operations that have not completed.
     pub fn in_flight(&self) -> usize {
         self.0.borrow().in_flight
     }
 
-    /// Leaks the memory of what is in flight, which the kernel may still use.
+    /// Leaks the memory of all operations in flight, because the kernel may still use it.
     pub fn leak(&self) {
         std::mem::forget(std::mem::take(&mut self.0.borrow_mut().slots));
     }
 }
 
-/// An operation that was submitted: waits for its result.
+/// A submitted operation. The future completes with its result.
 pub(super) struct Running<'a> {
     io: &'a Io,
     place: u32,
@@ -489,7 +489,7 @@ impl Future for Running<'_> {
         let op = state.slots[place].take().map(|slot| slot.op);
         state.free.push(self.place);
         drop(state);
-        // The place is another operation's from now on.
+        // The slot may belong to another operation from now on, so `drop` must not touch it.
         self.get_mut().place = u32::MAX;
         Poll::Ready(result.and(op.ok_or(Status::Io)))
     }
@@ -515,7 +515,6 @@ impl Drop for Running<'_> {
 
 type Task = Pin<Box<dyn Future<Output = ()>>>;
 
-/// The tasks of one thread.
 #[derive(Default)]
 pub(super) struct Executor {
     tasks: Vec<Option<Task>>,
@@ -523,7 +522,7 @@ pub(super) struct Executor {
 }
 
 impl Executor {
-    /// Adds a task, which [`Executor::run`] begins.
+    /// Adds a task. [`Executor::run`] starts it.
     pub fn spawn(&mut self, io: &Io, task: impl Future<Output = ()> + 'static) {
         let index = match self.free.pop() {
             Some(index) => index,
@@ -536,7 +535,7 @@ impl Executor {
         io.0.borrow_mut().ready.push_back(index);
     }
 
-    /// Polls the tasks that can go on, until none can or all others have paused.
+    /// Polls the tasks that are ready, until all wait or have yielded.
     pub fn run(&mut self, io: &Io) {
         {
             let mut state = io.0.borrow_mut();
@@ -558,7 +557,7 @@ impl Executor {
         }
     }
 
-    /// Whether there is no task.
+    /// Whether all tasks have completed.
     pub fn is_idle(&self) -> bool {
         self.tasks.len() == self.free.len()
     }

@@ -1,13 +1,15 @@
-//! The changes of an image's tables that its file has not, in memory that outlives the process: a file in a directory
-//! of the system's memory (`/run`), mapped. After a process was killed the next one to open the image applies them,
-//! so that nothing is lost that completed. A power loss loses both, and the image has what was flushed.
+//! A journal of table changes that the image file does not have yet. If the process is killed, the next
+//! process that opens the image applies the journal, so that no completed write is lost. A journal is a file
+//! in a directory on tmpfs (`/run`), mapped into memory. A power loss destroys the journal; the image then
+//! has everything that was flushed.
 //!
-//! A change has the new content, not the difference: to apply one that the file has already changes nothing. There
-//! are two halves, of which one is written. A commit begins with the other, and when the file has all that came before
-//! it, the first is empty again.
+//! A record has the new content of a table entry, not a difference, so applying one that the file already has
+//! changes nothing. The journal has two halves, and records are appended to one of them. A flush of the
+//! metadata switches to the other half; when the file has all changes from before the switch, the first half
+//! is emptied.
 //!
-//! The image has the tag of its journal in the features of its header that a program clears if it does not know them
-//! (autoclear): so a journal is not applied after another program wrote to the image.
+//! The image's header has the tag of its journal in autoclear features, which QEMU clears when it opens the
+//! image for writing. So a journal is not applied after another program has written to the image.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -26,25 +28,28 @@ use rustix::io::Errno;
 use super::cache::SLICE_MAX_BYTES;
 use super::mapping::Words;
 
-/// "blkqjnl" and the version of the format.
+/// The bytes `blkqjnl` and the version of the format.
 const MAGIC: u64 = u64::from_be_bytes(*b"blkqjnl\x01");
-/// Words before the halves.
+/// Words before the first half.
 const HEADER_WORDS: usize = 16;
 const RECORD_WORDS: usize = 3;
-/// Records of a half: two for each write to new clusters. Few in tests, so that it is crowded there.
+/// Records in a half. A write to new clusters takes two. In tests there are few, so that a half often fills
+/// up.
 const RECORDS: usize = if cfg!(test) { 1 << 10 } else { 16 << 10 };
 const WORDS: usize = HEADER_WORDS + 2 * RECORDS * RECORD_WORDS;
-/// Records that a half has when no task should begin to change more: those that have begun need fewer than the rest.
+/// Records in a half from which on no task may begin to change tables. Tasks that have begun need fewer
+/// records than the rest of the half has.
 const CROWDED: usize = RECORDS / 4;
 
-/// Most clusters of a record: those that a slice of a table has refcounts of.
+/// Most clusters in a record: the refcounts in a slice of a refcount block, at one bit each.
 pub(super) const CLUSTERS_MAX: u64 = SLICE_MAX_BYTES * 8;
 
-/// Tasks that may be changing tables at once, of which each adds a few records: so that there is room for those of all,
-/// and of the refcount blocks that they need, behind the last that the others leave ([`Journal::has_room`]).
+/// Tasks that may change tables at the same time. Each appends a few records. The limit leaves room for the
+/// records of all of them and of the refcount blocks that they need, beyond what [`Journal::has_room`] allows
+/// others.
 pub(super) const CHANGES_MAX: usize = RECORDS / 32;
 
-/// The words of the header.
+/// Indices of the words in the header.
 const MAGIC_AT: usize = 0;
 const TAG_AT: usize = 1;
 const BOOT_AT: usize = 2;
@@ -53,30 +58,30 @@ const HALF_AT: usize = 6;
 const OVERFLOW_AT: usize = 7;
 const COUNTS_AT: usize = 8;
 const FRONT_AT: usize = 10;
-/// The tag that is about to be the image's, while [`TAG_AT`] may still be.
+/// The tag that the image is about to get. Until then, the image may still have the one in [`TAG_AT`].
 const NEXT_TAG_AT: usize = 12;
-/// When the image's file was created.
+/// When the image's file was created, or 0 if unknown.
 const BIRTH_AT: usize = 13;
 
-/// The directory in which the journals of images are.
+/// The directory with the journals of images.
 #[derive(Debug)]
 pub struct Journals {
     directory: PathBuf,
-    /// Of the kernel: what another one left is void.
+    /// The boot ID of the kernel. A journal of an earlier boot is void, because the machine was restarted.
     boot: [u64; 2],
-    /// Whose they are.
+    /// The user ID that must own the journals.
     user: u32,
 }
 
 impl Journals {
-    /// The journals in `directory`, which should be in memory, and is made if it is not there.
+    /// Opens the directory, and creates it if it does not exist. It should be on tmpfs.
     ///
     /// # Errors
-    /// If it cannot be made, or the kernel has no `boot_id`.
+    /// The system's error if it cannot be created or the kernel's `boot_id` cannot be read.
     pub fn open(directory: &Path) -> Result<Arc<Journals>, Error> {
         let failed = |e| Error::system(format!("cannot make the directory {}", directory.display()), e);
         match DirBuilder::new().mode(0o700).create(directory) {
-            // Whatever the process's umask.
+            // `create` applies the umask of the process, which may remove permissions.
             Ok(()) => std::fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && directory.is_dir() => {}
             Err(e) => return Err(failed(e)),
@@ -85,12 +90,12 @@ impl Journals {
         let text =
             std::fs::read_to_string(path).map_err(|e| Error::system(format!("cannot read {path}"), e))?;
         let id = u128::from_str_radix(&text.trim().replace('-', ""), 16)
-            .map_err(|_| Error::new(ErrorKind::System, format!("{path} has no number")))?;
+            .map_err(|_| Error::new(ErrorKind::System, format!("{path} does not contain a UUID")))?;
         let user = rustix::process::geteuid().as_raw();
         Ok(Arc::new(Journals { directory: directory.to_owned(), boot: [(id >> 64) as u64, id as u64], user }))
     }
 
-    /// The directory.
+    /// The path of the directory.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -99,20 +104,38 @@ impl Journals {
 /// A change of a table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Record {
-    /// `count` entries of an L2 table, the first at this byte of the file: `entry`, and those of the clusters that
-    /// follow its own.
-    L2 { offset: u64, entry: u64, count: u64 },
-    /// The refcounts of `count` clusters.
-    Refcounts { first: u64, count: u64, refcount: u64 },
-    /// An entry of the L1 table.
-    L1 { index: u64, entry: u64 },
-    /// An entry of the refcount table.
-    RefcountTable { index: u64, entry: u64 },
-    /// `count` clusters that were free are allocated, and no table refers to them yet: as [`Record::Refcounts`] with a
-    /// refcount of 1.
-    Allocated { first: u64, count: u64 },
-    /// No table refers to `count` clusters any longer, each of which is to be counted down by 1.
-    Released { first: u64, count: u64 },
+    /// `count` entries of an L2 table, the first at byte `offset` of the file. The first becomes `entry`;
+    /// each further one refers to the cluster after that of the one before.
+    L2 {
+        offset: u64,
+        entry: u64,
+        count: u64,
+    },
+    /// The refcounts of `count` clusters from number `first` on.
+    Refcounts {
+        first: u64,
+        count: u64,
+        refcount: u64,
+    },
+    L1 {
+        index: u64,
+        entry: u64,
+    },
+    RefcountTable {
+        index: u64,
+        entry: u64,
+    },
+    /// `count` free clusters were allocated, and no table refers to them yet. Applied like
+    /// [`Record::Refcounts`] with a refcount of 1.
+    Allocated {
+        first: u64,
+        count: u64,
+    },
+    /// No table refers to `count` clusters any longer. Each refcount is to be decremented by 1.
+    Released {
+        first: u64,
+        count: u64,
+    },
 }
 
 impl Record {
@@ -127,10 +150,11 @@ impl Record {
         }
     }
 
-    /// The record of these words; `None` for words that no process has written, which could take any time to apply.
+    /// Parses a record. Returns `None` for words that blkq does not write; a large count, for example, could
+    /// take forever to apply.
     fn parse([kind, place, value]: [u64; RECORD_WORDS]) -> Option<Record> {
         let count = kind >> 8;
-        // A change is within a slice of a table.
+        // blkq changes at most one slice of a table with a record.
         let count_max = if kind & 0xff == 1 { SLICE_MAX_BYTES / 8 } else { CLUSTERS_MAX };
         if count > count_max || place > 1 << 56 {
             return None;
@@ -147,19 +171,19 @@ impl Record {
     }
 }
 
-/// The changes that a process which was killed left for an image.
+/// The changes that a killed process left for an image.
 #[derive(PartialEq, Eq, Debug)]
 pub(super) enum Left {
-    /// Nothing that belongs to it.
+    /// The journal does not belong to the image, or does not exist.
     Nothing,
     /// All changes, in order.
     Records(Vec<Record>),
-    /// Only a part of the changes, or none that can be read.
+    /// The journal overflowed or is damaged, so that changes are missing.
     Incomplete,
 }
 
 impl Left {
-    /// Whether the image lacks data without them.
+    /// Whether the image lacks data without these changes.
     fn have_data(&self) -> bool {
         match self {
             Left::Nothing => false,
@@ -171,22 +195,23 @@ impl Left {
     }
 }
 
-/// The journal of an image.
 pub(super) struct Journal {
     words: Words,
     path: PathBuf,
     boot: [u64; 2],
-    /// Device and inode of the image.
+    /// Device number and inode of the image.
     identity: (u64, u64),
     half: usize,
     counts: [usize; 2],
 }
 
 impl Journal {
-    /// Opens the journal of the image with that device and inode, which no other process writes, if there is one.
+    /// Opens the journal of the image with the given device number and inode, if one exists. No other process
+    /// may write to it.
     ///
     /// # Errors
-    /// If there is no memory for it, or the file is another user's.
+    /// The system's error, for example without memory for the journal; [`ErrorKind::Invalid`] if another user
+    /// owns the file.
     pub fn find(journals: &Journals, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
         match Journal::open(journals, identity, OFlags::empty()) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -194,10 +219,10 @@ impl Journal {
         }
     }
 
-    /// As [`Journal::find`], or makes one.
+    /// As [`Journal::find`], and creates the journal if it does not exist.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Journal::find`].
     pub fn find_or_make(journals: &Journals, identity: (u64, u64)) -> Result<Journal, Error> {
         Journal::open(journals, identity, OFlags::CREATE)
     }
@@ -210,16 +235,17 @@ impl Journal {
         let metadata =
             file.metadata().map_err(|e| Error::system(format!("cannot read {}", path.display()), e))?;
         if !metadata.is_file() || metadata.uid() != journals.user {
-            let message = format!("the journal {} is no file of this user", path.display());
+            let message = format!("the journal {} is not a regular file of this user", path.display());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         let bytes = (WORDS * 8) as u64;
         if metadata.len() > bytes {
             ftruncate(&file, bytes).map_err(failed)?;
         }
-        // Else a store would kill the process when memory runs out.
+        // Allocates the memory now. Otherwise a store into the mapping would kill the process when memory
+        // runs out.
         if let Err(error) = fallocate(&file, FallocateFlags::empty(), 0, bytes) {
-            // Nothing is in it that was not there before.
+            // A file of length 0 was just created and has no records.
             let _ = (metadata.len() == 0).then(|| std::fs::remove_file(&path));
             return Err(failed(error));
         }
@@ -231,7 +257,7 @@ impl Journal {
         &self.words.all()[at]
     }
 
-    /// The changes that are left of a process which had the image open with that tag.
+    /// The changes of a killed process that had the image open with `tag`.
     pub fn left(&self, tag: u32) -> Left {
         let tags = [TAG_AT, NEXT_TAG_AT].map(|at| self.word(at).load(Acquire));
         if tag == 0 || !tags.contains(&tag.into()) || !self.is_of_image() {
@@ -240,17 +266,17 @@ impl Journal {
         self.records()
     }
 
-    /// Whether a process was killed that had written to the image's own device, and its writes are only in this
-    /// journal, which an image without a tag does not belong to. The image's file was created at `birth`.
+    /// Whether this journal has writes that an image without a tag lacks. The image's file was created at
+    /// `birth`. Journals for a base of a block commit do not count: their overlay has the data.
     fn has_ignored_writes(&self, birth: u64) -> bool {
         let word = |at: usize| self.word(at).load(Acquire);
         let has_tag = word(TAG_AT) != 0 || word(NEXT_TAG_AT) != 0;
-        // A new file may have the inode of one that was removed.
+        // A new file may have the inode of a removed one.
         let is_same_file = [0, birth].contains(&word(BIRTH_AT)) || birth == 0;
         has_tag && is_same_file && self.is_of_image() && self.front() == (0, 0) && self.records().have_data()
     }
 
-    /// Notes when the image's file was created.
+    /// Stores when the image's file was created.
     pub fn set_birth(&self, birth: u64) {
         self.word(BIRTH_AT).store(birth, Release);
     }
@@ -275,13 +301,14 @@ impl Journal {
         Left::Records(records)
     }
 
-    /// The image of which this one gets the data, so that it lacks nothing as long as it is behind that; 0 for none.
+    /// The device number and inode of the overlay that is being committed into this image; zeroes if there is
+    /// none. As long as the image is read through that overlay, it lacks nothing.
     fn front(&self) -> (u64, u64) {
         let word = |at: usize| self.word(at).load(Acquire);
         (word(FRONT_AT), word(FRONT_AT + 1))
     }
 
-    /// From now on it is for writes of the image's own device.
+    /// Marks the journal as one for writes of clients: no overlay has their data.
     pub fn set_own(&mut self) {
         self.set_front((0, 0));
     }
@@ -291,7 +318,7 @@ impl Journal {
         self.word(FRONT_AT + 1).store(inode, Release);
     }
 
-    /// Whether it was begun for this image, since the system was booted.
+    /// Whether the journal was begun for this image since the system was booted.
     fn is_of_image(&self) -> bool {
         let word = |at: usize| self.word(at).load(Acquire);
         let identity = (word(IDENTITY_AT), word(IDENTITY_AT + 1));
@@ -300,9 +327,10 @@ impl Journal {
             && identity == self.identity
     }
 
-    /// Empties the journal of an image whose file has all of it, and which has `tag` until it has that which is returned,
-    /// before [`Journal::began`]. A process that is killed in between leaves an empty journal, whichever of these the
-    /// image has by then. The image gets the data of the image `front`, if there is one.
+    /// Empties the journal of an image whose file has all changes, and returns the tag that the image must
+    /// get before [`Journal::began`]. Until then it has `tag`. If the process is killed in between, the
+    /// journal is empty, whichever of the two tags the image has. `front` is the overlay that is committed
+    /// into this image, if there is one.
     pub fn begin(&mut self, tag: u32, front: Option<(u64, u64)>) -> u32 {
         if !self.is_of_image() {
             self.set_tags(0, 0);
@@ -313,11 +341,11 @@ impl Journal {
             }
         }
         if self.word(NEXT_TAG_AT).load(Acquire) == u64::from(tag) {
-            // The process before was killed before it called that.
+            // The process before was killed between the change of the image and its call of `began`.
             self.began();
         }
         self.set_front(front.unwrap_or_default());
-        // Each has another seed.
+        // Each `RandomState` has different keys, so the tag is random.
         let next = (RandomState::new().build_hasher().finish() as u32).max(1);
         for (at, value) in stores_to_begin(self.word(HALF_AT).load(Acquire), next) {
             self.word(at).store(value, Release);
@@ -326,7 +354,7 @@ impl Journal {
         next
     }
 
-    /// The image has the tag that [`Journal::begin`] has returned.
+    /// The image has the tag that [`Journal::begin`] returned.
     pub fn began(&mut self) {
         self.set_tags(self.word(NEXT_TAG_AT).load(Relaxed), 0);
     }
@@ -336,45 +364,47 @@ impl Journal {
         self.word(NEXT_TAG_AT).store(next, Release);
     }
 
-    /// Notes a change, which was or will be made in memory before anything that depends on it completes.
+    /// Appends a change. It must also be made in memory before anything that depends on it completes.
     pub fn append(&mut self, record: Record) {
         let number = self.counts[self.half];
         if number == RECORDS {
-            // Until the next commit the journal is of no use.
+            // The journal is incomplete until the next flush has written the change.
             return self.word(OVERFLOW_AT).store(1, Release);
         }
         let at = record_at(self.half, number);
         for (place, word) in record.words().into_iter().enumerate() {
+            // Relaxed: `COUNTS_AT` below publishes the record.
             self.word(at + place).store(word, Relaxed);
         }
         self.counts[self.half] = number + 1;
-        // Not seen before the record itself.
+        // Release: a process that reads the count also reads the record. The order matters even for a process
+        // that is killed, which stops between two stores.
         self.word(COUNTS_AT + self.half).store((number + 1) as u64, Release);
     }
 
-    /// Whether a commit should come before there are more changes.
+    /// Whether the metadata should be flushed before tasks begin more changes.
     pub fn is_crowded(&self) -> bool {
         self.counts[self.half] >= CROWDED
     }
 
-    /// Whether there is room for a commit to free clusters.
+    /// Whether there is room for a flush to free clusters.
     pub fn has_room(&self) -> bool {
         self.counts[self.half] < RECORDS - CROWDED
     }
 
-    /// The file that has it.
+    /// The path of the journal's file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether there is room for clusters that were released. Those that are not noted are leaked if the process is
-    /// killed, which harms nobody.
+    /// Whether there is room for records of released clusters. Without a record they leak if the process is
+    /// killed: space is wasted, but nothing is damaged.
     pub fn has_room_for_released(&self) -> bool {
         self.counts[self.half] < CROWDED / 2
     }
 
-    /// A commit begins, which writes all that was changed so far: from now on the other half is written. Returns
-    /// whether it is; not if there is something in it yet, because the last commit failed.
+    /// Switches to the other half, at the beginning of a flush that writes all changes so far. Returns false,
+    /// without a switch, if the other half still has records because the last flush failed.
     pub fn turn(&mut self) -> bool {
         let other = 1 - self.half;
         if self.counts[other] > 0 {
@@ -385,7 +415,7 @@ impl Journal {
         true
     }
 
-    /// The file has all that was changed before the last [`Journal::turn`].
+    /// Empties the half from before the last [`Journal::turn`], because the file has its changes.
     pub fn finish(&mut self) {
         let other = 1 - self.half;
         self.counts[other] = 0;
@@ -395,30 +425,30 @@ impl Journal {
         }
     }
 
-    /// Removes the journal, of an image whose file has all of it.
+    /// Removes the journal of an image whose file has all changes.
     pub fn remove(&self) {
         self.set_tags(0, 0);
-        // At worst it stays, without a meaning.
+        // If the file cannot be removed, it stays without a tag and is ignored.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// The journal of the image at `path`, which has the tag of one.
+/// Opens the journal of the image at `path`, whose header has a journal's tag.
 ///
 /// # Errors
-/// If there is one that cannot be opened: it may have writes that the image lacks.
+/// The error of opening a journal that exists: it may contain writes that the image lacks.
 pub(super) fn find(journals: &Journals, path: &Path, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
     Journal::find(journals, identity).map_err(|error| {
         let message = format!(
-            "{} was not closed, and its journal may have writes that it lacks: {error}; cure that, or remove the \
-             journal to go on without them",
+            "cannot open the journal of {}, which may contain writes that the image lacks: {error}; repair this, or \
+            delete the journal to continue without these writes",
             path.display()
         );
         Error::new(error.kind(), message)
     })
 }
 
-/// The warning that the image at `path`, which has no tag, has a journal with writes that it lacks.
+/// The warning that the image at `path`, whose header has no tag, lacks writes that its journal has.
 pub(super) fn find_ignored(
     journals: &Journals,
     path: &Path,
@@ -427,15 +457,15 @@ pub(super) fn find_ignored(
     let journal = Journal::find(journals, identity).ok().flatten()?;
     journal.has_ignored_writes(birth).then(|| {
         format!(
-            "the journal of {} is ignored, because another program opened the image for writing after its process was \
-             killed: writes that were not flushed then are lost",
+            "the journal of {} is ignored, because another program opened the image for writing after the daemon was \
+            killed; writes that were not flushed by then are lost",
             path.display()
         )
     })
 }
 
-/// Rejects an image at `path` behind the image `front`, if it lacks writes in its journal, which has that tag: a later
-/// commit would bring them back under what the other has by then.
+/// Rejects the image at `path` as the backing file of the image `front` if it lacks writes that its journal
+/// has: applying them later would change the backing file under the overlay. `tag` is the tag in its header.
 ///
 /// # Errors
 /// As [`find`], and [`lacking`].
@@ -453,27 +483,28 @@ pub(super) fn check_behind(
     if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(()) }
 }
 
-/// The warning of an image that can have no journal.
+/// The warning for an image that cannot have a journal.
 pub(super) fn none_in_version_2(path: &Path) -> String {
     format!(
-        "what is not flushed is lost if this process is killed: {} is of version 2; `qemu-img amend -o compat=1.1 {}` \
-         changes that",
+        "writes that are not flushed are lost if this process is killed, because {} is of version 2; to convert the \
+        image, run `qemu-img amend -o compat=1.1 {}`",
         path.display(),
         shell_word(path)
     )
 }
 
-/// Why an image is not read that has a journal.
+/// The error for an image that lacks the writes of its journal and is not opened for writing.
 pub(super) fn lacking(path: &Path) -> Error {
     let message = format!(
-        "{} lacks writes of a process that was killed; open it for writing once, so that it gets them",
+        "{} lacks writes that a killed process left in its journal; open it for writing once to apply them",
         path.display()
     );
     Error::new(ErrorKind::Unsupported, message)
 }
 
-/// The stores that empty a journal, of which the half `now` was written last, and give it the tag `next`: in this order,
-/// as the process may be killed after each. The older half without the other would take changes back.
+/// The stores that empty a journal, whose half `now` was written last, and give it the tag `next`. The
+/// process may be killed after each of them, so the order matters: the older half is emptied first, because
+/// its records without the later ones of the newer half would undo changes.
 fn stores_to_begin(now: u64, next: u32) -> [(usize, u64); 5] {
     let now = (now & 1) as usize;
     let emptied = [COUNTS_AT + 1 - now, COUNTS_AT + now, OVERFLOW_AT, HALF_AT].map(|at| (at, 0));
@@ -492,7 +523,7 @@ mod tests {
 
     // Contract: durability
     #[test]
-    fn a_death_between_two_stores_takes_no_change_back() {
+    fn a_kill_between_two_stores_undoes_no_change() {
         let place = std::env::temp_dir().join(format!("blkq-journal-{}", std::process::id()));
         let journals = Journals::open(&place).unwrap();
         let entry = |entry| Record::L1 { index: 1, entry };

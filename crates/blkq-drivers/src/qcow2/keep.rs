@@ -1,6 +1,7 @@
-//! Keeping dirty bitmaps in the image: they have their places from when they are added or loaded on, marked as in use,
-//! and their bits when there are no more writes. An image whose daemon was killed in between has them marked still, and
-//! nobody trusts them.
+//! Keeps persistent dirty bitmaps in the image. From when a bitmap is added or loaded, the image has space
+//! for its bits, and the directory names it as in use; the bits themselves are written when no more writes
+//! will come. If the daemon is killed in between, the bitmap stays marked as in use, so that no program
+//! trusts it.
 
 use std::fs::File;
 use std::path::Path;
@@ -19,30 +20,31 @@ use super::env::{Env, Shared};
 use super::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, Header};
 use super::places::{Named, Places, adopt, exchange, read_head, store, write, write_extension};
 
-/// The bitmaps in the image.
 #[derive(Default)]
 pub(super) struct KeptBitmaps {
     places: Places,
-    /// They are marked as in use, or there are none.
+    /// The bitmaps in the image are marked as in use, or the image has none.
     marked: bool,
 }
 
-/// The image whose bitmaps they are.
+/// The parts of a device that this module needs.
 pub(super) struct Image<'a> {
     pub shared: &'a Arc<Shared>,
     pub files: &'a [Arc<File>],
     pub path: &'a Path,
-    /// It is open for writing.
+    /// The image is open for writing.
     pub writable: bool,
     pub kept: &'a Mutex<KeptBitmaps>,
 }
 
 impl Image<'_> {
-    /// Loads the dirty bitmaps of the image, and marks them as in use there if it is open for writing: until
-    /// [`Image::store_bitmaps`]. To be called once, before a queue is opened. Returns the bitmaps, and warnings.
+    /// Loads the dirty bitmaps of the image. If the image is open for writing, marks them as in use there
+    /// until [`Image::store_bitmaps`]. Must be called once, before a queue is opened. Returns the bitmaps and
+    /// warnings.
     ///
     /// # Errors
-    /// Those of the file. A damaged directory is none: there are no bitmaps then, and a warning.
+    /// The I/O error of the file. A damaged directory is not an error: a warning says that the bitmaps are
+    /// lost.
     pub fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
         let shown = self.path.display();
         let (header, size) = {
@@ -53,7 +55,7 @@ impl Image<'_> {
         let is_trusted = header.autoclear & AUTOCLEAR_BITMAPS != 0;
         if header.bitmaps.is_none() || !is_trusted {
             let lost = header.bitmaps.as_ref().map(|_| {
-                format!("the dirty bitmaps in {shown} are lost: a program wrote to it that does not keep them up to date")
+                format!("the dirty bitmaps in {shown} are lost, because a program wrote to it without updating them")
             });
             self.ignore_bitmaps(&header)?;
             return Ok((Vec::new(), Vec::from_iter(lost)));
@@ -76,7 +78,8 @@ impl Image<'_> {
             };
         for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
             warnings.push(format!(
-                "the bitmap {} in {shown} is inconsistent: it was not closed; remove it, and make a full backup",
+                "the bitmap {} in {shown} is inconsistent, because the image was not closed; remove the bitmap and make a \
+                full backup",
                 bitmap.name()
             ));
         }
@@ -91,23 +94,25 @@ impl Image<'_> {
                 Ok(adopt(&env, layout, named).await)
             })?;
             let reserved = self.reserve(bitmaps.iter(), size);
-            warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
+            warnings.extend(reserved.err().map(|error| format!("the bitmaps may not be saved: {error}")));
         }
         Ok((bitmaps, warnings))
     }
 
-    /// Rejects a directory in the place of a table of the image: it is about to be written.
+    /// Rejects a directory that overlaps a table of the image, because the directory is about to be written.
     fn check_directory(&self, layout: &Layout) -> Result<(), Error> {
         let state = locked(&self.shared.state);
         let clusters = (layout.directory..layout.directory + layout.marked.len() as u64)
             .step_by(1 << state.cluster_bits());
         match state.tables_among(clusters).is_empty() {
             true => Ok(()),
-            false => Err(Error::new(ErrorKind::Format, "their directory is in the place of another table")),
+            false => {
+                Err(Error::new(ErrorKind::Format, "their directory overlaps another table of the image"))
+            }
         }
     }
 
-    /// Marks bitmaps of the image as not kept up to date.
+    /// Clears the autoclear bit, so that no program trusts the bitmaps in the image.
     fn ignore_bitmaps(&self, header: &Header) -> Result<(), Error> {
         locked(self.kept).marked = true;
         if header.autoclear == 0 || !self.writable {
@@ -116,10 +121,10 @@ impl Image<'_> {
         self.run("change its header", async |env| change_header(&env, AUTOCLEAR_AT, &[0; 4]).await)
     }
 
-    /// Marks bitmaps that nobody loaded as not kept up to date: the image is about to be written to.
+    /// Marks bitmaps that were not loaded as outdated. To be called before the image is written to.
     ///
     /// # Errors
-    /// That of the file.
+    /// The I/O error of the file.
     pub fn mark_bitmaps(&self) -> Result<(), Error> {
         if locked(self.kept).marked {
             return Ok(());
@@ -128,10 +133,10 @@ impl Image<'_> {
         header.map_or(Ok(()), |header| self.ignore_bitmaps(&header))
     }
 
-    /// Whether the image has room for bitmaps.
+    /// Checks whether the header has room for bitmaps.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`]: why not.
+    /// [`ErrorKind::Unsupported`], with the reason, if it has not.
     pub fn check_bitmaps(&self) -> Result<(), Error> {
         let of_image = |e: Error| Error::new(e.kind(), format!("{}: {e}", self.path.display()));
         if !self.writable {
@@ -147,26 +152,26 @@ impl Image<'_> {
         plan_extension(&locked(&head), Some(&extension)).map_err(of_image).map(drop)
     }
 
-    /// Has the image name `bitmaps`, and no others that are known, as in use, with room for their bits. No queue does
-    /// I/O meanwhile.
+    /// Makes the image name exactly `bitmaps`, besides entries that blkq does not know, all in use and with
+    /// space for their bits. No queue may do I/O meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if it has another one of such a name that is not known; those of the file. The image
-    /// names those that it named then.
+    /// [`ErrorKind::Unsupported`] if the image has an unknown entry with the name of one of `bitmaps`; the
+    /// I/O error of the file. The image then keeps the bitmaps that it had.
     pub fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         if !self.writable {
             return Ok(());
         }
-        // Before it grows, the bitmaps are of the size to come.
+        // Before the image grows, the bitmaps already have the new size.
         let size = bitmaps.iter().map(|bitmap| bitmap.size()).fold(self.size(), u64::max);
         self.reserve(bitmaps.iter().map(|bitmap| &**bitmap), size)
     }
 
-    /// Writes the bitmaps to the image, durably. No queue does I/O meanwhile, and nothing is written to the device
-    /// afterwards.
+    /// Writes the bits of the bitmaps to the image, durably. No queue may do I/O meanwhile, and nothing may
+    /// be written to the device afterwards.
     ///
     /// # Errors
-    /// Those of the file; the bitmaps that it has stay marked as in use then.
+    /// The I/O error of the file. The bitmaps in the image then stay marked as in use.
     pub fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         if !self.writable {
             return Ok(());
@@ -174,10 +179,10 @@ impl Image<'_> {
         self.reserve(bitmaps.iter().map(|bitmap| &**bitmap), self.size())?;
         let named = bitmaps.iter().map(|bitmap| Named::of(bitmap, self.size())).collect();
         let (bitmaps, places) = (bitmaps.to_vec(), locked(self.kept).places.begin_store(named));
-        self.run("keep the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
+        self.run("save the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
     }
 
-    /// Has the image name bitmaps of a device of `size` bytes.
+    /// Makes the image name `bitmaps`, for a device of `size` bytes.
     fn reserve<'a>(&self, bitmaps: impl Iterator<Item = &'a Bitmap>, size: u64) -> Result<(), Error> {
         let named: Vec<Named> = bitmaps.map(|bitmap| Named::of(bitmap, size)).collect();
         if locked(self.kept).places.has(&named) {
@@ -185,14 +190,14 @@ impl Image<'_> {
         }
         if let Some(name) = locked(self.kept).places.find_other(&named) {
             let shown = self.path.display();
-            let message = format!("{shown} has a bitmap {name} already, of a kind that is not known here");
+            let message = format!("{shown} already has a bitmap {name}, of a kind that blkq does not know");
             return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_cure("detach it, and remove that with `qemu-img bitmap`"));
+                .with_cure("detach the device, and remove the bitmap with `qemu-img bitmap --remove`"));
         }
         self.change_places("make room for the bitmaps", async |env, old| exchange(&env, old, named).await)
     }
 
-    /// Takes over the places that a task returns, which gets those of now.
+    /// Runs a task that gets the present places and returns the new ones, and stores these.
     fn change_places<F: Future<Output = Result<Places, Status>> + 'static>(
         &self,
         what: &str,
@@ -209,15 +214,15 @@ impl Image<'_> {
         Ok(())
     }
 
-    /// The size of the device as the image has it, in bytes.
+    /// The virtual size in the image's header, in bytes.
     fn size(&self) -> u64 {
         locked(&self.shared.state).top().map_or(0, |tables| tables.header.size)
     }
 
-    /// Has the header name no bitmaps any more, durably. Their clusters stay allocated.
+    /// Removes all bitmaps from the header, durably. Their clusters stay allocated.
     ///
     /// # Errors
-    /// That of the file.
+    /// The I/O error of the file.
     pub fn remove_bitmaps(&self) -> Result<(), Error> {
         let header = locked(&self.shared.state).top().map(|tables| tables.header.clone());
         if header.is_ok_and(|header| header.bitmaps.is_none()) {
@@ -226,7 +231,7 @@ impl Image<'_> {
         self.run("remove the bitmaps", async |env| write_extension(&env, None).await)
     }
 
-    /// Runs a task while no queue does I/O.
+    /// Runs a task on this thread. No queue may do I/O meanwhile.
     fn run<F: Future<Output = IoResult> + 'static>(
         &self,
         what: &str,

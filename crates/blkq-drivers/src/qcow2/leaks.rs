@@ -1,28 +1,30 @@
-//! Clusters that a killed process leaked: it had allocated them for writes that did not complete, or released them and
-//! not counted their refcounts down yet. Both follow from the journal, as it is replayed.
+//! Finds the clusters that a killed process leaked: it had allocated them for writes that did not complete,
+//! or had released them without decrementing their refcounts. Both follow from the records of the journal.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::entry::{Entry, OFFSET};
 use super::journal::Record;
 
-/// Most clusters and most entries that are noted. There are fewer: memory has no more changes of tables.
+/// Most clusters and most entries that are tracked. An intact journal has fewer, because the number of
+/// records is limited.
 const NOTED_MAX: usize = 1 << 20;
 
-/// The clusters that the changes of a journal leave without a reference, by their number.
+/// Tracks clusters, by number, while the records of a journal are applied.
 #[derive(Default)]
 pub(super) struct Leaks {
     cluster_bits: u32,
-    /// Clusters that were allocated since the first change: a reference to one of them is a later change.
+    /// Clusters that were allocated since the first record. Any reference to one of them is in a later
+    /// record.
     allocated: BTreeSet<u64>,
-    /// Clusters that were released, and whose refcounts do not say so yet.
+    /// Clusters that were released, and whose refcounts were not decremented yet.
     released: BTreeSet<u64>,
-    /// By their place in the file, L2 entries that changed: as the file has them, and as they are to be.
+    /// The L2 entries that changed, by their offset in the file: the value in the file and the new value.
     entries: BTreeMap<u64, (u64, u64)>,
-    /// The same of L1 entries, by their index.
+    /// The L1 entries that changed, by their index: the value in the file and the new value.
     l1: BTreeMap<u64, (u64, u64)>,
     blocks: BTreeSet<u64>,
-    /// There are too many changes for a journal that a process has written: nothing is freed.
+    /// There are more changes than an intact journal has. Nothing is freed then.
     is_damaged: bool,
 }
 
@@ -31,7 +33,7 @@ impl Leaks {
         Leaks { cluster_bits, ..Leaks::default() }
     }
 
-    /// Notes a record, before later ones.
+    /// Tracks a record. Must be called in the order of the journal.
     pub fn note(&mut self, record: Record) {
         self.is_damaged |= self.allocated.len() + self.released.len() > NOTED_MAX;
         match record {
@@ -56,7 +58,7 @@ impl Leaks {
         }
     }
 
-    /// Notes that the L2 entry at byte `offset` of the file becomes `new`.
+    /// Tracks that the L2 entry at byte `offset` of the file becomes `new`.
     pub fn note_entry(&mut self, offset: u64, old: u64, new: u64) {
         self.is_damaged |= self.entries.len() > NOTED_MAX;
         if !self.is_damaged {
@@ -64,12 +66,12 @@ impl Leaks {
         }
     }
 
-    /// Notes that an L1 entry becomes `new`.
+    /// Tracks that an L1 entry becomes `new`.
     pub fn note_l1(&mut self, index: u64, old: u64, new: u64) {
         self.l1.entry(index).or_insert((old, new)).1 = new;
     }
 
-    /// The clusters, by their offset in the file, each of which has one reference fewer than its refcount says.
+    /// The offsets of the leaked clusters. The refcount of each is by one too high.
     pub fn find(self) -> BTreeSet<u64> {
         if self.is_damaged {
             return BTreeSet::new();
@@ -78,8 +80,8 @@ impl Leaks {
         let (mut used, mut unused) = (self.blocks, BTreeSet::new());
         for (old, new) in self.entries.values() {
             used.extend(hosts(*new, bits));
-            // As long as a journal has a change of a table, the cluster that the file's table names is not counted
-            // down.
+            // The old cluster of a changed entry still counts that reference: refcounts are decremented only
+            // after the file has the new entry, and the record of the change is dropped by then.
             unused.extend(hosts(*old, bits).filter(|_| old != new));
         }
         for (old, new) in self.l1.values() {
@@ -92,7 +94,7 @@ impl Leaks {
     }
 }
 
-/// The clusters that an L2 entry refers to, by their offset.
+/// The offsets of the clusters to which an L2 entry refers.
 fn hosts(entry: u64, cluster_bits: u32) -> impl Iterator<Item = u64> {
     let cluster = 1u64 << cluster_bits;
     let range = match Entry::parse(entry, cluster_bits) {

@@ -1,4 +1,4 @@
-//! A file that is mapped as words, which outlive the process.
+//! A file that is mapped into memory as 64-bit words. The stores survive the process.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -7,22 +7,22 @@ use std::sync::atomic::AtomicU64;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// The words of a file.
+/// The mapped words of a file.
 pub(super) struct Words {
     first: NonNull<AtomicU64>,
     len: usize,
 }
 
-// SAFETY: it owns its mapping, of which nothing is tied to a thread.
+// SAFETY: this owns its mapping, and no part of it is tied to a thread.
 unsafe impl Send for Words {}
-// SAFETY: all access to it is atomic.
+// SAFETY: all accesses to the mapping are atomic.
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// Maps the first `len` words of `file`, which has them, with space for each.
+    /// Maps the first `len` words of `file`, which must have allocated space for all of them.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel's error.
     pub fn map(file: BorrowedFd<'_>, len: usize) -> Result<Words, Errno> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
@@ -31,11 +31,10 @@ impl Words {
         Ok(Words { first, len })
     }
 
-    /// All of them.
     #[inline]
     pub fn all(&self) -> &[AtomicU64] {
-        // SAFETY: so many words are mapped as long as this lives, and pages are aligned. Only this user can make the
-        // file shorter; nothing does. Others that map it change it as atomics may be changed.
+        // SAFETY: `len` words are mapped as long as this exists, and pages are aligned. Only this user can
+        // truncate the file, and blkq never does. Other processes that map the file use atomic accesses.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.len) }
     }
 }

@@ -1,15 +1,23 @@
-//! The qcow2 driver: an image of QEMU's format, with the images behind it, on the ring of its queue.
+//! The qcow2 driver. It serves an image in QEMU's format, together with its chain of backing files, on the
+//! io_uring of one queue.
 //!
-//! `header` and `entry` read the format, `chain` opens the files, `state` is what is in memory: tables, slices
-//! of tables (`cache`), what is allocated. `io` has operations on the files as futures and the tasks that wait
-//! for them, `env` what tasks share. `read` (`inflate`), `write` and `zero` are the tasks; `allocate` finds clusters
-//! (`refcounts`), `commit` writes the tables, in an order that survives a power loss. `queue` is the data
-//! path, `bitmaps` are the dirty bitmaps in an image, `keep` writes them to their `places`, `blocking` runs
-//! tasks without a queue, `create` makes images, `over` one over the image that is served, `extents` and `grow`
-//! are for the control plane; `block_commit` has what the image has (`own`, found beside the queue by `slices`)
-//! go to the one behind it (`block_commit_base`), with what is written meanwhile (`changes`), and then `empty`
-//! of its own. `journal` (`mapping`) has what the file lacks when the process is killed, and `recover` applies it
-//! (`replay`) when the image is opened, and frees the clusters that the process leaked (`leaks`, `unlinked`).
+//! The modules, from the format to the block jobs:
+//!
+//! * `header`, `entry`, `bitmaps`: parse and build the structures of the format.
+//! * `chain`, `create`: open an image and its backing files; create an empty overlay.
+//! * `state`, `cache`, `refcounts`, `unlinked`: what is in memory. The L1 table and the refcount table are
+//!   complete; of L2 tables and refcount blocks only slices are cached.
+//! * `io`, `env`, `epochs`, `inflate`: operations on the files as futures, the tasks that wait for them, and
+//!   what these tasks share.
+//! * `read`, `write`, `zero`, `grow`, `allocate`, `reserve`: the tasks.
+//! * `flush_metadata`: writes tables back, in an order that survives a power loss.
+//! * `queue`: the data path. `blocking` runs the same tasks without a queue.
+//! * `journal`, `mapping`, `recover`, `replay`, `leaks`: keep completed writes if the process is killed.
+//! * `keep`, `places`: save the persistent dirty bitmaps in the image.
+//! * `overlay`: external snapshots.
+//! * `block_commit`, `block_commit_base`, `allocated`, `uncached_slices`, `changes`, `empty`: commit the
+//!   overlay into its backing file.
+//! * `extents`: block status.
 
 mod allocate;
 mod bitmaps;
@@ -90,46 +98,45 @@ use reserve::free_reserved;
 use state::{Layer, State, Writer};
 use unlinked::Unlinked;
 
-/// Largest read or write, as of the loop driver.
+/// Largest read or write in bytes, the same as of the loop driver.
 const REQUEST_MAX_BYTES: u32 = 2560 << 9;
-/// Largest discard and write zeroes.
+/// Largest discard or write zeroes, in bytes.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-/// How often the last commit is tried: each may leave refcounts of what the one before released.
+/// Attempts to write all tables back. A flush counts down the refcounts of the clusters that were released
+/// before it, and so makes refcount blocks dirty for the next one.
 const COMMITS_MAX: usize = 4;
 
 /// A device backed by a qcow2 image.
 pub struct Qcow2 {
     shared: Arc<Shared>,
-    /// Those of the chain, the image's own first.
+    /// The files of the chain, the active image first.
     files: Vec<Arc<File>>,
     name: ImageName,
     path: PathBuf,
     behind: Vec<PathBuf>,
-    /// Device and inode of the image.
+    /// Device number and inode of the image.
     identity: (u64, u64),
-    /// Whether the image is open for writing.
     writable: bool,
     read_only: AtomicBool,
-    /// Another driver has its files.
+    /// Another driver uses the image's file now, so that dropping this driver must not write to it.
     superseded: AtomicBool,
     logical_block_bytes: u32,
     memory_align: u32,
     physical_block: u32,
     rotational: bool,
     requested: DirectIo,
-    /// Why there is no direct I/O, if there is none.
+    /// Why direct I/O is off; `None` if it is on.
     buffered: Option<String>,
     version: u32,
     cluster_bytes: u64,
     warnings: Vec<String>,
-    /// The dirty bitmaps in the image.
     kept: Mutex<KeptBitmaps>,
 }
 
-/// The image itself, with a lock on it.
+/// Opens and locks the active image. Also returns a warning of the lock, if there is one.
 fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
     if options.shared && !options.read_only {
-        let message = "a qcow2 image has one writer, and is not shared with others; open it read-only";
+        let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
         return Err(Error::new(ErrorKind::Invalid, message));
     }
     let mut backing = Backing::open(&options.path, options.read_only)?;
@@ -147,7 +154,7 @@ fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
     Ok((Opened { backing, tables: Some(tables), size }, warning))
 }
 
-/// Rejects an image for writing that is to be repaired first.
+/// Rejects an image that must be repaired before it is written.
 fn check_repaired(header: &Header, path: &Path) -> Result<(), Error> {
     let why = match (header.corrupt, header.dirty) {
         (true, _) => "is marked as corrupt",
@@ -163,12 +170,13 @@ fn check_repaired(header: &Header, path: &Path) -> Result<(), Error> {
 }
 
 impl Qcow2 {
-    /// Opens and locks an image, and those behind it.
+    /// Opens and locks an image and its backing files.
     ///
     /// # Errors
-    /// One line: what is wrong, why, and the cure. [`ErrorKind::Busy`] if another process has locked one of
-    /// the files, [`ErrorKind::Claimed`] if the kernel uses it, [`ErrorKind::BackingFile`] if the image names a
-    /// backing file that it may not have: those have what and why, the cure is the caller's.
+    /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Busy`] if another process has
+    /// locked one of the files, [`ErrorKind::Claimed`] if the kernel uses the image,
+    /// [`ErrorKind::BackingFile`] if the image names a backing file that `options` does not allow. The last
+    /// two have no hint, because the caller knows its own options.
     pub fn open(options: &Qcow2Options) -> Result<Qcow2, Error> {
         let (top, warning) = open_top(options)?;
         let mut warnings = Vec::from_iter(warning);
@@ -179,12 +187,15 @@ impl Qcow2 {
         };
         let size = header.size - header.size % u64::from(logical_block_bytes);
         if size == 0 {
-            return Err(Error::new(ErrorKind::Invalid, format!("{} has no sector", path.display())));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{} is smaller than one sector of {logical_block_bytes} bytes", path.display()),
+            ));
         }
         if size != header.size {
             let left_out = header.size - size;
             warnings.push(format!(
-                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} and are left out",
+                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and are not served",
                 path.display()
             ));
         }
@@ -208,7 +219,7 @@ impl Qcow2 {
                 let mode = choose_file_mode(&one, options.direct_io, logical_block_bytes, smallest)?;
                 match mode.direct {
                     Some(align) if align.assumed => warnings.push(format!(
-                        "the file system of {shown} does not report what direct I/O demands: 512 bytes are assumed"
+                        "the file system of {shown} does not report its alignment for direct I/O; 512 bytes are assumed"
                     )),
                     Some(_) => {}
                     None if number == 0 => buffered = Some(mode.reason),
@@ -254,23 +265,22 @@ impl Qcow2 {
         Ok(device)
     }
 
-    /// The image, for what keeps its bitmaps.
     fn image(&self) -> Image<'_> {
         let Qcow2 { shared, files, path, writable, kept, .. } = self;
         Image { shared, files, path, writable: *writable, kept }
     }
 
-    /// The device and the inode of the image.
+    /// The device number and the inode of the image.
     pub(crate) fn identity(&self) -> (u64, u64) {
         self.identity
     }
 
-    /// The image itself.
+    /// The file of the active image.
     pub(crate) fn file(&self) -> &File {
         &self.files[0]
     }
 
-    /// Runs a task while no queue does I/O.
+    /// Runs a task on this thread. No queue may do I/O meanwhile.
     fn run<F: Future<Output = blkq::IoResult> + 'static>(
         &self,
         what: &str,
@@ -279,7 +289,8 @@ impl Qcow2 {
         blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.path.display()), task)
     }
 
-    /// Writes all tables, and makes them durable.
+    /// Flushes all metadata, durably, until no table in memory is dirty. Does nothing if the image is
+    /// read-only.
     fn write_back(&self) -> Result<(), Error> {
         if !self.writable {
             return Ok(());
@@ -293,19 +304,18 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The image: absolute, without symbolic links.
+    /// The path of the image: absolute, with symbolic links resolved unless `prefer_link` chose the link.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// How one file of a chain is read and written if `requested` is asked for: by the rule of raw images
-/// ([`choose_mode`]). Direct I/O must suit its tables too, which are read in units of `slice` bytes, and the last sector
-/// of the image, which may be read alone.
+/// Chooses direct or buffered I/O for one file of a chain, by the rule of raw images ([`choose_mode`]).
+/// Direct I/O must also suit the tables, which are read in units of `slice` bytes, and the end of the image,
+/// because the last sector may be read alone.
 ///
 /// # Errors
-///
-/// Returns [`ErrorKind::NoDirectIo`] and the like if direct I/O is demanded and impossible.
+/// [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O and it is impossible.
 fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64) -> Result<Mode, Error> {
     let path = &image.backing.path;
     let mode = choose_mode(requested, &image.backing.direct, path, block, 0)?;
@@ -315,7 +325,7 @@ fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64)
         return Ok(mode);
     }
     let reason = format!(
-        "it demands an alignment of {unit} bytes, which its size of {} bytes or the tables of the chain do not have",
+        "it requires an alignment of {unit} bytes, which the image size ({} bytes) or the tables of the chain do not have",
         image.size
     );
     if requested == DirectIo::On {
@@ -338,7 +348,7 @@ fn choose_logical_block(options: &Qcow2Options, backing: &Backing) -> Result<u32
     Ok(demanded.max(backing.logical_block).clamp(512, 4096).next_power_of_two())
 }
 
-/// The state of a writer, read from the image.
+/// The state that only a writer needs, read from the image.
 fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
     let file_bytes = backing::size(&top.backing.file, &top.backing.path)?;
     let (mut refcount_table, mut bits) = (Vec::new(), 16);
@@ -347,14 +357,15 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         bits = header.cluster_bits;
         let entries = (u64::from(header.refcount_table_clusters) << bits) / 8;
         refcount_table = chain::read_numbers(&top.backing, header.refcount_table_offset, entries as usize)?;
-        // The other bits are reserved: an entry without an offset is none.
+        // The low bits of an entry are reserved. An entry without an offset names no block.
         refcount_table.iter_mut().for_each(|block| *block &= OFFSET);
         let mut blocks = HashSet::new();
         if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {
             let shown = top.backing.path.display();
             let message = format!(
-                "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all \
-                 {shown}`, or open it read-only"
+                "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all {}`, \
+                or open it read-only",
+                shell_word(&top.backing.path)
             );
             return Err(Error::new(ErrorKind::Format, message));
         }
@@ -365,7 +376,7 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         refcount_table_dirty: BTreeSet::new(),
         l1_dirty: BTreeSet::new(),
         next_free: 0,
-        // A block device has old data behind the image.
+        // Clusters at the end of a block device contain old data; they never read as zeroes.
         fresh_from: if block_device { u64::MAX } else { file_bytes.div_ceil(1 << bits) },
         extended_to: (!block_device).then_some(file_bytes),
         extending: false,
@@ -391,13 +402,13 @@ impl Driver for Qcow2 {
     }
 
     fn queues_max(&self) -> usize {
-        // The tables have one owner.
+        // One queue changes the tables in memory; a second one would need its own copy.
         1
     }
 
     fn limits(&self) -> QueueLimits {
         let read_only = self.read_only.load(Relaxed);
-        // Without zero flags, what is behind an image would show through.
+        // Without zero flags (version 2) a discard would make the data of the backing file visible.
         let unmaps = !read_only && (self.version >= 3 || self.behind.is_empty());
         let most = |able: bool| if able { DISCARD_MAX_BYTES } else { 0 };
         QueueLimits {
@@ -439,12 +450,12 @@ impl Driver for Qcow2 {
 
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
         extents::depths(&self.shared, &self.files, range, max)
-            .map_err(|e| Error::system(format!("cannot find what {} has", self.path.display()), e))
+            .map_err(|e| Error::system(format!("cannot read the allocation of {}", self.path.display()), e))
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         if !read_only && !self.writable {
-            let message = format!("{} was opened read-only; open it anew for writing", self.path.display());
+            let message = format!("{} is open read-only; open it again for writing", self.path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         self.write_back()?;
@@ -465,23 +476,25 @@ impl Driver for Qcow2 {
         if bytes == now {
             return Ok(now);
         }
-        let refused = |why: &str, cure: &str| {
-            let message = format!("{} cannot have {bytes} bytes: {why}", self.path.display());
-            Err(Error::new(ErrorKind::Unsupported, message).with_cure(cure))
+        let refused = |why: &str, hint: &str| {
+            let message = format!("cannot resize {} to {bytes} bytes: {why}", self.path.display());
+            Err(Error::new(ErrorKind::Unsupported, message).with_cure(hint))
         };
-        let elsewhere = "resize it with qemu-img while nothing has it open";
+        let offline = "detach the device and run qemu-img resize";
         if bytes < now {
-            let why = format!("a qcow2 image does not shrink while it is served; it has {now}");
-            return refused(&why, elsewhere);
+            let why = format!("a qcow2 image in use cannot shrink, and its size is {now} bytes");
+            return refused(&why, offline);
         }
         if !bytes.is_multiple_of(u64::from(self.logical_block_bytes)) {
-            return refused(&format!("they are not whole sectors of {}", self.logical_block_bytes), "");
+            let why =
+                format!("the size is not a multiple of the sector size, {} bytes", self.logical_block_bytes);
+            return refused(&why, "");
         }
         if self.read_only.load(Relaxed) {
             return refused("it is read-only", "");
         }
         match grow::room(&locked(&self.shared.state)) {
-            room if bytes > room => refused(&format!("its L1 table has room for {room}"), elsewhere),
+            room if bytes > room => refused(&format!("its L1 table has room for {room} bytes"), offline),
             _ => Ok(bytes),
         }
     }
@@ -490,7 +503,7 @@ impl Driver for Qcow2 {
         let bytes = self.prepare_resize(bytes)?;
         {
             let mut state = locked(&self.shared.state);
-            // A part of the image was served.
+            // The device uses only a part of the image, so the image itself need not change.
             if bytes <= state.layers[0].size {
                 state.size = bytes;
                 return Ok(());
@@ -538,7 +551,7 @@ impl BitmapStore for Qcow2 {
         self.image().check_bitmaps()
     }
 
-    /// The image itself has them.
+    /// Does nothing with the file: the image contains the bitmaps.
     fn set_file(&self, _file: File) -> Result<(), Error> {
         self.image().check_bitmaps()
     }
@@ -557,14 +570,15 @@ impl Drop for Qcow2 {
         if self.superseded.load(Relaxed) {
             return;
         }
-        // The last flush has written what clients were promised; this frees what they discarded, and what
-        // was reserved.
+        // The last flush has written everything that clients were promised. This frees discarded clusters and
+        // reserved space.
         if self.writable && self.write_back().is_ok() {
             self.end_journal();
             let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         }
         if let Some(file) = self.files.first() {
-            // A ring may keep the file open for longer than the device is used.
+            // Released explicitly, because a ring may keep a reference to the file for longer than the device
+            // exists.
             lock::release(file, &LOCKED);
         }
     }

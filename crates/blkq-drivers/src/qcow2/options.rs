@@ -1,4 +1,4 @@
-//! The options of a user.
+//! Options of a qcow2 device.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,43 +7,46 @@ use crate::r#loop::DirectIo;
 
 use super::journal::Journals;
 
-/// The backing files that an image may name: a name in a file is a path that a stranger may have written.
+/// The backing files that an image may name. The name is data in the image and may come from an untrusted
+/// author, so it must not open arbitrary files.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum BackingChain {
-    /// Those in the directory of the image that names them, or below it, by any way that does not lead out
-    /// of it.
+    /// Only files in the directory of the image that names them, or below. A path that leads out of this
+    /// directory, for example through a symbolic link, is refused.
     #[default]
     OwnDirectory,
-    /// All that the user may read.
+    /// All files that the process may read.
     Allow,
 }
 
-/// An image, and how it is served.
+/// A qcow2 image, and how it is served.
 #[derive(Clone, Debug)]
 pub struct Qcow2Options {
     /// The image: a regular file or a block device.
     pub path: PathBuf,
-    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES);
-    /// `None`: 512, or what [`DirectIo::On`] demands.
+    /// The logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES). `None`
+    /// chooses the larger of 512 bytes and the file's own logical block size, or what [`DirectIo::On`]
+    /// requires.
     pub logical_block_bytes: Option<u32>,
-    /// Around the page cache or through it.
+    /// Whether to bypass the page cache.
     pub direct_io: DirectIo,
-    /// Refuse writes, and open the image for reading only.
+    /// Open the image read-only, and refuse writes.
     pub read_only: bool,
-    /// Let others read the image too that have this option; for readers only.
+    /// Allow other readers of the image that set this option too. Requires `read_only`.
     pub shared: bool,
-    /// The backing files that it may have.
+    /// The backing files that the image may name.
     pub backing_chain: BackingChain,
-    /// The size of a device in use, whose clients do not know that the image has grown: a larger image is served up to
-    /// there.
+    /// The size in bytes of a device in use, whose clients do not know that the image has grown. A larger
+    /// image is served up to this size.
     pub device_bytes: Option<u64>,
-    /// The directory in which what completed survives this process, if it is killed; `None`: what is not flushed is
-    /// lost then, and an image that may lack writes of a killed process is opened for reading only.
+    /// The directory of journals, which keep completed writes if this process is killed. `None`: writes that
+    /// were not flushed are lost with the process, and an image whose journal may contain writes is opened
+    /// read-only at most.
     pub journals: Option<Arc<Journals>>,
 }
 
 impl Qcow2Options {
-    /// The image at `path`, for reading and writing.
+    /// Options for the image at `path`, for reading and writing.
     pub fn new(path: impl Into<PathBuf>) -> Qcow2Options {
         Qcow2Options {
             path: path.into(),

@@ -1,4 +1,5 @@
-//! A new image over the one that is served, which is to be served in its place, while no I/O runs.
+//! External snapshots: creates a qcow2 overlay over the active image and opens it as the new active image. No
+//! I/O runs meanwhile.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -30,24 +31,24 @@ use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
 use super::{Qcow2, check_repaired, choose_file_mode, open_writer};
 
-/// The image that is served now, with those behind it.
+/// The active image with its backing files, from which a new overlay is made.
 pub struct OverlayBase {
-    /// The image's own first.
+    /// The active image first.
     files: Vec<Arc<File>>,
     paths: Vec<PathBuf>,
     layers: Vec<Layer>,
-    /// Of the device, in bytes.
+    /// The size of the device in bytes.
     size: u64,
     slice_bytes: u64,
     logical_block_bytes: u32,
     memory_align: u32,
     requested: DirectIo,
-    /// Why there is no direct I/O, if there is none.
+    /// Why direct I/O is off; `None` if it is on.
     buffered: Option<String>,
 }
 
 impl OverlayBase {
-    /// A raw image.
+    /// The base for an overlay over a raw image.
     pub(crate) fn of_raw(raw: RawImage) -> OverlayBase {
         let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
         OverlayBase {
@@ -63,29 +64,30 @@ impl OverlayBase {
         }
     }
 
-    /// The name of the image's format in the header of the one over it.
+    /// Whether the active image is qcow2; else it is raw.
     fn is_qcow2(&self) -> bool {
         self.layers.first().is_some_and(|layer| layer.tables.is_some())
     }
 }
 
 impl Qcow2 {
-    /// The image, with all that was written made durable, for one over it. Its disk is frozen.
+    /// Makes all writes durable, and returns the image as the base of a new overlay. The disk must be frozen.
     ///
     /// # Errors
-    /// If it is read-only, or something cannot be made durable.
+    /// [`ErrorKind::Unsupported`] if the image is read-only; the I/O error of the file.
     pub(crate) fn overlay_base(&self) -> Result<OverlayBase, Error> {
         if !self.writable || self.read_only.load(Relaxed) {
-            let message = format!("{} is read-only: nothing in it changes", self.path.display());
+            let message =
+                format!("{} is read-only, so that an overlay would have no use", self.path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        // Also where no table is dirty: data in place may be.
+        // A flush of its own, because data that was overwritten in place makes no table dirty.
         self.run("make the data durable", async |env| commit(&env, true).await)?;
         self.write_back()?;
         Ok(self.chain_from(0))
     }
 
-    /// The images from that one on, as the device has them.
+    /// The images of the chain from `first` on, with copies of their tables in memory.
     fn chain_from(&self, first: usize) -> OverlayBase {
         let state = locked(&self.shared.state);
         let copy = |layer: &Layer| Layer {
@@ -110,11 +112,11 @@ impl Qcow2 {
         }
     }
 
-    /// The qcow2 image behind this one, which is at `path` and `file` has open for writing, as a device of its own
-    /// with one of `journals`. Its own dirty bitmaps are marked as in use.
+    /// Opens the backing file of this image, at `path`, as a device, for a block commit. `file` is open for
+    /// writing and locked; the image must be qcow2. Marks its persistent bitmaps as in use.
     ///
     /// # Errors
-    /// One line: what is wrong, why, and the cure.
+    /// The message has one line: what is wrong, why, and a hint.
     pub(super) fn of_base(
         &self,
         file: File,
@@ -130,26 +132,28 @@ impl Qcow2 {
         let size = tables.header.size;
         let mut below = self.chain_from(2);
         let bytes = size - size % u64::from(self.logical_block_bytes);
-        // Before anything is written to it.
+        // Checked before anything is written to the base.
         let device_bytes = std::mem::replace(&mut below.size, bytes);
         check_not_longer(path, bytes, device_bytes)?;
         let base = Opened { backing, size, tables: Some(tables) };
         let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
-        // Before they are marked.
+        // A device that cannot be resized must be refused before its bitmaps are marked as in use.
         base.prepare_resize(Some(device_bytes)).inspect_err(|_| _ = base.supersede())?;
-        // It is written to from now on.
+        // Loading marks the bitmaps as in use, because the commit is about to write to the base.
         base.load().inspect_err(|_| _ = base.supersede())?;
         Ok(base)
     }
 
-    /// Makes `file`, which is empty, open for reading and writing, and at the absolute `path`, a qcow2 image over
-    /// `below`, whose disk is frozen, and opens it as the device of the same size. The new image is durable when this
-    /// returns, but for its name; what completes from then on survives this process in one of `journals`. The device is
-    /// to take the other's place ([`Exchange::replace`](blkq::disk::Exchange::replace)), or to be dropped: until then
-    /// nothing has changed.
+    /// Makes `file` a qcow2 overlay over `below`, and opens it as a device of the same size. `file` must be
+    /// empty, open for reading and writing, and at the absolute `path`; the disk of `below` must be frozen.
+    ///
+    /// When this returns, the overlay is durable, except for its directory entry. If `journals` are given,
+    /// the writes that complete from then on survive a kill of this process. The device replaces the other
+    /// one ([`Exchange::replace`](blkq::disk::Exchange::replace)) or is dropped; until then, nothing changes
+    /// for clients.
     ///
     /// # Errors
-    /// One line: what is wrong, why, and the cure.
+    /// The message has one line: what is wrong, why, and a hint.
     pub fn over(
         below: OverlayBase,
         file: File,
@@ -158,17 +162,20 @@ impl Qcow2 {
     ) -> Result<Qcow2, Error> {
         let top = Backing::of_open(file, path.to_owned())?;
         if backing::size(&top.file, &top.path)? != 0 || top.block_device {
-            let message = format!("{} is not a new file", top.path.display());
+            let message = format!("{} is not an empty new file", top.path.display());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         if below.files.len() > chain::DEPTH_MAX {
-            let message =
-                format!("{} would have too many images behind it; commit some first", path.display());
+            let message = format!(
+                "{} would have more than {} backing files; commit some first",
+                path.display(),
+                chain::DEPTH_MAX
+            );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         lock::acquire(&top.file, &top.path, &LOCKED, LockKind::Exclusive, false)?;
         let (Some(file), Some(path_before)) = (below.files.first(), below.paths.first()) else {
-            return Err(Error::new(ErrorKind::Invalid, "there is no image to be behind the new one"));
+            return Err(Error::new(ErrorKind::Invalid, "the new overlay has no backing file"));
         };
         chain::check_is_no_link(path_before)?;
         let base = path_of(file, path_before)?;
@@ -181,8 +188,8 @@ impl Qcow2 {
         Qcow2::assemble(Opened { backing: top, size, tables: Some(tables) }, below, journals, None)
     }
 
-    /// The device of an image that is open for writing and locked, over those of `below`, with one of `journals`. It
-    /// gets the data of the image `front`, if there is one.
+    /// Builds the device of the image `top`, which is open for writing and locked, over the images of
+    /// `below`. `front` is the overlay that is committed into `top`, if this is for a block commit.
     fn assemble(
         mut top: Opened,
         below: OverlayBase,
@@ -194,7 +201,8 @@ impl Qcow2 {
         else {
             return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
         };
-        // Before it is read in whole blocks only.
+        // `open_writer` reads the file through the page cache. This must happen before `set_direct`, after
+        // which reads have to be aligned.
         let writer = open_writer(&top, false)?;
         let slice_bytes = below.slice_bytes.min(cluster_bytes);
         let buffered = choose_buffered(&top, &below, slice_bytes)?;
@@ -239,8 +247,9 @@ impl Qcow2 {
         Ok(device)
     }
 
-    /// Has the first files read and written around the page cache from now on, where `direct` says so. The change of
-    /// the header that begins a journal comes before, as it need not wait for the disk.
+    /// Switches direct I/O on or off for the first files of the chain, as `direct` says. It runs after
+    /// [`Qcow2::begin_journal`], whose change of the header may go through the page cache and then need not
+    /// wait for the disk.
     pub(super) fn set_direct(&self, direct: &[bool]) -> Result<(), Error> {
         let paths = std::iter::once(&self.path).chain(&self.behind);
         for ((file, path), direct) in self.files.iter().zip(paths).zip(direct) {
@@ -250,10 +259,11 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Another driver has the image's file from now on, and only reads it.
+    /// Gives the image's file to another driver, which only reads it. Writes all tables back, ends the
+    /// journal and makes the lock a shared one.
     ///
     /// # Errors
-    /// That of writing the tables. The file is the other driver's all the same.
+    /// The I/O error of writing the tables. The file belongs to the other driver in this case too.
     pub(crate) fn supersede(&self) -> Result<(), Error> {
         self.superseded.store(true, Relaxed);
         let written = self.write_back();
@@ -268,13 +278,13 @@ impl Qcow2 {
     }
 }
 
-/// The path that the file has now, which was at `path`.
+/// The current path of `file`, which was at `path` when it was opened.
 ///
 /// # Errors
-/// If it has none that another process could find it by.
+/// [`ErrorKind::Unsupported`] if no path leads to the file any longer.
 pub(super) fn path_of(file: &File, path: &Path) -> Result<PathBuf, Error> {
     let found = file.metadata().ok().and_then(|mine| {
-        // First the name that it had, which may be a link that matters (`prefer_link`).
+        // The old path comes first: it may be a symbolic link that must be kept (`prefer_link`).
         let names = [Some(path.to_owned()), backing::name_now(file)];
         let there = |path: &PathBuf| {
             std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino()))
@@ -282,12 +292,13 @@ pub(super) fn path_of(file: &File, path: &Path) -> Result<PathBuf, Error> {
         names.into_iter().flatten().find(there)
     });
     found.ok_or_else(|| {
-        let message = format!("{} was removed, and no other image could find it any more", path.display());
+        let message =
+            format!("{} was removed, so no overlay can name it as its backing file", path.display());
         Error::new(ErrorKind::Unsupported, message)
     })
 }
 
-/// Why the new image is read and written through the page cache, if it is.
+/// Why the new image uses the page cache; `None` if it uses direct I/O.
 fn choose_buffered(top: &Opened, below: &OverlayBase, slice_bytes: u64) -> Result<Option<String>, Error> {
     if let Some(why) = &below.buffered {
         return Ok(Some(why.clone()));
@@ -298,7 +309,7 @@ fn choose_buffered(top: &Opened, below: &OverlayBase, slice_bytes: u64) -> Resul
         return Ok(None);
     }
     let reason = format!(
-        "it demands an alignment of {} bytes, and the clients of the device have one of {}",
+        "it requires an alignment of {} bytes, and the clients of the device use one of {} bytes",
         align.memory.max(align.offset),
         below.memory_align
     );

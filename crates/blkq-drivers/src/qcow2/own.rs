@@ -1,4 +1,5 @@
-//! The data that the image itself has, for a block commit: read beside its queue.
+//! Reads the clusters that are allocated in the active overlay, for a block commit. It runs on a thread
+//! besides the queue's.
 
 use std::io;
 use std::ops::Range;
@@ -11,15 +12,15 @@ use super::inflate::Compressed;
 use super::slices::{Slices, read_host};
 use super::state::Found;
 
-/// Most bytes of data that are read together.
+/// Largest read of data in bytes.
 pub(super) const PIECE_MAX_BYTES: u64 = 1 << 20;
 
-/// A part of the device.
+/// The content of a part of the device.
 pub(crate) enum Piece {
     Data(IoBuffer),
-    /// So many zeroes.
+    /// This number of zero bytes.
     Zeroes(u64),
-    /// So many bytes that are not the image's own.
+    /// The overlay does not map this number of bytes; the backing file has them.
     Behind(u64),
 }
 
@@ -33,17 +34,17 @@ impl Piece {
 }
 
 impl Qcow2 {
-    /// Where the image itself has the bytes from the beginning of `range` on, and how many there are together.
+    /// How the overlay maps the start of `range`, and how many bytes it maps in the same way contiguously.
     fn find_own(&self, slices: &mut Slices, range: &Range<u64>) -> io::Result<(Found, u64)> {
         slices.find(&self.shared, &self.files, |state, extra| {
             state.find_own(range.start, range.end - range.start, Some(extra))
         })
     }
 
-    /// The first part of `range` that the image has itself, as data or as zeroes.
+    /// The first part of `range` that the overlay maps, as data or as zeroes.
     ///
     /// # Errors
-    /// That of reading a table.
+    /// The I/O error of a table.
     pub(super) fn next_own(
         &self,
         slices: &mut Slices,
@@ -59,11 +60,11 @@ impl Qcow2 {
         Ok(None)
     }
 
-    /// The bytes from the beginning of `range` on, as the image has them at this moment: a write meanwhile may be in
-    /// it or not, in any part.
+    /// Reads from the start of `range`. A write that is in flight may appear in the result completely, in
+    /// part, or not at all.
     ///
     /// # Errors
-    /// That of reading the image.
+    /// The I/O error of the image.
     pub(super) fn read_piece(&self, slices: &mut Slices, range: &Range<u64>) -> io::Result<Piece> {
         let (found, bytes) = self.find_own(slices, range)?;
         match found {

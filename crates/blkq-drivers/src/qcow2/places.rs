@@ -1,5 +1,6 @@
-//! The places of dirty bitmaps in the image: clusters that each has for all of its bits, from when it is added on. The
-//! directory names them, marked as in use, until the bits are written.
+//! The clusters of dirty bitmaps in the image. A bitmap gets clusters for all of its bits as soon as it is
+//! added, so that saving it cannot fail for lack of space. The directory names it, marked as in use, until
+//! the bits are written.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -14,34 +15,35 @@ use super::env::Env;
 use super::header::{AUTOCLEAR_BITMAPS, BitmapsExtension};
 use super::io::Op;
 
-/// How often clusters that follow each other are searched for.
+/// Attempts to find contiguous clusters for a table or directory.
 const SEARCHES_MAX: usize = 64;
-/// Bytes that are written at a time.
+/// Bytes of one write.
 const WRITE_BYTES: usize = 1 << 20;
 
-/// The facts of a bitmap that its place follows from.
+/// The properties of a bitmap that its directory entry and its clusters depend on.
 #[derive(Clone)]
 pub(super) struct Named {
     name: String,
     granularity: u64,
     state: BitmapState,
-    /// Bytes of its bits.
+    /// Size of the bits in bytes.
     bytes: u64,
 }
 
 impl Named {
-    /// Those of `bitmap` in an image of `size` bytes.
+    /// The entry for `bitmap` in an image of `size` bytes.
     pub fn of(bitmap: &Bitmap, size: u64) -> Named {
         let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
         let bytes = match bitmap.state() {
-            // A table is needed all the same. That of a whole device could be of any size.
+            // The format requires a table even without bits. One of full size could take any amount of
+            // memory.
             BitmapState::Inconsistent => 1,
             _ => bytes_for(size, granularity),
         };
         Named { name, granularity, state: bitmap.state(), bytes }
     }
 
-    /// With the table that `old` has, if it has no bits.
+    /// The entry with the table size of `old`, if the bitmap has no bits.
     fn in_place_of(self, old: &Named) -> Named {
         let bytes = if self.has_bits() { self.bytes } else { old.bytes };
         Named { bytes, ..self }
@@ -51,20 +53,21 @@ impl Named {
         self.state != BitmapState::Inconsistent
     }
 
-    /// Whether the directory has the same for both, but for flags that mean nothing while they are in use.
+    /// Whether the directory entries of both are equal, apart from flags without a meaning while they are
+    /// marked as in use.
     fn is_like(&self, other: &Named) -> bool {
         self.name == other.name && self.granularity == other.granularity && self.has_place_of(other, 1)
     }
 
-    /// Whether the place of one suits the other, in clusters of `cluster` bytes. One without bits has a table of any
-    /// size.
+    /// Whether the clusters of one suit the other, with clusters of `cluster` bytes. The table of a bitmap
+    /// without bits may have any size.
     fn has_place_of(&self, other: &Named, cluster: u64) -> bool {
         let clusters = |named: &Named| named.has_bits().then(|| named.bytes.div_ceil(cluster));
         clusters(self) == clusters(other)
     }
 }
 
-/// A bitmap in the image.
+/// A bitmap in the image, with its clusters.
 #[derive(Clone)]
 struct Place {
     named: Named,
@@ -72,36 +75,38 @@ struct Place {
     bits: Vec<Clusters>,
 }
 
-/// The bitmaps in the image.
+/// All bitmaps in the image.
 #[derive(Clone, Default)]
 pub(super) struct Places {
     directory: Option<Clusters>,
     places: Vec<Place>,
-    /// Clusters of bitmaps that were loaded and not adopted, until there is another directory.
+    /// Clusters of loaded bitmaps that could not be adopted. They are released once a new directory is
+    /// written.
     loaded: Vec<u64>,
-    /// Entries of the directory that stay as they are.
+    /// Directory entries that blkq does not know. They stay unchanged.
     others: Vec<Vec<u8>>,
-    /// The directory may have them with their bits.
+    /// The bits may be in the file: the directory may name the bitmaps as not in use.
     stored: bool,
 }
 
 impl Places {
-    /// Whether the directory has `named`, and no others, marked as in use.
+    /// Whether the directory names exactly `named`, all marked as in use.
     pub fn has(&self, named: &[Named]) -> bool {
         let is_empty = named.is_empty() && self.others.is_empty() && self.loaded.is_empty();
         let is_there = self.directory.is_some() || is_empty;
-        // QEMU has them in another order.
+        // QEMU may write them in another order.
         let are_like = named.iter().all(|named| self.places.iter().any(|place| place.named.is_like(named)));
         is_there && !self.stored && self.places.len() == named.len() && are_like
     }
 
-    /// The first of `named` whose name a bitmap has that is to stay as it is.
+    /// The first name in `named` that an unknown directory entry has too.
     pub fn find_other<'a>(&self, named: &'a [Named]) -> Option<&'a str> {
         let has = |name: &&str| self.others.iter().any(|other| entry_name(other) == Some(name.as_bytes()));
         named.iter().map(|named| &named.name[..]).find(has)
     }
 
-    /// These, of which the directory is about to have the bits, and `named` as they are now.
+    /// Returns these places for [`store`], with the properties in `named`, and notes that the file may have
+    /// the bits.
     pub fn begin_store(&mut self, named: Vec<Named>) -> Places {
         self.stored = true;
         for named in named {
@@ -113,7 +118,7 @@ impl Places {
         self.clone()
     }
 
-    /// The directory, with all bitmaps marked as in use or not.
+    /// The content of the directory, with all bitmaps marked as in use or not.
     fn directory(&self, cluster: u64, in_use: bool) -> Vec<u8> {
         let mut directory = self.others.concat();
         for Place { named, table, .. } in &self.places {
@@ -140,15 +145,15 @@ impl Places {
         self.directory.iter().chain(of_bitmaps).copied().collect()
     }
 
-    /// Their clusters of `cluster` bytes, by their offset.
+    /// The offsets of all clusters, which have `cluster` bytes.
     fn hosts(&self, cluster: u64) -> Vec<u64> {
         let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
         self.runs().into_iter().flat_map(each).collect()
     }
 }
 
-/// The places of bitmaps that are marked as in use, and are to be `named`: those that the image has, if each has room
-/// for all bits, and for itself alone. Else all are to get others.
+/// Adopts the clusters of loaded bitmaps, which are marked as in use, for `named`. This needs clusters for
+/// all bits that nothing else uses; else none is adopted, and all bitmaps get new clusters.
 pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Places {
     let cluster = 1 << env.state().cluster_bits();
     let run =
@@ -178,7 +183,7 @@ pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Place
     Places { loaded: layout.clusters, others: layout.others, ..Places::default() }
 }
 
-/// Whether nothing else has the clusters, as far as the image says, and there is room for all bits.
+/// Whether only these bitmaps use the clusters, as far as the image says. Also reserves space for all bits.
 async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
     let (hosts, mut seen) = (places.hosts(cluster), HashSet::new());
     let tables = env.state().tables_among(hosts.iter().copied());
@@ -191,7 +196,7 @@ async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
         }
     }
     for run in places.places.iter().flat_map(|place| &place.bits) {
-        // A copy may have holes there.
+        // In a copy of an image, clusters may be holes.
         match env.io.run(Op::extend(run.host, run.count * cluster)).await {
             Ok(_) | Err(Status::NotSupported) => {}
             Err(_) => return false,
@@ -200,16 +205,17 @@ async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
     true
 }
 
-/// Has the header name a directory with `named` marked as in use, durably, each with room for its bits. Returns the
-/// places, of which those that there were are kept if they suit. Those that do not are released.
+/// Writes a new directory that names `named`, marked as in use and each with space for its bits, and makes
+/// the header refer to it, durably. Returns the new places. Old clusters are kept where they suit, and else
+/// released.
 ///
 /// # Errors
-/// Those of the file; the image has the old places then.
+/// The I/O error of the file. The image then keeps the old places.
 pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Result<Places, Status> {
     let mut taken = Vec::new();
     let exchanged = write_directory(env, &old, named, &mut taken).await;
     let Ok(new) = exchanged else {
-        // After a failed write of the header the file may name them.
+        // After a failed write of the header, the header on disk may refer to the new clusters.
         let taken = if env.state().writer.failed { Vec::new() } else { taken };
         for clusters in taken {
             free_unused(env, clusters).await;
@@ -220,13 +226,13 @@ pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Resul
         let mut state = env.state();
         let cluster = 1 << state.cluster_bits();
         let kept = HashSet::<u64>::from_iter(new.hosts(cluster));
-        // A damaged image may have tables in their place, or one twice.
+        // In a damaged image, tables may be in these clusters, or a cluster may be named twice.
         let released: BTreeSet<u64> = old.hosts(cluster).into_iter().chain(old.loaded).collect();
         let tables = state.tables_among(released.iter().copied());
         let is_unused = |host: &u64| !kept.contains(host) && !tables.contains(host);
         state.writer.released.extend(released.into_iter().filter(is_unused));
     }
-    // The old clusters stay allocated if this fails, which harms nobody.
+    // If this fails, the old clusters stay allocated. They are wasted, but nothing is damaged.
     let _ = commit(env, true).await;
     Ok(new)
 }
@@ -258,23 +264,23 @@ async fn write_directory(
             Some(BitmapsExtension { count, directory_bytes, directory: place.host })
         }
     };
-    // With the refcounts, what was written is durable.
+    // The flush also makes the new directory and tables durable, before the header refers to them.
     commit(env, true).await?;
     write_extension(env, extension).await?;
     Ok(new)
 }
 
-/// Has the header name the directory of `extension`, or none, durably.
+/// Changes the header to name the directory of `extension`, or none, durably.
 ///
 /// # Errors
-/// Those of the file.
+/// The I/O error of the file, or [`Status::NotSupported`] if the header has no room.
 pub(super) async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
     let changes =
         plan_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
     for HeaderChange { at, bytes } in changes {
         let changed = change_header(env, at, &bytes).await;
         if changed.is_err() {
-            // The file may have either.
+            // The header on disk may be the old or the new one.
             env.state().writer.failed = true;
         }
         changed?;
@@ -286,7 +292,7 @@ pub(super) async fn write_extension(env: &Env, extension: Option<BitmapsExtensio
     Ok(())
 }
 
-/// Makes the place of a bitmap: a table that names a cluster for each part of the bits.
+/// Allocates the clusters of a bitmap, and writes a table that names them.
 async fn make_place(
     env: &Env,
     named: Named,
@@ -311,7 +317,7 @@ async fn make_place(
     Ok(Place { named, table, bits })
 }
 
-/// Reserves the space for clusters that are new.
+/// Reserves space in the file for new clusters; writes zeroes where that is not supported.
 async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
     let (start, end) = (run.host, run.host + run.count * cluster);
     env.state().cache.forget(0, start..end);
@@ -327,11 +333,11 @@ async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
     }
 }
 
-/// Writes the bits of `bitmaps` to their places, and then that they are there, durably. Nothing is written to the
-/// device from then on.
+/// Writes the bits of `bitmaps` to their clusters, and then marks them as not in use, durably. Nothing may be
+/// written to the device afterwards.
 ///
 /// # Errors
-/// Those of the file; the bitmaps are marked as in use then.
+/// The I/O error of the file. The bitmaps then stay marked as in use.
 pub(super) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
     let (size, cluster) = {
         let state = env.state();
@@ -341,7 +347,7 @@ pub(super) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -
     for place in places.places.iter().filter(|place| place.named.has_bits()) {
         let named = bitmaps.iter().find(|bitmap| bitmap.name() == place.named.name);
         let bitmap = named.ok_or(Status::Io)?;
-        // One of a larger image, which was exchanged for this one.
+        // The bitmap may come from a larger image that was replaced by this one.
         let cut = (bitmap.size() > size).then(|| bitmap.resized(size)).transpose();
         let cut = cut.map_err(|_| Status::NotSupported)?;
         let mut bits = cut.as_ref().unwrap_or(bitmap.as_ref()).to_bytes();
@@ -361,7 +367,7 @@ pub(super) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -
     sync(env).await
 }
 
-/// Writes `bytes` to new clusters that follow each other; returns them.
+/// Writes `bytes` to new contiguous clusters, and returns these.
 async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result<Clusters, Status> {
     let bits = env.state().cluster_bits();
     let count = (bytes.len() as u64).div_ceil(1 << bits);
@@ -369,7 +375,7 @@ async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result
     let mut found = Err(Status::NoSpace);
     for search in 0..SEARCHES_MAX {
         if search == SEARCHES_MAX / 2 {
-            // There are only short holes: behind the end of a file there is room.
+            // The searches found only short runs. Beyond the end of the file a long one is free.
             let writer = &mut env.state().writer;
             writer.next_free = match writer.fresh_from {
                 u64::MAX => writer.next_free,
@@ -403,7 +409,7 @@ async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result
 /// Writes `bytes` at byte `offset` of the file.
 ///
 /// # Errors
-/// That of the file.
+/// The I/O error of the file.
 pub(super) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
     let align = env.state().layers[0].align.max(512) as usize;
     let mut buffer = IoBuffer::zeroed(bytes.len().next_multiple_of(align));
@@ -411,10 +417,10 @@ pub(super) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
     env.io.run(env.write_op(offset).with_buffer(buffer)).await.map(drop)
 }
 
-/// Reads the first cluster.
+/// Reads the first cluster, which contains the header.
 ///
 /// # Errors
-/// That of the file.
+/// The I/O error of the file.
 pub(super) async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
     let cluster = 1 << env.state().cluster_bits();
     let mut read = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(cluster))).await?;

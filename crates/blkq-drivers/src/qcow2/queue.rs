@@ -1,5 +1,5 @@
-//! The data path: the one queue of an image on one ring. Data that is where it belongs already, in one piece,
-//! is read and written by one operation; all else is a task.
+//! The data path: the only queue of an image, on one ring. A request for contiguous data that is allocated
+//! already takes the fast path: one operation of the ring. All other requests run as tasks.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -24,30 +24,30 @@ use super::state::Found;
 use super::write::{Source, write};
 use super::zero::{Wanted, clear};
 
-/// Segments of a request.
+/// Most segments of a request.
 pub(super) const SEGMENTS_MAX: u16 = 128;
 
-/// Marks the completion of a request's one operation; below it is the tag. Else it is an operation of a task.
+/// Marks the completion of a request on the fast path; the bits below are its tag. Without this bit, the
+/// payload is the slot of a task's operation.
 const PLAIN: u64 = 1 << 40;
 
-/// The queue of an image.
 pub(super) struct Qcow2Queue {
     env: Rc<Env>,
     executor: Executor,
-    /// The files of the chain, the image's own first.
+    /// The files of the chain, the active image first.
     files: Vec<FileSlot>,
-    /// Arguments of the vectored calls of plain requests: [`SEGMENTS_MAX`] for each tag. Not initialised,
-    /// so that what is never used takes no memory.
+    /// The iovecs of vectored calls on the fast path, [`SEGMENTS_MAX`] for each tag. They are not
+    /// initialised, so that unused ones take no memory.
     iovecs: Box<[MaybeUninit<libc::iovec>]>,
     plain_in_flight: usize,
     writable: bool,
 }
 
 impl Qcow2Queue {
-    /// For `tags` requests at a time, on the thread that `wake` wakes.
+    /// Opens the queue for `tags` requests at a time, on the thread that `wake` wakes.
     ///
     /// # Errors
-    /// The ring's.
+    /// The error of the ring.
     pub fn open(
         shared: Arc<Shared>,
         files: &[Arc<File>],
@@ -76,7 +76,8 @@ impl Qcow2Queue {
         })
     }
 
-    /// Begins a request that is one operation on data in place, or none; returns whether it is.
+    /// Starts a request on the fast path, or completes it if it reads only zeroes. Returns false, without
+    /// effect, if the request needs a task.
     fn begin_plain(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> bool {
         let request = cx.request(tag);
         let (offset, bytes, read) =
@@ -98,14 +99,15 @@ impl Qcow2Queue {
                 _ => return false,
             },
         };
+        // The epoch is entered under the lock of the state, so that no flush can free the cluster before.
         let epoch = self.env.shared.epochs.enter();
         drop(state);
         cx.pdu(tag)[0] = epoch as u64;
         self.plain_in_flight += 1;
         let entry = self.plain_entry(cx, tag, layer, host, read);
-        // SAFETY: the memory of a request in flight is kept valid by the block layer; the arguments and the
-        // registered files live as long as this queue, which is dropped only when nothing is in flight
-        // (see `drop`).
+        // SAFETY: the block layer keeps the memory of a request in flight valid. The arguments and the
+        // registered files live as long as this queue, which is dropped only when nothing is in flight (see
+        // `drop`).
         unsafe { cx.push(entry, PLAIN | u64::from(tag.0)) }
         true
     }
@@ -146,12 +148,12 @@ impl Qcow2Queue {
     fn memory(&self, cx: &DriverContext<'_>, tag: Tag) -> Memory {
         let mut segments = Vec::with_capacity(cx.request(tag).segment_count());
         cx.for_each_segment(tag, |segment| segments.push(segment));
-        // SAFETY: these are all segments of the request, which completes only as `take_finished` has it,
-        // or here before anything was submitted.
+        // SAFETY: these are all segments of the request. It completes after `take_finished` has returned it,
+        // or right here before an operation was submitted.
         unsafe { Memory::new(tag, segments) }
     }
 
-    /// Begins a request as a task.
+    /// Starts a request as a task.
     fn begin_task(&mut self, cx: &DriverContext<'_>, tag: Tag) {
         let request = cx.request(tag);
         let (operation, flags) = (request.operation(), request.flags());
@@ -175,12 +177,12 @@ impl Qcow2Queue {
         });
     }
 
-    /// Polls the tasks that can go on, submits what they do, and completes those that are done.
+    /// Polls the ready tasks, submits their operations, and completes the requests that are done.
     fn run(&mut self, cx: &mut DriverContext<'_>) {
         self.executor.run(&self.env.io);
         while let Some((place, entry)) = self.env.io.next_entry(|layer| self.file(cx, layer)) {
-            // SAFETY: the operation's own memory is kept until its completion is taken, and that of its
-            // request is kept valid by the block layer until the request completes, which is not before.
+            // SAFETY: an operation's own memory is kept until its completion is taken. The block layer keeps
+            // a request's memory until the request completes, which is later.
             unsafe { cx.push(entry, u64::from(place)) }
         }
         while let Some((tag, result)) = self.env.io.take_finished() {
@@ -193,8 +195,8 @@ impl Qcow2Queue {
     }
 }
 
-// SAFETY: a plain request completes when the ring has completed its one operation, and every other when its
-// task is done and no operation on its memory is in flight (`Io::take_finished`).
+// SAFETY: a request on the fast path completes when the ring has completed its one operation. Any other
+// request completes when its task is done and no operation on its memory is in flight (`Io::take_finished`).
 unsafe impl DriverQueue for Qcow2Queue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
@@ -231,10 +233,10 @@ unsafe impl DriverQueue for Qcow2Queue {
             }
             cx.complete(tag, Ok(()));
         } else {
-            // Short, interrupted or failed: once more, by a task, which completes it whatever comes.
+            // The operation was short, interrupted or failed. A task repeats it and completes the request.
             self.begin_task(cx, tag);
         }
-        // A commit may wait for the epoch.
+        // A flush of the metadata may wait until the epoch is idle.
         if !self.executor.is_idle() {
             self.env.io.changed();
             self.run(cx);
@@ -249,7 +251,7 @@ unsafe impl DriverQueue for Qcow2Queue {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        // A task that has paused goes on at once.
+        // A task has yielded and is ready to run.
         self.env.io.has_paused().then_some(0)
     }
 
@@ -268,7 +270,8 @@ unsafe impl DriverQueue for Qcow2Queue {
 impl Drop for Qcow2Queue {
     fn drop(&mut self) {
         if self.plain_in_flight > 0 {
-            // Dropped before its requests completed, on the way out of a panic: the kernel reads these.
+            // The queue is dropped by a panic before its requests completed, and the kernel may still read
+            // the iovecs.
             std::mem::forget(std::mem::take(&mut self.iovecs));
         }
         if self.env.io.in_flight() > 0 {

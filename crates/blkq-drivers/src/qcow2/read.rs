@@ -1,4 +1,4 @@
-//! Reading: from the image, the images behind it, and compressed clusters.
+//! Reads from the active image, its backing files, and compressed clusters.
 
 use std::rc::Rc;
 
@@ -10,13 +10,13 @@ use super::inflate::Compressed;
 use super::io::Memory;
 use super::state::Found;
 
-/// Operations of one request in flight together.
+/// Operations of one request in flight at the same time.
 const READS_MAX: usize = 64;
 
 /// Reads `bytes` from `position` of the device on into the memory of a request.
 ///
 /// # Errors
-/// That of a file, or [`Status::Io`] for tables that break the format.
+/// The I/O error of a file, or [`Status::Io`] if the tables are damaged.
 pub(super) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) -> IoResult {
     let (mut done, mut running) = (0, Vec::new());
     let (mut result, mut bounce) = (Ok(()), None);
@@ -35,7 +35,8 @@ pub(super) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) 
             }
             Found::Compressed { layer, host, bytes, skip } => {
                 if bounce.is_none() {
-                    // Found anew after the wait: meanwhile another write may have replaced it.
+                    // Looks the cluster up again after the wait, because a write may have replaced it
+                    // meanwhile.
                     bounce = Some(env.reserve(bytes + cluster_bytes(env, layer)).await);
                     continue;
                 }
@@ -53,10 +54,11 @@ pub(super) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) 
     result
 }
 
-/// Reads `bytes` from `position` of the device on, as the chain from layer `first` on has them, into memory
-/// that is reserved ([`Env::reserve`]).
+/// Reads `bytes` from `position` of the device on, from the chain without the layers before `first`. The
+/// caller has reserved the memory ([`Env::reserve`]).
 ///
 /// # Errors
+/// As [`read`].
 /// As [`read`].
 pub(super) async fn read_own(env: &Env, first: usize, position: u64, bytes: u64) -> Result<IoBuffer, Status> {
     let mut buffer = IoBuffer::zeroed(bytes as usize);
@@ -100,8 +102,8 @@ fn cluster_bytes(env: &Env, layer: u8) -> u64 {
     state.layers[usize::from(layer)].tables.as_ref().map_or(0, |tables| tables.header.cluster_bytes())
 }
 
-/// The content of a compressed cluster, whose `bytes` compressed ones at most are at `host`. `None`: another task was
-/// at it, and the cluster is to be found anew.
+/// The content of a compressed cluster, of which at most `bytes` compressed bytes are at `host`. `None` means
+/// that another task was decompressing it and the cluster must be looked up again.
 async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Option<Rc<Vec<u8>>>, Status> {
     let cached = |env: &Env| env.decompressed.borrow().as_ref().filter(|one| one.0 == (layer, host)).cloned();
     if let Some((_, content)) = cached(env) {

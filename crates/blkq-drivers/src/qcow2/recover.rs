@@ -1,4 +1,4 @@
-//! The journal of an image that is open: what a process that was killed left is applied, and another is begun.
+//! Recovery after a kill: applies the journal that a killed process left for an image, and begins a new one.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use super::journal::{self, Journal, Journals, Left, Record};
 use super::{Qcow2, allocate, replay};
 
 impl Qcow2 {
-    /// Applies the journal that a killed process left, and begins another if there are `journals`. The image gets the
-    /// data of the image `front`, if there is one, until it has a queue.
+    /// Applies the journal that a killed process left, and begins a new one if there are `journals`. `front`
+    /// is the overlay that is committed into this image, if this is for a block commit.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for an image that has the tag of a journal and is open for writing without
-    /// `journals`; those of the files.
+    /// [`ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`;
+    /// the I/O error of a file.
     pub(super) fn begin_journal(
         mut self,
         journals: Option<&Journals>,
@@ -28,13 +28,13 @@ impl Qcow2 {
         let (identity, tag) = (self.identity, self.tag());
         if journals.is_none() && self.writable && tag != 0 {
             let message = format!(
-                "{} was not closed, and the journal of its process may contain writes that it lacks; open it once with \
-                 the directory of that journal, or read-only",
+                "{} was not closed, and its journal may contain writes that the image lacks; open it with the directory of \
+                the journal, or read-only",
                 self.path.display()
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        // A header of version 2 has no place for the tag.
+        // A header of version 2 has no autoclear features, and so no place for the tag.
         let able = journals.filter(|_| self.version >= 3);
         if journals.is_some() && able.is_none() && self.writable {
             self.warnings.push(journal::none_in_version_2(&self.path));
@@ -47,8 +47,8 @@ impl Qcow2 {
             Left::Nothing if tag != 0 => {
                 let place = journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
                 self.warnings.push(format!(
-                    "{} was not closed, and its journal is not there{place}: what was not flushed when its process was \
-                     killed, or the machine stopped, is lost",
+                    "{} was not closed, and its journal does not exist{place}; writes that were not flushed when the daemon was \
+                    killed, or the machine stopped, are lost",
                     self.path.display()
                 ));
             }
@@ -62,15 +62,16 @@ impl Qcow2 {
             Left::Records(records) => {
                 let path = found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
                 leaked = self.replay(records).map_err(|error| {
-                    // The image stays as it is: a part of the changes would be written with the tables.
+                    // Drops the driver without writing its tables: the image would get a part of the changes.
                     self.superseded.store(true, Relaxed);
-                    let message = format!("{error}; to go on without the writes in its journal, remove {path}");
+                    let message =
+                        format!("{error}; to continue without the writes in its journal, delete {path}");
                     Error::new(error.kind(), message)
                 })?;
                 self.write_back()?;
             }
             Left::Incomplete => self.warnings.push(format!(
-                "the journal of {} is damaged: writes may be lost that were not flushed when its process was killed",
+                "the journal of {} is damaged; writes that were not flushed when the daemon was killed may be lost",
                 self.path.display()
             )),
         }
@@ -82,7 +83,9 @@ impl Qcow2 {
             found => Ok(found),
         };
         if let Err(error) = &journal {
-            self.warnings.push(format!("what is not flushed is lost if this process is killed: {error}"));
+            self.warnings.push(format!(
+                "writes that are not flushed are lost if this process is killed, because there is no journal: {error}"
+            ));
         }
         let journal = journal.unwrap_or_default();
         match &journal {
@@ -91,9 +94,10 @@ impl Qcow2 {
         }
         locked(&self.shared.state).journal = journal;
         self.empty_journal(front)?;
-        // The image `front` reads this one by the tables that it had before.
+        // The overlay reads this image by the tables from before, so its clusters must not be reused.
         if front.is_none() {
-            // Not before: the old journal would have them counted down again.
+            // This must follow `empty_journal`: replaying the old journal again would decrement the refcounts
+            // twice.
             self.release_leaked(leaked);
         }
         Ok(self)
@@ -103,7 +107,7 @@ impl Qcow2 {
         self.files.first().map_or(0, |file| backing::birth(file))
     }
 
-    /// Makes the changes of a journal in memory. Returns the clusters that the killed process leaked.
+    /// Applies the records of a journal in memory. Returns the clusters that the killed process leaked.
     fn replay(&self, records: Vec<Record>) -> Result<BTreeSet<u64>, Error> {
         let leaked = Arc::new(Mutex::new(BTreeSet::new()));
         let found = Arc::clone(&leaked);
@@ -115,7 +119,7 @@ impl Qcow2 {
         Ok(std::mem::take(&mut *locked(&leaked)))
     }
 
-    /// Has the next flush of the tables free clusters that a killed process leaked.
+    /// Releases the clusters that a killed process leaked. The next flush of the metadata frees them.
     fn release_leaked(&self, mut leaked: BTreeSet<u64>) {
         let mut state = locked(&self.shared.state);
         // A damaged journal could name any cluster.
@@ -126,17 +130,17 @@ impl Qcow2 {
         state.writer.released.extend(leaked);
     }
 
-    /// Ends the journal of an image whose file has all.
+    /// Ends the journal of an image whose file has all changes.
     pub(super) fn end_journal(&self) {
         let journal = locked(&self.shared.state).journal.take();
-        // Without a tag in the image it has no meaning any more.
+        // The tag is removed first. Without it the journal is ignored, even if the process is killed here.
         if let Some(journal) = journal.filter(|_| self.set_tag(0).is_ok()) {
             journal.remove();
         }
     }
 
-    /// Empties the journal, if there is one, as the file has all of it. The image gets the data of the image `front`,
-    /// if there is one.
+    /// Empties the journal, if there is one, because the file has all changes. `front` is the overlay that is
+    /// committed into this image, if there is one.
     pub(super) fn empty_journal(&self, front: Option<(u64, u64)>) -> Result<(), Error> {
         let tag = self.tag();
         let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, front));
@@ -148,12 +152,13 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The tag of its journal that the image has; 0 for none.
+    /// The tag of the image's journal in the header; 0 for none.
     pub(super) fn tag(&self) -> u32 {
         locked(&self.shared.state).top().map_or(0, |tables| tables.header.tag)
     }
 
-    /// Sets the tag in the image. A power loss may undo it.
+    /// Changes the tag in the header, without a sync. A power loss may undo this, but it destroys the journal
+    /// too.
     pub(super) fn set_tag(&self, tag: u32) -> Result<(), Error> {
         if self.tag() == tag {
             return Ok(());

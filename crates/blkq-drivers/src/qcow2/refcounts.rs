@@ -1,11 +1,11 @@
-//! Refcounts in a slice of a refcount block: numbers of 1 to 64 bits.
+//! Refcounts in a slice of a refcount block. Each has 1 to 64 bits.
 
 use super::cache::{Key, Table};
 use super::entry::table_offset;
 use super::journal::Record;
 use super::state::{Lack, State};
 
-/// Refcount `index` of a slice, of `1 << order` bits.
+/// Refcount `index` of a slice, with refcounts of `1 << order` bits.
 pub(super) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 {
     if order < 3 {
         let bits = 1 << order;
@@ -16,7 +16,7 @@ pub(super) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 {
     slice[index * bytes..][..bytes].iter().fold(0, |count, byte| count << 8 | u64::from(*byte))
 }
 
-/// Sets it.
+/// Sets refcount `index` of a slice to `count`.
 pub(super) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u64) {
     if order < 3 {
         let bits = 1 << order;
@@ -30,14 +30,16 @@ pub(super) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u6
     slice[index * bytes..][..bytes].copy_from_slice(&count.to_be_bytes()[8 - bytes..]);
 }
 
-/// Sets the refcounts of `count` clusters of the file from `first` on, in a slice where the first is at `index`.
+/// Sets the refcounts of `count` clusters from number `first` on. `place` is the slot and the index of the
+/// first; all must be in one slice.
 pub(super) fn set_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64, refcount: u64) {
     change(state, place, count, refcount);
     state.writer.unlinked.remove(first..first + count);
     state.note(Record::Refcounts { first, count, refcount });
 }
 
-/// As [`set_refcounts`], to 1: of clusters that were free, and that a table is about to refer to.
+/// As [`set_refcounts`], for clusters that were free: sets the refcounts to 1. A table is about to refer to
+/// the clusters; until then they are unlinked.
 pub(super) fn allocate_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64) {
     change(state, place, count, 1);
     state.writer.unlinked.insert(first..first + count);
@@ -74,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refcounts_of_all_widths_are_apart() {
+    fn setting_a_refcount_of_any_width_changes_no_other() {
         for order in 0..=6 {
             let most = u64::MAX >> (64 - (1u32 << order));
             let mut slice = [0; 64];

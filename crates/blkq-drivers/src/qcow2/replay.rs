@@ -1,4 +1,4 @@
-//! The changes of a journal, made anew in the tables of an image that was opened.
+//! Applies the records of a journal to the tables of an image that was opened.
 
 use std::collections::BTreeSet;
 
@@ -12,11 +12,12 @@ use super::leaks::Leaks;
 use super::refcounts::{refcount_place, set_refcounts};
 use super::state::{Lack, State};
 
-/// Makes the changes, in order. The image has no journal meanwhile: it is as after a power loss, with a part of them,
-/// if that is the end of this process. Returns the clusters that it leaked, by their offset in the file.
+/// Applies the records, in order. The image has no journal meanwhile, so if this process is killed, the image
+/// has a part of the changes, as after a power loss. Returns the offsets of the clusters that the killed
+/// process leaked.
 ///
 /// # Errors
-/// That of the file; [`Status::Io`] for changes that the image cannot have.
+/// The I/O error of the file; [`Status::Io`] for a record that does not fit the image.
 pub(super) async fn replay(env: &Env, records: Vec<Record>) -> Result<BTreeSet<u64>, Status> {
     let mut leaks = Leaks::new(env.state().cluster_bits());
     for record in records {
@@ -28,7 +29,7 @@ pub(super) async fn replay(env: &Env, records: Vec<Record>) -> Result<BTreeSet<u
             }
             Record::L1 { index, entry } => {
                 let mut state = env.state();
-                // Else it is of a part that the image was to get, and did not.
+                // An index beyond the table belongs to a resize that the killed process did not finish.
                 if let Some(old) = state.top()?.l1.get(index as usize).copied() {
                     leaks.note_l1(index, old, entry);
                     state.set_l1(index as usize, entry)?;
@@ -64,7 +65,7 @@ pub(super) async fn replay(env: &Env, records: Vec<Record>) -> Result<BTreeSet<u
     Ok(leaks.find())
 }
 
-/// Sets an L2 entry; returns the old one.
+/// Sets an L2 entry, and returns the old one.
 fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, Lack> {
     let slice_bytes = state.cache.slice_bytes() as u64;
     state.check_target(offset..offset + 8)?;
@@ -85,7 +86,8 @@ async fn until_provided(env: &Env, mut change: impl FnMut(&mut State) -> Result<
         let done = change(&mut env.state());
         match done {
             Ok(()) => return Ok(()),
-            // The journal has a block before the refcounts in it.
+            // A record for a new refcount block precedes those for refcounts in it. A missing block means a
+            // damaged journal.
             Err(Lack::Block(_) | Lack::Room(_)) => return Err(Status::Io),
             Err(lack) => provide(env, lack).await?,
         }

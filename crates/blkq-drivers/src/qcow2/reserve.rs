@@ -1,19 +1,19 @@
-//! Space of the file that is reserved before it is written: for clusters, as a direct write that makes a file longer
-//! is alone on it, and one to a hole waits for the file system to find space.
+//! Reserves space in the file before it is written. A direct write that extends the file excludes all other
+//! writes to it, and a write to a hole waits until the file system has found space.
 
 use blkq::{IoResult, Status};
 
 use super::env::Env;
 use super::io::Op;
 
-/// The part of the file's length that is reserved at a time, and its bounds in bytes.
+/// The file grows by `1 / PART` of its length at a time, within these bounds in bytes.
 const PART: u64 = 8;
 const LEAST_BYTES: u64 = 4 << 20;
 const MOST_BYTES: u64 = 64 << 20;
 
-/// Has the file be as long as a write up to byte `end` needs, or longer. Where that fails, as on file systems that
-/// cannot do it or are full, writes go on as they would without. A cluster may be anywhere behind the file's end, if
-/// its image says so: what lies between stays a hole.
+/// Extends the file for a write up to byte `end`, and some more. If this fails, for example on a full file
+/// system or one without fallocate(2), the write continues without it. In some images a cluster may lie far
+/// beyond the end of the file: what is between stays a hole.
 pub(super) async fn reserve(env: &Env, end: u64) {
     loop {
         let range = {
@@ -44,14 +44,15 @@ pub(super) async fn reserve(env: &Env, end: u64) {
     }
 }
 
-/// The part of a file that its file system finds space for at once.
+/// Size of the blocks in which file systems allocate space.
 const BLOCK_BYTES: u64 = 4096;
 
-/// Has the file have space for entry `index` of the L1 table, which qemu-img leaves a hole: without it a flush would
-/// fail on a full file system, though the writes before it completed.
+/// Allocates the block of the file that contains entry `index` of the L1 table. qemu-img leaves the table a
+/// hole, and on a full file system a flush could then not write the entry, although the writes before it
+/// completed.
 ///
 /// # Errors
-/// [`Status::NoSpace`]. A file system that cannot reserve space is none.
+/// [`Status::NoSpace`]. If the file system cannot reserve space, this succeeds.
 pub(super) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
     let block = {
         let state = env.state();
@@ -60,7 +61,7 @@ pub(super) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
         let begin = offset_of(index) / BLOCK_BYTES * BLOCK_BYTES;
         let range = begin.max(offset_of(0))..(begin + BLOCK_BYTES).min(offset_of(tables.l1.len()));
         let entry_at = |offset: u64| ((offset - offset_of(0)) / 8) as usize;
-        // An entry that names a table had space.
+        // A block with an entry other than zero was written, and so has space.
         if tables.l1[entry_at(range.start)..entry_at(range.end)].iter().any(|entry| *entry != 0) {
             return Ok(());
         }
@@ -72,10 +73,10 @@ pub(super) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
     }
 }
 
-/// Frees what was reserved behind the last cluster that was ever allocated.
+/// Frees the space that was reserved beyond the last cluster that was ever allocated.
 ///
 /// # Errors
-/// That of the file.
+/// The I/O error of the file.
 pub(super) async fn free_reserved(env: &Env) -> IoResult {
     let (from, to) = {
         let state = env.state();

@@ -1,4 +1,4 @@
-//! Lookups by a thread that may wait, while the queue of the image goes on.
+//! Lookups on a thread that may wait for I/O, while the queue of the image continues.
 
 use std::fs::File;
 use std::io;
@@ -11,20 +11,20 @@ use blkq::sync::lock;
 use super::env::Shared;
 use super::state::{Extra, Lack, State};
 
-/// Slices of tables that were read beside the cache, which only the queue fills.
+/// Slices of tables that were read without the cache, which only the queue fills.
 #[derive(Default)]
 pub(super) struct Slices {
-    /// One of each image: a place of the device may need them all.
+    /// At most one slice of each image, because a lookup may need one of each.
     extra: Extra,
     commits: u64,
 }
 
 impl Slices {
-    /// The result of `find`. Slices that are not in memory are read from the files, which then have what they had in
-    /// memory.
+    /// Returns the result of `find`, and reads the slices that it lacks from the files. A slice that is not
+    /// in memory is not dirty, so the file has its current content.
     ///
     /// # Errors
-    /// That of a file, or EIO for tables that break the format.
+    /// The I/O error of a file, or EIO for tables that are damaged.
     pub fn find<T>(
         &mut self,
         shared: &Shared,
@@ -35,7 +35,7 @@ impl Slices {
             let found = {
                 let mut state = lock(&shared.state);
                 if std::mem::replace(&mut self.commits, state.commits) != state.commits {
-                    // Slices may have been changed in memory since, and have left it.
+                    // Since the last lookup, slices may have been changed in memory, written, and evicted.
                     self.extra.clear();
                 }
                 find(&mut state, &self.extra)
@@ -59,12 +59,12 @@ impl Slices {
     }
 }
 
-/// Fills `buffer` with the bytes of `file`, an image of the chain, from `offset` on. The last cluster of an image may be
-/// incomplete and ends with zeroes; `file_bytes` is the size that the file must have at least.
+/// Fills `buffer` with the bytes of `file`, an image of the chain, from `offset` on. The last cluster of an
+/// image may be incomplete; the rest is filled with zeroes. `file_bytes` is the size that the file is known
+/// to have had.
 ///
 /// # Errors
-///
-/// Returns the error of the read, and EIO if the file was truncated.
+/// The error of the read, and EIO if the file was truncated.
 pub(super) fn read_host(file: &File, buffer: &mut [u8], offset: u64, file_bytes: u64) -> io::Result<()> {
     let mut done = 0;
     while done < buffer.len() {

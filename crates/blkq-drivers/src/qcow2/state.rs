@@ -1,6 +1,6 @@
-//! The state of an image and its chain: tables, the cache, what is allocated. All of it is behind one
-//! lock, which nobody has while it waits. A lookup that needs a table which is not in memory returns that
-//! ([`Lack`]), and is tried again when it is there.
+//! The state of an image and its chain: the tables, the cache, and what is allocated. One lock protects all
+//! of it; no task holds the lock while it waits. A lookup that needs a table which is not in memory returns
+//! [`Lack`]; the task provides what is missing, and repeats the lookup.
 
 use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
@@ -13,24 +13,26 @@ use super::header::{Header, u64_at};
 use super::journal::{CHANGES_MAX, CLUSTERS_MAX, Journal, Record};
 use super::unlinked::Unlinked;
 
-/// The thing that is missing for another to be done.
+/// Why an operation on the state cannot be done yet. [`provide`](super::allocate::provide) resolves it, and
+/// the caller then tries again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lack {
-    /// A slice of a table in the cache.
+    /// This slice of a table is not in the cache.
     Slice(Key, Table),
-    /// An L2 table that may be changed, for this entry of the L1 table.
+    /// Entry N of the L1 table has no L2 table that may be changed: none at all, or one that a snapshot
+    /// shares.
     L2(usize),
-    /// The refcount block of this number.
+    /// The refcount block with this number does not exist.
     Block(u64),
-    /// A refcount table that has a place for this block.
+    /// The refcount table is too small to name the block with this number.
     Room(u64),
-    /// Another task is at it: wait for a change.
+    /// Another task works on it. Wait for a change.
     Turn,
-    /// Too much is dirty: commit first.
+    /// Too many slices are dirty, or too many clusters released: flush the metadata first.
     Commit,
-    /// It takes long: let others have their turn first.
+    /// The search takes long: let other tasks run first.
     Pause,
-    /// It cannot be done.
+    /// The operation fails for good.
     Failed(Status),
 }
 
@@ -40,7 +42,7 @@ impl From<Status> for Lack {
     }
 }
 
-/// Most clusters, and bytes of them, that are released before they are freed.
+/// Clusters, and bytes in them, that may be released before a flush of the metadata frees them.
 const RELEASED_MAX: usize = 1024;
 const RELEASED_MAX_BYTES: usize = 64 << 20;
 
@@ -50,9 +52,10 @@ pub(super) struct Layer {
     pub tables: Option<Tables>,
     /// Virtual size in bytes.
     pub size: u64,
-    /// In what units the file is read and written; 1 if through the page cache.
+    /// The unit in bytes in which the file is read and written by direct I/O; 1 through the page cache.
     pub align: u64,
-    /// The size that the file had once, in bytes: it may be longer, and must not be shorter.
+    /// A size in bytes that the file is known to have reached. It may be longer; if it is shorter, it was
+    /// truncated, and reads beyond its end fail.
     pub file_bytes: u64,
 }
 
@@ -62,54 +65,57 @@ pub(super) struct Tables {
     pub l1: Vec<u64>,
 }
 
-/// Where the bytes of a part of the device are.
+/// Where the bytes of a part of the device are stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Found {
-    /// At this byte of the file of a layer.
+    /// At byte `host` of the file of `layer`.
     Data { layer: u8, host: u64 },
-    /// Compressed, in one cluster: the bytes of it, and where the part begins in the cluster.
+    /// In a compressed cluster: `bytes` is the length of the compressed data at most, and `skip` the offset
+    /// of the part in the decompressed cluster.
     Compressed { layer: u8, host: u64, bytes: u64, skip: u64 },
-    /// Zeroes that the image has.
+    /// In a zero cluster, or beyond the end of a backing file.
     Zero,
-    /// Nowhere, which reads as zeroes.
+    /// No image of the chain maps the part. It reads as zeroes.
     Nothing,
 }
 
-/// The state of the image itself that only a writer needs.
+/// The state of the active image that only a writer needs.
 pub(super) struct Writer {
     pub refcount_table: Vec<u64>,
-    /// Entries of the refcount table and of the L1 table that the file has not.
+    /// Entries of the refcount table and of the L1 table that are newer than in the file.
     pub refcount_table_dirty: BTreeSet<usize>,
     pub l1_dirty: BTreeSet<usize>,
-    /// The first cluster of the file that may be free.
+    /// No cluster of the file before this one is free.
     pub next_free: u64,
-    /// From this cluster of the file on, what is allocated reads as zeroes.
+    /// All clusters of the file from this one on read as zeroes until they are first written.
     pub fresh_from: u64,
-    /// The bytes of the file that have their space already; `None` if none is reserved.
+    /// The file has space up to this byte; `None` if space cannot be reserved.
     pub extended_to: Option<u64>,
     pub extending: bool,
-    /// The clusters that the file can have: what a block device has, or all.
+    /// The number of clusters that the file can have: those that fit on a block device, or that the format
+    /// allows.
     pub clusters_max: u64,
-    /// Clusters, by their offset, that nothing in memory refers to, but perhaps the file's tables.
+    /// Offsets of clusters to which no table in memory refers. Tables in the file may still do.
     pub released: Vec<u64>,
-    /// Clusters that are allocated and that no table refers to yet, but those of dirty bitmaps.
+    /// Clusters that are allocated and to which no table refers yet, except those of dirty bitmaps.
     pub unlinked: Unlinked,
-    /// Clusters of the device, by their number, that are being changed.
+    /// Clusters of the device, by number, to which a write in progress allocates new clusters of the file.
     pub locked: HashSet<u64>,
-    /// Writes to clusters that are locked.
+    /// Number of writes that hold locked clusters.
     pub changing: usize,
-    /// Entries of the L1 table whose L2 table is being made.
+    /// Entries of the L1 table for which a task creates an L2 table.
     pub making_l2: HashSet<usize>,
-    /// Whether refcount blocks or their table are being made.
+    /// A task creates refcount blocks or a larger refcount table.
     pub growing: bool,
     pub committing: bool,
-    /// A sync failed: data that was to be durable may not be, for good.
+    /// A sync failed, or the file's header is unknown after a failed write. Data may not be durable, so
+    /// nothing more is written to the tables. Never cleared.
     pub failed: bool,
 }
 
 impl Writer {
-    /// Data is written up to byte `end` of the file. An image may have clusters behind the file's end, as one that was
-    /// copied without its holes.
+    /// Notes that data is written up to byte `end` of the file. In an image that was copied without its
+    /// holes, allocated clusters may lie beyond the end of the file.
     pub fn note_written(&mut self, end: u64, cluster_bits: u32) {
         self.fresh_from = self.fresh_from.max(end.div_ceil(1 << cluster_bits));
     }
@@ -117,30 +123,32 @@ impl Writer {
 
 /// The image and its chain.
 pub(super) struct State {
-    /// The image itself comes first.
+    /// The active image first.
     pub layers: Vec<Layer>,
     pub cache: Cache,
-    /// Of the device, in bytes: whole logical blocks.
+    /// The size of the device in bytes, a multiple of the logical block size.
     pub size: u64,
     pub writer: Writer,
-    /// Commits that began: what was read from the files before may be old.
+    /// Number of metadata flushes that have begun. Slices that were read from a file before a flush may be
+    /// outdated.
     pub commits: u64,
-    /// The changes that the file has not; `None`: they are lost with the process.
+    /// The journal of table changes that the file does not have yet. `None`: these changes are lost with the
+    /// process.
     pub journal: Option<Journal>,
 }
 
-/// Slices that are not in the cache, as they are in the files.
+/// Slices that are not in the cache, with their content in the file.
 pub(super) type Extra = Vec<(Key, Vec<u8>)>;
 
-/// A slice of an L2 table that maps a place of the device.
+/// The slice of an L2 table that maps a given offset of the device.
 struct L2Slice {
     key: Key,
-    /// The entry of the place in it.
+    /// The index in the slice of the entry for the offset.
     index: usize,
 }
 
 impl Layer {
-    /// The slice of the L2 table that maps byte `position`, if there is a table.
+    /// The slice of the L2 table that maps byte `position`; `None` if no L2 table does.
     fn l2_slice(&self, layer: usize, position: u64, slot_bytes: usize) -> Result<Option<L2Slice>, Status> {
         let Some(tables) = &self.tables else { return Err(Status::Io) };
         let bits = tables.header.cluster_bits;
@@ -156,34 +164,33 @@ impl Layer {
 }
 
 impl State {
-    /// The tables of the image itself.
+    /// The tables of the active image.
     pub fn top(&self) -> Result<&Tables, Status> {
         self.layers[0].tables.as_ref().ok_or(Status::Io)
     }
 
-    /// As [`State::top`], to be changed.
     pub fn top_mut(&mut self) -> Result<&mut Tables, Status> {
         self.layers[0].tables.as_mut().ok_or(Status::Io)
     }
 
-    /// Bits of a cluster's size.
+    /// The cluster size of the active image is `1 << cluster_bits` bytes.
     pub fn cluster_bits(&self) -> u32 {
         self.layers[0].tables.as_ref().map_or(16, |tables| tables.header.cluster_bits)
     }
 
-    /// Refcounts in a slice of a refcount block.
+    /// Number of refcounts in a cached slice of a refcount block.
     pub fn refcounts_per_slice(&self) -> usize {
         let order = self.layers[0].tables.as_ref().map_or(0, |tables| tables.header.refcount_order);
         (self.cache.slice_bytes() * 8) >> order
     }
 
-    /// Finds the bytes of the device from `position` on; returns where they are, and how many of `bytes`
-    /// are there together. `extra` has slices that the cache lacks.
+    /// Looks up the bytes of the device from `position` on. Returns where they are stored, and how many of
+    /// `bytes` are stored there contiguously. `extra` has slices that are not in the cache.
     pub fn find(&mut self, position: u64, bytes: u64, extra: Option<&Extra>) -> Result<(Found, u64), Lack> {
         self.find_below(0, position, bytes, extra)
     }
 
-    /// As [`State::find`], of the chain from `first` on.
+    /// As [`State::find`], without the layers before `first`.
     pub fn find_below(
         &mut self,
         first: usize,
@@ -194,7 +201,8 @@ impl State {
         self.find_with_layer(first, position, bytes, extra).map(|(found, _, run)| (found, run))
     }
 
-    /// As [`State::find_below`], with the number of the layer; where none has the bytes, how many there are.
+    /// As [`State::find_below`], and also returns the number of the layer that maps the bytes, or the number
+    /// of layers if none does.
     pub fn find_with_layer(
         &mut self,
         first: usize,
@@ -206,7 +214,8 @@ impl State {
         for layer in first..self.layers.len() {
             let size = self.layers[layer].size;
             if position >= size {
-                // Beyond its end an image reads as zeroes, whatever is behind it.
+                // As in QEMU, an image reads as zeroes beyond its end, whatever its backing file contains
+                // there.
                 return Ok((if layer == 0 { Found::Nothing } else { Found::Zero }, layer, bytes));
             }
             bytes = bytes.min(size - position);
@@ -219,7 +228,7 @@ impl State {
         Ok((Found::Nothing, self.layers.len(), bytes))
     }
 
-    /// As [`State::find`], of the image itself: [`Found::Nothing`] is what it leaves to the one behind it.
+    /// As [`State::find`], in the active image only. [`Found::Nothing`] means that the backing file decides.
     pub fn find_own(
         &mut self,
         position: u64,
@@ -285,8 +294,8 @@ impl State {
         Ok((found, bytes.min(run)))
     }
 
-    /// Whether `bytes` from `position` on read as zeroes without reading data, for the chain from `first`
-    /// on.
+    /// Whether `bytes` from `position` on read as zeroes in the layers from `first` on, as far as the tables
+    /// say. No data is read.
     pub fn is_zero(&mut self, first: usize, position: u64, bytes: u64) -> Result<bool, Lack> {
         let end = position + bytes;
         let mut position = position;
@@ -299,7 +308,8 @@ impl State {
         Ok(true)
     }
 
-    /// The slot and the index of the L2 entry of the image itself for byte `position`, if there is a table.
+    /// The cache slot and the index of the active image's L2 entry for byte `position`; `None` if there is no
+    /// L2 table.
     pub fn entry_place(&mut self, position: u64) -> Result<Option<(usize, usize)>, Lack> {
         let slot_bytes = self.cache.slice_bytes();
         let Some(slice) = self.layers[0].l2_slice(0, position, slot_bytes)? else { return Ok(None) };
@@ -309,7 +319,7 @@ impl State {
         }
     }
 
-    /// As [`State::entry_place`], of a table that may be changed.
+    /// As [`State::entry_place`], for an entry that may be changed.
     pub fn entry_to_change(&mut self, position: u64) -> Result<(usize, usize), Lack> {
         let tables = self.top()?;
         let at = (position / tables.header.l2_covers()) as usize;
@@ -325,8 +335,9 @@ impl State {
         self.entry_place(position)?.ok_or(Lack::L2(at))
     }
 
-    /// The bytes of the file that data at `position` of the device is written to in place, and how many
-    /// of `bytes` are there together; `None` if its cluster is not for that.
+    /// The byte of the file at which data for `position` is overwritten in place, and how many of `bytes`
+    /// follow contiguously. `None` if the cluster cannot be overwritten: it is not allocated, compressed, a
+    /// zero cluster, or shared with a snapshot.
     pub fn find_in_place(&mut self, position: u64, bytes: u64) -> Result<Option<(u64, u64)>, Lack> {
         let Some((slot, index)) = self.entry_place(position)? else { return Ok(None) };
         let (bits, cluster) = (self.cluster_bits(), 1u64 << self.cluster_bits());
@@ -346,8 +357,8 @@ impl State {
         Ok(Some((begin + skip, bytes.min(run))))
     }
 
-    /// Rejects a write to a place where the image has its header or a table: its own tables name it, and
-    /// so they are wrong.
+    /// Rejects a write that would overwrite the header, the L1 table or the refcount table. Only a damaged
+    /// image has tables that refer to these places.
     pub fn check_target(&self, range: Range<u64>) -> Result<(), Status> {
         let tables = self.top()?;
         let header = &tables.header;
@@ -361,11 +372,11 @@ impl State {
         if reserved.iter().any(overlaps) { Err(Status::Io) } else { Ok(()) }
     }
 
-    /// Those of the clusters, by their offset, that have the header or a table, as far as the tables in memory say: a
-    /// damaged directory of bitmaps may name any.
+    /// Of the clusters at the offsets `hosts`, returns those with the header or a table, as far as the tables
+    /// in memory say. Needed because a damaged bitmap directory may name any cluster.
     pub fn tables_among(&self, hosts: impl Iterator<Item = u64>) -> HashSet<u64> {
         let cluster = 1 << self.cluster_bits();
-        // They are few beside the tables of a large image.
+        // The offsets are few compared to the tables of a large image, so they are the ones to hash.
         let hosts = HashSet::<u64>::from_iter(hosts);
         let l1 = self.top().map_or(&[][..], |tables| &tables.l1);
         let named = l1.iter().chain(&self.writer.refcount_table).map(|entry| entry & OFFSET);
@@ -374,7 +385,8 @@ impl State {
         tables
     }
 
-    /// Releases what an entry of the image itself refers to; it is free after the next commit.
+    /// Releases the clusters to which `entry` of the active image refers. They are free after the next flush
+    /// of the metadata.
     pub fn release(&mut self, entry: Entry) {
         let cluster = 1u64 << self.cluster_bits();
         match entry {
@@ -389,8 +401,8 @@ impl State {
         }
     }
 
-    /// Sets entries of the image itself that follow each other: the first to `entry`, the others to those of the
-    /// clusters behind its own.
+    /// Sets `count` consecutive L2 entries of the active image. The first becomes `entry`; each further one
+    /// refers to the cluster after that of the one before.
     pub fn set_entries(&mut self, slot: usize, index: usize, entry: u64, count: u64) {
         let bits = self.cluster_bits();
         for number in 0..count {
@@ -402,10 +414,10 @@ impl State {
         self.writer.unlinked.remove(first..first + count);
     }
 
-    /// Sets an entry of the L1 table of the image itself.
+    /// Sets an entry of the L1 table of the active image.
     ///
     /// # Errors
-    /// If it has no such entry.
+    /// [`Status::Io`] if the table has no such entry.
     pub fn set_l1(&mut self, index: usize, entry: u64) -> Result<(), Status> {
         *self.top_mut()?.l1.get_mut(index).ok_or(Status::Io)? = entry;
         self.writer.l1_dirty.insert(index);
@@ -418,7 +430,7 @@ impl State {
     /// Sets an entry of the refcount table.
     ///
     /// # Errors
-    /// If it has no such entry.
+    /// [`Status::Io`] if the table has no such entry.
     pub fn set_refcount_block(&mut self, block: usize, offset: u64) -> Result<(), Status> {
         *self.writer.refcount_table.get_mut(block).ok_or(Status::Io)? = offset;
         self.writer.refcount_table_dirty.insert(block);
@@ -426,15 +438,17 @@ impl State {
         Ok(())
     }
 
-    /// Notes a change of a table in the journal.
+    /// Appends a change of a table to the journal.
     pub fn note(&mut self, record: Record) {
         if let Some(journal) = &mut self.journal {
             journal.append(record);
         }
     }
 
-    /// Notes clusters that leak if the process is killed, in the half of the journal that a commit begins with: those
-    /// that no table refers to yet, and those at `released`, which are about to be counted down.
+    /// Appends to the journal the clusters that leak if the process is killed: those to which no table refers
+    /// yet, and those at `released`, whose refcounts are about to be decremented. A flush calls this after it
+    /// has switched the halves of the journal, because the other half, with the earlier records of these
+    /// clusters, is emptied at its end.
     pub fn note_pending(&mut self, released: &[u64]) {
         let Some(journal) = &mut self.journal else { return };
         for clusters in self.writer.unlinked.ranges() {
@@ -443,7 +457,8 @@ impl State {
         self.note_released(released);
     }
 
-    /// Notes clusters that no table refers to any longer, as far as the journal has room.
+    /// Appends to the journal the clusters to which no table refers any longer, as far as the journal has
+    /// room.
     pub fn note_released(&mut self, released: &[u64]) {
         let bits = self.cluster_bits();
         let Some(journal) = &mut self.journal else { return };
@@ -459,7 +474,8 @@ impl State {
         }
     }
 
-    /// Whether so much is dirty or released that a commit should come before there is more.
+    /// Whether so many slices are dirty or clusters released that the metadata should be flushed before more
+    /// are changed.
     pub fn is_crowded(&self) -> bool {
         let released = self.writer.released.len();
         let most = RELEASED_MAX.min(RELEASED_MAX_BYTES >> self.cluster_bits());
@@ -469,7 +485,8 @@ impl State {
     /// Whether a task may begin to change tables.
     ///
     /// # Errors
-    /// [`Lack::Commit`], and [`Lack::Turn`] if too many are at it.
+    /// [`Lack::Commit`] if the metadata should be flushed first; [`Lack::Turn`] if too many tasks are
+    /// changing tables.
     pub fn may_change(&self) -> Result<(), Lack> {
         if self.is_crowded() {
             return Err(Lack::Commit);
@@ -478,12 +495,12 @@ impl State {
         if changing < CHANGES_MAX { Ok(()) } else { Err(Lack::Turn) }
     }
 
-    /// Whether a commit may free clusters.
+    /// Whether a flush of the metadata may free clusters.
     pub fn may_free(&self) -> bool {
         self.writer.committing || !self.writer.released.is_empty()
     }
 
-    /// Whether the file's tables are not those of memory.
+    /// Whether tables in memory are newer than in the file.
     pub fn is_dirty(&self) -> bool {
         let writer = &self.writer;
         self.cache.is_dirty()

@@ -1,9 +1,10 @@
-//! Clusters that are allocated and that no table refers to yet: those of writes in flight, and of new L2 tables.
+//! Clusters that are allocated and to which no table refers yet: those of writes in flight, and of new L2
+//! tables. They leak if the process is killed, so the journal records them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Clusters of the file, by their number, as ranges that do not overlap: each start with its end.
+/// Numbers of clusters of the file, as ranges that do not overlap: each start is mapped to its end.
 #[derive(Default)]
 pub(super) struct Unlinked(BTreeMap<u64, u64>);
 
@@ -34,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_of_a_range_is_removed() {
+    fn removing_the_middle_of_a_range_keeps_both_ends() {
         let mut unlinked = Unlinked::default();
         [2..6, 6..7, 8..12, 20..30].into_iter().for_each(|range| unlinked.insert(range));
         unlinked.remove(4..10);

@@ -1,4 +1,4 @@
-//! Writing: in place, or to new clusters, with a copy of what is around the data.
+//! Writes: in place, or to new clusters together with a copy of the data around them.
 
 use std::ops::Range;
 
@@ -13,18 +13,18 @@ use super::read::read_own;
 use super::reserve::reserve;
 use super::state::{Lack, State};
 
-/// New clusters of one write, in bytes: they are locked meanwhile.
+/// Bytes of new clusters that one step of a write allocates. Their clusters of the device are locked during
+/// the step.
 const STEP_MAX_BYTES: u64 = 2 << 20;
 
-/// The data of a write.
 #[derive(Clone, Copy)]
 pub(super) enum Source<'a> {
-    /// The memory of a request.
     Memory(&'a Memory),
     Zeroes,
 }
 
-/// The bytes of a write that are left: from `at` to `end` of the device; those of `source` begin at `position`.
+/// The part of a write that is left: from `at` to `end` of the device. The data of `source` begins at
+/// `position`.
 #[derive(Clone, Copy)]
 struct Remaining<'a> {
     at: u64,
@@ -36,18 +36,18 @@ struct Remaining<'a> {
 /// How the next bytes are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Step {
-    /// So many bytes in place, at this byte of the file.
+    /// In place: the first number is the byte of the file, the second the number of bytes.
     InPlace(u64, u64),
-    /// To so many new clusters, which are locked.
+    /// To this number of new clusters of the file. The clusters of the device are locked.
     New(u64),
-    /// To the cluster that is allocated for the zeroes that are there, which is locked.
+    /// To the cluster of the file that is allocated for a zero cluster. The cluster of the device is locked.
     OverZeroes(u64),
 }
 
 /// Writes `bytes` from `position` of the device on.
 ///
 /// # Errors
-/// That of a file, [`Status::NoSpace`], or [`Status::Io`] for tables that break the format.
+/// The I/O error of a file, [`Status::NoSpace`], or [`Status::Io`] if the tables are damaged.
 pub(super) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'_>) -> IoResult {
     let end = position + bytes;
     let (mut at, mut has_freed) = (position, false);
@@ -64,7 +64,7 @@ pub(super) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'
     Ok(())
 }
 
-/// Writes the next bytes; returns how many.
+/// Writes the next bytes, and returns how many.
 async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
     let Remaining { at, end, position, source } = rest;
     match next_step(env, at, end).await? {
@@ -135,8 +135,8 @@ fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
     Ok(Step::New(count))
 }
 
-/// Writes to the next `count` clusters, which are locked, and unlocks them. Returns the bytes that were written: fewer
-/// if there were fewer free clusters together.
+/// Writes to the next `count` clusters of the device, which are locked, and unlocks them. Returns the number
+/// of bytes written, which is smaller if fewer clusters of the file are free in a row.
 async fn write_locked(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
     let first = rest.at >> env.state().cluster_bits();
     let result = write_new(env, rest, count, host).await;
@@ -192,18 +192,19 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     Ok(until - at)
 }
 
-/// The bytes beside a write that its new clusters need.
+/// What new clusters need next to the data of a write.
 enum Around {
-    /// None: the clusters have them already.
+    /// Nothing: the clusters already read as zeroes there, or the data reaches their edge.
     There,
-    /// So many zeroes.
+    /// This number of zeroes.
     Zeroes(u64),
-    /// These bytes of the device.
+    /// A copy of these bytes of the device.
     Copy(Range<u64>),
 }
 
 impl Around {
-    /// The memory that it takes, with a copy of each piece, and what a compressed cluster takes.
+    /// An upper bound for the memory that this takes, in bytes: the copy, a second one of each part, and a
+    /// compressed cluster with its content.
     fn memory(&self, cluster: u64) -> u64 {
         match self {
             Around::There => 0,
@@ -221,7 +222,7 @@ impl Around {
     }
 }
 
-/// The bytes of the device from `from` to `to`, beside a write to clusters that are `fresh` or not.
+/// What is needed for the bytes from `from` to `to` of the device. `fresh`: the new clusters read as zeroes.
 async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, Status> {
     if from == to {
         return Ok(Around::There);
@@ -237,7 +238,7 @@ async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, St
     }
 }
 
-/// Has the tables refer to the new clusters, whose content was written.
+/// Makes the L2 table refer to the new clusters, after their content was written.
 async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
     loop {
         let place = env.state().entry_to_change(position);
@@ -260,8 +261,9 @@ async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
     }
 }
 
-/// Releases what an entry referred to.
+/// Releases the clusters to which an entry referred.
 pub(super) fn release(env: &Env, state: &mut State, old: Entry) {
+    // The cached content may belong to this cluster, whose offset may soon be reused.
     if matches!(old, Entry::Compressed { .. }) {
         env.decompressed.borrow_mut().take();
     }

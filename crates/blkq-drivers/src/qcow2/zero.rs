@@ -1,4 +1,5 @@
-//! Discards and writes of zeroes: entries of L2 tables, where whole clusters are concerned.
+//! Discard and write zeroes. Whole clusters are changed in their L2 entries; the parts of clusters at both
+//! ends are written.
 
 use blkq::{IoResult, Status};
 
@@ -8,14 +9,14 @@ use super::env::Env;
 use super::state::{Lack, State};
 use super::write::{Source, release, write};
 
-/// The purpose of clearing a range.
+/// Why a range is cleared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Wanted {
-    /// Nothing needs its data any more.
+    /// The data is no longer needed, and may read as anything.
     Discard,
-    /// Zeroes; their space may be freed.
+    /// The range must read as zeroes. Its space may be freed.
     Zeroes,
-    /// Zeroes, in space that stays allocated.
+    /// The range must read as zeroes, and its space must stay allocated.
     ZeroesKept,
 }
 
@@ -29,7 +30,7 @@ pub(super) async fn clear(env: &Env, position: u64, bytes: u64, wanted: Wanted) 
         let state = env.state();
         (1u64 << state.cluster_bits(), state.layers[0].size)
     };
-    // The last cluster may be longer than the device.
+    // At the end of the device, the rest of the last cluster has no data, so the cluster counts as whole.
     let whole_end = if end == size { end.next_multiple_of(cluster) } else { end - end % cluster };
     let whole = position.next_multiple_of(cluster)..whole_end;
     if whole.start >= whole.end {
@@ -40,7 +41,7 @@ pub(super) async fn clear(env: &Env, position: u64, bytes: u64, wanted: Wanted) 
     clear_part(env, whole.end.min(end), end, wanted).await
 }
 
-/// Zeroes a part of a cluster, unless it is zeroes.
+/// Writes zeroes to a part of a cluster, unless it reads as zeroes already.
 async fn clear_part(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoResult {
     if position == end || wanted == Wanted::Discard {
         return Ok(());
@@ -77,13 +78,13 @@ async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRe
 }
 
 enum Next {
-    /// All before that byte is done.
+    /// Everything before this byte is done.
     At(u64),
-    /// So many bytes are to be written.
+    /// The next bytes cannot be cleared in the L2 entries: write this number of zeroes.
     Write(u64),
 }
 
-/// Changes the entries of one slice, from `position` to `end` at most.
+/// Changes L2 entries of one cached slice, from `position` to `end` at most.
 fn clear_entries(
     env: &Env,
     state: &mut State,
@@ -135,7 +136,8 @@ fn clear_entries(
             if state.writer.locked.contains(&(at >> bits)) {
                 return if at == position { Err(Lack::Turn) } else { Ok(Next::At(at)) };
             }
-            // The table may be a snapshot's too.
+            // Checked here, because a snapshot may share the L2 table, which is then copied before the
+            // change.
             state.entry_to_change(at)?;
             state.set_entries(slot, index, new, 1);
             if new & !ZERO == 0 {
@@ -148,7 +150,7 @@ fn clear_entries(
     Ok(Next::At(at))
 }
 
-/// All before `at` is done; the cluster there is to be written.
+/// Everything before `at` is done; if that is nothing, the cluster at `at` must be written.
 fn written_next(at: u64, position: u64, cluster: u64) -> Next {
     if at > position { Next::At(at) } else { Next::Write(cluster) }
 }

@@ -212,7 +212,7 @@ fn no_bitmap_takes_the_place_of_one_that_is_not_known() {
     let bitmap = |name| Arc::new(Bitmap::new(name, 65536, 8 << 20, BitmapState::Recording).unwrap());
     let refused = device.reserve(&[bitmap("a"), bitmap("b")]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
-    assert!(refused.to_string().contains("remove that with `qemu-img bitmap`"), "{refused}");
+    assert!(refused.to_string().contains("remove the bitmap with `qemu-img bitmap --remove`"), "{refused}");
     device.reserve(&[bitmap("a")]).unwrap();
     device.store(&[bitmap("a")]).unwrap();
     let directory = image.cluster(image.bitmap_directory());

@@ -293,7 +293,7 @@ fn a_journal_that_is_not_there_is_reported_once() {
     let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
     let warned = || {
         let device = Qcow2::open(&options).unwrap();
-        device.warnings.iter().any(|warning| warning.contains("its journal is not there"))
+        device.warnings.iter().any(|warning| warning.contains("its journal does not exist"))
     };
     write_and_die(&Qcow2::open(&options).unwrap());
     std::fs::remove_dir_all(directory.0.join("journals")).unwrap();
@@ -423,7 +423,7 @@ fn a_journal_that_cannot_be_applied_leaves_the_image_as_it_is() {
     let journal = std::fs::read_dir(directory.0.join("journals")).unwrap().next().unwrap().unwrap().path();
     for _ in 0..2 {
         let refused = Qcow2::open(&options).err().unwrap().to_string();
-        assert!(refused.ends_with(&format!("remove {}", journal.display())), "{refused}");
+        assert!(refused.ends_with(&format!("delete {}", journal.display())), "{refused}");
         assert!(std::fs::read(&path).unwrap() == before);
     }
     std::fs::remove_file(&journal).unwrap();
