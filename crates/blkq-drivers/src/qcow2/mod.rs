@@ -357,7 +357,7 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         bits = header.cluster_bits;
         let entries = (u64::from(header.refcount_table_clusters) << bits) / 8;
         refcount_table = chain::read_numbers(&top.backing, header.refcount_table_offset, entries as usize)?;
-        // The low bits of an entry are reserved. An entry without an offset names no block.
+        // The other bits of an entry are reserved. An entry without an offset names no block.
         refcount_table.iter_mut().for_each(|block| *block &= OFFSET);
         let mut blocks = HashSet::new();
         if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {

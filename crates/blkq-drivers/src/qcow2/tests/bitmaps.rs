@@ -1,4 +1,4 @@
-//! Directories of dirty bitmaps that are damaged, or that others made.
+//! Bitmap directories that are damaged, or that other programs wrote.
 
 use std::os::unix::fs::FileExt;
 
@@ -9,7 +9,7 @@ use crate::qcow2::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, EXTENSION_BITMAPS};
 
 const CLUSTER: usize = 65536;
 
-/// An image of 8 MiB with data at its begin, of which QEMU has made these bitmaps.
+/// An image of 8 MiB, with data at its start and with bitmaps that QEMU created.
 struct Image {
     directory: Directory,
     path: PathBuf,
@@ -27,7 +27,7 @@ impl Image {
         Image { directory, path, file }
     }
 
-    /// The cluster at `offset`.
+    /// The content of the cluster at `offset`.
     fn cluster(&self, offset: u64) -> Vec<u8> {
         let mut cluster = vec![0; CLUSTER];
         self.file.read_exact_at(&mut cluster, offset).unwrap();
@@ -44,7 +44,8 @@ impl Image {
         self.file.write_all_at(&number.to_be_bytes(), offset).unwrap();
     }
 
-    /// Where the header has the count of bitmaps, and then the bytes and the place of their directory.
+    /// Offset in the header of the number of bitmaps, which the length and the offset of their directory
+    /// follow.
     fn extension(&self) -> u64 {
         let kind = EXTENSION_BITMAPS.to_be_bytes();
         self.cluster(0).windows(4).position(|bytes| bytes == kind).unwrap() as u64 + 8
@@ -57,7 +58,7 @@ impl Image {
         self.set_number(at + 16, directory);
     }
 
-    /// Its L1 table, an L2 table, the refcount table and a refcount block.
+    /// Offsets of the L1 table, an L2 table, the refcount table and a refcount block.
     fn tables(&self) -> [u64; 4] {
         let (l1, refcounts) = (self.number(40), self.number(48));
         [l1, self.number(l1) & OFFSET, refcounts, self.number(refcounts)]
@@ -69,7 +70,7 @@ impl Image {
 }
 
 #[test]
-fn many_bitmaps_that_are_none_take_little_memory() {
+fn many_invalid_bitmap_entries_take_little_memory() {
     if !has_qemu() {
         return;
     }
@@ -82,7 +83,7 @@ fn many_bitmaps_that_are_none_take_little_memory() {
     }
 }
 
-/// It would have gibibytes of bits.
+/// With bits, the bitmap would take gibibytes.
 // Contract: bounded-input
 #[test]
 fn a_bitmap_without_bits_gets_a_table_of_one_cluster() {
@@ -96,7 +97,7 @@ fn a_bitmap_without_bits_gets_a_table_of_one_cluster() {
     let file = File::options().read(true).write(true).open(&path).unwrap();
     let image = Image { directory, path, file };
     let entry = image.bitmap_directory();
-    // In use, a bit for each 512 bytes.
+    // Marked as in use, with a bit for each 512 bytes.
     image.file.write_all_at(&1u32.to_be_bytes(), entry + 12).unwrap();
     image.file.write_all_at(&[9], entry + 17).unwrap();
     let before = image.file.metadata().unwrap().len();
@@ -106,7 +107,8 @@ fn a_bitmap_without_bits_gets_a_table_of_one_cluster() {
     assert!(grown < 8 << 20, "{grown} bytes");
 }
 
-/// As one that has its bits, while those are not known.
+/// A bitmap that has bits may be stored as one without bits while it is in use, so its table may be of full
+/// size.
 #[test]
 fn a_bitmap_without_bits_keeps_a_table_of_any_size() {
     if !has_qemu() {
@@ -120,7 +122,7 @@ fn a_bitmap_without_bits_keeps_a_table_of_any_size() {
     let directory = image.bitmap_directory();
     let table = image.number(directory);
     image.set_number(table, 0);
-    // Of two clusters, in use.
+    // A table of two clusters, in use.
     image.set_number(directory + 8, 2 << 32 | 1);
     let (found, _) = open(&image.path).load().unwrap();
     assert_eq!((found.len(), found[0].state()), (2, BitmapState::Inconsistent));
@@ -132,13 +134,13 @@ fn a_bitmap_without_bits_keeps_a_table_of_any_size() {
 }
 
 #[test]
-fn a_directory_in_the_place_of_a_table_is_not_written() {
+fn a_directory_that_overlaps_a_table_is_not_written() {
     if !has_qemu() {
         return;
     }
     let image = Image::new(&["b"]);
     for table in image.tables() {
-        // An entry without a name.
+        // An entry without a name, which is invalid.
         image.set_extension(1, 24, table);
         image.file.write_all_at(&AUTOCLEAR_BITMAPS.to_be_bytes(), AUTOCLEAR_AT as u64).unwrap();
         let before = image.cluster(table);
@@ -149,7 +151,7 @@ fn a_directory_in_the_place_of_a_table_is_not_written() {
 }
 
 #[test]
-fn bits_in_the_place_of_a_table_do_not_touch_it() {
+fn bits_that_overlap_a_table_do_not_change_it() {
     if !has_qemu() {
         return;
     }
@@ -158,7 +160,7 @@ fn bits_in_the_place_of_a_table_do_not_touch_it() {
         let image = Image::new(&["a", "b"]);
         let table = image.tables()[number];
         let directory = image.bitmap_directory();
-        // The tables of both, of which each names one cluster.
+        // The tables of both bitmaps. Each names one cluster.
         for entry in [directory, directory + 32] {
             image.set_number(image.number(entry), table);
         }
@@ -177,7 +179,7 @@ fn bits_in_the_place_of_a_table_do_not_touch_it() {
 
 // Contract: bitmaps
 #[test]
-fn bitmaps_have_their_room_in_the_order_of_qemu_too() {
+fn bitmap_clusters_are_adopted_in_qemus_order_too() {
     if !has_qemu() {
         return;
     }
@@ -199,12 +201,12 @@ fn bitmaps_have_their_room_in_the_order_of_qemu_too() {
 
 // Contract: bitmaps
 #[test]
-fn no_bitmap_takes_the_place_of_one_that_is_not_known() {
+fn no_bitmap_replaces_an_unknown_one_of_the_same_name() {
     if !has_qemu() {
         return;
     }
     let image = Image::new(&["b"]);
-    // A flag that is not known.
+    // Sets a flag that blkq does not know.
     let flags = image.bitmap_directory() + 12;
     image.file.write_all_at(&[0x80], flags).unwrap();
     let device = open(&image.path);

@@ -1,4 +1,5 @@
-//! Block commits beside writes, against a model of the device, with kills and power losses on the way.
+//! Block commits during writes, checked against a model of the device, with kills and power losses in
+//! between.
 
 use std::fs::File;
 
@@ -15,13 +16,13 @@ use crate::r#loop::{LoopDevice, LoopOptions};
 
 const SECTOR: usize = 512;
 const PLAIN: BioFlags = BioFlags::empty();
-/// Bytes of the device: not whole clusters.
+/// Size of the device in bytes, not a multiple of the cluster size.
 const SIZE: usize = (1 << 20) + 9 * 4096;
 
-/// A device that is full of numbers: each sector has one, many times.
+/// A model of the device: each sector is filled with copies of one number.
 struct Model {
     now: Vec<u32>,
-    /// The numbers that a sector may have after a kill or a power loss.
+    /// For each sector the numbers that it may have after a kill or a power loss.
     allowed: Vec<Vec<u32>>,
     next: u32,
 }
@@ -60,7 +61,7 @@ fn numbers_of(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks(SECTOR).map(number).collect()
 }
 
-/// A life of a device: its images, the queue, and the model.
+/// The images of a device, its queue, and the model.
 struct Life<'a> {
     directory: &'a Directory,
     base_format: &'a str,
@@ -76,11 +77,11 @@ impl Life<'_> {
         let tag = h.bare(Operation::Flush, PLAIN, 0, 0);
         assert_eq!(h.run(tag).0, Ok(()), "{}", self.what);
         self.model.flushed();
-        // All that a power loss cannot take.
+        // A power loss must not change these any more.
         std::fs::copy(self.directory.0.join("top"), self.directory.0.join("flushed")).unwrap();
     }
 
-    /// A few requests that do not overlap, in flight while `meanwhile` runs.
+    /// Submits a few requests that do not overlap, and runs `meanwhile` while they are in flight.
     fn write(&mut self, meanwhile: impl FnOnce(&mut Random)) {
         let sectors = SIZE / SECTOR;
         let (mut tags, mut discarded) = (Vec::new(), Vec::new());
@@ -120,7 +121,7 @@ impl Life<'_> {
         }
     }
 
-    /// Checks a copy of the image `top`, as QEMU reads it over a copy of the one behind.
+    /// Checks a copy of the image `top` as QEMU reads it over a copy of its backing file.
     fn verify(&self, top: &str, exact: bool) {
         let directory = self.directory;
         std::fs::create_dir_all(directory.0.join("lost")).unwrap();
@@ -139,7 +140,7 @@ impl Life<'_> {
         }
     }
 
-    /// Fails if somebody would trust a dirty bitmap in one of the images.
+    /// Fails if a program would trust a dirty bitmap in one of the images.
     fn check_bitmaps(&self) {
         for image in ["top", "base"] {
             let info = self.directory.qemu_img(&["info", "-U", image]);
@@ -147,15 +148,15 @@ impl Life<'_> {
             assert_eq!(bitmaps, info.matches("in-use").count(), "{}, {image}: {info}", self.what);
         }
         if let Ok(file) = std::fs::read(self.directory.0.join("base.bitmaps")) {
-            // Its later slot.
+            // The newer of two slots.
             let slots = [0, 72 << 10].map(|at| &file[at..at + 24]);
             let last =
                 slots.into_iter().max_by_key(|slot| u64::from_le_bytes(slot[16..].try_into().unwrap()));
-            assert_eq!(last.unwrap()[12] & 1, 1, "{}: they are marked as in use", self.what);
+            assert_eq!(last.unwrap()[12] & 1, 1, "{}: bitmaps not marked as in use", self.what);
         }
     }
 
-    /// A kill of the process, and a power loss, at this moment.
+    /// Checks the images that a kill of the process and a power loss would leave at this moment.
     fn lose(&self) {
         self.check_bitmaps();
         self.verify("top", false);
@@ -164,12 +165,12 @@ impl Life<'_> {
             let check = ["check", "-f", "qcow2", "lost/base"];
             let output =
                 Command::new("qemu-img").args(check).current_dir(&self.directory.0).output().unwrap();
-            // 3: there are clusters that nothing refers to.
+            // Exit code 3: clusters to which nothing refers.
             assert!(matches!(output.status.code(), Some(0 | 3)), "{}: {output:?}", self.what);
         }
     }
 
-    /// Whether all is as the model has it, by the queue.
+    /// Reads the device through the queue and compares it with the model.
     fn read_all(&mut self) {
         let h = self.harness.as_mut().unwrap();
         let mut found = Vec::new();
@@ -187,7 +188,8 @@ fn base_files(directory: &Directory) -> BaseFiles {
     BaseFiles { bitmaps: bitmaps.ok().filter(|_| opened.has_bitmap_file), ..opened.files }
 }
 
-/// Dirty bitmaps as a snapshot leaves them in both images: one is removed since, and one has more writes since.
+/// Dirty bitmaps as after a snapshot, in both images. One was removed since, and one has recorded more
+/// writes.
 fn add_bitmaps(directory: &Directory, base: &dyn Driver, size: u64) {
     let base = base.bitmap_store().unwrap();
     if matches!(base.check(), Err(error) if error.kind() == ErrorKind::NotFound) {
@@ -208,12 +210,12 @@ fn go_on() -> Result<(), Error> {
     Ok(())
 }
 
-/// One device, whose image is `top_kind` over a `base_format` image of `base_kind`.
+/// Runs a commit on one device. Its image is of `top_kind`, over a `base_format` image of `base_kind`.
 fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     let directory = Directory::new();
     let mut random = Random::new(seed);
     let behind: Vec<u32> = (0..SIZE / SECTOR).map(|sector| sector as u32 + 1).collect();
-    // Some are shorter than the device.
+    // Some bases are shorter than the device.
     let length = if random.below(2) == 0 { SIZE } else { SIZE / 2 / 4096 * 4096 };
     std::fs::write(directory.0.join("raw"), &content_of(&behind)[..length]).unwrap();
     match base_format {
@@ -292,14 +294,14 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
             given_up = true;
         } else {
             let fails = round < 2;
-            // The disk goes on once more before the end.
+            // The disk thaws once more before the pivot.
             let left = std::cell::Cell::new(life.random.below(4));
             let few = || Ok::<_, Error>(left.replace(left.get().saturating_sub(1)) > 0);
             if !commit.catch_up(&few).unwrap() {
                 life.write(|_| {});
             }
             let kept = commit.finish(|| {
-                // Either image is right, whatever happens to the process.
+                // After a kill at this point, the device may be opened with either image.
                 life.verify("top", true);
                 let compare = ["compare", "-f", "qcow2", "-F", base_format, "lost/top", "lost/base"];
                 life.directory.qemu_img(&compare);
@@ -329,13 +331,13 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
                     assert!(!info.contains("name: removed"), "{info}");
                 }
                 directory.check(&directory.0.join("top"));
-                // The emptied image shows what is written to the other.
+                // The emptied image reads as the base, including later writes to it.
                 life.verify("top", true);
                 let map = directory.qemu_img(&["map", "--output=json", "-f", "qcow2", "top"]);
                 assert!(!map.contains("\"depth\": 0"), "{map}");
                 if base_format == "qcow2" {
                     if given_up {
-                        // Of these there are clusters that nothing refers to.
+                        // Such images may have clusters to which nothing refers.
                         let repair = ["check", "-q", "-f", "qcow2", "-r", "leaks", "base"];
                         directory.qemu_img(&repair);
                     }
@@ -346,7 +348,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
             assert_eq!(kept.err().unwrap().to_string(), "no space");
             given_up = true;
         }
-        // The device goes on in its image.
+        // The device continues with its overlay.
         life.read_all();
         life.write(|_| {});
         life.flush();
@@ -385,7 +387,7 @@ fn a_block_commit_syncs_data_that_changed_no_table() {
     let mut commit = begin(&device, base_files(&directory));
     assert!(commit.find(&go_on, || Ok::<_, Error>(())).unwrap());
     while commit.copy().unwrap() {}
-    // Each of them is durable, and the data was written in place.
+    // Each copy is durable, although the data was written in place and changed no table.
     let before = commit.commits_behind();
     commit.next_pass(&go_on).unwrap();
     assert!(commit.commits_behind() > before, "nothing was synced");
@@ -397,7 +399,8 @@ fn a_block_commit_of_a_truncated_image_fails() {
     if !has_qemu() {
         return;
     }
-    // Without the second half of the data; without the L2 table, which is not in memory.
+    // The file is truncated: before the second half of the data, or before the L2 table, which is not in
+    // memory.
     for left in [(5 << 16) + MIB / 2, 4 << 16] {
         let directory = Directory::new();
         std::fs::write(directory.0.join("base"), vec![1; MIB as usize]).unwrap();
@@ -434,7 +437,7 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
         directory.qemu_img(&[&create[..], &["top"]].concat());
         let device = Arc::new(open(&directory.0.join("top")));
         let mut h = Harness::open(&*device).unwrap();
-        // The tables of the image behind are in memory from here on.
+        // From here on, the tables of the base are in memory.
         let mut expected = h.read_back(0, MIB as usize);
         for at in (0..MIB).step_by(64 << 10) {
             let tag = h.write(at, vec![pattern(4096, 7)]);
@@ -460,12 +463,13 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
             directory.check(&directory.0.join("base"));
         } else {
             drop(commit);
-            assert!(h.read_back(0, MIB as usize) == expected, "once it was given up");
+            assert!(h.read_back(0, MIB as usize) == expected, "after the cancellation");
         }
     }
 }
 
-/// The kernel reports the error once to the open file description that the syncs of the commit share.
+/// The kernel reports a write-back error once to each open file description, and the syncs of the commit
+/// share one.
 // Contract: durability
 #[test]
 fn a_block_commit_reports_data_that_cannot_be_written_back() {

@@ -1,4 +1,4 @@
-//! Images with others behind them, compressed clusters, snapshots; what is refused.
+//! Backing files, compressed clusters, internal snapshots, and images that are refused.
 
 use super::data::exercise;
 use super::*;
@@ -6,7 +6,7 @@ use crate::ImageFormat;
 use crate::qcow2::block_commit_base::open_base;
 
 fn error(options: &Qcow2Options) -> Error {
-    Qcow2::open(options).err().expect("it is refused")
+    Qcow2::open(options).err().expect("opening the image should fail")
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn extents_of_a_chain_need_a_table_of_each_image() {
         let tag = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
         assert_eq!(h.run(tag).0, Ok(()));
     }
-    // No table is in memory.
+    // No L2 table is in memory.
     let extents = open(&directory.0.join("top")).extents(0..MIB, 10).unwrap();
     let extents: Vec<(u64, bool)> = extents.iter().map(|extent| (extent.length, extent.hole)).collect();
     assert_eq!(extents, [(131_072, false), (MIB - 131_072, true)]);
@@ -39,7 +39,7 @@ fn a_base_without_direct_io_is_read_through_the_page_cache() {
         return;
     }
     let directory = Directory::new();
-    // Overlayfs accepts O_DIRECT for files of ramfs, whose direct reads fail.
+    // overlayfs accepts O_DIRECT for files on ramfs, but direct reads of them fail.
     let lower = directory.mount(&["-t", "ramfs", "blkq-test"], "lower");
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "lower/base", "1M"]);
     directory.qemu_io(&lower.0.join("base"), "write -P 7 0 1M");
@@ -83,7 +83,7 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
     };
     create(&["base", "-F", "raw", "d/middle"]);
     std::os::unix::fs::symlink("d/middle", path("link")).unwrap();
-    // Its backing file is the link.
+    // The name leads to this backing file through the link.
     create(&["link", "-F", "qcow2", "top"]);
     let absolute = path("d/base").display().to_string();
     create(&[&absolute, "-F", "raw", "d/absolute"]);
@@ -96,13 +96,13 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
             assert!(h.read_back(0, MIB as usize).iter().all(|read| *read == byte), "{name}");
         }
     }
-    // A commit finds the same.
+    // A block commit finds the same backing file.
     let base = |name| open_base(&path(name), BackingChain::OwnDirectory).unwrap().path;
     assert_eq!(
         [base("link"), base("d/middle"), base("top")],
         [path("base"), path("d/base"), path("d/middle")]
     );
-    // A new image cannot record the directory of the link.
+    // A new overlay cannot record the directory of the link.
     let refused = Base::open(&path("link"), ImageFormat::Qcow2).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
     for name in ["d/middle", "absolute-link", "top"] {
@@ -114,7 +114,7 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
     let refused = Qcow2::over(below, new, &path("new"), None).err().unwrap();
     assert!(refused.to_string().contains("is a symbolic link"), "{refused}");
     drop(device);
-    // Where QEMU finds no base there is none, and the hint names the cause.
+    // Where QEMU finds no backing file, blkq finds none either, and the hint names the cause.
     std::fs::remove_file(path("base")).unwrap();
     let refused = error(&Qcow2Options::new(path("link")));
     assert_eq!(refused.kind(), ErrorKind::NotFound);
@@ -123,14 +123,14 @@ fn relative_names_begin_in_the_directory_of_a_link_as_in_qemu() {
 
 // Contract: data
 #[test]
-fn a_chain_is_read_through_and_only_its_top_is_written() {
+fn all_layers_are_read_and_only_the_overlay_is_written() {
     if !has_qemu() {
         return;
     }
     for kind in ["cluster_size=64k", "cluster_size=512", "compat=0.10", "cluster_size=4k"] {
         let directory = Directory::new();
         let size = 4 * MIB;
-        // A raw base, shorter than all others; then ten images, each with a part of its own.
+        // A raw base that is shorter than all others, and ten overlays, each with data of its own.
         let base = pattern(MIB as usize + 512, 99);
         std::fs::write(directory.0.join("base"), &*base).unwrap();
         let mut model = base.to_vec();
@@ -163,7 +163,7 @@ fn a_chain_is_read_through_and_only_its_top_is_written() {
 
 // Contract: data
 #[test]
-fn compressed_clusters_are_read_and_become_ordinary_ones() {
+fn compressed_clusters_are_read_and_rewritten_uncompressed() {
     if !has_qemu() {
         return;
     }
@@ -181,7 +181,7 @@ fn compressed_clusters_are_read_and_become_ordinary_ones() {
 
 // Contract: non-blocking
 #[test]
-fn compressed_clusters_are_not_inflated_on_the_queues_thread() {
+fn compressed_clusters_are_not_inflated_on_the_queue_thread() {
     if !has_qemu() {
         return;
     }
@@ -189,7 +189,7 @@ fn compressed_clusters_are_not_inflated_on_the_queues_thread() {
     std::fs::write(directory.0.join("raw"), vec![7; 4 << 20]).unwrap();
     directory.qemu_img(&["convert", "-c", "-O", "qcow2", "-o", "cluster_size=2M", "raw", "c.qcow2"]);
     let mut h = Harness::open(&open(&directory.0.join("c.qcow2"))).unwrap();
-    // Of one cluster, which is decompressed once for all.
+    // All reads are in one cluster, which is decompressed once.
     let tags: Vec<_> = (0..8).map(|number| h.read(number * 4096, &[4096])).collect();
     h.start(&tags);
     for tag in tags {
@@ -217,7 +217,7 @@ fn a_snapshot_keeps_its_data_while_the_image_is_written() {
 }
 
 #[test]
-fn a_backing_file_elsewhere_is_refused_unless_allowed() {
+fn a_backing_file_outside_the_directory_is_refused_by_default() {
     if !has_qemu() {
         return;
     }
@@ -278,7 +278,7 @@ fn a_backing_file_without_a_format_is_not_guessed_to_be_qcow2() {
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "d.qcow2"]);
     let path = directory.0.join("d.qcow2");
     let mut bytes = std::fs::read(&path).unwrap();
-    // An extension of the header that nobody knows is left alone.
+    // An unknown header extension stays unchanged.
     let at = bytes.windows(4).position(|word| word == 0xE279_2ACA_u32.to_be_bytes()).unwrap();
     bytes[at..at + 4].copy_from_slice(&[1; 4]);
     std::fs::write(&path, &bytes).unwrap();
@@ -330,7 +330,7 @@ fn a_chain_whose_tables_take_much_memory_is_rejected() {
 }
 
 #[test]
-fn a_backing_file_that_is_not_there_is_named_with_the_cure() {
+fn a_missing_backing_file_is_reported_with_a_hint() {
     if !has_qemu() {
         return;
     }
@@ -345,7 +345,7 @@ fn a_backing_file_that_is_not_there_is_named_with_the_cure() {
             "{error}"
         );
     }
-    // Elsewhere it is not even looked for: that could mount a file system.
+    // Outside the directory blkq does not even look for the file, because that could trigger an automount.
     directory.qemu_img(&[
         "create",
         "-q",
@@ -363,7 +363,7 @@ fn a_backing_file_that_is_not_there_is_named_with_the_cure() {
 }
 
 #[test]
-fn a_chain_that_comes_back_to_itself_is_rejected() {
+fn a_backing_chain_with_a_loop_is_rejected() {
     if !has_qemu() {
         return;
     }
@@ -378,7 +378,7 @@ fn a_chain_that_comes_back_to_itself_is_rejected() {
 
 // Contract: exclusive
 #[test]
-fn neither_qemu_nor_another_device_writes_beside_a_writer() {
+fn no_process_writes_to_an_image_that_a_writer_has_locked() {
     if !has_qemu() {
         return;
     }
@@ -400,7 +400,7 @@ fn neither_qemu_nor_another_device_writes_beside_a_writer() {
 }
 
 #[test]
-fn images_that_are_not_served_are_rejected_with_the_reason() {
+fn unsupported_images_are_rejected_with_the_reason() {
     if !has_qemu() {
         return;
     }

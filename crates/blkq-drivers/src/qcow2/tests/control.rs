@@ -17,7 +17,7 @@ fn run(h: &mut Harness, operation: Operation, offset: u64, bytes: u64) {
 }
 
 #[test]
-fn extents_are_those_of_the_chain_before_tables_are_written() {
+fn extents_are_right_before_the_tables_are_written() {
     if !has_qemu() {
         return;
     }
@@ -47,7 +47,7 @@ fn extents_are_those_of_the_chain_before_tables_are_written() {
 
 // Contract: complete
 #[test]
-fn bytes_that_a_truncation_removed_are_no_hole() {
+fn bytes_that_a_truncation_removed_are_not_a_hole() {
     if !has_qemu() {
         return;
     }
@@ -58,7 +58,7 @@ fn bytes_that_a_truncation_removed_are_no_hole() {
         let extents = device.extents(0..MIB, 100).unwrap();
         extents.iter().map(|extent| (extent.length, extent.hole)).collect()
     };
-    // The raw base of an overlay.
+    // The raw backing file of an overlay.
     let directory = Directory::new();
     let base = directory.0.join("base");
     std::fs::write(&base, vec![1; 65536]).unwrap();
@@ -77,7 +77,7 @@ fn bytes_that_a_truncation_removed_are_no_hole() {
 }
 
 #[test]
-fn an_image_grows_and_what_is_behind_it_stays_hidden() {
+fn a_grown_image_does_not_show_its_backing_file() {
     if !has_qemu() {
         return;
     }
@@ -104,7 +104,7 @@ fn an_image_grows_and_what_is_behind_it_stays_hidden() {
 
 // Contract: data
 #[test]
-fn an_image_is_larger_only_once_what_is_behind_it_is_hidden() {
+fn the_new_size_is_recorded_after_the_backing_file_is_hidden() {
     if !has_qemu() {
         return;
     }
@@ -133,7 +133,7 @@ fn an_image_is_larger_only_once_what_is_behind_it_is_hidden() {
         assert_eq!(result.get(), Some(Err(blkq::Status::Io)));
         assert!(env.state().writer.failed && env.state().size == 1_000_448);
         drop((executor, env, device));
-        // The header was written, and nothing was after that.
+        // The header was written last.
         directory.check(&path);
         let device = open(&path);
         assert_eq!(device.limits().capacity_bytes, larger);
@@ -145,7 +145,7 @@ fn an_image_is_larger_only_once_what_is_behind_it_is_hidden() {
 
 // Contract: data
 #[test]
-fn clusters_that_were_discarded_are_used_before_space_runs_out() {
+fn discarded_clusters_are_reused_before_space_runs_out() {
     if !has_qemu() {
         return;
     }
@@ -169,7 +169,7 @@ fn clusters_that_were_discarded_are_used_before_space_runs_out() {
 }
 
 #[test]
-fn only_so_many_discarded_clusters_wait_to_be_freed() {
+fn a_bounded_number_of_discarded_clusters_waits_to_be_freed() {
     if !has_qemu() {
         return;
     }
@@ -187,7 +187,7 @@ fn only_so_many_discarded_clusters_wait_to_be_freed() {
 }
 
 #[test]
-fn copies_of_many_writes_have_bounded_memory() {
+fn the_copies_of_many_writes_take_bounded_memory() {
     if !has_qemu() {
         return;
     }
@@ -210,7 +210,7 @@ fn copies_of_many_writes_have_bounded_memory() {
     while !executor.is_idle() {
         executor.run(&env.io);
         most = most.max(env.reserved());
-        // One at a time, so that all that can be in flight is.
+        // Operations complete one at a time, so that as many as possible are in flight.
         let Some(operation) = env.io.next_operation() else { break };
         let done = perform(device.files[usize::from(operation.layer)].as_raw_fd(), &operation);
         env.io.complete(operation.place, done);
@@ -232,7 +232,7 @@ fn tables_that_name_the_header_are_not_written() {
     let directory = Directory::new();
     let path = directory.image("d.qcow2", "cluster_size=64k", MIB);
     let whole = std::fs::read(&path).unwrap();
-    // The entries of the L1 table, and of the refcount table, that name the refcount table.
+    // Entries of the L1 table and of the refcount table that name the refcount table.
     for (field, flag) in [(40, 1 << 63), (48, 0)] {
         let mut bytes = whole.clone();
         let at = u64::from_be_bytes(bytes[field..field + 8].try_into().unwrap()) as usize;
@@ -249,7 +249,7 @@ fn tables_that_name_the_header_are_not_written() {
 }
 
 #[test]
-fn the_rest_of_the_last_cluster_is_hidden_when_an_image_grows() {
+fn growing_an_image_hides_the_rest_of_its_last_cluster() {
     if !has_qemu() {
         return;
     }
@@ -281,7 +281,7 @@ fn the_rest_of_the_last_cluster_is_hidden_when_an_image_grows() {
 }
 
 #[test]
-fn entries_that_name_no_table_stop_no_queue() {
+fn entries_that_name_no_table_do_not_stop_the_queue() {
     if !has_qemu() {
         return;
     }
@@ -291,7 +291,7 @@ fn entries_that_name_no_table_stop_no_queue() {
         let file = std::fs::File::options().write(true).open(&path).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &entry.to_be_bytes(), at).unwrap();
     };
-    // The first of the L1 table, marked as one to be changed.
+    // The first entry of the L1 table, with the COPIED bit but without a table.
     set(0x30000, 1 << 63);
     let device = open(&path);
     let mut h = Harness::open(&device).unwrap();
@@ -301,7 +301,8 @@ fn entries_that_name_no_table_stop_no_queue() {
     drop(h);
     drop(device);
     directory.check(&path);
-    // The first of the refcount table, with reserved bits: the header's cluster would be its block.
+    // The first entry of the refcount table, with reserved bits only: if these counted as an offset, the
+    // header's cluster would be the block.
     set(0x10000, 0xe2);
     let mut h = Harness::open(&open(&path)).unwrap();
     let tag = h.write(512 << 10, vec![pattern(4096, 1)]);
@@ -327,7 +328,7 @@ fn a_read_only_device_writes_nothing() {
     assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
-/// The space that detach frees is found by a writer's state, which a reader does not have.
+/// Detach frees reserved space by the state of a writer, which a reader does not have.
 #[test]
 fn a_read_only_device_frees_no_space() {
     if !has_qemu() {
@@ -339,13 +340,13 @@ fn a_read_only_device_frees_no_space() {
     let path = directory.0.join("d.qcow2");
     let before = std::fs::read(&path).unwrap();
     let mut device = Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
-    // Else only the access mode of the descriptor keeps the image as it is.
+    // If detach tried to free space, only the access mode of the descriptor would prevent it.
     device.files[0] = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
     drop(device);
     assert!(std::fs::read(&path).unwrap() == before);
 }
 
-/// As after a kill between the change of the image's size and that of the kernel's device.
+/// As after a kill between the resize of the image and that of the kernel's block device.
 // Contract: live-changes
 #[test]
 fn a_larger_image_is_served_up_to_the_size_of_its_device() {
@@ -379,7 +380,7 @@ fn a_larger_image_is_served_up_to_the_size_of_its_device() {
 
 // Contract: data
 #[test]
-fn many_requests_at_once_to_few_clusters_keep_their_data() {
+fn concurrent_requests_to_few_clusters_keep_their_data() {
     if !has_qemu() {
         return;
     }
@@ -389,7 +390,7 @@ fn many_requests_at_once_to_few_clusters_keep_their_data() {
         let device = open(&path);
         let mut h = Harness::open(&device).unwrap();
         for round in 0..20 {
-            // Apart from each other, but in the same clusters; between them discards and a flush.
+            // The writes do not overlap, but share clusters. Discards and a flush are in between.
             let parts: Vec<u64> = (0..40).map(|number| number * 6144 + round * 512).collect();
             let mut tags: Vec<_> =
                 parts.iter().map(|at| h.write(*at, vec![pattern(4096, *at + round)])).collect();
@@ -428,7 +429,7 @@ fn space_is_reserved_for_new_clusters_and_freed() {
         assert_eq!(h.run(tag).0, Ok(()));
     }
     run(&mut h, Operation::Flush, 0, 0);
-    // Where the file system can reserve it; the rest of each cluster reads as zeroes.
+    // This holds only where the file system can reserve space. The rest of each cluster reads as zeroes.
     assert!(space() > 4 * MIB);
     drop(h);
     drop(device);
@@ -440,14 +441,14 @@ fn space_is_reserved_for_new_clusters_and_freed() {
 }
 
 #[test]
-fn clusters_behind_the_end_of_the_file_take_their_own_space() {
+fn clusters_beyond_the_end_of_the_file_get_no_extra_space() {
     use std::os::unix::fs::MetadataExt;
     if !has_qemu() {
         return;
     }
     const CLUSTER: u64 = 64 << 10;
     let directory = Directory::new();
-    // Each cluster has its place, in the order of the device; the file loses those from 1 MiB on.
+    // Clusters are allocated in the order of the device. The file loses those from 1 MiB on.
     let path = directory.image("d.qcow2", "preallocation=metadata", 512 * MIB);
     std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB).unwrap();
     let device = open(&path);
@@ -457,7 +458,7 @@ fn clusters_behind_the_end_of_the_file_take_their_own_space() {
         let tag = h.write(at, vec![pattern(4096, 1)]);
         assert_eq!(h.run(tag).0, Ok(()));
     }
-    // The freed cluster is allocated again, and space is reserved behind it, where the kept one lies.
+    // The freed cluster is allocated again. Space is reserved after it, where another cluster lies.
     run(&mut h, Operation::Discard, freed, CLUSTER);
     run(&mut h, Operation::Flush, 0, 0);
     run(&mut h, Operation::Discard, last, CLUSTER);
@@ -467,7 +468,7 @@ fn clusters_behind_the_end_of_the_file_take_their_own_space() {
     }
     run(&mut h, Operation::Flush, 0, 0);
     let space = std::fs::metadata(&path).unwrap().blocks() * 512;
-    assert!(space < 256 * MIB, "{space} bytes for what was never written");
+    assert!(space < 256 * MIB, "{space} bytes are allocated for space that was never written");
     drop(h);
     drop(device);
     directory.check(&path);

@@ -1,4 +1,4 @@
-//! Data: what is written is read, by this driver and by QEMU.
+//! Data that is written is read back, by this driver and by QEMU.
 
 use blkq::random::Random;
 
@@ -6,7 +6,8 @@ use super::*;
 
 const PLAIN: BioFlags = BioFlags::empty();
 
-/// Writes, zeroes and discards at random, and compares with a model of the bytes; then has QEMU do so.
+/// Writes, zeroes and discards at random, and compares the result with a model. Then reads the image with
+/// QEMU.
 pub(super) fn exercise(directory: &Directory, path: &Path, size: u64, seed: u64, steps: u32, backing: &[u8]) {
     let mut random = Random::new(seed);
     let mut model = vec![0; size as usize];
@@ -38,7 +39,7 @@ pub(super) fn exercise(directory: &Directory, path: &Path, size: u64, seed: u64,
                 6 if limits.max_discard_bytes > 0 => {
                     let tag = h.bare(Operation::Discard, PLAIN, offset, bytes);
                     assert_eq!(h.run(tag).0, Ok(()));
-                    // Each byte is as it was, or zero.
+                    // After a discard each byte is as before or zero.
                     let read = h.read_back(offset, bytes as usize);
                     for (old, new) in model[range].iter_mut().zip(read) {
                         assert!(new == *old || new == 0);
@@ -68,7 +69,7 @@ pub(super) fn exercise(directory: &Directory, path: &Path, size: u64, seed: u64,
 
 // Contract: data
 #[test]
-fn data_is_as_qemu_has_it_in_every_kind_of_image() {
+fn data_reads_the_same_in_qemu_for_every_kind_of_image() {
     if !has_qemu() {
         return;
     }

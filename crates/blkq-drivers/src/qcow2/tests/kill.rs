@@ -1,6 +1,6 @@
-//! Deaths of the process: all that it wrote stays, and of what is in flight any part does; the journal is as memory
-//! has it. The next process must find each write that completed, and leave an image in which qemu-img finds no error,
-//! and no cluster that nothing refers to.
+//! Kills of the process. Everything that the process has written stays in the file, any part of what is in
+//! flight may be there, and the journal is as it is in memory. The next process must find each write that
+//! completed, and leave an image in which qemu-img finds neither errors nor leaked clusters.
 
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ use crate::qcow2::write::{Source, write};
 use crate::qcow2::zero::{Wanted, clear};
 use crate::{DriverOptions, DriverSpec, ImageFormat, check};
 
-/// Where the journal has the identity of its image.
+/// Index in the journal of the identity of its image.
 const IDENTITY_AT: usize = 32;
 
 /// The contents that each sector may have.
@@ -29,7 +29,7 @@ type Allowed = Vec<Vec<u32>>;
 struct Life {
     directory: Directory,
     journals: Arc<Journals>,
-    /// The journal of the image that lives.
+    /// The journal of the image in use.
     journal: PathBuf,
 }
 
@@ -40,7 +40,7 @@ impl Life {
         Qcow2Options { direct_io: DirectIo::Off, journals, ..Qcow2Options::new(path) }
     }
 
-    /// Has another process open `image`, with the journal as it is now.
+    /// Opens a copy of the image as another process would, with the journal as it is now, and checks it.
     fn revive(&self, image: &[u8], allowed: &Allowed, seed: u64) {
         use std::os::unix::fs::MetadataExt;
         let path = self.directory.0.join("killed.qcow2");
@@ -73,7 +73,7 @@ impl Life {
     }
 }
 
-/// A life of an image with deaths of its process at several instants.
+/// Runs a workload on an image, and checks what a kill at several moments would leave.
 fn live(kind: &str, backing: bool, seed: u64) {
     let mut random = Random::new(seed);
     let directory = Directory::new();
@@ -101,7 +101,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let mut next = 10_000;
     for _ in 0..30 {
         let mut buffers = Vec::new();
-        // Of each request its range, and that it is no discard.
+        // For each request its range, and whether it is a write and not a discard.
         let mut requests = Vec::new();
         for part in 0..8 {
             let room = sectors / 8;
@@ -185,7 +185,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
 
 // Contract: durability
 #[test]
-fn what_completed_survives_the_death_of_the_process() {
+fn completed_writes_survive_a_kill() {
     let kinds = [
         ("cluster_size=512", false),
         ("cluster_size=4k", true),
@@ -195,7 +195,7 @@ fn what_completed_survives_the_death_of_the_process() {
     each_kind(3, &kinds, |(kind, backing), seed| live(kind, backing, seed));
 }
 
-/// Writes to a new cluster, and has the process die before its tables are written.
+/// Writes to a new cluster, and simulates a kill before its tables are written.
 fn write_and_die(device: &Qcow2) {
     let mut h = Harness::open(device).unwrap();
     let tag = h.write(MIB, vec![pattern(4096, 1)]);
@@ -235,7 +235,7 @@ fn an_image_whose_journal_cannot_be_opened_keeps_it() {
 
 // Contract: durability
 #[test]
-fn an_image_that_lacks_writes_is_rejected_behind_another() {
+fn a_backing_file_that_lacks_writes_is_rejected() {
     if !has_qemu() {
         return;
     }
@@ -256,7 +256,7 @@ fn an_image_that_lacks_writes_is_rejected_behind_another() {
     write_and_die(&Qcow2::open(&options("base.qcow2")).unwrap());
     is_lacking(Qcow2::open(&options("top.qcow2")));
     drop(Qcow2::open(&options("base.qcow2")).unwrap());
-    // The image before it hides the data that a commit has copied from there.
+    // The overlay hides the data that the commit has copied.
     let target = |device: &Qcow2| {
         let file = File::options().read(true).write(true).open(&base).unwrap();
         device.of_base(file, &base, Some(&journals))
@@ -273,7 +273,7 @@ fn an_image_that_lacks_writes_is_rejected_behind_another() {
     drop(other);
     let top = Qcow2::open(&options("top.qcow2")).unwrap();
     let killed = target(&top).unwrap();
-    // The device goes on in it.
+    // The device pivots to the base.
     write_and_die(&killed);
     die(&top);
     drop((killed, top));
@@ -283,7 +283,7 @@ fn an_image_that_lacks_writes_is_rejected_behind_another() {
 }
 
 #[test]
-fn a_journal_that_is_not_there_is_reported_once() {
+fn a_missing_journal_is_reported_once() {
     if !has_qemu() {
         return;
     }
@@ -300,17 +300,17 @@ fn a_journal_that_is_not_there_is_reported_once() {
     std::fs::create_dir(directory.0.join("journals")).unwrap();
     assert!(warned());
     assert!(!warned());
-    // Another image has it behind, and its journal is removed.
+    // The image becomes a backing file, and its journal is removed.
     let superseded = Qcow2::open(&options).unwrap();
     superseded.supersede().unwrap();
     drop(superseded);
     assert!(!warned());
 }
 
-/// Nothing is lost then, and none is reported as lost.
+/// A kill at this point loses nothing, and must not be reported as a loss.
 // Contract: durability
 #[test]
-fn a_death_while_the_journal_is_emptied_is_no_loss() {
+fn a_kill_while_the_journal_is_emptied_loses_nothing() {
     if !has_qemu() {
         return;
     }
@@ -322,7 +322,7 @@ fn a_death_while_the_journal_is_emptied_is_no_loss() {
         let device = Qcow2::open(&options).unwrap();
         write_and_die(&device);
         drop(device);
-        // And again, while the next process empties it.
+        // And a second kill, while the next process empties the journal.
         for again in [false, true] {
             let device = Qcow2::open(&options).unwrap();
             assert_eq!(device.warnings(), Vec::<String>::new());
@@ -346,7 +346,7 @@ fn a_death_while_the_journal_is_emptied_is_no_loss() {
 }
 
 #[test]
-fn a_journal_is_void_once_another_program_wrote() {
+fn a_journal_is_void_after_another_program_wrote_to_the_image() {
     if !has_qemu() {
         return;
     }
@@ -383,7 +383,7 @@ fn a_journal_is_void_once_another_program_wrote() {
 
 // Contract: durability
 #[test]
-fn a_journal_of_a_backing_file_that_is_ignored_is_reported() {
+fn an_ignored_journal_of_a_backing_file_is_reported() {
     if !has_qemu() {
         return;
     }
@@ -396,7 +396,7 @@ fn a_journal_of_a_backing_file_that_is_ignored_is_reported() {
         ..Qcow2Options::new(directory.0.join(name))
     };
     write_and_die(&Qcow2::open(&options("base.qcow2")).unwrap());
-    // It opens the image for writing, and changes nothing else.
+    // The program opens the image for writing, and changes only the header.
     directory.qemu_img(&["check", "-q", "-r", "leaks", base.to_str().unwrap()]);
     let warnings = Qcow2::open(&options("top.qcow2")).unwrap().warnings();
     let expected = format!("the journal of {} is ignored", base.display());
@@ -405,7 +405,7 @@ fn a_journal_of_a_backing_file_that_is_ignored_is_reported() {
 
 // Contract: durability, errors
 #[test]
-fn a_journal_that_cannot_be_applied_leaves_the_image_as_it_is() {
+fn a_journal_that_cannot_be_applied_leaves_the_image_unchanged() {
     if !has_qemu() {
         return;
     }
@@ -415,7 +415,7 @@ fn a_journal_that_cannot_be_applied_leaves_the_image_as_it_is() {
     let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
     let device = Qcow2::open(&options).unwrap();
     write_and_die(&device);
-    // An entry of the refcount table that it does not have.
+    // A record for an entry that the refcount table does not have.
     let damaged = Record::RefcountTable { index: 1 << 40, entry: 0 };
     locked(&device.shared.state).journal.as_mut().unwrap().append(damaged);
     drop(device);
@@ -431,7 +431,7 @@ fn a_journal_that_cannot_be_applied_leaves_the_image_as_it_is() {
 }
 
 #[test]
-fn a_journal_of_a_file_that_was_removed_is_not_reported() {
+fn a_journal_of_a_removed_file_is_not_reported() {
     if !has_qemu() {
         return;
     }
@@ -442,14 +442,14 @@ fn a_journal_of_a_file_that_was_removed_is_not_reported() {
     let device = Qcow2::open(&options).unwrap();
     write_and_die(&device);
     let birth = backing::birth(&device.files[0]);
-    assert_ne!(birth, 0, "the file system knows when a file was created");
+    assert_ne!(birth, 0, "the file system does not report when a file was created");
     let is_found = |birth| journal::find_ignored(&journals, &path, (device.identity, birth)).is_some();
     assert_eq!([birth, 0, birth + 1].map(is_found), [true, true, false]);
 }
 
 // Contract: durability
 #[test]
-fn a_check_of_an_image_leaves_its_journal_valid() {
+fn qemu_img_check_leaves_the_journal_valid() {
     if !has_qemu() {
         return;
     }
@@ -461,7 +461,7 @@ fn a_check_of_an_image_leaves_its_journal_valid() {
     let before = std::fs::read(&path).unwrap();
     let checked = DriverOptions { format: ImageFormat::Qcow2, ..DriverOptions::default() };
     check(&DriverSpec::Image(path.clone()), &checked).unwrap();
-    // Without the journal its writes would be lost.
+    // Without the journal, the writes would be lost.
     let refused = Qcow2::open(&Qcow2Options { journals: None, ..options.clone() }).err().unwrap();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
     assert!(std::fs::read(&path).unwrap() == before);
@@ -469,10 +469,10 @@ fn a_check_of_an_image_leaves_its_journal_valid() {
     assert_eq!(h.read_back(MIB, 4096), pattern(4096, 1).to_vec());
 }
 
-/// All begin before the refcounts are in memory, and so before any of them has changed something.
+/// All writes begin before the refcounts are in memory, so that none of them has changed a table yet.
 // Contract: durability
 #[test]
-fn any_number_of_writes_at_once_has_room_in_the_journal() {
+fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     if !has_qemu() {
         return;
     }
@@ -489,7 +489,7 @@ fn any_number_of_writes_at_once_has_room_in_the_journal() {
     let tag = device.tag();
     let env = Env::new(Arc::clone(&device.shared));
     {
-        // The slices of the L2 table are in memory from here on, and none with refcounts.
+        // From here on the slices of the L2 table are in memory, and none of refcount blocks.
         let mut state = locked(&device.shared.state);
         let block = state.writer.refcount_table[0];
         state.cache.forget(0, block..block + device.cluster_bytes);
@@ -501,7 +501,7 @@ fn any_number_of_writes_at_once_has_room_in_the_journal() {
     let done = Rc::new(std::cell::Cell::new(0));
     for number in 0..WRITES {
         let (env, done) = (Rc::clone(&env), Rc::clone(&done));
-        // SAFETY: the buffer outlives all operations, which are performed below, and the tag is of no interest.
+        // SAFETY: the buffer outlives all operations, which are performed below, and nothing uses the tag.
         let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
         let io = Rc::clone(&env);
         executor.spawn(&io.io, async move {

@@ -1,4 +1,4 @@
-//! The driver on images that qemu-img makes.
+//! The driver with images that qemu-img creates.
 
 mod bitmaps;
 mod block_commit;
@@ -19,7 +19,7 @@ use blkq::testing::harness::{Harness, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
-/// A directory of a test's own.
+/// A temporary directory for one test.
 struct Directory(PathBuf);
 
 impl Directory {
@@ -31,7 +31,7 @@ impl Directory {
         Directory(path.canonicalize().unwrap())
     }
 
-    /// Runs qemu-img in the directory; its output if it succeeded.
+    /// Runs qemu-img in the directory and returns its output. Panics if it fails.
     fn qemu_img(&self, arguments: &[&str]) -> String {
         let output = Command::new("qemu-img").args(arguments).current_dir(&self.0).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -40,7 +40,7 @@ impl Directory {
         text
     }
 
-    /// Mounts at `point`, a new directory below this one.
+    /// Mounts a file system at `point`, which is created in this directory.
     fn mount(&self, words: &[&str], point: &str) -> Mounted {
         let point = self.0.join(point);
         std::fs::create_dir(&point).unwrap();
@@ -48,20 +48,20 @@ impl Directory {
         Mounted(point)
     }
 
-    /// Runs a command of qemu-io on a qcow2 image.
+    /// Runs a qemu-io command on a qcow2 image.
     fn qemu_io(&self, path: &Path, command: &str) {
         let mut qemu_io = Command::new("qemu-io");
         let output = qemu_io.args(["-f", "qcow2", "-c", command]).arg(path).output().unwrap();
         assert!(output.status.success(), "qemu-io {command}: {output:?}");
     }
 
-    /// A new qcow2 image.
+    /// Creates a qcow2 image.
     fn image(&self, name: &str, options: &str, size: u64) -> PathBuf {
         self.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, name, &size.to_string()]);
         self.0.join(name)
     }
 
-    /// Fails if qemu-img finds an error or a leak.
+    /// Fails if qemu-img finds an error or a leaked cluster.
     fn check(&self, path: &Path) {
         self.qemu_img(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
     }
@@ -73,7 +73,6 @@ impl Drop for Directory {
     }
 }
 
-/// A mounted file system.
 struct Mounted(PathBuf);
 
 impl Drop for Mounted {
@@ -86,7 +85,7 @@ fn open(path: &Path) -> Qcow2 {
     Qcow2::open(&Qcow2Options::new(path)).unwrap()
 }
 
-/// Whether there is a qemu-img to compare with.
+/// Whether qemu-img is installed.
 fn has_qemu() -> bool {
     let found = Command::new("qemu-img").arg("--version").output().is_ok();
     if !found {
@@ -95,7 +94,7 @@ fn has_qemu() -> bool {
     found
 }
 
-/// Has `live` run through each of `kinds` in so many rounds, times `BLKQ_MODEL_FACTOR`, each with a seed of its own.
+/// Calls `live` with each of `kinds` and a new seed, `rounds` times the factor in `BLKQ_MODEL_FACTOR`.
 fn each_kind<K: Copy>(rounds: u64, kinds: &[K], live: impl Fn(K, u64)) {
     if !has_qemu() {
         return;

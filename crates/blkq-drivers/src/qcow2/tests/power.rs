@@ -1,6 +1,6 @@
-//! Power losses: the files are memory that keeps what was synced apart from what was not. Operations complete
-//! in any order. At any instant a power loss leaves an image with any part of what was not synced, which must
-//! have all that was flushed, and in which qemu-img may find clusters that nothing refers to, but no error.
+//! Power losses. The files are in memory, which keeps synced data apart from other data, and operations
+//! complete in any order. At any moment, a power loss leaves an image with any part of the data that was not
+//! synced. It must contain everything that was flushed; qemu-img may find leaked clusters, but no errors.
 
 use std::rc::Rc;
 
@@ -19,14 +19,14 @@ use crate::qcow2::zero::{Wanted, clear};
 
 pub(super) const SECTOR: usize = 512;
 
-/// The files of the chain in memory. Only the image itself is written.
+/// The files of the chain in memory. Only the active image is written.
 pub(super) struct Disk {
     pub files: Vec<Vec<u8>>,
     durable: Vec<u8>,
-    /// Writes that are not durable: when each was done, where, and what.
+    /// Writes that are not durable: when each was done, its offset and its data.
     log: Vec<(u64, usize, Vec<u8>)>,
     clock: u64,
-    /// Operations that were submitted, and when.
+    /// Submitted operations, and when each was submitted.
     pub pending: Vec<(u64, Submitted)>,
 }
 
@@ -47,7 +47,7 @@ impl Disk {
         }
     }
 
-    /// Does one of the operations, whichever.
+    /// Performs one of the operations, chosen at random.
     pub fn execute(&mut self, env: &Env, random: &mut Random) {
         let (submitted, operation) =
             self.pending.swap_remove(random.below(self.pending.len() as u64) as usize);
@@ -106,7 +106,8 @@ impl Disk {
         env.io.complete(operation.place, result as i32);
     }
 
-    /// The image that the death of the process leaves: all that was done, and any part of what is in flight.
+    /// The image that a kill of the process leaves: everything that was done, and any part of what is in
+    /// flight.
     pub fn kill(&self, random: &mut Random) -> Vec<u8> {
         let mut image = self.files[0].clone();
         for (_, operation) in self.pending.iter().filter(|(_, one)| one.action == Action::Write) {
@@ -139,10 +140,10 @@ impl Disk {
     }
 }
 
-/// The content of each sector: a number that it is full of.
+/// The content of each sector, which is filled with copies of one number.
 struct Model {
     now: Vec<u32>,
-    /// Contents that it may have after a power loss.
+    /// For each sector the contents that it may have after a power loss.
     allowed: Vec<Vec<u32>>,
 }
 
@@ -181,14 +182,14 @@ fn verify(directory: &Directory, image: &[u8], model: &Model, seed: u64) {
     let path = directory.0.join("lost.qcow2");
     std::fs::write(&path, image).unwrap();
     let check = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output().unwrap();
-    // 3: there are clusters that nothing refers to.
+    // Exit code 3: clusters to which nothing refers.
     let text = String::from_utf8_lossy(&check.stdout).into_owned() + &String::from_utf8_lossy(&check.stderr);
     assert!(matches!(check.status.code(), Some(0 | 3)), "seed {seed}: {text}");
     directory.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "lost.qcow2", "lost.raw"]);
     model.check(&std::fs::read(directory.0.join("lost.raw")).unwrap(), seed);
 }
 
-/// A life of an image with power losses at several instants.
+/// Runs a workload on an image, and checks what a power loss at several moments would leave.
 fn live(kind: &str, backing: bool, seed: u64) {
     let mut random = Random::new(seed);
     let directory = Directory::new();
@@ -219,7 +220,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
         let mut buffers = Vec::new();
         let mut flush = None;
         let mut discards = Vec::new();
-        // Requests that do not overlap, in parts of the device of their own.
+        // Requests that do not overlap: each has a part of the device for itself.
         for part in 0..8 {
             let room = sectors / 8;
             let longest = [2, 16, 192][random.below(3) as usize];
@@ -281,7 +282,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
             while let Some((tag, result)) = env.io.take_finished() {
                 assert_eq!(result, Ok(()), "seed {seed}");
                 if Some(tag) == flush {
-                    // The content before the flush began, and those that came since.
+                    // The contents that the flush covers, and those that were written since it began.
                     for (sector, content) in before.iter().enumerate() {
                         let allowed = &mut model.allowed[sector];
                         let begin = allowed.iter().rposition(|one| one == content).unwrap_or(0);
@@ -310,7 +311,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     }
 }
 
-/// Reads sectors, with whatever operations that takes.
+/// Reads sectors, and performs the operations that this needs.
 pub(super) fn run_read(
     env: &Rc<Env>,
     executor: &mut Executor,
@@ -338,7 +339,7 @@ pub(super) fn run_read(
 
 // Contract: durability
 #[test]
-fn what_was_flushed_survives_a_power_loss_at_any_instant() {
+fn flushed_data_survives_a_power_loss_at_any_moment() {
     let kinds = [
         ("cluster_size=512", false),
         ("cluster_size=4k", true),
@@ -349,8 +350,9 @@ fn what_was_flushed_survives_a_power_loss_at_any_instant() {
     each_kind(3, &kinds, |(kind, backing), seed| live(kind, backing, seed));
 }
 
-/// A life of an image whose dirty bitmaps are added and removed, with power losses at several instants. Its header
-/// cluster has the feature table of QEMU, so that extensions and the backing file's name are in several sectors.
+/// Adds and removes dirty bitmaps of an image, and checks what a power loss at several moments would leave.
+/// The header cluster has QEMU's feature name table, so that extensions and the backing file's name span
+/// several sectors.
 fn live_with_bitmaps((kind, name_bytes): (&str, usize), seed: u64) {
     let mut random = Random::new(seed);
     let directory = Directory::new();
