@@ -5,14 +5,14 @@ use std::ops::Range;
 use blkq::{IoBuffer, IoResult, Status};
 
 use super::cache::{Key, Table};
-use super::commit::{begin, commit, commit_refcounts, sync};
 use super::entry::{COPIED, table_offset};
 use super::env::Env;
+use super::flush_metadata::{begin, flush_metadata, flush_refcounts, sync};
 use super::header::{REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES};
 use super::io::Op;
 use super::refcounts::{allocate_refcounts, refcount, refcount_place, set_refcount, set_refcounts};
 use super::reserve::reserve_l1;
-use super::state::{Lack, State};
+use super::state::{NotReady, State};
 
 /// Slices that a search for a free cluster reads before it lets other tasks run.
 const SEARCH_MAX: usize = 64;
@@ -32,29 +32,29 @@ pub(super) struct Clusters {
 ///
 /// # Errors
 /// The error of what was done.
-pub(super) async fn provide(env: &Env, lack: Lack) -> IoResult {
-    match lack {
-        Lack::Slice(key, table) => {
+pub(super) async fn provide(env: &Env, reason: NotReady) -> IoResult {
+    match reason {
+        NotReady::Slice(key, table) => {
             if !env.load(key, table).await? {
-                commit(env, false).await?;
+                flush_metadata(env, false).await?;
             }
             Ok(())
         }
         // Boxed, because creating a table allocates clusters, which may come back here.
-        Lack::L2(index) => Box::pin(make_l2(env, index)).await,
-        Lack::Block(block) => Box::pin(make_block(env, block)).await,
-        Lack::Room(block) => Box::pin(make_room(env, block)).await,
+        NotReady::L2Table(index) => Box::pin(make_l2(env, index)).await,
+        NotReady::RefcountBlock(block) => Box::pin(make_block(env, block)).await,
+        NotReady::RefcountTable(block) => Box::pin(make_room(env, block)).await,
         // One flush is enough for all tasks that wait for it.
-        Lack::Commit if !env.state().writer.committing => commit(env, false).await,
-        Lack::Turn | Lack::Commit => {
+        NotReady::FlushFirst if !env.state().writer.flushing => flush_metadata(env, false).await,
+        NotReady::Busy | NotReady::FlushFirst => {
             env.io.wait().await;
             Ok(())
         }
-        Lack::Pause => {
+        NotReady::Yield => {
             env.io.pause().await;
             Ok(())
         }
-        Lack::Failed(status) => Err(status),
+        NotReady::Failed(status) => Err(status),
     }
 }
 
@@ -82,7 +82,7 @@ async fn find_until_provided(env: &Env, count: u64, take: Take) -> Result<Cluste
         let found = find_free(&mut env.state(), count, take);
         match found {
             Ok(clusters) => return Ok(clusters),
-            Err(lack) => provide(env, lack).await?,
+            Err(reason) => provide(env, reason).await?,
         }
     }
 }
@@ -92,7 +92,7 @@ pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
     let mut cluster = clusters.host >> env.state().cluster_bits();
     let end = cluster + clusters.count;
     while cluster < end {
-        let lack = {
+        let reason = {
             let mut state = env.state();
             match refcount_place(&mut state, cluster) {
                 Ok((slot, index)) => {
@@ -102,11 +102,11 @@ pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
                     cluster += count;
                     continue;
                 }
-                Err(lack) => lack,
+                Err(reason) => reason,
             }
         };
         // If this fails, the clusters stay allocated. They are wasted, but nothing is damaged.
-        if provide(env, lack).await.is_err() {
+        if provide(env, reason).await.is_err() {
             return;
         }
     }
@@ -117,16 +117,16 @@ pub(super) async fn free_unused(env: &Env, clusters: Clusters) {
 type Take = fn(&mut State, (usize, usize), u64, u64);
 
 /// Allocates up to `wanted` contiguous free clusters.
-fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Lack> {
+fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, NotReady> {
     if state.writer.failed {
-        return Err(Lack::Failed(Status::Io));
+        return Err(NotReady::Failed(Status::Io));
     }
     let (bits, order) = (state.cluster_bits(), state.top()?.header.refcount_order);
     let in_slice = state.refcounts_per_slice();
     for _ in 0..SEARCH_MAX {
         let cluster = state.writer.next_free;
         if cluster >= state.writer.clusters_max {
-            return Err(Lack::Failed(Status::NoSpace));
+            return Err(NotReady::Failed(Status::NoSpace));
         }
         let (slot, index) = refcount_place(state, cluster)?;
         let slice = state.cache.get(slot);
@@ -140,7 +140,7 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Lac
         let last =
             (first..in_slice.min(first + most)).find(|at| !is_free(at)).unwrap_or(in_slice.min(first + most));
         if last == first {
-            return Err(Lack::Failed(Status::NoSpace));
+            return Err(NotReady::Failed(Status::NoSpace));
         }
         let count = (last - first) as u64;
         state.check_target(host << bits..(host + count) << bits)?;
@@ -151,7 +151,7 @@ fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, Lac
         writer.fresh_from = writer.fresh_from.max(host + count);
         return Ok(Clusters { host: host << bits, count, fresh });
     }
-    Err(Lack::Pause)
+    Err(NotReady::Yield)
 }
 
 /// Creates an L2 table that may be changed for entry `index` of the L1 table: an empty one, or a copy of a
@@ -264,7 +264,7 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
                 return Ok(());
             }
         }
-        commit(env, false).await?;
+        flush_metadata(env, false).await?;
     }
 }
 
@@ -288,7 +288,7 @@ async fn make_room(env: &Env, block: u64) -> IoResult {
         };
         if made.is_ok() {
             made = move_table(env, block).await;
-            env.state().writer.committing = false;
+            env.state().writer.flushing = false;
         }
     }
     stop_growing(env);
@@ -339,7 +339,7 @@ fn plan_growth(state: &State, block: u64) -> Result<Growth, Status> {
 
 async fn move_table(env: &Env, block: u64) -> IoResult {
     // The new table names all existing blocks, so their content must be in the file first.
-    commit_refcounts(env).await?;
+    flush_refcounts(env).await?;
     let growth = plan_growth(&env.state(), block)?;
     {
         let mut state = env.state();

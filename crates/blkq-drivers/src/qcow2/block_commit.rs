@@ -40,22 +40,22 @@ use crate::r#loop::backing;
 use crate::r#loop::lock::{self, LockKind};
 
 use super::Qcow2;
+use super::allocated::Extent;
 use super::block_commit_base::{BaseFiles, Target};
 use super::chain::LOCKED;
-use super::changes::Map;
-use super::commit::commit;
+use super::changes::RegionMap;
+use super::flush_metadata::flush_metadata;
 use super::journal::Journals;
-use super::over::path_of;
-use super::own::Piece;
-use super::slices::Slices;
+use super::overlay::path_of;
+use super::uncached_slices::UncachedSlices;
 
 /// Extents that are looked up before the overlay's metadata is flushed and they are copied. One flush serves
 /// them all; the list takes at most 256 KiB.
-const BATCH_MAX: usize = 16384;
+const BATCH_EXTENTS_MAX: usize = 16384;
 /// Bytes of the device that are looked up between two checks for cancellation.
 const LOOKUP_MAX_BYTES: u64 = 1 << 30;
 /// How often a thread that waits for a sync checks for cancellation.
-const ASK_INTERVAL: Duration = Duration::from_millis(50);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The backing file of the image that a device serves.
 #[derive(Debug)]
@@ -68,20 +68,20 @@ pub struct BaseImage {
 
 /// An image that can be committed into its backing file.
 pub struct CommitSource {
-    top: Arc<Qcow2>,
+    overlay: Arc<Qcow2>,
     base: BaseImage,
 }
 
 impl CommitSource {
-    /// Checks that the image of `top` can be committed.
+    /// Checks that the image of `overlay` can be committed.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the image has no backing file, contains internal snapshots or is
     /// read-only, or if the backing file was deleted.
-    pub(crate) fn new(top: Arc<Qcow2>) -> Result<CommitSource, Error> {
-        let path = path_of(top.check_committable()?, &top.behind[0])?;
-        let qcow2 = locked(&top.shared.state).layers[1].tables.is_some();
-        Ok(CommitSource { top, base: BaseImage { path, qcow2 } })
+    pub(crate) fn new(overlay: Arc<Qcow2>) -> Result<CommitSource, Error> {
+        let path = path_of(overlay.check_committable()?, &overlay.backing_paths[0])?;
+        let qcow2 = locked(&overlay.shared.state).layers[1].tables.is_some();
+        Ok(CommitSource { overlay, base: BaseImage { path, qcow2 } })
     }
 
     /// The backing file, into which the image is committed.
@@ -103,7 +103,7 @@ impl CommitSource {
     /// * [`ErrorKind::Mismatch`] if the base is longer than the device;
     /// * the I/O error of a file.
     pub fn begin(self, files: BaseFiles, journals: Option<&Journals>) -> Result<BlockCommit, Error> {
-        let device = self.top;
+        let device = self.overlay;
         let size = device.limits().size_bytes();
         // The descriptors are duplicated before the lock is taken, because a failure after it would have to
         // restore the lock of the chain.
@@ -117,14 +117,14 @@ impl CommitSource {
         // then, and all other writes are recorded.
         device.shared.changes.track(size);
         Ok(BlockCommit {
-            top: device,
+            overlay: device,
             target: Some(target),
             base,
             synced,
-            slices: Slices::default(),
-            pass: Map::full(size),
-            position: 0,
-            found: VecDeque::new(),
+            slices: UncachedSlices::default(),
+            pass: RegionMap::full(size),
+            lookup_position: 0,
+            extents: VecDeque::new(),
             copied_bytes: 0,
             data_bytes: 0,
             total_bytes: 0,
@@ -134,7 +134,7 @@ impl CommitSource {
 
 /// A block commit in progress. Dropping it cancels the commit ([`BlockCommit::stop`]).
 pub struct BlockCommit {
-    top: Arc<Qcow2>,
+    overlay: Arc<Qcow2>,
     /// The base, opened for writing. `None` after the pivot and after a cancellation.
     target: Option<Target>,
     /// A second descriptor of the base's open file description, which holds the lock. It is kept apart from
@@ -142,14 +142,14 @@ pub struct BlockCommit {
     base: File,
     /// The open file description that the syncs of a raw target use, too.
     synced: File,
-    slices: Slices,
+    slices: UncachedSlices,
     /// Regions of the device to copy in this pass.
-    pass: Map,
+    pass: RegionMap,
     /// Where the lookup of this pass continues.
-    position: u64,
+    lookup_position: u64,
     /// Extents that the lookup has found and that are not copied yet. Their L2 entries are on disk once the
     /// device has been flushed after the lookup.
-    found: VecDeque<Range<u64>>,
+    extents: VecDeque<Range<u64>>,
     copied_bytes: u64,
     /// The part of `copied_bytes` that was data. Zero clusters are not in it.
     data_bytes: u64,
@@ -160,14 +160,14 @@ impl BlockCommit {
     /// Counts the bytes to copy in this pass, for [`BlockCommit::progress`]. Copies nothing.
     ///
     /// # Errors
-    /// The I/O error of a table of the overlay, or the error of `stop`, which is called before each lookup to
+    /// The I/O error of a table of the overlay, or the error of `check_cancelled`, which is called before each lookup to
     /// check for cancellation.
-    pub fn count<E: From<Error>>(&mut self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+    pub fn count<E: From<Error>>(&mut self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let mut bytes = 0;
-        while let Some(range) = self.next_own(stop)? {
+        while let Some(range) = self.next_allocated(check_cancelled)? {
             bytes += range.end - range.start;
         }
-        self.position = 0;
+        self.lookup_position = 0;
         self.total_bytes = self.copied_bytes + bytes;
         Ok(())
     }
@@ -196,30 +196,33 @@ impl BlockCommit {
     ///
     /// # Errors
     /// The I/O error of the base, and as [`BlockCommit::count`].
-    pub fn next_pass<E: From<Error>>(&mut self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
-        self.write_out(stop)?;
+    pub fn next_pass<E: From<Error>>(
+        &mut self,
+        check_cancelled: &dyn Fn() -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.sync_base(check_cancelled)?;
         self.target()?.sync()?;
         self.take_changes()?;
-        self.count(stop)
+        self.count(check_cancelled)
     }
 
     /// Syncs the base on a helper thread, and checks for cancellation while it runs. The sync of the target,
     /// which follows and cannot be cancelled, then has little to write.
     ///
     /// # Errors
-    /// The error of the sync, or the error of `stop`. In the second case the helper thread is left running.
-    fn write_out<E: From<Error>>(&self, stop: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+    /// The error of the sync, or the error of `check_cancelled`. In the second case the helper thread is left running.
+    fn sync_base<E: From<Error>>(&self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
         let (sender, synced) = channel();
         let sync = move || _ = sender.send(backing::sync(&file));
         thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
         loop {
-            match synced.recv_timeout(ASK_INTERVAL) {
+            match synced.recv_timeout(CANCEL_POLL_INTERVAL) {
                 // The kernel reports a write-back error once to each open file description. The descriptors of a raw
                 // target share theirs with `file`, so that the target's own sync would not report the error again.
                 Ok(result) => return Ok(result.map_err(cannot)?),
-                Err(RecvTimeoutError::Timeout) => stop()?,
+                Err(RecvTimeoutError::Timeout) => check_cancelled()?,
                 Err(RecvTimeoutError::Disconnected) => {
                     let message = "the thread that syncs the backing file has panicked";
                     return Err(Error::new(ErrorKind::System, message).into());
@@ -228,22 +231,22 @@ impl BlockCommit {
         }
     }
 
-    /// Looks up the next extents to copy in this pass, at most [`BATCH_MAX`], and calls `flush`, which must
+    /// Looks up the next extents to copy in this pass, at most [`BATCH_EXTENTS_MAX`], and calls `flush`, which must
     /// flush the device: only then are the L2 entries of these extents on disk (rule 1 above). Returns false,
     /// without a flush, if the pass has nothing left to copy.
     ///
     /// # Errors
-    /// The I/O error of a table of the overlay, or the error of `stop` or `flush`.
+    /// The I/O error of a table of the overlay, or the error of `check_cancelled` or `flush`.
     pub fn find<E: From<Error>>(
         &mut self,
-        stop: &dyn Fn() -> Result<(), E>,
+        check_cancelled: &dyn Fn() -> Result<(), E>,
         flush: impl FnOnce() -> Result<(), E>,
     ) -> Result<bool, E> {
-        while self.found.len() < BATCH_MAX {
-            let Some(range) = self.next_own(stop)? else { break };
-            self.found.push_back(range);
+        while self.extents.len() < BATCH_EXTENTS_MAX {
+            let Some(range) = self.next_allocated(check_cancelled)? else { break };
+            self.extents.push_back(range);
         }
-        if self.found.is_empty() {
+        if self.extents.is_empty() {
             return Ok(false);
         }
         flush().map(|()| true)
@@ -255,45 +258,48 @@ impl BlockCommit {
     /// # Errors
     /// The I/O error of one of the two images.
     pub fn copy(&mut self) -> Result<bool, Error> {
-        let Some(range) = self.found.front().cloned() else { return Ok(false) };
-        let device = &*self.top;
-        let piece = device.read_piece(&mut self.slices, &range).map_err(|e| cannot_read(device, e))?;
-        let bytes = piece.bytes();
-        match piece {
-            Piece::Data(data) => {
+        let Some(range) = self.extents.front().cloned() else { return Ok(false) };
+        let device = &*self.overlay;
+        let extent = device.read_extent(&mut self.slices, &range).map_err(|e| cannot_read(device, e))?;
+        let bytes = extent.bytes();
+        match extent {
+            Extent::Data(data) => {
                 self.target()?.write(range.start, data)?;
                 self.data_bytes += bytes;
             }
-            Piece::Zeroes(_) => self.target()?.zero(range.start..range.start + bytes)?,
+            Extent::Zeroes(_) => self.target()?.zero(range.start..range.start + bytes)?,
             // Rule 2 excludes this. There would be nothing to copy: the base has these bytes.
-            Piece::Behind(_) => {}
+            Extent::Unallocated(_) => {}
         }
         self.copied_bytes += bytes;
         match range.start + bytes {
-            end if end < range.end => self.found[0].start = end,
-            _ => drop(self.found.pop_front()),
+            end if end < range.end => self.extents[0].start = end,
+            _ => drop(self.extents.pop_front()),
         }
         Ok(true)
     }
 
     /// Copies all that is left, syncs the base, and returns true: until the disk thaws, the base reads as the
-    /// device does. Returns false as soon as `go_on` does, which is called before each copy. The disk must be
+    /// device does. Returns false as soon as `may_continue` does, which is called before each copy. The disk must be
     /// frozen. It may thaw afterwards, and this may be called again.
     ///
     /// # Errors
-    /// The I/O error of one of the two images, or the error of `go_on`.
-    pub fn catch_up<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
-        let device = &*self.top;
+    /// The I/O error of one of the two images, or the error of `may_continue`.
+    pub fn catch_up<E: From<Error>>(
+        &mut self,
+        may_continue: &dyn Fn() -> Result<bool, E>,
+    ) -> Result<bool, E> {
+        let device = &*self.overlay;
         // From here until the disk thaws, the tables on disk match those in memory, and rule 1 is met without
         // further flushes.
-        device.run("make the data durable", async |env| commit(&env, true).await)?;
-        device.write_back()?;
+        device.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
+        device.flush_all_metadata()?;
         // First the rest of this pass, then the regions written since the pass began.
-        if !self.copy_all(go_on)? {
+        if !self.copy_all(may_continue)? {
             return Ok(false);
         }
         self.take_changes()?;
-        if !self.copy_all(go_on)? {
+        if !self.copy_all(may_continue)? {
             return Ok(false);
         }
         self.target()?.sync()?;
@@ -301,19 +307,22 @@ impl BlockCommit {
     }
 
     /// Copies all that is left and empties the overlay on disk: from then on both images read the same,
-    /// whatever is written to the base. Then calls `keep`, to record that the device uses the base, and
+    /// whatever is written to the base. Then calls `save_state`, to record that the device uses the base, and
     /// returns the base. The disk must be frozen.
     ///
     /// # Errors
-    /// The I/O error of one of the two images, or the error of `keep`. The device keeps using the overlay,
+    /// The I/O error of one of the two images, or the error of `save_state`. The device keeps using the overlay,
     /// whose tables are restored.
-    pub fn finish<E: From<Error>>(&mut self, keep: impl FnOnce() -> Result<(), E>) -> Result<Target, E> {
+    pub fn finish<E: From<Error>>(
+        &mut self,
+        save_state: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Target, E> {
         self.catch_up(&|| Ok::<_, E>(true))?;
-        let device = &*self.top;
+        let device = &*self.overlay;
         // The overlay's file is complete. A journal that is replayed after the overlay was emptied would
         // bring stale mappings back.
         device.empty_journal(None)?;
-        let emptied = device.empty().map_err(E::from).and_then(|()| keep());
+        let emptied = device.empty().map_err(E::from).and_then(|()| save_state());
         // The tables in memory are still those of the full overlay. They are written back before the disk
         // thaws.
         emptied.inspect_err(|_| device.refill())?;
@@ -342,16 +351,16 @@ impl BlockCommit {
     /// Errors are ignored. The overlay is empty in any case; at worst it keeps clusters that nothing refers
     /// to.
     pub fn free(&self) {
-        let top = &self.top;
-        if !top.superseded.load(Relaxed) {
+        let overlay = &self.overlay;
+        if !overlay.superseded.load(Relaxed) {
             return;
         }
         // `free_unreferenced` frees the clusters of bitmaps too, so the header must not name them then.
-        let _ = top.image().remove_bitmaps().and_then(|()| top.free_unreferenced());
+        let _ = overlay.image().remove_bitmaps().and_then(|()| overlay.free_unreferenced());
         // `finish` has removed the journal. With its tag still in the header, the next attach would warn that
         // the journal is missing.
-        let _ = top.set_tag(0);
-        lock::release(&top.files[0], &LOCKED);
+        let _ = overlay.set_tag(0);
+        lock::release(&overlay.files[0], &LOCKED);
     }
 
     /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
@@ -361,21 +370,21 @@ impl BlockCommit {
     /// The error of restoring the shared lock on the base.
     pub fn stop(&mut self) -> Result<(), Error> {
         let Some(target) = self.target.take() else { return Ok(()) };
-        let device = &*self.top;
+        let device = &*self.overlay;
         device.shared.changes.stop();
         target.close();
         device.unlock_base(&self.base)
     }
 
-    fn copy_all<E: From<Error>>(&mut self, go_on: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
+    fn copy_all<E: From<Error>>(&mut self, may_continue: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
         // The caller has flushed all metadata, so no flush is needed here.
         while self.find(&|| Ok::<_, Error>(()), || Ok(()))? {
-            while go_on()? {
+            while may_continue()? {
                 if !self.copy()? {
                     break;
                 }
             }
-            if !self.found.is_empty() {
+            if !self.extents.is_empty() {
                 return Ok(false);
             }
         }
@@ -384,25 +393,26 @@ impl BlockCommit {
 
     /// Makes the regions written since the last call the regions of the next pass.
     fn take_changes(&mut self) -> Result<(), Error> {
-        self.pass = self.top.shared.changes.take();
-        self.position = 0;
+        self.pass = self.overlay.shared.changes.take();
+        self.lookup_position = 0;
         Ok(())
     }
 
     /// The next extent in this pass that the overlay maps.
-    fn next_own<E: From<Error>>(
+    fn next_allocated<E: From<Error>>(
         &mut self,
-        stop: &dyn Fn() -> Result<(), E>,
+        check_cancelled: &dyn Fn() -> Result<(), E>,
     ) -> Result<Option<Range<u64>>, E> {
-        let device = &*self.top;
-        while let Some(range) = self.pass.next(self.position) {
-            stop()?;
+        let device = &*self.overlay;
+        while let Some(range) = self.pass.next(self.lookup_position) {
+            check_cancelled()?;
             let end = range.end.min(range.start + LOOKUP_MAX_BYTES);
-            let own =
-                device.next_own(&mut self.slices, range.start..end).map_err(|e| cannot_read(device, e))?;
-            self.position = own.as_ref().map_or(end, |own| own.end);
-            if own.is_some() {
-                return Ok(own);
+            let extent = device
+                .next_allocated(&mut self.slices, range.start..end)
+                .map_err(|e| cannot_read(device, e))?;
+            self.lookup_position = extent.as_ref().map_or(end, |extent| extent.end);
+            if extent.is_some() {
+                return Ok(extent);
             }
         }
         Ok(None)
@@ -449,7 +459,7 @@ impl Qcow2 {
     /// path of the base.
     fn lock_base(&self, BaseFiles { image: base, synced, .. }: &BaseFiles) -> Result<PathBuf, Error> {
         let file = self.check_committable()?;
-        let path = path_of(file, &self.behind[0])?;
+        let path = path_of(file, &self.backing_paths[0])?;
         let identity = |file: &File| file.metadata().ok().map(|data| (data.dev(), data.ino()));
         let is_same = |opened: &File, access: OFlags| {
             let flags = fcntl_getfl(opened);
@@ -479,7 +489,7 @@ impl Qcow2 {
     /// The error of the lock. Writers may then lock the base as soon as `base` is closed.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
         lock::downgrade(base, &LOCKED);
-        lock::acquire(&self.files[1], &self.behind[0], &LOCKED, LockKind::Shared, false).map(drop)
+        lock::acquire(&self.files[1], &self.backing_paths[0], &LOCKED, LockKind::Shared, false).map(drop)
     }
 
     /// Restores the shared locks because of `error`, and returns `error`. If a lock cannot be restored, that
@@ -495,9 +505,9 @@ impl Qcow2 {
 #[cfg(all(test, not(model_check)))]
 impl BlockCommit {
     /// Number of metadata flushes of a qcow2 base that have begun.
-    pub(super) fn commits_behind(&self) -> u64 {
+    pub(super) fn base_flushes(&self) -> u64 {
         match &self.target {
-            Some(Target::Qcow2(qcow2)) => locked(&qcow2.shared.state).commits,
+            Some(Target::Qcow2(qcow2)) => locked(&qcow2.shared.state).flushes,
             _ => 0,
         }
     }

@@ -15,7 +15,7 @@ use crate::r#loop::{LoopDevice, claim};
 use super::Qcow2;
 use super::blocking::write_data;
 use super::chain::{LOCKED, open_one, prefer_link, read_header};
-use super::commit::commit;
+use super::flush_metadata::flush_metadata;
 use super::journal::Journals;
 use super::options::BackingChain;
 use super::zero::{Wanted, clear};
@@ -108,8 +108,8 @@ impl Target {
             Target::Raw(raw) => raw.sync(),
             Target::Qcow2(qcow2) => {
                 // A flush of its own, because data that was overwritten in place makes no table dirty.
-                qcow2.run("make the data durable", async |env| commit(&env, true).await)?;
-                qcow2.write_back()
+                qcow2.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
+                qcow2.flush_all_metadata()
             }
         }
     }

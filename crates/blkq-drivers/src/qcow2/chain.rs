@@ -108,7 +108,7 @@ fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()
 /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::BackingFile`] if `allowed` does not
 /// admit a backing file; the caller adds the hint. A backing file is also rejected if it lacks writes that a
 /// journal in `journals` has. If that journal is ignored, a warning is added to `warnings` instead.
-pub(super) fn open_behind(
+pub(super) fn open_backing_files(
     top: &Opened,
     allowed: BackingChain,
     journals: Option<&Journals>,
@@ -142,7 +142,7 @@ pub(super) fn open_behind(
         if let (Some(tables), Some(all)) = (&opened.tables, journals) {
             let (path, identity) = (&opened.backing.path, opened.backing.identity);
             let tag = tables.header.tag;
-            journal::check_behind(all, path, (identity, tag), last.backing.identity)?;
+            journal::check_base(all, path, (identity, tag), last.backing.identity)?;
             if tag == 0 {
                 let file = (identity, backing::birth(&opened.backing.file));
                 warnings.extend(journal::find_ignored(all, path, file));
@@ -165,7 +165,7 @@ pub(super) fn open_behind(
 /// Opens the file that `image` names as its backing file, read-only.
 ///
 /// # Errors
-/// As [`open_behind`].
+/// As [`open_backing_files`].
 pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<Backing, Error> {
     let directory = image.parent().unwrap_or(Path::new("/"));
     let path = backing_path(image, &name.name)?;

@@ -15,12 +15,12 @@ const BITS_MAX: u64 = 1 << 25;
 #[derive(Default)]
 pub(super) struct Changes {
     tracked: AtomicBool,
-    map: Mutex<Map>,
+    map: Mutex<RegionMap>,
 }
 
 /// One bit for each region of the device.
 #[derive(Default)]
-pub(super) struct Map {
+pub(super) struct RegionMap {
     unit_bits: u32,
     words: Vec<u64>,
     /// Size of the device in bytes.
@@ -31,14 +31,14 @@ impl Changes {
     /// Begins to track the changes of a device of `size` bytes. A write must be recorded unless it has
     /// completed before this call.
     pub fn track(&self, size: u64) {
-        *lock(&self.map) = Map::new(size);
+        *lock(&self.map) = RegionMap::new(size);
         self.tracked.store(true, SeqCst);
     }
 
     /// Stops tracking, and drops the map.
     pub fn stop(&self) {
         self.tracked.store(false, SeqCst);
-        *lock(&self.map) = Map::default();
+        *lock(&self.map) = RegionMap::default();
     }
 
     /// Records that `bytes` from `position` on may have changed. Must be called after the change was made and
@@ -51,26 +51,26 @@ impl Changes {
     }
 
     /// Takes the map of the recorded changes, and continues with an empty one.
-    pub fn take(&self) -> Map {
+    pub fn take(&self) -> RegionMap {
         let mut map = lock(&self.map);
-        let empty = Map::new(map.size);
+        let empty = RegionMap::new(map.size);
         std::mem::replace(&mut *map, empty)
     }
 }
 
-impl Map {
-    fn new(size: u64) -> Map {
+impl RegionMap {
+    fn new(size: u64) -> RegionMap {
         let mut unit_bits = UNIT_BITS_MIN;
         while size >> unit_bits > BITS_MAX {
             unit_bits += 1;
         }
         let bits = size.div_ceil(1 << unit_bits);
-        Map { unit_bits, words: vec![0; bits.div_ceil(64) as usize], size }
+        RegionMap { unit_bits, words: vec![0; bits.div_ceil(64) as usize], size }
     }
 
     /// A map with all regions of a device.
-    pub fn full(size: u64) -> Map {
-        let mut map = Map::new(size);
+    pub fn full(size: u64) -> RegionMap {
+        let mut map = RegionMap::new(size);
         map.set(0, size);
         map
     }
@@ -116,7 +116,7 @@ impl Map {
 mod tests {
     use super::*;
 
-    fn runs(map: &Map) -> Vec<Range<u64>> {
+    fn runs(map: &RegionMap) -> Vec<Range<u64>> {
         let (mut runs, mut at) = (Vec::new(), 0);
         while let Some(run) = map.next(at) {
             at = run.end;
@@ -139,7 +139,7 @@ mod tests {
         assert_eq!(found[..3], whole[..3]);
         assert_eq!((found.len(), &found[3]), (4, &(100 << 16..(100 << 16) + 512)));
         assert_eq!(runs(&changes.take()), []);
-        assert_eq!(Map::full(1 << 40).next(0), Some(0..1 << 40));
+        assert_eq!(RegionMap::full(1 << 40).next(0), Some(0..1 << 40));
         changes.stop();
         changes.note(0, 512);
         assert_eq!(runs(&changes.take()), []);

@@ -9,7 +9,7 @@ use blkq::{Error, IoBuffer};
 use crate::r#loop::backing;
 
 use super::Qcow2;
-use super::commit::{commit, sync};
+use super::flush_metadata::{flush_metadata, sync};
 use super::io::Op;
 use super::refcounts::set_refcount;
 
@@ -40,7 +40,7 @@ impl Qcow2 {
             let entries = state.top().map_or(0, |tables| tables.l1.len());
             state.writer.l1_dirty.extend(0..entries);
         }
-        let _ = self.run("fill its tables again", async |env| commit(&env, true).await);
+        let _ = self.run("fill its tables again", async |env| flush_metadata(&env, true).await);
     }
 
     /// Frees all clusters of an emptied overlay except those of its header and tables.

@@ -12,8 +12,8 @@ use blkq::{DepthExtent, Extent};
 use crate::r#loop::extents::of_file;
 
 use super::env::Shared;
-use super::slices::Slices;
 use super::state::Found;
+use super::uncached_slices::UncachedSlices;
 
 /// The extents of `range`, at most `max`.
 pub(super) fn of_chain(
@@ -29,7 +29,7 @@ pub(super) fn of_chain(
             Found::Data { layer, host } if is_raw(layer) => {
                 of_file(&files[usize::from(layer)], 0, 512, host..host + run, max)?
             }
-            Found::Zero | Found::Nothing => vec![Extent { length: run, hole: true, zero: true }],
+            Found::Zero | Found::Unallocated => vec![Extent { length: run, hole: true, zero: true }],
             _ => vec![Extent { length: run, hole: false, zero: false }],
         };
         let mut done = 0;
@@ -57,7 +57,7 @@ pub(super) fn depths(
 ) -> io::Result<Vec<DepthExtent>> {
     let mut depths: Vec<DepthExtent> = Vec::new();
     each_run(shared, files, range, |found, layer, run| {
-        let depth = if found == Found::Nothing { 0 } else { layer as u32 + 1 };
+        let depth = if found == Found::Unallocated { 0 } else { layer as u32 + 1 };
         let full = depths.len() == max;
         match depths.last_mut() {
             Some(last) if last.depth == depth => last.length += run,
@@ -79,7 +79,7 @@ fn each_run(
 ) -> io::Result<()> {
     let end = range.end.min(lock(&shared.state).size);
     let mut at = range.start;
-    let mut slices = Slices::default();
+    let mut slices = UncachedSlices::default();
     while at < end {
         let (found, layer, run) =
             slices.find(shared, files, |state, extra| state.find_with_layer(0, at, end - at, Some(extra)))?;

@@ -3,8 +3,8 @@
 use blkq::{IoBuffer, IoResult, Status};
 
 use super::allocate::change_header;
-use super::commit::{commit, sync};
 use super::env::Env;
+use super::flush_metadata::{flush_metadata, sync};
 use super::header::SIZE_AT;
 use super::state::State;
 use super::zero::{Wanted, clear};
@@ -22,7 +22,7 @@ pub(super) fn room(state: &State) -> u64 {
 /// # Errors
 /// The I/O error of the file.
 pub(super) async fn grow(env: &Env, bytes: u64) -> IoResult {
-    commit(env, true).await?;
+    flush_metadata(env, true).await?;
     let (counted, entries, l1_offset, align) = {
         let mut state = env.state();
         let tables = state.top_mut()?;
@@ -56,13 +56,13 @@ pub(super) async fn grow(env: &Env, bytes: u64) -> IoResult {
 async fn hide_and_count(env: &Env, old: u64, bytes: u64, entries: usize) -> IoResult {
     let (start, end) = {
         let state = env.state();
-        let behind = state.layers.get(1).map_or(0, |layer| layer.size);
+        let backing_size = state.layers.get(1).map_or(0, |layer| layer.size);
         let cluster_end = old.next_multiple_of(1 << state.cluster_bits());
-        (old.next_multiple_of(state.layers[0].align), behind.max(cluster_end).min(bytes))
+        (old.next_multiple_of(state.layers[0].align), backing_size.max(cluster_end).min(bytes))
     };
     if end > start {
         clear(env, start, end - start, Wanted::Zeroes).await?;
-        commit(env, true).await?;
+        flush_metadata(env, true).await?;
     }
     // The size, the encryption method (0 for none) and the number of L1 entries are adjacent in the header.
     let mut fields = bytes.to_be_bytes().to_vec();

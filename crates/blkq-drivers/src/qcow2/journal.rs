@@ -57,7 +57,7 @@ const IDENTITY_AT: usize = 4;
 const HALF_AT: usize = 6;
 const OVERFLOW_AT: usize = 7;
 const COUNTS_AT: usize = 8;
-const FRONT_AT: usize = 10;
+const OVERLAY_AT: usize = 10;
 /// The tag that the image is about to get. Until then, the image may still have the one in [`TAG_AT`].
 const NEXT_TAG_AT: usize = 12;
 /// When the image's file was created, or 0 if unknown.
@@ -273,7 +273,11 @@ impl Journal {
         let has_tag = word(TAG_AT) != 0 || word(NEXT_TAG_AT) != 0;
         // A new file may have the inode of a removed one.
         let is_same_file = [0, birth].contains(&word(BIRTH_AT)) || birth == 0;
-        has_tag && is_same_file && self.is_of_image() && self.front() == (0, 0) && self.records().have_data()
+        has_tag
+            && is_same_file
+            && self.is_of_image()
+            && self.overlay() == (0, 0)
+            && self.records().have_data()
     }
 
     /// Stores when the image's file was created.
@@ -303,19 +307,19 @@ impl Journal {
 
     /// The device number and inode of the overlay that is being committed into this image; zeroes if there is
     /// none. As long as the image is read through that overlay, it lacks nothing.
-    fn front(&self) -> (u64, u64) {
+    fn overlay(&self) -> (u64, u64) {
         let word = |at: usize| self.word(at).load(Acquire);
-        (word(FRONT_AT), word(FRONT_AT + 1))
+        (word(OVERLAY_AT), word(OVERLAY_AT + 1))
     }
 
     /// Marks the journal as one for writes of clients: no overlay has their data.
-    pub fn set_own(&mut self) {
-        self.set_front((0, 0));
+    pub fn clear_overlay(&mut self) {
+        self.set_overlay((0, 0));
     }
 
-    fn set_front(&mut self, (dev, inode): (u64, u64)) {
-        self.word(FRONT_AT).store(dev, Release);
-        self.word(FRONT_AT + 1).store(inode, Release);
+    fn set_overlay(&mut self, (dev, inode): (u64, u64)) {
+        self.word(OVERLAY_AT).store(dev, Release);
+        self.word(OVERLAY_AT + 1).store(inode, Release);
     }
 
     /// Whether the journal was begun for this image since the system was booted.
@@ -329,9 +333,9 @@ impl Journal {
 
     /// Empties the journal of an image whose file has all changes, and returns the tag that the image must
     /// get before [`Journal::began`]. Until then it has `tag`. If the process is killed in between, the
-    /// journal is empty, whichever of the two tags the image has. `front` is the overlay that is committed
+    /// journal is empty, whichever of the two tags the image has. `overlay` is the overlay that is committed
     /// into this image, if there is one.
-    pub fn begin(&mut self, tag: u32, front: Option<(u64, u64)>) -> u32 {
+    pub fn begin(&mut self, tag: u32, overlay: Option<(u64, u64)>) -> u32 {
         if !self.is_of_image() {
             self.set_tags(0, 0);
             let ((dev, inode), [high, low]) = (self.identity, self.boot);
@@ -344,7 +348,7 @@ impl Journal {
             // The process before was killed between the change of the image and its call of `began`.
             self.began();
         }
-        self.set_front(front.unwrap_or_default());
+        self.set_overlay(overlay.unwrap_or_default());
         // Each `RandomState` has different keys, so the tag is random.
         let next = (RandomState::new().build_hasher().finish() as u32).max(1);
         for (at, value) in stores_to_begin(self.word(HALF_AT).load(Acquire), next) {
@@ -464,23 +468,23 @@ pub(super) fn find_ignored(
     })
 }
 
-/// Rejects the image at `path` as the backing file of the image `front` if it lacks writes that its journal
+/// Rejects the image at `path` as the backing file of the image `overlay` if it lacks writes that its journal
 /// has: applying them later would change the backing file under the overlay. `tag` is the tag in its header.
 ///
 /// # Errors
 /// As [`find`], and [`lacking`].
-pub(super) fn check_behind(
+pub(super) fn check_base(
     journals: &Journals,
     path: &Path,
     (identity, tag): ((u64, u64), u32),
-    front: (u64, u64),
+    overlay: (u64, u64),
 ) -> Result<(), Error> {
     if tag == 0 {
         return Ok(());
     }
     let Some(journal) = find(journals, path, identity)? else { return Ok(()) };
     let lacks = journal.left(tag).have_data();
-    if lacks && journal.front() != front { Err(lacking(path)) } else { Ok(()) }
+    if lacks && journal.overlay() != overlay { Err(lacking(path)) } else { Ok(()) }
 }
 
 /// The warning for an image that cannot have a journal.

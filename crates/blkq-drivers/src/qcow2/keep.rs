@@ -15,13 +15,13 @@ use blkq::{Error, ErrorKind, IoResult, Status};
 use super::allocate::change_header;
 use super::bitmaps::{Layout, Stored, plan_extension, read};
 use super::blocking;
-use super::commit::sync;
 use super::env::{Env, Shared};
+use super::flush_metadata::sync;
 use super::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, Header};
-use super::places::{Named, Places, adopt, exchange, read_head, store, write, write_extension};
+use super::places::{BitmapEntry, Places, adopt, exchange, read_head, store, write, write_extension};
 
 #[derive(Default)]
-pub(super) struct KeptBitmaps {
+pub(super) struct PersistentBitmaps {
     places: Places,
     /// The bitmaps in the image are marked as in use, or the image has none.
     marked: bool,
@@ -34,7 +34,7 @@ pub(super) struct Image<'a> {
     pub path: &'a Path,
     /// The image is open for writing.
     pub writable: bool,
-    pub kept: &'a Mutex<KeptBitmaps>,
+    pub persistent_bitmaps: &'a Mutex<PersistentBitmaps>,
 }
 
 impl Image<'_> {
@@ -84,7 +84,8 @@ impl Image<'_> {
             ));
         }
         if self.writable {
-            let named: Vec<Named> = bitmaps.iter().map(|bitmap| Named::of(bitmap, size)).collect();
+            let named: Vec<BitmapEntry> =
+                bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
             self.change_places("mark its bitmaps as in use", async move |env, _| {
                 if header.autoclear != AUTOCLEAR_BITMAPS {
                     change_header(&env, AUTOCLEAR_AT, &AUTOCLEAR_BITMAPS.to_be_bytes()).await?;
@@ -114,7 +115,7 @@ impl Image<'_> {
 
     /// Clears the autoclear bit, so that no program trusts the bitmaps in the image.
     fn ignore_bitmaps(&self, header: &Header) -> Result<(), Error> {
-        locked(self.kept).marked = true;
+        locked(self.persistent_bitmaps).marked = true;
         if header.autoclear == 0 || !self.writable {
             return Ok(());
         }
@@ -126,7 +127,7 @@ impl Image<'_> {
     /// # Errors
     /// The I/O error of the file.
     pub fn mark_bitmaps(&self) -> Result<(), Error> {
-        if locked(self.kept).marked {
+        if locked(self.persistent_bitmaps).marked {
             return Ok(());
         }
         let header = locked(&self.shared.state).top().map(|tables| tables.header.clone());
@@ -177,18 +178,18 @@ impl Image<'_> {
             return Ok(());
         }
         self.reserve(bitmaps.iter().map(|bitmap| &**bitmap), self.size())?;
-        let named = bitmaps.iter().map(|bitmap| Named::of(bitmap, self.size())).collect();
-        let (bitmaps, places) = (bitmaps.to_vec(), locked(self.kept).places.begin_store(named));
+        let named = bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, self.size())).collect();
+        let (bitmaps, places) = (bitmaps.to_vec(), locked(self.persistent_bitmaps).places.begin_store(named));
         self.run("save the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
     }
 
     /// Makes the image name `bitmaps`, for a device of `size` bytes.
     fn reserve<'a>(&self, bitmaps: impl Iterator<Item = &'a Bitmap>, size: u64) -> Result<(), Error> {
-        let named: Vec<Named> = bitmaps.map(|bitmap| Named::of(bitmap, size)).collect();
-        if locked(self.kept).places.has(&named) {
+        let named: Vec<BitmapEntry> = bitmaps.map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
+        if locked(self.persistent_bitmaps).places.has(&named) {
             return Ok(());
         }
-        if let Some(name) = locked(self.kept).places.find_other(&named) {
+        if let Some(name) = locked(self.persistent_bitmaps).places.find_other(&named) {
             let shown = self.path.display();
             let message = format!("{shown} already has a bitmap {name}, of a kind that blkq does not know");
             return Err(Error::new(ErrorKind::Unsupported, message)
@@ -203,14 +204,15 @@ impl Image<'_> {
         what: &str,
         task: impl FnOnce(Rc<Env>, Places) -> F + 'static,
     ) -> Result<(), Error> {
-        let places = Arc::new(Mutex::new(locked(self.kept).places.clone()));
+        let places = Arc::new(Mutex::new(locked(self.persistent_bitmaps).places.clone()));
         let changed = places.clone();
         self.run(what, async move |env| {
             let old = locked(&changed).clone();
             *locked(&changed) = task(env, old).await?;
             Ok(())
         })?;
-        *locked(self.kept) = KeptBitmaps { places: locked(&places).clone(), marked: true };
+        *locked(self.persistent_bitmaps) =
+            PersistentBitmaps { places: locked(&places).clone(), marked: true };
         Ok(())
     }
 

@@ -20,6 +20,7 @@
 //! * `extents`: block status.
 
 mod allocate;
+mod allocated;
 mod bitmaps;
 mod block_commit;
 mod block_commit_base;
@@ -27,13 +28,13 @@ mod blocking;
 mod cache;
 mod chain;
 mod changes;
-mod commit;
 mod create;
 mod empty;
 mod entry;
 mod env;
 mod epochs;
 mod extents;
+mod flush_metadata;
 mod grow;
 mod header;
 mod inflate;
@@ -43,8 +44,7 @@ mod keep;
 mod leaks;
 mod mapping;
 mod options;
-mod over;
-mod own;
+mod overlay;
 mod places;
 mod queue;
 mod read;
@@ -52,11 +52,11 @@ mod recover;
 mod refcounts;
 mod replay;
 mod reserve;
-mod slices;
 mod state;
 #[cfg(test)]
 #[cfg(not(model_check))]
 mod tests;
+mod uncached_slices;
 mod unlinked;
 mod write;
 mod zero;
@@ -90,9 +90,9 @@ use entry::OFFSET;
 use env::Shared;
 use header::Header;
 pub use journal::Journals;
-use keep::{Image, KeptBitmaps};
+use keep::{Image, PersistentBitmaps};
 pub use options::{BackingChain, Qcow2Options};
-pub use over::OverlayBase;
+pub use overlay::OverlayBase;
 use queue::{Qcow2Queue, SEGMENTS_MAX};
 use reserve::free_reserved;
 use state::{Layer, State, Writer};
@@ -104,7 +104,7 @@ const REQUEST_MAX_BYTES: u32 = 2560 << 9;
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
 /// Attempts to write all tables back. A flush counts down the refcounts of the clusters that were released
 /// before it, and so makes refcount blocks dirty for the next one.
-const COMMITS_MAX: usize = 4;
+const FLUSHES_MAX: usize = 4;
 
 /// A device backed by a qcow2 image.
 pub struct Qcow2 {
@@ -113,7 +113,7 @@ pub struct Qcow2 {
     files: Vec<Arc<File>>,
     name: ImageName,
     path: PathBuf,
-    behind: Vec<PathBuf>,
+    backing_paths: Vec<PathBuf>,
     /// Device number and inode of the image.
     identity: (u64, u64),
     writable: bool,
@@ -130,7 +130,7 @@ pub struct Qcow2 {
     version: u32,
     cluster_bytes: u64,
     warnings: Vec<String>,
-    kept: Mutex<KeptBitmaps>,
+    persistent_bitmaps: Mutex<PersistentBitmaps>,
 }
 
 /// Opens and locks the active image. Also returns a warning of the lock, if there is one.
@@ -201,13 +201,13 @@ impl Qcow2 {
         }
         let size = options.device_bytes.map_or(size, |bytes| bytes.min(size));
         let journals = options.journals.as_deref();
-        let behind = chain::open_behind(&top, options.backing_chain, journals, &mut warnings)?;
+        let backing_files = chain::open_backing_files(&top, options.backing_chain, journals, &mut warnings)?;
         let writer = open_writer(&top, options.read_only)?;
         let smallest = std::iter::once(&top)
-            .chain(&behind)
+            .chain(&backing_files)
             .filter_map(|one| one.tables.as_ref().map(|tables| tables.header.cluster_bytes()))
             .fold(SLICE_MAX_BYTES, u64::min);
-        let chain: Vec<Opened> = std::iter::once(top).chain(behind).collect();
+        let chain: Vec<Opened> = std::iter::once(top).chain(backing_files).collect();
         let (mut layers, mut files, mut memory_align) = (Vec::new(), Vec::new(), 1);
         let (mut paths, mut facts, mut direct) = (Vec::new(), None, Vec::new());
         let mut buffered = None;
@@ -238,13 +238,13 @@ impl Qcow2 {
         }
         let (identity, physical_block, rotational) = facts.unwrap_or(((0, 0), 512, false));
         let cache = Cache::new(CACHE_BYTES, smallest as usize);
-        let state = State { layers, cache, size, writer, commits: 0, journal: None };
+        let state = State { layers, cache, size, writer, flushes: 0, journal: None };
         let device = Qcow2 {
             shared: Shared::new(state),
             files,
             name: ImageName::new(&path),
             path,
-            behind: paths.split_off(1),
+            backing_paths: paths.split_off(1),
             identity,
             writable: !options.read_only,
             read_only: AtomicBool::new(options.read_only),
@@ -258,7 +258,7 @@ impl Qcow2 {
             version: header.version,
             cluster_bytes: header.cluster_bytes(),
             warnings,
-            kept: Mutex::new(KeptBitmaps::default()),
+            persistent_bitmaps: Mutex::new(PersistentBitmaps::default()),
         };
         let device = device.begin_journal(journals, None)?;
         device.set_direct(&direct)?;
@@ -266,8 +266,8 @@ impl Qcow2 {
     }
 
     fn image(&self) -> Image<'_> {
-        let Qcow2 { shared, files, path, writable, kept, .. } = self;
-        Image { shared, files, path, writable: *writable, kept }
+        let Qcow2 { shared, files, path, writable, persistent_bitmaps, .. } = self;
+        Image { shared, files, path, writable: *writable, persistent_bitmaps }
     }
 
     /// The device number and the inode of the image.
@@ -291,15 +291,15 @@ impl Qcow2 {
 
     /// Flushes all metadata, durably, until no table in memory is dirty. Does nothing if the image is
     /// read-only.
-    fn write_back(&self) -> Result<(), Error> {
+    fn flush_all_metadata(&self) -> Result<(), Error> {
         if !self.writable {
             return Ok(());
         }
-        for _ in 0..COMMITS_MAX {
+        for _ in 0..FLUSHES_MAX {
             if !locked(&self.shared.state).is_dirty() {
                 break;
             }
-            self.run("write the tables", async |env| commit::commit(&env, true).await)?;
+            self.run("write the tables", async |env| flush_metadata::flush_metadata(&env, true).await)?;
         }
         Ok(())
     }
@@ -387,7 +387,7 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         changing: 0,
         making_l2: HashSet::new(),
         growing: false,
-        committing: false,
+        flushing: false,
         failed: false,
     })
 }
@@ -409,7 +409,7 @@ impl Driver for Qcow2 {
     fn limits(&self) -> QueueLimits {
         let read_only = self.read_only.load(Relaxed);
         // Without zero flags (version 2) a discard would make the data of the backing file visible.
-        let unmaps = !read_only && (self.version >= 3 || self.behind.is_empty());
+        let unmaps = !read_only && (self.version >= 3 || self.backing_paths.is_empty());
         let most = |able: bool| if able { DISCARD_MAX_BYTES } else { 0 };
         QueueLimits {
             capacity_bytes: locked(&self.shared.state).size,
@@ -435,7 +435,7 @@ impl Driver for Qcow2 {
             self.image().mark_bitmaps()?;
         }
         if let Some(journal) = &mut locked(&self.shared.state).journal {
-            journal.set_own();
+            journal.clear_overlay();
         }
         let ring =
             cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the qcow2 driver needs an io_uring"))?;
@@ -458,7 +458,7 @@ impl Driver for Qcow2 {
             let message = format!("{} is open read-only; open it again for writing", self.path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        self.write_back()?;
+        self.flush_all_metadata()?;
         self.read_only.store(read_only, Relaxed);
         Ok(())
     }
@@ -524,7 +524,8 @@ impl Driver for Qcow2 {
 
     fn describe(&self) -> Vec<(&'static str, String)> {
         let name = self.files.first().map(|file| self.name.now(file));
-        let behind: Vec<String> = self.behind.iter().map(|path| path.display().to_string()).collect();
+        let backing_files: Vec<String> =
+            self.backing_paths.iter().map(|path| path.display().to_string()).collect();
         vec![
             ("backing-file", name.unwrap_or_default()),
             ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
@@ -533,7 +534,10 @@ impl Driver for Qcow2 {
             ("size-limit", "none".to_owned()),
             ("format", format!("qcow2, version {}", self.version)),
             ("cluster-size", self.cluster_bytes.to_string()),
-            ("backing-chain", if behind.is_empty() { "none".to_owned() } else { behind.join(", ") }),
+            (
+                "backing-chain",
+                if backing_files.is_empty() { "none".to_owned() } else { backing_files.join(", ") },
+            ),
             ("direct-io-requested", self.requested.name().to_owned()),
             ("direct-io", if self.buffered.is_some() { "off" } else { "on" }.to_owned()),
             ("direct-io-reason", self.buffered.clone().unwrap_or_default()),
@@ -572,7 +576,7 @@ impl Drop for Qcow2 {
         }
         // The last flush has written everything that clients were promised. This frees discarded clusters and
         // reserved space.
-        if self.writable && self.write_back().is_ok() {
+        if self.writable && self.flush_all_metadata().is_ok() {
             self.end_journal();
             let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         }

@@ -10,8 +10,8 @@ use blkq::{IoBuffer, IoResult, Status};
 
 use super::allocate::{Clusters, allocate_apart, change_header, free_unused};
 use super::bitmaps::{DirectoryEntry, HeaderChange, Layout, entry_name, plan_extension};
-use super::commit::{commit, refcount_of, sync};
 use super::env::Env;
+use super::flush_metadata::{flush_metadata, refcount_of, sync};
 use super::header::{AUTOCLEAR_BITMAPS, BitmapsExtension};
 use super::io::Op;
 
@@ -22,7 +22,7 @@ const WRITE_BYTES: usize = 1 << 20;
 
 /// The properties of a bitmap that its directory entry and its clusters depend on.
 #[derive(Clone)]
-pub(super) struct Named {
+pub(super) struct BitmapEntry {
     name: String,
     granularity: u64,
     state: BitmapState,
@@ -30,9 +30,9 @@ pub(super) struct Named {
     bytes: u64,
 }
 
-impl Named {
+impl BitmapEntry {
     /// The entry for `bitmap` in an image of `size` bytes.
-    pub fn of(bitmap: &Bitmap, size: u64) -> Named {
+    pub fn of(bitmap: &Bitmap, size: u64) -> BitmapEntry {
         let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
         let bytes = match bitmap.state() {
             // The format requires a table even without bits. One of full size could take any amount of
@@ -40,13 +40,13 @@ impl Named {
             BitmapState::Inconsistent => 1,
             _ => bytes_for(size, granularity),
         };
-        Named { name, granularity, state: bitmap.state(), bytes }
+        BitmapEntry { name, granularity, state: bitmap.state(), bytes }
     }
 
     /// The entry with the table size of `old`, if the bitmap has no bits.
-    fn in_place_of(self, old: &Named) -> Named {
+    fn in_place_of(self, old: &BitmapEntry) -> BitmapEntry {
         let bytes = if self.has_bits() { self.bytes } else { old.bytes };
-        Named { bytes, ..self }
+        BitmapEntry { bytes, ..self }
     }
 
     fn has_bits(&self) -> bool {
@@ -55,14 +55,14 @@ impl Named {
 
     /// Whether the directory entries of both are equal, apart from flags without a meaning while they are
     /// marked as in use.
-    fn is_like(&self, other: &Named) -> bool {
+    fn is_like(&self, other: &BitmapEntry) -> bool {
         self.name == other.name && self.granularity == other.granularity && self.has_place_of(other, 1)
     }
 
     /// Whether the clusters of one suit the other, with clusters of `cluster` bytes. The table of a bitmap
     /// without bits may have any size.
-    fn has_place_of(&self, other: &Named, cluster: u64) -> bool {
-        let clusters = |named: &Named| named.has_bits().then(|| named.bytes.div_ceil(cluster));
+    fn has_place_of(&self, other: &BitmapEntry, cluster: u64) -> bool {
+        let clusters = |named: &BitmapEntry| named.has_bits().then(|| named.bytes.div_ceil(cluster));
         clusters(self) == clusters(other)
     }
 }
@@ -70,7 +70,7 @@ impl Named {
 /// A bitmap in the image, with its clusters.
 #[derive(Clone)]
 struct Place {
-    named: Named,
+    named: BitmapEntry,
     table: Clusters,
     bits: Vec<Clusters>,
 }
@@ -91,7 +91,7 @@ pub(super) struct Places {
 
 impl Places {
     /// Whether the directory names exactly `named`, all marked as in use.
-    pub fn has(&self, named: &[Named]) -> bool {
+    pub fn has(&self, named: &[BitmapEntry]) -> bool {
         let is_empty = named.is_empty() && self.others.is_empty() && self.loaded.is_empty();
         let is_there = self.directory.is_some() || is_empty;
         // QEMU may write them in another order.
@@ -100,14 +100,14 @@ impl Places {
     }
 
     /// The first name in `named` that an unknown directory entry has too.
-    pub fn find_other<'a>(&self, named: &'a [Named]) -> Option<&'a str> {
+    pub fn find_other<'a>(&self, named: &'a [BitmapEntry]) -> Option<&'a str> {
         let has = |name: &&str| self.others.iter().any(|other| entry_name(other) == Some(name.as_bytes()));
         named.iter().map(|named| &named.name[..]).find(has)
     }
 
     /// Returns these places for [`store`], with the properties in `named`, and notes that the file may have
     /// the bits.
-    pub fn begin_store(&mut self, named: Vec<Named>) -> Places {
+    pub fn begin_store(&mut self, named: Vec<BitmapEntry>) -> Places {
         self.stored = true;
         for named in named {
             self.places
@@ -154,7 +154,7 @@ impl Places {
 
 /// Adopts the clusters of loaded bitmaps, which are marked as in use, for `named`. This needs clusters for
 /// all bits that nothing else uses; else none is adopted, and all bitmaps get new clusters.
-pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Places {
+pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<BitmapEntry>) -> Places {
     let cluster = 1 << env.state().cluster_bits();
     let run =
         |host: u64, bytes: usize| Clusters { host, count: (bytes as u64).div_ceil(cluster), fresh: false };
@@ -177,14 +177,14 @@ pub(super) async fn adopt(env: &Env, layout: Layout, named: Vec<Named>) -> Place
         adopted.places.push(Place { named, table, bits });
     }
     let is_same = adopted.directory(cluster, true) == layout.marked;
-    if are_whole && is_same && is_own(env, &adopted, cluster).await {
+    if are_whole && is_same && is_exclusive(env, &adopted, cluster).await {
         return adopted;
     }
     Places { loaded: layout.clusters, others: layout.others, ..Places::default() }
 }
 
 /// Whether only these bitmaps use the clusters, as far as the image says. Also reserves space for all bits.
-async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
+async fn is_exclusive(env: &Env, places: &Places, cluster: u64) -> bool {
     let (hosts, mut seen) = (places.hosts(cluster), HashSet::new());
     let tables = env.state().tables_among(hosts.iter().copied());
     if !tables.is_empty() || !hosts.iter().all(|host| seen.insert(*host)) {
@@ -211,7 +211,7 @@ async fn is_own(env: &Env, places: &Places, cluster: u64) -> bool {
 ///
 /// # Errors
 /// The I/O error of the file. The image then keeps the old places.
-pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Result<Places, Status> {
+pub(super) async fn exchange(env: &Env, old: Places, named: Vec<BitmapEntry>) -> Result<Places, Status> {
     let mut taken = Vec::new();
     let exchanged = write_directory(env, &old, named, &mut taken).await;
     let Ok(new) = exchanged else {
@@ -233,14 +233,14 @@ pub(super) async fn exchange(env: &Env, old: Places, named: Vec<Named>) -> Resul
         state.writer.released.extend(released.into_iter().filter(is_unused));
     }
     // If this fails, the old clusters stay allocated. They are wasted, but nothing is damaged.
-    let _ = commit(env, true).await;
+    let _ = flush_metadata(env, true).await;
     Ok(new)
 }
 
 async fn write_directory(
     env: &Env,
     old: &Places,
-    named: Vec<Named>,
+    named: Vec<BitmapEntry>,
     taken: &mut Vec<Clusters>,
 ) -> Result<Places, Status> {
     let cluster = 1 << env.state().cluster_bits();
@@ -265,7 +265,7 @@ async fn write_directory(
         }
     };
     // The flush also makes the new directory and tables durable, before the header refers to them.
-    commit(env, true).await?;
+    flush_metadata(env, true).await?;
     write_extension(env, extension).await?;
     Ok(new)
 }
@@ -295,7 +295,7 @@ pub(super) async fn write_extension(env: &Env, extension: Option<BitmapsExtensio
 /// Allocates the clusters of a bitmap, and writes a table that names them.
 async fn make_place(
     env: &Env,
-    named: Named,
+    named: BitmapEntry,
     cluster: u64,
     taken: &mut Vec<Clusters>,
 ) -> Result<Place, Status> {
@@ -303,7 +303,7 @@ async fn make_place(
     let (mut bits, mut table) = (Vec::new(), Vec::new());
     while named.has_bits() && (table.len() as u64) < clusters {
         if env.state().is_crowded() {
-            commit(env, false).await?;
+            flush_metadata(env, false).await?;
         }
         let run = allocate_apart(env, clusters - table.len() as u64).await?;
         taken.push(run);

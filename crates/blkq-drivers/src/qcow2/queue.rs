@@ -16,8 +16,8 @@ use io_uring::{opcode, squeue, types};
 
 use crate::r#loop::backing::OPERATIONS;
 
-use super::commit::commit;
 use super::env::{Env, Shared};
+use super::flush_metadata::flush_metadata;
 use super::io::{Executor, Memory};
 use super::read::read;
 use super::state::Found;
@@ -86,7 +86,7 @@ impl Qcow2Queue {
         let (layer, host) = match read {
             true => match state.find(offset, bytes, None) {
                 Ok((Found::Data { layer, host }, run)) if run == bytes => (layer, host),
-                Ok((Found::Zero | Found::Nothing, run)) if run == bytes => {
+                Ok((Found::Zero | Found::Unallocated, run)) if run == bytes => {
                     drop(state);
                     self.memory(cx, tag).clear(0, bytes);
                     cx.complete(tag, Ok(()));
@@ -165,7 +165,7 @@ impl Qcow2Queue {
             let result = match operation {
                 Operation::Read => read(&env, offset, bytes, &memory).await,
                 Operation::Write => write(&env, offset, bytes, Source::Memory(&memory)).await,
-                Operation::Flush => commit(&env, true).await,
+                Operation::Flush => flush_metadata(&env, true).await,
                 Operation::Discard => clear(&env, offset, bytes, Wanted::Discard).await,
                 Operation::WriteZeroes if kept => clear(&env, offset, bytes, Wanted::ZeroesKept).await,
                 Operation::WriteZeroes => clear(&env, offset, bytes, Wanted::Zeroes).await,

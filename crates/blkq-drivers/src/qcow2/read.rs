@@ -21,9 +21,9 @@ pub(super) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) 
     let (mut done, mut running) = (0, Vec::new());
     let (mut result, mut bounce) = (Ok(()), None);
     while done < bytes && result.is_ok() {
-        let (found, run) = find_below(env, 0, position + done, bytes - done).await?;
+        let (found, run) = find_from(env, 0, position + done, bytes - done).await?;
         match found {
-            Found::Zero | Found::Nothing => memory.clear(done, run),
+            Found::Zero | Found::Unallocated => memory.clear(done, run),
             Found::Data { layer, host } => {
                 let op = env.read_op(layer, host).with_memory(memory, done, run);
                 running.push(env.io.submit(op.in_epoch(&env.shared.epochs)));
@@ -60,14 +60,19 @@ pub(super) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) 
 /// # Errors
 /// As [`read`].
 /// As [`read`].
-pub(super) async fn read_own(env: &Env, first: usize, position: u64, bytes: u64) -> Result<IoBuffer, Status> {
+pub(super) async fn read_device(
+    env: &Env,
+    first: usize,
+    position: u64,
+    bytes: u64,
+) -> Result<IoBuffer, Status> {
     let mut buffer = IoBuffer::zeroed(bytes as usize);
     let mut done = 0;
     while done < bytes {
-        let (found, run) = find_below(env, first, position + done, bytes - done).await?;
+        let (found, run) = find_from(env, first, position + done, bytes - done).await?;
         let part = done as usize..(done + run) as usize;
         match found {
-            Found::Zero | Found::Nothing => {}
+            Found::Zero | Found::Unallocated => {}
             Found::Data { layer, host } => {
                 let op = env.read_op(layer, host).with_buffer(IoBuffer::zeroed(run as usize));
                 let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
@@ -87,12 +92,12 @@ pub(super) async fn read_own(env: &Env, first: usize, position: u64, bytes: u64)
     Ok(buffer)
 }
 
-async fn find_below(env: &Env, first: usize, position: u64, bytes: u64) -> Result<(Found, u64), Status> {
+async fn find_from(env: &Env, first: usize, position: u64, bytes: u64) -> Result<(Found, u64), Status> {
     loop {
-        let found = env.state().find_below(first, position, bytes, None);
+        let found = env.state().find_from(first, position, bytes, None);
         match found {
             Ok(found) => return Ok(found),
-            Err(lack) => provide(env, lack).await?,
+            Err(reason) => provide(env, reason).await?,
         }
     }
 }

@@ -14,7 +14,7 @@ use super::journal::{self, Journal, Journals, Left, Record};
 use super::{Qcow2, allocate, replay};
 
 impl Qcow2 {
-    /// Applies the journal that a killed process left, and begins a new one if there are `journals`. `front`
+    /// Applies the journal that a killed process left, and begins a new one if there are `journals`. `overlay`
     /// is the overlay that is committed into this image, if this is for a block commit.
     ///
     /// # Errors
@@ -23,7 +23,7 @@ impl Qcow2 {
     pub(super) fn begin_journal(
         mut self,
         journals: Option<&Journals>,
-        front: Option<(u64, u64)>,
+        overlay: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
         let (identity, tag) = (self.identity, self.tag());
         if journals.is_none() && self.writable && tag != 0 {
@@ -68,7 +68,7 @@ impl Qcow2 {
                         format!("{error}; to continue without the writes in its journal, delete {path}");
                     Error::new(error.kind(), message)
                 })?;
-                self.write_back()?;
+                self.flush_all_metadata()?;
             }
             Left::Incomplete => self.warnings.push(format!(
                 "the journal of {} is damaged; writes that were not flushed when the daemon was killed may be lost",
@@ -93,9 +93,9 @@ impl Qcow2 {
             None => self.set_tag(0)?,
         }
         locked(&self.shared.state).journal = journal;
-        self.empty_journal(front)?;
+        self.empty_journal(overlay)?;
         // The overlay reads this image by the tables from before, so its clusters must not be reused.
-        if front.is_none() {
+        if overlay.is_none() {
             // This must follow `empty_journal`: replaying the old journal again would decrement the refcounts
             // twice.
             self.release_leaked(leaked);
@@ -139,11 +139,11 @@ impl Qcow2 {
         }
     }
 
-    /// Empties the journal, if there is one, because the file has all changes. `front` is the overlay that is
+    /// Empties the journal, if there is one, because the file has all changes. `overlay` is the overlay that is
     /// committed into this image, if there is one.
-    pub(super) fn empty_journal(&self, front: Option<(u64, u64)>) -> Result<(), Error> {
+    pub(super) fn empty_journal(&self, overlay: Option<(u64, u64)>) -> Result<(), Error> {
         let tag = self.tag();
-        let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, front));
+        let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, overlay));
         let Some(next) = next else { return Ok(()) };
         self.set_tag(next)?;
         if let Some(journal) = &mut locked(&self.shared.state).journal {

@@ -3,7 +3,7 @@
 use super::cache::{Key, Table};
 use super::entry::table_offset;
 use super::journal::Record;
-use super::state::{Lack, State};
+use super::state::{NotReady, State};
 
 /// Refcount `index` of a slice, with refcounts of `1 << order` bits.
 pub(super) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 {
@@ -53,20 +53,22 @@ fn change(state: &mut State, (slot, index): (usize, usize), count: u64, refcount
 }
 
 /// The slot and the index of the refcount of a cluster of the file.
-pub(super) fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), Lack> {
+pub(super) fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), NotReady> {
     let slice_bytes = state.cache.slice_bytes() as u64;
     let header = &state.top()?.header;
     let per_block = header.refcounts_per_block();
     let in_slice = (slice_bytes * 8) >> header.refcount_order;
     let bits = header.cluster_bits;
     let (block, index) = (cluster / per_block, cluster % per_block);
-    let Some(entry) = state.writer.refcount_table.get(block as usize) else { return Err(Lack::Room(block)) };
-    let Some(offset) = table_offset(*entry, bits)? else { return Err(Lack::Block(block)) };
+    let Some(entry) = state.writer.refcount_table.get(block as usize) else {
+        return Err(NotReady::RefcountTable(block));
+    };
+    let Some(offset) = table_offset(*entry, bits)? else { return Err(NotReady::RefcountBlock(block)) };
     state.check_target(offset..offset + (1 << bits))?;
     let key = Key { layer: 0, offset: offset + index / in_slice * slice_bytes };
     match state.cache.find(key) {
         Some(slot) => Ok((slot, (index % in_slice) as usize)),
-        None => Err(Lack::Slice(key, Table::Refcounts)),
+        None => Err(NotReady::Slice(key, Table::Refcounts)),
     }
 }
 

@@ -10,7 +10,7 @@ use super::env::Env;
 use super::journal::Record;
 use super::leaks::Leaks;
 use super::refcounts::{refcount_place, set_refcounts};
-use super::state::{Lack, State};
+use super::state::{NotReady, State};
 
 /// Applies the records, in order. The image has no journal meanwhile, so if this process is killed, the image
 /// has a part of the changes, as after a power loss. Returns the offsets of the clusters that the killed
@@ -66,7 +66,7 @@ pub(super) async fn replay(env: &Env, records: Vec<Record>) -> Result<BTreeSet<u
 }
 
 /// Sets an L2 entry, and returns the old one.
-fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, Lack> {
+fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, NotReady> {
     let slice_bytes = state.cache.slice_bytes() as u64;
     state.check_target(offset..offset + 8)?;
     let key = Key { layer: 0, offset: offset - offset % slice_bytes };
@@ -77,19 +77,19 @@ fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, Lack> {
             state.set_entries(slot, index, entry, 1);
             Ok(old)
         }
-        None => Err(Lack::Slice(key, Table::L2)),
+        None => Err(NotReady::Slice(key, Table::L2)),
     }
 }
 
-async fn until_provided(env: &Env, mut change: impl FnMut(&mut State) -> Result<(), Lack>) -> IoResult {
+async fn until_provided(env: &Env, mut change: impl FnMut(&mut State) -> Result<(), NotReady>) -> IoResult {
     loop {
         let done = change(&mut env.state());
         match done {
             Ok(()) => return Ok(()),
             // A record for a new refcount block precedes those for refcounts in it. A missing block means a
             // damaged journal.
-            Err(Lack::Block(_) | Lack::Room(_)) => return Err(Status::Io),
-            Err(lack) => provide(env, lack).await?,
+            Err(NotReady::RefcountBlock(_) | NotReady::RefcountTable(_)) => return Err(Status::Io),
+            Err(reason) => provide(env, reason).await?,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The state of an image and its chain: the tables, the cache, and what is allocated. One lock protects all
 //! of it; no task holds the lock while it waits. A lookup that needs a table which is not in memory returns
-//! [`Lack`]; the task provides what is missing, and repeats the lookup.
+//! [`NotReady`]; the task provides what is missing, and repeats the lookup.
 
 use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
@@ -16,29 +16,29 @@ use super::unlinked::Unlinked;
 /// Why an operation on the state cannot be done yet. [`provide`](super::allocate::provide) resolves it, and
 /// the caller then tries again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Lack {
+pub(super) enum NotReady {
     /// This slice of a table is not in the cache.
     Slice(Key, Table),
     /// Entry N of the L1 table has no L2 table that may be changed: none at all, or one that a snapshot
     /// shares.
-    L2(usize),
+    L2Table(usize),
     /// The refcount block with this number does not exist.
-    Block(u64),
+    RefcountBlock(u64),
     /// The refcount table is too small to name the block with this number.
-    Room(u64),
+    RefcountTable(u64),
     /// Another task works on it. Wait for a change.
-    Turn,
+    Busy,
     /// Too many slices are dirty, or too many clusters released: flush the metadata first.
-    Commit,
+    FlushFirst,
     /// The search takes long: let other tasks run first.
-    Pause,
+    Yield,
     /// The operation fails for good.
     Failed(Status),
 }
 
-impl From<Status> for Lack {
-    fn from(status: Status) -> Lack {
-        Lack::Failed(status)
+impl From<Status> for NotReady {
+    fn from(status: Status) -> NotReady {
+        NotReady::Failed(status)
     }
 }
 
@@ -76,7 +76,7 @@ pub(super) enum Found {
     /// In a zero cluster, or beyond the end of a backing file.
     Zero,
     /// No image of the chain maps the part. It reads as zeroes.
-    Nothing,
+    Unallocated,
 }
 
 /// The state of the active image that only a writer needs.
@@ -107,7 +107,7 @@ pub(super) struct Writer {
     pub making_l2: HashSet<usize>,
     /// A task creates refcount blocks or a larger refcount table.
     pub growing: bool,
-    pub committing: bool,
+    pub flushing: bool,
     /// A sync failed, or the file's header is unknown after a failed write. Data may not be durable, so
     /// nothing more is written to the tables. Never cleared.
     pub failed: bool,
@@ -131,7 +131,7 @@ pub(super) struct State {
     pub writer: Writer,
     /// Number of metadata flushes that have begun. Slices that were read from a file before a flush may be
     /// outdated.
-    pub commits: u64,
+    pub flushes: u64,
     /// The journal of table changes that the file does not have yet. `None`: these changes are lost with the
     /// process.
     pub journal: Option<Journal>,
@@ -186,22 +186,27 @@ impl State {
 
     /// Looks up the bytes of the device from `position` on. Returns where they are stored, and how many of
     /// `bytes` are stored there contiguously. `extra` has slices that are not in the cache.
-    pub fn find(&mut self, position: u64, bytes: u64, extra: Option<&Extra>) -> Result<(Found, u64), Lack> {
-        self.find_below(0, position, bytes, extra)
+    pub fn find(
+        &mut self,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, u64), NotReady> {
+        self.find_from(0, position, bytes, extra)
     }
 
     /// As [`State::find`], without the layers before `first`.
-    pub fn find_below(
+    pub fn find_from(
         &mut self,
         first: usize,
         position: u64,
         bytes: u64,
         extra: Option<&Extra>,
-    ) -> Result<(Found, u64), Lack> {
+    ) -> Result<(Found, u64), NotReady> {
         self.find_with_layer(first, position, bytes, extra).map(|(found, _, run)| (found, run))
     }
 
-    /// As [`State::find_below`], and also returns the number of the layer that maps the bytes, or the number
+    /// As [`State::find_from`], and also returns the number of the layer that maps the bytes, or the number
     /// of layers if none does.
     pub fn find_with_layer(
         &mut self,
@@ -209,32 +214,32 @@ impl State {
         position: u64,
         bytes: u64,
         extra: Option<&Extra>,
-    ) -> Result<(Found, usize, u64), Lack> {
+    ) -> Result<(Found, usize, u64), NotReady> {
         let mut bytes = bytes;
         for layer in first..self.layers.len() {
             let size = self.layers[layer].size;
             if position >= size {
                 // As in QEMU, an image reads as zeroes beyond its end, whatever its backing file contains
                 // there.
-                return Ok((if layer == 0 { Found::Nothing } else { Found::Zero }, layer, bytes));
+                return Ok((if layer == 0 { Found::Unallocated } else { Found::Zero }, layer, bytes));
             }
             bytes = bytes.min(size - position);
             let (found, run) = self.find_in(layer, position, bytes, extra)?;
             bytes = run;
-            if found != Found::Nothing {
+            if found != Found::Unallocated {
                 return Ok((found, layer, bytes));
             }
         }
-        Ok((Found::Nothing, self.layers.len(), bytes))
+        Ok((Found::Unallocated, self.layers.len(), bytes))
     }
 
-    /// As [`State::find`], in the active image only. [`Found::Nothing`] means that the backing file decides.
-    pub fn find_own(
+    /// As [`State::find`], in the active image only. [`Found::Unallocated`] means that the backing file decides.
+    pub fn find_allocated(
         &mut self,
         position: u64,
         bytes: u64,
         extra: Option<&Extra>,
-    ) -> Result<(Found, u64), Lack> {
+    ) -> Result<(Found, u64), NotReady> {
         self.find_in(0, position, bytes, extra)
     }
 
@@ -244,7 +249,7 @@ impl State {
         position: u64,
         bytes: u64,
         extra: Option<&Extra>,
-    ) -> Result<(Found, u64), Lack> {
+    ) -> Result<(Found, u64), NotReady> {
         let number = layer as u8;
         let slot_bytes = self.cache.slice_bytes();
         let Some(tables) = &self.layers[layer].tables else {
@@ -252,13 +257,13 @@ impl State {
         };
         let (bits, covers) = (tables.header.cluster_bits, tables.header.l2_covers());
         let Some(slice) = self.layers[layer].l2_slice(layer, position, slot_bytes)? else {
-            return Ok((Found::Nothing, bytes.min(covers - position % covers)));
+            return Ok((Found::Unallocated, bytes.min(covers - position % covers)));
         };
         let extra = extra.and_then(|extra| extra.iter().find(|(key, _)| *key == slice.key));
         let content = match (self.cache.find(slice.key), extra) {
             (Some(slot), _) => self.cache.get(slot),
             (None, Some((_, content))) => content,
-            (None, None) => return Err(Lack::Slice(slice.key, Table::L2)),
+            (None, None) => return Err(NotReady::Slice(slice.key, Table::L2)),
         };
         let cluster = 1 << bits;
         let skip = position % cluster;
@@ -267,7 +272,7 @@ impl State {
         let first = entries.next().unwrap_or(Err(Status::Io))?;
         let mut run = cluster - skip;
         let found = match first {
-            Entry::Unallocated => Found::Nothing,
+            Entry::Unallocated => Found::Unallocated,
             Entry::Zero { .. } => Found::Zero,
             Entry::Data { host, .. } => Found::Data { layer: number, host: host + skip },
             Entry::Compressed { host, bytes: compressed } => {
@@ -296,12 +301,12 @@ impl State {
 
     /// Whether `bytes` from `position` on read as zeroes in the layers from `first` on, as far as the tables
     /// say. No data is read.
-    pub fn is_zero(&mut self, first: usize, position: u64, bytes: u64) -> Result<bool, Lack> {
+    pub fn is_zero(&mut self, first: usize, position: u64, bytes: u64) -> Result<bool, NotReady> {
         let end = position + bytes;
         let mut position = position;
         while position < end {
-            match self.find_below(first, position, end - position, None)? {
-                (Found::Zero | Found::Nothing, run) => position += run,
+            match self.find_from(first, position, end - position, None)? {
+                (Found::Zero | Found::Unallocated, run) => position += run,
                 _ => return Ok(false),
             }
         }
@@ -310,35 +315,35 @@ impl State {
 
     /// The cache slot and the index of the active image's L2 entry for byte `position`; `None` if there is no
     /// L2 table.
-    pub fn entry_place(&mut self, position: u64) -> Result<Option<(usize, usize)>, Lack> {
+    pub fn entry_place(&mut self, position: u64) -> Result<Option<(usize, usize)>, NotReady> {
         let slot_bytes = self.cache.slice_bytes();
         let Some(slice) = self.layers[0].l2_slice(0, position, slot_bytes)? else { return Ok(None) };
         match self.cache.find(slice.key) {
             Some(slot) => Ok(Some((slot, slice.index))),
-            None => Err(Lack::Slice(slice.key, Table::L2)),
+            None => Err(NotReady::Slice(slice.key, Table::L2)),
         }
     }
 
     /// As [`State::entry_place`], for an entry that may be changed.
-    pub fn entry_to_change(&mut self, position: u64) -> Result<(usize, usize), Lack> {
+    pub fn entry_to_change(&mut self, position: u64) -> Result<(usize, usize), NotReady> {
         let tables = self.top()?;
         let at = (position / tables.header.l2_covers()) as usize;
         match tables.l1.get(at) {
             Some(entry) if entry & COPIED != 0 => {
                 let bits = tables.header.cluster_bits;
-                let table = table_offset(*entry, bits)?.ok_or(Lack::L2(at))?;
+                let table = table_offset(*entry, bits)?.ok_or(NotReady::L2Table(at))?;
                 self.check_target(table..table + (1 << bits))?;
             }
-            Some(_) => return Err(Lack::L2(at)),
-            None => return Err(Lack::Failed(Status::Io)),
+            Some(_) => return Err(NotReady::L2Table(at)),
+            None => return Err(NotReady::Failed(Status::Io)),
         }
-        self.entry_place(position)?.ok_or(Lack::L2(at))
+        self.entry_place(position)?.ok_or(NotReady::L2Table(at))
     }
 
     /// The byte of the file at which data for `position` is overwritten in place, and how many of `bytes`
     /// follow contiguously. `None` if the cluster cannot be overwritten: it is not allocated, compressed, a
     /// zero cluster, or shared with a snapshot.
-    pub fn find_in_place(&mut self, position: u64, bytes: u64) -> Result<Option<(u64, u64)>, Lack> {
+    pub fn find_in_place(&mut self, position: u64, bytes: u64) -> Result<Option<(u64, u64)>, NotReady> {
         let Some((slot, index)) = self.entry_place(position)? else { return Ok(None) };
         let (bits, cluster) = (self.cluster_bits(), 1u64 << self.cluster_bits());
         let entry = |index: usize| Entry::parse(self.cache.entry(slot, index), bits);
@@ -485,19 +490,19 @@ impl State {
     /// Whether a task may begin to change tables.
     ///
     /// # Errors
-    /// [`Lack::Commit`] if the metadata should be flushed first; [`Lack::Turn`] if too many tasks are
+    /// [`NotReady::FlushFirst`] if the metadata should be flushed first; [`NotReady::Busy`] if too many tasks are
     /// changing tables.
-    pub fn may_change(&self) -> Result<(), Lack> {
+    pub fn may_change(&self) -> Result<(), NotReady> {
         if self.is_crowded() {
-            return Err(Lack::Commit);
+            return Err(NotReady::FlushFirst);
         }
         let changing = self.writer.changing + self.writer.making_l2.len();
-        if changing < CHANGES_MAX { Ok(()) } else { Err(Lack::Turn) }
+        if changing < CHANGES_MAX { Ok(()) } else { Err(NotReady::Busy) }
     }
 
     /// Whether a flush of the metadata may free clusters.
     pub fn may_free(&self) -> bool {
-        self.writer.committing || !self.writer.released.is_empty()
+        self.writer.flushing || !self.writer.released.is_empty()
     }
 
     /// Whether tables in memory are newer than in the file.

@@ -5,13 +5,13 @@ use std::ops::Range;
 use blkq::{IoBuffer, IoResult, Status};
 
 use super::allocate::{Clusters, allocate, free_unused, provide};
-use super::commit::commit;
 use super::entry::{COPIED, Entry};
 use super::env::Env;
+use super::flush_metadata::flush_metadata;
 use super::io::{Memory, Op};
-use super::read::read_own;
+use super::read::read_device;
 use super::reserve::reserve;
-use super::state::{Lack, State};
+use super::state::{NotReady, State};
 
 /// Bytes of new clusters that one step of a write allocates. Their clusters of the device are locked during
 /// the step.
@@ -56,7 +56,7 @@ pub(super) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'
             Ok(run) => at += run,
             Err(Status::NoSpace) if !has_freed && env.state().may_free() => {
                 has_freed = true;
-                commit(env, false).await?;
+                flush_metadata(env, false).await?;
             }
             Err(status) => return Err(status),
         }
@@ -91,24 +91,24 @@ async fn next_step(env: &Env, position: u64, end: u64) -> Result<Step, Status> {
         let step = plan(&mut env.state(), position, end);
         match step {
             Ok(step) => return Ok(step),
-            Err(lack) => provide(env, lack).await?,
+            Err(reason) => provide(env, reason).await?,
         }
     }
 }
 
-fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, Lack> {
+fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, NotReady> {
     if let Some((host, run)) = state.find_in_place(position, end - position)? {
         return Ok(Step::InPlace(host, run));
     }
     if state.writer.failed {
-        return Err(Lack::Failed(Status::Io));
+        return Err(NotReady::Failed(Status::Io));
     }
     state.may_change()?;
     let (slot, index) = state.entry_to_change(position)?;
     let bits = state.cluster_bits();
     let first = position >> bits;
     if state.writer.locked.contains(&first) {
-        return Err(Lack::Turn);
+        return Err(NotReady::Busy);
     }
     if let Entry::Zero { host: Some(host), copied: true } =
         Entry::parse(state.cache.entry(slot, index), bits)?
@@ -217,7 +217,7 @@ impl Around {
         match self {
             Around::There => Ok(None),
             Around::Zeroes(bytes) => Ok(Some(IoBuffer::zeroed(bytes as usize))),
-            Around::Copy(range) => read_own(env, 0, range.start, range.end - range.start).await.map(Some),
+            Around::Copy(range) => read_device(env, 0, range.start, range.end - range.start).await.map(Some),
         }
     }
 }
@@ -233,7 +233,7 @@ async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, St
             Ok(true) if fresh => return Ok(Around::There),
             Ok(true) => return Ok(Around::Zeroes(to - from)),
             Ok(false) => return Ok(Around::Copy(from..to)),
-            Err(lack) => provide(env, lack).await?,
+            Err(reason) => provide(env, reason).await?,
         }
     }
 }
@@ -256,7 +256,7 @@ async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
                 state.set_entries(slot, index, clusters.host | COPIED, clusters.count);
                 return Ok(());
             }
-            Err(lack) => provide(env, lack).await?,
+            Err(reason) => provide(env, reason).await?,
         }
     }
 }

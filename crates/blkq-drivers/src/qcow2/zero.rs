@@ -6,7 +6,7 @@ use blkq::{IoResult, Status};
 use super::allocate::provide;
 use super::entry::{Entry, ZERO};
 use super::env::Env;
-use super::state::{Lack, State};
+use super::state::{NotReady, State};
 use super::write::{Source, release, write};
 
 /// Why a range is cleared.
@@ -51,7 +51,7 @@ async fn clear_part(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRes
         match zero {
             Ok(true) => return Ok(()),
             Ok(false) => return write(env, position, end - position, Source::Zeroes).await,
-            Err(lack) => provide(env, lack).await?,
+            Err(reason) => provide(env, reason).await?,
         }
     }
 }
@@ -71,7 +71,7 @@ async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRe
                     return Ok(());
                 }
             }
-            Err(lack) => provide(env, lack).await?,
+            Err(reason) => provide(env, reason).await?,
         }
     }
     Ok(())
@@ -91,7 +91,7 @@ fn clear_entries(
     position: u64,
     end: u64,
     wanted: Wanted,
-) -> Result<Next, Lack> {
+) -> Result<Next, NotReady> {
     let bits = state.cluster_bits();
     let cluster = 1u64 << bits;
     let (has_backing, v3, covers) = {
@@ -104,7 +104,7 @@ fn clear_entries(
         None if !v3 => return Ok(Next::Write(cluster)),
         None => {
             state.may_change()?;
-            return Err(Lack::L2((position / covers) as usize));
+            return Err(NotReady::L2Table((position / covers) as usize));
         }
     };
     let Some((slot, mut index)) = place else {
@@ -128,13 +128,13 @@ fn clear_entries(
         };
         if new != old {
             if state.writer.failed {
-                return Err(Lack::Failed(Status::Io));
+                return Err(NotReady::Failed(Status::Io));
             }
-            if let Err(lack) = state.may_change() {
-                return if at == position { Err(lack) } else { Ok(Next::At(at)) };
+            if let Err(reason) = state.may_change() {
+                return if at == position { Err(reason) } else { Ok(Next::At(at)) };
             }
             if state.writer.locked.contains(&(at >> bits)) {
-                return if at == position { Err(Lack::Turn) } else { Ok(Next::At(at)) };
+                return if at == position { Err(NotReady::Busy) } else { Ok(Next::At(at)) };
             }
             // Checked here, because a snapshot may share the L2 table, which is then copied before the
             // change.

@@ -170,7 +170,7 @@ fn bits_that_overlap_a_table_do_not_change_it() {
         assert_eq!(found.len(), 2);
         let found: Vec<Arc<Bitmap>> = found.into_iter().map(Arc::new).collect();
         device.store(&found).unwrap();
-        device.write_back().unwrap();
+        device.flush_all_metadata().unwrap();
         drop(device);
         assert!(image.cluster(table)[..64] == before[..64], "table {number}");
         image.directory.check(&image.path);
@@ -193,7 +193,7 @@ fn bitmap_clusters_are_adopted_in_qemus_order_too() {
         assert_eq!((found[0].dirty_bytes(), found[1].dirty_bytes()), (dirty, 0));
         found[0].mark(0..4096);
         device.store(&found).unwrap();
-        device.write_back().unwrap();
+        device.flush_all_metadata().unwrap();
         assert_eq!(image.bitmap_directory(), reserved);
     }
     image.directory.check(&image.path);

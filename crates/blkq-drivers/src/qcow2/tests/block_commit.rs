@@ -206,7 +206,7 @@ fn begin(device: &Arc<Qcow2>, files: BaseFiles) -> BlockCommit {
     CommitSource::new(device.clone()).unwrap().begin(files, None).unwrap()
 }
 
-fn go_on() -> Result<(), Error> {
+fn not_cancelled() -> Result<(), Error> {
     Ok(())
 }
 
@@ -214,10 +214,10 @@ fn go_on() -> Result<(), Error> {
 fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     let directory = Directory::new();
     let mut random = Random::new(seed);
-    let behind: Vec<u32> = (0..SIZE / SECTOR).map(|sector| sector as u32 + 1).collect();
+    let base: Vec<u32> = (0..SIZE / SECTOR).map(|sector| sector as u32 + 1).collect();
     // Some bases are shorter than the device.
     let length = if random.below(2) == 0 { SIZE } else { SIZE / 2 / 4096 * 4096 };
-    std::fs::write(directory.0.join("raw"), &content_of(&behind)[..length]).unwrap();
+    std::fs::write(directory.0.join("raw"), &content_of(&base)[..length]).unwrap();
     match base_format {
         "qcow2" => {
             let name = ["convert", "-f", "raw", "-O", "qcow2", "-o", base_kind, "raw", "base"];
@@ -239,7 +239,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
         add_bitmaps(&directory, &*base, length as u64);
         directory.qemu_img(&["bitmap", "--add", "top", "both"]);
     }
-    let mut now = behind;
+    let mut now = base;
     now[length / SECTOR..].fill(0);
     let mut life = Life {
         directory: &directory,
@@ -265,7 +265,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
                 life.flush();
                 Ok::<_, Error>(())
             };
-            while commit.find(&go_on, || flushed(&mut life)).unwrap() {
+            while commit.find(&not_cancelled, || flushed(&mut life)).unwrap() {
                 while steps < stop_at && commit.copy().unwrap() {
                     steps += 1;
                     if life.random.below(6) == 0 {
@@ -287,7 +287,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
             if steps >= stop_at {
                 break;
             }
-            commit.next_pass(&go_on).unwrap();
+            commit.next_pass(&not_cancelled).unwrap();
         }
         if round < 2 && life.random.below(2) == 0 {
             drop(commit);
@@ -385,12 +385,12 @@ fn a_block_commit_syncs_data_that_changed_no_table() {
     let tags = [h.write(4096, vec![pattern(4096, 7)]), h.bare(Operation::Flush, PLAIN, 0, 0)];
     tags.into_iter().for_each(|tag| assert_eq!(h.run(tag).0, Ok(())));
     let mut commit = begin(&device, base_files(&directory));
-    assert!(commit.find(&go_on, || Ok::<_, Error>(())).unwrap());
+    assert!(commit.find(&not_cancelled, || Ok::<_, Error>(())).unwrap());
     while commit.copy().unwrap() {}
     // Each copy is durable, although the data was written in place and changed no table.
-    let before = commit.commits_behind();
-    commit.next_pass(&go_on).unwrap();
-    assert!(commit.commits_behind() > before, "nothing was synced");
+    let before = commit.base_flushes();
+    commit.next_pass(&not_cancelled).unwrap();
+    assert!(commit.base_flushes() > before, "nothing was synced");
 }
 
 // Contract: complete
@@ -411,7 +411,7 @@ fn a_block_commit_of_a_truncated_image_fails() {
         let mut commit = begin(&device, base_files(&directory));
         File::options().write(true).open(&path).unwrap().set_len(left).unwrap();
         let mut copy_all = || -> Result<(), Error> {
-            while commit.find(&go_on, || Ok::<_, Error>(()))? {
+            while commit.find(&not_cancelled, || Ok::<_, Error>(()))? {
                 while commit.copy()? {}
             }
             Ok(())
@@ -447,11 +447,11 @@ fn a_block_commit_keeps_the_rest_of_compressed_clusters() {
         let flush = h.bare(Operation::Flush, PLAIN, 0, 0);
         assert_eq!(h.run(flush).0, Ok(()));
         let mut commit = begin(&device, base_files(&directory));
-        while commit.find(&go_on, || Ok::<_, Error>(())).unwrap() {
+        while commit.find(&not_cancelled, || Ok::<_, Error>(())).unwrap() {
             while commit.copy().unwrap() {}
         }
-        commit.next_pass(&go_on).unwrap();
-        commit.next_pass(&go_on).unwrap();
+        commit.next_pass(&not_cancelled).unwrap();
+        commit.next_pass(&not_cancelled).unwrap();
         assert!(h.read_back(0, MIB as usize) == expected, "while it is copied");
         if finishes {
             let base = commit.finish(|| Ok::<_, Error>(())).unwrap();
@@ -492,10 +492,10 @@ fn a_block_commit_reports_data_that_cannot_be_written_back() {
     let files = open_base(&top, BackingChain::Allow).unwrap().files;
     let mut commit = begin(&device, files);
     disk.fill();
-    while commit.find(&go_on, || Ok::<_, Error>(())).unwrap() {
+    while commit.find(&not_cancelled, || Ok::<_, Error>(())).unwrap() {
         while commit.copy().unwrap() {}
     }
-    let error = commit.next_pass(&go_on).unwrap_err().to_string();
+    let error = commit.next_pass(&not_cancelled).unwrap_err().to_string();
     assert!(error.starts_with("cannot sync the backing file: "), "{error}");
     drop(commit);
     assert_eq!(h.read_back(4 * MIB, MIB as usize), pattern(MIB as usize, 1).to_vec());

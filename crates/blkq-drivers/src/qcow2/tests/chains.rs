@@ -16,9 +16,9 @@ fn extents_of_a_chain_need_a_table_of_each_image() {
     }
     let directory = Directory::new();
     directory.image("base", "cluster_size=64k", MIB);
-    for (name, behind, offset) in [("base", None, 0), ("top", Some("base"), 65536)] {
-        if let Some(behind) = behind {
-            directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", behind, "-F", "qcow2", name, "1M"]);
+    for (name, base, offset) in [("base", None, 0), ("top", Some("base"), 65536)] {
+        if let Some(base) = base {
+            directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", base, "-F", "qcow2", name, "1M"]);
         }
         let mut h = Harness::open(&open(&directory.0.join(name))).unwrap();
         let tag = h.write(offset, vec![pattern(4096, 1)]);
@@ -135,12 +135,12 @@ fn all_layers_are_read_and_only_the_overlay_is_written() {
         std::fs::write(directory.0.join("base"), &*base).unwrap();
         let mut model = base.to_vec();
         model.resize(size as usize, 0);
-        let (mut behind, mut format) = ("base".to_owned(), "raw");
+        let (mut base, mut format) = ("base".to_owned(), "raw");
         for number in 0..10u64 {
             let name = format!("d{number}.qcow2");
             let bytes = size.to_string();
             directory.qemu_img(&[
-                "create", "-q", "-f", "qcow2", "-o", kind, "-b", &behind, "-F", format, &name, &bytes,
+                "create", "-q", "-f", "qcow2", "-o", kind, "-b", &base, "-F", format, &name, &bytes,
             ]);
             let path = directory.0.join(&name);
             let device = open(&path);
@@ -154,10 +154,10 @@ fn all_layers_are_read_and_only_the_overlay_is_written() {
             drop(h);
             drop(device);
             directory.check(&path);
-            (behind, format) = (name, "qcow2");
+            (base, format) = (name, "qcow2");
         }
         assert_eq!(std::fs::read(directory.0.join("base")).unwrap(), *base);
-        exercise(&directory, &directory.0.join(behind), size, 5, 150, &model);
+        exercise(&directory, &directory.0.join(base), size, 5, 150, &model);
     }
 }
 
@@ -313,9 +313,9 @@ fn a_chain_whose_tables_take_much_memory_is_rejected() {
     let directory = Directory::new();
     directory.image("0", "compat=1.1", MIB);
     for number in 0..=4 {
-        let (behind, name) = ((number - 1).to_string(), number.to_string());
+        let (base, name) = ((number - 1).to_string(), number.to_string());
         if number > 0 {
-            directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", &behind, "-F", "qcow2", &name]);
+            directory.qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "qcow2", &name]);
         }
         // An L1 table of 32 MiB, which is a hole.
         let file = File::options().write(true).open(directory.0.join(name)).unwrap();
@@ -368,8 +368,8 @@ fn a_backing_chain_with_a_loop_is_rejected() {
         return;
     }
     let directory = Directory::new();
-    for (name, behind) in [("a", "b"), ("b", "c"), ("c", "b")] {
-        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", behind, "-F", "qcow2", name, "64k"]);
+    for (name, base) in [("a", "b"), ("b", "c"), ("c", "b")] {
+        directory.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", base, "-F", "qcow2", name, "64k"]);
     }
     for name in ["a", "b", "c"] {
         assert_eq!(error(&Qcow2Options::new(directory.0.join(name))).kind(), ErrorKind::Format);

@@ -12,8 +12,8 @@ use blkq::{IoBuffer, Segment, Tag};
 use super::power::{Disk, SECTOR, content_of, run_read};
 use super::*;
 use crate::qcow2::blocking::perform;
-use crate::qcow2::commit::commit;
 use crate::qcow2::env::Env;
+use crate::qcow2::flush_metadata::flush_metadata;
 use crate::qcow2::io::{Executor, Memory};
 use crate::qcow2::journal::{self, Left, Record};
 use crate::qcow2::write::{Source, write};
@@ -78,9 +78,8 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let mut random = Random::new(seed);
     let directory = Directory::new();
     let sectors = 768 * 1024 / SECTOR;
-    let behind: Vec<u32> =
-        (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
-    std::fs::write(directory.0.join("base"), &*content_of(&behind)).unwrap();
+    let base: Vec<u32> = (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
+    std::fs::write(directory.0.join("base"), &*content_of(&base)).unwrap();
     let bytes = (sectors * SECTOR).to_string();
     let mut words = vec!["create", "-q", "-f", "qcow2", "-o", kind];
     if backing {
@@ -94,7 +93,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let env = Env::new(Arc::clone(&device.shared));
     let files = ["d.qcow2", "base"].map(|name| std::fs::read(life.directory.0.join(name)).unwrap());
     let mut disk = Disk::new(files.into());
-    let mut now = behind;
+    let mut now = base;
     now.resize(sectors, 0);
     let mut allowed: Allowed = now.iter().map(|content| vec![*content]).collect();
     let mut executor = Executor::default();
@@ -118,7 +117,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
                 8 => Some(Wanted::Discard),
                 _ => {
                     executor.spawn(&env.io, async move {
-                        let done = commit(&task, true).await;
+                        let done = flush_metadata(&task, true).await;
                         task.io.finish(tag, done);
                     });
                     requests.push((0..0, true));
@@ -485,7 +484,7 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     for cluster in [0, WRITES] {
         device.run("write", async move |env| write(&env, cluster << 16, 4096, Source::Zeroes).await).unwrap();
     }
-    device.write_back().unwrap();
+    device.flush_all_metadata().unwrap();
     let tag = device.tag();
     let env = Env::new(Arc::clone(&device.shared));
     {

@@ -9,11 +9,11 @@ use blkq::random::Random;
 use blkq::{IoBuffer, Segment, Tag};
 
 use super::*;
-use crate::qcow2::commit::commit;
 use crate::qcow2::env::Env;
+use crate::qcow2::flush_metadata::flush_metadata;
 use crate::qcow2::io::{Action, Executor, Memory, Submitted};
-use crate::qcow2::places::{Named, Places, exchange};
-use crate::qcow2::read::read_own;
+use crate::qcow2::places::{BitmapEntry, Places, exchange};
+use crate::qcow2::read::read_device;
 use crate::qcow2::write::{Source, write};
 use crate::qcow2::zero::{Wanted, clear};
 
@@ -195,9 +195,8 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let directory = Directory::new();
     let size = 768 * 1024;
     let sectors = size / SECTOR;
-    let behind: Vec<u32> =
-        (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
-    std::fs::write(directory.0.join("base"), &*content_of(&behind)).unwrap();
+    let base: Vec<u32> = (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
+    std::fs::write(directory.0.join("base"), &*content_of(&base)).unwrap();
     let bytes = size.to_string();
     let mut words = vec!["create", "-q", "-f", "qcow2", "-o", kind];
     if backing {
@@ -210,7 +209,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let file = std::fs::read(&path).unwrap();
     let base = std::fs::read(directory.0.join("base")).unwrap();
     let mut disk = Disk::new(vec![file, base]);
-    let mut now = behind;
+    let mut now = base;
     now.resize(sectors, 0);
     let mut model = Model { allowed: now.iter().map(|content| vec![*content]).collect(), now };
     let mut executor = Executor::default();
@@ -271,7 +270,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
         if let Some(tag) = flush {
             let task = Rc::clone(&env);
             executor.spawn(&env.io, async move {
-                let done = commit(&task, true).await;
+                let done = flush_metadata(&task, true).await;
                 task.io.finish(tag, done);
             });
         }
@@ -323,7 +322,7 @@ pub(super) fn run_read(
     let (task, kept) = (Rc::clone(env), Rc::clone(&read));
     executor.spawn(&env.io, async move {
         let (position, bytes) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u64);
-        let content = read_own(&task, 0, position, bytes).await.unwrap();
+        let content = read_device(&task, 0, position, bytes).await.unwrap();
         kept.borrow_mut()
             .extend(content.chunks(SECTOR).map(|at| u32::from_ne_bytes([at[0], at[1], at[2], at[3]])));
     });
@@ -374,7 +373,7 @@ fn live_with_bitmaps((kind, name_bytes): (&str, usize), seed: u64) {
             let name = format!("bitmap{number}");
             Bitmap::new(&name, 4096, (sectors * SECTOR) as u64, BitmapState::Recording).unwrap()
         });
-        let named = bitmaps.map(|bitmap| Named::of(&bitmap, bitmap.size())).collect();
+        let named = bitmaps.map(|bitmap| BitmapEntry::of(&bitmap, bitmap.size())).collect();
         let (task, places) = (Rc::clone(&env), Rc::clone(&places));
         executor.spawn(&env.io, async move {
             let old = places.borrow().clone();

@@ -9,17 +9,17 @@ use blkq::IoBuffer;
 use blkq::sync::lock;
 
 use super::env::Shared;
-use super::state::{Extra, Lack, State};
+use super::state::{Extra, NotReady, State};
 
 /// Slices of tables that were read without the cache, which only the queue fills.
 #[derive(Default)]
-pub(super) struct Slices {
+pub(super) struct UncachedSlices {
     /// At most one slice of each image, because a lookup may need one of each.
     extra: Extra,
-    commits: u64,
+    flushes: u64,
 }
 
-impl Slices {
+impl UncachedSlices {
     /// Returns the result of `find`, and reads the slices that it lacks from the files. A slice that is not
     /// in memory is not dirty, so the file has its current content.
     ///
@@ -29,12 +29,12 @@ impl Slices {
         &mut self,
         shared: &Shared,
         files: &[Arc<File>],
-        find: impl Fn(&mut State, &Extra) -> Result<T, Lack>,
+        find: impl Fn(&mut State, &Extra) -> Result<T, NotReady>,
     ) -> io::Result<T> {
         loop {
             let found = {
                 let mut state = lock(&shared.state);
-                if std::mem::replace(&mut self.commits, state.commits) != state.commits {
+                if std::mem::replace(&mut self.flushes, state.flushes) != state.flushes {
                     // Since the last lookup, slices may have been changed in memory, written, and evicted.
                     self.extra.clear();
                 }
@@ -42,7 +42,7 @@ impl Slices {
             };
             match found {
                 Ok(found) => return Ok(found),
-                Err(Lack::Slice(key, _)) => {
+                Err(NotReady::Slice(key, _)) => {
                     let layer = usize::from(key.layer);
                     let (bytes, file_bytes) = {
                         let state = lock(&shared.state);

@@ -9,35 +9,35 @@ use blkq::sync::lock;
 
 use super::Qcow2;
 use super::inflate::Compressed;
-use super::slices::{Slices, read_host};
 use super::state::Found;
+use super::uncached_slices::{UncachedSlices, read_host};
 
 /// Largest read of data in bytes.
-pub(super) const PIECE_MAX_BYTES: u64 = 1 << 20;
+pub(super) const READ_MAX_BYTES: u64 = 1 << 20;
 
 /// The content of a part of the device.
-pub(crate) enum Piece {
+pub(crate) enum Extent {
     Data(IoBuffer),
     /// This number of zero bytes.
     Zeroes(u64),
     /// The overlay does not map this number of bytes; the backing file has them.
-    Behind(u64),
+    Unallocated(u64),
 }
 
-impl Piece {
+impl Extent {
     pub fn bytes(&self) -> u64 {
         match self {
-            Piece::Data(data) => data.len() as u64,
-            Piece::Zeroes(bytes) | Piece::Behind(bytes) => *bytes,
+            Extent::Data(data) => data.len() as u64,
+            Extent::Zeroes(bytes) | Extent::Unallocated(bytes) => *bytes,
         }
     }
 }
 
 impl Qcow2 {
     /// How the overlay maps the start of `range`, and how many bytes it maps in the same way contiguously.
-    fn find_own(&self, slices: &mut Slices, range: &Range<u64>) -> io::Result<(Found, u64)> {
+    fn find_allocated(&self, slices: &mut UncachedSlices, range: &Range<u64>) -> io::Result<(Found, u64)> {
         slices.find(&self.shared, &self.files, |state, extra| {
-            state.find_own(range.start, range.end - range.start, Some(extra))
+            state.find_allocated(range.start, range.end - range.start, Some(extra))
         })
     }
 
@@ -45,14 +45,14 @@ impl Qcow2 {
     ///
     /// # Errors
     /// The I/O error of a table.
-    pub(super) fn next_own(
+    pub(super) fn next_allocated(
         &self,
-        slices: &mut Slices,
+        slices: &mut UncachedSlices,
         mut range: Range<u64>,
     ) -> io::Result<Option<Range<u64>>> {
         while range.start < range.end {
-            let (found, bytes) = self.find_own(slices, &range)?;
-            if found != Found::Nothing {
+            let (found, bytes) = self.find_allocated(slices, &range)?;
+            if found != Found::Unallocated {
                 return Ok(Some(range.start..range.start + bytes));
             }
             range.start += bytes;
@@ -65,17 +65,17 @@ impl Qcow2 {
     ///
     /// # Errors
     /// The I/O error of the image.
-    pub(super) fn read_piece(&self, slices: &mut Slices, range: &Range<u64>) -> io::Result<Piece> {
-        let (found, bytes) = self.find_own(slices, range)?;
+    pub(super) fn read_extent(&self, slices: &mut UncachedSlices, range: &Range<u64>) -> io::Result<Extent> {
+        let (found, bytes) = self.find_allocated(slices, range)?;
         match found {
-            Found::Nothing => Ok(Piece::Behind(bytes)),
-            Found::Zero => Ok(Piece::Zeroes(bytes)),
-            Found::Data { host, .. } => self.read_host(host, bytes.min(PIECE_MAX_BYTES)).map(Piece::Data),
+            Found::Unallocated => Ok(Extent::Unallocated(bytes)),
+            Found::Zero => Ok(Extent::Zeroes(bytes)),
+            Found::Data { host, .. } => self.read_host(host, bytes.min(READ_MAX_BYTES)).map(Extent::Data),
             Found::Compressed { host, bytes: compressed, skip, .. } => {
                 let content = self.decompress(host, compressed)?;
-                let mut piece = IoBuffer::zeroed(bytes as usize);
-                piece.copy_from_slice(&content[skip as usize..][..bytes as usize]);
-                Ok(Piece::Data(piece))
+                let mut content_part = IoBuffer::zeroed(bytes as usize);
+                content_part.copy_from_slice(&content[skip as usize..][..bytes as usize]);
+                Ok(Extent::Data(content_part))
             }
         }
     }

@@ -22,11 +22,11 @@ use crate::r#loop::options::DirectIo;
 
 use super::cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
 use super::chain::{self, LOCKED, Opened, read_tables};
-use super::commit::commit;
 use super::create::Base;
 use super::env::Shared;
+use super::flush_metadata::flush_metadata;
 use super::journal::{self, Journals};
-use super::keep::KeptBitmaps;
+use super::keep::PersistentBitmaps;
 use super::reserve::free_reserved;
 use super::state::{Layer, State, Tables};
 use super::{Qcow2, check_repaired, choose_file_mode, open_writer};
@@ -82,8 +82,8 @@ impl Qcow2 {
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         // A flush of its own, because data that was overwritten in place makes no table dirty.
-        self.run("make the data durable", async |env| commit(&env, true).await)?;
-        self.write_back()?;
+        self.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
+        self.flush_all_metadata()?;
         Ok(self.chain_from(0))
     }
 
@@ -101,7 +101,7 @@ impl Qcow2 {
         };
         OverlayBase {
             files: self.files[first..].to_vec(),
-            paths: std::iter::once(&self.path).chain(&self.behind).skip(first).cloned().collect(),
+            paths: std::iter::once(&self.path).chain(&self.backing_paths).skip(first).cloned().collect(),
             layers: state.layers[first..].iter().map(copy).collect(),
             size: state.size,
             slice_bytes: state.cache.slice_bytes() as u64,
@@ -127,7 +127,7 @@ impl Qcow2 {
         let tables = read_tables(&backing)?;
         check_repaired(&tables.header, path)?;
         if let Some(all) = journals {
-            journal::check_behind(all, path, (backing.identity, tables.header.tag), self.identity)?;
+            journal::check_base(all, path, (backing.identity, tables.header.tag), self.identity)?;
         }
         let size = tables.header.size;
         let mut below = self.chain_from(2);
@@ -189,12 +189,12 @@ impl Qcow2 {
     }
 
     /// Builds the device of the image `top`, which is open for writing and locked, over the images of
-    /// `below`. `front` is the overlay that is committed into `top`, if this is for a block commit.
+    /// `below`. `overlay` is the overlay that is committed into `top`, if this is for a block commit.
     fn assemble(
         mut top: Opened,
         below: OverlayBase,
         journals: Option<&Journals>,
-        front: Option<(u64, u64)>,
+        overlay: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
         let Some((version, cluster_bytes)) =
             top.tables.as_ref().map(|tables| (tables.header.version, tables.header.cluster_bytes()))
@@ -217,7 +217,7 @@ impl Qcow2 {
         let mut layers = vec![Layer { tables, size: top.size, align, file_bytes }];
         layers.extend(below.layers);
         let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
-        let state = State { layers, cache, size: below.size, writer, commits: 0, journal: None };
+        let state = State { layers, cache, size: below.size, writer, flushes: 0, journal: None };
         let backing = top.backing;
         let mut files = vec![Arc::new(backing.file)];
         files.extend(below.files);
@@ -226,7 +226,7 @@ impl Qcow2 {
             files,
             name: ImageName::new(&backing.path),
             path: backing.path,
-            behind: below.paths,
+            backing_paths: below.paths,
             identity: backing.identity,
             writable: true,
             read_only: AtomicBool::new(false),
@@ -240,9 +240,9 @@ impl Qcow2 {
             version,
             cluster_bytes,
             warnings: Vec::new(),
-            kept: Mutex::new(KeptBitmaps::default()),
+            persistent_bitmaps: Mutex::new(PersistentBitmaps::default()),
         };
-        let device = device.begin_journal(journals, front)?;
+        let device = device.begin_journal(journals, overlay)?;
         device.set_direct(&[direct])?;
         Ok(device)
     }
@@ -251,7 +251,7 @@ impl Qcow2 {
     /// [`Qcow2::begin_journal`], whose change of the header may go through the page cache and then need not
     /// wait for the disk.
     pub(super) fn set_direct(&self, direct: &[bool]) -> Result<(), Error> {
-        let paths = std::iter::once(&self.path).chain(&self.behind);
+        let paths = std::iter::once(&self.path).chain(&self.backing_paths);
         for ((file, path), direct) in self.files.iter().zip(paths).zip(direct) {
             backing::set_flag(file, OFlags::DIRECT, *direct)
                 .map_err(|e| Error::system(format!("cannot set direct I/O on {}", path.display()), e))?;
@@ -266,7 +266,7 @@ impl Qcow2 {
     /// The I/O error of writing the tables. The file belongs to the other driver in this case too.
     pub(crate) fn supersede(&self) -> Result<(), Error> {
         self.superseded.store(true, Relaxed);
-        let written = self.write_back();
+        let written = self.flush_all_metadata();
         if written.is_ok() {
             self.end_journal();
         }

@@ -18,7 +18,7 @@ use super::env::Env;
 use super::io::Op;
 use super::journal::Journal;
 use super::refcounts::{refcount, refcount_place, set_refcounts};
-use super::state::{Lack, State};
+use super::state::{NotReady, State};
 
 /// Writes in flight at the same time.
 const WRITES_MAX: usize = 32;
@@ -28,12 +28,12 @@ const WRITES_MAX: usize = 32;
 /// # Errors
 /// The I/O error of the file. Tables that were not written stay dirty. After a failed sync every later flush
 /// fails too, because the kernel may have dropped the data that the sync should have written (fsync(2)).
-pub(super) async fn commit(env: &Env, durable: bool) -> IoResult {
+pub(super) async fn flush_metadata(env: &Env, durable: bool) -> IoResult {
     while !begin(&mut env.state())? {
         env.io.wait().await;
     }
     let result = write_all(env, durable).await;
-    env.state().writer.committing = false;
+    env.state().writer.flushing = false;
     env.io.changed();
     result
 }
@@ -42,8 +42,8 @@ pub(super) async fn commit(env: &Env, durable: bool) -> IoResult {
 /// returned true.
 ///
 /// # Errors
-/// As [`commit`].
-pub(super) async fn commit_refcounts(env: &Env) -> IoResult {
+/// As [`flush_metadata`].
+pub(super) async fn flush_refcounts(env: &Env) -> IoResult {
     let dirty = env.state().cache.take_dirty(Table::Refcounts);
     write_slices(env, dirty).await?;
     sync(env).await
@@ -52,7 +52,7 @@ pub(super) async fn commit_refcounts(env: &Env) -> IoResult {
 /// Makes everything durable that was written to the file.
 ///
 /// # Errors
-/// As [`commit`].
+/// As [`flush_metadata`].
 pub(super) async fn sync(env: &Env) -> IoResult {
     let synced = env.io.run(Op::sync()).await;
     if synced.is_err() {
@@ -69,7 +69,7 @@ pub(super) fn begin(state: &mut State) -> Result<bool, Status> {
     if state.writer.failed {
         return Err(Status::Io);
     }
-    Ok(!std::mem::replace(&mut state.writer.committing, true))
+    Ok(!std::mem::replace(&mut state.writer.flushing, true))
 }
 
 async fn write_all(env: &Env, durable: bool) -> IoResult {
@@ -80,7 +80,7 @@ async fn write_all(env: &Env, durable: bool) -> IoResult {
     let (refcounts, l2, l1, table, released, epoch, l1_sectors, table_sectors, turned);
     {
         let mut state = env.state();
-        state.commits += 1;
+        state.flushes += 1;
         turned = state.journal.as_mut().is_none_or(Journal::turn);
         refcounts = state.cache.take_dirty(Table::Refcounts);
         l2 = state.cache.take_dirty(Table::L2);
@@ -244,7 +244,7 @@ pub(super) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
         };
         match found {
             Ok(count) => return Some(count),
-            Err(Lack::Slice(key, table)) => drop(env.load(key, table).await.ok()?),
+            Err(NotReady::Slice(key, table)) => drop(env.load(key, table).await.ok()?),
             Err(_) => return None,
         }
     }
