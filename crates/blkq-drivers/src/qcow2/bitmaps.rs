@@ -223,7 +223,7 @@ impl Entry {
         }
         if !(9..=31).contains(&granularity_bits) || clusters == 0 {
             return Err(damaged(format!(
-                "{name} has a granularity of 2^{granularity_bits} bytes and a table of {clusters} entries"
+                "{name} has a granularity of 2^{granularity_bits} bytes and a table of {clusters} entries, which is not valid"
             )));
         }
         place(table, clusters * 8, cluster)?;
@@ -276,7 +276,6 @@ pub(super) struct DirectoryEntry<'a> {
 }
 
 impl DirectoryEntry<'_> {
-    /// Encodes the entry.
     pub fn to_bytes(&self) -> Vec<u8> {
         let flags = match self.state {
             BitmapState::Recording => FLAG_AUTO,

@@ -7,7 +7,6 @@ use super::header::u64_at;
 
 /// Size of the cache in bytes: enough L2 slices for 64 GiB of a device with clusters of 64 KiB.
 pub(super) const CACHE_BYTES: usize = 8 << 20;
-/// Largest slice in bytes.
 pub(super) const SLICE_MAX_BYTES: u64 = 4096;
 /// One of this many slices may be dirty before they should be written.
 const DIRTY_PART: usize = 4;
@@ -153,7 +152,7 @@ impl Cache {
         self.dirty > 0
     }
 
-    /// Whether so many slices are dirty that they should be written before more become dirty.
+    /// Whether the dirty slices should be written before more become dirty.
     pub fn is_crowded(&self) -> bool {
         self.dirty >= self.slots.len() / DIRTY_PART
     }

@@ -11,7 +11,7 @@ pub(super) const ZERO: u64 = 1;
 /// The bits of an entry that are an offset in the file.
 pub(super) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// A decoded L2 entry.
+/// The meaning of a decoded L2 entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Entry {
     /// The backing file has the bytes. Without one they read as zeroes.

@@ -1,4 +1,4 @@
-//! What the tasks of an image share.
+//! State and operations that the tasks of an image share.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -39,7 +39,7 @@ impl Shared {
         *lock(&self.held) = Some(Vec::new());
     }
 
-    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were held back.
+    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were kept allocated meanwhile.
     pub fn release_held(&self) {
         let held = lock(&self.held).take();
         lock(&self.state).writer.released.extend(held.into_iter().flatten());
@@ -66,7 +66,6 @@ pub(super) struct Env {
     pub shared: Arc<Shared>,
     pub io: Io,
     loading: RefCell<HashSet<Key>>,
-    /// Bytes reserved for copies.
     bounce: Cell<u64>,
     /// The compressed cluster that was decompressed last.
     pub decompressed: RefCell<Option<Decompressed>>,

@@ -1,7 +1,6 @@
-//! Keeps persistent dirty bitmaps in the image. From when a bitmap is added or loaded, the image has space
-//! for its bits, and the directory names it as in use; the bits themselves are written when no more writes
-//! will come. If the daemon is killed in between, the bitmap stays marked as in use, so that no program
-//! trusts it.
+//! Keeps persistent dirty bitmaps in the image. As soon as a bitmap is added or loaded, the image has space
+//! for its bits, and the directory names it as in use. The bits are written when the device is detached. If
+//! the daemon is killed before that, the bitmap stays marked as in use, so that no program trusts it.
 
 use std::fs::File;
 use std::path::Path;
@@ -193,7 +192,7 @@ impl Image<'_> {
             let shown = self.path.display();
             let message = format!("{shown} already has a bitmap {name}, of a kind that blkq does not know");
             return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_cure("detach the device, and remove the bitmap with `qemu-img bitmap --remove`"));
+                .with_cure("detach the device, and remove the bitmap with `qemu-img bitmap`"));
         }
         self.change_places("make room for the bitmaps", async |env, old| exchange(&env, old, named).await)
     }

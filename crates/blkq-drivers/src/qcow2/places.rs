@@ -17,7 +17,6 @@ use super::io::Op;
 
 /// Attempts to find contiguous clusters for a table or directory.
 const SEARCHES_MAX: usize = 64;
-/// Bytes of one write.
 const WRITE_BYTES: usize = 1 << 20;
 
 /// The properties of a bitmap that its directory entry and its clusters depend on.

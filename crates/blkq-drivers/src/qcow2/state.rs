@@ -479,8 +479,8 @@ impl State {
         }
     }
 
-    /// Whether so many slices are dirty or clusters released that the metadata should be flushed before more
-    /// are changed.
+    /// Whether the metadata should be flushed before more tables are changed, because many slices are dirty,
+    /// many clusters are released, or the journal fills up.
     pub fn is_crowded(&self) -> bool {
         let released = self.writer.released.len();
         let most = RELEASED_MAX.min(RELEASED_MAX_BYTES >> self.cluster_bits());

@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn removing_the_middle_of_a_range_keeps_both_ends() {
+    fn removing_the_middle_of_a_range_keeps_the_rest() {
         let mut unlinked = Unlinked::default();
         [2..6, 6..7, 8..12, 20..30].into_iter().for_each(|range| unlinked.insert(range));
         unlinked.remove(4..10);

@@ -192,7 +192,7 @@ async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> R
     Ok(until - at)
 }
 
-/// What new clusters need next to the data of a write.
+/// The bytes that new clusters need next to the data of a write.
 enum Around {
     /// Nothing: the clusters already read as zeroes there, or the data reaches their edge.
     There,
@@ -222,7 +222,7 @@ impl Around {
     }
 }
 
-/// What is needed for the bytes from `from` to `to` of the device. `fresh`: the new clusters read as zeroes.
+/// Finds out how to fill the bytes from `from` to `to` of the device. `fresh`: the new clusters read as zeroes.
 async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, Status> {
     if from == to {
         return Ok(Around::There);

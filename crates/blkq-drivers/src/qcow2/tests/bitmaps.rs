@@ -214,7 +214,7 @@ fn no_bitmap_replaces_an_unknown_one_of_the_same_name() {
     let bitmap = |name| Arc::new(Bitmap::new(name, 65536, 8 << 20, BitmapState::Recording).unwrap());
     let refused = device.reserve(&[bitmap("a"), bitmap("b")]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
-    assert!(refused.to_string().contains("remove the bitmap with `qemu-img bitmap --remove`"), "{refused}");
+    assert!(refused.to_string().contains("remove the bitmap with `qemu-img bitmap`"), "{refused}");
     device.reserve(&[bitmap("a")]).unwrap();
     device.store(&[bitmap("a")]).unwrap();
     let directory = image.cluster(image.bitmap_directory());

@@ -77,7 +77,7 @@ impl Life<'_> {
         let tag = h.bare(Operation::Flush, PLAIN, 0, 0);
         assert_eq!(h.run(tag).0, Ok(()), "{}", self.what);
         self.model.flushed();
-        // A power loss must not change these any more.
+        // From now on a power loss must not change these sectors.
         std::fs::copy(self.directory.0.join("top"), self.directory.0.join("flushed")).unwrap();
     }
 

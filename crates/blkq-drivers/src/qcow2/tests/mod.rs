@@ -55,7 +55,6 @@ impl Directory {
         assert!(output.status.success(), "qemu-io {command}: {output:?}");
     }
 
-    /// Creates a qcow2 image.
     fn image(&self, name: &str, options: &str, size: u64) -> PathBuf {
         self.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, name, &size.to_string()]);
         self.0.join(name)
