@@ -159,9 +159,8 @@ pub struct BlockCommit {
 impl BlockCommit {
     /// Counts the bytes to copy in this pass, for [`BlockCommit::progress`]. Copies nothing.
     ///
-    /// # Errors
-    /// The I/O error of a table of the overlay, or the error of `check_cancelled`, which is called before each lookup to
-    /// check for cancellation.
+    /// # Errors The I/O error of a table of the overlay, or the error of `check_cancelled`, which is called
+    /// before each lookup to check for cancellation.
     pub fn count<E: From<Error>>(&mut self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let mut bytes = 0;
         while let Some(range) = self.next_allocated(check_cancelled)? {
@@ -209,8 +208,8 @@ impl BlockCommit {
     /// Syncs the base on a helper thread, and checks for cancellation while it runs. The sync of the target,
     /// which follows and cannot be cancelled, then has little to write.
     ///
-    /// # Errors
-    /// The error of the sync, or the error of `check_cancelled`. In the second case the helper thread is left running.
+    /// # Errors The error of the sync, or the error of `check_cancelled`. In the second case the helper
+    /// thread is left running.
     fn sync_base<E: From<Error>>(&self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
@@ -219,8 +218,9 @@ impl BlockCommit {
         thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
         loop {
             match synced.recv_timeout(CANCEL_POLL_INTERVAL) {
-                // The kernel reports a write-back error once to each open file description. The descriptors of a raw
-                // target share theirs with `file`, so that the target's own sync would not report the error again.
+                // The kernel reports a write-back error once to each open file description. The descriptors
+                // of a raw target share theirs with `file`, so that the target's own sync would not report
+                // the error again.
                 Ok(result) => return Ok(result.map_err(cannot)?),
                 Err(RecvTimeoutError::Timeout) => check_cancelled()?,
                 Err(RecvTimeoutError::Disconnected) => {
@@ -231,7 +231,7 @@ impl BlockCommit {
         }
     }
 
-    /// Looks up the next extents to copy in this pass, at most [`BATCH_EXTENTS_MAX`], and calls `flush`, which must
+    /// Looks up the next extents to copy in this pass, at most 16384, and calls `flush`, which must
     /// flush the device: only then are the L2 entries of these extents on disk (rule 1 above). Returns false,
     /// without a flush, if the pass has nothing left to copy.
     ///
@@ -280,8 +280,8 @@ impl BlockCommit {
     }
 
     /// Copies all that is left, syncs the base, and returns true: until the disk thaws, the base reads as the
-    /// device does. Returns false as soon as `may_continue` does, which is called before each copy. The disk must be
-    /// frozen. It may thaw afterwards, and this may be called again.
+    /// device does. Returns false as soon as `may_continue` does, which is called before each copy. The disk
+    /// must be frozen. It may thaw afterwards, and this may be called again.
     ///
     /// # Errors
     /// The I/O error of one of the two images, or the error of `may_continue`.
@@ -310,9 +310,8 @@ impl BlockCommit {
     /// whatever is written to the base. Then calls `save_state`, to record that the device uses the base, and
     /// returns the base. The disk must be frozen.
     ///
-    /// # Errors
-    /// The I/O error of one of the two images, or the error of `save_state`. The device keeps using the overlay,
-    /// whose tables are restored.
+    /// # Errors The I/O error of one of the two images, or the error of `save_state`. The device keeps using
+    /// the overlay, whose tables are restored.
     pub fn finish<E: From<Error>>(
         &mut self,
         save_state: impl FnOnce() -> Result<(), E>,

@@ -25,6 +25,7 @@ pub(super) struct Shared {
     pub changes: Changes,
     /// While this is a list, released clusters are added to it and not freed: the overlay of a block commit
     /// reads the image by older tables.
+    /// Locked while `state` is locked, so no thread may lock `state` while it holds this lock.
     held: Mutex<Option<Vec<u64>>>,
 }
 
@@ -39,7 +40,8 @@ impl Shared {
         *lock(&self.held) = Some(Vec::new());
     }
 
-    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were kept allocated meanwhile.
+    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were kept allocated
+    /// meanwhile.
     pub fn release_held(&self) {
         let held = lock(&self.held).take();
         lock(&self.state).writer.released.extend(held.into_iter().flatten());

@@ -235,6 +235,7 @@ async fn free_run(env: &Env, run: std::ops::Range<u64>, cluster_bytes: u64) {
 /// The refcount of the cluster at byte `host`; `None` if it cannot be read. Afterwards its slice is in the
 /// cache.
 pub(super) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
+    // Repeated, because the slice may be evicted between its load and the lookup.
     for _ in 0..8 {
         let found = {
             let mut state = env.state();

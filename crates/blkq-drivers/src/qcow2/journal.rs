@@ -253,6 +253,8 @@ impl Journal {
         Ok(Journal { words, path, boot: journals.boot, identity, half: 0, counts: [0; 2] })
     }
 
+    /// A word of the journal. Loads are `Acquire` and stores `Release`, so that the next process sees the
+    /// stores of a killed one in their order. A comment gives the reason for each exception.
     fn word(&self, at: usize) -> &AtomicU64 {
         &self.words.all()[at]
     }
@@ -360,6 +362,7 @@ impl Journal {
 
     /// The image has the tag that [`Journal::begin`] returned.
     pub fn began(&mut self) {
+        // Relaxed: no other process writes to the journal while this one has it open.
         self.set_tags(self.word(NEXT_TAG_AT).load(Relaxed), 0);
     }
 

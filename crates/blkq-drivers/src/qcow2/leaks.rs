@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::entry::{Entry, OFFSET};
 use super::journal::Record;
 
-/// Most clusters and most entries that are tracked. An intact journal has fewer, because the number of
-/// records is limited.
+/// Most clusters and most entries that are tracked. An intact journal has fewer: no more changed
+/// tables fit into memory.
 const NOTED_MAX: usize = 1 << 20;
 
 /// Tracks clusters, by number, while the records of a journal are applied.

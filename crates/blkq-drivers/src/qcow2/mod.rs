@@ -117,6 +117,7 @@ pub struct Qcow2 {
     /// Device number and inode of the image.
     identity: (u64, u64),
     writable: bool,
+    /// Accessed with `Relaxed`, like `superseded`: no other memory depends on these flags.
     read_only: AtomicBool,
     /// Another driver uses the image's file now, so that dropping this driver must not write to it.
     superseded: AtomicBool,

@@ -14,8 +14,8 @@ use super::journal::{self, Journal, Journals, Left, Record};
 use super::{Qcow2, allocate, replay};
 
 impl Qcow2 {
-    /// Applies the journal that a killed process left, and begins a new one if there are `journals`. `overlay`
-    /// is the overlay that is committed into this image, if this is for a block commit.
+    /// Applies the journal that a killed process left, and begins a new one if there are `journals`.
+    /// `overlay` is the overlay that is committed into this image, if this is for a block commit.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`;
@@ -139,8 +139,8 @@ impl Qcow2 {
         }
     }
 
-    /// Empties the journal, if there is one, because the file has all changes. `overlay` is the overlay that is
-    /// committed into this image, if there is one.
+    /// Empties the journal, if there is one, because the file has all changes. `overlay` is the overlay that
+    /// is committed into this image, if there is one.
     pub(super) fn empty_journal(&self, overlay: Option<(u64, u64)>) -> Result<(), Error> {
         let tag = self.tag();
         let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, overlay));

@@ -99,7 +99,7 @@ pub(super) struct Writer {
     pub released: Vec<u64>,
     /// Clusters that are allocated and to which no table refers yet, except those of dirty bitmaps.
     pub unlinked: Unlinked,
-    /// Clusters of the device, by number, to which a write in progress allocates new clusters of the file.
+    /// Clusters of the device, by number, whose L2 entry a write in progress is about to change.
     pub locked: HashSet<u64>,
     /// Number of writes that hold locked clusters.
     pub changing: usize,
@@ -233,7 +233,8 @@ impl State {
         Ok((Found::Unallocated, self.layers.len(), bytes))
     }
 
-    /// As [`State::find`], in the active image only. [`Found::Unallocated`] means that the backing file decides.
+    /// As [`State::find`], in the active image only. [`Found::Unallocated`] means that the backing file
+    /// decides.
     pub fn find_allocated(
         &mut self,
         position: u64,
@@ -489,9 +490,8 @@ impl State {
 
     /// Whether a task may begin to change tables.
     ///
-    /// # Errors
-    /// [`NotReady::FlushFirst`] if the metadata should be flushed first; [`NotReady::Busy`] if too many tasks are
-    /// changing tables.
+    /// # Errors [`NotReady::FlushFirst`] if the metadata should be flushed first; [`NotReady::Busy`] if too
+    /// many tasks are changing tables.
     pub fn may_change(&self) -> Result<(), NotReady> {
         if self.is_crowded() {
             return Err(NotReady::FlushFirst);

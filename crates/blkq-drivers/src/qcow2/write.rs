@@ -222,7 +222,8 @@ impl Around {
     }
 }
 
-/// Finds out how to fill the bytes from `from` to `to` of the device. `fresh`: the new clusters read as zeroes.
+/// Finds out how to fill the bytes from `from` to `to` of the device. `fresh`: the new clusters read as
+/// zeroes.
 async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, Status> {
     if from == to {
         return Ok(Around::There);
