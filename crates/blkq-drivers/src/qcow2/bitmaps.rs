@@ -223,7 +223,8 @@ impl Entry {
         }
         if !(9..=31).contains(&granularity_bits) || clusters == 0 {
             return Err(damaged(format!(
-                "{name} has a granularity of 2^{granularity_bits} bytes and a table of {clusters} entries, which is not valid"
+                "{name} has a granularity of 2^{granularity_bits} bytes and a table of {clusters} \
+                 entries, which is not valid"
             )));
         }
         place(table, clusters * 8, cluster)?;

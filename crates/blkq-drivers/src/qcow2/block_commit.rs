@@ -467,8 +467,8 @@ impl Qcow2 {
         };
         if !is_same(base, OFlags::RDWR) || !is_same(synced, OFlags::RDONLY) {
             let message = format!(
-                "cannot commit into {}: the file that was opened does not match the backing file in use; it must be opened \
-                once read-write and once read-only",
+                "cannot commit into {}: the file that was opened does not match the backing file in use; \
+                 it must be opened once read-write and once read-only",
                 path.display()
             );
             return Err(Error::new(ErrorKind::Invalid, message));

@@ -122,7 +122,8 @@ pub(super) fn open_backing_files(
         };
         if chain.len() == DEPTH_MAX {
             let message = format!(
-                "{} has more than {DEPTH_MAX} backing files; merge some with `qemu-img commit` or `qemu-img rebase`",
+                "{} has more than {DEPTH_MAX} backing files; merge some with `qemu-img commit` or \
+                 `qemu-img rebase`",
                 top.backing.path.display()
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -152,8 +153,8 @@ pub(super) fn open_backing_files(
         let l1_bytes = |one: &Opened| one.tables.as_ref().map_or(0, |tables| tables.l1.len() as u64 * 8);
         if std::iter::once(top).chain(&chain).map(l1_bytes).sum::<u64>() > L1_TABLES_MAX_BYTES {
             let message = format!(
-                "the L1 tables of {} and its backing files need more than {} MiB of memory; merge the chain into one image \
-                with `qemu-img convert`",
+                "the L1 tables of {} and its backing files need more than {} MiB of memory; merge the \
+                 chain into one image with `qemu-img convert`",
                 top.backing.path.display(),
                 L1_TABLES_MAX_BYTES >> 20
             );
@@ -260,8 +261,8 @@ pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
         return Ok(());
     }
     let message = format!(
-        "{} is a symbolic link, and the relative name of its backing file is resolved from the directory of the link, \
-        which a new overlay cannot record",
+        "{} is a symbolic link, and the relative name of its backing file is resolved from the directory \
+         of the link, which a new overlay cannot record",
         path.display()
     );
     Err(Error::new(ErrorKind::Unsupported, message).with_cure("attach the image by its own path"))

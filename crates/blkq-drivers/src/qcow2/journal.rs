@@ -447,8 +447,8 @@ impl Journal {
 pub(super) fn find(journals: &Journals, path: &Path, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
     Journal::find(journals, identity).map_err(|error| {
         let message = format!(
-            "cannot open the journal of {}, which may contain writes that the image lacks: {error}; repair this, or \
-            delete the journal to continue without these writes",
+            "cannot open the journal of {}, which may contain writes that the image lacks: {error}; repair \
+             this, or delete the journal to continue without these writes",
             path.display()
         );
         Error::new(error.kind(), message)
@@ -464,8 +464,8 @@ pub(super) fn find_ignored(
     let journal = Journal::find(journals, identity).ok().flatten()?;
     journal.has_ignored_writes(birth).then(|| {
         format!(
-            "the journal of {} is ignored, because another program opened the image for writing after the daemon was \
-            killed; writes that were not flushed by then are lost",
+            "the journal of {} is ignored, because another program opened the image for writing after the \
+             daemon was killed; writes that were not flushed by then are lost",
             path.display()
         )
     })
@@ -493,8 +493,8 @@ pub(super) fn check_base(
 /// The warning for an image that cannot have a journal.
 pub(super) fn none_in_version_2(path: &Path) -> String {
     format!(
-        "writes that are not flushed are lost if this process is killed, because {} is of version 2; to convert the \
-        image, run `qemu-img amend -o compat=1.1 {}`",
+        "writes that are not flushed are lost if this process is killed, because {} is of version 2; to \
+         convert the image, run `qemu-img amend -o compat=1.1 {}`",
         path.display(),
         shell_word(path)
     )

@@ -54,7 +54,10 @@ impl Image<'_> {
         let is_trusted = header.autoclear & AUTOCLEAR_BITMAPS != 0;
         if header.bitmaps.is_none() || !is_trusted {
             let lost = header.bitmaps.as_ref().map(|_| {
-                format!("the dirty bitmaps in {shown} are lost, because a program wrote to it without updating them")
+                format!(
+                    "the dirty bitmaps in {shown} are lost, because a program wrote to it without \
+                     updating them"
+                )
             });
             self.ignore_bitmaps(&header)?;
             return Ok((Vec::new(), Vec::from_iter(lost)));
@@ -77,8 +80,8 @@ impl Image<'_> {
             };
         for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
             warnings.push(format!(
-                "the bitmap {} in {shown} is inconsistent, because the image was not closed; remove the bitmap and make a \
-                full backup",
+                "the bitmap {} in {shown} is inconsistent, because the image was not closed; remove the \
+                 bitmap and make a full backup",
                 bitmap.name()
             ));
         }

@@ -196,7 +196,8 @@ impl Qcow2 {
         if size != header.size {
             let left_out = header.size - size;
             warnings.push(format!(
-                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and are not served",
+                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and \
+                 are not served",
                 path.display()
             ));
         }
@@ -220,7 +221,8 @@ impl Qcow2 {
                 let mode = choose_file_mode(&one, options.direct_io, logical_block_bytes, smallest)?;
                 match mode.direct {
                     Some(align) if align.assumed => warnings.push(format!(
-                        "the file system of {shown} does not report its alignment for direct I/O; 512 bytes are assumed"
+                        "the file system of {shown} does not report its alignment for direct I/O; 512 \
+                         bytes are assumed"
                     )),
                     Some(_) => {}
                     None if number == 0 => buffered = Some(mode.reason),
@@ -326,7 +328,8 @@ fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64)
         return Ok(mode);
     }
     let reason = format!(
-        "it requires an alignment of {unit} bytes, which the image size ({} bytes) or the tables of the chain do not have",
+        "it requires an alignment of {unit} bytes, which the image size ({} bytes) or the tables of the \
+         chain do not have",
         image.size
     );
     if requested == DirectIo::On {
@@ -364,8 +367,8 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {
             let shown = top.backing.path.display();
             let message = format!(
-                "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all {}`, \
-                or open it read-only",
+                "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all \
+                 {}`, or open it read-only",
                 shell_word(&top.backing.path)
             );
             return Err(Error::new(ErrorKind::Format, message));

@@ -28,8 +28,8 @@ impl Qcow2 {
         let (identity, tag) = (self.identity, self.tag());
         if journals.is_none() && self.writable && tag != 0 {
             let message = format!(
-                "{} was not closed, and its journal may contain writes that the image lacks; open it with the directory of \
-                the journal, or read-only",
+                "{} was not closed, and its journal may contain writes that the image lacks; open it with \
+                 the directory of the journal, or read-only",
                 self.path.display()
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -45,10 +45,11 @@ impl Qcow2 {
         let mut leaked = BTreeSet::new();
         match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
             Left::Nothing if tag != 0 => {
-                let place = journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
+                let place =
+                    journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
                 self.warnings.push(format!(
-                    "{} was not closed, and its journal does not exist{place}; writes that were not flushed when the daemon was \
-                    killed, or the machine stopped, are lost",
+                    "{} was not closed, and its journal does not exist{place}; writes that were not \
+                     flushed when the daemon was killed, or the machine stopped, are lost",
                     self.path.display()
                 ));
             }
@@ -60,7 +61,8 @@ impl Qcow2 {
             Left::Records(records) if records.is_empty() => {}
             _ if !self.writable => return Err(journal::lacking(&self.path)),
             Left::Records(records) => {
-                let path = found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
+                let path =
+                    found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
                 leaked = self.replay(records).map_err(|error| {
                     // Drops the driver without writing its tables: the image would get a part of the changes.
                     self.superseded.store(true, Relaxed);
@@ -71,7 +73,8 @@ impl Qcow2 {
                 self.flush_all_metadata()?;
             }
             Left::Incomplete => self.warnings.push(format!(
-                "the journal of {} is damaged; writes that were not flushed when the daemon was killed may be lost",
+                "the journal of {} is damaged; writes that were not flushed when the daemon was killed \
+                 may be lost",
                 self.path.display()
             )),
         }
@@ -84,7 +87,8 @@ impl Qcow2 {
         };
         if let Err(error) = &journal {
             self.warnings.push(format!(
-                "writes that are not flushed are lost if this process is killed, because there is no journal: {error}"
+                "writes that are not flushed are lost if this process is killed, because there is no \
+                 journal: {error}"
             ));
         }
         let journal = journal.unwrap_or_default();
