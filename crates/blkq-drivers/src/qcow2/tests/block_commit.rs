@@ -214,10 +214,10 @@ fn not_cancelled() -> Result<(), Error> {
 fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     let directory = Directory::new();
     let mut random = Random::new(seed);
-    let base: Vec<u32> = (0..SIZE / SECTOR).map(|sector| sector as u32 + 1).collect();
+    let base_content: Vec<u32> = (0..SIZE / SECTOR).map(|sector| sector as u32 + 1).collect();
     // Some bases are shorter than the device.
     let length = if random.below(2) == 0 { SIZE } else { SIZE / 2 / 4096 * 4096 };
-    std::fs::write(directory.0.join("raw"), &content_of(&base)[..length]).unwrap();
+    std::fs::write(directory.0.join("raw"), &content_of(&base_content)[..length]).unwrap();
     match base_format {
         "qcow2" => {
             let name = ["convert", "-f", "raw", "-O", "qcow2", "-o", base_kind, "raw", "base"];
@@ -239,7 +239,7 @@ fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
         add_bitmaps(&directory, &*base, length as u64);
         directory.qemu_img(&["bitmap", "--add", "top", "both"]);
     }
-    let mut now = base;
+    let mut now = base_content;
     now[length / SECTOR..].fill(0);
     let mut life = Life {
         directory: &directory,

@@ -135,12 +135,12 @@ fn all_layers_are_read_and_only_the_overlay_is_written() {
         std::fs::write(directory.0.join("base"), &*base).unwrap();
         let mut model = base.to_vec();
         model.resize(size as usize, 0);
-        let (mut base, mut format) = ("base".to_owned(), "raw");
+        let (mut backing, mut format) = ("base".to_owned(), "raw");
         for number in 0..10u64 {
             let name = format!("d{number}.qcow2");
             let bytes = size.to_string();
             directory.qemu_img(&[
-                "create", "-q", "-f", "qcow2", "-o", kind, "-b", &base, "-F", format, &name, &bytes,
+                "create", "-q", "-f", "qcow2", "-o", kind, "-b", &backing, "-F", format, &name, &bytes,
             ]);
             let path = directory.0.join(&name);
             let device = open(&path);
@@ -154,10 +154,10 @@ fn all_layers_are_read_and_only_the_overlay_is_written() {
             drop(h);
             drop(device);
             directory.check(&path);
-            (base, format) = (name, "qcow2");
+            (backing, format) = (name, "qcow2");
         }
         assert_eq!(std::fs::read(directory.0.join("base")).unwrap(), *base);
-        exercise(&directory, &directory.0.join(base), size, 5, 150, &model);
+        exercise(&directory, &directory.0.join(backing), size, 5, 150, &model);
     }
 }
 

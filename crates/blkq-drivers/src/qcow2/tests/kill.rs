@@ -78,8 +78,9 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let mut random = Random::new(seed);
     let directory = Directory::new();
     let sectors = 768 * 1024 / SECTOR;
-    let base: Vec<u32> = (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
-    std::fs::write(directory.0.join("base"), &*content_of(&base)).unwrap();
+    let base_content: Vec<u32> =
+        (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
+    std::fs::write(directory.0.join("base"), &*content_of(&base_content)).unwrap();
     let bytes = (sectors * SECTOR).to_string();
     let mut words = vec!["create", "-q", "-f", "qcow2", "-o", kind];
     if backing {
@@ -93,7 +94,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let env = Env::new(Arc::clone(&device.shared));
     let files = ["d.qcow2", "base"].map(|name| std::fs::read(life.directory.0.join(name)).unwrap());
     let mut disk = Disk::new(files.into());
-    let mut now = base;
+    let mut now = base_content;
     now.resize(sectors, 0);
     let mut allowed: Allowed = now.iter().map(|content| vec![*content]).collect();
     let mut executor = Executor::default();

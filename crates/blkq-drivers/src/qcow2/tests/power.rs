@@ -195,8 +195,9 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let directory = Directory::new();
     let size = 768 * 1024;
     let sectors = size / SECTOR;
-    let base: Vec<u32> = (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
-    std::fs::write(directory.0.join("base"), &*content_of(&base)).unwrap();
+    let base_content: Vec<u32> =
+        (0..if backing { sectors / 2 } else { 0 }).map(|sector| sector as u32 + 1).collect();
+    std::fs::write(directory.0.join("base"), &*content_of(&base_content)).unwrap();
     let bytes = size.to_string();
     let mut words = vec!["create", "-q", "-f", "qcow2", "-o", kind];
     if backing {
@@ -209,7 +210,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let file = std::fs::read(&path).unwrap();
     let base = std::fs::read(directory.0.join("base")).unwrap();
     let mut disk = Disk::new(vec![file, base]);
-    let mut now = base;
+    let mut now = base_content;
     now.resize(sectors, 0);
     let mut model = Model { allowed: now.iter().map(|content| vec![*content]).collect(), now };
     let mut executor = Executor::default();
