@@ -175,7 +175,7 @@ impl Qcow2 {
         match resized {
             Ok(()) => Ok(target),
             Err(error) => {
-                // Closing restores the base's tables and journal, while `files` still has the lock.
+                // Writes the tables back and ends the journal. The base stays locked meanwhile.
                 target.close();
                 Err(error)
             }

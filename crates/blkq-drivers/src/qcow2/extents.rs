@@ -1,5 +1,5 @@
-//! Block status: which bytes of the device are data, and at which depth of the chain. For a thread that may
-//! wait.
+//! Block status: which bytes of the device are data, and at which depth of the chain. The lookups
+//! may wait for I/O, so they do not run on the thread of the queue.
 
 use std::fs::File;
 use std::io;
