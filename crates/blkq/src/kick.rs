@@ -1,5 +1,5 @@
-//! Waking the owner of a queue, which may sleep in the kernel: an eventfd that is written
-//! only if the owner sleeps.
+//! Wakes the owner of a queue, which may be sleeping in the kernel, through an eventfd that is written only
+//! while the owner sleeps.
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -15,25 +15,26 @@ use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst, fence};
 
 const RUNNING: u32 = 0;
 const SLEEPING: u32 = 1;
-/// The eventfd was written since the owner went to sleep.
+/// The eventfd was written since the owner started to sleep.
 const KICKED: u32 = 2;
 
-/// A thread that can be woken to check for work: the owner of a queue, or one that sleeps.
+/// A thread that can be woken to check for work: the owner of a queue, or a waiting submitter.
 pub trait Wake: Send + Sync {
-    /// Wakes it. Called on threads that must not block; may come without a cause.
+    /// Wakes the thread. Must not block. The thread must tolerate wake-ups without a cause.
     fn wake(&self);
 }
 
-/// How other threads wake the owner of a queue.
 ///
-/// Others make their work visible and then [`kick`](Kick::kick). The owner calls
-/// [`prepare_sleep`](Kick::prepare_sleep), checks for work once more, sleeps until
-/// [`fd`](Kick::fd) is readable if there is none, and calls [`woke`](Kick::woke) in any
-/// case. If the descriptor was readable it calls [`drain`](Kick::drain) before it prepares
-/// to sleep again. A kick that came late may cut the next sleep short without a cause.
+/// Lets other threads wake the owner of a queue.
+///
+/// Another thread makes its work visible and then calls [`kick`](Kick::kick). The owner calls
+/// [`prepare_sleep`](Kick::prepare_sleep) and checks for work once more. If there is none, it sleeps until
+/// [`fd`](Kick::fd) is readable. In any case it calls [`woke`](Kick::woke) then. If the descriptor was
+/// readable, the owner calls [`drain`](Kick::drain) before it prepares to sleep again. A late kick may end
+/// the next sleep without a cause.
 #[derive(Debug)]
 pub struct Kick {
-    /// Written each time that the owner sleeps, and read for each bio that it is to take.
+    /// Written whenever the owner sleeps or wakes, and read by submitters for each bio.
     state: CachePadded<AtomicU32>,
     /// [`Wake::wake`] was called since the owner last checked.
     woken: AtomicBool,
@@ -41,39 +42,41 @@ pub struct Kick {
 }
 
 impl Kick {
-    /// A kick whose owner runs.
+    /// A kick whose owner is running.
     ///
     /// # Errors
-    /// [`ErrorKind::System`](crate::ErrorKind::System) if the process has no descriptor left.
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if the process cannot open another descriptor.
     pub fn new() -> Result<Kick, Error> {
         let state = CachePadded::new(AtomicU32::new(RUNNING));
         Ok(Kick { state, woken: AtomicBool::new(false), event: Event::new()? })
     }
 
-    /// The words that the owner and those that wake it use, with their addresses.
+    /// The words that the owner and other threads use, with their addresses.
     pub(crate) fn hot_fields(&self, writer: Writer, fields: &mut Vec<HotField>) {
         let Kick { state, woken, event: _ } = self;
         fields.push(HotField::of("kick", writer, &**state));
         fields.push(HotField::of("woken", writer, woken));
     }
 
-    /// The owner, to sleep next, checks for work after this and before it sleeps.
+    /// Announces that the owner will sleep. The owner must check for work after this call and before it
+    /// sleeps.
     #[inline]
     pub fn prepare_sleep(&self) {
         self.state.swap(SLEEPING, SeqCst);
         fence(SeqCst);
     }
 
-    /// The owner does not sleep, or no longer.
+    /// Announces that the owner does not sleep, or no longer sleeps.
     #[inline]
     pub fn woke(&self) {
         self.state.swap(RUNNING, SeqCst);
     }
 
-    /// Wakes the owner if it sleeps; else it will check for work before it sleeps. Never blocks.
+    /// Wakes the owner if it sleeps. An owner that is running checks for work before it sleeps. Never blocks.
     #[inline]
     pub fn kick(&self) {
-        // The caller's stores come before the load of the state.
+        // Orders the caller's stores before the load of the state. Pairs with the owner, which stores the
+        // state before it checks for work.
         fence(SeqCst);
         if self.state.load(SeqCst) == SLEEPING {
             self.kick_sleeper();
@@ -87,24 +90,25 @@ impl Kick {
         }
     }
 
-    /// Whether the owner was woken, and has not checked since.
+    /// Whether [`Wake::wake`] was called since the owner last checked.
     #[inline]
     pub fn is_woken(&self) -> bool {
         self.woken.load(SeqCst)
     }
 
-    /// Whether the owner was woken. It checks, next, all that it may have been woken for.
+    /// Whether [`Wake::wake`] was called. The caller must then check everything for which it may have been
+    /// woken.
     #[inline]
     pub fn take_woken(&self) -> bool {
         self.woken.load(SeqCst) && self.woken.swap(false, SeqCst)
     }
 
-    /// Empties the descriptor, which may be empty.
+    /// Empties the descriptor. Harmless if the descriptor is empty.
     pub fn drain(&self) {
         self.event.drain();
     }
 
-    /// The descriptor that becomes readable when the sleeping owner is kicked.
+    /// The descriptor, which becomes readable when the sleeping owner is kicked.
     #[cfg(not(model_check))]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.event.0.as_fd()
@@ -113,19 +117,18 @@ impl Kick {
 
 #[cfg(model_check)]
 impl Kick {
-    /// Sleeps until kicked.
     pub(crate) fn wait(&self) {
         self.event.readable.wait_until(|| self.is_readable());
     }
 
-    /// Whether there is something to drain.
+    /// Whether the event was written and not drained.
     pub(crate) fn is_readable(&self) -> bool {
         self.event.count.load(SeqCst) > 0
     }
 }
 
-/// Only the driver can see why its queue is woken. So the wake-up is noted, for the owner
-/// that has asked the driver already and is about to sleep.
+/// A driver wakes its queue for a reason that only the driver can see. So the wake-up is recorded, for an
+/// owner that has already polled the driver and is about to sleep.
 impl Wake for Kick {
     fn wake(&self) {
         self.woken.swap(true, SeqCst);
@@ -147,17 +150,17 @@ impl Event {
     }
 
     fn write(&self) {
-        // It fails only when the counter is at its end, and then it is readable.
+        // Fails only if the counter has its maximum, and then the descriptor is readable anyway.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
     fn drain(&self) {
-        // One read empties it; it fails when it was empty.
+        // One read resets the counter. It fails if the counter was 0.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 }
 
-/// The twin of the eventfd for the checkers.
+/// A replacement of the eventfd for the model checkers.
 #[cfg(model_check)]
 #[derive(Default, Debug)]
 struct Event {

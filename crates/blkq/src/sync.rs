@@ -1,8 +1,9 @@
-//! The synchronisation primitives of this crate and of drivers, swapped for the model checkers'
-//! twins under `--cfg loom` (small, exhaustive) and `--cfg shuttle` (large, random).
+//! The synchronisation primitives of this crate and of drivers. Under `--cfg loom` (small models, searched
+//! exhaustively) and `--cfg shuttle` (large models, searched at random), the model checkers' replacements are
+//! used.
 //!
-//! Lock-free code takes its atomics, locks and threads from here and nowhere else,
-//! so that what is checked is what runs.
+//! Lock-free code must import its atomics, locks and threads from here only. Otherwise the checkers would not
+//! see all synchronisation of the code that runs.
 
 #[cfg(loom)]
 pub use loom::{
@@ -35,8 +36,8 @@ use crate::clock::monotonic_ns;
 pub(crate) use fence::AsymmetricFence;
 pub(crate) use nested::NestedSwitch;
 
-/// Locks `mutex`, taking over the data of a thread that panicked with it:
-/// every critical section of the crate leaves its data consistent at each step.
+/// Locks `mutex`, even if a thread panicked while it held the lock. This is safe because every critical
+/// section of the crate leaves its data consistent after each step.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     match mutex.lock() {
         Ok(guard) => guard,
@@ -44,7 +45,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     }
 }
 
-/// Locks `mutex` unless another thread has it; see [`lock`].
+/// Locks `mutex` unless another thread holds it; see [`lock`] for poisoned locks.
 pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),
@@ -53,16 +54,16 @@ pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// Stands between a sequentially consistent read-modify-write and a sequentially consistent
-/// load of something else, which the language already orders at no cost on x86. loom takes
-/// such accesses for acquire and release ones and needs the fence to see the order.
+/// Placed between a sequentially consistent read-modify-write and a sequentially consistent load of another
+/// location. The language already orders these two, at no cost on x86. loom treats such accesses as acquire
+/// and release only, and needs a fence to see the order.
 #[inline]
 pub(crate) fn seq_cst_for_loom() {
     #[cfg(loom)]
     atomic::fence(SeqCst);
 }
 
-/// Waits for a message of an engine, which may have exited.
+/// Waits for a message from an engine. Fails if the engine has exited.
 pub(crate) fn receive<T>(receiver: &mpsc::Receiver<T>) -> Result<T, std::sync::mpsc::RecvError> {
     #[cfg(any(simulation, fuzzing))]
     loop {
@@ -75,33 +76,35 @@ pub(crate) fn receive<T>(receiver: &mpsc::Receiver<T>) -> Result<T, std::sync::m
     receiver.recv()
 }
 
-/// Threads that sleep until a condition is true (the kernel's `wait_event`). Waking takes
-/// no lock, so that a thread that must not block can do it.
+/// Lets threads sleep until a condition is true (the kernel's `wait_event`). Waking takes no lock, so threads
+/// that must not block can do it.
 #[derive(Default, Debug)]
 pub(crate) struct WaitQueue {
-    /// Counts the wake-ups: the futex that sleepers compare.
+    /// The number of wake-ups. This is the futex on which sleepers wait.
     wakes: atomic::AtomicU32,
-    /// The kernel's side of the futex, for the checkers.
+    /// Replaces the kernel's side of the futex under the model checkers.
     #[cfg(model_check)]
     sleepers: (Mutex<()>, Condvar),
 }
 
 impl WaitQueue {
-    /// Sleeps until `condition` is true; checked first, and after every wake-up.
+    /// Sleeps until `condition` is true. The condition is checked first, and after every wake-up.
     pub fn wait_until(&self, condition: impl FnMut() -> bool) {
         self.wait(condition, None);
     }
 
-    /// The same, but for `timeout` at most: whether the condition became true.
+    /// Sleeps as [`WaitQueue::wait_until`] does, but at most for `timeout`. Returns whether the condition
+    /// became true.
     pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
-        // A timeout beyond the clock's range is none.
+        // A timeout beyond the range of the clock means no timeout.
         let timeout_ns = u64::try_from(timeout.as_nanos()).ok();
         self.wait(condition, timeout_ns.and_then(|timeout_ns| monotonic_ns().checked_add(timeout_ns)))
     }
 
     fn wait(&self, mut condition: impl FnMut() -> bool, until_ns: Option<u64>) -> bool {
         loop {
-            // No fence: it would stand in for one that a caller lacks, and the models would not see that.
+            // There must be no fence here: it could replace a fence that a caller lacks, and the models would
+            // not detect the defect.
             let seen = self.wakes.load(SeqCst);
             if condition() {
                 return true;
@@ -114,31 +117,33 @@ impl WaitQueue {
         }
     }
 
-    /// Has every sleeper check its condition again; to be called after what makes it true.
+    /// Lets every sleeper check its condition again. Must be called after the stores that make the condition
+    /// true.
     pub fn wake_all(&self) {
         self.wakes.fetch_add(1, SeqCst);
         self.futex_wake_all();
     }
 
-    /// The simulated world has one thread: while it waits the world runs.
+    /// The simulation has only one thread, so a wait lets the simulated world run.
     #[cfg(simulation)]
     fn futex_wait(&self, _seen: u32, _timeout: Option<Duration>) {
         crate::simulation::world().step();
     }
 
-    /// Sleeps unless more wake-ups than `seen` were counted.
+    /// Sleeps unless the count of wake-ups differs from `seen`.
     #[cfg(not(any(loom, shuttle, simulation)))]
     fn futex_wait(&self, seen: u32, timeout: Option<Duration>) {
         use rustix::thread::futex;
         let timeout = timeout.and_then(|timeout| rustix::time::Timespec::try_from(timeout).ok());
-        // Woken, interrupted, timed out, or the count changed: the caller checks again in any case.
+        // The result does not matter: whether woken, interrupted, timed out, or refused because the count
+        // changed, the caller checks again.
         let _ = futex::wait(&self.wakes, futex::Flags::PRIVATE, seen, timeout.as_ref());
     }
 
     #[cfg(not(model_check))]
     fn futex_wake_all(&self) {
         use rustix::thread::futex;
-        // The word is ours and mapped: this cannot fail.
+        // Cannot fail, because the word belongs to this process and is mapped.
         let _ = futex::wake(&self.wakes, futex::Flags::PRIVATE, i32::MAX as u32);
     }
 
@@ -160,19 +165,19 @@ impl WaitQueue {
     }
 }
 
-/// Multiplies the schedules of shuttle; what loom searches grows with LOOM_MAX_PREEMPTIONS.
+/// Multiplies the number of schedules of shuttle. The search of loom grows with LOOM_MAX_PREEMPTIONS instead.
 #[cfg(shuttle)]
 const FACTOR_VARIABLE: &str = "BLKQ_MODEL_FACTOR";
 
-/// Runs `body` in every order that loom finds with at most two forced switches, which is what
-/// most defects need, or in `schedules` random ones under shuttle (BLKQ_MODEL_FACTOR times as
-/// many), and returns how many that were.
+/// Runs `body` under loom in every order with at most two preemptions, which are enough for most defects; or
+/// under shuttle in `schedules` random orders, multiplied by BLKQ_MODEL_FACTOR. Prints the number of runs.
 #[cfg(model_check)]
 pub fn model(name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
     model_within(2, name, schedules, body);
 }
 
-/// The same with at most so many forced switches, or LOOM_MAX_PREEMPTIONS.
+/// Runs `body` as [`model`] does, but under loom with at most `switches` preemptions, or LOOM_MAX_PREEMPTIONS
+/// if set.
 #[cfg(model_check)]
 pub fn model_within(switches: usize, name: &str, schedules: usize, body: impl Fn() + Send + Sync + 'static) {
     use std::sync::atomic::AtomicUsize;
@@ -203,7 +208,8 @@ pub fn model_within(switches: usize, name: &str, schedules: usize, body: impl Fn
         let (random, rare) = (counted.clone(), counted);
         let mut config = shuttle::Config::new();
         config.stack_size = 256 << 10;
-        // Switches everywhere, and then few switches at places that are seldom met.
+        // The first scheduler switches everywhere. The second switches rarely, at places that random
+        // schedules seldom reach.
         shuttle::Runner::new(RandomScheduler::new(half), config.clone()).run(move || random());
         shuttle::Runner::new(PctScheduler::new(3, half), config).run(move || rare());
     }

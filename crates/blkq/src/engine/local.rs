@@ -1,4 +1,4 @@
-//! [`LocalQueue`]: a hardware queue and its ring, for a thread that submits and polls.
+//! [`LocalQueue`]: a hardware queue and its ring, owned by the thread that submits to it and polls it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,15 +13,15 @@ use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, Registrar, Ring, RingCounters};
 use crate::trace::TraceMemory;
 
-/// Submissions that the ring of a local queue has room for.
+/// The number of submissions for which the ring of a local queue has room.
 const RING_ENTRIES: u32 = 256;
-/// The name of the only queue on the ring.
+/// The owner in the tokens of the only queue on the ring.
 const OWNER: u16 = 0;
-/// How long a wait without a ring sleeps between two polls, when nothing wakes it.
+/// The longest sleep between two polls, in a wait that no completion of the ring can end.
 const IDLE_WAIT: Duration = Duration::from_millis(1);
 
-/// A hardware queue owned by this thread: submit, poll, take the completions. No lock
-/// and no other thread is on the way.
+/// A hardware queue owned by this thread, which submits bios, polls, and takes the completions. The I/O path
+/// takes no lock and involves no other thread.
 ///
 /// ```
 /// use blkq::{Bio, Disk, IoBuffer, Sector, drivers::ram::Ram};
@@ -46,16 +46,16 @@ const IDLE_WAIT: Duration = Duration::from_millis(1);
 /// ```
 pub struct LocalQueue {
     queue: Queue,
-    /// In a box, so that to lend it is to load a word.
+    /// Boxed, so that lending the ring means loading one word.
     ring: Option<Box<Ring>>,
     cqes: Vec<Cqe>,
 }
 
 impl Disk {
-    /// Opens hardware queue `index` for this thread to submit to and poll.
+    /// Opens hardware queue `index`, for this thread to submit to and poll.
     ///
     /// # Errors
-    /// [`Busy`](crate::ErrorKind::Busy) if it is open, and the driver's own.
+    /// [`Busy`](crate::ErrorKind::Busy) if the queue is already open, or the error of the driver.
     pub fn open_queue(self: &Arc<Self>, index: usize) -> Result<LocalQueue, Error> {
         LocalQueue::open(self, index)
     }
@@ -69,27 +69,26 @@ impl LocalQueue {
         Ok(LocalQueue { queue, ring, cqes: Vec::with_capacity(RING_ENTRIES as usize * 4) })
     }
 
-    /// Submits a bio. It may wait under the plug until [`LocalQueue::poll`] or
-    /// [`LocalQueue::wait`]. An error of the bio itself is in its completion.
+    /// Submits a bio. The bio may stay in the plug until [`LocalQueue::poll`] or [`LocalQueue::wait`]. An
+    /// error of the bio itself is reported in its completion.
     ///
     /// # Errors
-    /// The bio, when the queue has no room: poll, then submit it again.
+    /// Returns the bio if the queue has no room: poll, then submit the bio again.
     #[inline]
     pub fn submit(&mut self, bio: Bio) -> Result<(), Bio> {
         self.queue.submit(bio, self.ring.as_deref_mut())
     }
 
-    /// Sends everything submitted to the driver and collects the completions, without
-    /// waiting.
+    /// Sends all submitted bios to the driver and collects completions, without waiting.
     #[inline]
     pub fn poll(&mut self) {
         self.turn(0);
     }
 
-    /// Sends everything submitted to the driver and waits until `want` completions can
-    /// be taken (fewer, if fewer are in flight).
+    /// Sends all submitted bios to the driver and waits until `want` completions can be taken, or all if
+    /// fewer bios are in flight.
     pub fn wait(&mut self, want: usize) {
-        // With a ring, one call can both submit and wait.
+        // With a ring, one system call can both submit and wait.
         if self.ring.is_none() || self.queue.completions().len() >= want {
             self.poll();
         }
@@ -104,15 +103,16 @@ impl LocalQueue {
         }
     }
 
-    /// How long the queue may sleep. Asked for when nothing is left but to sleep: a driver sets
-    /// its deadline in the very flush that gives it requests.
+    /// How long the queue may sleep. Must be called immediately before the sleep, because a driver sets its
+    /// deadline in the same flush that hands it requests.
     fn sleep_time(&self) -> Option<Duration> {
-        // With nothing in the driver (frozen, quiesced, tags in use elsewhere) nothing wakes it.
+        // If the driver has no requests (the disk is frozen or quiesced, or other queues use all tags), no
+        // completion wakes this thread.
         let idle = (self.ring.is_none() || !self.queue.has_started()).then_some(IDLE_WAIT);
         [time_until(self.queue.deadline_ns()), idle].into_iter().flatten().min()
     }
 
-    /// Sleeps unless `want` completions are there.
+    /// Submits, and sleeps unless `want` completions are available. Then processes what has completed.
     #[inline]
     fn turn(&mut self, want: usize) {
         self.queue.dispatch_all(self.ring.as_deref_mut());
@@ -125,7 +125,8 @@ impl LocalQueue {
         match &mut self.ring {
             Some(ring) => {
                 if sleeps {
-                    // A merged request completes several bios: one completion of the ring may do.
+                    // One completion of the ring may be enough, because a merged request completes several
+                    // bios.
                     ring.enter(1, timeout);
                 } else if self.queue.has_started() || ring.has_submissions() {
                     ring.enter(0, None);
@@ -144,20 +145,20 @@ impl LocalQueue {
         self.queue.dispatch_all(self.ring.as_deref_mut());
     }
 
-    /// The next completion, oldest first.
+    /// Takes the oldest completion; `None` if no bio has completed.
     pub fn take_completion(&mut self) -> Option<Completion> {
         self.queue.take_completion()
     }
 
-    /// All completions that are there, oldest first.
+    /// Takes all completions, oldest first.
     #[inline]
     pub fn completions(&mut self) -> std::vec::Drain<'_, Completion> {
         self.queue.completions_mut().drain(..)
     }
 
-    /// The I/O that has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
-    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and which of that has completed: see
-    /// [`hang`](crate::queue::hang).
+    /// Finds the I/O that has been in flight for more than `limit_ns` at `now_ns` of the monotonic clock
+    /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and the previously reported I/O that has completed
+    /// since: see [`hang`](crate::queue::hang).
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut scan = self.queue.scan_for_hangs(now_ns, limit_ns);
         for hang in &mut scan.hangs {
@@ -167,27 +168,28 @@ impl LocalQueue {
         scan
     }
 
-    /// Traces the queue into the ring of its number in `memory`, if there is one; else no longer.
+    /// Starts to write the events of this queue into its ring in `memory`, or stops tracing if there is no
+    /// memory.
     pub fn trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
         self.queue.set_trace(memory);
     }
 
-    /// Bios submitted and not completed.
+    /// The number of bios that were submitted and have not completed.
     pub fn in_flight(&self) -> usize {
         self.queue.in_flight() as usize
     }
 
-    /// The limits in force.
+    /// The current limits of the disk.
     pub fn limits(&self) -> &QueueLimits {
         self.queue.limits()
     }
 
-    /// The registrar of buffers with the queue's ring; `None` if the driver uses no ring.
+    /// Registers buffers and files with the queue's ring; `None` if the driver uses no ring.
     pub fn registrar(&mut self) -> Option<Registrar<'_>> {
         self.ring.as_deref_mut().map(Registrar::new)
     }
 
-    /// The ring's counters.
+    /// The counters of the ring; all 0 if the driver uses no ring.
     pub fn ring_counters(&self) -> RingCounters {
         self.ring.as_deref().map(Ring::counters).unwrap_or_default()
     }
@@ -195,7 +197,8 @@ impl LocalQueue {
 
 impl Drop for LocalQueue {
     fn drop(&mut self) {
-        // The kernel may still write into buffers of I/O in flight: wait for it.
+        // The kernel may still write into the buffers of I/O in flight, so they must not be freed before it
+        // completes.
         self.queue.close_to_submitters();
         while self.queue.has_started() {
             self.turn(1);

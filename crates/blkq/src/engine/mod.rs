@@ -1,7 +1,8 @@
-//! The engine: one thread, one ring, several queues and attachments.
+//! The engine: a thread with one ring that serves several hardware queues and sources (attachments).
 //!
-//! A turn is: reap completions, complete requests in a batch, let the sources parse what
-//! their clients sent and submit it under one plug, flush the plugs, enter the kernel once.
+//! In one turn the engine reaps completions and completes their requests in a batch. The sources then parse
+//! what their clients sent, and submit it under one plug. Finally the engine flushes the plugs and enters the
+//! kernel once.
 
 pub(crate) mod local;
 mod rounds;
@@ -30,13 +31,13 @@ use sources::{EngineParts, Sources};
 pub use thread::EngineThread;
 pub use worker::Worker;
 
-/// Submissions that an engine's ring has room for.
+/// The number of submissions for which an engine's ring has room.
 const RING_ENTRIES: u32 = 512;
-/// The engine itself, as an owner on the ring.
+/// The owner in the tokens of the engine's own operations, which wait for kicks.
 const ENGINE: u16 = u16::MAX;
 
-/// Aborts the process if a panic unwinds through it: the kernel still reads and writes the memory of
-/// the requests in flight, which unwinding would free, and their clients would wait for ever.
+/// Aborts the process if a panic unwinds through it. Unwinding would free the memory of requests in flight,
+/// which the kernel still reads and writes, and their clients would wait forever.
 struct AbortOnUnwind;
 
 impl Drop for AbortOnUnwind {
@@ -55,9 +56,8 @@ struct Engine {
     kicks: Vec<Arc<Kick>>,
     messages: Vec<Message>,
     cqes: Vec<Cqe>,
-    /// The ring's counters when they were last added to the statistics.
+    /// The ring's counters at the time when they were last added to the statistics.
     counted: RingCounters,
-    /// The number of the present turn.
     turn: u64,
     exit: bool,
 }
@@ -92,18 +92,18 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Waits, on the ring, for kick `index`.
+    /// Submits an operation to the ring that completes when kick `index` is readable.
     fn arm_kick(&mut self, index: usize) {
-        // SAFETY: the kicks live as long as the ring.
+        // SAFETY: `Engine::kicks` keeps the kicks, and the ring is dropped before it.
         unsafe { self.ring.watch(&self.kicks[index], Token::new(ENGINE, index as u64)) }
     }
 
     fn run(&mut self) {
-        // Inside of what owns the requests, so that it acts before they go.
+        // Declared in the innermost scope: unwinding drops the guard before it frees the requests.
         let _guard = AbortOnUnwind;
         loop {
             self.turn();
-            // Before it waits again: nobody would wake it.
+            // Checked before the engine waits again, because no completion would wake it.
             if self.exit && self.is_stopped() {
                 break;
             }
@@ -133,7 +133,8 @@ impl Engine {
         self.sources.drop_stopped();
     }
 
-    /// The queues are of one disk, mostly: the first counts for all.
+    /// Counts system calls for the first queue. The queues of an engine usually belong to one disk, whose
+    /// statistics are the sum over its queues.
     fn count_enters(&mut self) {
         let now = self.ring.counters();
         let before = std::mem::replace(&mut self.counted, now);
@@ -159,7 +160,7 @@ impl Engine {
         }
     }
 
-    /// The sources, and the rest of the engine.
+    /// Borrows the sources, and the rest of the engine apart from them.
     #[inline]
     fn split(&mut self) -> (&mut Sources, EngineParts<'_>) {
         let Engine { ring, queues, sources, handle, turn, exit, .. } = self;
@@ -172,7 +173,8 @@ impl Engine {
         for message in messages.drain(..) {
             match message {
                 Message::Add(make, reply) => {
-                    // The receiver waits for the answer, or was dropped and needs none.
+                    // Sending fails only if the receiver was dropped, and then no thread waits for the
+                    // answer.
                     let _ = reply.send(self.add(make()));
                 }
                 Message::To(id, message) => {
@@ -207,7 +209,8 @@ impl Engine {
         for queue in &mut self.queues {
             let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
             for hang in &mut scan.hangs {
-                // Without `user_data` a thread waits for it, as the queue has noted.
+                // A bio without `user_data` is waited for by a thread, whose name the queue has recorded as
+                // the client.
                 let Some(user_data) = hang.user_data else { continue };
                 hang.client = self.sources.client_of(Token(user_data));
             }
@@ -224,13 +227,14 @@ impl Engine {
         sources.add(source, parts)
     }
 
-    /// Enters the kernel once: submits, and waits if there is nothing else to do.
+    /// Enters the kernel once: submits, and waits for a completion if there is no other work.
     fn enter(&mut self) {
         if self.has_work() {
             return self.ring.enter(0, None);
         }
         self.kicks.iter().for_each(|kick| kick.prepare_sleep());
-        // A thread that left work before it saw the sleep has not kicked: check again.
+        // A thread that added work before the engine was seen to sleep has not kicked it. So the engine must
+        // check for work once more.
         if self.has_work() {
             self.ring.enter(0, None);
         } else {
@@ -253,7 +257,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Threads that wait for a reply to messages posted too late see it dropped.
+        // Drops messages that were posted too late, so that threads that wait for a reply stop waiting.
         self.handle.close();
     }
 }

@@ -1,15 +1,15 @@
-//! The rounds of a turn: sources get what completed, submit more, and the drivers get that.
+//! The rounds of a turn: sources receive their completed bios and submit more, which the queues dispatch.
 
 use super::Engine;
 use crate::queue::Queue;
 use crate::ring::Token;
 
-/// Rounds of a turn at most: a source whose bios complete at once shall not keep the engine from all
-/// else.
+/// The maximum number of rounds of a turn, so that a source whose bios complete immediately does not keep the
+/// engine from its other work.
 const TURN_ROUNDS: usize = 16;
 
 impl Engine {
-    /// Rounds until nothing completes at once, or a queue has spent the budget of its turn.
+    /// Runs rounds until no bio completes immediately, or a queue has used up the budget of its turn.
     pub(super) fn run_rounds(&mut self) {
         for _ in 0..TURN_ROUNDS {
             self.deliver();
@@ -18,8 +18,8 @@ impl Engine {
             for queue in &mut self.queues {
                 queue.dispatch_all(Some(&mut self.ring));
             }
-            // Last, because a request may fail and be held while it is dispatched. The next round delivers the bios that
-            // complete here.
+            // This is the last step, because dispatching a request may make it fail and be held. The next
+            // round delivers the bios that complete here.
             self.fail_abandoned();
             let is_over = self.queues.iter().all(|queue| queue.completions().is_empty());
             if is_over || self.queues.iter().any(Queue::is_cut_short) {
@@ -28,8 +28,8 @@ impl Engine {
         }
     }
 
-    /// Completes held requests for which no client waits any more: resumed, they could overwrite what
-    /// it has written since over another connection.
+    /// Completes held requests for which no client waits. If such requests were resumed later, they could
+    /// overwrite what the same client has meanwhile written over another connection.
     #[inline]
     fn fail_abandoned(&mut self) {
         let Engine { ring, queues, sources, .. } = self;
@@ -46,7 +46,7 @@ impl Engine {
                 let (sources, parts) = self.split();
                 sources.on_bio(completion, parts);
             }
-            // Keep the room that it has grown to, unless bios completed at once meanwhile.
+            // Keeps the capacity that the list has grown to, unless more bios have completed meanwhile.
             if self.queues[index].completions().is_empty() {
                 *self.queues[index].completions_mut() = completed;
             }

@@ -1,4 +1,4 @@
-//! An engine without a thread of its own, for the simulated world and for fuzzers.
+//! An engine without a thread, for the simulation and for fuzzers.
 
 use std::sync::Arc;
 
@@ -8,52 +8,53 @@ use crate::error::Error;
 use super::Engine;
 use super::source::{EngineHandle, Message, Source, SourceId};
 
-/// An engine that its owner turns.
+/// An engine that runs a turn when its owner calls for one.
 pub struct SimulatedEngine(Engine);
 
 impl SimulatedEngine {
-    /// As [`EngineThread::spawn`], on this thread.
+    /// Builds an engine as [`EngineThread::spawn`] does, but on this thread.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`EngineThread::spawn`].
     pub fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<SimulatedEngine, Error> {
         let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
         let handle = EngineHandle::new(kick);
         Engine::new(queues, handle).map(SimulatedEngine)
     }
 
-    /// A handle for sending messages to its sources.
+    /// A handle for sending messages to the engine's sources.
     pub fn handle(&self) -> &EngineHandle {
         &self.0.handle
     }
 
-    /// As [`EngineHandle::add_source`].
+    /// Adds a source as [`EngineHandle::add_source`] does.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`EngineHandle::add_source`].
     pub fn add_source(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
         self.0.add(source)
     }
 
-    /// One turn, and the call into the kernel after it.
+    /// Runs one turn, and enters the kernel after it.
     pub fn turn(&mut self) {
         self.0.turn();
         self.0.enter();
     }
 
-    /// As [`SimulatedEngine::turn`], of an engine whose sources depend on nothing but the ring, messages and deadlines.
+    /// Runs [`SimulatedEngine::turn`] for an engine whose sources depend only on the ring, messages and
+    /// deadlines.
     ///
     /// # Panics
-    /// If the turn issues requests though the engine had no work, no completion and no deadline: an engine on a thread
-    /// would sleep instead.
+    /// If the turn issues requests although the engine had no work, no completion and no due deadline: an
+    /// engine on a thread would have slept.
     #[cfg(simulation)]
     pub fn turn_as_woken(&mut self) {
         let (had_work, deadline_ns, (reaped, batches)) =
             (self.0.has_work(), self.0.deadline_ns(), self.counts());
         let disk = self.0.queues[0].disk();
-        // Requests that wait for a limit may begin before their time, when the limit of a group has changed. A queue
-        // that waits for shared tags is woken when a batch of tags is free, and gets the first of them if it looks
-        // earlier.
+        // Requests that wait for a limit may start before their deadline if the limit of a group has changed.
+        // A queue that waits for shared tags is woken when a batch of tags is free, but a turn before the
+        // wake-up may already find the first of these tags.
         let may_be_early = disk.stats().throttled > 0 && !disk.control.is_frozen()
             || self.0.queues.iter().any(|queue| queue.waits_for_batch());
         self.0.turn();
@@ -65,21 +66,21 @@ impl SimulatedEngine {
         self.0.enter();
     }
 
-    /// Completions reaped from the ring, and batches issued to drivers.
+    /// The number of completions reaped from the ring, and the number of batches issued to drivers.
     #[cfg(simulation)]
     fn counts(&self) -> (u64, u64) {
         let batches = self.0.queues[0].disk().stats().counter(crate::stats::Counter::DispatchBatches);
         (self.0.ring.counters().completions, batches)
     }
 
-    /// One turn, and what the kernel has for the next one: waits for nothing.
+    /// Runs one turn, and collects completions for the next turn without waiting.
     #[cfg(fuzzing)]
     pub fn poll(&mut self) {
         self.0.turn();
         self.0.ring.poll();
     }
 
-    /// Turns until nothing is in flight, then closes the queues.
+    /// Runs turns until nothing is in flight, then closes the queues.
     pub fn stop(mut self) {
         self.0.handle.post(Message::Exit);
         for _ in 0..100_000 {

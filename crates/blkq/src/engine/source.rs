@@ -1,4 +1,5 @@
-//! [`Source`]: what an engine serves, what it sees of the engine, and how other threads reach it.
+//! [`Source`]: what an engine serves, the part of the engine that a source can access, and how other threads
+//! reach a source.
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
@@ -20,22 +21,24 @@ use crate::trace::{TraceClient, TraceMemory};
 
 use super::worker::{Job, Worker};
 
-/// Owners on the ring: queues from 0, sources from here, the engine itself last.
+/// Owners in tokens of the ring: queues are numbered from 0, sources from here on, and the engine itself has
+/// the last number.
 pub(super) const FIRST_SOURCE: u16 = 0x100;
 
-/// Something on an engine that brings I/O: an attachment's server, a test's client.
-/// Every method runs on the engine's thread and must not block.
+/// A producer of I/O on an engine: the server of an attachment, or the client of a test. All methods run on
+/// the engine's thread and must not block.
 ///
 /// # Safety
-/// Sources free memory by what they are notified of. An implementation therefore has
-/// [`Source::is_stopped`] return true, unless the engine exits too, only when nothing that it pushed
-/// or submitted is in flight: another source gets its number. If it wraps another source, it
-/// passes on what it was passed itself, each completion once, to the source that submitted.
+/// Sources free memory when they are notified that it is no longer in use. Therefore [`Source::is_stopped`]
+/// must return true only when nothing that the source pushed or submitted is in flight, because another
+/// source will reuse its number; an exception is that the engine exits too. A source that wraps another
+/// source must pass on each notification once, and each completion only to the source that submitted it.
 pub unsafe trait Source {
-    /// The source is now part of the engine: arm what it waits for.
+    /// Called when the source is part of the engine: submit the operations that the source waits for.
     ///
     /// # Errors
-    /// Whatever keeps it from working; it is then stopped, without force, and dropped.
+    /// Any error that prevents the source from working. The engine then stops the source, without force, and
+    /// drops it.
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error>;
 
     /// A submission pushed through [`SourceContext::push`] completed; its payload is in the token.
@@ -49,43 +52,43 @@ pub unsafe trait Source {
         let _ = (cx, message);
     }
 
-    /// In every turn, after everything above: submit what was parsed, send what is ready. Called again in the same turn
-    /// when bios complete immediately. Bios submitted in one turn share a plug. A source whose clients choose how much
-    /// there is to do stops at [`TURN_BUDGET`](crate::TURN_BUDGET), and has [`Source::deadline_ns`] return 0 for the rest.
+    /// Called in every turn, after the methods above: submit what was parsed, send what is ready. Called
+    /// again in the same turn if bios complete immediately. Bios submitted in one turn share a plug. If
+    /// clients decide how much work there is, the source must stop at [`TURN_BUDGET`](crate::TURN_BUDGET),
+    /// and return 0 from [`Source::deadline_ns`] while work is left.
     fn on_turn(&mut self, cx: &mut SourceContext<'_>);
 
-    /// When [`Source::on_turn`] must be called at the latest, in nanoseconds of the
-    /// monotonic clock.
+    /// The latest time at which [`Source::on_turn`] must be called, in nanoseconds of the monotonic clock.
     fn deadline_ns(&self) -> Option<u64> {
         None
     }
 
-    /// The client of the bio submitted with `user_data`, which is in flight: for people.
+    /// Describes the client of the bio in flight that was submitted with `user_data`, for messages to people.
     fn client_of(&self, user_data: u64) -> Option<String> {
         let _ = user_data;
         None
     }
 
-    /// Whether nobody waits any longer for the bio submitted with `user_data`, which is in flight: if it is
-    /// held after an error ([`ErrorPolicy`](crate::ErrorPolicy)), it completes with that.
+    /// Whether no client waits for the bio in flight that was submitted with `user_data`. If such a bio is
+    /// held after an error ([`ErrorPolicy`](crate::ErrorPolicy)), it completes with that error.
     fn is_abandoned(&self, user_data: u64) -> bool {
         let _ = user_data;
         false
     }
 
-    /// Begin to stop: take nothing new, complete what is in flight; with `force`, drop clients.
-    /// Called again, with `force`, if the engine exits meanwhile.
+    /// Starts to stop the source: accept no new work, and complete what is in flight; with `force`,
+    /// disconnect clients. Called again, with `force`, if the engine exits meanwhile.
     fn stop(&mut self, cx: &mut SourceContext<'_>, force: bool);
 
-    /// Whether nothing is left in flight and the source may be dropped.
+    /// Whether nothing is in flight and the source may be dropped.
     fn is_stopped(&self) -> bool;
 }
 
-/// The name of a source of an engine. No two sources of an engine have the same, one after the
-/// other neither: what comes late for a dropped one reaches none.
+/// Identifies a source of an engine. An engine never uses an id twice, so a late message for a dropped source
+/// reaches no other source.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SourceId {
-    /// Its owner in tokens, which a successor may have again.
+    /// The owner in the source's tokens, which a later source may reuse.
     pub(super) owner: u16,
     pub(super) generation: u64,
 }
@@ -96,7 +99,7 @@ impl SourceId {
     }
 }
 
-/// The engine as a source sees it.
+/// The part of the engine that a source can access.
 pub struct SourceContext<'a> {
     pub(super) ring: &'a mut Ring,
     pub(super) queues: &'a mut [Queue],
@@ -108,37 +111,36 @@ pub struct SourceContext<'a> {
 }
 
 impl SourceContext<'_> {
-    /// Submits `entry`; its completion comes to [`Source::on_cqe`] with the low 48 bits of
-    /// `payload`.
+    /// Submits `entry`. [`Source::on_cqe`] receives its completion, with the low 48 bits of `payload`.
     ///
     /// # Safety
-    /// Memory and descriptors of the entry must stay valid until then. Registered files and
-    /// buffers that it names must be registered with this engine's ring, for this source.
+    /// Memory and descriptors of the entry must stay valid until the completion. Registered files and buffers
+    /// that the entry names must be registered with this engine's ring, for this source.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         // SAFETY: the caller's promise.
         unsafe { self.ring.push(entry, self.token(payload)) }
     }
 
-    /// The registrar of files and buffers with the engine's ring.
+    /// Registers files and buffers with the engine's ring.
     pub fn registrar(&mut self) -> Registrar<'_> {
         Registrar::new(self.ring)
     }
 
-    /// A registered file, to be named in an entry.
+    /// The index of a registered file, for use in an entry.
     ///
     /// # Panics
-    /// If it is not registered with the engine's ring.
+    /// If the file is not registered with the engine's ring.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         self.ring.file(slot)
     }
 
-    /// Submits a bio to the engine's queue number `queue`. The low 48 bits of `bio.user_data`
-    /// come back through [`Source::on_bio`].
+    /// Submits a bio to the engine's queue number `queue`. [`Source::on_bio`] receives its completion, with
+    /// the low 48 bits of `bio.user_data`.
     ///
     /// # Errors
-    /// The bio, when the queue has no room: submit it again after a completion.
+    /// Returns the bio if the queue has no room: submit the bio again after a completion.
     #[inline]
     pub fn submit(&mut self, queue: usize, mut bio: Bio) -> Result<(), Bio> {
         let user_data = bio.user_data;
@@ -147,69 +149,72 @@ impl SourceContext<'_> {
         refused.map_err(|bio| Bio { user_data, ..bio })
     }
 
-    /// Names the client that submits the next bio to queue number `queue`, in case that is traced.
+    /// Names the client that submits the next bio to queue number `queue`. `client` is called only if that
+    /// bio is traced.
     #[inline]
     pub fn set_trace_client(&mut self, queue: usize, client: impl FnOnce() -> TraceClient) {
         self.queues[queue].set_trace_client(client);
     }
 
-    /// The number of the engine's turn. In one turn [`Source::on_turn`] may be called several times: what a source does
-    /// in all of them counts for its [`TURN_BUDGET`](crate::TURN_BUDGET).
+    /// The number of the engine's turn. [`Source::on_turn`] may be called several times in one turn, and all
+    /// these calls together must respect [`TURN_BUDGET`](crate::TURN_BUDGET).
     #[inline]
     pub fn turn(&self) -> u64 {
         self.turn
     }
 
-    /// Whether the engine exits, and its ring with it.
+    /// Whether the engine, and its ring, are about to exit.
     pub fn engine_exits(&self) -> bool {
         self.exits
     }
 
-    /// Number of queues of the engine.
+    /// The number of queues of the engine.
     pub fn queue_count(&self) -> usize {
         self.queues.len()
     }
 
-    /// The disk behind queue number `queue`.
+    /// The disk to which queue number `queue` belongs.
     pub fn disk(&self, queue: usize) -> &Arc<Disk> {
         self.queues[queue].disk()
     }
 
-    /// The current limits of that disk (capacity, block sizes, capabilities, read-only).
+    /// The current limits of the disk of queue number `queue` (capacity, block sizes, capabilities,
+    /// read-only).
     pub fn limits(&self, queue: usize) -> &QueueLimits {
         self.queues[queue].limits()
     }
 
-    /// Nanoseconds of the monotonic clock.
+    /// The time of the monotonic clock, in nanoseconds.
     pub fn now_ns(&self) -> u64 {
         monotonic_ns()
     }
 
-    /// This source's name.
+    /// The id of this source.
     pub fn id(&self) -> SourceId {
         self.id
     }
 
-    /// The token under which [`SourceContext::push`] submits with that payload: for cancelling it.
+    /// The token that [`SourceContext::push`] uses for `payload`, which is needed to cancel that operation.
     #[inline]
     pub fn token(&self, payload: u64) -> Token {
         Token::new(self.id.owner, payload)
     }
 
-    /// A handle for sending messages to the source from any thread.
+    /// A handle for sending messages to this source from any thread.
     pub fn handle(&self) -> &EngineHandle {
         self.handle
     }
 
-    /// Runs `job` on a worker thread (never the engine's) and delivers what it returns
-    /// through [`Source::on_message`], unless the source was dropped by then. For what may block:
-    /// SEEK_HOLE, getaddrinfo. A job that panics delivers nothing.
+    /// Runs `job` on a worker thread and delivers the value that it returns through [`Source::on_message`],
+    /// unless the source was dropped meanwhile. For operations that may block, such as SEEK_HOLE and
+    /// getaddrinfo. If the job panics, nothing is delivered.
     pub fn offload(&mut self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) {
         let work = self.work(job);
         self.worker.run(work);
     }
 
-    /// The same on a thread of the source's own: `job` waits for none of other kinds.
+    /// Runs `job` as [`SourceContext::offload`] does, but on the source's own `worker`, so that it does not
+    /// wait for the jobs of other sources.
     pub fn offload_to(
         &self,
         worker: &mut Worker,
@@ -218,14 +223,14 @@ impl SourceContext<'_> {
         worker.run(self.work(job));
     }
 
-    /// Delivers what `job` returns.
+    /// Wraps `job` so that its return value is delivered to this source.
     fn work(&self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) -> Job {
         let (handle, id) = (self.handle.clone(), self.id);
         Box::new(move || handle.send(id, job()))
     }
 }
 
-/// A message of another thread to an engine.
+/// A message from another thread to an engine.
 pub(super) enum Message {
     Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<SourceId, Error>>),
     To(SourceId, Box<dyn Any + Send>),
@@ -237,10 +242,10 @@ pub(super) enum Message {
 }
 
 struct Mailbox {
-    /// None once the engine has exited.
+    /// `None` once the engine has exited.
     messages: Mutex<Option<Vec<Message>>>,
     kick: Arc<Kick>,
-    /// As the ring was made.
+    /// The number of kernel buffer slots of the engine's ring. Set once, when the ring was set up.
     kernel_buffers: OnceLock<u16>,
 }
 
@@ -255,14 +260,15 @@ impl EngineHandle {
         EngineHandle(Arc::new(Mailbox { messages, kick, kernel_buffers: OnceLock::new() }))
     }
 
-    /// The engine's ring was made with that many slots for the kernel to fill.
+    /// Records that the engine's ring was set up with `slots` buffer slots for the kernel to fill.
     pub(super) fn set_kernel_buffers(&self, slots: u16) {
         let _ = self.0.kernel_buffers.set(slots);
     }
 
-    /// Moves what was posted to `messages`, which is empty.
+    /// Moves the posted messages into `messages`, which must be empty.
     pub(super) fn take_messages(&self, messages: &mut Vec<Message>) {
-        // Locked by a thread that is posting just now: its kick brings the engine back.
+        // If the lock is taken, another thread is just posting a message. Its kick will wake the engine
+        // again.
         if let Some(mut mail) = try_lock(&self.0.messages)
             && let Some(posted) = &mut *mail
         {
@@ -270,37 +276,39 @@ impl EngineHandle {
         }
     }
 
-    /// Whether something was posted.
+    /// Whether a message was posted.
     pub(super) fn has_messages(&self) -> bool {
-        // A poster has the lock for a moment only, and what it posts is work.
+        // If the lock is taken, another thread is just posting a message, so there is work.
         try_lock(&self.0.messages)
             .is_none_or(|mail| mail.as_ref().is_some_and(|messages| !messages.is_empty()))
     }
 
-    /// The engine has stopped: a thread that waits for an answer sees its message dropped.
+    /// Called when the engine has stopped. Messages are dropped, so that threads that wait for an answer stop
+    /// waiting.
     pub(super) fn close(&self) {
         let late = lock(&self.0.messages).take();
         drop(late);
     }
 
     pub(super) fn post(&self, message: Message) {
-        // Dropped if the engine has stopped: a thread that waits for an answer sees that.
+        // If the engine has stopped, the message is dropped, and a thread that waits for an answer receives
+        // an error.
         if let Some(messages) = &mut *lock(&self.0.messages) {
             messages.push(message);
         }
         self.0.kick.kick();
     }
 
-    /// How many slots for the kernel to fill the engine's ring was made with
-    /// ([`Registrar::keep_kernel_buffers`]); 0 if it could not have its table of registered buffers.
+    /// The number of buffer slots for the kernel to fill with which the engine's ring was set up
+    /// ([`Registrar::keep_kernel_buffers`]); 0 if the ring has no table of registered buffers.
     pub fn kernel_buffers(&self) -> u16 {
         self.0.kernel_buffers.get().copied().unwrap_or(0)
     }
 
-    /// Makes a source on the engine's thread and starts it. Returns its name.
+    /// Builds a source on the engine's thread and starts it. Returns its id.
     ///
     /// # Errors
-    /// The error of [`Source::start`], or that the engine has exited.
+    /// The error of [`Source::start`], or [`ErrorKind::System`] if the engine has exited.
     pub fn add_source(
         &self,
         make: impl FnOnce() -> Box<dyn Source> + Send + 'static,
@@ -310,50 +318,50 @@ impl EngineHandle {
         receive(&receiver).map_err(|_| exited())?
     }
 
-    /// Has the engine's thread call `job` with the registrar of its ring, between two turns, and waits
-    /// for what that returns. The engine does nothing else meanwhile.
+    /// Runs `job` on the engine's thread between two turns, with the registrar of its ring, waits for it, and
+    /// returns its result. The engine does nothing else meanwhile.
     ///
     /// # Errors
-    /// That the engine has exited.
+    /// [`ErrorKind::System`] if the engine has exited.
     pub fn with_registrar<R: Send + 'static>(
         &self,
         job: impl FnOnce(Registrar<'_>) -> R + Send + 'static,
     ) -> Result<R, Error> {
         let (sender, receiver) = channel();
-        // The receiver waits for it.
+        // Sending cannot fail: the receiver is waiting below.
         self.post(Message::Register(Box::new(move |registrar| _ = sender.send(job(registrar)))));
         receive(&receiver).map_err(|_| exited())
     }
 
-    /// Sends `message` to source `id`; a message to a stopped one is dropped.
+    /// Sends `message` to source `id`. A message to a source that has stopped is dropped.
     pub fn send(&self, id: SourceId, message: Box<dyn Any + Send>) {
         self.post(Message::To(id, message));
     }
 
-    /// Has the engine scan for requests that have been in flight in its queues for more than `limit_ns`
-    /// at `now_ns` of the monotonic clock: see [`hang`](crate::queue::hang). Does not wait. An
-    /// engine that does not answer for long is itself what hangs.
+    /// Starts a scan for requests that have been in flight in the engine's queues for more than `limit_ns` at
+    /// `now_ns` of the monotonic clock: see [`hang`](crate::queue::hang). Does not wait. If the engine does
+    /// not answer for a long time, the engine itself hangs.
     pub fn scan_for_hangs(&self, now_ns: u64, limit_ns: u64) -> HangScanReply {
         let (found, scanned) = channel();
         self.post(Message::ScanForHangs { now_ns, limit_ns, found });
         scanned
     }
 
-    /// Has the engine trace its queues of `disk` into `memory`, from its next turn on, each into the ring
-    /// of its number; without one it traces them no longer. Does not wait.
+    /// Starts to trace the engine's queues of `disk`, each into its own ring of `memory`, or stops tracing if
+    /// there is no memory. Takes effect at the engine's next turn. Does not wait.
     pub fn trace(&self, disk: &Arc<Disk>, memory: Option<Arc<TraceMemory>>) {
         self.post(Message::Trace(disk.clone(), memory));
     }
 
-    /// Has source `id` begin to stop, and does not wait. A caller that stops several sources begins with all of them
-    /// before it waits for the first: otherwise the others serve their clients meanwhile.
+    /// Starts to stop source `id`, and does not wait. To stop several sources, start with all of them before
+    /// waiting for the first: otherwise the other sources continue to serve their clients.
     pub fn begin_stop(&self, id: SourceId, force: bool) -> StoppingSource {
         let (stopped, receiver) = channel();
         self.post(Message::Stop { id, force, stopped });
         StoppingSource(receiver)
     }
 
-    /// Stops source `id` and waits until nothing of it is in flight and it is dropped.
+    /// Stops source `id`, and waits until it has nothing in flight and was dropped.
     pub fn stop_source(&self, id: SourceId, force: bool) {
         self.begin_stop(id, force).wait();
     }
@@ -363,17 +371,17 @@ pub(super) fn exited() -> Error {
     Error::new(ErrorKind::System, "the engine has exited")
 }
 
-/// A source that is stopping ([`EngineHandle::begin_stop`]).
+/// A source that is being stopped ([`EngineHandle::begin_stop`]).
 #[must_use = "the source may still have I/O in flight"]
 pub struct StoppingSource(Receiver<()>);
 
 impl StoppingSource {
-    /// Waits until nothing of the source is in flight and it is dropped.
+    /// Waits until the source has nothing in flight and was dropped.
     pub fn wait(self) {
-        // An error means that the engine has exited, and the source with it.
+        // An error means that the engine, and with it the source, has exited.
         let _ = receive(&self.0);
     }
 }
 
-/// The receiver of the findings of a scan.
+/// Receives the result of [`EngineHandle::scan_for_hangs`].
 pub type HangScanReply = Receiver<HangScan>;

@@ -1,4 +1,4 @@
-//! The sources of an engine: those that it serves, and those that it stops.
+//! The sources of an engine: those that it serves, and those that are being stopped.
 
 use crate::bio::Completion;
 use crate::error::Error;
@@ -9,7 +9,7 @@ use crate::sync::mpsc::{Sender, channel};
 use super::source::{EngineHandle, FIRST_SOURCE, Source, SourceContext, SourceId};
 use super::worker::Worker;
 
-/// The rest of the engine, borrowed by a source for a call.
+/// The rest of the engine, which a source borrows during a call.
 pub(super) struct EngineParts<'a> {
     pub ring: &'a mut Ring,
     pub queues: &'a mut [Queue],
@@ -18,7 +18,7 @@ pub(super) struct EngineParts<'a> {
     pub exits: bool,
 }
 
-/// A source in its place.
+/// A source that was added to the engine.
 struct AttachedSource {
     id: SourceId,
     source: Box<dyn Source>,
@@ -26,11 +26,11 @@ struct AttachedSource {
 
 /// The sources of one engine.
 pub(super) struct Sources {
-    /// By the owner in their tokens, from [`FIRST_SOURCE`] on.
+    /// Indexed by the owner in the source's tokens, minus [`FIRST_SOURCE`].
     attached: Vec<Option<AttachedSource>>,
-    /// Those that were asked to stop, and the threads that wait for it.
+    /// The sources that are being stopped, and a channel to the thread that waits for each.
     stopping: Vec<(SourceId, Sender<()>)>,
-    /// How many there were so far.
+    /// The number of sources that were ever added.
     generation: u64,
     worker: Worker,
 }
@@ -58,7 +58,8 @@ impl Sources {
         self.attached[index] = Some(AttachedSource { id, source });
         let started = self.with(index, &mut parts, |source, cx| source.start(cx));
         if let Some(Err(error)) = started {
-            // It may have pushed something before: it stops as others do.
+            // The source may have pushed operations before it failed, so it has to be stopped like any other
+            // source.
             self.stop(id, false, channel().0, parts);
             self.drop_stopped();
             return Err(error);
@@ -66,7 +67,7 @@ impl Sources {
         Ok(id)
     }
 
-    /// Calls source `index`, if it is there.
+    /// Calls `call` with source `index`, if it exists.
     #[inline]
     fn with<R>(
         &mut self,
@@ -87,7 +88,7 @@ impl Sources {
         Some(call(&mut *attached.source, &mut cx))
     }
 
-    /// Calls source `id`, unless it was dropped.
+    /// Calls `call` with source `id`, unless it was dropped.
     pub fn with_named(
         &mut self,
         id: SourceId,
@@ -103,7 +104,7 @@ impl Sources {
         }
     }
 
-    /// Passes a completion of the ring to the source with that owner.
+    /// Passes a completion of the ring to the source that submitted the operation.
     #[inline]
     pub fn on_cqe(&mut self, owner: u16, cqe: Cqe, mut parts: EngineParts<'_>) {
         self.with(usize::from(owner - FIRST_SOURCE), &mut parts, |source, cx| source.on_cqe(cx, cqe));
@@ -118,7 +119,6 @@ impl Sources {
         self.with(index, &mut parts, |source, cx| source.on_bio(cx, completion));
     }
 
-    /// Gives each its turn.
     #[inline]
     pub fn on_turn(&mut self, mut parts: EngineParts<'_>) {
         for index in 0..self.attached.len() {
@@ -126,38 +126,37 @@ impl Sources {
         }
     }
 
-    /// The client of the bio that was submitted under `token`, for people.
+    /// Describes the client of the bio that was submitted under `token`, for messages to people.
     pub fn client_of(&self, token: Token) -> Option<String> {
         let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
         self.attached.get(index)?.as_ref()?.source.client_of(token.payload())
     }
 
-    /// Whether nobody waits any longer for the bio that was submitted under `token`.
+    /// Whether no client waits for the bio that was submitted under `token`.
     pub fn is_abandoned(&self, token: Token) -> bool {
         let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
         let attached = self.attached.get(index).and_then(Option::as_ref);
         attached.is_some_and(|attached| attached.source.is_abandoned(token.payload()))
     }
 
-    /// Has source `id` stop; `stopped` is notified when it is dropped.
+    /// Starts to stop source `id`. `stopped` is notified when the source is dropped.
     pub fn stop(&mut self, id: SourceId, force: bool, stopped: Sender<()>, parts: EngineParts<'_>) {
         self.with_named(id, parts, |source, cx| source.stop(cx, force));
         self.stopping.push((id, stopped));
     }
 
-    /// Has all of them stop, as the engine exits.
+    /// Starts to stop all sources, because the engine exits.
     pub fn stop_all(&mut self, mut parts: EngineParts<'_>) {
         for index in 0..self.attached.len() {
             self.with(index, &mut parts, |source, cx| source.stop(cx, true));
         }
     }
 
-    /// Whether all have stopped.
     pub fn are_stopped(&self) -> bool {
         self.attached.iter().flatten().all(|attached| attached.source.is_stopped())
     }
 
-    /// Drops those that were asked to stop, and have.
+    /// Drops the sources that were being stopped and have stopped.
     pub fn drop_stopped(&mut self) {
         let attached = &mut self.attached;
         self.stopping.retain(|(id, stopped)| {
@@ -173,7 +172,7 @@ impl Sources {
         });
     }
 
-    /// When one of them wants its turn at the latest, in nanoseconds of the monotonic clock.
+    /// The earliest deadline of all sources, in nanoseconds of the monotonic clock.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.attached.iter().flatten().filter_map(|attached| attached.source.deadline_ns()).min()
     }

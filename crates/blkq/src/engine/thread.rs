@@ -1,4 +1,4 @@
-//! [`EngineThread`]: an engine on a thread of its own.
+//! [`EngineThread`]: an engine that runs on its own thread.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use super::Engine;
 use super::source::{EngineHandle, FIRST_SOURCE, Message};
 use super::worker::STACK_BYTES;
 
-/// An engine's thread. Dropping it stops the engine after its I/O in flight has completed.
+/// The thread of an engine. Dropping it stops the engine after its I/O in flight has completed.
 ///
-/// A panic on this thread, after the panic hook, aborts the process: I/O in flight owns memory that
+/// A panic on this thread aborts the process after the panic hook has run, because memory of I/O in flight
 /// must not be freed.
 pub struct EngineThread {
     handle: EngineHandle,
@@ -22,14 +22,14 @@ pub struct EngineThread {
 }
 
 impl EngineThread {
-    /// Starts a thread with a ring that owns the given queues (disk and queue number).
-    /// The first of `queues` is number 0 for the engine's sources, and so on.
+    /// Starts a thread with a ring that owns `queues`, given as disk and queue number. The engine's sources
+    /// address the first of them as queue 0, the next as queue 1, and so on.
     ///
     /// # Errors
-    /// If the ring or a queue cannot be opened.
+    /// The error of setting up the ring or opening a queue.
     ///
     /// # Panics
-    /// If there is no queue, or more than 256.
+    /// If `queues` is empty, or has more than 256 elements.
     pub fn spawn(name: &str, queues: Vec<(Arc<Disk>, usize)>) -> Result<EngineThread, Error> {
         assert!((1..=usize::from(FIRST_SOURCE)).contains(&queues.len()), "an engine has 1 to 256 queues");
         for (disk, index) in &queues {
@@ -66,7 +66,7 @@ impl Drop for EngineThread {
     fn drop(&mut self) {
         self.handle.post(Message::Exit);
         if let Some(thread) = self.thread.take() {
-            // It does not panic: it aborts.
+            // The result is no panic: the thread aborts the process instead of panicking.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! A thread on which an engine's sources do what may block.
+//! A thread for the blocking operations of an engine's sources.
 
 #[cfg(not(simulation))]
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,14 +7,13 @@ use crate::sync::mpsc::Sender;
 #[cfg(not(simulation))]
 use crate::sync::{mpsc::channel, thread};
 
-/// Stack of an engine thread and of its worker, in bytes.
+/// The stack size of an engine thread and of its worker, in bytes.
 pub(super) const STACK_BYTES: usize = 256 << 10;
 
-/// A job of a worker.
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread for what may block, started when first needed. It exits when this is dropped and its jobs
-/// are done.
+/// A thread for operations that may block. It is started for its first job. When the worker is dropped, the
+/// thread completes its jobs and exits.
 #[cfg_attr(simulation, allow(dead_code, reason = "the simulated world has one thread"))]
 pub struct Worker {
     name: &'static str,
@@ -22,36 +21,36 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// A thread of that name, of at most 15 bytes.
+    /// A worker whose thread will have `name`, which must have at most 15 bytes.
     pub fn new(name: &'static str) -> Worker {
         Worker { name, jobs: None }
     }
 
-    /// The simulated world has one thread.
+    /// Runs the job immediately, because the simulation has only one thread.
     #[cfg(simulation)]
     pub(super) fn run(&mut self, job: Job) {
         job();
     }
 
-    /// Has the thread do `job` after those before it.
+    /// Queues `job` for the thread, which runs jobs in order.
     #[cfg(not(simulation))]
     pub(super) fn run(&mut self, job: Job) {
         let jobs = self.jobs.get_or_insert_with(|| {
             let (sender, receiver) = channel::<Job>();
             let body = move || {
                 while let Ok(job) = receiver.recv() {
-                    // A panic is the job's bug, which the panic hook has printed: those
-                    // behind it are done all the same.
+                    // A panic is a defect of this job, which the panic hook has printed. Later jobs must run
+                    // nevertheless.
                     let _ = catch_unwind(AssertUnwindSafe(job));
                 }
             };
             let builder = thread::Builder::new().name(self.name.into()).stack_size(STACK_BYTES);
-            // Without a thread the receiver is dropped, and the job runs below.
+            // If no thread can be started, the receiver is dropped, and the job runs below.
             let _ = builder.spawn(body);
             sender
         });
         if let Err(refused) = jobs.send(job) {
-            // The next one may have a thread again.
+            // The next job tries to start a thread again.
             self.jobs = None;
             (refused.0)();
         }

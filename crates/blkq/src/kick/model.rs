@@ -1,4 +1,4 @@
-//! The properties of the kick that the model checkers prove: no work stays behind while the owner sleeps.
+//! What the model checkers prove about the kick: no work is left while the owner sleeps.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use super::*;
 use crate::remote::pending::PendingMap;
 use crate::sync::{model, thread};
 
-/// Submitters mark work, `rounds` times each, and kick; the owner sleeps in between. A kick
-/// that is lost is a deadlock.
+/// Submitters mark work `rounds` times each, and kick. The owner sleeps in between. A lost kick shows as a
+/// deadlock.
 fn no_work_stays_behind(submitters: usize, rounds: u32) {
     let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
     let pending = Arc::new(PendingMap::new());

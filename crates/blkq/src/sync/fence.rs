@@ -1,23 +1,23 @@
-//! A pair of fences of which one is free, for two sides of which one runs often and the other seldom:
-//! for the second, the kernel runs a fence on all threads of the process (membarrier(2)).
+//! A pair of fences, one of which costs nothing, for two sides of which one runs often and the other rarely.
+//! The rare side lets the kernel run a fence on all threads of the process (membarrier(2)).
 
 use super::atomic::{Ordering::SeqCst, fence};
 
-/// Each side writes, then passes its fence, then reads what the other wrote: at least one of the two
-/// sees the other's write.
+/// Each side writes, then passes its fence, then reads what the other side wrote. At least one of the two
+/// sides sees the other's write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AsymmetricFence {
-    /// The kernel runs fences for this process; else both sides run their own.
+    /// The kernel runs fences for this process. Otherwise both sides execute a fence.
     expedited: bool,
 }
 
 impl AsymmetricFence {
-    /// Asks the kernel to run fences for this process, if it can.
+    /// Registers the process for fences run by the kernel, if the kernel supports them.
     pub fn new() -> AsymmetricFence {
         AsymmetricFence { expedited: register() }
     }
 
-    /// The fence of the side that runs often.
+    /// The fence of the side that runs often: only a compiler fence if the kernel runs the other one.
     #[inline]
     pub fn light(self) {
         if self.expedited {
@@ -27,17 +27,21 @@ impl AsymmetricFence {
         }
     }
 
-    /// The fence of the other side: microseconds.
+    /// The fence of the side that runs rarely. Takes microseconds.
     ///
     /// # Panics
-    /// If a filter of system calls that came later refuses `membarrier`: nothing can be stopped safely then.
+    /// If a system call filter that was installed later refuses `membarrier`, because nothing can be stopped
+    /// safely then.
     pub fn heavy(self) {
         fence(SeqCst);
-        assert!(!self.expedited || run(), "membarrier is refused since the disk was made");
+        assert!(
+            !self.expedited || run(),
+            "a system call filter that was installed after the disk was built refuses membarrier"
+        );
     }
 }
 
-/// The checkers and the simulated world see the fences of the language only.
+/// The model checkers, the simulation and Miri see only the fences of the language.
 #[cfg(any(model_check, simulation, miri))]
 fn register() -> bool {
     false
@@ -48,7 +52,7 @@ fn run() -> bool {
     false
 }
 
-/// Registers the process, which may be repeated, and sees whether it can be used.
+/// Registers the process, which may be done repeatedly, and checks that the fence works.
 #[cfg(not(any(model_check, simulation, miri)))]
 fn register() -> bool {
     membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) && run()
@@ -63,7 +67,7 @@ fn run() -> bool {
 fn membarrier(command: libc::c_int) -> bool {
     const FLAGS: libc::c_uint = 0;
     const CPU: libc::c_int = 0;
-    // SAFETY: it takes numbers only, and changes no memory.
+    // SAFETY: the call takes only numbers, and changes no memory.
     unsafe { libc::syscall(libc::SYS_membarrier, command, FLAGS, CPU) == 0 }
 }
 
@@ -75,14 +79,14 @@ mod tests {
     use super::*;
     use crate::layout::CachePadded;
 
-    /// Enough for 100,000 rounds if both sides have a processor; on a busy machine it shows little.
+    /// Enough for 100,000 rounds if both sides have a processor. On a busy machine there are far fewer.
     const TIME: Duration = Duration::from_millis(300);
 
     fn words() -> [CachePadded<AtomicU32>; 2] {
         [0; 2].map(|_| CachePadded::new(AtomicU32::new(0)))
     }
 
-    /// Two sides write, pass their fences and read, many times at about the same moment.
+    /// Two sides write, pass their fences and read, many times at nearly the same moment.
     fn one_side_sees_the_other(fence: AsymmetricFence) {
         let (begun, written, missed) = (words(), words(), words());
         let (stop, begin) = (AtomicBool::new(false), Instant::now());
@@ -96,7 +100,7 @@ mod tests {
                     }
                     std::hint::spin_loop();
                 }
-                // Now the one and now the other is later, by more or less.
+                // Each side in turn is the later one, by a varying delay.
                 let delay = if own as u32 == round % 2 { round / 2 % 16 } else { 0 };
                 (0..delay).for_each(|_| std::hint::black_box(()));
                 written[own].store(round, Relaxed);
