@@ -1,10 +1,11 @@
-//! Request batching: how many requests a disk has in flight, and which submitter may add to them when
-//! there are enough (Linux 2.5.74, drivers/block/ll_rw_blk.c; the cap is of 2005).
+//! The request gate limits the number of requests that a disk has in flight, and decides which submitter may
+//! add one when the limit is reached. This is the request batching of Linux 2.5.74
+//! (drivers/block/ll_rw_blk.c); the upper bound on batches was added in 2005.
 //!
-//! One request per wake-up makes every submitter sleep once per request and interleaves
-//! their streams. So one that was woken, or that fills the queue, is a *batcher*: it may take
-//! [`BATCH_REQUESTS`] within [`BATCH_TIME_NS`] though the queue is full, up to half as many
-//! again as the queue has. All others wait in the order of their coming.
+//! If each wake-up were for one request, every submitter would sleep once per request, and their streams
+//! would interleave. Therefore a submitter that was woken, or that fills the queue, becomes a *batcher*: it
+//! may add [`BATCH_REQUESTS`] requests within [`BATCH_TIME_NS`] although the queue is full, up to one and a
+//! half times the limit. All other submitters wait in the order in which they arrived.
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -19,20 +20,20 @@ use crate::layout::{CachePadded, HotField, Writer};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst, fence};
 use crate::sync::{Mutex, WaitQueue, lock, try_lock};
 
-/// Requests that a batcher may take (the kernel's `BLK_BATCH_REQ`).
+/// The number of requests that a batcher may take (the kernel's `BLK_BATCH_REQ`).
 pub const BATCH_REQUESTS: u32 = 32;
 
-/// For how long it may, in nanoseconds (the kernel's `BLK_BATCH_TIME`); the first is
-/// granted however late it comes.
+/// The time in which a batcher may take its requests, in nanoseconds (the kernel's `BLK_BATCH_TIME`). The
+/// first request is granted after any time.
 pub const BATCH_TIME_NS: u64 = 20_000_000;
 
-/// Reads and writes are counted apart.
+/// The direction of a request. Reads and writes have separate limits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(usize)]
 pub enum Direction {
-    /// From the device.
+    /// Reads, which transfer data from the device.
     Read,
-    /// To the device: writes, discards and the like.
+    /// Writes, discards and similar requests.
     Write,
 }
 
@@ -42,23 +43,23 @@ impl Direction {
     }
 }
 
-/// The batch that one submitter may still take: one per thread that submits, for all gates.
+/// The batch that a submitter may still take. Each submitting thread has one, which serves all gates.
 #[derive(Debug, Default)]
 pub(crate) struct Batcher {
     credit: u32,
-    /// When it became a batcher, in nanoseconds.
+    /// When the submitter became a batcher, in nanoseconds of the monotonic clock.
     last_waited_ns: u64,
     node: Arc<GateWaiter>,
 }
 
 impl Batcher {
-    /// A full credit counts whatever the time is: a woken submitter gets one request at least.
+    /// A full credit is valid at any time, so that a woken submitter gets at least one request.
     fn is_batching(&self, now_ns: u64) -> bool {
         self.credit == BATCH_REQUESTS
             || (self.credit > 0 && now_ns < self.last_waited_ns.saturating_add(BATCH_TIME_NS))
     }
 
-    /// Makes it a batcher, unless it is one. Whether it became one.
+    /// Makes the submitter a batcher. Returns false if it already is one.
     fn set_batching(&mut self, now_ns: u64) -> bool {
         let becomes = !self.is_batching(now_ns);
         if becomes {
@@ -68,15 +69,15 @@ impl Batcher {
         becomes
     }
 
-    /// How many requests more than one it will probably take when it is woken: what is left
-    /// of its batch, or as many as it took of its last one.
+    /// An estimate of how many more requests than one the submitter will take when it is woken: the rest of
+    /// its batch, or as many as it took of its last batch.
     fn promise(&self, now_ns: u64) -> u32 {
         let batch = if self.is_batching(now_ns) { self.credit } else { BATCH_REQUESTS - self.credit };
         batch.saturating_sub(1)
     }
 }
 
-/// A submitter in the queue of one direction.
+/// A submitter that waits in one direction.
 #[derive(Debug, Default)]
 struct GateWaiter {
     granted: AtomicBool,
@@ -90,13 +91,13 @@ struct GateWaiter {
 pub struct GateCounters {
     /// How often a submitter became a batcher.
     pub grants: u64,
-    /// The most requests that one grant gave.
+    /// The largest number of requests of one grant.
     pub largest_grant: u32,
     /// How often a submitter had to wait.
     pub waits: u64,
-    /// How often one was woken.
+    /// How often a waiting submitter was woken.
     pub wakeups: u64,
-    /// The most requests in flight at a time: reads, writes.
+    /// The largest number of requests in flight: reads, then writes.
     pub largest_in_flight: [u32; 2],
 }
 
@@ -108,7 +109,7 @@ struct Counters {
     wakeups: AtomicU64,
 }
 
-/// The limit of requests in flight of a disk, with batching or without.
+/// The limit on a disk's requests in flight, with or without batching.
 #[derive(Debug)]
 pub(crate) struct RequestGate {
     nr_requests: AtomicU32,
@@ -117,18 +118,18 @@ pub(crate) struct RequestGate {
     sides: [CachePadded<Side>; 2],
 }
 
-/// One direction. Being full is not kept apart: it is having waiters, or as many requests
-/// in flight as there may be.
+/// One direction. There is no flag for "full": a side is full if it has waiters, or as many requests in
+/// flight as the limit permits.
 #[derive(Debug, Default)]
 struct Side {
-    /// Requests in flight in the lower half, waiters in the upper: changed together, so that
-    /// a thread that returns requests sees those that wait.
+    /// Requests in flight in the lower half, and waiters in the upper half. Both are in one word, so that a
+    /// thread that returns requests cannot miss a waiter.
     load: AtomicU64,
-    /// Requests that woken batchers will probably take and have not taken yet: for these no
-    /// other is woken. A guess, void when half of the requests are back: so a thread is
-    /// always woken before nothing is in flight any more.
+    /// The number of requests that woken batchers will probably take and have not taken yet. No other waiter
+    /// is woken for these. The number is an estimate, and is reset when half of the requests have completed.
+    /// So a waiter is always woken before the last request in flight completes.
     promised: AtomicU32,
-    /// A thread could not have the lock: its holder checks again.
+    /// A thread could not take the lock. The thread that holds the lock must check for waiters again.
     again: AtomicBool,
     largest_in_flight: AtomicU32,
     waiters: Mutex<VecDeque<Arc<GateWaiter>>>,
@@ -153,8 +154,8 @@ impl Side {
 }
 
 impl RequestGate {
-    /// A gate for `nr_requests` in flight per direction, 1 or more (the kernel's default is
-    /// 128). Without `batching` every wake-up is for one request.
+    /// A gate for `nr_requests` in flight per direction, at least 1 (the kernel's default is 128). Without
+    /// `batching` each wake-up is for one request.
     pub fn new(nr_requests: u32, batching: bool) -> RequestGate {
         RequestGate {
             nr_requests: AtomicU32::new(nr_requests.max(1)),
@@ -164,7 +165,8 @@ impl RequestGate {
         }
     }
 
-    /// Changes both settings. Requests in flight stay so, and submitters with room now are woken.
+    /// Changes both settings. Requests in flight are not affected, and waiters for which there is room now
+    /// are woken.
     pub fn set(&self, nr_requests: u32, batching: bool) {
         self.nr_requests.store(nr_requests.max(1), SeqCst);
         self.batching.store(batching, SeqCst);
@@ -174,25 +176,23 @@ impl RequestGate {
         }
     }
 
-    /// The limit per direction.
     #[cfg(all(test, not(model_check)))]
     pub fn nr_requests(&self) -> u32 {
         self.nr_requests.load(Relaxed)
     }
 
-    /// Whether the woken and the filling become batchers.
+    /// Whether submitters that are woken, or fill the queue, become batchers.
     #[cfg(all(test, not(model_check)))]
     pub fn batching(&self) -> bool {
         self.batching.load(Relaxed)
     }
 
-    /// Requests in flight.
     #[cfg(test)]
     pub fn in_flight(&self, direction: Direction) -> u32 {
         in_flight(self.side(direction).load.load(SeqCst))
     }
 
-    /// Submitters that wait.
+    /// The number of waiting submitters.
     pub fn waiting(&self, direction: Direction) -> u32 {
         waiting(self.side(direction).load.load(SeqCst))
     }
@@ -201,14 +201,14 @@ impl RequestGate {
         &self.sides[direction as usize]
     }
 
-    /// One more request, if there may be: never waits and takes no lock. `now_ns` gives
-    /// nanoseconds of a monotonic clock and is called only if they matter.
+    /// Adds a request if the limit permits it. Never waits and takes no lock. `now_ns` returns nanoseconds of
+    /// the monotonic clock, and is called only if the time matters.
     pub fn try_enter(&self, direction: Direction, batcher: &mut Batcher, now_ns: impl Fn() -> u64) -> bool {
         let side = self.side(direction);
         self.allocate(side, batcher, &now_ns, side.load.load(SeqCst)).is_ok()
     }
 
-    /// Counts one more request, or gives the load that forbids it.
+    /// Counts one more request. Fails with the load that does not permit it.
     fn allocate(
         &self,
         side: &Side,
@@ -216,6 +216,8 @@ impl RequestGate {
         now_ns: &impl Fn() -> u64,
         mut load: u64,
     ) -> Result<(), u64> {
+        // Relaxed here and for `batching`: a submitter may use the settings from just before a change.
+        // `RequestGate::set` wakes the waiters for which the new settings have room.
         let nr = self.nr_requests.load(Relaxed);
         let batching = self.batching.load(Relaxed);
         let mut now = None;
@@ -246,12 +248,12 @@ impl RequestGate {
         }
     }
 
-    /// Counts a request of a batcher, which the submitter becomes if it `fills` the queue.
+    /// Counts a request of a batcher. A submitter that `fills` the queue becomes a batcher.
     fn take_credit(&self, side: &Side, batcher: &mut Batcher, now_ns: u64, fills: bool) {
         if fills && batcher.set_batching(now_ns) {
             self.counters.grants.fetch_add(1, Relaxed);
         } else if batcher.is_batching(now_ns) {
-            // It was woken for this one, maybe; if not, the guess is off by one.
+            // The submitter was probably woken for this request. If not, the estimate is off by one.
             let _ = side.promised.fetch_update(Relaxed, Relaxed, |promised| promised.checked_sub(1));
         } else {
             return;
@@ -267,9 +269,9 @@ impl RequestGate {
         }
     }
 
-    /// One more request; waits for its turn if it must. Not for an engine's thread.
-    /// `before_sleep` is called before it sleeps: what the submitter has plugged must go out
-    /// there, or it might wait for itself. `now_ns` as for [`RequestGate::try_enter`].
+    /// Adds a request, and waits if the limit does not permit it yet. Must not be called on an engine's
+    /// thread. `before_sleep` is called before the sleep and must flush the submitter's plug: otherwise the
+    /// submitter could wait for its own requests. For `now_ns` see [`RequestGate::try_enter`].
     pub fn enter(
         &self,
         direction: Direction,
@@ -287,7 +289,7 @@ impl RequestGate {
         self.counters.waits.fetch_add(1, Relaxed);
         before_sleep();
         batcher.node.queue.wait_until(|| batcher.node.granted.load(SeqCst));
-        // The request was counted by the thread that woke this one.
+        // The thread that woke this one has already counted the request.
         if self.batching.load(Relaxed) {
             if batcher.set_batching(now_ns()) {
                 self.counters.grants.fetch_add(1, Relaxed);
@@ -296,7 +298,7 @@ impl RequestGate {
         }
     }
 
-    /// Puts the submitter last in the queue, unless it may enter now. Whether it is queued.
+    /// Appends the submitter to the queue, unless it may enter now. Returns whether it was appended.
     fn queue_up(&self, side: &Side, batcher: &mut Batcher, now_ns: &impl Fn() -> u64) -> bool {
         let mut waiters = lock(&side.waiters);
         let mut load = side.load.load(SeqCst);
@@ -323,8 +325,8 @@ impl RequestGate {
         queued
     }
 
-    /// `count` requests of one direction are done. Never waits: if the lock of the waiters is
-    /// taken, its holder wakes the submitters in its place.
+    /// Removes `count` completed requests of one direction. Never waits: if another thread holds the lock of
+    /// the waiters, that thread wakes the submitters.
     pub fn leave(&self, direction: Direction, count: u32) {
         let side = self.side(direction);
         let before = side.load.fetch_sub(u64::from(count), SeqCst);
@@ -341,14 +343,14 @@ impl RequestGate {
         }
     }
 
-    /// Whether the first waiter is to be woken: there is room beyond what was promised.
+    /// Whether the first waiter should be woken: there is room in addition to what was promised.
     fn has_room(&self, side: &Side, load: u64) -> bool {
         let promised = if self.batching.load(SeqCst) { side.promised.load(Relaxed) } else { 0 };
         waiting(load) > 0 && in_flight(load).saturating_add(promised) < self.nr_requests.load(SeqCst)
     }
 
-    /// Wakes those whose turn it is, each with one request already counted for it, so that
-    /// no other can take it.
+    /// Wakes waiters in order while there is room. Each request is counted before its waiter is woken, so
+    /// that no other submitter can take its place.
     fn serve(&self, side: &Side) {
         side.again.swap(true, SeqCst);
         loop {
@@ -361,7 +363,7 @@ impl RequestGate {
             }
             drop(waiters);
             match next {
-                // Woken without the lock, which it may need soon.
+                // Wakes without holding the lock, because the woken thread may need it soon.
                 Some(waiter) => {
                     self.counters.wakeups.fetch_add(1, Relaxed);
                     waiter.granted.store(true, SeqCst);
@@ -378,7 +380,7 @@ impl RequestGate {
         }
     }
 
-    /// Counts one request for the first waiter, if it is to be woken.
+    /// Counts one request for the first waiter, if there is room for it.
     fn admit_one(&self, side: &Side) -> Option<()> {
         let mut load = side.load.load(SeqCst);
         while self.has_room(side, load) {
@@ -402,7 +404,7 @@ impl RequestGate {
         }
     }
 
-    /// The counters so far.
+    /// The counters so far. Relaxed loads: the counters are independent of each other.
     pub fn counters(&self) -> GateCounters {
         GateCounters {
             grants: self.counters.grants.load(Relaxed),

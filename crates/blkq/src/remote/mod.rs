@@ -1,4 +1,5 @@
-//! Shared between threads that own no queue and its owner: software queues, and the request gate.
+//! Data shared between the owner of a queue and threads that own no queue: software queues, and the request
+//! gate.
 
 pub mod gate;
 pub(crate) mod pending;

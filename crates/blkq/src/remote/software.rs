@@ -1,5 +1,5 @@
-//! Software queues: where threads that do not own a queue leave their bios, so that
-//! neighbours merge before the owner takes them (`struct blk_mq_ctx`).
+//! Software queues, in which threads that do not own a hardware queue stage their bios, so that adjacent bios
+//! merge before the owner takes them (`struct blk_mq_ctx`).
 
 #[cfg(all(test, model_check))]
 mod model;
@@ -15,44 +15,44 @@ use crate::sector::Sector;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock, try_lock};
 
-/// Software queues of one hardware queue: submitters share them round robin.
+/// The number of software queues of one hardware queue. Submitters are assigned to them round robin.
 pub(crate) const SOFTWARE_QUEUES: usize = u64::BITS as usize;
-/// Staged requests that a bio is compared with at most, youngest first (blk_bio_list_merge).
+/// The largest number of staged requests with which a bio is compared, youngest first (blk_bio_list_merge).
 const MERGE_CANDIDATES: usize = 8;
 
-/// A bio, and who is notified when it completes.
+/// A bio, and the completer that is notified when it completes.
 pub(crate) type StagedBio = (Bio, Completer);
 
-/// Bios of one submitter that continue each other, not yet with the queue's owner. Most are alone: such
-/// a bio is small to move, and has nothing else to be dropped.
+/// Adjacent bios of one submitter that will be one request, not yet taken by the queue's owner. Most have one
+/// bio. Such a value is small to move, and has no list to be dropped.
 pub(crate) struct Staged {
-    /// The first, which has the start and the operation of all.
+    /// The bio that begins first. All other bios have its operation.
     first: StagedBio,
     end: Sector,
     others: Option<Box<Others>>,
 }
 
-/// Those behind the first, in order.
+/// The bios that follow the first one, in order.
 struct Others {
     bios: VecDeque<StagedBio>,
-    /// Of all, the first too.
+    /// The number of segments of all bios, the first one included.
     segments: u32,
 }
 
 impl Staged {
     #[inline]
     fn new(bio: Bio, completer: Completer) -> Staged {
-        // The bio is not checked yet: its end may be beyond all numbers.
+        // The bio is not validated yet, so its end may overflow.
         let end = Sector(bio.sector.0.saturating_add(bio.sectors));
         Staged { first: (bio, completer), end, others: None }
     }
 
-    /// The operation of all.
+    /// The operation, which all bios have in common.
     pub fn operation(&self) -> Operation {
         self.first.0.operation
     }
 
-    /// The first bio, and the others, each of which continues the one before.
+    /// The first bio, and the others, each of which begins where the previous one ends.
     #[inline]
     pub fn into_bios(self) -> (StagedBio, Option<VecDeque<StagedBio>>) {
         (self.first, self.others.map(|others| others.bios))
@@ -67,7 +67,7 @@ impl Staged {
         self.others.as_ref().map_or_else(|| segments(&self.first.0), |others| others.segments)
     }
 
-    /// Where the bio joins, if it may.
+    /// The side on which the bio can be merged, if it can.
     fn side(&self, bio: &Bio, limits: &QueueLimits) -> Option<MergeSide> {
         if !is_mergeable(&self.first.0) || self.operation() != bio.operation {
             return None;
@@ -96,7 +96,8 @@ impl Staged {
     }
 }
 
-/// Whether the bio may join another, as far as is known before it is checked.
+/// Whether the bio may be merged with another, as far as its operation and flags determine it. The limits are
+/// checked later.
 fn is_mergeable(bio: &Bio) -> bool {
     limits::is_mergeable(bio.operation, bio.flags)
         && bio.sectors != 0
@@ -108,13 +109,12 @@ fn segments(bio: &Bio) -> u32 {
     bio.data.with_shape(|segments| segments.len() as u32)
 }
 
-/// The outcome of staging a bio.
 pub(crate) enum Staging {
-    /// It is part of another that the owner knows of.
+    /// The bio was merged with one that the owner has been notified of.
     Merged,
-    /// It is in the software queue: the owner is to be kicked.
+    /// The bio is in the software queue, and the caller must kick the owner.
     Pushed,
-    /// There may be no more requests now.
+    /// No more requests may be added now.
     Full(Bio, Completer),
 }
 
@@ -134,13 +134,14 @@ impl SoftwareQueues {
         }
     }
 
-    /// A software queue for a new submitter.
+    /// Chooses the software queue of a new submitter.
     pub fn assign(&self) -> usize {
+        // Relaxed: the number only spreads submitters over the queues.
         self.next.fetch_add(1, Ordering::Relaxed) % SOFTWARE_QUEUES
     }
 
-    /// Merges the bio with one that waits in software queue `index`, if there are `limits` for that;
-    /// else puts it there if `may_enter` permits one more request. Takes the lock once.
+    /// Merges the bio with a staged bio in software queue `index` if `limits` are given and permit it.
+    /// Otherwise stages the bio if `may_enter` permits one more request. Takes the lock once.
     pub fn stage(
         &self,
         index: usize,
@@ -154,7 +155,7 @@ impl SoftwareQueues {
             && is_mergeable(&bio)
         {
             let end = bio.sector + bio.sectors;
-            // The youngest are in the second part of the ring, if it wraps around.
+            // The youngest bios are in the second slice if the deque wraps around.
             let (first, second) = queue.as_mut_slices();
             let youngest = if second.is_empty() { first } else { second };
             let from = youngest.len().saturating_sub(MERGE_CANDIDATES);
@@ -175,14 +176,14 @@ impl SoftwareQueues {
         Staging::Pushed
     }
 
-    /// Puts the bio into software queue `index`.
+    /// Appends the bio to software queue `index`.
     pub fn push(&self, index: usize, bio: Bio, completer: Completer) {
         lock(&self.queues[index]).push_back(Staged::new(bio, completer));
         self.pending.set(index);
     }
 
-    /// The words that submitters and the owner, of queue `owner`, use, with their addresses; `everybody` writes
-    /// the map.
+    /// The words that submitters and the owner, of queue `owner`, use, with their addresses. The map of
+    /// pending queues is written by `everybody`.
     pub fn hot_fields(&self, owner: usize, everybody: Writer, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("software queues", Writer::Nobody, &self.queues));
         self.pending.hot_fields(everybody, fields);
@@ -191,25 +192,25 @@ impl SoftwareQueues {
         }
     }
 
-    /// Whether anything waits.
+    /// Whether a software queue has bios.
     pub fn has_pending(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Empties the map of the software queues that have something: a bit for each.
+    /// Takes the map of software queues that have bios, one bit for each.
     #[inline]
     pub fn take_pending(&self) -> u64 {
         self.pending.take_all()
     }
 
-    /// Software queue `index` still has something.
+    /// Marks software queue `index` again, because it still has bios.
     #[inline]
     pub fn set_pending(&self, index: usize) {
         self.pending.set(index);
     }
 
-    /// Takes the oldest that are staged in software queue `index`, at most `count`, and returns whether there
-    /// are more. None while a submitter has its lock.
+    /// Takes at most `count` of the oldest bios of software queue `index`, and returns whether more are left.
+    /// `None` if a submitter holds the lock.
     #[inline]
     pub fn try_take(&self, index: usize, count: usize, into: &mut VecDeque<Staged>) -> Option<bool> {
         let mut queue = try_lock(&self.queues[index])?;
@@ -224,7 +225,7 @@ impl SoftwareQueues {
         Some(!queue.is_empty())
     }
 
-    /// Takes everything out: the queue's owner will never come.
+    /// Takes all bios, because the owner of the queue will not take any.
     pub fn take_all(&self) -> Vec<Staged> {
         self.queues.iter().flat_map(|queue| std::mem::take(&mut *lock(queue))).collect()
     }

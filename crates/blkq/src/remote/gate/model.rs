@@ -1,4 +1,4 @@
-//! The properties of the gate that the model checkers prove.
+//! What the model checkers prove about the gate.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use crate::sync::{model, thread};
 
 const W: Direction = Direction::Write;
 
-/// Submitters and an engine: requests in flight are counted outside of the gate.
+/// Submitters and an engine. Requests in flight are also counted outside of the gate.
 struct Checked {
     gate: RequestGate,
     in_flight: Plain,
     limit: u32,
-    /// Requests that came out of a batch.
+    /// The number of requests that were taken as part of a batch.
     batched: Plain64,
     clock_ns: Plain64,
 }
@@ -40,11 +40,11 @@ impl Checked {
             read.get()
         };
         self.gate.enter(W, batcher, now, || {});
-        assert!(self.in_flight.fetch_add(1, SeqCst) < self.limit, "too many in flight");
+        assert!(self.in_flight.fetch_add(1, SeqCst) < self.limit, "more requests in flight than the limit");
         let used = credit > 0 && batcher.credit == credit - 1 && batcher.last_waited_ns == waited;
         assert!(
             !used || credit == BATCH_REQUESTS || read.get() < waited + BATCH_TIME_NS,
-            "a request of a batch whose time is over"
+            "a request of an expired batch"
         );
         self.batched.fetch_add(u64::from(batcher.credit != credit), SeqCst);
     }
@@ -61,8 +61,8 @@ fn join(threads: Vec<thread::JoinHandle<()>>) {
     }
 }
 
-/// Every submitter gets through: a wake-up that is lost is a deadlock. Each takes `burst`
-/// requests before they are done, and time passes.
+/// Every submitter gets through; a lost wake-up shows as a deadlock. Each submitter takes `burst` requests
+/// before it returns them, and each step takes `tick_ns`.
 fn everybody_gets_through(nr: u32, batching: bool, threads: usize, rounds: usize, burst: u32, tick_ns: u64) {
     let checked = Checked::new(nr, batching);
     let work = move |checked: &Checked| {
@@ -86,7 +86,7 @@ fn everybody_gets_through(nr: u32, batching: bool, threads: usize, rounds: usize
     assert!(checked.batched.load(SeqCst) <= batches * u64::from(BATCH_REQUESTS), "a batch was too large");
 }
 
-/// A thread that comes while another waits does not get in before it.
+/// A thread that arrives while another waits does not enter before it.
 fn nobody_overtakes(batching: bool, newcomers: usize) {
     let checked = Checked::new(2, batching);
     let mut first = Batcher::default();
@@ -124,7 +124,7 @@ fn nobody_overtakes(batching: bool, newcomers: usize) {
     assert_eq!(checked.gate.in_flight(W), 0);
 }
 
-/// A waiter gets in when the limit is raised, though no request completes.
+/// A waiter enters when the limit is raised, although no request completes.
 fn a_higher_limit_wakes(waiters: u32) {
     let checked = Checked::new(1, false);
     checked.gate.enter(W, &mut Batcher::default(), || 1, || {});
@@ -139,8 +139,8 @@ fn a_higher_limit_wakes(waiters: u32) {
     assert_eq!(checked.gate.in_flight(W), waiters + 1);
 }
 
-/// The last request comes back while the settings change: whichever of the two has the lock
-/// wakes for both.
+/// The last request completes while the settings change. Whichever thread has the lock wakes the waiters of
+/// both.
 fn a_change_loses_nobody(waiters: usize) {
     let checked = Checked::new(1, false);
     checked.gate.enter(W, &mut Batcher::default(), || 1, || {});
@@ -209,7 +209,8 @@ mod shuttle_gate {
     // Contract: tags
     #[test]
     fn shuttle_a_batch_is_bounded() {
-        // Both together fill the queue and never wait, so that nothing but filling grants.
+        // The two submitters fill the queue together and never wait, so a batch is granted only for filling
+        // it.
         model("batching, 8 requests, two that keep 4", 1_000, || {
             everybody_gets_through(8, true, 2, 40, 4, 0)
         });

@@ -14,7 +14,7 @@ fn enters(gate: &RequestGate, batcher: &mut Batcher, now_ns: u64) -> u32 {
     (0..).take_while(|_| gate.try_enter(W, batcher, || now_ns)).count() as u32
 }
 
-/// Waits until as many submitters wait at the gate.
+/// Waits until `count` submitters wait at the gate.
 fn until_waiting(gate: &RequestGate, count: u32) {
     wait_until("submitters wait at the gate", || gate.waiting(W) == count);
 }
@@ -23,7 +23,7 @@ fn until_waiting(gate: &RequestGate, count: u32) {
 fn the_submitter_that_fills_the_queue_becomes_a_batcher() {
     let gate = RequestGate::new(128, true);
     let mut filler = Batcher::default();
-    // 128, of which the last is the first of a batch.
+    // The 128th request is the first of a batch.
     assert_eq!(enters(&gate, &mut filler, MS), 128 + 31);
     assert!(!gate.try_enter(W, &mut Batcher::default(), || MS), "others are kept out");
     assert!(gate.try_enter(R, &mut Batcher::default(), || MS), "reads are apart");
@@ -68,7 +68,7 @@ fn without_batching_the_limit_is_the_limit() {
     assert_eq!((batcher.credit, gate.counters().grants), (20, 0));
 }
 
-/// Starts submitters one after the other; each takes `want` when it gets in, and reports that.
+/// Starts submitters one after the other. Each takes `want` requests when it enters, and reports them.
 fn queue_of<'s>(
     scope: &'s thread::Scope<'s, '_>,
     gate: &'s RequestGate,

@@ -1,5 +1,5 @@
-//! The properties of the software queues that the model checkers prove: whatever submitters stage reaches the
-//! owner once, in each submitter's order, and none stays behind while the owner sleeps.
+//! What the model checkers prove about the software queues: each staged bio reaches the owner once, in the
+//! order of its submitter, and none is left while the owner sleeps.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use crate::sync::{model, thread};
 
 const BLOCK_BYTES: usize = 512;
 
-/// Each submitter stages `count` blocks, every other one next to the last, on a software
-/// queue that it may share. The owner takes them in as a queue does, and sleeps in between.
+/// Each submitter stages `count` blocks on a software queue that it may share with others. Every second block
+/// is adjacent to the previous one. The owner takes the blocks as a queue does, and sleeps in between.
 fn all_that_is_staged_arrives_once(submitters: usize, count: u64, queues: usize) {
     let software = Arc::new(SoftwareQueues::new());
     let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
