@@ -1,48 +1,47 @@
-//! The table of a ring's registered buffers.
+//! The table of buffers that are registered with a ring.
 
 use crate::buffer::registration::{self, CLOSED, DROPPED};
 use crate::buffer::{IoBuffer, MemoryOwner, Segment};
 
-/// A place of the table that is in use, by a buffer or by other memory.
+/// A slot of the table that is in use, by a buffer or by other memory.
 struct TableEntry {
-    /// The number of its registration.
+    /// The number in the process-wide table of registrations.
     number: u16,
-    /// How many bytes of a buffer are registered; 0 of other memory, which does not count.
+    /// The number of registered bytes of a buffer; 0 for other memory, which does not count towards the
+    /// limit.
     bytes: usize,
-    /// Kept as long as the kernel has the memory: at its address is nothing else.
+    /// Kept while the kernel has the memory pinned, so that nothing else is mapped at its address.
     #[allow(dead_code, reason = "it is there to be dropped")]
     owner: Option<MemoryOwner>,
 }
 
-/// One ring's table of registered buffers.
+/// The table of registered buffers of one ring.
 pub(crate) struct BufferTable {
     ring: u64,
-    /// Places that are free.
     free: Vec<u16>,
-    /// By place.
     entries: Box<[Option<TableEntry>]>,
-    /// By place: the address behind the registered bytes.
+    /// Indexed by slot: the address just after the registered bytes.
     ends: Box<[usize]>,
-    /// Bytes registered of buffers, and the most that there may be.
+    /// The number of registered bytes of buffers, and its limit.
     bytes: usize,
     pub bytes_max: usize,
 }
 
 impl BufferTable {
-    /// A table of `places` for buffers of up to `bytes_max` together, of ring number `ring`.
+    /// A table of `places` slots for ring number `ring`, with buffers of at most `bytes_max` bytes together.
     pub fn new(ring: u64, places: u16, bytes_max: usize) -> BufferTable {
         let entries = (0..places).map(|_| None).collect();
         let ends = vec![0; usize::from(places)].into_boxed_slice();
         BufferTable { ring, free: (0..places).rev().collect(), entries, ends, bytes: 0, bytes_max }
     }
 
-    /// Whether there is room for a buffer of `bytes`.
+    /// Whether there is room for a buffer of `bytes` bytes.
     pub fn has_room(&self, bytes: usize) -> bool {
         !self.free.is_empty() && self.bytes + bytes <= self.bytes_max
     }
 
-    /// Gives the first `bytes` of `buffer` a place; none if the table is full, or the buffer has one
-    /// somewhere, or is shorter.
+    /// Assigns a slot to the first `bytes` of `buffer`. `None` if the table is full, or the buffer is shorter
+    /// or already registered with a ring.
     pub fn insert(&mut self, buffer: &mut IoBuffer, bytes: usize) -> Option<u16> {
         if buffer.is_registered() || !self.has_room(bytes) || bytes > buffer.len() {
             return None;
@@ -53,10 +52,10 @@ impl BufferTable {
         Some(place)
     }
 
-    /// Gives memory of `owner` a place, whatever its size. Returns the place and the number of its
-    /// registration; none if the table is full.
+    /// Assigns a slot to memory of `owner`, of any size. Returns the slot and the number of the registration;
+    /// `None` if the table is full.
     pub fn insert_memory(&mut self, owner: MemoryOwner) -> Option<(u16, u16)> {
-        // Its users name parts of it only, as they promise.
+        // There is no end to check: users of such memory promise to name only parts of it.
         self.claim(0, usize::MAX, Some(owner))
     }
 
@@ -72,21 +71,21 @@ impl BufferTable {
         Some((place, number))
     }
 
-    /// The place of the buffer with registration `number`, if it is one of this table.
+    /// The slot of the buffer with registration `number`, if it belongs to this table.
     #[inline]
     pub fn place(&self, number: u16) -> Option<u16> {
         registration::entry(number)?.place(self.ring)
     }
 
-    /// The place of the buffer that `segment` lies in, if it is one of this table and all of the
-    /// segment is registered.
+    /// The slot of the buffer in which `segment` lies, if it belongs to this table and the whole segment is
+    /// registered.
     #[inline]
     pub fn place_of(&self, segment: &Segment) -> Option<u16> {
         let place = self.place(segment.registered)?;
         (segment.ptr.addr() + segment.len as usize <= self.ends[usize::from(place)]).then_some(place)
     }
 
-    /// A place whose buffer was dropped.
+    /// The slot of a buffer that was dropped, if there is one.
     pub fn next_dropped(&self) -> Option<u16> {
         let dropped = |entry: &Option<TableEntry>| {
             entry
@@ -97,8 +96,8 @@ impl BufferTable {
         self.entries.iter().position(dropped).map(|place| place as u16)
     }
 
-    /// Frees a place, which is `reusable` if the kernel has no buffer in it any more. Its buffer
-    /// was dropped or is no longer registered.
+    /// Releases the slot of a buffer that was dropped or is no longer registered. The slot is `reusable`
+    /// unless the kernel still has a buffer in it.
     pub fn remove(&mut self, place: u16, reusable: bool) {
         let Some(entry) = self.entries[usize::from(place)].take() else { return };
         self.bytes -= entry.bytes;
@@ -108,7 +107,7 @@ impl BufferTable {
         if reusable {
             self.free.push(place);
         } else {
-            // The kernel still has the memory, and the place keeps its name.
+            // The kernel still has the memory pinned, so neither the memory nor the number may be reused.
             std::mem::forget(entry);
         }
     }
@@ -133,7 +132,7 @@ mod tests {
     fn only_what_lies_in_the_registered_front_is_registered() {
         let mut table = BufferTable::new(new_ring_id(), 2, 4096);
         let mut buffer = IoBuffer::zeroed(16384);
-        assert_eq!(table.insert(&mut buffer, 16384), None, "it is larger than what may be locked");
+        assert_eq!(table.insert(&mut buffer, 16384), None, "it is larger than the limit of bytes");
         let place = table.insert(&mut buffer, 4096).unwrap();
         let part = |skip: usize, len| Segment {
             ptr: buffer.segment().ptr.wrapping_add(skip),
@@ -147,8 +146,8 @@ mod tests {
         }
         assert_eq!(table.place_of(&buffer.segment()), None);
         table.remove(place, true);
-        assert!(table.has_room(4096), "its bytes count no more");
+        assert!(table.has_room(4096), "its bytes no longer count");
         let mut small = IoBuffer::zeroed(512);
-        assert_eq!(table.insert(&mut small, 4096), None, "it has no such front");
+        assert_eq!(table.insert(&mut small, 4096), None, "it has fewer bytes");
     }
 }

@@ -1,5 +1,5 @@
-//! The one io_uring of a thread: set-up with fallbacks, probing, registered files and
-//! buffers, and a submission queue that cannot be full.
+//! The io_uring of a thread: set-up with fallbacks for older kernels, probing, registered files and buffers,
+//! and a submission queue that never reports that it is full.
 
 #[cfg(not(model_check))]
 pub(crate) mod buffers;
@@ -30,17 +30,19 @@ pub(crate) use twin::Ring;
 #[cfg(not(any(simulation, loom, shuttle)))]
 pub(crate) use uring::Ring;
 
-/// Applies `policy` to all rings that are made from now on. The first one stays.
+/// Applies `policy` to all rings that are set up from now on. Only the first policy of a process takes
+/// effect.
 pub fn set_policy(policy: Policy) {
     #[cfg(not(any(simulation, loom, shuttle)))]
     uring::read_limits();
     policy::set(policy);
 }
 
-/// Most bytes that are registered as one: 1 GiB (io_uring/rsrc.c, `io_buffer_validate`).
+/// The largest number of bytes that can be registered together: 1 GiB (io_uring/rsrc.c,
+/// `io_buffer_validate`).
 pub const REGISTERED_MEMORY_MAX_BYTES: u64 = 1 << 30;
 
-/// Asks the kernel what the rings of an engine can do.
+/// Queries which operations the rings of an engine support.
 ///
 /// # Errors
 /// If a ring cannot be set up: [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported)
@@ -49,17 +51,17 @@ pub fn probe() -> Result<RingProbe, Error> {
     Ring::new(8).map(RingProbe)
 }
 
-/// The abilities of this kernel's rings.
+/// The operations that this kernel's rings support.
 pub struct RingProbe(Ring);
 
 impl RingProbe {
-    /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
+    /// Whether the kernel supports the operation with number `code` (`opcode::X::CODE`).
     pub fn supports(&self, code: u8) -> bool {
         self.0.supports(code)
     }
 }
 
-/// The operations that every blkq engine uses, by name, to be probed.
+/// The operations that every blkq engine uses, with their names, for probing.
 pub const ENGINE_OPERATIONS: [(&str, u8); 3] = [
     ("IORING_OP_READ", opcode::Read::CODE),
     ("IORING_OP_POLL_ADD", opcode::PollAdd::CODE),

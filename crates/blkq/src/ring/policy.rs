@@ -1,28 +1,28 @@
-//! The operations that the rings of a confined process may do.
+//! The operations that are permitted on the rings of a confined process.
 
 use std::sync::OnceLock;
 
 use crate::error::Error;
 
-/// The operations that the rings of this process may do once it is set, for a confined process: the
-/// operations of a ring are no system calls, and what filters those does not see them.
+/// The operations that are permitted on the rings of a confined process. A system call filter does not see
+/// operations of a ring, so the ring itself has to be restricted.
 #[derive(Clone, Copy, Debug)]
 pub struct Policy {
-    /// The numbers (`opcode::X::CODE`) of those that a ring carries out; others fail with EACCES.
+    /// The numbers (`opcode::X::CODE`) of the permitted operations. The kernel fails all others with EACCES.
     pub operations: &'static [u8],
-    /// Called on the thread of each engine when its ring is there: it makes no other.
+    /// Called on the thread of each engine once its ring is set up. The engine sets up no other ring.
     pub sealed: fn() -> Result<(), Error>,
 }
 
 static POLICY: OnceLock<Policy> = OnceLock::new();
 
-/// Applies `policy` to all rings made from now on.
+/// Applies `policy` to all rings that are set up from now on.
 pub(super) fn set(policy: Policy) {
-    // A second one would be the same one again, or come too late.
+    // A second policy is either identical or too late, because rings may exist already. It is ignored.
     let _ = POLICY.set(policy);
 }
 
-/// The policy of new rings.
+/// The policy of new rings, if one was set.
 pub(crate) fn policy() -> Option<&'static Policy> {
     POLICY.get()
 }

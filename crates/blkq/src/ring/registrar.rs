@@ -1,6 +1,6 @@
-//! [`Registrar`]: what a driver or a source may ask of the ring of its thread. The ring itself is
-//! never lent: with two of them in hand their places could be exchanged, and completions would
-//! reach a queue that did not submit.
+//! [`Registrar`]: the operations that a driver or a source may perform on the ring of its thread. The ring
+//! itself is never lent: code that borrowed two rings could swap them, and completions would reach a queue
+//! that did not submit the operations.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -9,8 +9,8 @@ use super::{FileSlot, Ring};
 use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory};
 use crate::error::Error;
 
-/// Registers files and buffers with the ring of this thread (`io_uring_register(2)`), and answers
-/// what the kernel supports.
+/// Registers files and buffers with the ring of this thread (`io_uring_register(2)`), and reports what the
+/// kernel supports.
 pub struct Registrar<'a>(&'a mut Ring);
 
 impl<'a> Registrar<'a> {
@@ -18,71 +18,73 @@ impl<'a> Registrar<'a> {
         Registrar(ring)
     }
 
-    /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
+    /// Whether the kernel supports the operation with number `code` (`opcode::X::CODE`).
     pub fn supports(&self, code: u8) -> bool {
         self.0.supports(code)
     }
 
-    /// Checks that the kernel knows every operation of `needed` (name and number).
+    /// Checks that the kernel supports all operations of `needed`, given as name and number.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), naming what is missing.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), with the names of the missing operations.
     pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
         self.0.require(needed)
     }
 
-    /// Puts `fd` into the ring's file table, which keeps it open.
+    /// Adds `fd` to the ring's file table, which keeps the file open.
     ///
     /// # Errors
-    /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full or the kernel refuses.
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full or the kernel refuses the file.
     pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
         self.0.register_file(fd)
     }
 
-    /// Takes a file out of the table and leaves `slot` empty. Operations in flight keep the file
-    /// open. A slot that is dropped instead stays in the table for as long as the ring.
-    ///
+    /// Removes a file from the table and leaves `slot` empty. Operations in flight keep the file open. If a
+    /// slot is dropped instead, the file stays in the table until the ring is dropped.
     /// # Panics
-    /// If the slot is empty, or one of another ring.
+    /// If the slot is empty, or belongs to another ring.
     pub fn unregister_file(&mut self, slot: &mut FileSlot) {
         self.0.unregister_file(slot);
     }
 
-    /// Registers `buffer`, so that direct I/O need not pin its pages each time. A buffer that
-    /// cannot be registered (locked-memory limit, table full, registered already) stays as it is,
-    /// which is no error. To another ring it is a buffer that is not registered; once dropped it
-    /// leaves the table when room is needed.
+    /// Registers `buffer`, so that direct I/O need not pin its pages each time. It is not an error if a
+    /// buffer cannot be registered (locked-memory limit, full table, already registered): the buffer works as
+    /// before. For other rings a registered buffer is an ordinary buffer. If a registered buffer is dropped,
+    /// it is removed from the table when room is needed.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
         self.0.register_buffer(buffer);
     }
 
-    /// [`Registrar::register_buffer`] for the first `bytes` of `buffer`, which has at least so many:
-    /// data in these is registered. All of the buffer keeps its pages until that is undone.
+    /// Registers the first `bytes` of `buffer`, as [`Registrar::register_buffer`] does; the buffer must have
+    /// at least that number of bytes. Only I/O inside these bytes uses the registration. While the buffer is
+    /// registered, none of its pages can be released.
     pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
         self.0.register_front(buffer, bytes);
     }
 
-    /// Undoes [`Registrar::register_buffer`] and [`Registrar::register_front`]; does nothing with a
-    /// buffer of another ring.
+    /// Removes the registration of [`Registrar::register_buffer`] or [`Registrar::register_front`]. Does
+    /// nothing with a buffer that is registered with another ring.
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
         self.0.unregister_buffer(buffer);
     }
 
-    /// Registers memory that is not a buffer's: the `bytes` from `start` on, 1 to
-    /// [`REGISTERED_MEMORY_MAX_BYTES`](crate::ring::REGISTERED_MEMORY_MAX_BYTES). The kernel pins all of
-    /// its pages, and makes those that are not there yet, which takes long; they stay what I/O on it
-    /// reaches, whatever becomes of the mapping. [`Segment::registered`](crate::Segment::registered)
-    /// makes pieces of it. It stays registered until the value is dropped and
-    /// [`Registrar::unregister_dropped`] is called, or the ring is dropped; so does `owner`.
+    /// Registers memory that is not an [`IoBuffer`]: `bytes` bytes from `start` on, 1 to
+    /// [`REGISTERED_MEMORY_MAX_BYTES`](crate::ring::REGISTERED_MEMORY_MAX_BYTES). The kernel pins all pages,
+    /// after allocating those that do not exist yet, which takes long. I/O on the registration reaches these
+    /// pages even if the mapping changes later. [`Segment::registered`](crate::Segment::registered) makes
+    /// segments of the memory.
+    ///
+    /// The memory stays registered, and `owner` alive, until the returned value is dropped and
+    /// [`Registrar::unregister_dropped`] is called, or until the ring is dropped.
     ///
     /// # Errors
     /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full, or with the kernel's reason:
-    /// ENOMEM if so much memory may not be locked or is not there, EOPNOTSUPP or EFAULT for pages of a
-    /// file that is not on tmpfs or hugetlbfs.
+    /// ENOMEM if the memory exceeds the locked-memory limit or cannot be allocated, EOPNOTSUPP or EFAULT for
+    /// pages of a file that is not on tmpfs or hugetlbfs.
     ///
     /// # Safety
-    /// The bytes must be mapped, and nothing else be mapped in their place but by code that knows of
-    /// it, for as long as `owner` lives.
+    /// The bytes must be mapped while `owner` exists, and only code that takes the registration into account
+    /// may map other memory at their addresses.
     pub unsafe fn register_memory(
         &mut self,
         start: NonNull<u8>,
@@ -98,18 +100,18 @@ impl<'a> Registrar<'a> {
         self.0.unregister_dropped();
     }
 
-    /// Reserves `count` slots of the table of registered buffers for the kernel to fill, for as
-    /// long as the ring. Returns the first of them.
+    /// Reserves `count` slots of the table of registered buffers for the kernel to fill, until the ring is
+    /// dropped. Returns the first of them.
     ///
     /// # Errors
-    /// [`ErrorKind::System`](crate::ErrorKind::System) if there are not so many.
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if fewer slots are left.
     pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
         self.0.keep_kernel_buffers(count)
     }
 
-    /// Announces that operations on registered files, which never complete by themselves, will be
-    /// in flight when the ring is dropped: the kernel then completes them, and closes the files,
-    /// some time later.
+    /// Announces that operations on registered files will be in flight when the ring is dropped, and never
+    /// complete by themselves. The kernel then completes these operations, and closes the files, some time
+    /// later.
     pub fn abandon(&mut self) {
         self.0.abandon();
     }

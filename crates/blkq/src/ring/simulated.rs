@@ -1,4 +1,4 @@
-//! The ring of the simulated kernel: the interface of the real one.
+//! The ring of the simulated kernel, with the interface of the real ring.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
@@ -12,7 +12,7 @@ use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::simulation::world;
 
-/// Buffers that can be registered.
+/// The number of buffers that can be registered.
 const BUFFER_SLOTS: u16 = 64;
 
 /// The ring of one simulated process.
@@ -24,7 +24,7 @@ pub struct Ring {
     counters: RingCounters,
 }
 
-#[allow(missing_docs, reason = "as those of the real ring")]
+#[allow(missing_docs, reason = "documented at the real ring")]
 impl Ring {
     pub fn new(_entries: u32) -> Result<Ring, Error> {
         let id = new_ring_id();
@@ -46,7 +46,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// As of the real one.
+    /// The requirements of the real ring apply.
     pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
         world().instant();
         self.counters.submissions += 1;
@@ -54,7 +54,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// As of the real one.
+    /// The requirements of the real ring apply.
     pub unsafe fn push_early(&mut self, entry: squeue::Entry, token: Token) {
         if !self.queued.is_empty() {
             self.counters.early_submissions += 1;
@@ -110,7 +110,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// As of the real one.
+    /// The requirements of the real ring apply.
     pub unsafe fn register_memory(
         &mut self,
         _start: NonNull<u8>,
@@ -159,7 +159,8 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // An operation that still waits, for a kick, waits in vain; its descriptor may soon be another's.
+        // An operation that waits for a kick must be cancelled, because another file may soon have its
+        // descriptor number.
         world().close_ring();
     }
 }

@@ -1,42 +1,41 @@
-//! The values that go in and out of a ring: tokens, completions, registered files.
+//! The values that a ring accepts and returns: tokens, completions, registered files.
 
 use io_uring::{cqueue, types};
 
-/// To which owner a completion of the ring belongs: 16 bits of owner, 48 of the owner's own.
+/// Identifies an operation of the ring: 16 bits for its owner, and 48 bits of payload for the owner's use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Token(pub u64);
 
 impl Token {
-    /// A token of `owner`, with the low 48 bits of `payload`: no payload reaches another owner.
+    /// A token of `owner`, with the low 48 bits of `payload`. No payload can change the owner.
     #[inline]
     pub const fn new(owner: u16, payload: u64) -> Token {
         Token((owner as u64) << 48 | payload & PAYLOAD_MASK)
     }
 
-    /// The owner that submitted it.
+    /// The owner, to which completions of the operation are routed.
     #[inline]
     pub const fn owner(self) -> u16 {
         (self.0 >> 48) as u16
     }
 
-    /// The owner's own number.
+    /// The 48 bits for the owner's use.
     #[inline]
     pub const fn payload(self) -> u64 {
         self.0 & PAYLOAD_MASK
     }
 }
 
-/// The bits of a token that are its owner's own.
 const PAYLOAD_MASK: u64 = (1 << 48) - 1;
 
-/// The result of one submission: an errno below zero, or the operation's count.
+/// The completion of one submission.
 #[derive(Clone, Copy, Debug)]
 pub struct Cqe {
-    /// As it was submitted.
+    /// The token of the submission.
     pub token: Token,
-    /// Negative errno or count.
+    /// The operation's result, or a negative errno.
     pub result: i32,
-    /// `IORING_CQE_F_*`.
+    /// The flags of the completion (`IORING_CQE_F_*` of io_uring.h).
     pub flags: u32,
 }
 
@@ -47,21 +46,21 @@ impl Cqe {
     }
 }
 
-/// The counters of a ring.
+/// The counters of a ring, since it was set up.
 #[derive(Clone, Copy, Default, Debug)]
 #[non_exhaustive]
 pub struct RingCounters {
-    /// Calls of io_uring_enter.
+    /// Calls of io_uring_enter(2), including those that only submit.
     pub enters: u64,
-    /// Of these, those that submitted what drivers had pushed before they pushed more.
+    /// The calls that submitted a part of a driver's batch before the driver had pushed the rest.
     pub early_submissions: u64,
-    /// Submissions.
+    /// Operations that were added to the submission queue.
     pub submissions: u64,
-    /// Completions.
+    /// Completions that were reaped from the completion queue.
     pub completions: u64,
 }
 
-/// A number that no other ring of the process has had; 0 is none.
+/// A number that no other ring of the process has had. 0 means no ring.
 #[cfg(not(model_check))]
 pub(crate) fn new_ring_id() -> u64 {
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -69,12 +68,12 @@ pub(crate) fn new_ring_id() -> u64 {
     NEXT.fetch_add(1, Relaxed)
 }
 
-/// A file in a ring's table: operations on it skip the reference counting of a descriptor. Made by
-/// [`Registrar::register_file`](crate::Registrar::register_file) and good for that ring alone, until it is
-/// unregistered.
+/// A file in a ring's table. Operations on it avoid the reference counting of descriptors. Created by
+/// [`Registrar::register_file`](crate::Registrar::register_file), and valid only for that ring until the file
+/// is unregistered.
 #[derive(Debug)]
 pub struct FileSlot {
-    /// The ring's number; 0 once it is unregistered.
+    /// The ring's number; 0 once the file is unregistered.
     ring: u64,
     index: u32,
 }
@@ -85,20 +84,20 @@ impl FileSlot {
         FileSlot { ring, index }
     }
 
-    /// The place in the table of the ring with number `ring`.
+    /// The index in the table of ring number `ring`.
     ///
     /// # Panics
-    /// If the slot is another ring's, or was unregistered: the place is another file's by now.
+    /// If the slot belongs to another ring, or was unregistered: another file may have its index by now.
     #[inline]
     pub(crate) fn of_ring(&self, ring: u64) -> types::Fixed {
         assert!(self.ring == ring, "the file is not registered with this ring");
         types::Fixed(self.index)
     }
 
-    /// Empties the slot and returns its place in the table of the ring with number `ring`.
+    /// Empties the slot and returns its index in the table of ring number `ring`.
     ///
     /// # Panics
-    /// As [`FileSlot::of_ring`].
+    /// If the slot belongs to another ring, or was unregistered.
     #[cfg(not(model_check))]
     pub(crate) fn take(&mut self, ring: u64) -> u32 {
         let types::Fixed(index) = self.of_ring(ring);

@@ -1,4 +1,4 @@
-//! The ring under the model checkers: it waits for kicks, and knows no other operation.
+//! The ring under the model checkers: it can wait for kicks, and supports no other operation.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -15,12 +15,12 @@ use crate::sync::thread;
 
 /// The ring of one thread of a model.
 pub struct Ring {
-    /// The kick that is waited for, once.
+    /// The kick for which the ring waits, once.
     watched: Option<(Arc<Kick>, Token)>,
     counters: RingCounters,
 }
 
-#[allow(missing_docs, reason = "as those of the real ring")]
+#[allow(missing_docs, reason = "documented at the real ring")]
 impl Ring {
     pub fn new(_entries: u32) -> Result<Ring, Error> {
         Ok(Ring { watched: None, counters: RingCounters::default() })
@@ -35,21 +35,21 @@ impl Ring {
     }
 
     /// # Safety
-    /// As of the real one.
+    /// The requirements of the real ring apply.
     pub unsafe fn push(&mut self, _entry: squeue::Entry, _token: Token) {
         unreachable!("no driver of a model submits to the kernel");
     }
 
     /// # Safety
-    /// As of the real one.
+    /// The requirements of the real ring apply.
     pub unsafe fn push_early(&mut self, _entry: squeue::Entry, _token: Token) {
         unreachable!("no driver of a model submits to the kernel");
     }
 
-    /// Waits for `kick`: the twin of a poll of its descriptor.
+    /// Waits for `kick`. Replaces a poll of its descriptor.
     ///
     /// # Safety
-    /// As of the real one.
+    /// The requirements of the real ring apply.
     pub unsafe fn watch(&mut self, kick: &Arc<Kick>, token: Token) {
         assert!(self.watched.is_none(), "an engine of a model has one queue");
         self.watched = Some((kick.clone(), token));
@@ -92,7 +92,7 @@ impl Ring {
     pub fn unregister_buffer(&mut self, _buffer: &mut IoBuffer) {}
 
     /// # Safety
-    /// As of the real one.
+    /// The requirements of the real ring apply.
     pub unsafe fn register_memory(
         &mut self,
         _start: NonNull<u8>,

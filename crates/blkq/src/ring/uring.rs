@@ -17,58 +17,62 @@ use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::ring::buffers::BufferTable;
 
-/// Slots of the table of registered files; fewer where not as many files may be open.
+/// The number of slots of the table of registered files. Halved while the process may not open that number of
+/// files.
 const FILE_SLOTS: u32 = 1024;
 const FILE_SLOTS_MIN: u32 = 16;
-/// Slots of the table of registered buffers that are filled by [`Ring::register_buffer`].
+/// The number of slots of the table of registered buffers that [`Ring::register_buffer`] fills.
 const BUFFER_SLOTS: u16 = 1024;
-/// Slots behind them that are kept for the kernel to fill: as many as a ublk queue has tags.
+/// The number of further slots that are reserved for the kernel to fill: as many as a ublk queue can have
+/// tags.
 const KERNEL_SLOTS: u16 = 4096;
 
 /// Drivers' submissions that reach the kernel together while early submission is on; neither fewer nor
 /// more were faster (docs/internals/decisions.md).
 const EARLY_SUBMISSION_BATCH: u32 = 4;
 
-/// How long a new ring waits for memory. The kernel takes a closed ring apart some time later, and
-/// until then its memory is counted as locked by the user that made it (Linux 6.14 on).
+/// How long setting up a ring is retried if there is no memory for it. The kernel frees a closed ring some
+/// time after it was closed, and until then charges its memory to the user's locked memory (Linux 6.14 and
+/// newer).
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
 const MEMORY_RETRY: Duration = Duration::from_millis(20);
 
-/// The bytes of buffers that one ring registers at most: a 16th of the memory that may be locked
-/// (`RLIMIT_MEMLOCK`). It is one account for all processes of a user, rings that others begin
-/// included.
+/// The largest number of bytes of buffers that one ring registers: a sixteenth of the memory that may be
+/// locked (`RLIMIT_MEMLOCK`). The limit applies to all processes of a user together, so other rings and
+/// processes must be left a share.
 static REGISTERED_MAX: LazyLock<usize> =
     LazyLock::new(|| getrlimit(Resource::Memlock).current.map_or(usize::MAX, |limit| limit as usize / 16));
 
-/// The operations by which a ring registers after its set-up (`IORING_UNREGISTER_FILES`,
+/// The operations of io_uring_register(2) that a ring needs after its set-up (`IORING_UNREGISTER_FILES`,
 /// `IORING_REGISTER_FILES_UPDATE`, `IORING_REGISTER_BUFFERS_UPDATE`).
 const REGISTER_OPERATIONS: [u8; 3] = [3, 6, 16];
 
-/// One io_uring, used by the thread that made it and by no other
-/// (SINGLE_ISSUER, DEFER_TASKRUN: completions run when that thread asks for them).
+/// One io_uring, which only the thread that set it up may use (SINGLE_ISSUER, DEFER_TASKRUN: the kernel posts
+/// completions when that thread enters it).
 pub struct Ring {
     uring: IoUring,
     id: u64,
     probe: Probe,
     files: Vec<u32>,
     buffers: BufferTable,
-    /// The slots for the kernel to fill that nobody has.
+    /// The slots for the kernel to fill that are not reserved yet.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
-    /// Submissions of [`Ring::push_early`] since the last call into the kernel.
+    /// The number of submissions through [`Ring::push_early`] since the last call into the kernel.
     unsubmitted_io: u32,
-    /// Completions reaped to make room, before they were asked for.
+    /// Completions that were reaped to make room in the completion queue, before [`Ring::reap_all`] was
+    /// called.
     reaped: Vec<Cqe>,
-    /// Dropping it does not wait for what is in flight.
+    /// Dropping the ring must not wait for operations in flight.
     abandoned: bool,
 }
 
 impl Ring {
-    /// A ring with room for `entries` submissions (rounded up to a power of two) and
-    /// four times as many completions.
+    /// Sets up a ring with room for `entries` submissions, rounded up to a power of two, and four times as
+    /// many completions.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] on kernels before 6.1 or where io_uring is forbidden.
+    /// [`ErrorKind::Unsupported`] on kernels older than 6.1 or where io_uring is forbidden.
     pub fn new(entries: u32) -> Result<Ring, Error> {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(entries.next_power_of_two() * 4).setup_clamp().setup_submit_all();
@@ -76,23 +80,26 @@ impl Ring {
         if policy().is_some() {
             builder.setup_r_disabled();
         }
-        // NO_SQARRAY came with Linux 6.6; without it the ring is the same, with one indirection more.
+        // NO_SQARRAY exists since Linux 6.6. Without it, the ring works the same with one more indirection.
         let mut without_sqarray = builder.clone();
         without_sqarray.setup_no_sqarray();
         let build = || without_sqarray.build(entries).or_else(|_| builder.build(entries));
-        let uring = with_patience(build).map_err(|e| {
-            let cure = match e.raw_os_error() {
+        let uring = retry_without_memory(build).map_err(|e| {
+            let hint = match e.raw_os_error() {
                 Some(libc::EPERM) => "io_uring is forbidden here: set kernel.io_uring_disabled=0 or allow it in the seccomp profile",
                 Some(libc::ENOSYS) | Some(libc::EINVAL) => "blkq needs Linux 6.1 or newer",
-                Some(libc::ENOMEM) => "too little memory may be locked: raise the limit (ulimit -l), or stop others that use io_uring",
+                Some(libc::ENOMEM) => "raise the limit on locked memory (ulimit -l), or stop other programs that use io_uring",
                 _ => "see io_uring_setup(2)",
             };
-            Error::system("cannot set up io_uring", e).with_cure(cure)
+            Error::system("cannot set up io_uring", e).with_cure(hint)
         })?;
         let mut probe = Probe::new();
         let submitter = uring.submitter();
-        submitter.register_probe(&mut probe).map_err(|e| Error::system("cannot probe io_uring", e))?;
-        // The kernel demands that as many files may be open (EMFILE). A confined process may not ask.
+        submitter
+            .register_probe(&mut probe)
+            .map_err(|e| Error::system("cannot query the operations of io_uring", e))?;
+        // The kernel fails with EMFILE if the process may not open that number of files. The limit is not
+        // queried, because a confined process may not query it.
         let mut file_slots = FILE_SLOTS;
         while let Err(e) = submitter.register_files_sparse(file_slots) {
             if e.raw_os_error() != Some(libc::EMFILE) || file_slots <= FILE_SLOTS_MIN {
@@ -100,7 +107,7 @@ impl Ring {
             }
             file_slots /= 2;
         }
-        // Without room for locked memory the table stays away and buffers are not registered.
+        // Without enough lockable memory, the ring has no table of buffers, and buffers are not registered.
         let slots = BUFFER_SLOTS + KERNEL_SLOTS;
         let (buffer_slots, kernel_buffers) = match submitter.register_buffers_sparse(u32::from(slots)) {
             Ok(()) => (BUFFER_SLOTS, BUFFER_SLOTS..slots),
@@ -108,10 +115,10 @@ impl Ring {
         };
         let files = (0..file_slots).rev().collect();
         if let Some(policy) = policy() {
-            // The kernel rejects a list with numbers that it does not know.
+            // The kernel rejects a list that contains unknown operations.
             let known = policy.operations.iter().copied().filter(|code| probe.is_supported(*code));
             restrict(&uring, known)
-                .map_err(|e| Error::system("cannot restrict io_uring to what is needed", e))?;
+                .map_err(|e| Error::system("cannot restrict io_uring to the operations that blkq uses", e))?;
         }
         let id = new_ring_id();
         Ok(Ring {
@@ -128,15 +135,15 @@ impl Ring {
         })
     }
 
-    /// Whether the kernel knows the operation with number `code` (`opcode::X::CODE`).
+    /// Whether the kernel supports the operation with number `code` (`opcode::X::CODE`).
     pub fn supports(&self, code: u8) -> bool {
         self.probe.is_supported(code)
     }
 
-    /// Checks that the kernel knows every operation of `needed` (name and number).
+    /// Checks that the kernel supports all operations of `needed`, given as name and number.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`], naming what is missing.
+    /// [`ErrorKind::Unsupported`], with the names of the missing operations.
     pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
         let missing: Vec<&str> =
             needed.iter().filter(|(_, code)| !self.supports(*code)).map(|(name, _)| *name).collect();
@@ -148,8 +155,8 @@ impl Ring {
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
-    /// Puts `entry` into the submission queue under `token`. If the queue is full, what
-    /// is in it is submitted first.
+    /// Adds `entry` to the submission queue under `token`. If the queue is full, its entries are submitted
+    /// first.
     ///
     /// # Safety
     /// Memory and descriptors of the entry must stay valid until its completion is reaped.
@@ -157,7 +164,7 @@ impl Ring {
     pub unsafe fn push(&mut self, entry: squeue::Entry, token: Token) {
         let entry = entry.user_data(token.0);
         self.counters.submissions += 1;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the entry's memory and descriptors valid.
         while unsafe { self.uring.submission().push(&entry) }.is_err() {
             self.submit();
             if self.uring.submission().is_full() {
@@ -166,11 +173,11 @@ impl Ring {
         }
     }
 
-    /// As [`Ring::push`]; what was pushed this way before is submitted first if it is a batch of four, so
-    /// that the device works on that while the rest is prepared.
+    /// Adds an entry as [`Ring::push`] does. If a batch of [`EARLY_SUBMISSION_BATCH`] entries was added this
+    /// way, the batch is submitted first, so that the device works on it while the caller prepares the rest.
     ///
     /// # Safety
-    /// As of [`Ring::push`].
+    /// The requirements of [`Ring::push`] apply.
     #[inline]
     pub unsafe fn push_early(&mut self, entry: squeue::Entry, token: Token) {
         if self.unsubmitted_io >= EARLY_SUBMISSION_BATCH {
@@ -178,12 +185,12 @@ impl Ring {
             self.submit();
         }
         self.unsubmitted_io += 1;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the entry's memory and descriptors valid.
         unsafe { self.push(entry, token) }
     }
 
-    /// The kernel takes nothing more while its completions are not taken (EBUSY), or while
-    /// it has no memory (EAGAIN): takes them, for [`Ring::reap_all`] to give out.
+    /// Reaps completions into `reaped`, for [`Ring::reap_all`]. The kernel accepts no submissions while the
+    /// completion queue is full (EBUSY) or it has no memory (EAGAIN).
     #[cold]
     fn make_room(&mut self) {
         let mut reaped = std::mem::take(&mut self.reaped);
@@ -191,19 +198,19 @@ impl Ring {
         self.reaped = reaped;
     }
 
-    /// Whether there is anything to submit.
+    /// Whether there are entries to submit.
     #[inline]
     pub fn has_submissions(&mut self) -> bool {
         !self.uring.submission().is_empty()
     }
 
-    /// Submits what is in the queue, without waiting.
+    /// Submits the queued entries, without waiting.
     pub fn submit(&mut self) {
         self.enter(0, None);
     }
 
-    /// Submits what is in the queue and has the kernel enter what has completed, where it does so only when
-    /// it is called; waits for nothing.
+    /// Submits the queued entries and lets the kernel post completions, which a DEFER_TASKRUN ring does only
+    /// inside a system call. Does not wait.
     #[cfg(fuzzing)]
     pub fn poll(&mut self) {
         let mut queue = self.uring.submission();
@@ -215,18 +222,18 @@ impl Ring {
         drop(queue);
         (self.counters.enters, self.unsubmitted_io) = (self.counters.enters + 1, 0);
         const IORING_ENTER_GETEVENTS: u32 = 1;
-        // SAFETY: no argument is passed, and what is submitted is as for `enter`.
+        // SAFETY: no argument is passed, and the submitted entries meet the same requirements as in `enter`.
         let entered =
             unsafe { self.uring.submitter().enter::<libc::sigset_t>(count, 0, IORING_ENTER_GETEVENTS, None) };
         assert!(entered.is_ok(), "io_uring_enter: {entered:?}");
     }
 
-    /// Submits what is in the queue and waits for `want` completions or until `timeout`
-    /// has passed. Being interrupted, or timed out, is not an error: check for completions.
+    /// Submits the queued entries and waits for `want` completions or until `timeout` has passed. An
+    /// interrupted or timed-out wait is not an error: the caller checks for completions.
     pub fn enter(&mut self, want: usize, timeout: Option<Duration>) {
         self.counters.enters += 1;
         self.unsubmitted_io = 0;
-        // Completions that were reaped have arrived: there is nothing to wait for.
+        // Reaped completions have already arrived, so there is no need to wait.
         let want = if self.reaped.is_empty() { want } else { 0 };
         let submitter = self.uring.submitter();
         let result = match timeout {
@@ -239,16 +246,16 @@ impl Ring {
         };
         if let Err(error) = result {
             match error.raw_os_error() {
-                // EBUSY: the completion queue is full; the caller reaps next.
+                // EBUSY: the completion queue is full, and the caller reaps it next.
                 Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN) => {}
-                // EBADF, EFAULT, EINVAL, ...: the ring itself is broken, which only a defect of this
-                // program can bring about; going on would lose I/O silently.
+                // EBADF, EFAULT, EINVAL and others mean that the ring is broken, which only a defect of this
+                // program can cause. Continuing would lose I/O silently.
                 _ => panic!("io_uring_enter: {error}"),
             }
         }
     }
 
-    /// Moves every completion that has arrived to the end of `into`.
+    /// Moves all completions that have arrived to the end of `into`.
     pub fn reap_all(&mut self, into: &mut Vec<Cqe>) {
         into.append(&mut self.reaped);
         let before = into.len();
@@ -260,10 +267,10 @@ impl Ring {
         self.counters.completions += (into.len() - before) as u64;
     }
 
-    /// Puts `fd` into the ring's file table.
+    /// Adds `fd` to the ring's file table.
     ///
     /// # Errors
-    /// [`ErrorKind::System`] if the table is full or the kernel refuses.
+    /// [`ErrorKind::System`] if the table is full or the kernel refuses the file.
     pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
         let Some(slot) = self.files.pop() else {
             return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
@@ -277,19 +284,19 @@ impl Ring {
         }
     }
 
-    /// A registered file, to be named in an entry.
+    /// The index of a registered file, for use in an entry.
     ///
     /// # Panics
-    /// If it is not registered here.
+    /// If the file is not registered with this ring.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         slot.of_ring(self.id)
     }
 
-    /// Takes a file out of the table. Operations in flight keep it open.
+    /// Removes a file from the table. Operations in flight keep the file open.
     ///
     /// # Panics
-    /// If it is not registered here.
+    /// If the file is not registered with this ring.
     pub fn unregister_file(&mut self, slot: &mut FileSlot) {
         let slot = slot.take(self.id);
         if self.update_file(slot, -1).is_ok() {
@@ -301,22 +308,21 @@ impl Ring {
         self.uring.submitter().register_files_update(slot, &[fd]).map(|_| ())
     }
 
-    /// Registers `buffer` with the ring, so that direct I/O need not pin its pages each
-    /// time. Not being able to (locked-memory limit, table full) is no error: the buffer
-    /// then stays as it is.
+    /// Registers `buffer`, so that direct I/O need not pin its pages each time. It is not an error if that
+    /// fails (locked-memory limit, full table): the buffer works as before.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
         self.register_front(buffer, buffer.len());
     }
 
-    /// [`Ring::register_buffer`] for the first `bytes` of `buffer`.
+    /// Registers the first `bytes` of `buffer`, as [`Ring::register_buffer`] does.
     pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
         if !self.buffers.has_room(bytes) {
             self.unregister_dropped();
         }
         let Some(place) = self.buffers.insert(buffer, bytes) else { return };
         let iovec = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: bytes };
-        // SAFETY: the kernel pins the pages itself; unregistering or closing the ring unpins them.
-        // An entry names the place only for memory of the buffer (`Ring::registered_buffer`).
+        // SAFETY: the kernel pins the pages itself, and unpins them when the buffer is unregistered or the
+        // ring is closed. An entry names the slot only for memory of this buffer (`Ring::registered_buffer`).
         let done =
             unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) };
         if done.is_err() {
@@ -325,23 +331,23 @@ impl Ring {
         }
     }
 
-    /// Undoes [`Ring::register_buffer`] and [`Ring::register_front`].
+    /// Removes the registration of [`Ring::register_buffer`] or [`Ring::register_front`].
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
         let Some(place) = self.buffers.place(buffer.segment().registered) else { return };
         self.unregister_place(place);
         buffer.clear_registration();
     }
 
-    /// Registers the `bytes` from `start` on: at most [`REGISTERED_MEMORY_MAX_BYTES`]. Memory that was
-    /// dropped leaves the table first.
+    /// Registers `bytes` bytes from `start` on, at most [`REGISTERED_MEMORY_MAX_BYTES`]. Memory that was
+    /// dropped is removed from the table first.
     ///
     /// [`REGISTERED_MEMORY_MAX_BYTES`]: super::REGISTERED_MEMORY_MAX_BYTES
     ///
     /// # Errors
-    /// As [`Registrar::register_memory`](super::Registrar::register_memory).
+    /// The errors of [`Registrar::register_memory`](super::Registrar::register_memory).
     ///
     /// # Safety
-    /// As there.
+    /// The requirements of [`Registrar::register_memory`](super::Registrar::register_memory) apply.
     pub unsafe fn register_memory(
         &mut self,
         start: NonNull<u8>,
@@ -354,8 +360,8 @@ impl Ring {
             return Err(Error::new(ErrorKind::System, message));
         };
         let iovec = libc::iovec { iov_base: start.as_ptr().cast(), iov_len: bytes };
-        // SAFETY: as in `register_buffer`; the caller promises that the memory is mapped for as long as
-        // its owner lives, which the table keeps until the kernel has let go of the pages.
+        // SAFETY: as in `register_buffer`. In addition the caller promises that the memory is mapped while
+        // its owner exists, and the table keeps the owner until the kernel has unpinned the pages.
         let done =
             unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) };
         match done {
@@ -367,8 +373,8 @@ impl Ring {
         }
     }
 
-    /// The place of the registered buffer that `segment` lies in, to be named in an entry; none if
-    /// this ring has none, or not all of the segment is registered.
+    /// The slot of the registered buffer in which `segment` lies, for use in an entry. `None` if the buffer
+    /// is not registered with this ring, or not all of the segment is registered.
     #[inline]
     pub fn registered_buffer(&self, segment: &Segment) -> Option<u16> {
         if segment.registered == Segment::UNREGISTERED {
@@ -377,7 +383,7 @@ impl Ring {
         self.buffers.place_of(segment)
     }
 
-    /// Takes buffers and memory out of the table that were dropped while they were registered.
+    /// Removes buffers and memory from the table that were dropped while they were registered.
     pub fn unregister_dropped(&mut self) {
         while let Some(place) = self.buffers.next_dropped() {
             self.unregister_place(place);
@@ -386,22 +392,22 @@ impl Ring {
 
     fn unregister_place(&mut self, place: u16) {
         let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        // SAFETY: an empty entry unpins the pages of the place.
+        // SAFETY: an empty entry refers to no memory, and makes the kernel unpin the pages of the slot.
         let done =
             unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[empty], None) };
         self.buffers.remove(place, done.is_ok());
     }
 
-    /// How many slots [`Ring::keep_kernel_buffers`] can still keep.
+    /// The number of slots that [`Ring::keep_kernel_buffers`] can still reserve.
     pub fn kernel_buffers_left(&self) -> u16 {
         self.kernel_buffers.len() as u16
     }
 
     /// Keeps `count` slots of the table of registered buffers for the kernel to fill; the first
-    /// of them. They are kept for as long as the ring.
-    ///
+    /// Reserves `count` slots of the table of registered buffers for the kernel to fill, until the ring is
+    /// dropped. Returns the first of them.
     /// # Errors
-    /// [`ErrorKind::System`] if there are not so many.
+    /// [`ErrorKind::System`] if fewer slots are left.
     pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
         let Range { start, end } = self.kernel_buffers;
         if count > end - start {
@@ -411,8 +417,9 @@ impl Ring {
         Ok(start)
     }
 
-    /// Something on registered files that does not complete by itself is in flight when the ring is
-    /// dropped: the kernel completes it, and closes the files, some time later.
+    /// Announces that operations on registered files will be in flight when the ring is dropped, and never
+    /// complete by themselves. The kernel then completes these operations, and closes the files, some time
+    /// later.
     pub fn abandon(&mut self) {
         self.abandoned = true;
     }
@@ -423,13 +430,13 @@ impl Ring {
     }
 }
 
-/// A thread that is confined may not ask what rings ask once: this asks.
+/// Reads the process limits that new rings use. A confined thread may no longer read them.
 pub(super) fn read_limits() {
     LazyLock::force(&REGISTERED_MAX);
 }
 
-/// Calls `build`, and again while there is no memory for it.
-fn with_patience(build: impl Fn() -> std::io::Result<IoUring>) -> std::io::Result<IoUring> {
+/// Calls `build` until it does not fail with ENOMEM, for at most [`MEMORY_WAIT`].
+fn retry_without_memory(build: impl Fn() -> std::io::Result<IoUring>) -> std::io::Result<IoUring> {
     let begin = Instant::now();
     loop {
         match build() {
@@ -441,7 +448,7 @@ fn with_patience(build: impl Fn() -> std::io::Result<IoUring>) -> std::io::Resul
     }
 }
 
-/// Has `uring`, which is not enabled yet, carry out `operations` and nothing else, and enables it.
+/// Restricts `uring`, which must not be enabled yet, to `operations`, and enables it.
 fn restrict(uring: &IoUring, operations: impl Iterator<Item = u8>) -> std::io::Result<()> {
     let flags = (squeue::Flags::FIXED_FILE | squeue::Flags::ASYNC).bits();
     let mut all = vec![Restriction::sqe_flags_allowed(flags)];
@@ -453,8 +460,9 @@ fn restrict(uring: &IoUring, operations: impl Iterator<Item = u8>) -> std::io::R
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The kernel takes a ring apart some time after it was closed. The files shall be
-        // free at once: a user may wait to unmount what they are on. It waits for their use.
+        // The kernel frees a ring some time after it was closed. Unregistering the files releases them
+        // immediately, because a user may wait to unmount their file system. The call waits for operations on
+        // the files.
         if !self.abandoned {
             let _ = self.uring.submitter().unregister_files();
         }

@@ -1,4 +1,4 @@
-//! Waiting for a kick: a poll of its descriptor.
+//! Waiting for a kick on a ring, by a poll of the kick's descriptor.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -9,14 +9,14 @@ use super::{Ring, Token};
 use crate::kick::Kick;
 
 impl Ring {
-    /// Completes `token` when `kick`'s descriptor is readable: once, and then again only when
-    /// asked again.
+    /// Completes `token` once, when `kick`'s descriptor is readable. Must be called again to wait for the
+    /// next kick.
     ///
     /// # Safety
-    /// The kick lives until that completion, or as long as the ring.
+    /// The kick must exist until that completion, or until the ring is dropped.
     pub unsafe fn watch(&mut self, kick: &Arc<Kick>, token: Token) {
         let entry = opcode::PollAdd::new(types::Fd(kick.fd().as_raw_fd()), libc::POLLIN as u32).build();
-        // SAFETY: the caller's promise; the entry has no memory.
+        // SAFETY: the caller keeps the kick's descriptor open; the entry refers to no memory.
         unsafe { self.push(entry, token) }
     }
 }

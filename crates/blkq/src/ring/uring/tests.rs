@@ -47,9 +47,9 @@ fn a_ring_waits_for_memory_and_for_nothing_else() {
         Err(std::io::Error::from_raw_os_error(errno))
     };
     let late = || if calls.get() < 3 { fail(libc::ENOMEM) } else { IoUring::new(4) };
-    assert!(with_patience(late).is_ok());
+    assert!(retry_without_memory(late).is_ok());
     assert_eq!(calls.replace(0), 3);
-    let refused = with_patience(|| fail(libc::EPERM)).err().unwrap();
+    let refused = retry_without_memory(|| fail(libc::EPERM)).err().unwrap();
     assert_eq!((calls.get(), refused.raw_os_error()), (1, Some(libc::EPERM)));
 }
 
@@ -66,8 +66,8 @@ fn buffers_are_registered_up_to_a_share_of_what_may_be_locked() {
     buffers.iter_mut().for_each(|buffer| ring.unregister_buffer(buffer));
 }
 
-/// Reads the beginning of this program into `buffer`, by its registration if the ring
-/// has it, else by address.
+/// Reads the beginning of this program into `buffer`, through its registration if the ring has one, and
+/// otherwise by address.
 fn read_into(ring: &mut Ring, buffer: &mut IoBuffer) -> i32 {
     let file = std::fs::File::open("/proc/self/exe").unwrap();
     let segment = buffer.segment();
@@ -94,7 +94,7 @@ fn a_registered_buffer_means_nothing_to_another_ring() {
     other.register_buffer(&mut foreign);
     assert_eq!(ring.registered_buffer(&buffer.segment()), other.registered_buffer(&foreign.segment()));
     assert_eq!(ring.registered_buffer(&foreign.segment()), None);
-    // A second registration, or unregistering with the wrong ring, changes nothing.
+    // Registering again, and unregistering with another ring, have no effect.
     ring.register_buffer(&mut foreign);
     ring.unregister_buffer(&mut foreign);
     assert!(foreign.is_registered() && buffer.is_registered());
@@ -114,7 +114,7 @@ fn a_buffer_dropped_while_registered_leaves_nothing_behind() {
     ring.buffers.bytes_max = 4 * 4096;
     let mut kept = IoBuffer::zeroed(4096);
     ring.register_buffer(&mut kept);
-    // Many more than places and bytes; on the heap they have the same addresses.
+    // More buffers than the table has slots or bytes. The heap places them at the same addresses.
     for _ in 0..2000 {
         let mut buffer = IoBuffer::zeroed(4096);
         ring.register_buffer(&mut buffer);
@@ -164,7 +164,7 @@ fn early_submission_submits_before_the_fifth() {
     let mut ring = Ring::new(16).unwrap();
     let push = |ring: &mut Ring, count| {
         for _ in 0..count {
-            // SAFETY: a NOP uses nothing.
+            // SAFETY: A NOP uses no memory and no descriptor.
             unsafe { ring.push_early(opcode::Nop::new().build(), Token::new(1, 1)) };
         }
         let RingCounters { enters, early_submissions, .. } = ring.counters();
@@ -183,7 +183,7 @@ fn early_submission_submits_before_the_fifth() {
 #[test]
 fn completions_reaped_to_make_room_are_not_waited_for_nor_lost() {
     let mut ring = Ring::new(4).unwrap();
-    // SAFETY: a NOP uses nothing.
+    // SAFETY: A NOP uses no memory and no descriptor.
     unsafe { ring.push(opcode::Nop::new().build(), Token::new(1, 7)) };
     ring.enter(1, None);
     ring.make_room();
