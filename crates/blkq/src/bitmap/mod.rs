@@ -1,7 +1,7 @@
-//! Dirty bitmaps: which parts of a disk were written to since a moment, for incremental backups.
+//! Dirty bitmaps record which parts of a disk were written since some point in time, for incremental backups.
 //!
-//! A queue sets the bits of a write before its driver gets it (`queue/tracked.rs`): so they are set before the data can
-//! be read, and before the write completes. One that fails leaves them set.
+//! A queue sets the bits of a write before it hands the write to the driver (`queue/tracked.rs`). So the bits
+//! are set before the data can be read, and before the write completes. The bits of a failed write stay set.
 
 mod set;
 mod store;
@@ -17,121 +17,121 @@ use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub(crate) use set::BitmapSet;
 pub use store::BitmapStore;
 
-/// Least and greatest number of bytes that one bit stands for: powers of two.
+/// The smallest granularity of a bitmap: the number of bytes for which one bit stands, a power of two.
 pub const GRANULARITY_MIN: u64 = 512;
-/// See [`GRANULARITY_MIN`].
+/// The largest granularity of a bitmap, in bytes.
 pub const GRANULARITY_MAX: u64 = 2 << 30;
-/// Longest name, in bytes.
+/// The maximum length of a name, in bytes.
 pub const NAME_MAX_BYTES: usize = 1023;
-/// Most bitmaps of a disk.
+/// The maximum number of bitmaps of a disk.
 pub const BITMAPS_MAX: usize = 64;
-/// Most memory of all bitmaps of a disk, in bytes.
+/// The maximum memory of all bitmaps of a disk together, in bytes.
 pub const MEMORY_MAX_BYTES: u64 = 32 << 20;
 
-/// Runs that are merged at a time.
+/// The number of extents that are merged at a time.
 const EXTENTS_MAX: usize = 1024;
 const WORD_BITS: u64 = u64::BITS as u64;
 
-/// Whether a bitmap is kept up to date.
+/// Whether writes set the bits of a bitmap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BitmapState {
-    /// Writes set its bits.
+    /// Writes set the bits of the bytes that they change.
     Recording,
-    /// It stays as it is.
+    /// Writes do not set bits.
     Disabled,
-    /// Writes may be missing: of a daemon that was killed, or of a program that does not keep it up to date.
+    /// Bits of writes may be missing, because the daemon was killed, or a program wrote to the image without
+    /// updating the bitmap.
     Inconsistent,
 }
 
-/// A run of bytes that are all dirty, or all clean.
+/// A range of bytes that are all dirty or all clean.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DirtyExtent {
-    /// Length in bytes.
+    /// The length in bytes.
     pub length: u64,
-    /// Written to since the bitmap was added or cleared.
+    /// Whether the range was written since the bitmap was added or cleared.
     pub dirty: bool,
 }
 
-/// The parts of a disk that were written to since a moment, a bit for each.
+/// A dirty bitmap of a disk.
 pub struct Bitmap {
     name: String,
-    /// See [`Bitmap::id`].
     id: u64,
-    /// A bit stands for `1 << granularity_bits` bytes.
+    /// Base-2 logarithm of the granularity in bytes.
     granularity_bits: u32,
-    /// Of the disk, in bytes.
+    /// The size of the disk in bytes.
     size: u64,
     state: BitmapState,
     words: Box<[AtomicU64]>,
 }
 
 impl Bitmap {
-    /// A bitmap without a bit set, of a disk of `size` bytes: a bit stands for `granularity` bytes.
+    /// A bitmap without dirty bytes for a disk of `size` bytes. Each bit represents `granularity` bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a name or a granularity that a bitmap cannot have, or one that would take too
-    /// much memory.
+    /// [`ErrorKind::Invalid`] if the name or the granularity is not valid, or if the bitmap would need more
+    /// memory than [`MEMORY_MAX_BYTES`].
     pub fn new(name: &str, granularity: u64, size: u64, state: BitmapState) -> Result<Bitmap, Error> {
         check_name(name)?;
         let rejected = |why: String| Err(Error::new(ErrorKind::Invalid, format!("bitmap {name}: {why}")));
         if !granularity.is_power_of_two() || !(GRANULARITY_MIN..=GRANULARITY_MAX).contains(&granularity) {
             return rejected(format!(
-                "its granularity is {granularity} bytes; choose a power of two from {GRANULARITY_MIN} to \
-                 {GRANULARITY_MAX}"
+                "the granularity must be a power of two from {GRANULARITY_MIN} to \
+                 {GRANULARITY_MAX} bytes, not {granularity}"
             ));
         }
         let bytes = bytes_for(size, granularity);
         if bytes > MEMORY_MAX_BYTES {
             return rejected(format!(
-                "it would take {bytes} bytes of memory, and may take {MEMORY_MAX_BYTES}; choose a greater \
+                "the bitmap needs {bytes} bytes of memory, more than {MEMORY_MAX_BYTES}; choose a larger \
                  granularity"
             ));
         }
         let words = (0..bytes.div_ceil(8)).map(|_| AtomicU64::new(0)).collect();
         let granularity_bits = granularity.trailing_zeros();
-        // Only a number: no model has to see it.
+        // Relaxed, and an atomic that the model checkers do not see: the number only has to be unique.
         static NEXT_ID: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         Ok(Bitmap { name: name.to_owned(), id, granularity_bits, size, state, words })
     }
 
-    /// Its name, at most [`NAME_MAX_BYTES`] long.
+    /// The name, at most [`NAME_MAX_BYTES`] bytes long.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// A number of its own in this process: one that was added or cleared has another than that of its name before;
-    /// one that got another size has the same.
+    /// Identifies the contents of the bitmap within this process. A bitmap that is cleared, or removed and
+    /// added again under the same name, gets a new id. A bitmap that is resized keeps its id.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// The bytes that one bit stands for.
+    /// The number of bytes that one bit represents.
     pub fn granularity(&self) -> u64 {
         1 << self.granularity_bits
     }
 
-    /// Whether it is kept up to date.
+    /// Whether writes set the bits.
     pub fn state(&self) -> BitmapState {
         self.state
     }
 
-    /// The size of the disk that it is of, in bytes; 0 of an inconsistent one, which has no bits.
+    /// The size of the disk in bytes; 0 for an inconsistent bitmap, which has no bits.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// How many bytes are dirty, in whole granules but for the last one.
+    /// The number of dirty bytes, in whole granules except for the last one of the disk.
     pub fn dirty_bytes(&self) -> u64 {
         let bits: u64 = self.words.iter().map(|word| u64::from(word.load(Relaxed).count_ones())).sum();
         let last = self.size.div_ceil(self.granularity());
         let beyond = (last << self.granularity_bits) - self.size;
         let is_cut = beyond > 0 && self.is_set(last - 1);
-        // Its bit may be set just now.
+        // Saturates because the last bit may have been set after the count.
         (bits << self.granularity_bits).saturating_sub(if is_cut { beyond } else { 0 })
     }
 
-    /// Sets the bits of the bytes in `range`, which is not empty. Bytes beyond the disk are left out.
+    /// Sets the bits of the bytes in `range`, which must not be empty. Bytes beyond the disk are ignored.
     #[inline]
     pub fn mark(&self, range: Range<u64>) {
         let first = range.start >> self.granularity_bits;
@@ -147,13 +147,15 @@ impl Bitmap {
     #[inline]
     fn set(&self, word: u64, bits: u64) {
         let Some(word) = self.words.get(word as usize) else { return };
-        // Most writes hit what is dirty already: no other core loses the line then.
+        // Most writes hit dirty granules. Then the word is not written, and stays in the caches of other
+        // processors. Relaxed here and in the readers: bits become visible to readers by the completion of
+        // the write or by a freeze.
         if word.load(Relaxed) & bits != bits {
             word.fetch_or(bits, Relaxed);
         }
     }
 
-    /// The state of the bytes of `range`, in at most `max` runs from its beginning.
+    /// The state of the bytes of `range` as extents, at most `max` of them from the beginning of the range.
     pub fn extents(&self, range: Range<u64>, max: usize) -> Vec<DirtyExtent> {
         let end = range.end.min(self.size);
         let (mut at, mut extents) = (range.start, Vec::new());
@@ -171,7 +173,7 @@ impl Bitmap {
         self.words[(bit / WORD_BITS) as usize].load(Relaxed) >> (bit % WORD_BITS) & 1 != 0
     }
 
-    /// The first bit from `bit` on that is `set`, or the number of bits.
+    /// The first bit from `bit` on whose value is `set`, or the number of bits.
     fn next(&self, bit: u64, set: bool) -> u64 {
         let bits = self.size.div_ceil(self.granularity());
         let mut ahead = u64::MAX << (bit % WORD_BITS);
@@ -186,18 +188,19 @@ impl Bitmap {
         bits
     }
 
-    /// The same without a bit set. Readers of this one get nothing of that.
+    /// A bitmap like this one, with all bits clear. This bitmap does not change, so its readers are not
+    /// affected.
     pub fn cleared(&self) -> Result<Bitmap, Error> {
         Bitmap::new(&self.name, self.granularity(), self.size, self.state)
     }
 
-    /// The bitmap for the disk with another size: what is new in that is dirty, as what others wrote there is not
-    /// known.
+    /// A copy of the bitmap for a disk of `size` bytes. If the disk grows, the new bytes are dirty, because
+    /// other programs may have written them.
     ///
     /// # Errors
-    /// As [`Bitmap::new`].
+    /// The errors of [`Bitmap::new`].
     pub fn resized(&self, size: u64) -> Result<Bitmap, Error> {
-        // An inconsistent one has no bits.
+        // An inconsistent bitmap has no bits.
         let size = if self.state == BitmapState::Inconsistent { 0 } else { size };
         let mut bitmap = Bitmap::new(&self.name, self.granularity(), size, self.state)?;
         bitmap.id = self.id;
@@ -207,27 +210,27 @@ impl Bitmap {
         if size > self.size {
             bitmap.mark(self.size..size);
         }
-        bitmap.clear_behind();
+        bitmap.clear_past_end();
         Ok(bitmap)
     }
 
-    /// The same, kept up to date or not from now on.
+    /// A copy of the bitmap with another state.
     ///
     /// # Errors
-    /// As [`Bitmap::new`].
+    /// The errors of [`Bitmap::new`].
     pub fn with_state(&self, state: BitmapState) -> Result<Bitmap, Error> {
         let mut bitmap = self.resized(self.size)?;
         bitmap.state = state;
         Ok(bitmap)
     }
 
-    /// Sets the bits of all that is dirty in `other`, a bitmap of the same disk.
+    /// Also sets the bits of all bytes that are dirty in `other`, a bitmap of the same disk.
     pub(crate) fn merge(&self, other: &Bitmap) {
         if self.granularity_bits == other.granularity_bits {
             for (number, word) in other.words.iter().enumerate() {
                 self.set(number as u64, word.load(Relaxed));
             }
-            return self.clear_behind();
+            return self.clear_past_end();
         }
         let mut at = 0;
         while at < other.size {
@@ -238,15 +241,15 @@ impl Bitmap {
                 at += extent.length;
             }
         }
-        self.clear_behind();
+        self.clear_past_end();
     }
 
-    /// The same as one that is not up to date, without bits.
+    /// An inconsistent bitmap, without bits, with the name and granularity of this one.
     pub fn inconsistent(&self) -> Result<Bitmap, Error> {
         Bitmap::new(&self.name, self.granularity(), 0, BitmapState::Inconsistent)
     }
 
-    /// Its bits, eight in a byte, the lowest first.
+    /// The bits, eight in a byte, from the least significant bit on.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> =
             self.words.iter().flat_map(|word| word.load(Relaxed).to_le_bytes()).collect();
@@ -254,8 +257,8 @@ impl Bitmap {
         bytes
     }
 
-    /// Sets the bits that `bytes` have, from the bitmap's byte `at` on, a multiple of 8. Bits that it has no room for
-    /// are left out.
+    /// Replaces the bits from byte `at` of the bitmap on, a multiple of 8, by those in `bytes`. Bits beyond
+    /// the end of the bitmap are ignored.
     pub fn load(&mut self, at: u64, bytes: &[u8]) {
         let words = self.words.get_mut((at / 8) as usize..).unwrap_or_default();
         for (word, bytes) in words.iter_mut().zip(bytes.chunks(8)) {
@@ -263,23 +266,23 @@ impl Bitmap {
             content[..bytes.len()].copy_from_slice(bytes);
             *word = AtomicU64::new(u64::from_le_bytes(content));
         }
-        self.clear_behind();
+        self.clear_past_end();
     }
 
-    /// Clears the bits that stand for nothing.
-    fn clear_behind(&self) {
+    /// Clears the bits of the last word that represent no bytes of the disk.
+    fn clear_past_end(&self) {
         let bits = self.size.div_ceil(self.granularity());
         if let Some(last) = self.words.last().filter(|_| !bits.is_multiple_of(WORD_BITS)) {
             last.fetch_and(mask(0, bits % WORD_BITS - 1), Relaxed);
         }
     }
 
-    /// Bytes of memory of its bits.
+    /// The memory of the bits, in bytes.
     pub fn memory_bytes(&self) -> u64 {
         self.words.len() as u64 * 8
     }
 
-    /// The same if the disk had `size` bytes.
+    /// The memory of the bits, in bytes, if the disk had `size` bytes.
     pub(crate) fn memory_for(&self, size: u64) -> u64 {
         match self.state {
             BitmapState::Inconsistent => 0,
@@ -288,27 +291,27 @@ impl Bitmap {
     }
 }
 
-/// The bytes that the bits for a disk of `size` bytes fill.
+/// The number of bytes that the bits for a disk of `size` bytes fill.
 pub fn bytes_for(size: u64, granularity: u64) -> u64 {
     size.div_ceil(granularity).div_ceil(8)
 }
 
-/// The bits from `first` to `last` of a word.
+/// A word in which the bits from `first` to `last`, inclusive, are set.
 #[inline]
 fn mask(first: u64, last: u64) -> u64 {
     u64::MAX << first & u64::MAX >> (WORD_BITS - 1 - last)
 }
 
-/// Whether a bitmap can be called `name`.
+/// Checks that `name` is a valid name of a bitmap.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`]: why not.
+/// [`ErrorKind::Invalid`] with the reason.
 pub fn check_name(name: &str) -> Result<(), Error> {
     let why = match name {
-        "" => "it is empty",
-        _ if name.len() > NAME_MAX_BYTES => "it is longer than 1023 bytes",
-        _ if name.contains(char::is_control) => "it has control characters",
+        "" => "the name is empty",
+        _ if name.len() > NAME_MAX_BYTES => "the name is longer than 1023 bytes",
+        _ if name.contains(char::is_control) => "the name contains control characters",
         _ => return Ok(()),
     };
-    Err(Error::new(ErrorKind::Invalid, format!("no bitmap can have that name: {why}")))
+    Err(Error::new(ErrorKind::Invalid, format!("not a valid bitmap name: {why}")))
 }

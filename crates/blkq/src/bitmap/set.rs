@@ -1,5 +1,3 @@
-//! The bitmaps of one disk.
-
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
@@ -8,15 +6,16 @@ use crate::sync::{Mutex, lock};
 
 use super::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES};
 
-/// The bitmaps of one disk. They are exchanged while it is frozen, and their bits are set by its queues.
+/// The bitmaps of one disk. The list changes only while the disk is frozen. The bits are set by the queues of
+/// the disk.
 pub(crate) struct BitmapSet {
-    /// By name, each one once.
+    /// Sorted by name. Each name occurs once.
     bitmaps: Mutex<Vec<Arc<Bitmap>>>,
-    /// Some are recording: changed while the disk is frozen.
+    /// Whether a bitmap is recording. Changes only while the disk is frozen, so relaxed accesses are enough.
     recording: AtomicBool,
-    /// They are kept with an image.
-    kept: AtomicBool,
-    /// They change no more.
+    /// The driver stores the bitmaps with its image.
+    persistent: AtomicBool,
+    /// The bitmaps have been stored and must no longer change.
     closed: AtomicBool,
 }
 
@@ -25,67 +24,67 @@ impl BitmapSet {
         BitmapSet {
             bitmaps: Mutex::new(Vec::new()),
             recording: AtomicBool::new(false),
-            kept: AtomicBool::new(false),
+            persistent: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         }
     }
 
-    /// All of them, by name.
+    /// All bitmaps, sorted by name.
     pub fn list(&self) -> Vec<Arc<Bitmap>> {
         lock(&self.bitmaps).clone()
     }
 
-    /// Whether writes set bits of some.
+    /// Whether writes set the bits of a bitmap.
     pub fn has_recording(&self) -> bool {
         self.recording.load(Relaxed)
     }
 
-    /// They are kept with an image from now on.
-    pub fn set_kept(&self) {
-        self.kept.store(true, Relaxed);
+    /// Notes that the driver stores the bitmaps with its image.
+    pub fn set_persistent(&self) {
+        self.persistent.store(true, Relaxed);
     }
 
-    /// Whether they are kept with an image.
-    pub fn is_kept(&self) -> bool {
-        self.kept.load(Relaxed)
+    /// Whether the driver stores the bitmaps with its image.
+    pub fn is_persistent(&self) -> bool {
+        self.persistent.load(Relaxed)
     }
 
-    /// They change no more: what keeps them has them as they are.
+    /// Notes that the bitmaps have been stored, and must no longer change.
     pub fn close(&self) {
         self.closed.store(true, Relaxed);
     }
 
-    /// Whether they change no more.
+    /// Whether the bitmaps have been stored, and must no longer change.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Relaxed)
     }
 
-    /// Those whose bits are set by writes.
+    /// The bitmaps whose bits are set by writes.
     pub fn recording(&self) -> Vec<Arc<Bitmap>> {
         let mut bitmaps = self.list();
         bitmaps.retain(|bitmap| bitmap.state() == BitmapState::Recording);
         bitmaps
     }
 
-    /// Adds one.
+    /// Adds `bitmap`.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if there is one of that name, or there is no room for one more.
+    /// [`ErrorKind::Invalid`] if a bitmap of that name exists, or the disk has no room for another one.
     pub fn add(&self, bitmap: Bitmap) -> Result<(), Error> {
         let mut bitmaps = lock(&self.bitmaps);
         let rejected =
             |why: String| Err(Error::new(ErrorKind::Invalid, format!("bitmap {}: {why}", bitmap.name())));
         let Err(place) = bitmaps.binary_search_by(|other| other.name().cmp(bitmap.name())) else {
-            return rejected("there is one of that name already".to_owned());
+            return rejected("a bitmap of that name already exists".to_owned());
         };
         if bitmaps.len() == BITMAPS_MAX {
-            return rejected(format!("there are {BITMAPS_MAX} already; remove one first"));
+            return rejected(format!("the disk already has {BITMAPS_MAX} bitmaps; remove one first"));
         }
         let memory = bitmaps.iter().map(|bitmap| bitmap.memory_bytes()).sum::<u64>() + bitmap.memory_bytes();
         if memory > MEMORY_MAX_BYTES {
             return rejected(format!(
-                "all together would take {memory} bytes of memory, and may take {MEMORY_MAX_BYTES}; remove one \
-                 first, or choose a greater granularity"
+                "all bitmaps of the disk would need {memory} bytes of memory, more than {MEMORY_MAX_BYTES}; remove one \
+                 first, or choose a larger granularity"
             ));
         }
         bitmaps.insert(place, Arc::new(bitmap));
@@ -93,7 +92,7 @@ impl BitmapSet {
         Ok(())
     }
 
-    /// Removes the one called `name`; false if there is none.
+    /// Removes the bitmap called `name`. Returns false if there is no such bitmap.
     pub fn remove(&self, name: &str) -> bool {
         let mut bitmaps = lock(&self.bitmaps);
         let before = bitmaps.len();
@@ -102,7 +101,7 @@ impl BitmapSet {
         bitmaps.len() < before
     }
 
-    /// Puts one in the place of that of its name.
+    /// Replaces the bitmap of the same name.
     pub fn replace(&self, bitmap: Bitmap) {
         let mut bitmaps = lock(&self.bitmaps);
         if let Some(place) = bitmaps.iter_mut().find(|other| other.name() == bitmap.name()) {
@@ -111,10 +110,10 @@ impl BitmapSet {
         self.note(&bitmaps);
     }
 
-    /// Checks whether all have room in memory if the disk gets `size` bytes.
+    /// Checks that the memory limit permits all bitmaps if the disk gets `size` bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if not: which bitmaps there are.
+    /// [`ErrorKind::Unsupported`], with the names of the bitmaps, if it does not.
     pub fn check_size(&self, size: u64) -> Result<(), Error> {
         let bitmaps = self.list();
         let memory: u64 = bitmaps.iter().map(|bitmap| bitmap.memory_for(size)).sum();
@@ -123,21 +122,22 @@ impl BitmapSet {
         }
         let names: Vec<&str> = bitmaps.iter().map(|bitmap| bitmap.name()).collect();
         let message = format!(
-            "its bitmaps would take {memory} bytes of memory, and may take {MEMORY_MAX_BYTES}; remove some first: {}",
+            "the dirty bitmaps would need {memory} bytes of memory, more than {MEMORY_MAX_BYTES}; remove some first: {}",
             names.join(", ")
         );
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
-    /// Has all be for a disk of `size` bytes, which was checked. One that cannot be so large all the same is
-    /// inconsistent. Nothing else changes the set meanwhile.
+    /// Resizes all bitmaps for a disk of `size` bytes, after [`BitmapSet::check_size`] permitted it. A bitmap
+    /// that nevertheless cannot be resized becomes inconsistent. Only one thread at a time may change the
+    /// set.
     pub fn resize(&self, size: u64) {
         let resize = |bitmap: &Arc<Bitmap>| bitmap.resized(size).or_else(|_| bitmap.inconsistent());
-        // Connections read the set: it is not locked while bits are copied.
+        // The set is not locked while bits are copied, because connections read it.
         self.restore(self.list().iter().filter_map(|bitmap| resize(bitmap).map(Arc::new).ok()).collect());
     }
 
-    /// Has these, which are a list of before or were made of one, in the place of all.
+    /// Replaces all bitmaps by a list that was returned earlier, or was derived from one.
     pub fn restore(&self, bitmaps: Vec<Arc<Bitmap>>) {
         self.note(&bitmaps);
         *lock(&self.bitmaps) = bitmaps;

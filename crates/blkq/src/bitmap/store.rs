@@ -1,4 +1,4 @@
-//! Keeping the dirty bitmaps of a disk with its image.
+//! Storing the dirty bitmaps of a disk with its image.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -7,44 +7,48 @@ use crate::error::Error;
 
 use super::Bitmap;
 
-/// The place where a driver keeps bitmaps with its image. Only control threads call it, and no queue does I/O meanwhile.
+/// The storage of bitmaps in a driver's image. Only control threads call it, and no queue does I/O during a
+/// call.
 pub trait BitmapStore: Send + Sync {
-    /// Loads the bitmaps that are kept with the image, and marks them there as in use if it is to be written to. To be
-    /// called before a queue is opened. Returns them, and warnings, each one line.
+    /// Loads the bitmaps that are stored with the image, and marks them in the image as in use if the image
+    /// is writable. Must be called before a queue is opened. Returns the bitmaps, and warnings of one line
+    /// each.
     ///
     /// # Errors
-    /// Those of the files.
+    /// The I/O errors of the files.
     fn load(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error>;
 
-    /// Checks whether bitmaps can be kept with the image.
+    /// Checks whether bitmaps can be stored with the image.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported): why not;
-    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if they can, once it has a file for them
-    /// ([`BitmapStore::set_file`]).
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) with the reason if they cannot;
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if they can, but only in a separate file that does
+    /// not exist yet ([`BitmapStore::set_file`]).
     fn check(&self) -> Result<(), Error>;
 
-    /// Has the bitmaps of a raw image kept in `file`, which is new and open for reading and writing: the image's path
-    /// with `.bitmaps` behind it, where they are found when it is opened next. One that has a file keeps that.
+    /// Stores the bitmaps of a raw image in `file`, a new file that is open for reading and writing. Its path
+    /// must be that of the image with `.bitmaps` appended, where the bitmaps are searched when the image is
+    /// opened next. Has no effect if the image already has such a file.
     ///
     /// # Errors
-    /// As [`BitmapStore::check`], and if the file is not a new one.
+    /// The errors of [`BitmapStore::check`], or an error if the file is not new.
     fn set_file(&self, file: File) -> Result<(), Error>;
 
-    /// Has the image name `all`, and no others, as in use, durably, with room for their bits: if this process is killed
-    /// they are inconsistent, and [`BitmapStore::store`] does not fail for a file system that is full. To be called
-    /// whenever a bitmap is added, removed or gets another size, and with a driver that is to take the place of that
-    /// which keeps them. Does nothing where [`BitmapStore::check`] fails.
+    /// Durably lists exactly the bitmaps `all` in the image as in use, with space for their bits. If this
+    /// process is killed, they are inconsistent; and a full file system cannot make [`BitmapStore::store`]
+    /// fail. Must be called whenever a bitmap is added, removed or resized, and for a driver that will
+    /// replace the one that stores the bitmaps. Does nothing if [`BitmapStore::check`] fails.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the image has a bitmap of such a name that is not
-    /// known here; those of the files, such as one that has no room. The image names those that it named then.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the image contains a bitmap of the same
+    /// name that was not loaded; or the I/O error of the files, for example if there is no space. After an
+    /// error the image lists the same bitmaps as before.
     fn reserve(&self, all: &[Arc<Bitmap>]) -> Result<(), Error>;
 
-    /// Keeps `all` with the image, in the place of those that it has. Nothing is written to the device meanwhile, nor
-    /// afterwards.
+    /// Stores `all` with the image, and replaces the bitmaps that are stored there. The device must not be
+    /// written during this call or later.
     ///
     /// # Errors
-    /// Those of the files; bitmaps that were loaded are marked as in use there still.
+    /// The I/O errors of the files. After an error, loaded bitmaps are still marked as in use.
     fn store(&self, all: &[Arc<Bitmap>]) -> Result<(), Error>;
 }

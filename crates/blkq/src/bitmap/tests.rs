@@ -29,7 +29,7 @@ proptest! {
         for (start, length) in &writes {
             let range = *start % size..(*start % size + length).min(size);
             model[(range.start >> shift) as usize..range.end.div_ceil(granularity) as usize].fill(true);
-            // Up to the padding of the last block.
+            // As writes are, the range is padded to whole sectors.
             bitmap.mark(range.start..range.end.next_multiple_of(512));
         }
         let check = |bitmap: &Bitmap, model: &[bool]| {
@@ -116,8 +116,10 @@ fn a_set_has_each_name_once_and_a_bound() {
     assert_eq!(set.list().iter().map(|bitmap| bitmap.name()).collect::<Vec<_>>(), ["a", "b"]);
     assert!(add("a", 512, BitmapState::Disabled).unwrap_err().to_string().contains("already"));
     let most = MEMORY_MAX_BYTES * 8 * 512;
-    assert!(add("c", most, BitmapState::Disabled).unwrap_err().to_string().contains("all together"));
-    // Each has room, and both have not.
+    assert!(
+        add("c", most, BitmapState::Disabled).unwrap_err().to_string().contains("all bitmaps of the disk")
+    );
+    // Each bitmap alone is within the limit, and both together are not.
     let refused = set.check_size(most / 2 + 4096 * 512).unwrap_err().to_string();
     assert!(refused.ends_with("remove some first: a, b"), "{refused}");
     set.check_size(most / 2).unwrap();
@@ -128,6 +130,6 @@ fn a_set_has_each_name_once_and_a_bound() {
     for number in 0..BITMAPS_MAX {
         add(&number.to_string(), 512, BitmapState::Recording).unwrap();
     }
-    assert!(add("more", 512, BitmapState::Recording).unwrap_err().to_string().contains("64 already"));
+    assert!(add("more", 512, BitmapState::Recording).unwrap_err().to_string().contains("already has 64"));
     assert!(set.remove("3") && !set.remove("3"));
 }

@@ -58,7 +58,7 @@ impl Disk {
         let _one_at_a_time = lock(&self.changing);
         let size = self.limits().size_bytes();
         let mut errors = Vec::new();
-        self.bitmaps.set_kept();
+        self.bitmaps.set_persistent();
         self.frozen(|| {
             for bitmap in bitmaps {
                 // The bitmap is larger if the image ends with a part of a sector. Its bits are kept then.
@@ -167,7 +167,7 @@ impl Disk {
 
     /// Saves the names of the bitmaps in the image, if the image stores them.
     fn reserve_bitmaps(&self) -> Result<(), Error> {
-        if !self.bitmaps.is_kept() {
+        if !self.bitmaps.is_persistent() {
             return Ok(());
         }
         self.driver().bitmap_store().map_or(Ok(()), |store| store.reserve(&self.bitmaps.list()))
