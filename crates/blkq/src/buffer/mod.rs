@@ -1,6 +1,6 @@
-//! Memory of I/O: [`IoBuffer`] owns aligned memory, [`Segment`] points into memory
-//! that its owner keeps alive, [`KernelPages`] names memory that only the kernel reaches,
-//! [`Data`] is what a bio carries.
+//! Memory for I/O: [`IoBuffer`] owns aligned memory, [`Segment`] points to memory that its owner keeps alive,
+//! [`KernelPages`] names memory that only the kernel can access, and [`Data`] is the memory that a bio
+//! carries.
 
 mod huge;
 #[cfg_attr(model_check, allow(dead_code, reason = "the ring of a model registers nothing"))]
@@ -15,67 +15,66 @@ use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Alignment in bytes of every [`IoBuffer`]: a page, which satisfies the direct I/O of
-/// every device known.
+/// The alignment in bytes of every [`IoBuffer`]: a page, which is enough for direct I/O of all known devices.
 pub const BUFFER_ALIGN: usize = 4096;
 
-/// Buffers of at least so many bytes are mappings of their own: they take memory, and the
-/// time to zero it, page by page as they are filled.
+/// Buffers of at least this number of bytes have their own mapping, so that memory is allocated and zeroed
+/// page by page as they are filled.
 const MAPPED_MIN_BYTES: usize = 256 << 10;
 
-/// A piece of memory of one I/O. The code that makes one promises that the memory stays
-/// valid, and untouched where the device writes it, until the bio has completed.
+/// A contiguous piece of memory of one I/O. The code that creates a segment promises that the memory stays
+/// valid until the bio has completed, and that no thread accesses it meanwhile if the device writes to it.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Segment {
-    /// First byte.
+    /// The address of the first byte.
     pub ptr: *mut u8,
-    /// Length in bytes.
+    /// The length in bytes.
     pub len: u32,
-    /// The registration of the buffer that all of it lies in, or [`Segment::UNREGISTERED`]. Of the
-    /// buffer perhaps only a front is registered.
+    /// The registration of the buffer that contains the segment, or [`Segment::UNREGISTERED`]. Possibly only
+    /// a first part of that buffer is registered.
     pub(crate) registered: u16,
 }
 
 impl Segment {
-    /// `registered` of memory that no ring knows.
+    /// The value of `registered` for memory that is registered with no ring.
     pub(crate) const UNREGISTERED: u16 = registration::UNREGISTERED;
 
-    /// The `len` bytes from `ptr` on.
+    /// A segment of `len` bytes from `ptr` on.
     pub const fn new(ptr: *mut u8, len: u32) -> Segment {
         Segment { ptr, len, registered: Segment::UNREGISTERED }
     }
 
-    /// The `len` bytes from `ptr` on, all of them in `memory`: I/O on its ring need not pin their pages.
-    /// I/O on bytes that are not fails.
+    /// A segment of `len` bytes from `ptr` on that is inside `memory`, so that I/O on its ring need not pin
+    /// the pages. I/O on bytes outside of `memory` fails.
     #[inline]
     pub fn registered(ptr: *mut u8, len: u32, memory: &RegisteredMemory) -> Segment {
         Segment { ptr, len, registered: memory.0 }
     }
 
-    /// Whether it is in memory that was registered.
+    /// Whether the segment is inside memory that was registered.
     #[inline]
     pub fn is_registered(&self) -> bool {
         self.registered != Segment::UNREGISTERED
     }
 
-    /// Whether both are in memory that was registered as one, or neither in any.
+    /// Whether both segments are inside the same registered memory, or neither is in registered memory.
     #[inline]
     pub fn same_registration(&self, other: &Segment) -> bool {
         self.registered == other.registered
     }
 }
 
-/// Keeps memory mapped that is not a buffer's.
+/// Keeps registered memory mapped that is not an [`IoBuffer`].
 pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
-/// Memory of another owner that a ring has registered
-/// ([`Registrar::register_memory`](crate::Registrar::register_memory)), until this is dropped.
+/// Memory that is registered with a ring and is not an [`IoBuffer`]
+/// ([`Registrar::register_memory`](crate::Registrar::register_memory)). Dropping the value ends the
+/// registration.
 #[derive(Debug)]
 pub struct RegisteredMemory(u16);
 
 impl RegisteredMemory {
-    /// Of registration `number`.
     #[cfg(not(model_check))]
     pub(crate) fn new(number: u16) -> RegisteredMemory {
         RegisteredMemory(number)
@@ -89,8 +88,8 @@ impl Drop for RegisteredMemory {
     }
 }
 
-// SAFETY: a segment is an address; what may be done with it on which thread is the
-// promise of the code that made it (see `Data`, whose constructors demand it).
+// SAFETY: a segment is only an address. The code that created it promises what may be done with the memory on
+// which thread (see `Data`, whose constructors demand it).
 unsafe impl Send for Segment {}
 
 /// Owned, zeroed, page-aligned memory for I/O.
@@ -101,12 +100,12 @@ pub struct IoBuffer {
     origin: Origin,
 }
 
-/// Where the memory of a buffer comes from. [`Data`] uses the values that this has not to distinguish its
-/// variants, and so is as large as a buffer: two words, which move through registers.
+/// Where the memory of a buffer was allocated. [`Data`] stores its variants in the values that this enum does
+/// not use, and so is as large as a buffer: two words, which are passed in registers.
 #[derive(Clone, Copy)]
 #[repr(u16)]
 enum Origin {
-    /// The heap, or a mapping of its own.
+    /// The heap, or the buffer's own mapping.
     Own,
     /// A row of buffers ([`IoBuffer::try_zeroed_row`]).
     Row,
@@ -118,8 +117,8 @@ unsafe impl Send for IoBuffer {}
 unsafe impl Sync for IoBuffer {}
 
 impl IoBuffer {
-    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`]. Aborts the process if
-    /// there is none.
+    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`]. Aborts the process if there is
+    /// not enough memory.
     ///
     /// # Panics
     /// If `len` is above 2 GiB.
@@ -127,7 +126,7 @@ impl IoBuffer {
         IoBuffer::try_zeroed(len).unwrap_or_else(|| handle_alloc_error(Self::layout(len as u32)))
     }
 
-    /// As [`IoBuffer::zeroed`], but `None` if there is no memory.
+    /// Allocates as [`IoBuffer::zeroed`] does, but returns `None` if there is not enough memory.
     ///
     /// # Panics
     /// If `len` is above 2 GiB.
@@ -135,11 +134,11 @@ impl IoBuffer {
         assert!(len <= 1 << 31, "an IoBuffer has at most 2 GiB");
         let layout = Self::layout(len as u32);
         let ptr = if layout.size() < MAPPED_MIN_BYTES {
-            // SAFETY: the layout's size is not zero.
+            // SAFETY: the size of the layout is not zero.
             unsafe { alloc_zeroed(layout) }
         } else {
             let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
-            // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
+            // SAFETY: a new mapping at an address that the kernel chooses affects no existing memory.
             let mapped = unsafe { mmap_anonymous(null, layout.size(), protection, MapFlags::PRIVATE) };
             mapped.map_or(std::ptr::null_mut(), |ptr| ptr.cast())
         };
@@ -147,18 +146,19 @@ impl IoBuffer {
         Some(IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, origin: Origin::Own })
     }
 
-    /// Zeroed buffers of `len` bytes each, a multiple of [`BUFFER_ALIGN`] and at most 1 GiB: as many as fit
-    /// into 2 MiB, at least one, side by side in memory that the system fills with huge pages if it has
-    /// any. That is released when the last of them is dropped. None of them if there is no memory.
+    /// Allocates as many zeroed buffers of `len` bytes as fit into 2 MiB, but at least one. `len` is a
+    /// multiple of [`BUFFER_ALIGN`], at most 1 GiB. The buffers are adjacent in memory that the kernel fills
+    /// with huge pages if it has any. The memory is released when the last buffer is dropped. Returns an
+    /// empty list if there is not enough memory.
     ///
     /// # Panics
-    /// If `len` is 0, not such a multiple, or larger.
+    /// If `len` is 0, not a multiple of [`BUFFER_ALIGN`], or larger than 1 GiB.
     pub fn try_zeroed_row(len: usize) -> Vec<IoBuffer> {
         assert!(len > 0 && len.is_multiple_of(BUFFER_ALIGN) && len <= 1 << 30, "{len} bytes");
         let count = (huge::HUGE_PAGE_BYTES / len).max(1);
         let Some(first) = huge::map(len, count, page_bytes()) else { return Vec::new() };
         let buffer = |index: usize| {
-            // SAFETY: `count` of them fit into the mapping.
+            // SAFETY: the mapping has room for `count` buffers.
             let ptr = unsafe { first.add(index * len) };
             IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, origin: Origin::Row }
         };
@@ -176,21 +176,20 @@ impl IoBuffer {
         Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
     }
 
-    /// Releases the whole pages of the system that lie inside the buffer; their content is zeroes
-    /// from then on. A buffer that a ring knows keeps its pages: the ring would go on with the old
-    /// ones.
+    /// Releases the whole pages that lie inside the buffer. Their content is zeroes afterwards. Has no effect
+    /// on a registered buffer, because its ring would continue to use the old pages.
     pub fn release_pages(&mut self) {
         Self::release_all_pages([self]);
     }
 
-    /// [`IoBuffer::release_pages`] of all `buffers`, those that lie side by side at once. The kernel
-    /// may have filled them with huge pages; it splits one that is released in parts into small ones,
-    /// and I/O on those costs it more from then on.
+    /// Releases pages as [`IoBuffer::release_pages`] does, with one system call for adjacent `buffers`. If
+    /// the kernel has filled them with a huge page and only a part of it is released, the kernel splits it
+    /// into small pages, and I/O on these is more expensive.
     pub fn release_all_pages<'a>(buffers: impl IntoIterator<Item = &'a mut IoBuffer>) {
         let page = page_bytes();
         let pages_of = |buffer: &mut IoBuffer| {
             let pages = whole_pages(buffer.ptr.addr().get(), Self::layout(buffer.len).size(), page);
-            // SAFETY: inside the allocation.
+            // SAFETY: the address is inside the allocation.
             let first = unsafe { buffer.ptr.add(pages.start) };
             (!buffer.is_registered() && !pages.is_empty()).then_some((first, pages.len()))
         };
@@ -202,13 +201,13 @@ impl IoBuffer {
             adjacent
         });
         for (first, bytes) in runs {
-            // SAFETY: whole pages that these buffers own exclusively. That the kernel does not
-            // do it only leaves them where they are.
+            // SAFETY: these are whole pages that the buffers own exclusively. If the kernel refuses, the
+            // pages merely stay.
             let _ = unsafe { madvise(first.as_ptr().cast(), bytes, Advice::LinuxDontNeed) };
         }
     }
 
-    /// Whether the buffer is registered with a ring that is still there
+    /// Whether the buffer is registered with a ring that still exists
     /// ([`Registrar::register_buffer`](crate::Registrar::register_buffer)).
     pub fn is_registered(&self) -> bool {
         #[cfg(not(model_check))]
@@ -217,29 +216,29 @@ impl IoBuffer {
         return false;
     }
 
-    /// Notes that the buffer's registration is `number`, and no longer what it was.
+    /// Replaces the buffer's registration by `number`.
     #[cfg(not(model_check))]
     pub(crate) fn set_registration(&mut self, number: u16) {
         registration::drop_buffer(std::mem::replace(&mut self.registered, number));
     }
 
-    /// The ring has taken the buffer out of its table.
+    /// Called when the ring has removed the buffer from its table.
     #[cfg(not(model_check))]
     pub(crate) fn clear_registration(&mut self) {
         self.registered = Segment::UNREGISTERED;
     }
 }
 
-/// Bytes of a page of the system, as the C library knows them since the process began: rustix asks
-/// the kernel at its first call, which a confined thread may not.
+/// The page size of the system in bytes, which the C library has known since the process started. rustix
+/// would ask the kernel at its first call, which a confined thread is not permitted to do.
 fn page_bytes() -> usize {
-    // SAFETY: returns a constant.
+    // SAFETY: the call returns a constant.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(bytes).unwrap_or(4096)
 }
 
-/// Which of the `bytes` from `address` on are whole pages of `page` bytes. Where those are larger
-/// than [`BUFFER_ALIGN`], the first and the last may be shared with other memory of the heap.
+/// The range of the `bytes` from `address` on that consists of whole pages of `page` bytes. If pages are
+/// larger than [`BUFFER_ALIGN`], the first and the last page may also contain other memory of the heap.
 fn whole_pages(address: usize, bytes: usize, page: usize) -> Range<usize> {
     let first = address.next_multiple_of(page) - address;
     let end = bytes.saturating_sub((address + bytes) % page);
@@ -247,20 +246,20 @@ fn whole_pages(address: usize, bytes: usize, page: usize) -> Range<usize> {
 }
 
 impl Drop for IoBuffer {
-    // Out of line: code that moves buffers about, and drops none, need not carry it.
+    // Not inlined: code that moves buffers without dropping them is smaller.
     #[cold]
     fn drop(&mut self) {
         #[cfg(not(model_check))]
         registration::drop_buffer(self.registered);
         let layout = Self::layout(self.len);
         if let Origin::Row = self.origin {
-            // SAFETY: made by `try_zeroed_row`, and nobody uses it any more.
+            // SAFETY: the memory is from `try_zeroed_row`, and is no longer used.
             unsafe { huge::release(self.ptr) }
         } else if layout.size() < MAPPED_MIN_BYTES {
-            // SAFETY: allocated in `zeroed` with this very layout, freed once.
+            // SAFETY: the memory was allocated in `try_zeroed` with the same layout, and is freed once.
             unsafe { dealloc(self.ptr.as_ptr(), layout) }
         } else {
-            // SAFETY: mapped in `zeroed` with this very size, and nobody uses it any more.
+            // SAFETY: the memory was mapped in `try_zeroed` with the same size, and is no longer used.
             let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), layout.size()) };
             debug_assert!(unmapped.is_ok(), "{unmapped:?}");
         }
@@ -270,8 +269,8 @@ impl Drop for IoBuffer {
 impl Deref for IoBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes that we own; while an I/O is in flight the
-        // block layer owns the buffer and hands out no reference.
+        // SAFETY: the buffer owns `len` initialised bytes. While an I/O is in flight, the block layer owns
+        // the buffer and hands out no reference.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len as usize) }
     }
 }
@@ -289,29 +288,30 @@ impl fmt::Debug for IoBuffer {
     }
 }
 
-/// The owner of scattered memory: a guest's pages, a caller's slices.
+/// The owner of scattered memory, such as the pages of a guest or the slices of a caller.
 ///
-/// Its maker gets the concrete type back from a completion by way of [`Any`], and can use it again:
-/// `(owner as &mut dyn Any).downcast_mut()`.
+/// The submitter gets the concrete type back from a completion through [`Any`]: `(owner as &mut dyn
+/// Any).downcast_mut()`.
 ///
 /// # Safety
-/// The segments must stay valid, and the same, until the value is dropped, or changed by an exclusive
-/// borrow of it, which nobody has while a bio carries it; and they may be accessed from any thread.
-/// Until a bio with it has completed nothing else in this process may touch memory that a read fills,
-/// nor write what a write reads.
+/// The segments must stay valid and unchanged until the owner is dropped, or is changed through an exclusive
+/// borrow, which is impossible while a bio carries it. All threads may access the memory. Until a bio with it
+/// has completed, no other code in this process may access memory that a read fills, or write memory from
+/// which a write reads.
 ///
-/// Another process may do both at any time, if it shares the memory: a guest does. The bytes of a
-/// segment can therefore differ from one look to the next, and a driver makes no reference to them: it
-/// passes their address to the kernel, or copies them by raw pointers, and what it checks or computes
+/// If the memory is shared with another process, such as a guest, that process may access it at any time. The
+/// bytes of a segment can therefore change between two accesses, and a driver must not create references to
+/// them: it passes their address to the kernel, or copies them through raw pointers and then uses only the
+/// copy for checks and computations.
 /// with is the copy.
 pub unsafe trait SegmentOwner: Any + Send {
-    /// The memory, in the order of the device's bytes.
+    /// The memory, in the order of the bytes on the device.
     fn segments(&self) -> &[Segment];
 }
 
-/// Pages of the kernel's that the ring knows as a registered buffer, or a part of them: those
-/// of a request to a ublk device, for one. There is no address, so no thread can touch them;
-/// only READ_FIXED and WRITE_FIXED on that ring move their bytes.
+/// Pages of the kernel that the ring knows as a registered buffer, or a part of them; for example the pages
+/// of a request to a ublk device. They have no address, so no thread can access them. Only READ_FIXED and
+/// WRITE_FIXED on that ring move their bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct KernelPages {
     offset: u32,
@@ -323,37 +323,37 @@ impl KernelPages {
     /// The first `len` bytes of the registered buffer `index`.
     ///
     /// # Safety
-    /// Bios with it, with a copy or a part of it must be submitted only to queues on the ring that
-    /// knows it, and the buffer must stay registered, with at least `len` bytes, until they have
+    /// Bios with this memory, with a copy or a part of it, must be submitted only to queues on the ring with
+    /// the registered buffer. The buffer must stay registered, with at least `len` bytes, until they have
     /// completed.
     pub unsafe fn new(index: u16, len: u32) -> KernelPages {
         KernelPages { offset: 0, len, index }
     }
 
-    /// Index in the ring's table of registered buffers.
+    /// The index in the ring's table of registered buffers.
     #[inline]
     pub fn index(self) -> u16 {
         self.index
     }
 
-    /// Where it begins in the registered buffer, in bytes. A buffer of the kernel's has no
-    /// address: operations on it are given this in its place.
+    /// Where the memory begins in the registered buffer, in bytes. A buffer of the kernel has no address, so
+    /// operations on it use this offset instead.
     #[inline]
     pub fn offset(self) -> u32 {
         self.offset
     }
 
-    /// Its length in bytes.
+    /// The length in bytes.
     #[inline]
     #[allow(clippy::len_without_is_empty, reason = "no bio with data is empty")]
     pub fn len(self) -> u32 {
         self.len
     }
 
-    /// The part of `len` bytes from byte `skip` on.
+    /// The part of `len` bytes that begins at byte `skip`.
     ///
     /// # Panics
-    /// If it does not end inside.
+    /// If the part does not end inside the memory.
     #[must_use]
     pub fn part(self, skip: u32, len: u32) -> KernelPages {
         assert!(skip.checked_add(len).is_some_and(|end| end <= self.len), "a part beyond the buffer");
@@ -361,24 +361,24 @@ impl KernelPages {
     }
 }
 
-/// The memory that a bio carries and returns when it completes.
+/// The memory that a bio carries, and returns when it completes.
 #[derive(Default)]
 pub enum Data {
     /// No memory: flush, discard, write zeroes.
     #[default]
     None,
-    /// One owned buffer; its length is at least that of the bio.
+    /// An owned buffer, which is at least as long as the bio.
     Buffer(IoBuffer),
-    /// Memory of another owner, which keeps it alive.
+    /// Memory of another owner, which keeps it valid.
     Segments(Box<Box<dyn SegmentOwner>>),
-    /// Memory that only the ring's operations reach; it makes a bio one that never merges
-    /// ([`BioFlags::NO_MERGE`](crate::BioFlags::NO_MERGE)). Rejected unless the driver declares that it
-    /// can ([`QueueLimits::kernel_pages`](crate::QueueLimits::kernel_pages)).
+    /// Memory that only operations of the ring can access. A bio with it never merges
+    /// ([`BioFlags::NO_MERGE`](crate::BioFlags::NO_MERGE)), and is rejected unless the driver declares
+    /// support ([`QueueLimits::kernel_pages`](crate::QueueLimits::kernel_pages)).
     Kernel(KernelPages),
 }
 
 impl Data {
-    /// The memory as segments; none of memory that has no address.
+    /// Calls `f` with the memory as segments, or with no segment if the memory has no address.
     pub(crate) fn with_segments<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
         match self {
             Data::None | Data::Kernel(_) => f(&[]),
@@ -387,8 +387,8 @@ impl Data {
         }
     }
 
-    /// The memory's pieces, only to be measured: memory without an address is one piece,
-    /// whose offset is shown in the address's place.
+    /// Calls `f` with segments that must be used only to measure the memory. Memory without an address is one
+    /// segment, with the offset as its address.
     pub(crate) fn with_shape<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
         match self {
             Data::Kernel(pages) => f(&[Segment {
@@ -400,7 +400,7 @@ impl Data {
         }
     }
 
-    /// The buffer, if that is what the bio carried.
+    /// The buffer, if the memory is one owned buffer.
     #[inline]
     pub fn into_buffer(self) -> Option<IoBuffer> {
         match self {
@@ -434,10 +434,10 @@ const _: () = assert!(size_of::<IoBuffer>() == 16 && size_of::<Data>() == 16);
 mod tests {
     use super::*;
 
-    /// Pages of `buffer` that take memory.
+    /// The number of pages of `buffer` that occupy memory.
     fn resident_pages(buffer: &IoBuffer) -> usize {
         let mut pages = vec![0u8; buffer.len().div_ceil(BUFFER_ALIGN)];
-        // SAFETY: one byte for each page of the buffer.
+        // SAFETY: the result has one byte for each page of the buffer.
         let done =
             unsafe { libc::mincore(buffer.as_ptr().cast_mut().cast(), buffer.len(), pages.as_mut_ptr()) };
         assert_eq!(done, 0);
@@ -449,7 +449,7 @@ mod tests {
         let mut buffer = IoBuffer::zeroed(32 << 20);
         assert_eq!(resident_pages(&buffer), 0);
         buffer[5 << 20..6 << 20].fill(1);
-        // With huge pages it is some more.
+        // With huge pages more memory is resident.
         assert!((256..=1536).contains(&resident_pages(&buffer)), "{}", resident_pages(&buffer));
         assert_eq!((buffer[0], buffer[6 << 20], buffer[(32 << 20) - 1]), (0, 0, 0));
         buffer.release_pages();
@@ -494,7 +494,7 @@ mod tests {
 
     #[test]
     fn a_part_of_kernel_pages_lies_inside_them() {
-        // SAFETY: no bio is made of it.
+        // SAFETY: no bio is created with these pages.
         let pages = unsafe { KernelPages::new(3, 4096) };
         let part = pages.part(512, 3584);
         assert_eq!((part.offset(), part.len(), part.index()), (512, 3584, 3));

@@ -1,43 +1,45 @@
-//! Which ring has which buffer registered, and where in its table.
+//! A table of all registrations of buffers with rings.
 //!
-//! A buffer has two bytes to know that by: the number of an entry of one table for all rings of
-//! the process. The entry names the ring and the place in that ring's table, so that a buffer of
-//! one ring means nothing to another. Buffer and ring may be dropped in any order, on different
-//! threads: the entry, and with it the number, is free when both are.
+//! A buffer has two bytes to store its registration: the number of an entry in one table for all rings of the
+//! process. The entry contains the ring and the slot in the ring's table, so that other rings ignore the
+//! registration. Buffer and ring may be dropped in any order, and on different threads. The entry, and with
+//! it the number, is free when both are dropped.
 
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-/// The number of no registration.
+/// The number that means "not registered".
 pub(crate) const UNREGISTERED: u16 = u16::MAX;
 
-/// The buffer was dropped, or is registered anew.
+/// Flag of an entry: the buffer was dropped, or was registered again.
 pub(crate) const DROPPED: u64 = 1;
-/// The ring was dropped.
+/// Flag of an entry: the ring was dropped.
 pub(crate) const CLOSED: u64 = 2;
-/// Shifts of the place and of the ring's number, which is not 0; an entry of 0 is free.
+/// The shifts of the slot and of the ring's number in an entry. The ring's number is not 0, so an entry of 0
+/// is free.
 const PLACE_SHIFT: u32 = 2;
 const RING_SHIFT: u32 = PLACE_SHIFT + u16::BITS;
 
-/// One registration.
+/// A registration of a buffer with a ring, or a free entry.
 pub(crate) struct Entry(AtomicU64);
 
 impl Entry {
-    /// Takes the entry for `place` of the table of ring number `ring`, if it is free.
+    /// Takes the entry for slot `place` of the table of ring number `ring`, if the entry is free. Acquire
+    /// pairs with the release in [`Entry::free`].
     fn claim(&self, ring: u64, place: u16) -> bool {
         let value = ring << RING_SHIFT | u64::from(place) << PLACE_SHIFT;
         self.0.load(Relaxed) == 0 && self.0.compare_exchange(0, value, Acquire, Relaxed).is_ok()
     }
 
-    /// The place in the table of ring number `ring`, if it is of that ring. Asked while both
-    /// buffer and ring are there.
+    /// The slot in the table of ring number `ring`, if the entry belongs to that ring. Must be called only
+    /// while both buffer and ring exist, so a relaxed load is enough.
     #[inline]
     pub fn place(&self, ring: u64) -> Option<u16> {
         let value = self.0.load(Relaxed);
         (value >> RING_SHIFT == ring).then_some((value >> PLACE_SHIFT) as u16)
     }
 
-    /// One of the two is dropped, `side`: the second frees the entry.
+    /// Called when the buffer or the ring is dropped, as `side` says. The second call frees the entry.
     pub fn leave(&self, side: u64) {
         if self.0.fetch_or(side, AcqRel) & (DROPPED | CLOSED) & !side != 0 {
             self.free();
@@ -48,37 +50,38 @@ impl Entry {
         self.0.load(Acquire) & side != 0
     }
 
-    /// By the last that uses it.
+    /// Called by the last user of the entry.
     pub fn free(&self) {
         self.0.store(0, Release);
     }
 }
 
-/// By number. Only what was in use takes memory. The model checkers have no statics, and their ring
-/// registers nothing.
+/// Indexed by number. Only pages with entries that were used occupy memory. Not available under the model
+/// checkers, which have no statics and whose ring registers nothing.
 #[cfg(not(model_check))]
 static ENTRIES: [Entry; UNREGISTERED as usize] = [const { Entry(AtomicU64::new(0)) }; UNREGISTERED as usize];
 
-/// The registration with that number.
+/// The registration with this number.
 #[cfg(not(model_check))]
 #[inline]
 pub(crate) fn entry(number: u16) -> Option<&'static Entry> {
     ENTRIES.get(usize::from(number))
 }
 
-/// Takes a free entry for `place` of the table of ring number `ring`. Its number, if there is one.
+/// Takes a free entry for slot `place` of the table of ring number `ring`. Returns its number, or `None` if
+/// all are in use.
 #[cfg(not(model_check))]
 pub(crate) fn claim(ring: u64, place: u16) -> Option<u16> {
     ENTRIES.iter().position(|entry| entry.claim(ring, place)).map(|number| number as u16)
 }
 
-/// Whether the ring of registration `number` is still there.
+/// Whether the ring of registration `number` still exists.
 #[cfg(not(model_check))]
 pub(crate) fn is_open(number: u16) -> bool {
     entry(number).is_some_and(|entry| !entry.has_left(CLOSED))
 }
 
-/// The buffer with registration `number` is dropped: its ring takes it out of its table later.
+/// Called when the buffer with registration `number` is dropped. Its ring removes it from its table later.
 #[cfg(not(model_check))]
 pub(crate) fn drop_buffer(number: u16) {
     if let Some(entry) = entry(number) {
