@@ -1,17 +1,18 @@
-//! A log-linear histogram of latencies: eight buckets per power of two of nanoseconds.
+//! A log-linear histogram of latencies, with eight buckets per power of two of nanoseconds.
 
-/// log2 of the buckets per power of two.
+/// Base-2 logarithm of the number of buckets per power of two.
 const SUB_BITS: u32 = 3;
 const SUB_BUCKETS: usize = 1 << SUB_BITS;
 
-/// Where the buckets end: latencies from 15/16 of it (17 minutes) on share the last one.
+/// Base-2 logarithm of the histogram's limit in nanoseconds. Latencies above 15/16 of the limit (17 minutes)
+/// share the last bucket.
 const LIMIT_BITS: u32 = 40;
 
-/// Number of buckets.
+/// The number of buckets of a [`Histogram`].
 pub const LATENCY_BUCKETS: usize = (LIMIT_BITS - SUB_BITS + 1) as usize * SUB_BUCKETS;
 
-/// The bucket of a latency. Below 16 ns each nanosecond has its own; above, a bucket
-/// is at most an eighth of its lower edge wide.
+/// The bucket of a latency. Below 16 ns, each nanosecond has a bucket. Above, the width of a bucket is at
+/// most an eighth of its lower edge.
 #[inline]
 pub(crate) fn bucket_of(latency_ns: u64) -> usize {
     let ns = latency_ns.min((1 << LIMIT_BITS) - 1);
@@ -19,19 +20,19 @@ pub(crate) fn bucket_of(latency_ns: u64) -> usize {
     ((shift as usize) << SUB_BITS) + (ns >> shift) as usize
 }
 
-/// The greatest latency of a bucket, in nanoseconds.
+/// The largest latency of a bucket, in nanoseconds.
 fn upper_edge_ns(bucket: usize) -> u64 {
     let shift = (bucket >> SUB_BITS).saturating_sub(1);
     let above = (bucket - (shift << SUB_BITS)) as u64 + 1;
     (above << shift) - 1
 }
 
-/// Counted latencies of one kind of operation.
+/// The latencies of one group of operations.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Histogram {
-    /// How many latencies fell into each bucket.
+    /// The number of latencies in each bucket.
     pub buckets: Box<[u64; LATENCY_BUCKETS]>,
-    /// The greatest latency, in nanoseconds.
+    /// The largest latency, in nanoseconds.
     pub max_ns: u64,
 }
 
@@ -42,19 +43,19 @@ impl Default for Histogram {
 }
 
 impl Histogram {
-    /// Counts one latency.
+    /// Counts one latency, in nanoseconds.
     pub fn record(&mut self, latency_ns: u64) {
         self.buckets[bucket_of(latency_ns)] += 1;
         self.max_ns = self.max_ns.max(latency_ns);
     }
 
-    /// How many latencies were counted.
+    /// The number of latencies that were recorded.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
-    /// The latency in nanoseconds that `percent` (0 to 100) of all do not exceed, never
-    /// too small and, up to 17 minutes, at most an eighth too large; 0 if nothing was counted.
+    /// The latency in nanoseconds that `percent` (0 to 100) of all latencies do not exceed. The result is
+    /// never too small, and up to 17 minutes at most an eighth too large. It is 0 if nothing was recorded.
     pub fn percentile_ns(&self, percent: f64) -> u64 {
         let count = self.count();
         let rank = ((count as f64 * percent / 100.0).ceil() as u64).clamp(1, count.max(1));
@@ -68,13 +69,13 @@ impl Histogram {
         0
     }
 
-    /// The greatest latency that can be in `bucket`.
+    /// The largest latency that can be in `bucket`.
     fn edge_ns(&self, bucket: usize) -> u64 {
         if bucket == LATENCY_BUCKETS - 1 { self.max_ns } else { upper_edge_ns(bucket).min(self.max_ns) }
     }
 
-    /// How many latencies were below each power of two of nanoseconds, from 2^`from` on
-    /// to 2^`to` (at most 40); the powers are edges of buckets, so these counts are exact.
+    /// How many latencies were below each power of two of nanoseconds, from 2^`from` to 2^`to` (at most 40),
+    /// as pairs of power and count. Powers of two are edges of buckets, so the counts are exact.
     pub fn below_powers(&self, from: u32, to: u32) -> Vec<(u64, u64)> {
         let powers = from..=to.min(LIMIT_BITS);
         powers
@@ -85,7 +86,7 @@ impl Histogram {
             .collect()
     }
 
-    /// Adds the latencies of another histogram.
+    /// Adds the counts of another histogram.
     pub fn add(&mut self, other: &Histogram) {
         for (mine, theirs) in self.buckets.iter_mut().zip(other.buckets.iter()) {
             *mine += theirs;
@@ -93,7 +94,7 @@ impl Histogram {
         self.max_ns = self.max_ns.max(other.max_ns);
     }
 
-    /// The counts since `earlier`; its greatest latency is known to within a bucket.
+    /// The counts since `earlier`. The largest latency is the upper edge of its bucket.
     #[must_use]
     pub fn delta(&self, earlier: &Histogram) -> Histogram {
         let mut delta = self.clone();

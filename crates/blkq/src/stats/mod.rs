@@ -1,12 +1,13 @@
-//! Statistics of a queue: written by the one thread that owns it, read by anybody.
+//! Statistics of a queue, written only by the thread that owns the queue, and read by any thread.
 //!
-//! The counters, and when they count, are those of /sys/block/X/stat (Documentation/block/stat.rst):
-//! an I/O is a request, counted when it completes; a bio that joined a request is a merge; a
-//! request is in flight from when it was built, so its time includes queueing; write
-//! zeroes are writes. With statistics off the owner reports no I/O, and needs no clock.
+//! The counters have the meaning of /sys/block/X/stat (Documentation/block/stat.rst). An I/O is a request,
+//! and is counted when it completes. A bio that joined a request is a merge. A request is in flight from the
+//! time when it was built, so its latency includes queueing. Write zeroes are counted as writes. While
+//! statistics are off, the owner reports no I/O and needs no clock.
 
 use std::sync::Arc;
-// There is no protocol between these counters that a model checker could check.
+// Not checked by a model checker: the counters are independent of each other, and readers accept values of
+// slightly different times. So all accesses are relaxed.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::bio::Operation;
@@ -23,30 +24,30 @@ pub use snapshot::{GroupSnapshot, StatsSnapshot};
 
 use histogram::bucket_of;
 
-/// The four groups of operations that are counted apart (the kernel's `stat_group`).
+/// The groups of operations that are counted separately (the kernel's `stat_group`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum StatGroup {
-    /// Reads.
+    /// Reads, which transfer data from the device.
     #[default]
     Read = 0,
     /// Writes and write zeroes.
     Write = 1,
-    /// Discards.
+    /// Discards, which may deallocate sectors.
     Discard = 2,
-    /// Flushes.
+    /// Flushes of the write cache.
     Flush = 3,
 }
 
 impl StatGroup {
-    /// Number of groups.
+    /// The number of groups of operations.
     pub const COUNT: usize = 4;
-    /// Every group, in the order of its number.
+    /// All groups, in the order of their numbers.
     pub const ALL: [StatGroup; Self::COUNT] =
         [StatGroup::Read, StatGroup::Write, StatGroup::Discard, StatGroup::Flush];
 
-    /// The name used in tables.
+    /// The name of the group in tables.
     pub const fn name(self) -> &'static str {
         match self {
             StatGroup::Read => "read",
@@ -56,7 +57,7 @@ impl StatGroup {
         }
     }
 
-    /// The index of its in-flight count: 0 for reads, 1 for all else.
+    /// The index of the group's in-flight counter: 0 for reads, 1 for all others.
     const fn direction(self) -> usize {
         !matches!(self, StatGroup::Read) as usize
     }
@@ -74,51 +75,51 @@ impl From<Operation> for StatGroup {
     }
 }
 
-/// Events that show the parts of the block layer at work.
+/// Events in the block layer that are counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Counter {
-    /// A plug was flushed with at least one request in it.
+    /// A plug with at least one request was flushed.
     PlugFlushes,
-    /// Requests were handed to the driver and committed.
+    /// A batch of requests was handed to the driver.
     DispatchBatches,
-    /// The driver did not take a request, which was requeued.
+    /// The driver could not take a request, which was requeued.
     Requeues,
-    /// A bio was cut because it broke the limits.
+    /// A bio was split because it exceeded the limits.
     Splits,
-    /// The clock was read.
+    /// The clock was read for a time stamp.
     ClockReads,
     /// A bio had to wait for a tag.
     TagWaits,
-    /// A request completed before it began, by its time stamps; its latency counts as 0.
+    /// A request completed before it started, according to its time stamps. Its latency is counted as 0.
     NegativeLatencies,
-    /// A bio needed a flush: it is one, asks for one before it (PREFLUSH), or for durability
-    /// that the driver cannot give it otherwise (FUA). Counted of devices with a write cache.
+    /// A bio required a flush: a flush itself, a bio with PREFLUSH, or a bio with FUA that the driver does
+    /// not support. Counted only for devices with a write cache.
     FlushesAsked,
-    /// The driver was given a flush.
+    /// A flush was sent to the driver.
     FlushesSent,
-    /// A flush that was asked for was served by one that others had asked for too.
+    /// A required flush was served by a flush that also served others.
     FlushesCoalesced,
-    /// A request, or a bio without one, was found to be in flight for too long: see
+    /// A request, or a bio without a request, was found to be in flight for too long: see
     /// [`hang`](crate::queue::hang).
     Hangs,
-    /// The owner of a queue called io_uring_enter: counted of engines.
+    /// The owner of a queue called io_uring_enter(2). Counted only for engines.
     Enters,
-    /// One of these calls submitted a part of a batch, for the device to begin with it.
+    /// A call of io_uring_enter(2) submitted a part of a batch early, so that the device could start with it.
     EarlySubmissions,
     /// A request had to wait for a limit: see [`throttle`](crate::throttle).
     ThrottledRequests,
-    /// Nanoseconds in which requests of a queue waited for a limit; of several queues the sum.
+    /// The time in which requests of a queue waited for a limit, in nanoseconds; the sum for several queues.
     ThrottledNs,
     /// A request was held after an error: see [`ErrorPolicy`](crate::ErrorPolicy).
     HeldRequests,
 }
 
 impl Counter {
-    /// Number of counters.
+    /// The number of different counters.
     pub const COUNT: usize = 16;
-    /// Every counter, in the order of its number.
+    /// All counters, in the order of their numbers.
     pub const ALL: [Counter; Self::COUNT] = [
         Counter::PlugFlushes,
         Counter::DispatchBatches,
@@ -138,7 +139,7 @@ impl Counter {
         Counter::HeldRequests,
     ];
 
-    /// The name used in tables.
+    /// The name of the counter in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Counter::PlugFlushes => "plug-flushes",
@@ -161,7 +162,7 @@ impl Counter {
     }
 }
 
-/// Adds to a counter that only this thread writes: a plain load and store.
+/// Adds to a counter that only this thread writes. A plain load and store is enough.
 #[inline]
 pub fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
@@ -175,7 +176,7 @@ pub fn raise(maximum: &AtomicU64, value: u64) {
     }
 }
 
-/// The words that every completion of a group touches: one cache line.
+/// The words that each completion of a group changes, in one cache line.
 #[derive(Debug)]
 #[repr(C, align(64))]
 struct GroupCounters {
@@ -186,15 +187,16 @@ struct GroupCounters {
     latency_max_ns: AtomicU64,
 }
 
-/// The statistics of one queue, as others see them.
+/// The statistics of one queue, as other threads read them.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct QueueStats {
     in_flight: [AtomicU64; 2],
     in_flight_max: [AtomicU64; 2],
-    /// The time with anything in flight, in one word so that no reader sees half a
-    /// change. Idle: twice the nanoseconds so far. Busy: twice the nanoseconds so far
-    /// less the time it became busy, plus 1.
+    /// The time in which requests were in flight, in one word so that a reader never sees half a change.
+    /// While the queue is idle, the word is twice the accumulated nanoseconds. While it is busy, the word is
+    /// twice the difference of the accumulated nanoseconds and the time at which the queue became busy, plus
+    /// 1.
     busy: AtomicU64,
     groups: [GroupCounters; StatGroup::COUNT],
     counters: [AtomicU64; Counter::COUNT],
@@ -235,20 +237,20 @@ impl QueueStats {
         }
     }
 
-    /// New statistics, all 0, for their writer and its readers.
+    /// New statistics, with all values 0, for a writer and any number of readers.
     pub(crate) fn shared() -> Arc<CachePadded<QueueStats>> {
         Arc::new(CachePadded::new(QueueStats::new()))
     }
 
-    /// The values now. While I/O completes they may be apart by a batch of completions; at
-    /// rest they are exact.
+    /// The current values. While I/O completes, they may differ by a batch of completions. Without I/O they
+    /// are exact.
     pub fn snapshot(&self) -> StatsSnapshot {
-        // The clock comes second, so that it is never before the time in the word.
+        // The clock is read second, so that it is never earlier than the time in the word.
         let busy = self.busy.load(Relaxed);
         self.snapshot_at(busy, monotonic_ns())
     }
 
-    /// Requests that are held after errors now.
+    /// The number of requests that are held after errors.
     pub fn held(&self) -> u64 {
         self.held.load(Relaxed)
     }
@@ -283,14 +285,14 @@ impl QueueStats {
     }
 }
 
-/// The meaning of [`QueueStats::busy`] at `now_ns`, in nanoseconds.
+/// The busy time in nanoseconds at `now_ns` according to a value of [`QueueStats::busy`].
 fn busy_ns(word: u64, now_ns: u64) -> u64 {
     let value = word as i64 >> 1;
     if word & 1 == 0 { value as u64 } else { value.wrapping_add_unsigned(now_ns).max(0) as u64 }
 }
 
-/// The owner's side of [`QueueStats`]: the only one that writes, hence no locked
-/// instruction anywhere.
+/// The writing side of [`QueueStats`], which the owner of the queue has. There is only one writer, so no
+/// locked instruction is needed.
 #[derive(Debug)]
 pub(crate) struct StatsWriter(Arc<CachePadded<QueueStats>>);
 
@@ -301,18 +303,17 @@ impl Default for StatsWriter {
 }
 
 impl StatsWriter {
-    /// The writer of statistics that exist already, and have no other.
+    /// The writer of existing statistics, which must have no other writer.
     pub(crate) fn over(stats: Arc<CachePadded<QueueStats>>) -> StatsWriter {
         StatsWriter(stats)
     }
 
-    /// The statistics, for any reader.
     #[cfg(test)]
     pub fn stats(&self) -> Arc<CachePadded<QueueStats>> {
         self.0.clone()
     }
 
-    /// `requests` (more than 0) of `group` were built at `now_ns`.
+    /// Records that `requests` requests (more than 0) of `group` were built at `now_ns`.
     #[inline]
     pub fn start(&mut self, group: StatGroup, requests: u64, now_ns: u64) {
         let stats = &**self.0;
@@ -326,54 +327,54 @@ impl StatsWriter {
         }
     }
 
-    /// A bio of `group` joined a request.
+    /// Records that a bio of `group` joined a request.
     #[inline]
     pub fn merged(&mut self, group: StatGroup) {
         add(&self.0.groups[group as usize].merges, 1);
     }
 
-    /// A request of `group` joined another one: it is in flight no more, and will not
-    /// end as an I/O of its own.
+    /// Records that a request of `group` joined another request. It is no longer in flight, and will not
+    /// complete as a separate I/O.
     #[inline]
     pub fn joined(&mut self, group: StatGroup) {
         self.merged(group);
         add(&self.0.in_flight[group.direction()], u64::MAX);
     }
 
-    /// A request of `group` completed with an error. It counts as an I/O all the same.
+    /// Records that a request of `group` completed with an error. It is also counted as an I/O.
     #[cold]
     pub fn failed(&mut self, group: StatGroup, status: Status) {
         add(&self.0.errors[group as usize][error_index(status)], 1);
     }
 
-    /// A bio of `group` completed with an error and never became a request.
+    /// Records that a bio of `group` completed with an error without becoming a request.
     #[cold]
     pub fn rejected(&mut self, group: StatGroup, status: Status) {
         add(&self.0.refused[group as usize][error_index(status)], 1);
     }
 
-    /// So many requests, and bios without one, have been in flight for too long.
+    /// Sets the number of requests, and of bios without a request, that have been in flight for too long.
     pub fn hung(&mut self, count: u64) {
         self.0.hung.store(count, Relaxed);
     }
 
-    /// So many requests wait for a limit.
+    /// Sets the number of requests that wait for a limit.
     pub fn throttled(&mut self, count: u64) {
         self.0.throttled.store(count, Relaxed);
     }
 
-    /// So many requests are held after errors.
+    /// Sets the number of requests that are held after errors.
     pub fn held(&mut self, count: u64) {
         self.0.held.store(count, Relaxed);
     }
 
-    /// `counter` happened `n` times more.
     #[inline]
     pub fn count(&mut self, counter: Counter, n: u64) {
         add(&self.0.counters[counter as usize], n);
     }
 
-    /// `counter` happened once more. True once in `every` times, a power of two.
+    /// Adds 1 to `counter`. Returns true each time that the counter reaches a multiple of `every`, a power of
+    /// two.
     #[inline]
     pub fn count_to(&mut self, counter: Counter, every: u64) -> bool {
         let counter = &self.0.counters[counter as usize];
@@ -382,14 +383,14 @@ impl StatsWriter {
         count & (every - 1) == 0
     }
 
-    /// No cached reading of the clock was used for longer than `age_ns` so far.
+    /// Records that a cached reading of the clock was used for at most `age_ns`.
     #[inline]
     pub fn clock_age(&mut self, age_ns: u64) {
         raise(&self.0.clock_age_max_ns, age_ns);
     }
 
-    /// Requests of `group`, built at `start_ns`, completed at `now_ns`: so many (1 or more), with so
-    /// many sectors together.
+    /// Records that `requests` requests (1 or more) of `group`, built at `start_ns`, completed at `now_ns`
+    /// with `sectors` sectors in total.
     #[inline]
     pub fn done(&mut self, group: StatGroup, (requests, sectors): (u64, u64), start_ns: u64, now_ns: u64) {
         let stats = &**self.0;

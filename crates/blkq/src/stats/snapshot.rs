@@ -1,4 +1,4 @@
-//! Statistics at one time, of a queue or of several.
+//! Statistics of one or several queues at one point in time.
 
 use std::ops::{AddAssign, Index};
 
@@ -11,80 +11,80 @@ const NS_PER_MS: u64 = 1_000_000;
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct GroupSnapshot {
-    /// Requests completed, with or without an error.
+    /// Requests that completed, with or without an error.
     pub ios: u64,
-    /// Bios that joined a request, and requests that joined another.
+    /// Bios that joined a request, and requests that joined another request.
     pub merges: u64,
-    /// 512-byte sectors of the completed requests.
+    /// The sectors of 512 bytes of the completed requests.
     pub sectors: u64,
-    /// The sum of their latencies.
+    /// The sum of the latencies of the completed requests.
     pub nanoseconds: u64,
-    /// Their latencies.
+    /// The distribution of these latencies.
     pub latency: Histogram,
-    /// How many completed with each status, in the order of [`Status::ALL`].
+    /// The number of requests that completed with each status, in the order of [`Status::ALL`].
     pub errors: [u64; Status::ALL.len()],
-    /// Bios that completed with each status and never became requests: the queue rejected them.
+    /// The number of bios that the queue rejected with each status before they became requests.
     pub refused: [u64; Status::ALL.len()],
 }
 
 impl GroupSnapshot {
-    /// Mean latency in nanoseconds; 0 if nothing completed.
+    /// The mean latency in nanoseconds; 0 if no request completed.
     pub fn mean_ns(&self) -> u64 {
         self.nanoseconds.checked_div(self.ios).unwrap_or(0)
     }
 
-    /// Requests that completed with an error.
+    /// The number of requests that completed with an error.
     pub fn failed(&self) -> u64 {
         self.errors.iter().sum()
     }
 
-    /// Requests that completed with `status`.
+    /// The number of requests that completed with `status`.
     pub fn failed_with(&self, status: Status) -> u64 {
         self.errors[error_index(status)]
     }
 
-    /// Bios that never became requests and completed with `status`.
+    /// The number of bios that were rejected with `status` before they became requests.
     pub fn refused_with(&self, status: Status) -> u64 {
         self.refused[error_index(status)]
     }
 }
 
-/// The statistics of a queue, or the sum over several, at one time.
+/// The statistics of a queue, or the sum over several queues, at one point in time.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct StatsSnapshot {
-    /// By the number of [`StatGroup`]; `snapshot[group]` is one of them.
+    /// Indexed by [`StatGroup`]; `snapshot[group]` is a shorthand.
     pub groups: [GroupSnapshot; StatGroup::COUNT],
-    /// Requests in flight: reads, and all others.
+    /// The requests in flight: reads, then all others.
     pub in_flight: [u64; 2],
-    /// The most that ever were in flight, of a single queue.
+    /// The largest number of requests that were in flight in a single queue: reads, then all others.
     pub in_flight_max: [u64; 2],
-    /// Time with anything in flight, in nanoseconds. Over several queues that of the
-    /// busiest: no less can be true, and it never runs faster than the clock.
+    /// The time in which requests were in flight, in nanoseconds. For several queues, the value of the
+    /// busiest queue: a lower bound that never runs faster than the clock.
     pub busy_ns: u64,
-    /// By the number of [`Counter`].
+    /// The values of the counters, indexed by [`Counter`].
     pub counters: [u64; Counter::COUNT],
-    /// The longest that a cached reading of the clock was used, of a single queue, in nanoseconds, as
-    /// far as it shows without another reading: one after which the queue rested is left out, and
-    /// what the thread did in between is part of the time.
+    /// The longest time for which a cached reading of the clock was used in a single queue, in nanoseconds.
+    /// Measured up to the next reading of the clock. So a reading after which the queue was idle is not
+    /// measured, and other work of the thread in between counts.
     pub clock_age_max_ns: u64,
-    /// Requests, and bios without one, that were in flight for too long when that was last
-    /// scanned: see [`hang`](crate::queue::hang).
+    /// The requests, and bios without a request, that had been in flight for too long at the last scan: see
+    /// [`hang`](crate::queue::hang).
     pub hung: u64,
-    /// Requests that wait for a limit now: see [`throttle`](crate::throttle).
+    /// The requests that wait for a limit: see [`throttle`](crate::throttle).
     pub throttled: u64,
-    /// Requests that are held after errors now: see [`ErrorPolicy`](crate::ErrorPolicy).
+    /// The requests that are held after errors: see [`ErrorPolicy`](crate::ErrorPolicy).
     pub held: u64,
 }
 
 impl StatsSnapshot {
-    /// The value of `counter`.
+    /// The value of `counter` at this time.
     pub fn counter(&self, counter: Counter) -> u64 {
         self.counters[counter as usize]
     }
 
-    /// The 17 fields of /sys/block/X/stat: for reads and for writes I/Os, merges,
-    /// sectors, milliseconds; requests in flight, busy milliseconds, the sum of all
-    /// milliseconds; the same four for discards; I/Os and milliseconds of flushes.
+    /// The 17 fields of /sys/block/X/stat. For reads and then for writes: I/Os, merges, sectors,
+    /// milliseconds. Then requests in flight, busy milliseconds, the sum of all milliseconds. Then the first
+    /// four fields for discards, and I/Os and milliseconds of flushes.
     pub fn fields(&self) -> [u64; 17] {
         let four = |group: StatGroup| {
             let group = &self[group];
@@ -112,13 +112,13 @@ impl StatsSnapshot {
         ]
     }
 
-    /// The fields as the kernel prints them: right-aligned in eight columns.
+    /// The fields as the kernel prints them, each right-aligned in eight columns.
     pub fn sysfs_line(&self) -> String {
         self.fields().map(|field| format!("{field:8}")).join(" ")
     }
 
-    /// The counts since `earlier`. The requests in flight, their greatest number, the hangs, and
-    /// the oldest reading of the clock stay as they are now.
+    /// The counts since `earlier`. Values that are not counters stay as in `self`: requests in flight and
+    /// their maximum, hangs, and the longest use of a clock reading.
     #[must_use]
     pub fn delta(&self, earlier: &StatsSnapshot) -> StatsSnapshot {
         let mut delta = self.clone();
@@ -146,7 +146,7 @@ impl Index<StatGroup> for StatsSnapshot {
 }
 
 impl AddAssign<&StatsSnapshot> for StatsSnapshot {
-    /// Adds another queue of the same disk.
+    /// Adds the statistics of another queue of the same disk.
     fn add_assign(&mut self, other: &StatsSnapshot) {
         for (mine, theirs) in self.groups.iter_mut().zip(&other.groups) {
             mine.ios += theirs.ios;

@@ -1,4 +1,4 @@
-//! The counters against a model that keeps every request.
+//! Compares the counters with a model that records every request.
 
 use proptest::prelude::*;
 
@@ -10,15 +10,14 @@ fn snapshot_at(writer: &StatsWriter, now_ns: u64) -> StatsSnapshot {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// So many bios of an operation, each a request of its own, built at once.
+    /// A number of bios of an operation, each of which becomes a request, built at the same time.
     Start(Operation, u8),
     /// A bio joins a request in flight.
     Merge(u8),
-    /// A request joins another of its group.
+    /// A request joins another request of its group.
     Join(u8, u8),
-    /// So many requests complete in one batch, each so long after the one before.
+    /// A number of requests complete in one batch. Each has its own delay after the previous one.
     Done(Vec<(u8, u16, bool)>),
-    /// Time passes.
     Wait(u32),
 }
 
