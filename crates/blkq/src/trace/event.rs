@@ -1,4 +1,4 @@
-//! An event of a trace, and its words in memory.
+//! An event of a trace, and its representation in memory.
 
 use crate::bio::{BioFlags, Operation};
 use crate::error::Status;
@@ -6,47 +6,48 @@ use crate::request::NIL;
 use crate::sector::Sector;
 use crate::tags::Tag;
 
-/// Words of an event that has a record of its own.
+/// The number of words of an event that has its own record.
 pub(super) const EVENT_WORDS: usize = 5;
-/// The number of no bio.
+/// The value of [`TraceEvent::bio`] if there is no bio.
 pub const NO_BIO: u32 = NIL;
-/// The number of no tag.
+/// The tag number in memory if there is no tag.
 const NO_TAG: u16 = u16::MAX;
 
-/// The step that an event is of. The letters are those of blkparse(1). Numbers are part of the format of the memory:
-/// new kinds are added behind the others.
+/// The step of an I/O that an event records. The letters are those of blkparse(1). The numbers are part of
+/// the memory format, so new kinds must be added at the end.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum EventKind {
     /// `Q`: a bio was submitted.
     Queue = 1,
-    /// `G`: a bio got a tag, and is a request; a driver's flush got its own, and serves `other` bios.
+    /// `G`: a bio got a tag and became a request; or a driver's flush, which serves `other` bios, got its
+    /// tag.
     GetRequest,
-    /// `M`: a bio, or the request that begins with it, was merged to the back of the request.
+    /// `M`: a bio, or the request that begins with it, was merged to the back of a request.
     BackMerge,
-    /// `F`: the same to its front.
+    /// `F`: a bio, or the request that begins with it, was merged to the front of a request.
     FrontMerge,
-    /// `P`: the plug has a first request.
+    /// `P`: the first request was added to the plug.
     Plug,
-    /// `U`: the plug is flushed, with `other` requests.
+    /// `U`: the plug was flushed, with `other` requests.
     Unplug,
     /// `I`: a request was inserted into the scheduler.
     Insert,
-    /// `D`: the driver is given a request.
+    /// `D`: a request was handed to the driver.
     Issue,
-    /// `R`: the driver was busy, and the request is requeued.
+    /// `R`: the driver was busy, and the request was requeued.
     Requeue,
-    /// `C`: a request completed; or a bio that never became one, without a tag.
+    /// `C`: a request completed; without a tag, a bio completed that never became a request.
     Complete,
-    /// `X`: bio `other` is split, and this bio is a part of it.
+    /// `X`: bio `other` was split, and this bio is a part of it.
     Split,
-    /// `m`, a message there: a request has to wait for a limit.
+    /// `m`, which is a message in blkparse(1): a request has to wait for a limit.
     Throttle,
 }
 
 impl EventKind {
-    /// Every kind, in the order of its number.
+    /// All kinds, in the order of their numbers.
     pub const ALL: [EventKind; 12] = [
         EventKind::Queue,
         EventKind::GetRequest,
@@ -62,7 +63,7 @@ impl EventKind {
         EventKind::Throttle,
     ];
 
-    /// Its letter in the output of blkparse(1).
+    /// The letter of the kind in the output of blkparse(1).
     pub const fn letter(self) -> char {
         match self {
             EventKind::Queue => 'Q',
@@ -81,18 +82,18 @@ impl EventKind {
     }
 }
 
-/// The client of a bio.
+/// The client that submitted a bio.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 #[repr(transparent)]
 pub struct TraceClient(u32);
 
 impl TraceClient {
-    /// None that is known: a thread of the process.
+    /// No known client, such as a thread of this process.
     pub const NONE: TraceClient = TraceClient(0);
     const NUMBER: u32 = (1 << 28) - 1;
 
-    /// Client `number` of an attachment; numbers wrap around at 2^28. Attachments of one process have
-    /// different `kind`s, from 1 to 15.
+    /// Client `number` of the attachment of that `kind`. Numbers wrap around at 2^28. The attachments of one
+    /// process must have different kinds, from 1 to 15.
     pub const fn new(kind: u8, number: u32) -> TraceClient {
         TraceClient((kind as u32) << 28 | number & Self::NUMBER)
     }
@@ -102,7 +103,7 @@ impl TraceClient {
         (self.0 >> 28) as u8
     }
 
-    /// Its number there.
+    /// The number of the client within its attachment.
     pub const fn number(self) -> u32 {
         self.0 & Self::NUMBER
     }
@@ -116,36 +117,36 @@ impl TraceClient {
     }
 }
 
-/// One event.
+/// An event of a trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TraceEvent {
-    /// When, in nanoseconds of CLOCK_MONOTONIC.
+    /// The time in nanoseconds of CLOCK_MONOTONIC.
     pub time_ns: u64,
-    /// Which step.
+    /// The step that the event records.
     pub kind: EventKind,
-    /// Of which operation.
+    /// The operation of the bio or request.
     pub operation: Operation,
-    /// Flags of the bio, or of the request.
+    /// The flags of the bio or request.
     pub flags: BioFlags,
-    /// Where on the device.
+    /// The position on the device.
     pub sector: Sector,
-    /// How long; what is longer has `u32::MAX` rounded down to sectors.
+    /// The length in bytes; `u32::MAX` rounded down to sectors if the length is larger.
     pub bytes: u32,
-    /// The bio, by its number in the queue, which is another's when it has completed; of a request
-    /// its first; or [`NO_BIO`].
+    /// The number of the bio within its queue, or of the first bio of the request; [`NO_BIO`] if there is
+    /// none. The number is reused after the bio has completed.
     pub bio: u32,
-    /// The request, if it is of one.
+    /// The tag of the request, if the event belongs to one.
     pub tag: Option<Tag>,
-    /// The client that submitted it.
+    /// The client that submitted the bio.
     pub client: TraceClient,
-    /// Why it failed, of a completion.
+    /// The error, if the event is a failed completion.
     pub status: Option<Status>,
-    /// A number whose meaning the kind has: a count, or a bio.
+    /// A number whose meaning depends on the kind: a count, or the number of a bio.
     pub other: u32,
 }
 
 impl TraceEvent {
-    /// One of no bio; `other` is as in [`TraceEvent::other`].
+    /// An event without a bio; for `other` see [`TraceEvent::other`].
     pub const fn of_plug(kind: EventKind, other: u32, time_ns: u64) -> TraceEvent {
         TraceEvent {
             time_ns,
@@ -162,7 +163,7 @@ impl TraceEvent {
         }
     }
 
-    /// Its words in memory: the first has the kind in its lowest byte.
+    /// The event as words of memory. The lowest byte of the first word is the kind.
     #[inline]
     pub(super) fn to_words(self) -> [u64; EVENT_WORDS] {
         let tag = self.tag.map_or(NO_TAG, |tag| tag.0);
@@ -179,7 +180,7 @@ impl TraceEvent {
         ]
     }
 
-    /// The event of these words; `None` if they are of a kind that is not known here.
+    /// The event of these words; `None` if their kind is not known.
     pub(super) fn from_words(words: [u64; EVENT_WORDS]) -> Option<TraceEvent> {
         let [what, time_ns, sector, place, client] = words;
         let byte = |shift: u32| (what >> shift) as u8;

@@ -1,4 +1,4 @@
-//! The memory of a trace: a header, how much was written of each queue, and the rings of pages.
+//! The memory of a trace: a header, the write position of each queue, and the rings of pages.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -7,43 +7,46 @@ use crate::error::{Error, ErrorKind};
 use crate::limits::QUEUES_MAX;
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Words of a page. Under the model checkers it has its first word and one record.
+/// The number of words of a page. Under the model checkers, a page has only its first word and one record.
 pub(super) const PAGE_WORDS: usize = if cfg!(model_check) { 6 } else { 512 };
-/// Bytes of a page: a queue's ring has a whole number of them.
+/// The number of bytes of a page. The ring of a queue is a whole number of pages.
 pub const PAGE_BYTES: u64 = PAGE_WORDS as u64 * 8;
-/// Least memory of a queue's ring, in bytes: of two pages one is whole.
+/// The minimum size of a queue's ring, in bytes: with two pages, one page is complete while the other is
+/// written.
 pub const RING_BYTES_MIN: u64 = 2 * PAGE_BYTES;
-/// Most memory of a trace, in bytes.
+/// The maximum memory of a trace, in bytes.
 pub const MEMORY_MAX_BYTES: u64 = 1 << 30;
 
-/// "blkqtrc" and the version of the format.
+/// "blkqtrc" and the version of the memory format.
 const MAGIC: u64 = u64::from_be_bytes(*b"blkqtrc\x02");
-/// The words of the header: magic, queues, pages of each.
+/// The number of words of the header: magic number, number of queues, pages per ring, and padding.
 const HEADER_WORDS: usize = 16;
-/// Words from one position to the next: no two of them share a cache line, or two that are fetched together.
+/// The number of words from one write position to the next. Two positions share no cache line, and no pair of
+/// lines that processors fetch together.
 const POSITION_WORDS: usize = 16;
 
-/// Where the ring of a queue is, in words.
+/// The location of a queue's ring. Indices count words of the memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RingPlace {
-    /// How many words were written since the trace began, the unused rest of pages among them.
+    /// The index of the write position, which counts the words written since the trace began, unused ends of
+    /// pages included.
     pub position: usize,
-    /// How many events they stand for.
+    /// The index of the number of events written.
     pub events: usize,
     first: usize,
-    /// Pages that it consists of.
+    /// The number of pages of the ring.
     pub pages: u64,
 }
 
 impl RingPlace {
-    /// Where the word at `position` is.
+    /// The index of the word at `position`.
     pub fn word(&self, position: u64) -> usize {
         self.first + (position % (self.pages * PAGE_WORDS as u64)) as usize
     }
 }
 
-/// The memory of a trace, mapped: a memory file that nobody truncates, and that nobody but its maker
-/// can write.
+/// The mapped memory of a trace: a memory file that no process can truncate, and that only the process that
+/// created it can write.
 pub struct TraceMemory {
     words: Words,
     queues: usize,
@@ -52,16 +55,21 @@ pub struct TraceMemory {
 }
 
 impl TraceMemory {
-    /// Makes a memory for as many `queues`, each with a ring of `ring_bytes`: a multiple of [`PAGE_BYTES`],
-    /// at least [`RING_BYTES_MIN`].
+    /// Creates a memory for `queues` queues, each with a ring of `ring_bytes` bytes: a multiple of
+    /// [`PAGE_BYTES`], at least [`RING_BYTES_MIN`].
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for other numbers, and more than [`MEMORY_MAX_BYTES`]; [`ErrorKind::System`]
-    /// if the kernel gives no memory.
+    /// [`ErrorKind::Invalid`] if a number is out of range, or the total exceeds [`MEMORY_MAX_BYTES`];
+    /// [`ErrorKind::System`] if the kernel cannot provide the memory.
     pub fn new(queues: usize, ring_bytes: u64) -> Result<Arc<TraceMemory>, Error> {
         let pages = ring_bytes / PAGE_BYTES;
         if !ring_bytes.is_multiple_of(PAGE_BYTES) {
-            return Err(Error::new(ErrorKind::Invalid, format!("a ring of {ring_bytes} bytes")));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "the trace ring of a queue must be a multiple of {PAGE_BYTES} bytes, not {ring_bytes}"
+                ),
+            ));
         }
         let words = Words::new(words_of(queues, pages)?)?;
         for (word, value) in words.all().iter().zip([MAGIC, queues as u64, pages]) {
@@ -70,15 +78,16 @@ impl TraceMemory {
         Ok(Arc::new(TraceMemory { words, queues, pages, writable: true }))
     }
 
-    /// The memory, for another process.
+    /// The memory file, for another process.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.words.file()
     }
 
-    /// Maps the memory that another process made, to read it.
+    /// Maps the memory that another process created, for reading.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if it is none, or could be truncated; [`ErrorKind::System`] if it cannot be
+    /// [`ErrorKind::Invalid`] if the file is not the memory of a trace or can be truncated;
+    /// [`ErrorKind::Unsupported`] if it has another format version; [`ErrorKind::System`] if it cannot be
     /// mapped.
     pub fn open(file: OwnedFd) -> Result<Arc<TraceMemory>, Error> {
         let words = Words::open(file)?;
@@ -87,7 +96,10 @@ impl TraceMemory {
         if magic >> 8 == MAGIC >> 8 && magic != MAGIC {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("the trace is of format {}, not {}", magic as u8, MAGIC as u8),
+                format!(
+                    "the trace has format {}, and this program reads format {}",
+                    magic as u8, MAGIC as u8
+                ),
             ));
         }
         let (queues, pages) = (queues.load(Relaxed), pages.load(Relaxed));
@@ -98,17 +110,17 @@ impl TraceMemory {
         Ok(Arc::new(TraceMemory { words, queues, pages, writable: false }))
     }
 
-    /// How many queues it has rings for.
+    /// The number of queues for which the memory has rings.
     pub fn queue_count(&self) -> usize {
         self.queues
     }
 
-    /// Whether this process made it.
+    /// Whether this process created the memory, and therefore may write it.
     pub(super) fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// Bytes of each queue's ring.
+    /// The size of each queue's ring, in bytes.
     pub fn ring_bytes(&self) -> u64 {
         self.pages * PAGE_BYTES
     }
@@ -130,7 +142,7 @@ fn no_memory() -> Error {
     Error::new(ErrorKind::Invalid, "the descriptor is not the memory of a trace")
 }
 
-/// Where the first ring begins.
+/// The index of the first ring's first word.
 fn first_page(queues: usize) -> usize {
     HEADER_WORDS + queues * POSITION_WORDS
 }
@@ -142,11 +154,16 @@ fn words_of(queues: usize, pages: u64) -> Result<usize, Error> {
         Err(Error::new(ErrorKind::Invalid, message))
     };
     if !(1..=QUEUES_MAX).contains(&queues) || !(2..=MEMORY_MAX_BYTES / PAGE_BYTES).contains(&pages) {
-        return invalid("");
+        let pages_max = MEMORY_MAX_BYTES / PAGE_BYTES;
+        return invalid(&format!(": it must have 1 to {QUEUES_MAX} queues with 2 to {pages_max} pages"));
     }
     let words = first_page(queues) + queues * pages as usize * PAGE_WORDS;
     if words as u64 > MEMORY_MAX_BYTES / 8 {
-        return invalid(&format!(" is {} MiB, and may be {} MiB", words >> 17, MEMORY_MAX_BYTES >> 20));
+        return invalid(&format!(
+            " needs {} MiB of memory, more than the maximum of {} MiB",
+            words >> 17,
+            MEMORY_MAX_BYTES >> 20
+        ));
     }
     Ok(words)
 }
@@ -169,44 +186,44 @@ mod mapped {
 
     use crate::error::{Error, ErrorKind};
 
-    /// A memory file, mapped.
     pub(in super::super) struct Words {
         file: OwnedFd,
         first: NonNull<AtomicU64>,
         len: usize,
     }
 
-    // SAFETY: it owns its mapping, of which nothing is tied to a thread.
+    // SAFETY: the value owns its mapping, which is not tied to a thread.
     unsafe impl Send for Words {}
-    // SAFETY: all access to it is atomic.
+    // SAFETY: all accesses to the mapping are atomic.
     unsafe impl Sync for Words {}
 
     fn failed(what: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
-        move |e| Error::new(ErrorKind::System, format!("the memory of a trace: {what}: {e}"))
+        move |e| Error::new(ErrorKind::System, format!("cannot {what} the trace memory: {e}"))
     }
 
     impl Words {
-        /// Makes a file of so many words, all 0: its size stays, and from now on nobody maps it to write.
+        /// Creates a file of `len` words, all 0. Its size is sealed, and no process can map it for writing
+        /// from now on.
         pub fn new(len: usize) -> Result<Words, Error> {
             let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-            let file = memfd_create("blkq-trace", flags).map_err(failed("memfd_create"))?;
-            ftruncate(&file, len as u64 * 8).map_err(failed("its size"))?;
+            let file = memfd_create("blkq-trace", flags).map_err(failed("create"))?;
+            ftruncate(&file, len as u64 * 8).map_err(failed("set the size of"))?;
             let words = Words::map(file, len, ProtFlags::READ | ProtFlags::WRITE)?;
             let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
-            fcntl_add_seals(&words.file, seals).map_err(failed("sealing it"))?;
-            // Better a page fault now than one per page while I/O waits. The kernel may do
-            // less, and nothing is lost.
-            // SAFETY: the mapping just made; its bytes stay as they are.
+            fcntl_add_seals(&words.file, seals).map_err(failed("seal"))?;
+            // Allocates the pages now, so that no page fault delays I/O later. If the kernel cannot do that, pages
+            // are allocated on first use.
+            // SAFETY: the mapping was just created, and its content does not change.
             let _ = unsafe { madvise(words.first.as_ptr().cast(), len * 8, Advice::LinuxPopulateWrite) };
             Ok(words)
         }
 
-        /// Maps a file that another process made, to read it.
+        /// Maps a file that another process created, for reading.
         pub fn open(file: OwnedFd) -> Result<Words, Error> {
-            let seals = fcntl_get_seals(&file).map_err(failed("its seals"))?;
-            let bytes = fstat(&file).map_err(failed("its size"))?.st_size;
+            let seals = fcntl_get_seals(&file).map_err(failed("read the seals of"))?;
+            let bytes = fstat(&file).map_err(failed("read the size of"))?.st_size;
             let len = usize::try_from(bytes / 8).unwrap_or(0);
-            // One that is truncated would kill who reads it.
+            // A file that can be truncated could kill its reader with SIGBUS.
             if len == 0 || !seals.contains(SealFlags::SHRINK) {
                 return Err(super::no_memory());
             }
@@ -215,18 +232,18 @@ mod mapped {
 
         fn map(file: OwnedFd, len: usize, protection: ProtFlags) -> Result<Words, Error> {
             let null = std::ptr::null_mut();
-            // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
+            // SAFETY: a new mapping at an address that the kernel chooses affects no existing memory.
             let base = unsafe { mmap(null, len * 8, protection, MapFlags::SHARED, &file, 0) };
-            let base = base.map_err(failed("mapping it"))?;
+            let base = base.map_err(failed("map"))?;
             let first = NonNull::new(base.cast()).ok_or_else(super::no_memory)?;
             Ok(Words { file, first, len })
         }
 
-        /// All of them. Those of a mapping without the right to write are only to be read.
+        /// All words. If the mapping is read-only, the caller must only read them.
         #[inline]
         pub fn all(&self) -> &[AtomicU64] {
-            // SAFETY: so many words are mapped as long as this lives, and the file does not get shorter;
-            // pages are aligned, and other processes change the words as atomics may be changed.
+            // SAFETY: `len` words are mapped while this value exists, and the file cannot shrink. Pages are
+            // aligned, and other processes access the words only as atomics.
             unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.len) }
         }
 
@@ -237,13 +254,13 @@ mod mapped {
 
     impl Drop for Words {
         fn drop(&mut self) {
-            // SAFETY: the mapping made by `map`, to which no reference is left.
+            // SAFETY: the mapping was created by `map`, and no reference to it is left.
             let _ = unsafe { munmap(self.first.as_ptr().cast(), self.len * 8) };
         }
     }
 }
 
-/// The twin for the model checkers, whose atomics are larger than words.
+/// A replacement for the model checkers, whose atomics are larger than words.
 #[cfg(model_check)]
 mod twin {
     use std::os::fd::{BorrowedFd, OwnedFd};

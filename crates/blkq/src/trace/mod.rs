@@ -1,17 +1,17 @@
-//! Tracing: each step of each I/O as a [`TraceEvent`], in a ring buffer per hardware queue that another
-//! process reads (the kernel's blktrace, kernel/trace/blktrace.c).
+//! Tracing: each step of each I/O is recorded as a [`TraceEvent`] in a ring buffer per hardware queue, which
+//! another process reads (the kernel's blktrace, kernel/trace/blktrace.c).
 //!
-//! The buffers are one memory file. The thread that owns a queue writes, and nobody keeps it from
-//! writing: the oldest events are overwritten, and it never looks at what a reader does. A reader maps
-//! the file without the right to write, and finds by the count of events what it missed.
+//! All buffers are in one memory file. The thread that owns a queue writes events without waiting for a
+//! reader: it overwrites the oldest events. A reader maps the file read-only, and finds from the count of
+//! events how many it missed.
 //!
-//! An event is a record of its own, or, of bios in the fast lane, part of a record for a whole plug or batch of
-//! completions, which the reader expands.
+//! An event has its own record, or, for bios on the fast path, shares a record with all events of a plug or
+//! of a batch of completions. The reader expands such a record into events.
 //!
-//! While tracing is off a queue takes one branch per batch for each kind of event. Times are those of the queue's
-//! clock: with [`ClockMode::Cached`](crate::ClockMode::Cached) what happens under one plug, or in one batch of
-//! completions, has one time; but an attachment's plug, which lasts while its clients are read, is flushed and issued
-//! at a time of its own.
+//! While tracing is off, a queue executes one branch per batch for each kind of event. The times of events
+//! are those of the queue's clock. With [`ClockMode::Cached`](crate::ClockMode::Cached), all events under one
+//! plug, or of one batch of completions, have the same time; but the plug of an attachment, which is open
+//! while its clients' requests are read, is flushed and issued at its own time.
 
 mod event;
 mod memory;

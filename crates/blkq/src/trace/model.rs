@@ -1,4 +1,5 @@
-//! The ring under the model checkers: a reader gets whole events, in order, and counts the others.
+//! What the model checkers prove about the ring: a reader gets whole events in order, and counts those that
+//! it missed.
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::request::Request;
@@ -10,7 +11,7 @@ use super::{
     EventKind, NO_BIO, PAGE_BYTES, PlugRecord, TraceClient, TraceEvent, TraceMemory, TraceReader, TraceWriter,
 };
 
-/// An event all of whose words are of its number.
+/// An event in which all words depend on `number`.
 fn event(number: u64) -> TraceEvent {
     TraceEvent {
         time_ns: number,
@@ -27,7 +28,7 @@ fn event(number: u64) -> TraceEvent {
     }
 }
 
-/// Writes a plug of one request, and its completion, all of whose words are of its number; or an event.
+/// Writes a plug of one request and its completion, or a single event. All words depend on `number`.
 fn write(writer: &mut TraceWriter, number: u64) {
     match number % 3 {
         0 => writer.push(event(number)),
@@ -43,7 +44,7 @@ fn write(writer: &mut TraceWriter, number: u64) {
     }
 }
 
-/// The events of that, as they are read.
+/// The events that a reader gets for [`write`] with this number.
 fn events_of(number: u64) -> Vec<TraceEvent> {
     let of_request = |kind, time_ns, begun| TraceEvent {
         time_ns,
@@ -75,7 +76,10 @@ fn read_while_written(pages: u64, numbers: std::ops::Range<u64>, reads: usize) {
         lost += page.lost;
         count += read.len() as u64;
         for found in read.drain(..) {
-            assert!(rest.any(|event| *event == found), "torn, or out of order: {found:?}");
+            assert!(
+                rest.any(|event| *event == found),
+                "mixed words of several events, or out of order: {found:?}"
+            );
         }
         (count + lost, page.more)
     };
@@ -94,7 +98,7 @@ fn read_while_written(pages: u64, numbers: std::ops::Range<u64>, reads: usize) {
 #[cfg(loom)]
 #[test]
 fn loom_a_reader_gets_whole_events_or_counts_them() {
-    // Of a ring of two pages one is whole while the next is written.
+    // In a ring of two pages, one page is complete while the other is written.
     model("trace ring", 0, || read_while_written(2, 1..4, 1));
 }
 

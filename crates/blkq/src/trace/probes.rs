@@ -1,19 +1,21 @@
-//! USDT probes of provider `blkq`, for bpftrace(8), perf(1), SystemTap and gdb(1): a `nop` for each, and a note in
-//! the binary (section `.note.stapsdt`) that has its place and its arguments.
+//! USDT probes of provider `blkq`, for bpftrace(8), perf(1), SystemTap and gdb(1). Each probe is a `nop`
+//! instruction, and a note in the binary (section `.note.stapsdt`) with its address and arguments.
 //!
-//! Each has a semaphore, which the kernel or the tool raises while somebody is attached. A queue checks them when it
-//! wakes and once in many plugs, and only then takes the ways on which probes are.
+//! Each probe has a semaphore, which the kernel or the tool increments while a tool is attached. A queue
+//! checks the semaphores when it wakes and once in many plugs, and takes the code path with probes only if
+//! one is set.
 
 use probe::probe_lazy;
 
 use super::event::{EventKind, TraceEvent};
 use crate::tags::Tag;
 
-/// The tag of none.
+/// The tag in a place if there is no tag.
 const NO_TAG: u16 = u16::MAX;
 
-/// A probe of the provider. That of the base of `blkq bench layout`, which is in the same program, has another name: of
-/// probes that are there twice tools raise one semaphore, perhaps that which nobody checks.
+/// Defines a probe. A second copy of this library, which `blkq bench layout` compares with in the same
+/// program, uses another provider name: if two probes have the same name, tools increment only one semaphore,
+/// possibly the one that is never checked.
 #[cfg(not(shared_layout))]
 macro_rules! probe_of_blkq {
     ($($probe:tt)*) => { probe_lazy!(blkq, $($probe)*) };
@@ -23,7 +25,7 @@ macro_rules! probe_of_blkq {
     ($($probe:tt)*) => { probe_lazy!(blkq_shared_layout, $($probe)*) };
 }
 
-/// The probe of this name for an event: place, operation, sector, bytes, and the other arguments.
+/// The probe `$name` for an event, with the arguments place, operation, sector, bytes, and any others.
 macro_rules! probe_io {
     ($name:ident, $probes:expr, $event:ident $(, $argument:expr)*) => {
         probe_of_blkq!(
@@ -40,16 +42,17 @@ macro_rules! probe_io {
     };
 }
 
-/// The probes of one queue. An event has at most six arguments, as bpftrace takes no more; the first is always
-/// the place: the number of the disk from bit 32 on, of the hardware queue from bit 16 on, and the tag.
+/// The probes of one queue. A probe has at most six arguments, which is the limit of bpftrace. The first one
+/// is always the place: the number of the disk in bits 32 and up, of the hardware queue in bits 16 to 31, and
+/// the tag in bits 0 to 15.
 #[derive(Clone, Copy)]
 pub(crate) struct Probes {
-    /// Of the queue.
+    /// The place of the queue, without a tag.
     place: u64,
 }
 
 impl Probes {
-    /// The probes of a queue of disk number `disk`, if somebody is attached to one.
+    /// The probes of queue `queue` of disk number `disk`, if a tool is attached to one of them.
     pub fn attached(disk: u32, queue: usize) -> Option<Probes> {
         let probes = Probes { place: u64::from(disk) << 32 | (queue as u64 & 0xffff) << 16 };
         let attached = probes.submit(None)
@@ -60,20 +63,22 @@ impl Probes {
         attached.then_some(probes)
     }
 
-    /// Fires the probe for an event, if there is one. `start_ns` is when the request began, 0 if that is not known.
+    /// Fires the probe for the event, if there is one. `start_ns` is the time at which the request started,
+    /// or 0 if unknown.
     pub fn fire(&self, event: &TraceEvent, start_ns: u64) {
         match event.kind {
             EventKind::Queue => self.submit(Some(event)),
             EventKind::BackMerge | EventKind::FrontMerge => self.merge(Some(event)),
             EventKind::Issue => self.issue(Some(event)),
             EventKind::Complete => self.complete(Some(event), start_ns),
-            // The others are of plug and scheduler, or of parts of a bio.
+            // The other kinds concern the plug, the scheduler or parts of a bio.
             _ => false,
         };
     }
 
-    // Each probe is one place in the source, so that it has one semaphore. Its arguments are evaluated only while
-    // somebody is attached: without an event they return that, and the probe is not reached.
+    // Each probe occurs once in the source, so that it has one semaphore. Its arguments are evaluated only
+    // while a tool is attached. Called without an event, the function returns whether a tool is attached, and
+    // does not reach the probe.
 
     #[inline(never)]
     fn submit(&self, event: Option<&TraceEvent>) -> bool {
@@ -106,7 +111,7 @@ impl Probes {
         self.place | u64::from(tag)
     }
 
-    /// The driver's flush begins.
+    /// Fires the probe for the start of a driver's flush: its tag, and the number of bios that it serves.
     #[inline(never)]
     pub fn flush(&self, begun: Option<(Tag, usize)>) -> bool {
         probe_of_blkq!(
@@ -120,7 +125,7 @@ impl Probes {
     }
 }
 
-/// Since the request began; 0 if that is not known.
+/// The latency of a request in nanoseconds; 0 if its start is unknown.
 fn latency_ns(event: &TraceEvent, start_ns: u64) -> u64 {
     if start_ns == 0 { 0 } else { event.time_ns.saturating_sub(start_ns) }
 }
@@ -129,12 +134,14 @@ fn latency_ns(event: &TraceEvent, start_ns: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// The arguments of each probe in the notes of this very program, by its name.
+    /// Name, number of arguments and presence of a semaphore for each probe in the notes of this test
+    /// program.
     fn notes() -> Vec<(String, usize, bool)> {
         let program = std::fs::read("/proc/self/exe").expect("this program");
         let mut notes = Vec::new();
         let mut rest = &program[..];
-        // A note: lengths of the owner and of the description, type 3, the owner, and three addresses before the text.
+        // A note consists of the lengths of owner and description, the type 3, the owner, and three addresses
+        // followed by text.
         while let Some(at) = rest.windows(8).position(|bytes| bytes == b"stapsdt\0") {
             let (place, semaphore) = (&rest[at + 8..at + 16], &rest[at + 24..at + 32]);
             let text: Vec<&[u8]> = rest[at + 32..].splitn(4, |byte| *byte == 0).take(3).collect();

@@ -1,5 +1,5 @@
-//! Records of many events: one when a plug with requests of the fast lane is flushed, and one when a batch
-//! completes. A reader expands them into the events that they stand for.
+//! Records of several events: one for a flushed plug with requests of the fast path, and one for a batch of
+//! completions. A reader expands a record into its events.
 
 use crate::bio::{BioFlags, Operation};
 use crate::error::IoResult;
@@ -10,10 +10,11 @@ use crate::tags::Tag;
 
 use super::event::{EVENT_WORDS, EventKind, TraceClient, TraceEvent};
 
-/// Most requests of a record.
+/// The maximum number of requests of a record.
 pub(crate) const RECORD_REQUESTS_MAX: usize = 64;
 
-// The first byte of a record, besides the number of an `EventKind`. They are part of the format of the memory.
+// The first byte of a record is the number of an `EventKind` or one of these values. They are part of the
+// memory format.
 /// The rest of the page is not used.
 pub(super) const PAGE_END: u64 = 0;
 const PLUG: u64 = 64;
@@ -24,45 +25,47 @@ const COMPLETIONS_HEAD_WORDS: usize = 2;
 const TAGS_OF_WORD: usize = 4;
 const CLIENTS_OF_WORD: usize = 2;
 
-// The first word of a plug's record has from this bit on:
+// The first word of a plug's record contains these values from this bit on:
 const COUNT_SHIFT: u32 = 8;
 const BEGINS: u64 = 1 << 16;
 const ISSUED: u64 = 1 << 17;
 const HAS_CLIENTS: u64 = 1 << 18;
-// A request's word: its sector, and from these bits on length in sectors, operation, flags.
+// A request's word contains its sector, and from these bits on its length in sectors, operation and flags.
 const SECTORS_SHIFT: u32 = 40;
 const OPERATION_SHIFT: u32 = 48;
 
 /// The largest device whose plugs have records: 512 TiB, in sectors.
 pub(crate) const RECORD_CAPACITY_SECTORS: u64 = 1 << SECTORS_SHIFT;
-/// The largest plain bio of the fast lane: see `PLUG_FLUSH_BYTES`.
+/// The largest plain bio of the fast path: see `PLUG_FLUSH_BYTES`.
 const PLAIN_SECTORS_MAX: u64 = (1 << (OPERATION_SHIFT - SECTORS_SHIFT)) - 1;
 
-/// Requests of plain bios that the fast lane took at one time: a `Q` and a `G` for each, oldest first.
+/// Requests of plain bios that the fast path accepted together. Each has the events `Q` and `G`, oldest
+/// request first.
 pub(crate) struct PlugRecord {
-    /// When they were submitted.
+    /// The time at which the bios were submitted.
     pub queued_ns: u64,
-    /// They begin a plug: a `P` follows the first `G`.
+    /// The requests are the first of a plug: a `P` follows the first `G`.
     pub begins: bool,
-    /// They are a whole plug, which is flushed and issued at this time: `U`, and a `D` for each.
+    /// The requests are a whole plug, which is flushed and issued at this time: a `U`, and a `D` for each
+    /// request.
     pub issued_ns: Option<u64>,
 }
 
 impl PlugRecord {
-    /// Words of a record of so many requests.
+    /// The number of words of a record of `count` requests.
     pub(super) fn words(count: usize, has_clients: bool) -> usize {
         let clients = if has_clients { count.div_ceil(CLIENTS_OF_WORD) } else { 0 };
         PLUG_HEAD_WORDS + count + count.div_ceil(TAGS_OF_WORD) + clients
     }
 
-    /// Events that it stands for.
+    /// The number of events of a record of `count` requests.
     pub(super) fn events(&self, count: usize) -> u64 {
         let each = if self.issued_ns.is_some() { 3 } else { 2 };
         (each * count) as u64 + u64::from(self.begins) + u64::from(self.issued_ns.is_some())
     }
 
-    /// Writes the record of `tags`, at most [`RECORD_REQUESTS_MAX`], over as many `words` as it has, with the
-    /// client of each unless `clients` is empty.
+    /// Writes the record of `tags`, at most [`RECORD_REQUESTS_MAX`], to `words`, which must have the record's
+    /// length. Includes the client of each request unless `clients` is empty.
     #[inline]
     pub(super) fn write(
         &self,
@@ -94,13 +97,14 @@ impl PlugRecord {
     }
 }
 
-/// Words of a record of so many completions.
+/// The number of words of a record of `count` completions.
 pub(super) fn completions_words(count: usize) -> usize {
     COMPLETIONS_HEAD_WORDS + count.div_ceil(TAGS_OF_WORD)
 }
 
-/// Writes the record of requests that completed at `time_ns`, at most [`RECORD_REQUESTS_MAX`], over as many
-/// `words` as it has: a `C` for each. False if one has failed.
+/// Writes the record of requests that completed at `time_ns`, at most [`RECORD_REQUESTS_MAX`], to `words`,
+/// which must have the record's length. The record has a `C` for each request. Returns false if a request
+/// failed.
 #[inline]
 pub(super) fn write_completions(words: &[AtomicU64], time_ns: u64, completed: &[(Tag, IoResult)]) -> bool {
     let (head, tag_words) = words.split_at(COMPLETIONS_HEAD_WORDS);
@@ -118,7 +122,7 @@ pub(super) fn write_completions(words: &[AtomicU64], time_ns: u64, completed: &[
 fn write_tags<T>(words: &[AtomicU64], of: &[T], mut tag: impl FnMut(&T) -> u16) {
     let mut fours = of.chunks_exact(TAGS_OF_WORD);
     let mut words = words.iter();
-    // Fours first: without one no word is taken.
+    // Groups of four are taken before words, because `zip` would otherwise take a word without a group.
     for (four, word) in fours.by_ref().zip(words.by_ref()) {
         word.store(pack(four, |one| u64::from(tag(one)), 16), Relaxed);
     }
@@ -127,24 +131,24 @@ fn write_tags<T>(words: &[AtomicU64], of: &[T], mut tag: impl FnMut(&T) -> u16) 
     }
 }
 
-/// `parts`, of so many `bits` each, in one word.
+/// Packs `parts`, of `bits` bits each, into one word.
 #[inline]
 fn pack<T>(parts: &[T], mut value: impl FnMut(&T) -> u64, bits: u32) -> u64 {
     parts.iter().rev().fold(0, |word, part| word << bits | value(part))
 }
 
-/// The requests in flight, as far as a reader knows them by their events: what completes is in no record
-/// but by its tag.
+/// The requests in flight, as a reader knows them from their events. Records of completions contain only
+/// tags.
 #[derive(Default)]
 pub(super) struct TracedRequests(Vec<Option<TraceEvent>>);
 
 impl TracedRequests {
-    /// Which tags are whose is no longer known.
+    /// Forgets all requests, because events were missed.
     pub fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Takes in what `event` makes of its request.
+    /// Updates the request of `event`.
     fn note(&mut self, event: &TraceEvent) {
         let Some(tag) = event.tag else { return };
         if event.kind == EventKind::GetRequest && self.0.len() <= tag.index() {
@@ -171,9 +175,9 @@ impl TracedRequests {
     }
 }
 
-/// Appends the events of the record that `words` begin with to `events`. Returns how many words it has, and how
-/// many events were written, of which a completion is not there if its request is not known; `None` if
-/// there is no record that is known, or nothing but the end of the page.
+/// Appends the events of the record at the beginning of `words` to `events`. Returns the record's number of
+/// words, and the number of events that were written; a completion is not appended if its request is unknown.
+/// `None` if there is no known record, or only the unused end of a page.
 pub(super) fn expand(
     words: &[u64],
     requests: &mut TracedRequests,
@@ -207,7 +211,7 @@ fn tag_of(words: &[u64], index: usize) -> Tag {
     Tag((words[index / TAGS_OF_WORD] >> (index % TAGS_OF_WORD * 16)) as u16)
 }
 
-/// In the order in which a queue writes the events of its plug one by one.
+/// Expands a plug's record in the order in which a queue would write the events one by one.
 fn expand_plug(
     words: &[u64],
     first: u64,
@@ -230,7 +234,7 @@ fn expand_plug(
             flags: BioFlags::from_bits_truncate((how >> 8) as u8),
             sector: Sector(item & ((1 << SECTORS_SHIFT) - 1)),
             bytes: u32::from((item >> SECTORS_SHIFT) as u8) * SECTOR_BYTES as u32,
-            // A plain bio has the number of its tag.
+            // The number of a plain bio is its tag.
             bio: u32::from(tag.0),
             tag: Some(tag),
             client: TraceClient::from_bits(client as u32),

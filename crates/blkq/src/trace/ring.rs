@@ -1,10 +1,11 @@
-//! The ring of one queue, in pages (kernel/trace/ring_buffer.c): one thread writes, any number read, and none
-//! waits for another. No record is on two pages, and each page begins with the count of events before it:
-//! so a reader that was overtaken goes on with any page, and knows what it missed.
+//! The ring of one queue, in pages (kernel/trace/ring_buffer.c). One thread writes, any number of readers
+//! read, and none of them waits for another. A record never crosses a page boundary, and each page begins
+//! with the count of earlier events. So a reader that was overtaken can continue at any page, and knows how
+//! many events it missed.
 //!
-//! A reader may see a page half overwritten. The writer publishes its position before it begins with the
-//! next page, so that a reader who has seen a part of that sees the position too, and drops what it has
-//! read: what a seqlock does for one value (include/linux/seqlock.h).
+//! A reader may copy a page while the writer overwrites it. The writer publishes its position before it
+//! starts the next page. So a reader that has seen any word of that page also sees the new position, and
+//! discards its copy. This is a seqlock (include/linux/seqlock.h) for a ring.
 
 use std::sync::Arc;
 
@@ -22,41 +23,42 @@ use super::record::{
     PAGE_END, PlugRecord, RECORD_REQUESTS_MAX, TracedRequests, completions_words, expand, write_completions,
 };
 
-/// The same as a position.
+/// The number of words of a page, as a position.
 const PAGE: u64 = PAGE_WORDS as u64;
 
-/// A page has room for the longest record behind its first word.
+/// A page has room for its first word and the longest record.
 const _: () = assert!(cfg!(model_check) || RECORD_REQUESTS_MAX * 2 < PAGE_WORDS);
 
-/// Most events that one [`TraceReader::read`] appends: of no record more for each of its words.
+/// The maximum number of events that one [`TraceReader::read`] appends. No record has more than four events
+/// per word.
 pub const PAGE_EVENTS_MAX: usize = 4 * PAGE_WORDS;
 
-/// The writer of a queue's events.
+/// Writes the events of a queue.
 pub(crate) struct TraceWriter {
     memory: Arc<TraceMemory>,
     place: RingPlace,
-    /// How many words were written.
+    /// The number of words that were written.
     position: u64,
-    /// Where the next record begins, and where its page ends.
+    /// The word index of the next record, and that of the end of its page.
     next: usize,
     page_end: usize,
-    /// How many events were written.
+    /// The number of events that were written.
     events: u64,
 }
 
 impl TraceWriter {
-    /// The writer of queue `index`, of which there is one at a time; none if the memory has no such queue, or
-    /// is another process's.
+    /// A writer for queue `index`. There must be only one at a time. `None` if the memory has no such queue,
+    /// or was created by another process.
     pub fn new(memory: &Arc<TraceMemory>, index: usize) -> Option<TraceWriter> {
         let place = memory.place(index).filter(|_| memory.is_writable())?;
         let [position, events] = [place.position, place.events].map(|at| memory.words()[at].load(Relaxed));
         let next = place.word(position);
-        // Behind a page that is full comes a new one, whatever is next in memory.
+        // If the last page is full, the next record starts a new page.
         let page_end = next + (position.next_multiple_of(PAGE) - position) as usize;
         Some(TraceWriter { memory: memory.clone(), place, position, next, page_end, events })
     }
 
-    /// Writes an event over the oldest.
+    /// Writes an event, which may overwrite the oldest page.
     #[inline]
     pub fn push(&mut self, event: TraceEvent) {
         self.make_room(EVENT_WORDS);
@@ -65,8 +67,9 @@ impl TraceWriter {
         self.publish(EVENT_WORDS, 1);
     }
 
-    /// Writes the events of requests, at most [`RECORD_REQUESTS_MAX`], with the client of each unless `clients` is
-    /// empty; none is beyond [`RECORD_CAPACITY_SECTORS`](super::RECORD_CAPACITY_SECTORS).
+    /// Writes the events of requests, at most [`RECORD_REQUESTS_MAX`], with the client of each request unless
+    /// `clients` is empty. No request may be beyond
+    /// [`RECORD_CAPACITY_SECTORS`](super::RECORD_CAPACITY_SECTORS).
     #[inline]
     pub fn push_plug(
         &mut self,
@@ -82,8 +85,8 @@ impl TraceWriter {
         self.publish(length, record.events(tags.len()));
     }
 
-    /// Writes the completions of requests, at most [`RECORD_REQUESTS_MAX`]. False if one has failed, and nothing
-    /// is written.
+    /// Writes the completions of requests, at most [`RECORD_REQUESTS_MAX`]. Returns false, and writes
+    /// nothing, if a request failed.
     #[inline]
     pub fn push_completions(&mut self, time_ns: u64, completed: &[(Tag, IoResult)]) -> bool {
         let length = completions_words(completed.len());
@@ -96,7 +99,7 @@ impl TraceWriter {
         all_well
     }
 
-    /// So many words are left of the page, or there is a new one.
+    /// Starts a new page unless the current page has room for `words` words.
     #[inline]
     fn make_room(&mut self, words: usize) {
         if self.page_end - self.next < words {
@@ -109,11 +112,14 @@ impl TraceWriter {
     fn begin_page(&mut self) {
         let words = self.memory.words();
         if self.next < self.page_end {
+            // Relaxed: the position below, or the next position, publishes this word.
             words[self.next].store(PAGE_END, Relaxed);
             self.position += (self.page_end - self.next) as u64;
+            // Release: a reader that sees the position also sees the words before it.
             words[self.place.position].store(self.position, Release);
         }
-        // A reader that sees a word of this page then sees the position that was stored before.
+        // Pairs with the acquire fence in [`TraceReader::read`]: a reader that sees a word of the new page
+        // also sees the position that was stored before.
         fence(Release);
         let first = self.place.word(self.position);
         words[first].store(self.events, Relaxed);
@@ -127,34 +133,35 @@ impl TraceWriter {
         self.position += words as u64;
         self.events += events;
         let memory = self.memory.words();
+        // Release: a reader that sees the position also sees the record's words and the count of events.
         memory[self.place.events].store(self.events, Relaxed);
         memory[self.place.position].store(self.position, Release);
     }
 }
 
-/// The findings of one [`TraceReader::read`], besides events.
+/// The result of one [`TraceReader::read`], in addition to the events.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TracePage {
-    /// Events that are missing: those overwritten before the page was read; completions of requests that
-    /// began before those; and what is of no known kind.
+    /// The number of missing events: those that were overwritten before they were read, completions of
+    /// requests whose start was missed, and events of unknown kinds.
     pub lost: u64,
-    /// More was written, before it was read, than is on the page.
+    /// The writer has written more than was read.
     pub more: bool,
 }
 
-/// A reader of a queue's events, page by page.
+/// Reads the events of a queue, page by page.
 pub struct TraceReader {
     memory: Arc<TraceMemory>,
     place: RingPlace,
-    /// The position of the next record.
+    /// The position of the next record to read.
     next: u64,
-    /// How many events were before it.
+    /// The number of events before that record.
     events: u64,
     requests: TracedRequests,
 }
 
 impl TraceReader {
-    /// A reader of queue `index`, from its first event on; none if the memory has no such queue.
+    /// A reader of queue `index`, starting with the first event. `None` if the memory has no such queue.
     pub fn new(memory: &Arc<TraceMemory>, index: usize) -> Option<TraceReader> {
         let place = memory.place(index)?;
         Some(TraceReader {
@@ -166,12 +173,15 @@ impl TraceReader {
         })
     }
 
-    /// Appends the events of the next page that was written to `events`, at most [`PAGE_EVENTS_MAX`], or those of
-    /// its part that is new.
+    /// Appends the events of the next page, or of the new part of the current page, to `events`; at most
+    /// [`PAGE_EVENTS_MAX`].
     pub fn read(&mut self, events: &mut Vec<TraceEvent>) -> TracePage {
+        // Acquire: pairs with the writer's release store of the position, so that all words before the
+        // position are visible.
         let until = self.position(Acquire);
         if self.is_overwritten(until) {
-            // With less than half a ring of distance it would be overtaken again.
+            // Continues half a ring before the writer's position. If it were closer to the oldest page, the
+            // reader would soon be overtaken again.
             self.next = (until / PAGE - self.place.pages / 2) * PAGE;
             self.requests.clear();
         }
@@ -183,10 +193,11 @@ impl TraceReader {
         let copy = &mut copy[..(end - self.next) as usize];
         let words = &self.memory.words()[self.place.word(self.next)..];
         copy.iter_mut().zip(words).for_each(|(copy, word)| *copy = word.load(Relaxed));
-        // Reads the position after the words: see the writer.
+        // Orders the loads of the words before the load of the position. Pairs with the release fence in
+        // `TraceWriter::begin_page`.
         fence(Acquire);
         if self.is_overwritten(self.position(Relaxed)) {
-            // The next call counts them.
+            // The next call counts the missed events.
             return TracePage { lost: 0, more: true };
         }
         let lost = self.expand_page(copy, events);
@@ -194,12 +205,13 @@ impl TraceReader {
         TracePage { lost, more: end < until }
     }
 
-    /// Whether a writer at `position` has begun to overwrite the page of the next record.
+    /// Whether a writer at `position` has started to overwrite the page of the next record.
     fn is_overwritten(&self, position: u64) -> bool {
         self.next / PAGE + self.place.pages <= position / PAGE
     }
 
-    /// Expands the records of a page, or of its rest. Returns how many events are missing before them and among them.
+    /// Expands the records of a page, or of the rest of a page. Returns the number of events that are missing
+    /// before or between them.
     fn expand_page(&mut self, mut words: &[u64], events: &mut Vec<TraceEvent>) -> u64 {
         let mut lost = 0;
         if let ([before, records @ ..], true) = (words, self.next.is_multiple_of(PAGE)) {
@@ -248,7 +260,7 @@ mod tests {
         }
     }
 
-    /// Memory with two queues, as its reader maps it too.
+    /// The memory for two queues, as its writer and as its reader map it.
     fn memory() -> (Arc<TraceMemory>, Arc<TraceMemory>) {
         let memory = TraceMemory::new(2, RING_BYTES_MIN).expect("memory");
         let file: OwnedFd = memory.file().try_clone_to_owned().expect("a descriptor");
@@ -262,7 +274,7 @@ mod tests {
         (writer, TraceReader::new(read, 0).expect("a queue"))
     }
 
-    /// Reads all that was written. Returns how many events are lost.
+    /// Reads all events. Returns the number of missed events.
     fn read_all(reader: &mut TraceReader, events: &mut Vec<TraceEvent>) -> u64 {
         let mut lost = 0;
         loop {
@@ -302,7 +314,7 @@ mod tests {
         (0..count).map(begun).collect()
     }
 
-    /// The events of a whole plug of `requests`, one by one.
+    /// The separate events of a whole plug of `requests`.
     fn events_of_plug(requests: &[Request], clients: &[TraceClient]) -> Vec<TraceEvent> {
         let of = |kind, tag: usize, time_ns| {
             let request = &requests[tag];
@@ -415,11 +427,11 @@ mod tests {
         let (lost, found) = numbers(&mut reader);
         assert_eq!(lost + found.len() as u64, 8 + 400 + 2 + 1);
         assert_eq!(found.last(), Some(&8));
-        assert!(!found.contains(&30), "of nothing that is known");
+        assert!(!found.contains(&30), "a completion is lost if its request was");
     }
 
     proptest! {
-        /// Whatever the writer's process has become.
+        /// The reader must cope with any content, because the process that writes may be compromised.
         #[test]
         fn a_ring_of_anything_is_read(
             words in prop::collection::vec(prop_oneof![0..70_u64, any::<u64>()], 2 * PAGE_WORDS),
@@ -442,7 +454,7 @@ mod tests {
                         break;
                     }
                     pages += 1;
-                    prop_assert!(pages <= place.pages, "it reads no page twice");
+                    prop_assert!(pages <= place.pages, "a page was read twice");
                 }
             }
         }
@@ -453,7 +465,7 @@ mod tests {
         let (memory, _) = memory();
         let file = memory.file();
         for protection in [ProtFlags::WRITE, ProtFlags::READ | ProtFlags::WRITE] {
-            // SAFETY: a new mapping touches nothing; it is to fail.
+            // SAFETY: a new mapping affects no existing memory, and this one must fail.
             let mapped = unsafe { mmap(std::ptr::null_mut(), 4096, protection, MapFlags::SHARED, file, 0) };
             assert!(mapped.is_err());
         }
@@ -478,7 +490,7 @@ mod tests {
             made(bytes, &[]);
         }
         let old = made(1 << 16, &[u64::from_be_bytes(*b"blkqtrc\x01")]);
-        assert!(old.contains("format 1, not 2"), "{old}");
+        assert!(old.contains("format 1, and this program reads format 2"), "{old}");
         assert!(TraceMemory::new(0, RING_BYTES_MIN).is_err() && TraceMemory::new(1, PAGE_BYTES).is_err());
         assert!(TraceMemory::new(1, RING_BYTES_MIN + 8).is_err());
         let error = TraceMemory::new(64, MEMORY_MAX_BYTES).err().unwrap().to_string();
