@@ -1,23 +1,24 @@
-//! How tests wait. A test waits for a condition, never for a time that is hoped to be long enough: every test of this
-//! workspace that waits calls [`wait_until`] or [`wait_for`], whose limit follows the machine. So a test fails because
-//! something hangs, and never because the machine is slow or busy. `lab/style` rejects other sleeps.
+//! Waiting in tests. A test waits for a condition, and never for a fixed time that is hoped to be long
+//! enough: every test of this workspace that waits calls [`wait_until`] or [`wait_for`], whose limit adapts
+//! to the machine. So a test fails only if something hangs, and not because the machine is slow or busy.
+//! `lab/style` rejects other sleeps.
 
 #[cfg(not(model_check))]
 pub mod harness;
 
 use std::time::{Duration, Instant};
 
-/// The limit of a wait, on an idle machine of usual speed.
+/// The limit of a wait on an idle machine of usual speed.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 /// The limit of a whole test body, which may contain several waits.
 const BODY_LIMIT: Duration = Duration::from_secs(180);
-/// The most by which a limit is stretched.
+/// The largest factor by which a limit is extended.
 const SLOWNESS_MAX: f64 = 10.0;
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// For how long [`assert_stays`] checks.
+/// The time for which [`assert_stays`] checks its condition.
 const STAYS: Duration = Duration::from_millis(150);
-/// The work that [`slowness`] times: readings of the clock, as they cost the same in debug and release builds. The
-/// second constant is how long they take on a machine of usual speed.
+/// The work that [`slowness`] measures: readings of the clock, because their cost is the same in debug and
+/// release builds. [`CLOCK_READINGS_TIME`] is how long they take on a machine of usual speed.
 const CLOCK_READINGS: u32 = 10_000;
 const CLOCK_READINGS_TIME: Duration = Duration::from_millis(1);
 
@@ -25,18 +26,18 @@ const CLOCK_READINGS_TIME: Duration = Duration::from_millis(1);
 ///
 /// # Panics
 ///
-/// With `what`, which is the condition in words, if it does not hold within a minute. The minute is longer on a machine
-/// that is slow or busy.
+/// If `condition` does not hold within a minute; the message contains `what`, the condition in words. The
+/// limit is longer on a machine that is slow or busy.
 #[track_caller]
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     wait_for(what, || condition().then_some(()));
 }
 
-/// Waits until `poll` returns a value, and returns that.
+/// Waits until `poll` returns a value, and returns that value.
 ///
 /// # Panics
 ///
-/// As [`wait_until`] does.
+/// If `poll` returns no value in time, as for [`wait_until`].
 #[track_caller]
 pub fn wait_for<T>(what: &str, poll: impl FnMut() -> Option<T>) -> T {
     poll_within(WAIT_LIMIT, what, poll)
@@ -46,8 +47,8 @@ pub fn wait_for<T>(what: &str, poll: impl FnMut() -> Option<T>) -> T {
 ///
 /// # Panics
 ///
-/// If `body` panics, with its message, or does not return within three minutes. They are longer on a machine that is
-/// slow or busy.
+/// If `body` panics, with its message; or if it does not return within three minutes. The limit is longer on
+/// a machine that is slow or busy.
 #[track_caller]
 pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static) -> R {
     let thread = std::thread::spawn(body);
@@ -55,8 +56,8 @@ pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Checks for a short while that `condition` keeps holding: for an event that must not happen. A slow machine checks
-/// less often, and does not fail for that.
+/// Checks for a short time that `condition` keeps holding, to show that an event does not happen. A slow
+/// machine checks less often, but does not fail.
 ///
 /// # Panics
 ///
@@ -66,8 +67,8 @@ pub fn assert_stays(what: &str, condition: impl FnMut() -> bool) {
     assert_stays_for(STAYS, what, condition);
 }
 
-/// Checks for `time` that `condition` keeps holding, as [`assert_stays`] does: for an event that could happen only
-/// later.
+/// Checks for `time` that `condition` keeps holding, as [`assert_stays`] does, to show that an event does not
+/// happen later.
 ///
 /// # Panics
 ///
@@ -77,7 +78,7 @@ pub fn assert_stays_for(time: Duration, what: &str, mut condition: impl FnMut() 
     let begin = Instant::now();
     loop {
         let is_over = begin.elapsed() >= time;
-        assert!(condition(), "not any more: {what}");
+        assert!(condition(), "no longer holds: {what}");
         if is_over {
             return;
         }
@@ -94,7 +95,7 @@ fn poll_within<T>(base: Duration, what: &str, mut poll: impl FnMut() -> Option<T
             return value;
         }
         if begin.elapsed() >= limit {
-            // It may be over only because the machine is slow or busy.
+            // The limit may have been exceeded only because the machine is slow or busy.
             limit = limit.max(base.mul_f64(slowness()));
             assert!(begin.elapsed() < limit, "waited for {} seconds in vain: {what}", limit.as_secs());
         }
@@ -102,7 +103,7 @@ fn poll_within<T>(base: Duration, what: &str, mut poll: impl FnMut() -> Option<T
     }
 }
 
-/// By how much this machine is now slower than an idle one of usual speed; at least 1.
+/// The factor by which this machine is currently slower than an idle one of usual speed; at least 1.
 fn slowness() -> f64 {
     let begin = Instant::now();
     (0..CLOCK_READINGS).for_each(|_| _ = Instant::now());
@@ -111,7 +112,8 @@ fn slowness() -> f64 {
     (speed.max(1.0) * (load_average() / processors).max(1.0)).min(SLOWNESS_MAX)
 }
 
-/// How many threads want a processor, averaged over a minute (proc_loadavg(5)).
+/// The number of threads that are running or waiting for a processor, averaged over a minute
+/// (proc_loadavg(5)).
 fn load_average() -> f64 {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0)
@@ -138,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "not any more: it holds")]
+    #[should_panic(expected = "no longer holds: it holds")]
     fn a_condition_that_does_not_stay_panics() {
         let mut polls = 0;
         assert_stays("it holds", || {

@@ -1,5 +1,6 @@
-//! The writes that were held and have not completed, kept for each thread of a simulated world: its clients
-//! check by them that no flush overtakes one, and do not rely on the count that the flushes of a disk wait for.
+//! The writes of a simulation that were held after an error and have not completed. The simulated clients
+//! check with this list that no flush overtakes such a write, independently of the count on which the flushes
+//! of a disk wait. Each thread has its own list, because each has its own simulated world.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -9,13 +10,13 @@ thread_local! {
 }
 
 struct Writes {
-    /// How often one was held.
+    /// The number of writes that were ever held.
     count: u64,
-    /// The number of each, by its queue and tag.
+    /// The number of each held write, by queue and tag.
     held: BTreeMap<(usize, u16), u64>,
 }
 
-/// The write with this tag of this queue is held, perhaps not for the first time.
+/// Records that the write with this tag of this queue is held, possibly again.
 pub(crate) fn write_held(queue: usize, tag: u16) {
     WRITES.with_borrow_mut(|writes| {
         writes.held.entry((queue, tag)).or_insert(writes.count);
@@ -23,17 +24,17 @@ pub(crate) fn write_held(queue: usize, tag: u16) {
     });
 }
 
-/// The request with this tag of this queue has completed.
+/// Records that the request with this tag of this queue has completed.
 pub(crate) fn request_completed(queue: usize, tag: u16) {
     WRITES.with_borrow_mut(|writes| writes.held.remove(&(queue, tag)));
 }
 
-/// The numbers of the writes that were held and have not completed; each has one of its own.
+/// The numbers of the writes that were held and have not completed. Each number is unique.
 pub fn held_writes() -> Vec<u64> {
     WRITES.with_borrow(|writes| writes.held.values().copied().collect())
 }
 
-/// Another process begins, which holds nothing.
+/// Clears the list, because another simulated process starts.
 pub fn forget_held_writes() {
     WRITES.with_borrow_mut(|writes| writes.held.clear());
 }

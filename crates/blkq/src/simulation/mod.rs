@@ -1,7 +1,7 @@
-//! The seam to the simulated world, in builds with `--cfg simulation`: the ring, the
-//! clock, a sync and waiting are then what a [`World`] makes of them. The world itself is the
-//! crate `blkq-simulation`, which is for the tests of this repository. In those with `--cfg fuzzing` only
-//! waiting is, on threads that turn their engines themselves. No others have any of it.
+//! The interface to the simulation. In builds with `--cfg simulation`, a [`World`] replaces the ring, the
+//! clock, syncs and waiting. The worlds are implemented by the crate `blkq-simulation`, for the tests of this
+//! repository. In builds with `--cfg fuzzing`, a world replaces only waiting, on threads that run the turns
+//! of their engines themselves. Other builds do not contain this module.
 
 #[cfg(simulation)]
 mod held;
@@ -20,50 +20,51 @@ thread_local! {
     static WORLD: Cell<Option<&'static dyn World>> = const { Cell::new(None) };
 }
 
-/// The parts of the system that a simulation exchanges. Each thread has a world of its own.
+/// The parts of the system that a simulation replaces. Each thread has its own world.
 pub trait World {
-    /// An instant at which an engine uses its ring, reads its clock, or stores into memory that outlives
-    /// the process: it may panic here.
+    /// Called when an engine uses its ring, reads its clock, or stores into memory that outlives the process.
+    /// The world may panic to simulate that the process is killed here.
     fn instant(&self);
 
-    /// Nanoseconds of the world's clock. Reading it is no [`World::instant`]: the caller makes that one, if an engine
-    /// reads its clock.
+    /// The time of the world's clock in nanoseconds. Does not call [`World::instant`]: the caller does, if an
+    /// engine reads its clock.
     fn now_ns(&self) -> u64;
 
-    /// The ring enters its kernel with `entries`, whose registered files are places in `files`, and
-    /// waits for `want` completions, for `timeout` at most.
+    /// Submits `entries`, whose registered files are indices into `files`, and waits for `want` completions,
+    /// at most for `timeout`.
     fn enter(&self, entries: &mut Vec<squeue::Entry>, files: &[i32], want: usize, timeout: Option<Duration>);
 
-    /// Passes `user_data`, result and flags of what has completed to `reap`.
+    /// Passes `user_data`, result and flags of each completed operation to `reap`.
     fn reap(&self, reap: &mut dyn FnMut(u64, i32, u32));
 
-    /// The ring is closed.
+    /// Cancels the operations of the ring, which is being closed.
     fn close_ring(&self);
 
-    /// A thread waits for something: the rest of the world takes a step.
+    /// Lets the rest of the world make progress while a thread waits.
     fn step(&self);
 
-    /// fdatasync of a file.
+    /// Synchronises a file as fdatasync(2) does.
     ///
     /// # Errors
-    /// Those of the simulated file.
+    /// The errors of the simulated file.
     fn sync(&self, fd: i32) -> std::io::Result<()>;
 
-    /// Whether the fault driver sees this trigger file.
+    /// Whether the trigger file of the fault driver exists.
     fn exists(&self, file: &Path) -> bool;
 }
 
-/// From now on this thread lives in `world`.
+/// Makes `world` the world of this thread.
 pub fn install(world: &'static dyn World) {
     WORLD.set(Some(world));
 }
 
-/// Whether this thread lives in a world, and is its only one.
+/// Whether this thread has a world, in which it is the only thread.
 pub fn is_one_thread() -> bool {
     WORLD.get().is_some()
 }
 
-/// The thread waits for something: the rest of its world takes a step. False without a world.
+/// Lets the rest of the world make progress while this thread waits. Returns false if the thread has no
+/// world.
 pub(crate) fn step() -> bool {
     WORLD.get().is_some_and(|world| {
         world.step();
@@ -71,10 +72,10 @@ pub(crate) fn step() -> bool {
     })
 }
 
-/// This process may die here: see [`World::instant`].
+/// A point at which the simulated process may be killed: see [`World::instant`].
 ///
 /// # Panics
-/// If this thread has no world; and as the world wants it.
+/// If this thread has no world, or the world kills the process here.
 #[cfg(simulation)]
 pub fn instant() {
     world().instant();
@@ -83,7 +84,7 @@ pub fn instant() {
 /// The world of this thread.
 ///
 /// # Panics
-/// If none was installed.
+/// If no world was installed.
 #[cfg(simulation)]
 pub fn world() -> &'static dyn World {
     WORLD.get().expect("this thread has no simulated world")

@@ -1,5 +1,5 @@
-//! A block layer in miniature for the tests of drivers: builds requests by hand, offers
-//! them to one queue, and turns its ring.
+//! A minimal block layer for the tests of drivers. It builds requests, offers them to one queue, and runs the
+//! turns of its ring.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 use std::mem::ManuallyDrop;
@@ -26,7 +26,7 @@ use crate::slab::{BioSlab, NewBio, SlotFlags};
 use crate::tags::Tag;
 use crate::testing::wait_until;
 
-/// The number of requests that a queue can have.
+/// The maximum number of requests of a queue.
 pub const TAGS: usize = 64;
 const OWNER: u16 = 7;
 
@@ -42,13 +42,14 @@ pub struct Harness {
     queue: Option<Box<dyn DriverQueue>>,
     /// Whether the driver has called [`DriverContext::limits_changed`].
     pub limits_changed: bool,
-    /// Completions of the ring still to be dropped.
+    /// The number of completions of the ring that will be dropped.
     pub swallow: usize,
-    /// Results by tag of completed requests that were not yet asked for.
+    /// The results by tag of completed requests for which no test has waited yet.
     results: Vec<Option<IoResult>>,
 }
 
-/// Counts how often a queue was woken; the harness polls every millisecond by itself.
+/// Counts how often a queue was woken. The harness does not need the wake-ups, because it polls every
+/// millisecond.
 #[derive(Default)]
 pub struct CountWakes(pub AtomicU32);
 
@@ -62,7 +63,7 @@ impl Harness {
     /// Opens queue 0.
     ///
     /// # Errors
-    /// Why the driver does not open it.
+    /// The error of the driver.
     pub fn open(driver: &dyn Driver) -> Result<Harness, Error> {
         Harness::open_index(driver, 0)
     }
@@ -70,7 +71,7 @@ impl Harness {
     /// Opens a queue.
     ///
     /// # Errors
-    /// As [`Harness::open`].
+    /// The error of the driver.
     pub fn open_index(driver: &dyn Driver, index: u16) -> Result<Harness, Error> {
         Harness::open_waking(driver, index, Arc::new(CountWakes::default()))
     }
@@ -78,7 +79,7 @@ impl Harness {
     /// Opens a queue that is woken through `wake`.
     ///
     /// # Errors
-    /// As [`Harness::open`].
+    /// The error of the driver.
     pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
@@ -120,7 +121,7 @@ impl Harness {
         result
     }
 
-    /// Builds a request: one bio per buffer, or one without memory of `bytes`.
+    /// Builds a request with one bio per buffer, or with one bio of `bytes` bytes without memory.
     pub fn build(
         &mut self,
         operation: Operation,
@@ -164,7 +165,7 @@ impl Harness {
         Tag(index as u16)
     }
 
-    /// Builds a write.
+    /// Builds a write of `buffers`, one bio for each.
     pub fn write(&mut self, offset: u64, buffers: Vec<IoBuffer>) -> Tag {
         self.build(Operation::Write, BioFlags::empty(), offset, 0, buffers)
     }
@@ -181,7 +182,7 @@ impl Harness {
         self.build(operation, flags, offset, bytes, Vec::new())
     }
 
-    /// Gives the driver's words of a request a value to begin with.
+    /// Sets the initial value of the words that a request reserves for the driver.
     pub fn set_pdu(&mut self, tag: Tag, words: [u64; 2]) {
         self.requests[tag.index()].pdu = words;
     }
@@ -197,17 +198,17 @@ impl Harness {
         self.commit();
     }
 
-    /// Ends the batch.
+    /// Ends the batch, as a queue does after its last request.
     pub fn commit(&mut self) {
         self.with(|queue, cx| queue.commit(cx));
     }
 
-    /// Notifies the queue of a change of the device.
+    /// Notifies the queue that the device has changed.
     pub fn reload(&mut self) {
         self.with(|queue, cx| queue.reload(cx));
     }
 
-    /// One turn: waits for the ring for at most a millisecond.
+    /// Runs one turn, which waits for the ring for at most a millisecond.
     pub fn turn(&mut self) {
         let mut cqes = Vec::new();
         if let Some(ring) = &mut self.ring {
@@ -226,13 +227,13 @@ impl Harness {
         });
     }
 
-    /// A completion that the kernel did not send.
+    /// Passes a completion to the queue that the kernel did not send.
     pub fn inject(&mut self, payload: u64, result: i32) {
         let cqe = Cqe { token: Token::new(OWNER, payload), result, flags: 0 };
         self.with(|queue, cx| queue.complete_cqe(cx, cqe));
     }
 
-    /// As [`DriverQueue::deadline_ns`].
+    /// The deadline that the queue reports ([`DriverQueue::deadline_ns`]).
     pub fn deadline_ns(&self) -> Option<u64> {
         self.queue.as_ref().unwrap().deadline_ns()
     }
@@ -242,12 +243,12 @@ impl Harness {
         self.queue.as_ref().unwrap().state(tag, &self.requests[tag.index()]).into_owned()
     }
 
-    /// Whether the request has completed, and was not waited for yet.
+    /// Whether the request has completed, and no test has waited for it yet.
     pub fn has_completed(&self, tag: Tag) -> bool {
         self.results[tag.index()].is_some()
     }
 
-    /// Turns until `tag` has completed; returns its result and its memory, in order.
+    /// Runs turns until `tag` has completed. Returns its result, and its memory in order.
     pub fn wait(&mut self, tag: Tag) -> (IoResult, Vec<u8>) {
         let begin = Instant::now();
         while !self.has_completed(tag) {
@@ -258,7 +259,7 @@ impl Harness {
         (result, self.take_memory(tag))
     }
 
-    /// The memory of a completed request, whose slots are free then.
+    /// Takes the memory of a completed request, and frees its slots.
     fn take_memory(&mut self, tag: Tag) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut bio = self.requests[tag.index()].first_bio;
@@ -274,7 +275,7 @@ impl Harness {
         bytes
     }
 
-    /// Starts and waits.
+    /// Starts the request and waits for it.
     pub fn run(&mut self, tag: Tag) -> (IoResult, Vec<u8>) {
         self.start(&[tag]);
         self.wait(tag)
@@ -288,7 +289,7 @@ impl Harness {
         bytes
     }
 
-    /// Closes the queue; the ring lives on.
+    /// Closes the queue. Returns its ring, which stays open.
     pub fn close(mut self) -> Option<Ring> {
         self.close_queue();
         self.ring.take()
@@ -315,22 +316,22 @@ impl Drop for Harness {
     }
 }
 
-/// A buffer full of `value`.
+/// A buffer in which each byte is `value`.
 pub fn filled(length: usize, value: u8) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     buffer.fill(value);
     buffer
 }
 
-/// Bytes that differ between any two places.
+/// Fills a buffer with bytes that depend on their position and on `seed`.
 pub fn pattern(length: usize, seed: u64) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     Random::new(seed).fill(&mut buffer);
     buffer
 }
 
-/// Unmounts what is there as soon as nothing uses it: the kernel lets go of the files of a ring some time after that
-/// was closed, and of those of a loop device.
+/// Unmounts the file system at `point`, as soon as it is no longer in use: the kernel releases the files of a
+/// ring, and of a loop device, some time after they were closed.
 pub fn unmount(point: &Path) {
     if std::thread::panicking() {
         let _ = Command::new("umount").arg("--lazy").arg(point).status();
@@ -344,7 +345,7 @@ pub fn unmount(point: &Path) {
     });
 }
 
-/// Runs a program that must succeed, and returns what it prints.
+/// Runs a program that must succeed, and returns its output.
 pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
