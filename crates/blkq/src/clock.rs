@@ -1,23 +1,23 @@
-//! The queue's clock: one reading per plug and per completion batch when cached, one
-//! per time stamp when precise (the kernel's `blk_time_get_ns` and its plug's `cur_ktime`).
+//! The clock of a queue. In cached mode it is read once per plug and once per batch of completions; in
+//! precise mode, once per time stamp (the kernel's `blk_time_get_ns` and its plug's `cur_ktime`).
 
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind};
 
-/// Readings of a cached clock before it is read anew, whatever else happens: the size
-/// of a plug over several queues. There is no hook in user space that reports when the
-/// thread was scheduled out, so the age is bounded by count, by flush and by wait.
+/// The number of times that a cached reading is used at most. Several queues can then share a reading for the
+/// size of a plug. A user-space thread is not notified when it was scheduled out, so the age of a reading is
+/// bounded by this count, and by plug flushes and waits.
 pub const CLOCK_USES_MAX: u32 = 64;
 
 /// How time stamps are taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum ClockMode {
-    /// One reading serves a plug, or a completion batch.
+    /// One reading serves a plug, or a batch of completions.
     #[default]
     Cached,
-    /// Every time stamp reads the clock.
+    /// Each time stamp reads the clock.
     Precise,
 }
 
@@ -30,7 +30,7 @@ impl std::str::FromStr for ClockMode {
             "precise" => Ok(ClockMode::Precise),
             _ => Err(Error::new(
                 ErrorKind::Invalid,
-                format!("no clock is named {mode:?}: there are cached, precise"),
+                format!("the clock mode must be cached or precise, not {mode:?}"),
             )),
         }
     }
@@ -45,27 +45,26 @@ impl std::fmt::Display for ClockMode {
     }
 }
 
-/// A monotonic clock in nanoseconds, for one thread.
+/// A monotonic clock in nanoseconds, used by one thread.
 #[derive(Debug)]
 pub(crate) struct Clock {
     cached_ns: u64,
-    /// How often the cached time may still be used; 0 if there is none.
+    /// The number of times that the cached reading may still be used; 0 if there is none.
     uses_left: u32,
     mode: ClockMode,
     reads: u64,
-    /// The last cached reading, until the next shows for how long it was used at most;
-    /// 0 if there is none, or the queue was idle since.
+    /// The last cached reading, until the next reading shows how long it was in use; 0 if there is none, or
+    /// the queue has been idle since.
     unmeasured_ns: u64,
     age_ns_max: u64,
 }
 
 impl Clock {
-    /// A clock that has not been read.
     pub fn new(mode: ClockMode) -> Clock {
         Clock { cached_ns: 0, uses_left: 0, mode, reads: 0, unmeasured_ns: 0, age_ns_max: 0 }
     }
 
-    /// The time, cached or read, depending on the mode. Never 0.
+    /// The time, cached or read according to the mode. Never 0.
     #[inline]
     pub fn now_ns(&mut self) -> u64 {
         match self.uses_left.checked_sub(1) {
@@ -77,21 +76,21 @@ impl Clock {
         }
     }
 
-    /// The time for up to `count` (1 or more) stamps, and for how many of them it serves: those that are
-    /// used are to be counted by [`Clock::count_uses`].
+    /// The time for up to `count` (1 or more) time stamps, and the number of stamps for which it may be used.
+    /// The caller must count the stamps that it uses with [`Clock::count_uses`].
     #[inline]
     pub fn now_ns_for(&mut self, count: usize) -> (u64, usize) {
         let now_ns = if self.uses_left > 0 { self.cached_ns } else { self.read() };
         (now_ns, count.min(self.uses_left.max(1) as usize))
     }
 
-    /// Counts so many stamps of the time as used, no more than [`Clock::now_ns_for`] returned.
+    /// Counts `count` uses of the time, at most the number that [`Clock::now_ns_for`] returned.
     #[inline]
     pub fn count_uses(&mut self, count: usize) {
         self.uses_left = self.uses_left.saturating_sub(count as u32);
     }
 
-    /// So many stamps of `ns`, which were counted, were not used after all.
+    /// Uncounts `count` uses of the reading `ns`, because the stamps were not used after all.
     pub fn return_uses(&mut self, ns: u64, count: usize) {
         if ns == self.cached_ns && self.uses_left > 0 {
             self.uses_left += count as u32;
@@ -113,54 +112,53 @@ impl Clock {
         now
     }
 
-    /// The queue has nothing to do, or its thread is to sleep: the time until the next
-    /// reading is no measure of how long the last one was used.
+    /// Called when the queue has nothing to do, or its thread is about to sleep. The last reading is then not
+    /// used until the next one, so the time in between is not its age.
     #[inline]
     pub fn idle(&mut self) {
         self.unmeasured_ns = 0;
     }
 
-    /// Drops the cached time: at every plug flush, whichever way it came about, at the
-    /// begin of a completion batch, and before anything that may wait.
+    /// Discards the cached reading. Must be called at every plug flush, at the beginning of a batch of
+    /// completions, and before any operation that may wait.
     #[inline]
     pub fn invalidate(&mut self) {
         self.uses_left = 0;
     }
 
-    /// Changes the mode.
     pub fn set_mode(&mut self, mode: ClockMode) {
         self.mode = mode;
         self.invalidate();
         self.idle();
     }
 
-    /// The last cached reading, whether it may still be used or not; 0 if there was none.
+    /// The last cached reading, even if it may no longer be used; 0 if there was none.
     #[inline]
     pub fn last_read_ns(&self) -> u64 {
         self.cached_ns
     }
 
-    /// How often the clock was read since this was last asked.
+    /// Returns the number of readings of the clock since the last call.
     #[inline]
     pub fn take_reads(&mut self) -> u64 {
         std::mem::take(&mut self.reads)
     }
 
-    /// The longest time from a cached reading to the next, in nanoseconds: for longer none
-    /// of those was used. That costs no reading of its own, so one after which the queue
-    /// was idle is not measured, and what the thread did in between is part of the time.
+    /// The longest time between a cached reading and the next reading, in nanoseconds: an upper bound for how
+    /// long any reading was used. To save readings, a reading after which the queue was idle is not measured,
+    /// and other work of the thread in between counts.
     pub fn age_ns_max(&self) -> u64 {
         self.age_ns_max
     }
 }
 
-/// How long from now until `deadline_ns` of the monotonic clock: zero if it has passed, `None`
-/// if there is none. To be called right before sleeping, with a deadline read at the same time.
+/// The time from now until `deadline_ns` of the monotonic clock: zero if the deadline has passed, `None` if
+/// there is none. Must be called immediately before the sleep, because the result ages.
 pub(crate) fn time_until(deadline_ns: Option<u64>) -> Option<Duration> {
     deadline_ns.map(|at_ns| Duration::from_nanos(at_ns.saturating_sub(monotonic_ns())))
 }
 
-/// Nanoseconds of CLOCK_MONOTONIC.
+/// The time of CLOCK_MONOTONIC in nanoseconds.
 #[inline]
 pub fn monotonic_ns() -> u64 {
     #[cfg(simulation)]
@@ -177,8 +175,8 @@ pub fn monotonic_ns() -> u64 {
 #[inline]
 fn read_monotonic_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` is ours to be written; this clock always exists. (Not rustix: its way
-    // around the C library does not work under valgrind, which counts our instructions.)
+    // SAFETY: `now` is a valid place for the result, and this clock always exists. rustix is not used,
+    // because its vDSO call does not work under valgrind, with which instructions are counted.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
@@ -201,7 +199,7 @@ mod tests {
         clock.invalidate();
         let second = clock.now_ns();
         assert!(clock.age_ns_max() == second - first && second - first >= 2_000_000);
-        // The use that is one too many reads anew.
+        // The first use beyond the maximum reads the clock again.
         wait_for_2_ms();
         while clock.now_ns() == second {}
         assert!(clock.age_ns_max() >= 2_000_000 && clock.take_reads() == 3);

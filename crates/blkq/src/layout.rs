@@ -1,17 +1,17 @@
-//! Which words have cache lines of their own: those that one thread writes while others use
-//! theirs. `blkq bench layout` measures what that is worth against the same sources built
-//! with `cfg(shared_layout)`, where nothing is padded.
+//! Which data has its own cache lines: data that one thread writes while other threads use adjacent data.
+//! `blkq bench layout` measures the benefit by comparison with the same sources built with
+//! `cfg(shared_layout)`, in which nothing is padded.
 
 use std::collections::BTreeMap;
 
 #[cfg(not(shared_layout))]
 pub use crossbeam_utils::CachePadded;
 
-/// Bytes that processors take from each other at once. (Padding is to twice that where
-/// they fetch lines in pairs.)
+/// The size of a cache line in bytes, the unit that processors transfer between caches. `CachePadded` pads to
+/// twice this size on processors that fetch lines in pairs.
 pub const LINE_BYTES: usize = 64;
 
-/// The unpadded form of what other builds pad.
+/// A replacement for the padding of other builds that does not pad.
 #[cfg(shared_layout)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[repr(transparent)]
@@ -19,7 +19,7 @@ pub struct CachePadded<T>(T);
 
 #[cfg(shared_layout)]
 impl<T> CachePadded<T> {
-    /// The value, unpadded.
+    /// Wraps a value, without padding.
     pub const fn new(value: T) -> CachePadded<T> {
         CachePadded(value)
     }
@@ -46,42 +46,43 @@ const _: () =
 #[cfg(shared_layout)]
 const _: () = assert!(align_of::<CachePadded<u32>>() == 4 && size_of::<CachePadded<u32>>() == 4);
 
-/// The threads that write a word while I/O runs.
+/// The threads that write a field while I/O runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Writer {
-    /// Nobody: settings and limits, which every thread reads.
+    /// No thread. Settings and limits, which all threads read.
     Nobody,
-    /// The owner of that queue.
+    /// The owner of the queue with this number.
     Owner(usize),
-    /// The submitters that share a software queue: of which queue, and which.
+    /// The submitters that share a software queue: the number of the hardware queue, and that of its software
+    /// queue.
     Submitter(usize, usize),
-    /// Submitters and owners alike: a word that they share, by its number.
+    /// Any submitter or owner. Shared words are distinguished by their numbers.
     Everybody(usize),
 }
 
-/// Part of a structure on the data path, where it lies in memory.
+/// A field on the data path, with its location in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HotField {
-    /// Its name.
+    /// The name of the field.
     pub name: &'static str,
-    /// The threads that write it.
+    /// The threads that write the field.
     pub writer: Writer,
-    /// Its address.
+    /// The address of the field.
     pub address: usize,
-    /// Its size in bytes.
+    /// The size of the field in bytes.
     pub bytes: usize,
 }
 
 impl HotField {
-    /// The field called `name` of a structure, where it lies in memory.
+    /// Describes `field` at its current address.
     pub fn of<T>(name: &'static str, writer: Writer, field: &T) -> HotField {
         HotField { name, writer, address: std::ptr::from_ref(field).addr(), bytes: size_of::<T>() }
     }
 }
 
-/// The fields of each cache line that has some of different writers: there the processors
-/// of threads that have nothing to do with each other wait for each other. Fields that
-/// nobody writes may lie together, but with no other.
+/// The fields of each cache line that contains fields of different writers. There, processors of otherwise
+/// independent threads wait for each other. Fields that no thread writes may share a line, but only with each
+/// other.
 pub fn contended_lines(fields: &[HotField]) -> Vec<Vec<HotField>> {
     let mut lines: BTreeMap<usize, Vec<HotField>> = BTreeMap::new();
     for field in fields {

@@ -1,13 +1,13 @@
-//! Random numbers, the same series for the same seed: Steele, Lea and Flood's SplitMix64 ("Fast
+//! Pseudorandom numbers that are reproducible from a seed: Steele, Lea and Flood's SplitMix64 ("Fast
 //! splittable pseudorandom number generators", OOPSLA 2014).
 //!
-//! The one generator of the drivers that are slow or fail on purpose, of `blkq bench`, and of the
-//! tests. It is fast and small; nobody must rely on its numbers being hard to guess.
+//! This is the only generator of drivers that are slow or fail on purpose, of `blkq bench`, and of the tests.
+//! It is fast and small, and not suitable for anything that must be hard to guess.
 
 /// The increment of the state: 2^64 divided by the golden ratio, made odd.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A series of numbers.
+/// A pseudorandom series.
 ///
 /// ```
 /// use blkq::random::Random;
@@ -22,37 +22,38 @@ pub struct Random {
 }
 
 impl Random {
-    /// The series of `seed`. Any seed is as good as another.
+    /// The series of `seed`. All seeds are equally good.
     pub const fn new(seed: u64) -> Random {
         Random { state: seed }
     }
 
-    /// Any number.
+    /// The next number of the series.
     #[inline]
     pub const fn word(&mut self) -> u64 {
         self.state = self.state.wrapping_add(STEP);
         mix(self.state)
     }
 
-    /// A number below `limit`; 0 if that is 0.
+    /// A number below `limit`; 0 if `limit` is 0.
     #[inline]
     pub const fn below(&mut self, limit: u64) -> u64 {
         ((self.word() as u128 * limit as u128) >> 64) as u64
     }
 
-    /// True once in `times` on average; never for 0, which takes no number out of the series.
+    /// True once in `times` calls on average. Never true if `times` is 0; then no number of the series is
+    /// used.
     #[inline]
     pub const fn one_in(&mut self, times: u64) -> bool {
         times != 0 && self.below(times) == 0
     }
 
-    /// A number from 0 up to, and without, 1.
+    /// A number from 0 (inclusive) to 1 (exclusive).
     #[inline]
     pub fn unit(&mut self) -> f64 {
         (self.word() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Fills `bytes`, from a whole number of words: the last one may be cut.
+    /// Fills `bytes` from a whole number of words, of which the last may be truncated.
     pub fn fill(&mut self, bytes: &mut [u8]) {
         for piece in bytes.chunks_mut(8) {
             piece.copy_from_slice(&self.word().to_le_bytes()[..piece.len()]);
@@ -60,8 +61,8 @@ impl Random {
     }
 }
 
-/// The finalizer of SplitMix64: another word for each, in which every bit depends on all bits of
-/// `word`. For contents that follow from a place; 0 stays 0.
+/// The finalizer of SplitMix64: maps different words to different words, so that each bit of the result
+/// depends on all bits of `word`. Useful for content that is determined by its position. 0 is mapped to 0.
 #[inline]
 pub const fn mix(word: u64) -> u64 {
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,20 +1,20 @@
-//! Positions on a device, counted in 512-byte sectors.
+//! Positions on a device, counted in sectors of 512 bytes.
 
 use std::fmt;
 use std::ops::{Add, Sub};
 
-/// log2 of the sector size, as in the kernel's `SECTOR_SHIFT`.
+/// Base-2 logarithm of the sector size (the kernel's `SECTOR_SHIFT`).
 pub const SECTOR_SHIFT: u32 = 9;
-/// Bytes per sector, whatever the logical block size of a device is.
+/// The number of bytes per sector. Independent of the logical block size of a device.
 pub const SECTOR_BYTES: u64 = 1 << SECTOR_SHIFT;
 
-/// A position on a device, or a distance between two, in units of 512 bytes.
+/// A position on a device, or a distance between two positions, in units of 512 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(transparent)]
 pub struct Sector(pub u64);
 
 impl Sector {
-    /// The sector that begins at byte `offset`, or `None` if none does.
+    /// The sector that begins at byte `offset`, or `None` if `offset` is not a multiple of 512.
     pub const fn from_bytes(offset: u64) -> Option<Sector> {
         if offset.is_multiple_of(SECTOR_BYTES) { Some(Sector(offset >> SECTOR_SHIFT)) } else { None }
     }

@@ -1,4 +1,4 @@
-//! Bios in flight: their slots, the slab that has them, and lists through it.
+//! Bios in flight: their slots, the slab that contains the slots, and lists of slots.
 
 use std::mem::{ManuallyDrop, MaybeUninit};
 
@@ -11,69 +11,68 @@ use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::sync::Arc;
 use crate::tags::Tag;
 
-/// Where the bytes of a bio in flight come from or go to.
+/// The memory that a bio in flight reads from or writes to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum DataSource {
-    /// Its own `data`.
+    /// The memory in the bio's own `data` field.
     Own,
-    /// A part of its parent's, from `data_offset` on.
+    /// A part of the parent's memory, from `data_offset` on.
     Parent,
     /// The queue's page of zeroes.
     Zeroes,
 }
 
-/// Which completer a [`BioSlot`] has, and where.
+/// The kind of completer of a [`BioSlot`], and where it is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum CompleterKind {
-    /// A completion for the queue's owner; the word is its `user_data`.
+    /// The queue's owner gets a completion; the word is its `user_data`.
     Owner,
-    /// It is the slot's `callback`.
+    /// A callback, stored in the slot's `callback`.
     Callback,
-    /// The word is the pointer of an `Arc`.
+    /// A waiting thread; the word is the pointer of an `Arc`.
     Waiter,
-    /// It is a part of another bio, or its completer was taken.
+    /// No completer: the bio is a part of another bio, or its completer was taken.
     None,
 }
 
-/// A bio in flight. Its completer is kept in parts with a kind: an enum would be copied through the
-/// stack in other sizes than it was written in, and that stalls the processor for longer than
-/// all else that submitting does.
+/// A bio in flight. Its completer is stored as a kind and separate fields. An enum would be copied through
+/// the stack in other sizes than those in which it was written. The failed store forwarding would stall the
+/// processor for longer than the rest of submitting takes.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct BioSlot {
-    /// Never dropped in place: what is in flight when the process exits is leaked.
+    /// Never dropped in place: the memory of bios that are in flight when the process exits is leaked.
     pub data: ManuallyDrop<Data>,
     completer_word: u64,
     pub sector: Sector,
-    /// Length in sectors.
     pub sectors: u64,
-    /// When it was accepted, in nanoseconds of the queue's clock; 0 without iostats.
+    /// The time when the bio was accepted, in nanoseconds of the queue's clock; 0 while statistics are off.
     pub start_ns: u64,
-    /// The next bio of the request or of the waiting list.
+    /// The next bio of the same request or waiting list.
     pub next: u32,
-    /// The bio that this is a part of, or [`NIL`].
+    /// The bio of which this one is a part, or [`NIL`].
     pub parent: u32,
     pub operation: Operation,
     pub flags: BioFlags,
     pub data_source: DataSource,
     pub slot_flags: SlotFlags,
-    /// The step of the flush sequence that it is in.
+    /// The current step of the flush sequence.
     pub step: FlushStep,
     pub error: Option<Status>,
     completer_kind: CompleterKind,
-    /// How many of its sectors have been handed to parts, if it is split.
+    /// If the bio is split: the number of its sectors that were handed to parts.
     pub issued: u64,
-    /// Where its memory begins within its parent's, in bytes, if it is a part.
+    /// If the bio is a part: the offset of its memory within its parent's memory, in bytes.
     pub data_offset: u32,
-    /// Parts in flight, if it is split.
+    /// If the bio is split: the number of its parts in flight.
     pub pending: u32,
     callback: MaybeUninit<InlineCallback>,
 }
 
 const _: () = {
-    // The path of a plain bio touches one cache line.
+    // The path of a plain bio accesses one cache line.
     assert!(
         std::mem::offset_of!(BioSlot, completer_kind) < 64 && std::mem::offset_of!(BioSlot, issued) == 64
     );
@@ -104,23 +103,22 @@ impl BioSlot {
         }
     }
 
-    /// The slot of a tag, for plain bios of one buffer. Those write no more than they must.
+    /// The slot of a tag, for plain bios with one buffer, for which as few fields as possible are written.
     const fn of_tag() -> BioSlot {
         BioSlot { completer_kind: CompleterKind::Owner, slot_flags: SlotFlags::PLAIN, ..BioSlot::empty() }
     }
 
-    /// Takes the memory out.
     #[inline]
     pub fn take_data(&mut self) -> Data {
         ManuallyDrop::into_inner(std::mem::replace(&mut self.data, ManuallyDrop::new(Data::None)))
     }
 
-    /// The pieces of its own memory, to be measured only.
+    /// Calls `f` with the segments of the bio's own memory, which must be used only to measure it.
     pub fn with_shape<R>(&self, f: impl FnOnce(&[Segment]) -> R) -> R {
         self.data.with_shape(f)
     }
 
-    /// Its memory, if that is one buffer of its own.
+    /// The bio's memory, if it is one buffer of its own.
     #[inline]
     fn own_buffer(&self) -> Option<Segment> {
         match &*self.data {
@@ -134,7 +132,8 @@ impl BioSlot {
         }
     }
 
-    /// Where the bytes of its parts come from: zeroes stay zeroes, however often they are split.
+    /// Where the parts of the bio get their bytes from. Parts of a bio that is written as zeroes are zeroes,
+    /// too.
     pub fn data_source_of_parts(&self) -> DataSource {
         let zeroes = self.data_source == DataSource::Zeroes || self.slot_flags.contains(SlotFlags::AS_ZEROES);
         if zeroes { DataSource::Zeroes } else { DataSource::Parent }
@@ -153,29 +152,29 @@ impl BioSlot {
         };
     }
 
-    /// Takes the completer out: it is notified once.
+    /// Takes the completer, so that it is notified only once.
     #[inline]
     pub fn take_completer(&mut self) -> Completer {
         match std::mem::replace(&mut self.completer_kind, CompleterKind::None) {
             CompleterKind::Owner => Completer::Owner(self.completer_word),
             CompleterKind::Callback => {
-                // SAFETY: `set_completer` wrote it, and the kind shows that it was not taken since.
+                // SAFETY: `set_completer` wrote the callback, and the kind shows that it was not taken since.
                 Completer::Callback(unsafe { self.callback.assume_init_read() })
             }
             CompleterKind::Waiter => {
-                // SAFETY: `set_completer` took it apart; else as above.
+                // SAFETY: `set_completer` converted the `Arc` into the pointer, and the kind shows that it
+                // was not taken since.
                 Completer::Waiter(unsafe { Arc::from_raw(self.completer_word as *const _) })
             }
             CompleterKind::None => Completer::None,
         }
     }
 
-    /// The `user_data` of a bio that completes to the queue's owner.
+    /// The `user_data` of a bio of which the queue's owner gets a completion.
     pub fn owner_user_data(&self) -> Option<u64> {
         (self.completer_kind == CompleterKind::Owner).then_some(self.completer_word)
     }
 
-    /// The `user_data` of a plain bio.
     #[inline(always)]
     pub fn user_data(&self) -> u64 {
         debug_assert!(self.completer_kind == CompleterKind::Owner);
@@ -187,34 +186,35 @@ impl BioSlot {
         Outline { operation, flags, sector, sectors, start_ns }
     }
 
-    /// The `user_data` of a bio that completes plainly: its owner's, whole, with nothing else to do.
+    /// The `user_data` of a bio that the queue's owner submitted as one piece, and whose completion needs no
+    /// other action.
     #[inline]
     pub fn plain_user_data(&self) -> Option<u64> {
         (self.slot_flags == SlotFlags::PLAIN).then_some(self.completer_word)
     }
 }
 
-/// A bio as it enters the slab.
+/// A bio to be added to the slab.
 pub(crate) struct NewBio {
     pub outline: Outline,
-    // Never dropped: what might have to be is kept in memory instead of registers.
+    // Never dropped, because the compiler would keep values with a destructor in memory instead of registers.
     pub data: ManuallyDrop<Data>,
     pub completer: ManuallyDrop<Completer>,
     pub slot_flags: SlotFlags,
 }
 
 bitflags::bitflags! {
-    /// The flags of the block layer on a bio in flight.
+    /// The block layer's flags of a bio in flight.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub(crate) struct SlotFlags: u8 {
-        /// Its completion releases one allocation of the request gate.
+        /// The completion of the bio releases one allocation of the request gate.
         const GATED = 1 << 0;
-        /// It is done through parts: write zeroes that are written as zeroes.
+        /// The bio is executed as parts: write zeroes for a device without support, written as zeroes.
         const AS_ZEROES = 1 << 1;
-        /// It is done through parts, in flight at most `PARTS_MAX` of them at a time (`queue/parts.rs`).
+        /// The bio is executed as parts, of which at most `PARTS_MAX` are in flight (`queue/parts.rs`).
         const SPLIT = 1 << 2;
-        /// It was accepted as one legal piece of its owner's, which gets a completion.
-        /// Without other flags its completion is nothing more.
+        /// The bio was accepted from the queue's owner as one piece within the limits. Without other flags,
+        /// its completion needs no other action than notifying the owner.
         const PLAIN = 1 << 3;
         /// It was submitted with FUA to a device without a write cache, and the flag was removed. If the device gets a
         /// write cache before the data has reached the driver, a flush must follow the data.
@@ -222,49 +222,50 @@ bitflags::bitflags! {
     }
 }
 
-/// The steps of the flush machine (block/blk-flush.c), as far as a bio has come.
+/// The steps of a bio's flush sequence (block/blk-flush.c).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
 pub(crate) enum FlushStep {
     /// Not in a flush sequence, or at its end.
     #[default]
     None,
-    /// Waits for the flush before its data.
+    /// Waits for the flush before the data.
     Preflush,
-    /// Its data is on the way, and another flush follows.
+    /// The data is in flight, and a flush will follow.
     DataThenFlush,
-    /// Its data is on the way, and nothing follows.
+    /// The data is in flight, and no flush follows.
     Data,
     /// Waits for the flush that completes the sequence.
     Postflush,
 }
 
-/// The bios in flight of one queue: a slab with a stack of its free slots. (A list through the
-/// slots takes fewer instructions but more time: each bio would wait for the slot of the one
-/// before.) It never allocates but when parts of bios go over its capacity.
+/// The bios in flight of one queue: a slab with a stack of free slots. (A free list through the slots would
+/// need fewer instructions but more time, because each bio would wait until the slot of the previous one is
+/// in the cache.) The slab allocates memory only when parts of bios exceed its capacity.
 ///
-/// Before all others come the slots of plain bios, one for each tag: such a bio needs none of the
-/// others, as long as it is submitted while there is a tag for it.
+/// The first slots are for plain bios, one for each tag. A plain bio needs no other slot if it is submitted
+/// while a tag is free.
 pub(crate) struct BioSlab {
     slots: Vec<BioSlot>,
     free: Vec<u32>,
-    /// How many slots belong to tags, and how many of these are in use.
+    /// The number of slots for tags, and the number of these in use.
     tags: u32,
     plain: u32,
-    /// How many slots were added beyond the capacity, for parts.
+    /// The number of slots that were added beyond the capacity, for parts.
     extra: usize,
 }
 
 impl BioSlab {
-    /// A slab for one plain bio of each of `tags` tags, and `capacity` others.
+    /// A slab for one plain bio of each of `tags` tags, and `capacity` other bios.
     pub fn new(tags: u32, capacity: u32) -> BioSlab {
         let of_tags = (0..tags).map(|_| BioSlot::of_tag());
         let slots = of_tags.chain((0..capacity).map(|_| BioSlot::empty())).collect();
         BioSlab { slots, free: (tags..tags + capacity).rev().collect(), tags, plain: 0, extra: 0 }
     }
 
-    /// Takes the completers of all bios in flight, to be notified that they failed, each with the operation of the bio
-    /// if that has an allocation of the request gate. Their memory stays with those that may still use it.
+    /// Takes the completers of all bios in flight, in order to fail them; each with the operation of the bio
+    /// if that has an allocation of the request gate. The memory of the bios is not freed, because the device
+    /// may still use it.
     pub fn take_completers(&mut self) -> impl Iterator<Item = (Completer, Option<Operation>)> {
         let in_use = self.slots.iter_mut().filter(|slot| slot.completer_kind != CompleterKind::None);
         in_use.map(|slot| {
@@ -273,25 +274,25 @@ impl BioSlab {
         })
     }
 
-    /// Bios in flight.
+    /// The number of bios in flight.
     pub fn len(&self) -> u32 {
         (self.slots.len() - self.free.len()) as u32 - self.tags + self.plain
     }
 
-    /// Whether there is room for one more bio of a caller that is not plain, or has no tag.
+    /// Whether the slab has room for a bio that is not plain, or for which no tag is free.
     #[inline]
     pub fn has_room(&self) -> bool {
         self.free.len() > self.extra
     }
 
-    /// Takes a bio in.
+    /// Adds a bio. Returns its index.
     #[inline]
     pub fn insert(&mut self, bio: NewBio) -> u32 {
         let index = match self.free.pop() {
             Some(index) => index,
             None => self.grow(),
         };
-        // Field by field, for the reason that `BioSlot` gives.
+        // Field by field, for the reason described at [`BioSlot`].
         let slot = &mut self.slots[index as usize];
         slot.data = bio.data;
         slot.set_completer(ManuallyDrop::into_inner(bio.completer));
@@ -309,8 +310,8 @@ impl BioSlab {
         index
     }
 
-    /// Takes the plain bio of a tag into its slot. The fields that are not written are as
-    /// [`BioSlot::of_tag`] has them, or the request's.
+    /// Adds the plain bio of a tag to the tag's slot. The other fields of the slot have the values of
+    /// [`BioSlot::of_tag`], or are taken from the request later.
     #[inline(always)]
     pub fn insert_plain(&mut self, tag: Tag, data: ManuallyDrop<Data>, user_data: u64) {
         let slot = &mut self.slots[tag.index()];
@@ -319,8 +320,8 @@ impl BioSlab {
         self.plain += 1;
     }
 
-    /// Writes what the slot of a plain bio lacks as long as it is alone in its `request`: before it is
-    /// handled as any other bio.
+    /// Writes the fields of a plain bio's slot that are unset while the bio is the only one of its `request`.
+    /// Must be called before the bio is handled like other bios.
     pub fn fill_plain(&mut self, request: &Request) {
         debug_assert!(request.is_plain());
         let slot = &mut self.slots[request.first_bio as usize];
@@ -331,7 +332,7 @@ impl BioSlab {
         slot.flags = request.flags;
     }
 
-    /// The memory of a plain bio alone in its `request`.
+    /// The memory of a plain bio that is the only one of its `request`.
     #[inline]
     pub fn plain_segment(&self, request: &Request) -> Option<Segment> {
         match &*self[request.first_bio].data {
@@ -340,19 +341,20 @@ impl BioSlab {
         }
     }
 
-    /// Plain bios in the slots of tags.
+    /// The number of plain bios in the slots of tags.
     #[inline]
     pub fn plain(&self) -> u32 {
         self.plain
     }
 
-    /// The slots of the first `tags` tags.
+    /// The slots of the first `tags` tags, by tag.
     #[inline]
     pub fn of_tags(&mut self, tags: usize) -> &mut [BioSlot] {
         &mut self.slots[..tags]
     }
 
-    /// So many plain bios completed alone; their memory has been taken.
+    /// Removes `count` plain bios that completed as the only ones of their requests. Their memory has been
+    /// taken.
     #[inline]
     pub fn release_plain(&mut self, count: u32) {
         self.plain -= count;
@@ -366,7 +368,7 @@ impl BioSlab {
         self.slots.len() as u32 - 1
     }
 
-    /// Frees the slot; its memory and completer have been taken.
+    /// Frees a slot whose memory and completer have been taken.
     #[inline]
     pub fn remove(&mut self, index: u32) {
         debug_assert!(matches!(*self[index].data, Data::None));
@@ -378,8 +380,8 @@ impl BioSlab {
         }
     }
 
-    /// The bio that its submitter knows, of which bio `index` is a part, or a part of a part; `index` itself if it is
-    /// no part.
+    /// The bio that was submitted and of which bio `index` is a part, or a part of a part; `index` itself if
+    /// it is not a part.
     pub fn root_of(&self, mut index: u32) -> u32 {
         while self[index].parent != NIL {
             index = self[index].parent;
@@ -387,19 +389,19 @@ impl BioSlab {
         index
     }
 
-    /// The bio whose memory bio `index` uses, which is not the page of zeroes, and from which byte
-    /// of it on.
+    /// The bio whose memory bio `index` uses, and the offset in bytes within that memory. Must not be called
+    /// for a bio that uses the page of zeroes.
     pub fn memory_of(&self, index: u32) -> (&BioSlot, u64) {
         let (mut slot, mut skip) = (&self[index], 0);
         while slot.data_source == DataSource::Parent {
             skip += u64::from(slot.data_offset);
             slot = &self[slot.parent];
         }
-        debug_assert!(slot.data_source == DataSource::Own, "the page of zeroes is nobody's memory");
+        debug_assert!(slot.data_source == DataSource::Own, "the page of zeroes belongs to no bio");
         (slot, skip)
     }
 
-    /// The memory of bio `index`, if no thread reaches it.
+    /// The memory of bio `index`, if it is memory that only the kernel can access.
     #[inline]
     pub fn kernel_pages(&self, index: u32) -> Option<KernelPages> {
         let slot = &self[index];
@@ -423,7 +425,7 @@ impl BioSlab {
         }
     }
 
-    /// Pieces of memory of bio `index`. Limits keep it below 65536.
+    /// The number of segments of bio `index`. The limits keep it below 65536.
     #[inline]
     pub fn count_segments(&self, index: u32, zeroes: &IoBuffer) -> u16 {
         if self[index].own_buffer().is_some() || self.kernel_pages(index).is_some() {
@@ -434,8 +436,8 @@ impl BioSlab {
         count
     }
 
-    /// Calls `each` with every piece of memory of bio `index`, in the order of its bytes; with none
-    /// of memory that has no address.
+    /// Calls `each` with all segments of bio `index`, in the order of the bytes; with no segment if the
+    /// memory has no address.
     #[inline]
     pub fn for_each_segment(&self, index: u32, zeroes: &IoBuffer, mut each: impl FnMut(Segment)) {
         let slot = &self[index];
@@ -461,7 +463,7 @@ impl BioSlab {
     }
 }
 
-/// Calls `each` with the part of `segments` from byte `skip` on that is `length` long.
+/// Calls `each` with the `length` bytes of `segments` from byte `skip` on.
 pub(crate) fn slice_segments(
     segments: &[Segment],
     mut skip: u32,
@@ -498,7 +500,7 @@ impl std::ops::IndexMut<u32> for BioSlab {
     }
 }
 
-/// A list of bios linked through their slots, first in first out.
+/// A list of bios linked through their slots, first in, first out.
 #[derive(Debug)]
 pub(crate) struct BioList {
     first: u32,
@@ -515,7 +517,7 @@ impl BioList {
         self.len
     }
 
-    /// The first of them, or [`NIL`].
+    /// The index of the first bio, or [`NIL`].
     pub fn first(&self) -> u32 {
         self.first
     }
@@ -525,7 +527,7 @@ impl BioList {
         self.len == 0
     }
 
-    /// Puts back what `pop_front` took.
+    /// Returns a bio that `pop_front` removed to the front.
     pub fn push_front(&mut self, bios: &mut BioSlab, index: u32) {
         bios[index].next = self.first;
         self.first = index;

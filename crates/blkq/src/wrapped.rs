@@ -1,4 +1,4 @@
-//! The queue of a wrapped driver, for a driver that stands between the block layer and another driver.
+//! The queue of a driver that another driver wraps.
 
 use std::borrow::Cow;
 use std::mem::ManuallyDrop;
@@ -14,8 +14,8 @@ use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::slab::{BioSlab, NewBio, SlotFlags, slice_segments};
 use crate::tags::Tag;
 
-/// A queue of a wrapped driver, and the requests that it is offered in place of those that the wrapping queue has: one
-/// per tag, under the same tag, each with one bio. It allocates for every request.
+/// A queue of a wrapped driver, and the requests that it is offered instead of those of the wrapping queue:
+/// one per tag, with the same tag and one bio each. Memory is allocated for every request.
 pub struct WrappedQueue {
     queue: Box<dyn DriverQueue>,
     requests: Box<[Request]>,
@@ -23,17 +23,17 @@ pub struct WrappedQueue {
     completed: Vec<(Tag, IoResult)>,
 }
 
-/// The memory of a request of a wrapped queue.
-struct Lent(Vec<Segment>);
+struct BorrowedSegments(Vec<Segment>);
 
 // SAFETY: the caller of `WrappedQueue::prepare` keeps the memory valid until the request has completed.
-unsafe impl SegmentOwner for Lent {
+unsafe impl SegmentOwner for BorrowedSegments {
     fn segments(&self) -> &[Segment] {
         &self.0
     }
 }
 
-/// Calls the wrapped queue with its own view of the block layer, made of disjoint parts of the wrapping queue's.
+/// Calls the wrapped queue with its own view of the block layer, which consists of disjoint parts of the
+/// wrapping queue's view.
 macro_rules! call {
     ($this:expr, $cx:expr, $call:ident $(, $argument:expr)*) => {{
         let mut inner = DriverContext {
@@ -52,7 +52,7 @@ macro_rules! call {
 }
 
 impl WrappedQueue {
-    /// Wraps `queue`, which the wrapped driver opened for that number of `tags`.
+    /// Wraps `queue`, which the wrapped driver opened for `tags` tags.
     pub fn new(queue: Box<dyn DriverQueue>, tags: usize) -> WrappedQueue {
         WrappedQueue {
             queue,
@@ -62,12 +62,13 @@ impl WrappedQueue {
         }
     }
 
-    /// Prepares the request with `tag` for [`WrappedQueue::queue_requests`]: with operation and flags of the one that
-    /// the wrapping queue has under that tag, at `sector`, for the first `bytes` of `segments`.
+    /// Prepares the request with `tag` for [`WrappedQueue::queue_requests`]. It has the operation and flags
+    /// of the wrapping queue's request with that tag, and transfers the first `bytes` of `segments` at
+    /// `sector`.
     ///
     /// # Safety
-    /// No request of the wrapped queue has this tag. The memory of the segments stays valid, and untouched where the
-    /// device writes it, until the request has completed.
+    /// The wrapped queue must have no request with this tag. The memory of the segments must stay valid until
+    /// the request has completed, and no thread may access it meanwhile if the device writes to it.
     pub unsafe fn prepare(
         &mut self,
         cx: &DriverContext<'_>,
@@ -82,7 +83,7 @@ impl WrappedQueue {
         slice_segments(segments, 0, bytes as u32, |segment| first.push(segment));
         let count = first.len() as u16;
         let data = match operation.has_data() {
-            true => Data::Segments(Box::new(Box::new(Lent(first)))),
+            true => Data::Segments(Box::new(Box::new(BorrowedSegments(first)))),
             false => Data::None,
         };
         let sectors = bytes >> SECTOR_SHIFT;
@@ -106,7 +107,8 @@ impl WrappedQueue {
         };
     }
 
-    /// Removes and returns the requests that the wrapped queue has completed. To be called after each other call.
+    /// Removes and returns the requests that the wrapped queue has completed. Must be called after each call
+    /// of another method.
     ///
     /// # Panics
     /// If the wrapped driver completed a request twice.
@@ -123,47 +125,47 @@ impl WrappedQueue {
         completed
     }
 
-    /// Whether the wrapped queue has no request: then nothing uses the memory of one.
+    /// Whether the wrapped queue has no request, so that no request's memory is in use.
     pub fn is_idle(&self) -> bool {
         self.requests.iter().all(|request| request.state != RequestState::Busy)
     }
 
-    /// As [`DriverQueue::queue_requests`], for requests that were prepared.
+    /// Calls [`DriverQueue::queue_requests`] of the wrapped queue with requests that were prepared.
     pub fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         call!(self, cx, queue_requests, tags)
     }
 
-    /// As [`DriverQueue::commit`].
+    /// Calls [`DriverQueue::commit`] of the wrapped queue.
     pub fn commit(&mut self, cx: &mut DriverContext<'_>) {
         call!(self, cx, commit);
     }
 
-    /// As [`DriverQueue::complete_cqe`].
+    /// Calls [`DriverQueue::complete_cqe`] of the wrapped queue.
     pub fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
         call!(self, cx, complete_cqe, cqe);
     }
 
-    /// As [`DriverQueue::poll`].
+    /// Calls [`DriverQueue::poll`] of the wrapped queue.
     pub fn poll(&mut self, cx: &mut DriverContext<'_>) {
         call!(self, cx, poll);
     }
 
-    /// As [`DriverQueue::reload`].
+    /// Calls [`DriverQueue::reload`] of the wrapped queue.
     pub fn reload(&mut self, cx: &mut DriverContext<'_>) {
         call!(self, cx, reload);
     }
 
-    /// As [`DriverQueue::close`].
+    /// Calls [`DriverQueue::close`] of the wrapped queue.
     pub fn close(&mut self, cx: &mut DriverContext<'_>) {
         call!(self, cx, close);
     }
 
-    /// As [`DriverQueue::state`], of a request that was prepared.
+    /// Returns [`DriverQueue::state`] of a request that was prepared.
     pub fn state(&self, tag: Tag) -> Cow<'static, str> {
         self.queue.state(tag, &self.requests[tag.index()])
     }
 
-    /// As [`DriverQueue::deadline_ns`].
+    /// Returns [`DriverQueue::deadline_ns`] of the wrapped queue.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.queue.deadline_ns()
     }
