@@ -5,15 +5,15 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-/// Bytes of a file that show what it contains.
+/// The number of bytes at the beginning of a file by which its content is recognised.
 const HEAD_BYTES: u64 = 64 << 10;
 
-/// Opens `path` to be written from its beginning, and makes a file if there is none. A file with content is emptied only
-/// if `is_earlier` takes the beginning of it for an earlier result: a path that was mistyped, such as that of an image,
-/// loses nothing. Pipes and character devices are written to as they are.
+/// Opens `path` for writing from its beginning, and creates the file if it does not exist. An existing file
+/// is emptied only if `is_earlier` recognises its beginning as an earlier result, so that a mistyped path,
+/// such as that of an image, loses no data. Pipes and character devices are written as they are.
 ///
 /// # Errors
-/// If the file cannot be opened, contains anything else, or is a block device.
+/// An I/O error if the file cannot be opened, has other content, or is a block device.
 pub fn create(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<File> {
     let file = open(path, is_earlier)?;
     if file.metadata()?.is_file() {
@@ -22,36 +22,37 @@ pub fn create(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result
     Ok(file)
 }
 
-/// Checks whether [`create`] would succeed, and leaves everything as it was.
+/// Checks whether [`create`] would succeed, without changing anything.
 ///
 /// # Errors
-/// Those of [`create`].
+/// The errors of [`create`].
 pub fn check(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<()> {
     let is_stream = |kind: fs::FileType| kind.is_fifo() || kind.is_char_device();
     if fs::metadata(path).is_ok_and(|metadata| is_stream(metadata.file_type())) {
-        // Opened for writing, a pipe waits for its reader; closed, it ends the stream before the result is written.
+        // Opening a pipe for writing would wait for its reader, and closing it would end the stream before
+        // the result is written.
         return Ok(());
     }
     let is_new = !path.exists();
     open(path, is_earlier)?;
-    // Of a link the file that was made.
+    // If the path is a link, its new target is removed, and not the link.
     if is_new { fs::remove_file(path.canonicalize()?) } else { Ok(()) }
 }
 
 fn open(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<File> {
     let refused = |why: &str| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
     let is_file = fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
-    // Pipes have one direction.
+    // A pipe can be opened in one direction only.
     let file = OpenOptions::new().read(is_file).write(true).create(true).truncate(false).open(path)?;
     let metadata = file.metadata()?;
     if metadata.file_type().is_block_device() {
-        return refused("is a block device, which is not overwritten; choose a file");
+        return refused("is a block device; choose a file");
     }
     if metadata.is_file() && metadata.len() > 0 {
         let mut head = Vec::new();
         (&file).take(HEAD_BYTES).read_to_end(&mut head)?;
         if !is_earlier(&head) {
-            return refused("contains something else, which is not overwritten; choose another file");
+            return refused("contains other data, which would be lost; choose another file");
         }
         io::Seek::rewind(&mut &file)?;
     }
@@ -78,10 +79,10 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
         fs::write(&path, [0; 4096]).unwrap();
-        assert!(create(&path, is_earlier).unwrap_err().to_string().contains("something else"));
+        assert!(create(&path, is_earlier).unwrap_err().to_string().contains("other data"));
         assert!(check(&path, is_earlier).is_err());
         assert_eq!(fs::read(&path).unwrap(), [0; 4096]);
-        // Links are followed, and a missing target is made.
+        // Links are followed, and a missing target is created.
         let link = dir.join("link");
         std::os::unix::fs::symlink("result", &link).unwrap();
         assert!(create(&link, is_earlier).is_err());
@@ -94,7 +95,7 @@ mod tests {
         check(Path::new("/dev/null"), is_earlier).unwrap();
         let pipe = dir.join("pipe");
         rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
-        // Nobody reads it.
+        // No process reads the pipe.
         check(&pipe, is_earlier).unwrap();
         assert!(create(&dir, is_earlier).is_err());
         fs::remove_dir_all(&dir).unwrap();

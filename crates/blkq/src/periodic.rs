@@ -1,4 +1,4 @@
-//! A thread that does something now and then.
+//! A thread that runs a function periodically.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -6,27 +6,28 @@ use std::time::Duration;
 
 use crate::error::Error;
 
-/// Why the work of a [`PeriodicThread`] runs.
+/// The reason why the function of a [`PeriodicThread`] runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wakeup {
-    /// Its time has come.
+    /// The time that the previous run returned has passed.
     Due,
     /// [`PeriodicThread::wake`] was called.
     Called,
 }
 
-/// A thread that works now and then, until this is dropped, which waits for the work in progress.
+/// A thread that runs a function periodically. Dropping the value waits for a run in progress, and stops the
+/// thread.
 pub struct PeriodicThread {
     wake: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl PeriodicThread {
-    /// Starts a thread of that name, with so many bytes of stack. It runs `work` after the time `first`, and again
-    /// after the time that `work` returns.
+    /// Starts a thread with this name and stack size in bytes. The thread runs `work` after the time `first`,
+    /// and again each time after the time that `work` returned.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if no thread can be started.
     pub fn start(
         name: &str,
         stack_bytes: usize,
@@ -50,10 +51,10 @@ impl PeriodicThread {
         Ok(PeriodicThread { wake: Some(wake), thread: Some(thread) })
     }
 
-    /// Has it work at once.
+    /// Makes the thread run its function immediately.
     pub fn wake(&self) {
         if let Some(wake) = &self.wake {
-            // A thread that panicked does not hear it.
+            // Sending fails only if the thread has panicked.
             let _ = wake.send(());
         }
     }
@@ -63,7 +64,7 @@ impl Drop for PeriodicThread {
     fn drop(&mut self) {
         self.wake = None;
         if let Some(thread) = self.thread.take() {
-            // A panic has been printed by the thread itself.
+            // The panic hook has already printed a panic of the thread.
             let _ = thread.join();
         }
     }

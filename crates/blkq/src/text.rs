@@ -1,15 +1,15 @@
-//! Names and paths as text for people: on a terminal, and in commands that are pasted into a shell.
+//! Text for people: names and paths on a terminal, and in commands that are pasted into a shell.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-/// `text` with `\x` and its bytes in place of each control character: a name with a newline or an escape sequence
-/// stays in its line and does not reach the terminal.
+/// Replaces each byte of a control character by `\x` and two hexadecimal digits, so that a name with a
+/// newline or an escape sequence stays on its line and cannot control the terminal.
 pub fn escaped(text: &str) -> String {
     escape(text, is_control)
 }
 
-/// As [`escaped`], of all characters for which `is_special` holds.
+/// Replaces, as [`escaped`] does, all characters for which `is_special` holds.
 pub fn escape(text: &str, is_special: impl Fn(char) -> bool) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -22,14 +22,14 @@ pub fn escape(text: &str, is_special: impl Fn(char) -> bool) -> String {
     escaped
 }
 
-/// Whether a terminal obeys the character instead of showing it: control characters, line separators, and those that
-/// change the direction of the text.
+/// Whether a terminal acts on the character instead of showing it: control characters, line separators, and
+/// characters that change the direction of text.
 pub fn is_control(c: char) -> bool {
     c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// A path or name as one word of a shell's command line, which a program does not take for an option. Every hint that
-/// contains one uses this: another user may have chosen the name.
+/// Quotes a path or name as one word of a shell command, in a way that no program takes for an option. Every
+/// hint that contains a path or name must use this, because another user may have chosen it.
 pub fn shell_word(word: impl AsRef<OsStr>) -> String {
     let bytes = word.as_ref().as_bytes();
     let prefix = if bytes.starts_with(b"-") { "./" } else { "" };

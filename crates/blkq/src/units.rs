@@ -1,19 +1,19 @@
-//! Bytes and times as people write and read them.
+//! Sizes and times in the notation that people use.
 
 use crate::error::{Error, ErrorKind};
 
-/// Suffixes and the power of two that each stands for.
+/// Suffixes, and the base-2 logarithms of their factors.
 const SUFFIXES: [(char, u32); 6] = [('K', 10), ('M', 20), ('G', 30), ('T', 40), ('P', 50), ('E', 60)];
 
-/// A size in bytes: a number, then nothing; K, M, G, T, P or E, alone or with `iB`, for a power of
-/// 1024; or KB, MB, GB, TB, PB or EB for a power of 1000. A fraction must come out whole. Upper
-/// and lower case are the same.
+/// Parses a size in bytes: a number, followed by nothing; or by K, M, G, T, P or E, alone or with `iB`, for a
+/// power of 1024; or by KB, MB, GB, TB, PB or EB for a power of 1000. The number may have a fraction if the
+/// result is whole. Upper and lower case are equal.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] for anything else, and above 8 EiB.
+/// [`ErrorKind::Invalid`] for any other text, and for sizes above 8 EiB.
 pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     let invalid = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{text:?} {why}")));
-    const RULE: &str = "is not a size: write a number, and K, M, G, T (or KiB, MiB, ...: powers of 1024), \
+    const RULE: &str = "is not a size: write a number and K, M, G, T (or KiB, MiB, ...: powers of 1024), \
                         KB, MB, GB, TB (powers of 1000), or nothing for bytes";
     let unit_at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(unit_at);
@@ -22,7 +22,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, Error> {
         return invalid(RULE);
     }
     let Some(unit) = unit_bytes(unit) else { return invalid(RULE) };
-    // Digits of the fraction are so many powers of ten to divide by.
+    // Each digit of the fraction multiplies the divisor by ten.
     let fraction = fraction.trim_end_matches('0');
     let scale = u32::try_from(fraction.len()).ok().and_then(|digits| 10u128.checked_pow(digits));
     let scaled = format!("{whole}{fraction}").parse::<u128>().ok().and_then(|n| n.checked_mul(unit));
@@ -30,15 +30,15 @@ pub fn parse_bytes(text: &str) -> Result<u64, Error> {
         return invalid("has too many digits; a device has at most 8 EiB");
     };
     if scaled % scale != 0 {
-        return invalid("is not a whole number of bytes; choose one that is");
+        return invalid("is not a whole number of bytes; write the size in bytes");
     }
     match u64::try_from(scaled / scale) {
         Ok(bytes) if bytes <= i64::MAX as u64 => Ok(bytes),
-        _ => invalid("is more than 8 EiB, the most that the kernel can address; choose less"),
+        _ => invalid("is more than 8 EiB, the largest size that the kernel supports"),
     }
 }
 
-/// The bytes of one `unit`.
+/// The number of bytes of `unit`.
 fn unit_bytes(unit: &str) -> Option<u128> {
     let mut letters = unit.chars();
     let Some(letter) = letters.next() else { return Some(1) };
@@ -50,8 +50,8 @@ fn unit_bytes(unit: &str) -> Option<u128> {
     }
 }
 
-/// `bytes` with the largest binary suffix of which it is a whole multiple, as
-/// [`parse_bytes`] reads it back.
+/// Formats `bytes` with the largest binary suffix of which it is a whole multiple, in the notation of
+/// [`parse_bytes`].
 pub fn format_bytes(bytes: u64) -> String {
     for (letter, shift) in SUFFIXES.iter().rev() {
         if bytes != 0 && bytes.trailing_zeros() >= *shift {
@@ -61,10 +61,11 @@ pub fn format_bytes(bytes: u64) -> String {
     bytes.to_string()
 }
 
-/// A time in nanoseconds: a number, which may have a fraction, and `ns`, `us`, `ms` or `s`.
+/// Parses a time and returns it in nanoseconds. The text is a number, which may have a fraction, followed by
+/// `ns`, `us`, `ms` or `s`.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] for anything else.
+/// [`ErrorKind::Invalid`] for any other text.
 pub fn parse_duration_ns(text: &str) -> Result<u64, Error> {
     let is_digit = |c: char| c.is_ascii_digit() || c == '.';
     let (number, unit) = text.split_at(text.find(|c| !is_digit(c)).unwrap_or(text.len()));
