@@ -1,4 +1,5 @@
-//! `AutoLimit` in virtual time: closed loops of clients, paced by the limits that it sets, on models of disks.
+//! Runs `AutoLimit` in virtual time, with clients that each wait for their request before the next one, on
+//! models of disks.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -14,10 +15,10 @@ const MS: u64 = 1_000_000;
 const S: u64 = 1_000 * MS;
 const TICK_NS: u64 = 50 * MS;
 
-/// When a request of so many bytes, which is issued at that time, completes.
+/// When a request that is issued at a time in nanoseconds, with a size in bytes, completes.
 type DiskModel<'a> = Box<dyn FnMut(u64, u64) -> u64 + 'a>;
 
-/// The figures of the clients in a while.
+/// The measurements of the clients over some time.
 struct Seen {
     iops: f64,
     p99_ms: f64,
@@ -28,14 +29,14 @@ struct World<'a> {
     disk: DiskModel<'a>,
     auto: Option<AutoLimit>,
     bytes: u64,
-    /// Requests that a limit counts for each: a flush may follow.
+    /// The number of requests that a limit counts for each I/O: a flush may follow.
     ios: u64,
-    /// Since when each client waits that waits for the limit.
+    /// For each client that waits for the limit, the time since when it waits.
     waiting: VecDeque<u64>,
-    /// When each of the others has its next request that has none, and for how long it has none.
+    /// For each client without a request, the time of its next request; and the length of all pauses.
     pausing: VecDeque<u64>,
     pause_ns: u64,
-    /// When each request of the disk completes, was submitted and issued.
+    /// For each request in the disk, the times when it completes, was submitted, and was issued.
     issued: BinaryHeap<Reverse<(u64, u64, u64)>>,
     next_issue_ns: f64,
     next_tick_ns: u64,
@@ -64,7 +65,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Nanoseconds from one request to the next under the limits.
+    /// The time between two requests under the limits, in nanoseconds.
     fn gap_ns(&self) -> Option<f64> {
         let limits = self.auto.as_ref()?.limits();
         let rate = |key| limits.get(key).map(|limit| limit.rate as f64);
@@ -80,7 +81,7 @@ impl<'a> World<'a> {
                     self.throttled_since_ns.get_or_insert(self.now_ns);
                     return;
                 }
-                // A queue whose requests waited makes up for 100 ms, any other for 2.
+                // A queue whose requests had to wait may catch up 100 ms, any other queue 2 ms.
                 let credit_ns = if self.now_ns < self.late_until_ns { 100e6 } else { 2e6 };
                 self.next_issue_ns = self.next_issue_ns.max(self.now_ns as f64 - credit_ns) + gap_ns;
             }
@@ -93,7 +94,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Clients have one request each in flight, all the time but for their pauses.
+    /// Runs the clients, which each have one request in flight except during their pauses.
     fn run(&mut self, length_ns: u64) -> Seen {
         let (end_ns, mut seen) = (self.now_ns + length_ns, Histogram::default());
         loop {
@@ -133,7 +134,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Its clients stop, and as many others begin, each with a pause of so long between two requests.
+    /// Replaces the clients by others, which pause for `pause_ns` between two requests.
     fn replace_clients(&mut self, clients: usize, pause_ns: u64) {
         (self.issued, self.pausing, self.pause_ns) = (BinaryHeap::new(), VecDeque::new(), pause_ns);
         self.waiting = vec![self.now_ns; clients].into();
@@ -149,7 +150,7 @@ fn limited<'a>(model: RateModel) -> DiskModel<'a> {
     Box::new(move |now_ns, bytes| bucket.due_ns(now_ns, bytes))
 }
 
-/// A disk that does so many requests at a time, each in about `mean_ns`.
+/// A disk that executes `channels` requests in parallel, each in about `mean_ns`.
 fn plain<'a>(channels: usize, mean_ns: u64) -> DiskModel<'a> {
     let (mut random, mut free_ns) = (Random::new(7), vec![0; channels]);
     Box::new(move |now_ns, _| {
@@ -184,7 +185,7 @@ fn a_ceiling_of_bytes_is_found_too() {
     world.run(20 * S);
     let limits = *world.auto.as_ref().expect("auto").limits();
     assert!(limits.get(LimitKey::Bps).is_some() && limits.get(LimitKey::Iops).is_none(), "{limits}");
-    // 800 a second in flights of 16 wait 20 ms, wherever they do.
+    // 800 I/Os a second from 16 clients take 20 ms each, with or without the limit.
     let on = world.run(60 * S);
     assert!(on.iops > 0.96 * off.iops && on.p99_ms < off.p99_ms, "{} {}", on.iops, on.p99_ms);
 }
@@ -192,7 +193,7 @@ fn a_ceiling_of_bytes_is_found_too() {
 #[test]
 fn a_burst_is_used_before_the_ceiling_counts() {
     let model = RateModel { burst_ns: 30 * S, iops: 2_000, ..RateModel::default() };
-    // 16 clients do up to 80,000 a second until the bucket is empty.
+    // 16 clients complete up to 80,000 I/Os a second until the bucket is empty.
     let mut world = World::new(16, limited(model), true);
     let burst = world.run(S);
     assert!(burst.iops > 20_000.0, "{}", burst.iops);
@@ -224,7 +225,7 @@ fn flushes_are_part_of_the_rate_that_is_found() {
     assert!(on.iops > 0.96 * off.iops, "{} of {} IOPS", on.iops, off.iops);
 }
 
-/// The same, but nothing completes in the first `length_ms` of each `every_ms`.
+/// A disk on which no request completes in the first `length_ms` of each `every_ms`.
 fn disturbed(mut disk: DiskModel<'_>, every_ms: u64, length_ms: u64) -> DiskModel<'_> {
     Box::new(move |now_ns, bytes| {
         let due_ns = disk(now_ns, bytes);
@@ -257,7 +258,7 @@ fn a_limit_that_nobody_reaches_is_removed() {
     let mut world = World::new(16, limited(RateModel::default()), true);
     world.run(20 * S);
     assert!(world.has_ceiling(), "{:?}", world.auto);
-    // One client is left, which does half of that.
+    // One client is left, which completes half of the limit.
     world.replace_clients(1, 0);
     world.run(40 * S);
     let on = world.run(40 * S);
@@ -298,7 +299,7 @@ fn a_raise_that_nobody_tried_is_undone() {
             assert!(world.now_ns < 200 * S, "{:?}", world.auto);
         };
         world.replace_clients(clients, pause_ms * MS);
-        // Some I/Os of those before.
+        // Some I/Os are those of the previous clients.
         world.run(15 * S);
         assert_eq!(limits(&world), (found, found), "{clients} {pause_ms}");
     }
@@ -327,7 +328,7 @@ fn a_ceiling_that_changes_is_followed() {
 
 #[test]
 fn a_load_below_the_ceiling_is_not_slowed() {
-    // 1 client does 5,000 a second.
+    // One client completes 5,000 I/Os a second.
     let mut world = World::new(1, limited(RateModel::default()), true);
     let on = world.run(60 * S);
     assert!(on.iops > 4_850.0, "{}", on.iops);
@@ -338,7 +339,7 @@ fn a_load_below_the_ceiling_is_not_slowed() {
 
 #[test]
 fn a_low_steady_load_is_seldom_in_a_trial() {
-    // A client that writes a log: 45 I/Os a second, and mostly none in flight.
+    // A client that writes a log: about 45 I/Os a second, and usually none in flight.
     for (pause_ms, per_second) in [(29, 33), (20, 45), (17, 52)] {
         let mut world = World::new(1, plain(1, 2 * MS), true);
         world.pause_ns = pause_ms * MS;

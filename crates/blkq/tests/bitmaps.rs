@@ -1,4 +1,4 @@
-//! Dirty bitmaps: what is written after a bitmap was added is in it, before the driver has it.
+//! Dirty bitmaps: every write after a bitmap was added is recorded in it before the driver gets the write.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -33,7 +33,7 @@ enum Step {
     Add(u32),
     Clear,
     Remove,
-    /// Has it record, or not.
+    /// Turns recording on or off.
     Record(bool),
 }
 
@@ -113,7 +113,7 @@ proptest! {
     }
 }
 
-/// Completes all at once, after it has checked that the bits of a write are set.
+/// Completes requests immediately, after checking that the bits of a write are set.
 struct Checking(Arc<OnceLock<Weak<Disk>>>);
 
 impl Driver for Checking {

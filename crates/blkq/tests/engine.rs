@@ -24,11 +24,11 @@ struct Seen {
     cqes: AtomicU64,
     stops: Mutex<Vec<bool>>,
     dropped: AtomicBool,
-    /// The threads that anything of the source ran on.
+    /// The threads on which a method of the source ran.
     threads: Mutex<Vec<String>>,
 }
 
-/// Keeps so many reads in flight, on all queues of the engine.
+/// Keeps `wanted` reads in flight, over all queues of the engine.
 struct Load {
     seen: Arc<Seen>,
     wanted: u64,
@@ -54,19 +54,19 @@ impl Load {
 
 struct Ask(Sender<u64>);
 
-/// Offloads a job that waits for the first and then sends through the second.
+/// Offloads a job that waits for a message on the receiver, and then sends one on the sender.
 struct Wait(Receiver<()>, Sender<u64>);
 
 /// Offloads a job that panics.
 struct Panic;
 
-/// Marks what it submits with all 64 bits, and sends what comes back.
+/// Submits operations with all 64 bits of `user_data` set, and sends the values that come back.
 struct Marks(Sender<(&'static str, u64)>);
 
-// SAFETY: it is the only source of its engine.
+// SAFETY: its engine has no other source.
 unsafe impl Source for Marks {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
-        // SAFETY: it has no memory.
+        // SAFETY: the operation uses no memory.
         unsafe { cx.push(io_uring_nop(), u64::MAX - 1) };
         let bio = Bio { user_data: u64::MAX - 2, ..Bio::read(Sector(0), filled(512, 0), 0) };
         cx.submit(0, bio).map_err(|_| Error::new(ErrorKind::Busy, "no room"))
@@ -100,7 +100,8 @@ fn no_mark_of_a_source_reaches_another_owner() {
     assert_eq!(seen, [("bio", LOW_BITS - 2), ("cqe", LOW_BITS - 1)]);
 }
 
-// SAFETY: it is stopped when no bio is in flight, and what it pushes uses nothing.
+// SAFETY: the source reports that it is stopped only when no bio is in flight, and the operation that it
+// pushes uses no memory.
 unsafe impl Source for Load {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         self.note_thread();
@@ -109,7 +110,7 @@ unsafe impl Source for Load {
         }
         assert!(cx.queue_count() > 0 && cx.limits(0).capacity_bytes == cx.disk(0).limits().capacity_bytes);
         let entry = io_uring_nop();
-        // SAFETY: it has no memory.
+        // SAFETY: the operation uses no memory.
         unsafe { cx.push(entry, 42) };
         Ok(())
     }
@@ -128,7 +129,7 @@ unsafe impl Source for Load {
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
         self.note_thread();
         if message.is::<Panic>() {
-            return cx.offload(|| panic!("as the test wants it"));
+            return cx.offload(|| panic!("a panic for the test"));
         }
         let message = match message.downcast::<Wait>() {
             Ok(wait) => {
@@ -142,7 +143,7 @@ unsafe impl Source for Load {
         };
         match message.downcast::<Ask>() {
             Ok(ask) => cx.offload(move || {
-                // Reports on which thread.
+                // Reports whether the job runs on the worker thread.
                 let is_worker = std::thread::current().name() == Some("blkq-worker");
                 Box::new((ask.0, u64::from(is_worker)))
             }),
@@ -204,7 +205,7 @@ fn a_source_whose_bios_complete_at_once_does_not_starve_others() {
     wait_until("the load runs", || {
         seen.done.load(Ordering::Relaxed) > 10_000 && seen.cqes.load(Ordering::Relaxed) == 1
     });
-    // Messages, freezes and other threads' I/O get through.
+    // Messages, freezes and I/O of other threads are not delayed by the load.
     let (reply, answer) = channel();
     engine.handle().send(id, Box::new(Ask(reply)));
     assert_eq!(answer.recv_timeout(Duration::from_secs(60)).unwrap(), 1);
@@ -216,7 +217,7 @@ fn a_source_whose_bios_complete_at_once_does_not_starve_others() {
     assert!(seen.dropped.load(Ordering::SeqCst));
     assert_eq!(*seen.stops.lock().unwrap(), [false]);
     assert_eq!(*seen.threads.lock().unwrap(), ["test-engine"]);
-    // Its place is free, and what is sent to it is dropped.
+    // The number of the stopped source is free, and messages to it are dropped.
     engine.handle().send(id, Box::new(()));
     engine.handle().stop_source(id, true);
     let seen = Arc::new(Seen::default());
@@ -262,7 +263,7 @@ fn a_source_that_does_not_start_is_removed() {
     wait_until("the source is dropped", || seen.dropped.load(Ordering::SeqCst));
 }
 
-/// Pushes something whose memory it owns, and does not start.
+/// Pushes an operation that uses its memory, and fails to start.
 struct Failing {
     time: Box<io_uring::types::Timespec>,
     in_flight: bool,
@@ -270,11 +271,11 @@ struct Failing {
     events: Sender<&'static str>,
 }
 
-// SAFETY: it is stopped when what it pushed has completed.
+// SAFETY: the source reports that it is stopped only when the operation that it pushed has completed.
 unsafe impl Source for Failing {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         let entry = io_uring::opcode::Timeout::new(&raw const *self.time).build();
-        // SAFETY: the time lives until this is dropped.
+        // SAFETY: the time is dropped with the source, after the operation has completed.
         unsafe { cx.push(entry, 1) };
         self.in_flight = true;
         Err(Error::new(ErrorKind::Invalid, "no"))
@@ -345,12 +346,12 @@ fn an_idle_engine_sleeps() {
     engine.handle().add_source(move || Box::new(Load::new(&source, 0))).unwrap();
     wait_until("its one operation completes", || seen.cqes.load(Ordering::Relaxed) == 1);
     let before = seen.turns.load(Ordering::Relaxed);
-    // A few turns may be left of the start.
+    // A few turns may still follow from the start.
     assert_stays("no turns without work", || seen.turns.load(Ordering::Relaxed) - before < 10);
 }
 
-/// A device whose requests complete elsewhere, at the worst moment: its queue is woken when it has
-/// just polled, and before its engine sleeps.
+/// A device whose requests complete on another thread at the worst moment: its queue is woken after it was
+/// polled, and before its engine sleeps.
 struct Late;
 
 struct LateQueue {
@@ -421,14 +422,14 @@ fn queues_that_do_not_exist_or_are_taken_are_rejected() {
     assert_eq!(kind(vec![(disk, 0)]), None);
 }
 
-/// Submits a write that is made durable by a flush, and a flush, and waits.
+/// Submits a write with FUA to a device without FUA, so that a flush must follow it, and a flush. Then waits.
 struct Durable {
     seen: Arc<Seen>,
     left: usize,
     stopping: bool,
 }
 
-// SAFETY: it is stopped when no bio is in flight.
+// SAFETY: the source reports that it is stopped only when no bio is in flight.
 unsafe impl Source for Durable {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         let write = Bio::write(Sector(0), filled(512, 1), 0).with_flags(BioFlags::FUA);
@@ -467,7 +468,7 @@ fn a_flush_behind_data_without_a_tag_lets_the_engine_sleep() {
     let disk = device.builder().queues(2).shared_tags(true).depth(1).build().unwrap();
     let engines = [0, 1].map(|index| EngineThread::spawn("test", vec![(disk.clone(), index)]).unwrap());
     let mut holder = disk.submitter();
-    // The only tag.
+    // Uses the only tag.
     let (sender, receiver) = channel();
     holder.submit(Bio::read(Sector(8), filled(512, 0), 0), move |result, _| sender.send(result).unwrap());
     wait_until("the device has the read", || device.state().held > 0);
@@ -488,7 +489,7 @@ fn a_flush_behind_data_without_a_tag_lets_the_engine_sleep() {
     device.assert_legal();
 }
 
-/// Submits writes of which one makes the driver panic, from a thread that waits.
+/// A thread submits a write that makes the driver panic, and waits for it.
 #[test]
 #[ignore = "it aborts: run by a_panic_on_an_engine_aborts_the_process"]
 fn an_engine_panics() {
@@ -497,7 +498,7 @@ fn an_engine_panics() {
     let disk = Disk::builder(Box::new(fault)).build().unwrap();
     let _engine = EngineThread::spawn("engine-that-panics", vec![(disk.clone(), 0)]).unwrap();
     let _ = disk.submitter().write_at(&[1; 4096], 0);
-    // Here a process that lives on differs from one that aborted.
+    // A process that survives the panic exits with this code, and not with a signal.
     std::process::exit(0);
 }
 
@@ -533,7 +534,7 @@ fn what_comes_late_for_a_source_reaches_no_successor() {
     assert_ne!(first, second);
     go.send(()).unwrap();
     assert!(answer.recv_timeout(Duration::from_secs(60)).is_err(), "another source answered");
-    // Neither does it stop instead of the first.
+    // The second source is not stopped instead of the first one either.
     handle.stop_source(first, true);
     assert!(seen.stops.lock().unwrap().is_empty());
     handle.stop_source(second, false);

@@ -1,5 +1,4 @@
-//! The exchange of a disk's driver, and limits that a driver loses: what was decided about bios in flight is decided
-//! again.
+//! Exchanging a disk's driver, and limits that a driver loses: decisions about bios in flight are made again.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -12,7 +11,7 @@ use blkq::{
 };
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
-/// The limits of a device whose writes need a flush or FUA to be durable, or not.
+/// The limits of a device whose writes need a flush or FUA to be durable, or neither.
 fn cached(write_cache: bool, fua: bool) -> QueueLimits {
     QueueLimits { write_cache, fua, max_request_bytes: 8192, ..plain_limits() }
 }
@@ -25,8 +24,8 @@ fn fua(sector: u64, bytes: usize, mark: u8) -> Bio {
     Bio::write(Sector(sector), filled(bytes, mark), u64::from(mark)).with_flags(BioFlags::FUA)
 }
 
-/// Has the disk continue with `device` while its queue runs. `frozen` is called while the disk is frozen, before the
-/// exchange.
+/// Makes the disk continue with `device` while its queue runs. Calls `frozen` while the disk is frozen,
+/// before the exchange.
 fn exchange(queue: &mut LocalQueue, disk: &Disk, device: &Device, frozen: impl FnOnce(&mut LocalQueue)) {
     std::thread::scope(|scope| {
         let freezing = scope.spawn(|| disk.freeze());
@@ -40,7 +39,8 @@ fn exchange(queue: &mut LocalQueue, disk: &Disk, device: &Device, frozen: impl F
     });
 }
 
-/// Checks that all bios completed well and that `writes`, each of `bytes` and its mark, are durable on `device`.
+/// Checks that all bios succeeded, and that `writes`, each of `bytes` and filled with its mark, are durable
+/// on `device`.
 #[track_caller]
 fn assert_durable(device: &Device, bytes: usize, writes: impl Iterator<Item = (u64, u8)>) {
     device.assert_legal();
@@ -62,7 +62,7 @@ fn writes_that_wait_during_an_exchange_are_durable_after_it() {
         ((false, true), (true, true)),
     ] {
         for flags in [BioFlags::FUA, BioFlags::FUA | BioFlags::PREFLUSH] {
-            // Whole, and in parts.
+            // As one request, and split into parts.
             for bytes in [4096, 64 << 10] {
                 let old = device(cached(before.0, before.1), Finish::Random);
                 let new = device(cached(after.0, after.1), Finish::Random);
@@ -82,14 +82,14 @@ fn writes_that_wait_during_an_exchange_are_durable_after_it() {
     }
 }
 
-/// Interrupts a write that has begun by an exchange. Returns false if it completed before that.
+/// Exchanges the driver during a write. Returns false if the write completed before.
 fn interrupt(flags: BioFlags) -> bool {
     const BYTES: u64 = 1 << 20;
     let (old, new) = (device(cached(true, true), Finish::Held), device(cached(true, false), Finish::Random));
     let disk = old.builder().depth(2).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();
     queue.submit(fua(0, BYTES as usize, 1).with_flags(flags)).unwrap();
-    // To its data, or to a part of its data.
+    // Continues until the driver has the data, or a part of it.
     while old.count(Operation::Write) == 0 {
         old.release(1);
         queue.poll();
@@ -137,7 +137,7 @@ fn writes_are_durable_when_the_driver_loses_fua() {
         for mark in 0..24 {
             queue.submit(fua(u64::from(mark) * 64, 8192, mark + 1)).unwrap();
         }
-        // Of the requests that were built with the flag, the driver has some, others wait for it.
+        // The driver has some of the requests that were built with the flag, and the others wait for it.
         queue.poll();
         assert_eq!(device.log().len(), 4, "{scheduler}");
         device.release_all();

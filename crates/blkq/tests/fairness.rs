@@ -1,4 +1,4 @@
-//! No source of work keeps the others from the device, or a thread from all else.
+//! No source of work keeps other sources from using the device, or a thread from its other work.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -18,7 +18,7 @@ fn held(limits: QueueLimits) -> Device {
     Device::new(limits, Behaviour { finish: Finish::Held, ..Behaviour::default() })
 }
 
-/// A read that no other touches.
+/// A read that is not adjacent to any other.
 fn read(mark: u64) -> Bio {
     Bio::read(Sector(mark * 2 % 2048), filled(512, 0), mark)
 }
@@ -104,13 +104,13 @@ fn bios_of_the_owner_get_tags_that_other_threads_want_too() {
     device.assert_legal();
 }
 
-/// Discards all of a disk at once, and counts the turns of its engine until that has completed.
+/// Discards all of a disk with one bio, and counts the turns of its engine until the bio has completed.
 struct Discards {
     turns: u64,
     completed: Option<Sender<u64>>,
 }
 
-// SAFETY: it is stopped when its bio has completed.
+// SAFETY: the source reports that it is stopped only when its bio has completed.
 unsafe impl Source for Discards {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.submit(0, Bio::discard(Sector(0), 2048, 1)).unwrap();
@@ -162,7 +162,7 @@ fn a_poll_does_no_more_than_the_budget_of_a_turn() {
     let (_disk, mut queue) = device.open();
     queue.submit(Bio::discard(Sector(0), 2048, 1)).unwrap();
     queue.poll();
-    // The submission, and each of the two halves of a poll, does a round at least.
+    // The submission and each of the two halves of a poll run at least one round.
     assert!(device.log().len() <= 2 * TURN_BUDGET.items + 64, "{} parts", device.log().len());
     queue.wait(1);
     assert_eq!(queue.take_completion().unwrap().result, Ok(()));

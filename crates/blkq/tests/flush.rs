@@ -1,4 +1,4 @@
-//! Contract 6: flushes, FUA and PREFLUSH, in order, and no more of them than needed.
+//! Flushes, FUA and PREFLUSH: in order, and not more flushes than needed.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -91,7 +91,7 @@ fn flushes_at_once_share_one_and_later_ones_get_another() {
     (0..10).for_each(|mark| queue.submit(Bio::flush(mark)).unwrap());
     queue.poll();
     assert_eq!(device.count(Operation::Flush), 1);
-    // This write completes while the flush runs: that flush does not cover it.
+    // This write completes while the flush is running, so that flush does not cover it.
     queue.submit(write(0, BioFlags::empty(), 99)).unwrap();
     queue.poll();
     assert_eq!(operations(&device), [F, W]);
@@ -161,7 +161,7 @@ fn a_failed_flush_fails_its_bios_and_their_data_does_not_follow() {
             "{completed:?}"
         );
         assert_eq!(operations(&device), [F]);
-        // After the data: it was written, but is not durable.
+        // If the flush after the data fails, the data was written, but is not durable.
         assert_eq!(run(&mut queue, write(0, BioFlags::FUA, 2)).result, Err(status));
         assert_eq!(
             run(&mut queue, Bio::write_zeroes(Sector(9), 1, 3).with_flags(BioFlags::FUA)).result,

@@ -1,4 +1,4 @@
-//! Requests that the driver fails are held in place of being reported, until the disk is resumed.
+//! Requests that the driver fails are held instead of being reported, until the operator resumes the disk.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -20,7 +20,7 @@ use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::{DriverOptions, DriverSpec, open};
 use common::{Behaviour, Device, Finish, drain, filled, plain_limits};
 
-/// A device with a write cache that completes requests at once and in random order, and `policy`.
+/// A device with a write cache and `policy` that completes requests immediately and in random order.
 fn device(policy: ErrorPolicy) -> (Device, Arc<Disk>, LocalQueue) {
     let limits = QueueLimits { write_cache: true, ..plain_limits() };
     let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });
@@ -33,7 +33,7 @@ fn write(sector: u64, mark: u64) -> Bio {
     Bio::write(Sector(sector), filled(512, mark as u8), mark)
 }
 
-/// Turns until so many requests are held.
+/// Runs turns until `count` requests are held.
 fn hold(disk: &Disk, queue: &mut LocalQueue, count: u64) {
     wait_until(&format!("{count} requests are held"), || {
         queue.poll();
@@ -41,7 +41,7 @@ fn hold(disk: &Disk, queue: &mut LocalQueue, count: u64) {
     });
 }
 
-/// Turns until nothing happens any more, and returns the marks that completed, with their results.
+/// Runs turns until nothing changes, and returns the marks of the completed bios with their results.
 fn settle(queue: &mut LocalQueue) -> Vec<(u64, Result<(), Status>)> {
     for _ in 0..50 {
         queue.poll();
@@ -58,7 +58,7 @@ fn what_fails_is_held_and_reissued_with_its_data() {
         let (device, disk, mut queue) = device(ErrorPolicy::HoldNoSpace);
         disk.set(Setting::Scheduler(scheduler)).unwrap();
         device.state().bad.push((8..16, Status::NoSpace));
-        // Those of 8 to 11 merge, and fail as one; the others go on.
+        // The writes at 8 to 11 merge, and fail as one request; the others succeed.
         for sector in [8, 9, 10, 11, 40, 14] {
             queue.submit(write(sector, sector)).unwrap();
         }
@@ -67,12 +67,12 @@ fn what_fails_is_held_and_reissued_with_its_data() {
         assert_eq!(done, [(40, Ok(())), (100, Ok(()))], "{scheduler}");
         assert_eq!((disk.held(), disk.stats().in_flight), (2, [0, 2]), "{scheduler}");
         assert_eq!(disk.stats().counter(Counter::HeldRequests), 2);
-        // There is no more room: they are held again, without an error for anybody.
+        // The sectors still fail: the requests are held again, and no error is reported.
         assert_eq!(disk.resume(Resume::Reissue), 2);
         assert_eq!(settle(&mut queue), [], "{scheduler}");
         assert_eq!((disk.held(), disk.stats().counter(Counter::HeldRequests)), (2, 4));
         device.state().bad.clear();
-        // Of two at once, one resumes them.
+        // If two threads resume at the same time, one of them reissues the requests.
         assert_eq!(disk.resume(Resume::Reissue), 2);
         assert_eq!(disk.resume(Resume::Reissue), 0);
         let done: Vec<u64> = settle(&mut queue).iter().map(|(mark, _)| *mark).collect();
@@ -118,7 +118,7 @@ fn errors_of_the_request_itself_are_reported() {
         assert_eq!(done.len(), if is_held { 2 } else { 0 });
         assert!(done.iter().all(|(_, result)| *result == Err(status)));
         assert_eq!((disk.held(), queue.in_flight()), (0, 0));
-        // A request that the queue itself rejects.
+        // The queue itself rejects this request.
         queue.submit(write(1 << 40, 3)).unwrap();
         assert_eq!(settle(&mut queue).len(), 1);
     }
@@ -135,7 +135,7 @@ fn a_flush_waits_for_writes_that_are_held() {
     first.submit(write(8, 8)).unwrap();
     hold(&disk, &mut first, 1);
     first.submit(Bio::flush(1)).unwrap();
-    // Of another queue, too, and those that FUA needs.
+    // Flushes of another queue wait too, and so do those that FUA needs.
     second.submit(Bio::flush(2)).unwrap();
     second.submit(write(40, 3).with_flags(BioFlags::FUA)).unwrap();
     assert_eq!((settle(&mut first).len(), settle(&mut second).len()), (0, 0));
@@ -143,7 +143,7 @@ fn a_flush_waits_for_writes_that_are_held() {
     let scan = first.scan_for_hangs(monotonic_ns() + 31_000_000_000, 30_000_000_000);
     let places: Vec<&Place> = scan.hangs.iter().map(|hang| &hang.place).collect();
     assert_eq!(places, [&Place::Held(Status::Io), &Place::ForHeldWrites]);
-    // Reads that are held delay no flush.
+    // Held reads delay no flush.
     device.state().bad = vec![(60..61, Status::Io)];
     second.submit(Bio::read(Sector(60), filled(512, 0), 4)).unwrap();
     assert_eq!(settle(&mut second).len(), 0);
@@ -183,7 +183,7 @@ fn a_freeze_gives_up_on_held_requests_at_once() {
     }
     assert_eq!(disk.resize(None).unwrap_err().kind(), ErrorKind::Held);
     assert!(begin.elapsed() < Duration::from_secs(20), "it does not wait for 30 seconds");
-    // It fails while the freeze waits for it, too.
+    // The change also fails if requests are held while the freeze waits for it.
     device.state().bad.clear();
     disk.resume(Resume::Reissue);
     assert_eq!(settle(&mut queue), [(8, Ok(()))]);
@@ -200,7 +200,7 @@ fn a_freeze_gives_up_on_held_requests_at_once() {
         }
         change.join().unwrap()
     });
-    // Unless it came first.
+    // The change fails unless it was done before the request was held.
     assert_eq!(changed.unwrap_err().kind(), ErrorKind::Held);
     disk.resume(Resume::Fail);
     assert_eq!(settle(&mut queue), [(9, Err(Status::Io))]);
@@ -220,7 +220,7 @@ fn held_requests_fail_when_the_disk_stops() {
     drop(reporting);
     queue.submit(write(10, 10)).unwrap();
     hold(&disk, &mut queue, 1);
-    // A queue that is dropped takes none along, and no flush waits for them.
+    // A dropped queue leaves no held requests, and no flush waits for them.
     drop(queue);
     assert_eq!(disk.held(), 0);
     let mut queue = disk.open_queue(0).unwrap();
@@ -245,7 +245,7 @@ fn bios_without_a_tag_go_on_when_held_ones_resume() {
     assert_eq!(drain(&mut queue).iter().filter(|one| one.result.is_ok()).count(), 8);
 }
 
-/// Over an engine: writers wait until the rules of the driver change.
+/// With an engine: writers wait until the rules of the driver change.
 #[test]
 fn threads_wait_until_there_is_room() {
     within_limit(|| {
@@ -266,7 +266,7 @@ fn threads_wait_until_there_is_room() {
             .collect();
         wait_until("each writer has a held write", || disk.held() >= 4);
         disk.submitter().read_at(&mut [0; 512], 0).unwrap();
-        // At once, from many threads, and with no room yet.
+        // Many threads resume at the same time, while the sectors still fail.
         std::thread::scope(|scope| {
             (0..4).for_each(|_| _ = scope.spawn(|| disk.resume(Resume::Reissue)));
         });
@@ -285,15 +285,14 @@ fn threads_wait_until_there_is_room() {
     });
 }
 
-/// Clients 1 and 2, of whom each writes and reads one of two blocks that merge.
+/// Clients 1 and 2, each of which writes and reads one of two blocks that merge.
 struct TwoClients {
     completed: Sender<(u64, Result<(), Status>)>,
     in_flight: usize,
-    /// They disconnected.
-    gone: Vec<u64>,
+    disconnected: Vec<u64>,
 }
 
-// SAFETY: it is stopped when no bio is in flight.
+// SAFETY: the source reports that it is stopped only when no bio is in flight.
 unsafe impl Source for TwoClients {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         for bio in [write(8, 1), write(9, 2)]
@@ -314,17 +313,17 @@ unsafe impl Source for TwoClients {
     }
 
     fn on_message(&mut self, _: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
-        self.gone.push(*message.downcast::<u64>().unwrap());
+        self.disconnected.push(*message.downcast::<u64>().unwrap());
     }
 
     fn on_turn(&mut self, _: &mut SourceContext<'_>) {}
 
     fn is_abandoned(&self, user_data: u64) -> bool {
-        self.gone.contains(&(user_data % 10))
+        self.disconnected.contains(&(user_data % 10))
     }
 
     fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {
-        self.gone = vec![1, 2];
+        self.disconnected = vec![1, 2];
     }
 
     fn is_stopped(&self) -> bool {
@@ -332,7 +331,7 @@ unsafe impl Source for TwoClients {
     }
 }
 
-/// Reissued, the write could land on what the client has written since over another connection.
+/// If the write were reissued, it could overwrite what the client has written since over another connection.
 // Contract: errors
 #[test]
 fn held_writes_fail_with_one_client_and_reads_with_all() {
@@ -343,7 +342,8 @@ fn held_writes_fail_with_one_client_and_reads_with_all() {
         let disk = Disk::builder_shared(driver).error_policy(ErrorPolicy::Hold).build().unwrap();
         let engine = EngineThread::spawn("hold", vec![(disk.clone(), 0)]).unwrap();
         let (completed, completions) = channel();
-        let source = move || Box::new(TwoClients { completed, in_flight: 0, gone: Vec::new() }) as Box<_>;
+        let source =
+            move || Box::new(TwoClients { completed, in_flight: 0, disconnected: Vec::new() }) as Box<_>;
         let id = engine.handle().add_source(source).unwrap();
         let wait_for_held = |count| wait_until("requests are held", || disk.held() == count);
         wait_for_held(2);
@@ -387,7 +387,7 @@ fn held_requests_keep_no_other_from_the_driver() {
         let disk = disk.build().unwrap();
         let mut queue = disk.open_queue(0).unwrap();
         device.state().bad.push((0..1024, Status::NoSpace));
-        // More of each operation than kyber has in the driver at a time.
+        // More bios of each operation than kyber permits in the driver at a time.
         for mark in 0..140 {
             queue.submit(write(mark * 2, mark)).unwrap();
         }
@@ -423,12 +423,12 @@ fn an_engine_that_exits_waits_for_no_held_writes_of_others() {
             let results = results.clone();
             let mark = bio.user_data;
             submitter.submit(bio, move |result, _| results.send((mark, result)).unwrap());
-            // The write is held, and the flush has come to its queue.
+            // The write is held, and the queue of the flush has taken the flush.
             while disk.held() == 0 || mark == 2 && disk.stats().counter(Counter::FlushesAsked) == 0 {
                 std::thread::yield_now();
             }
         }
-        // The flush is on the first queue, and waits for the write, which the second holds.
+        // The flush is on the first queue, and waits for the write that the second queue holds.
         drop(first);
         assert_eq!(completed.try_iter().collect::<Vec<_>>(), [(2, Err(Status::Offline))]);
         drop(second);
@@ -448,7 +448,7 @@ fn a_flush_of_another_thread_needs_none_of_the_held_tags() {
     hold(&disk, &mut queue, 2);
     let (results, completed) = channel();
     let mut submitter = disk.submitter();
-    // Behind a read that has to wait for a tag.
+    // The flush is submitted after a read that has to wait for a tag.
     for bio in [Bio::read(Sector(0), filled(512, 0), 0), Bio::flush(0)] {
         let (results, operation) = (results.clone(), bio.operation);
         submitter.submit(bio, move |result, _| results.send((operation, result)).unwrap());

@@ -1,5 +1,5 @@
-//! Data in memory that only the ring's operations reach: through splits, beside merges, through
-//! the flush machine, and not to drivers that cannot.
+//! Data in memory that only operations of the ring can access: splitting, not merging, the flush machine, and
+//! rejection for drivers without support.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -12,7 +12,7 @@ fn limits() -> QueueLimits {
     QueueLimits { kernel_pages: true, ..plain_limits() }
 }
 
-/// A bio of `sectors` on the buffer `index`, which is marked with that.
+/// A bio of `sectors` with the buffer `index`, and `index` as its `user_data`.
 fn bio(operation: Operation, sector: u64, sectors: u64, index: u16) -> Bio {
     // SAFETY: the device of the tests has no ring, and checks index and length itself.
     let pages = unsafe { KernelPages::new(index, (sectors << 9) as u32) };
@@ -26,7 +26,7 @@ fn bio(operation: Operation, sector: u64, sectors: u64, index: u16) -> Bio {
     }
 }
 
-/// Bytes that differ between any two places.
+/// Bytes that depend on their position and on `seed`.
 fn pattern(length: usize, seed: u64) -> Vec<u8> {
     let mut bytes = vec![0; length];
     Random::new(seed).fill(&mut bytes);
@@ -65,7 +65,7 @@ fn neighbours_never_merge_with_one_or_with_each_other() {
         let disk = device.builder().scheduler(scheduler).build().unwrap();
         let mut queue = disk.open_queue(0).unwrap();
         device.state().kernel_buffers = (0..12).map(|index| pattern(512, index)).collect();
-        // Forwards, backwards, and between plain ones.
+        // Forwards, backwards, and between ordinary bios.
         for sector in [4, 5, 6, 3, 2, 8, 10] {
             queue.submit(bio(Operation::Write, sector, 1, sector as u16)).unwrap();
         }

@@ -1,4 +1,5 @@
-//! Limits on a queue: requests that wait stay where they merge and can be changed, and are no hangs.
+//! Rate limits of a queue: waiting requests can still merge and be affected by changes, and are not reported
+//! as hung.
 
 mod common;
 
@@ -51,8 +52,8 @@ fn a_rate_is_kept() {
         (0..200).for_each(|block| read(&mut queue, block * 2));
         queue.wait(200);
         assert_eq!(queue.completions().len(), 200);
-        // At the rate these are 100 ms, less 2 ms that an idle limit has accrued; how much longer depends on the
-        // machine.
+        // At this rate, the reads take 100 ms, less 2 ms for which an idle limit may catch up. How much
+        // longer they take depends on the machine.
         assert!(begin.elapsed() >= Duration::from_millis(96), "{scheduler}: {:?}", begin.elapsed());
         let stats = disk.stats();
         assert!(stats.counter(Counter::ThrottledRequests) > 0 && stats.throttled == 0, "{scheduler}");
@@ -96,7 +97,8 @@ fn a_change_and_a_freeze_wake_what_waits() {
     assert_eq!(queue.in_flight(), 0);
     queue.completions().for_each(drop);
 
-    // A change under a freeze does not wait for 16 seconds; the limits count again then.
+    // A change under a freeze must not wait for the 16 seconds that the reads need. The limits apply again
+    // afterwards.
     disk.set_rate_limits(&limits("iops=1"));
     flood(&mut queue);
     let frozen = std::thread::scope(|scope| {
@@ -121,7 +123,7 @@ fn bios_that_waited_for_a_tag_begin_at_the_rate() {
     let device = Device::held();
     let disk = device.builder().depth(1).rate_limits(limits("iops=1000")).build().expect("a disk");
     let mut queue = disk.open_queue(0).expect("a queue");
-    // No faster than the limit allows, while the device has its first for a while.
+    // While the device still has its first request, the others start no faster than the limit permits.
     let begin_ns = monotonic_ns();
     for block in 0..BIOS {
         read(&mut queue, block * 2 % 32);
@@ -136,7 +138,7 @@ fn bios_that_waited_for_a_tag_begin_at_the_rate() {
         queue.poll();
         done += queue.completions().count() as u64;
     }
-    // The one that the device had is done, and 2 ms may have accrued.
+    // The request that the device had is done, and the limit may catch up 2 ms.
     let elapsed = begin.elapsed();
     assert!(elapsed >= Duration::from_millis(BIOS - 1 - 4), "{elapsed:?}");
 }
@@ -158,20 +160,20 @@ fn requests_that_wait_are_merged() {
     assert_eq!(queue.in_flight(), 0);
 }
 
-/// In a debug build what a plug has counted is compared with its requests.
+/// A debug build also compares the counts of a plug with its requests.
 #[test]
 fn bytes_of_merged_requests_and_of_discards_are_counted() {
     let disk = disk("bps=1T");
     let mut queue = disk.open_queue(0).expect("a queue");
     let mut bios = 0;
     for round in 0..8 {
-        // Adjacent ones merge, and some of them with the first of the batch.
+        // Adjacent bios merge, some of them with the first request of the batch.
         (0..8).for_each(|block| read(&mut queue, round + block));
         (0..4).for_each(|block| write(&mut queue, 100 + block * 2));
         bios += 12;
         queue.wait(queue.in_flight());
         assert!(queue.completions().all(|completion| completion.result.is_ok()));
-        // Without merges they are counted as they are submitted.
+        // Bios that do not merge are counted as they are submitted.
         (0..4).for_each(|block| write(&mut queue, 100 + block * 2));
         queue.submit(Bio::discard(Sector(4096), 64, 0)).expect("room");
         queue.submit(Bio::write_zeroes(Sector(8192), 64, 0)).expect("room");
@@ -191,7 +193,7 @@ fn requests_that_wait_for_a_limit_do_not_hang() {
         let disk = disk("iops=1");
         disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
         let mut queue = disk.open_queue(0).expect("a queue");
-        // More than there are tags.
+        // More bios than tags.
         (0..600).for_each(|block| read(&mut queue, block * 2));
         queue.poll();
         let scan = queue.scan_for_hangs(monotonic_ns() + 100 * S, S);
@@ -217,7 +219,7 @@ fn a_limit_that_is_removed_leaves_nothing_that_waits() {
     }
 }
 
-/// The words of a group, as another process might leave them.
+/// The words of a group, as another process could corrupt them.
 #[repr(C, align(64))]
 struct Damaged([AtomicU64; Group::BYTES / 8]);
 
@@ -226,20 +228,21 @@ fn a_group_that_is_damaged_stops_no_queue() {
     const SEQUENCE: usize = 3;
     let words: Arc<Damaged> = Arc::new(Damaged(std::array::from_fn(|_| AtomicU64::new(0))));
     let start = NonNull::from(&words.0).cast();
-    // SAFETY: aligned, so large, only accessed by atomic operations, and kept by the group.
+    // SAFETY: the words are aligned, have the right size, are only accessed atomically, and are kept alive by
+    // the group.
     let group = Arc::new(unsafe { Group::over(start, Box::new(words.clone())) });
     group.reset([1, 2], 0, &limits("iops=20"));
     let disk = disk("none");
     disk.join_group(group.clone().join(0, "a", 100).expect("a slot"));
     let mut queue = disk.open_queue(0).expect("a queue");
-    // A change that was interrupted; then not even a group.
+    // First an interrupted change, then a memory that is not a group.
     for (word, damage) in [(SEQUENCE, 1), (0, u64::MAX)] {
         let mut done = 0;
         (0..4).for_each(|block| write(&mut queue, block * 2));
         (0..4).for_each(|block| read(&mut queue, 100 + block * 2));
         queue.poll();
         words.0[word].fetch_xor(damage, Relaxed);
-        // Those from before count until it is readable again.
+        // Earlier requests are counted until the group can be read again.
         while done < 8 {
             queue.wait(1);
             done += queue.completions().count();
@@ -250,7 +253,7 @@ fn a_group_that_is_damaged_stops_no_queue() {
 
 #[test]
 fn a_flush_costs_one_and_obeys() {
-    // Without a write cache no flush reaches the driver.
+    // A flush reaches the driver only if the device has a write cache.
     let cached = QueueLimits { write_cache: true, ..plain_limits() };
     let device = Device::new(cached, Behaviour::default());
     let disk = device.builder().rate_limits(limits("write-iops=5")).build().expect("a disk");
@@ -261,7 +264,8 @@ fn a_flush_costs_one_and_obeys() {
         queue.wait(1);
         queue.completions().for_each(drop);
     }
-    // The first passes at once, each other 200 ms after the one before, less 2 ms that an idle limit has accrued.
+    // The first flush passes immediately. Each other one passes 200 ms after the previous one, less 2 ms for
+    // which an idle limit may catch up.
     let elapsed = begin.elapsed();
     assert_eq!(disk.stats().counter(Counter::FlushesSent), 4);
     assert!(elapsed >= Duration::from_millis(590), "{elapsed:?}");
@@ -296,7 +300,7 @@ fn members_share_the_limit_of_their_group() {
         queue.poll();
     }
     assert!(disks.iter().all(|disk| throttled(disk) >= 5));
-    // A queue that waits sees the change without being woken.
+    // A waiting queue notices the change without being woken.
     group.set_limits(&limits("none"));
     for queue in &mut queues {
         queue.wait(8);

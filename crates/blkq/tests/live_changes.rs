@@ -1,4 +1,4 @@
-//! Contract 11: changes under a freeze lose no request and take effect on all that follow.
+//! Changes under a freeze lose no request and take effect on all later requests.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -14,7 +14,7 @@ use blkq::{
 };
 use common::{Behaviour, Device, DeviceSetting, Finish, drain, filled, plain_limits, run};
 
-/// A setting that no driver has.
+/// A setting that no driver supports.
 #[derive(Debug)]
 struct Colour;
 
@@ -24,7 +24,7 @@ impl DriverSetting for Colour {
     }
 }
 
-/// Makes a change on another thread while this one keeps its queue going.
+/// Applies a change on another thread while this thread runs its queue.
 fn change<'d, R: Send>(
     queue: &mut LocalQueue,
     disk: &'d Disk,
@@ -44,7 +44,7 @@ fn the_first_write_after_read_only_was_set_is_refused() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
-    // The queue is idle: nothing need be waited for, and nothing notifies it.
+    // The queue is idle: there is nothing to wait for, and no notification wakes it.
     disk.set(Setting::ReadOnly(true)).unwrap();
     assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 2), 0)).result, Err(Status::ReadOnly));
     disk.set(Setting::ReadOnly(false)).unwrap();
@@ -65,7 +65,7 @@ fn read_only_is_the_disks_whether_the_driver_knows_it_or_not() {
         assert_eq!(disk.limits().read_only, read_only);
         assert_eq!(run(&mut queue, write()).result, result, "{read_only}");
     }
-    // A device that cannot be written to stays so.
+    // A device that cannot be written stays read-only.
     let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, true).unwrap())).build().unwrap();
     disk.set(Setting::ReadOnly(true)).unwrap();
     assert_eq!(disk.set(Setting::ReadOnly(false)).unwrap_err().kind(), ErrorKind::Unsupported);
@@ -112,7 +112,7 @@ fn bios_that_wait_across_a_change_are_checked_and_split_again() {
     let mut queue = disk.open_queue(0).unwrap();
     let frozen = change(&mut queue, &disk, |disk| disk.freeze());
     device.state().closed = true;
-    // Whole before, split after; and the other way round once more.
+    // Large bios are submitted whole and must be split after the change; then the other way round.
     for mark in 0..16 {
         let bytes = if mark % 2 == 0 { 64 << 10 } else { 512 };
         queue
@@ -343,7 +343,7 @@ fn a_change_that_io_keeps_from_happening_says_so() {
     let (disk, mut queue) = device.open();
     queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
     queue.poll();
-    // Nothing completes it: the change waits. It continues once the I/O has completed.
+    // No request completes, so the change waits. It continues once the I/O has completed.
     change(&mut queue, &disk, |disk| {
         std::thread::scope(|scope| {
             let set = scope.spawn(|| disk.set(Setting::Merge(false)));
@@ -415,11 +415,11 @@ fn a_change_that_panics_leaves_a_disk_that_works() {
         assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Ok(()));
         disk.set(Setting::ReadOnly(true)).unwrap();
         assert_eq!(run(&mut queue, Bio::write(Sector(0), filled(512, 1), 0)).result, Err(Status::ReadOnly));
-        // The same for threads that freeze or quiesce it.
+        // The disk also works after a panic of a thread that freezes or quiesces it.
         let stopping = || {
             let _frozen = disk.freeze();
             let _quiesced = disk.quiesce();
-            panic!("as the test wants it");
+            panic!("a panic for the test");
         };
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(stopping)).unwrap_err();
         assert_eq!(run(&mut queue, Bio::read(Sector(0), filled(512, 1), 0)).result, Ok(()));
@@ -432,7 +432,7 @@ fn a_change_that_panics_leaves_a_disk_that_works() {
 fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
-    // In flight for good: a freeze would have to wait for it.
+    // This read never completes by itself, so a freeze would have to wait for it.
     queue.submit(Bio::read(Sector(0), filled(512, 0), 0)).unwrap();
     queue.poll();
     device.state().read_only_refused = true;
@@ -471,7 +471,7 @@ fn contradictory_limits_are_rejected_and_never_used() {
     assert_eq!(run(&mut queue, Bio::write(Sector(8), filled(512, 1), 0)).result, Err(Status::Invalid));
 }
 
-/// Disk memory whose queues cannot be opened.
+/// A RAM driver whose queues cannot be opened.
 struct Unopened(Ram);
 
 impl Driver for Unopened {

@@ -1,7 +1,6 @@
-//! A thread that waits on its own queue is woken by all that it waits for: deadlines that the
-//! driver sets while the plug is flushed, and other queues' writes to the same file. A batch
-//! reaches the kernel in parts, and a driver is polled while it has requests, or when it was woken. A
-//! queue has one owner at a time.
+//! A thread that waits on its own queue is woken by everything that it waits for: deadlines that the driver
+//! sets while the plug is flushed, and writes of other queues to the same file. A batch reaches the kernel in
+//! parts. A driver is polled while it has requests, or when it was woken. A queue has one owner at a time.
 // Contract: accepted-once
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -23,7 +22,7 @@ use common::filled;
 
 const IMAGE_BYTES: u64 = 1 << 20;
 
-/// An image that is removed with it.
+/// An image file that is removed when the value is dropped.
 struct Image(std::path::PathBuf);
 
 impl Image {
@@ -100,7 +99,7 @@ fn a_batch_is_submitted_early_unless_that_is_turned_off() {
     let mut early = |count: u64| {
         let before = queue.ring_counters().early_submissions;
         for n in 0..count {
-            // Apart from each other, so that none merge.
+            // The reads are not adjacent, so that none of them merge.
             queue.submit(Bio::read(Sector(n * 16), IoBuffer::zeroed(4096), n)).unwrap();
         }
         queue.wait(count as usize);
@@ -114,14 +113,14 @@ fn a_batch_is_submitted_early_unless_that_is_turned_off() {
     assert_eq!(early(9), 2);
 }
 
-/// Submits a batch of nine reads to a queue of its engine, and notifies a test when they have completed.
+/// Submits a batch of nine reads to a queue of its engine, and notifies the test when they have completed.
 struct NineReads {
     queue: usize,
     completed: Vec<Completion>,
     done: Sender<()>,
 }
 
-// SAFETY: it is never stopped while a bio is in flight.
+// SAFETY: the source is never stopped while a bio is in flight.
 unsafe impl Source for NineReads {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         for n in 0..9 {
@@ -159,7 +158,7 @@ fn of_two_disks_on_an_engine_each_has_its_early_submission() {
         let queues = disks.iter().map(|disk| (disk.clone(), 0)).collect();
         let engine = EngineThread::spawn("test-engine", queues).unwrap();
         for (queue, early) in early.into_iter().enumerate() {
-            // The first disk counts what the ring of both does.
+            // The ring's counters for both disks are recorded in the statistics of the first one.
             let before = disks[0].stats().counter(Counter::EarlySubmissions);
             let (done, receiver) = channel();
             let reads = NineReads { queue, completed: Vec::new(), done };
@@ -172,7 +171,7 @@ fn of_two_disks_on_an_engine_each_has_its_early_submission() {
     }
 }
 
-/// Completes requests when it is polled, and counts how often it is.
+/// Completes requests when it is polled, and counts the polls.
 #[derive(Clone, Default)]
 struct Polled {
     polls: Arc<AtomicUsize>,
@@ -226,7 +225,7 @@ fn a_driver_is_polled_with_requests_or_when_woken() {
     assert_eq!([polls(false), polls(false)], [2, 2]);
 }
 
-/// Its queue is opened again while it is dropped.
+/// A driver whose queue is opened again while it is dropped.
 #[derive(Clone, Default)]
 struct Reopening {
     disk: Arc<Mutex<Weak<Disk>>>,
@@ -247,7 +246,7 @@ impl Driver for Reopening {
     }
 }
 
-// SAFETY: it takes no request.
+// SAFETY: the queue takes no request.
 unsafe impl DriverQueue for Reopening {
     fn queue_requests(&mut self, _: &mut DriverContext<'_>, _: &[Tag]) -> Taken {
         unreachable!("nothing is submitted")
@@ -263,7 +262,8 @@ impl Drop for Reopening {
     }
 }
 
-/// As a driver has something for the number of a queue: loop its turn to write, which two would have.
+/// Some drivers have a resource for each queue number, such as loop's turn to write, which two queues must
+/// not share.
 #[test]
 fn a_queue_opens_again_when_its_driver_has_dropped_it() {
     let driver = Reopening::default();

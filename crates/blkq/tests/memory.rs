@@ -1,4 +1,4 @@
-//! Memory that bios carry: drivers are shown what was checked, and nothing else.
+//! Memory of bios: drivers can access only memory that was checked.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -43,14 +43,14 @@ fn operations_without_data_that_carry_memory_are_rejected() {
     }
 }
 
-/// Keeps what it takes, and panics as soon as it is to.
+/// A driver that never completes requests, and panics on request.
 #[derive(Clone, Default)]
 struct Panicking {
     taken: Arc<AtomicBool>,
-    /// How many requests it was given.
+    /// The number of requests that were offered.
     offered: Arc<AtomicUsize>,
     panics: Arc<AtomicBool>,
-    /// The same as soon as it has taken requests.
+    /// Panics as soon as the driver has taken requests.
     panics_with_requests: Arc<AtomicBool>,
 }
 
@@ -68,25 +68,25 @@ impl Driver for Panicking {
     }
 }
 
-// SAFETY: nothing uses the memory of a request, and none completes.
+// SAFETY: nothing uses the memory of a request, and no request completes.
 unsafe impl DriverQueue for Panicking {
     fn queue_requests(&mut self, _: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         self.taken.store(true, SeqCst);
         self.offered.fetch_add(tags.len(), SeqCst);
-        assert!(!self.panics_with_requests.load(SeqCst), "as it is to");
+        assert!(!self.panics_with_requests.load(SeqCst), "a panic for the test");
         Taken::All
     }
 
     fn poll(&mut self, _: &mut DriverContext<'_>) {
-        assert!(!self.panics.load(SeqCst), "as it is to");
+        assert!(!self.panics.load(SeqCst), "a panic for the test");
     }
 }
 
 const CHILD: &str = "BLKQ_MEMORY_CHILD";
-/// The exit code of a child in which memory that was in flight went back to its owner.
+/// The exit code of a child in which memory in flight was returned to its owner.
 const RETURNED: i32 = 77;
 
-/// Reads into lent memory while the driver keeps it or, if it is to, panics; then drops the queue.
+/// Reads into borrowed memory while the driver keeps the request or panics, then drops the queue.
 fn drop_with_lent_memory_in_flight(driver: Panicking) {
     assert!(std::env::var_os(CHILD).is_some());
     let disk = Disk::builder(Box::new(driver.clone())).build().unwrap();
@@ -154,7 +154,7 @@ fn a_panic_of_the_owner_loses_no_staged_bio() {
     let mut queue = disk.open_queue(0).unwrap();
     let mut submitter = disk.submitter();
     let (results, completed) = channel();
-    // The first is so large that it reaches the driver before the others are taken in.
+    // The first bio is so large that it reaches the driver before the queue takes the others.
     for (sector, bytes) in [(0, 128 << 10), (512, 4096), (520, 4096), (1024, 4096)] {
         let results = results.clone();
         let bio = Bio::read(Sector(sector), filled(bytes, 0), 0);

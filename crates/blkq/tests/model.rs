@@ -1,6 +1,6 @@
-//! Random bios on random devices, against an array of versions: what went in comes out,
-//! everything completes once and in full, the device sees only what it declared, and after a
-//! loss of power all that was promised is there.
+//! Random bios on random devices, compared with a list of versions per sector: reads return what was written,
+//! each bio completes once and completely, requests obey the declared limits, and promised data survives a
+//! power loss.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -22,10 +22,10 @@ struct Step {
     flags: BioFlags,
     sector: u64,
     sectors: u64,
-    /// Pieces of memory; none for one buffer.
+    /// The lengths of the pieces of memory. Empty for one buffer.
     cuts: Vec<usize>,
     surplus: usize,
-    /// Follows the step before without a gap.
+    /// The step begins where the previous one ended.
     sequential: bool,
     poll: bool,
 }
@@ -130,11 +130,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
-/// The contents of one sector, oldest first: `None` if a change of it failed, and so anything
-/// that was or should have been there may be.
+/// The contents of a sector, oldest first. `None` if a change failed, so that any earlier or intended content
+/// is possible.
 struct Sectors {
     history: Vec<Vec<[u8; 512]>>,
-    /// The oldest entry of the history that may be there now, and after a loss of power.
+    /// The oldest entry of the history that may be read now, and that may remain after a power loss.
     now: Vec<usize>,
     promised: Vec<usize>,
 }
@@ -150,7 +150,7 @@ struct InFlight {
     flags: BioFlags,
     range: Range<u64>,
     log: usize,
-    /// The bios that had completed when it was submitted.
+    /// The bios that had completed when this one was submitted.
     completed: Vec<usize>,
 }
 
@@ -177,7 +177,7 @@ impl Model {
                 bio.operation == Operation::WriteZeroes && !bio.flags.contains(BioFlags::NO_FALLBACK);
             let fatal: Vec<_> =
                 failed.iter().filter(|s| !(worked_around && **s == Status::NotSupported)).copied().collect();
-            // Contract 7: a range that is to stay allocated is never given to be deallocated.
+            // A range that must stay allocated is never deallocated.
             if bio.operation == Operation::WriteZeroes && bio.flags.contains(BioFlags::NO_UNMAP) {
                 let deallocates = |seen: &common::Seen| {
                     matches!(seen.operation, Operation::WriteZeroes | Operation::Discard)
@@ -196,7 +196,7 @@ impl Model {
                     );
                 }
                 Err(Status::Invalid) => {
-                    // Only memory in too many pieces can be the reason.
+                    // The only possible reason is memory in too many pieces.
                     assert!(bio.operation.has_data() && state.limits.max_segments < 6);
                 }
                 Err(status) => assert!(fatal.contains(&status), "{status:?} came from nowhere: {fatal:?}"),
@@ -259,7 +259,7 @@ fn check(setup: Setup, steps: Vec<Step>) {
         let start = if step.sequential { next } else { step.sector } / block * block;
         let start = if start >= SECTORS { 0 } else { start };
         let length = (step.sectors.next_multiple_of(block)).min(SECTORS - start);
-        // Or it ends where the one before began.
+        // Alternatively, the step ends where the previous one began.
         let backwards = step.sequential && step.surplus % 2 == 1 && length <= previous;
         let start = if backwards { previous - length } else { start };
         let mut range = start..start + length;
@@ -272,8 +272,8 @@ fn check(setup: Setup, steps: Vec<Step>) {
         } else {
             (previous, next) = (range.start, range.end);
         }
-        // The order of overlapping changes in flight is not defined; and of overlapping reads
-        // one alone may fail, merged with what the other was not.
+        // The order of overlapping changes in flight is not defined. Of two overlapping reads, one alone may
+        // fail, if only one of them was merged with a failing request.
         let overlaps = |bio: &InFlight| {
             bio.range.start < range.end
                 && range.start < bio.range.end

@@ -1,5 +1,5 @@
-//! The plug: neighbours merge in it, the driver sees batches, and it is flushed in time;
-//! and the clock, whose cached reading lives as long as a plug.
+//! The plug merges adjacent bios, hands the driver batches, and is flushed in time. The clock keeps its
+//! cached reading for a plug.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -59,7 +59,7 @@ fn a_request_of_128_kib_flushes_the_plug_unless_merging_is_off() {
 fn what_became_large_by_merging_goes_before_the_next() {
     let device = Device::plain(Behaviour::default());
     let (_disk, mut queue) = device.open();
-    // So many the next plug expects.
+    // The plug expects this number of bios next time.
     (0..8).for_each(|n| read(&mut queue, n * 16, 4096));
     drain(&mut queue);
     (0..4).for_each(|n| read(&mut queue, 1024 + n * 64, 32 << 10));
@@ -117,7 +117,7 @@ fn what_must_stay_alone_never_merges() {
             let disk = device.builder().scheduler(scheduler).build().unwrap();
             let mut queue = disk.open_queue(0).unwrap();
             for sector in 10..20 {
-                // A plain write on either side.
+                // Plain writes are next to the bio on both sides.
                 let bio = if sector % 2 == 0 {
                     kind(sector)
                 } else {
@@ -216,7 +216,8 @@ fn a_forced_flush_of_the_plug_drops_the_cached_time() {
     queue.poll();
     device.release(33);
     drain(&mut queue);
-    // One reading of the clock for the first 32, one for the last, and one for the batch of completions.
+    // The clock is read once for the first 32 requests, once for the last one, and once for the batch of
+    // completions.
     assert_eq!(disk.stats().counter(Counter::ClockReads), 3);
 }
 
@@ -239,7 +240,7 @@ fn a_bio_that_may_not_wait_gets_its_answer_at_once() {
     assert_eq!(completed, [(77, Err(Status::Again)), (78, Err(Status::Again))]);
     device.release_all();
     assert_eq!(drain(&mut queue).len(), 4);
-    // With room it is done.
+    // With room, the bio succeeds.
     queue.submit(Bio::read(Sector(999), filled(512, 0), 77).with_flags(BioFlags::NO_WAIT)).unwrap();
     assert_eq!(drain(&mut queue)[0].result, Ok(()));
 }
@@ -293,7 +294,7 @@ fn a_buffer_that_is_longer_than_its_bio_may_end_anywhere() {
     let limits = blkq::QueueLimits { memory_align: 512, ..plain_limits() };
     let device = Device::new(limits, Behaviour::default());
     let (_disk, mut queue) = device.open();
-    // On the fast path, and on the slow one.
+    // On the fast path and on the slow path.
     for flags in [BioFlags::empty(), BioFlags::FUA] {
         let bio = Bio { sectors: 8, ..Bio::write(Sector(0), filled(4097, 1), 1) };
         assert_eq!(common::run(&mut queue, bio.with_flags(flags)).result, Ok(()), "{flags:?}");

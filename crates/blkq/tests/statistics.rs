@@ -1,4 +1,4 @@
-//! Contract 10: the 17 fields after a known sequence.
+//! The 17 fields of /sys/block/X/stat after a known sequence of I/O.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -125,7 +125,7 @@ fn each_io_that_finds_no_tag_is_counted_once() {
     let waits = || disk.stats().counter(Counter::TagWaits);
     let read = |mark: u64| Bio::read(Sector(mark * 16), filled(4096, 0), mark);
     (0..5).for_each(|mark| queue.submit(read(mark)).unwrap());
-    // Neither turns nor rejected I/Os change that.
+    // Neither turns of the queue nor rejected I/Os are counted.
     for mark in 0..20 {
         queue.submit(Bio::read(Sector(1 << 40), filled(512, 0), mark)).unwrap();
         queue.poll();

@@ -1,4 +1,4 @@
-//! Many threads on one disk: nothing is lost, nothing hangs, whatever happens meanwhile.
+//! Many threads on one disk: no I/O is lost and no thread hangs while the disk changes.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -26,7 +26,7 @@ fn engine(disk: &Arc<Disk>) -> EngineThread {
 #[derive(Default)]
 struct Load {
     stop: AtomicBool,
-    /// How often they have written and read, together.
+    /// The number of rounds, each a write and a read, of all threads together.
     rounds: AtomicU64,
 }
 
@@ -36,7 +36,7 @@ impl Load {
     }
 }
 
-/// One thread writes and reads its own piece of the disk until it is stopped.
+/// One thread that writes and reads its own part of the disk until the test stops it or an I/O fails.
 fn work(disk: &Arc<Disk>, number: u64, load: &Load) -> std::io::Result<()> {
     let mut submitter = disk.submitter();
     let base = number * (32 << 10);
@@ -44,7 +44,7 @@ fn work(disk: &Arc<Disk>, number: u64, load: &Load) -> std::io::Result<()> {
     while !load.stop.load(Ordering::Relaxed) {
         let value = (number * 31 + rounds) as u8 | 1;
         let out = vec![value; 4096 + 512 * (rounds as usize % 9)];
-        // Odd addresses take the way through a copy.
+        // Data at an odd address is copied.
         let mut back = vec![0; out.len() + 1];
         let shift = rounds as usize % 2;
         submitter.write_at(&out, base)?;
@@ -68,7 +68,7 @@ fn work(disk: &Arc<Disk>, number: u64, load: &Load) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Runs `threads` of them while `meanwhile` runs.
+/// Runs `threads` threads of load while `meanwhile` runs.
 fn under_load(disk: &Arc<Disk>, threads: u64, meanwhile: impl FnOnce(&Load)) {
     let load = Load::default();
     std::thread::scope(|scope| {
@@ -130,7 +130,8 @@ fn callbacks_come_once_each_through_a_full_device() {
                             calls[index].fetch_add(1, Ordering::Relaxed);
                         });
                     }
-                    // A thread that waits comes after all that it submitted, or soon.
+                    // A thread that waits for I/O gets its result after, or soon after, its earlier
+                    // callbacks.
                     submitter.read_at(&mut [0; 512], 0).unwrap();
                 });
             }
@@ -138,7 +139,7 @@ fn callbacks_come_once_each_through_a_full_device() {
         let is_called = |count: &AtomicUsize| count.load(Ordering::Relaxed) > 0;
         wait_until("every callback is called", || calls.iter().all(is_called));
         assert!(calls.iter().all(|count| count.load(Ordering::Relaxed) == 1));
-        // The counters of the last batch may come after its callbacks.
+        // The counters of the last batch may be updated after its callbacks ran.
         drop(engine);
         let stats = disk.stats();
         assert_eq!(stats.groups[0].ios + stats.groups[0].merges, 8008);
@@ -153,7 +154,7 @@ fn neighbours_of_a_submitter_merge_unless_merging_is_off() {
             let disk = disk.merge(merge).build().unwrap();
             let engine = engine(&disk);
             let mut submitter = disk.submitter();
-            // While the disk is frozen the engine takes nothing, and neighbours meet.
+            // While the disk is frozen, the engine takes no bios, so adjacent ones are staged together.
             let frozen = disk.freeze();
             for block in 0..8 {
                 submitter.submit(Bio::write(Sector(8 * block), filled(4096, 1), 0), |result, _| {
@@ -204,7 +205,7 @@ fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
 
 #[test]
 fn a_submitter_alone_goes_on_after_every_freeze_and_quiesce() {
-    // With one bio at a time nothing but the wake-up under test brings the engine back.
+    // With one bio at a time, only the wake-up under test makes the engine continue.
     within_limit(|| {
         let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
         let _engine = engine(&disk);
@@ -267,18 +268,18 @@ fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
                 .collect();
             let refused = Arc::new(AtomicUsize::new(0));
             under_load(&disk, 9, |load| {
-                // Submitters that do not wait must not take the wake-ups of those that do.
+                // Submitters that do not wait must not use up the wake-ups of those that do.
                 let mut submitter = disk.submitter();
                 for n in 0..2000 {
                     let refused = refused.clone();
                     let bio = Bio::read(Sector(n % 64), filled(512, 0), 0).with_flags(BioFlags::NO_WAIT);
                     submitter.submit(bio, move |result, _| {
-                        // Offline: the engines go before it is done.
+                        // Offline is possible because the engines are dropped before all bios have completed.
                         assert!(matches!(result, Ok(()) | Err(Status::Again | Status::Offline)));
                         refused.fetch_add(usize::from(result.is_err()), Ordering::Relaxed);
                     });
                 }
-                // These may be through with it before the others have begun.
+                // This submitter could be done before the other threads have started.
                 load.wait_for_rounds(100);
             });
             drop(engines);
@@ -289,7 +290,7 @@ fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
     });
 }
 
-/// Clock ticks (usually of 10 ms) that the threads of this name have run.
+/// Clock ticks (usually 10 ms each) for which threads of this name have run.
 fn ticks_of(name: &str) -> u64 {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let stats = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).ok());
@@ -346,14 +347,14 @@ fn a_closed_queue_fails_staged_bios_and_all_that_follow() {
                         let result = submitter.submit_and_wait(bio).0;
                         results.lock().unwrap().push(result);
                         let again = submitter.submit_and_wait(Bio::read(Sector(0), filled(512, 0), 0)).0;
-                        // The queue may still be there, if the first was quick.
+                        // The queue may still exist if the first bio completed quickly.
                         assert!(matches!(again, Ok(()) | Err(Status::Offline)));
                     });
                 }
                 let begin = Instant::now();
                 stops.0 = (round == 3).then(|| disk.freeze());
                 stops.1 = (round == 4).then(|| disk.quiesce());
-                // Some are with the driver, some wait for tags, some are staged.
+                // Some bios are with the driver, some wait for tags, and some are staged.
                 while begin.elapsed() < Duration::from_millis(20) {
                     if round > 0 {
                         queue.poll();
@@ -371,7 +372,7 @@ fn a_closed_queue_fails_staged_bios_and_all_that_follow() {
             drop(stops);
             device.assert_legal();
             at_rest(&disk);
-            // The queue can be opened again, and has all its tags.
+            // The queue can be opened again, and all its tags are free.
             let mut queue = disk.open_queue(0).unwrap();
             for n in 0..10 {
                 queue.submit(Bio::read(Sector(n * 9), filled(512, 0), n)).unwrap();
@@ -401,7 +402,7 @@ fn a_closed_queue_fails_what_its_scheduler_has() {
             }
             drop((submitter, sender));
             (0..10).for_each(|_| queue.poll());
-            // More than kyber has tokens for; what did not get beyond that is staged still.
+            // More bios than kyber permits in flight are in the queue. The others are still staged.
             assert!(queue.in_flight() > 16);
             drop(queue);
             assert_eq!(results.iter().collect::<Vec<_>>(), [Err(Status::Offline); 40], "{scheduler}");
@@ -423,7 +424,7 @@ fn an_engine_dropped_under_load_exits_and_so_do_all_waiters() {
                 for n in 0..12 {
                     let (disk, load) = (&disk, &load);
                     scope.spawn(move || {
-                        // It returns by itself, with an error.
+                        // The thread stops by itself, with an error.
                         let error = work(disk, n, load).unwrap_err();
                         assert_eq!(error.raw_os_error(), Some(Status::Offline.errno()));
                     });
@@ -549,7 +550,7 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
                 Direction::Read => submitter.read_at(odd, 512),
                 Direction::Write => submitter.write_at(odd, 512),
             };
-            // On its way: it was submitted as it is, and waits for a freeze to be over.
+            // The bio is in flight: it was submitted as it is, and waits for the freeze to end.
             let frozen = disk.freeze();
             std::thread::scope(|scope| {
                 let waiting = scope.spawn(|| io(odd));
@@ -560,7 +561,7 @@ fn memory_that_a_live_change_makes_unfit_is_copied() {
                 drop(frozen);
                 waiting.join().unwrap().unwrap();
             });
-            // Before it is submitted.
+            // The alignment changes before the bio is submitted.
             disk.set_driver(&DeviceSetting::MemoryAlign(1)).unwrap();
             io(odd).unwrap();
             disk.set_driver(&DeviceSetting::MemoryAlign(512)).unwrap();

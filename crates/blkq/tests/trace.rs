@@ -1,4 +1,4 @@
-//! The events of a trace: what each step of an I/O leaves, in order.
+//! The events of a trace: what each step of an I/O records, in order.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod common;
@@ -29,7 +29,7 @@ fn traced(disk: Arc<Disk>) -> Traced {
     Traced { queue, reader: TraceReader::new(&memory, 0).unwrap(), _disk: disk }
 }
 
-/// Reads all that was written. Returns how many events are lost.
+/// Reads all events. Returns the number of missed events.
 fn read_all(reader: &mut TraceReader, events: &mut Vec<TraceEvent>) -> u64 {
     let mut lost = 0;
     loop {
@@ -53,7 +53,7 @@ impl Traced {
         events
     }
 
-    /// The letters of what happened until all has completed.
+    /// The letters of the events until all bios have completed.
     fn letters(&mut self) -> String {
         drain(&mut self.queue);
         letters(&self.events())
@@ -139,7 +139,7 @@ fn a_flush_serves_the_bios_that_wait_for_it() {
     assert_eq!(letters(&events), "QQGDC");
     assert_eq!((events[2].other, events[2].operation), (2, Operation::Flush));
     traced.submit(write(8, 512).with_flags(BioFlags::FUA));
-    assert_eq!(traced.letters(), "QGPUDCGDC", "the write, and a flush behind it");
+    assert_eq!(traced.letters(), "QGPUDCGDC", "the write, and a flush after it");
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn each_bio_behind_a_limit_merges_or_gets_a_request() {
         let limits = "write-iops=1".parse().unwrap();
         let disk = device.builder().scheduler(scheduler).rate_limits(limits).build().unwrap();
         let mut traced = traced(disk.clone());
-        // The youngest that waits grows at its end, then at its beginning, behind a plug that is empty.
+        // The last waiting request grows at its end, then at its beginning, while the plug is empty.
         for sector in [1000, 2000, 64, 72, 80, 56, 48] {
             traced.submit(write(sector, 4096));
             traced.queue.poll();
@@ -194,7 +194,7 @@ fn a_trace_begins_and_stops_under_requests() {
     let mut reader = TraceReader::new(&memory, 0).unwrap();
     queue.submit(read(8, 4096)).unwrap();
     queue.poll();
-    // Under the plug, whose lane is open.
+    // The bios are in the plug, on the fast path.
     queue.submit(read(64, 4096)).unwrap();
     queue.trace(Some(&memory));
     queue.submit(read(128, 4096)).unwrap();
@@ -275,7 +275,7 @@ fn requests_in_flight_before_a_trace_complete_in_it() {
 fn a_quiesced_disk_traces_the_issue_when_it_goes_on() {
     let disk = plain();
     let mut traced = traced(disk.clone());
-    // The queue has entered the disk.
+    // A first read makes the queue enter the disk.
     traced.submit(read(8, 4096));
     assert_eq!(traced.letters(), "QGPUDC");
     let quiesced = disk.quiesce();
@@ -298,12 +298,13 @@ fn each_failed_completion_of_a_batch_has_its_status() {
     assert!(events.iter().all(|event| event.status.is_some() == (event.kind == EventKind::Complete)));
 }
 
-/// A client for each bio: those of a plug, one that merges, and one whose operation is not of the fast lane.
+/// Submits bios with a client for each: bios of one plug, one that merges, and one whose operation is not
+/// handled by the fast path.
 struct Clients {
     in_flight: usize,
 }
 
-// SAFETY: it is stopped when no bio is in flight.
+// SAFETY: the source reports that it is stopped only when no bio is in flight.
 unsafe impl Source for Clients {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         for (number, bio) in
@@ -315,7 +316,7 @@ unsafe impl Source for Clients {
             cx.submit(0, bio).unwrap();
             self.in_flight += 1;
         }
-        // Nobody names the client of this one.
+        // No client is named for this bio.
         cx.submit(0, read(512, 512)).unwrap();
         self.in_flight += 1;
         Ok(())
@@ -384,7 +385,7 @@ fn engines_trace_their_queues_from_other_threads() {
     let engines = [spawn(0), spawn(1)];
     let trace = |memory: Option<&Arc<TraceMemory>>| {
         engines.iter().for_each(|engine| engine.handle().trace(&disk, memory.cloned()));
-        // Messages are taken in order: once the scan is answered, the trace is on, or off.
+        // Messages are handled in order, so the trace has been started or stopped once the scan is answered.
         engines.iter().for_each(|engine| drop(engine.handle().scan_for_hangs(0, 0).recv().unwrap()));
     };
     trace(Some(&memory));

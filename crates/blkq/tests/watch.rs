@@ -27,7 +27,7 @@ fn after(seconds: u64) -> u64 {
     monotonic_ns() + seconds * SECOND_NS
 }
 
-/// The scan of a queue in which so many hang, each of which was found before.
+/// The scan of a queue in which `hung` requests hang, all of which were reported before.
 fn nothing_new(hung: u64) -> HangScan {
     let mut scan = HangScan::default();
     scan.hung = hung;
@@ -54,7 +54,7 @@ fn a_hung_request_is_reported_once_then_its_completion() {
     assert!((30 * SECOND_NS..35 * SECOND_NS).contains(&hang.age_ns), "{}", hang.age_ns);
     let tag = io.tag.unwrap().0;
     assert_eq!(io.to_string(), format!("#0.1 write sector 8 + 8 (no-merge), queue 0, tag {tag}"));
-    // Once, however often it is scanned.
+    // The hang is reported once, independently of the number of scans.
     for _ in 0..3 {
         assert_eq!(queue.scan_for_hangs(after(60), LIMIT_NS), nothing_new(1));
     }
@@ -76,7 +76,7 @@ fn a_hung_request_is_reported_once_then_its_completion() {
         "its completion is reported once too"
     );
     assert_eq!((disk.stats().counter(Counter::Hangs), disk.stats().hung), (1, 0));
-    // The next one in the same slot is another one.
+    // The next bio in the same slot is a different one.
     queue.submit(read(0, 8)).unwrap();
     queue.poll();
     assert_eq!(queue.scan_for_hangs(after(31), LIMIT_NS).hangs[0].io.number, 2);
@@ -138,7 +138,7 @@ fn a_hung_flush_is_reported_with_the_bios_that_it_serves() {
         queue.poll();
     }
     queue.poll();
-    // The two that waited are in the next flush now, and have not completed.
+    // The two bios that waited are in the next flush now, and have not completed.
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((scan.completed.len(), scan.completed[0].result), (1, Some(Ok(()))));
     device.release(1);
@@ -173,7 +173,7 @@ fn without_statistics_age_counts_from_the_first_scan() {
     queue.submit(read(0, 1)).unwrap();
     queue.submit(read(16, 2)).unwrap();
     queue.poll();
-    // The watcher's clock, which may be any.
+    // The clock of the watcher does not have to be the monotonic clock.
     let hour_ns = 3600 * SECOND_NS;
     assert_eq!(queue.scan_for_hangs(hour_ns, LIMIT_NS), HangScan::default(), "found, and of no age yet");
     assert_eq!(queue.scan_for_hangs(hour_ns + LIMIT_NS, LIMIT_NS), HangScan::default());
@@ -184,7 +184,7 @@ fn without_statistics_age_counts_from_the_first_scan() {
     let scan = queue.scan_for_hangs(hour_ns + 40 * SECOND_NS, LIMIT_NS);
     let completions: Vec<_> = scan.completed.iter().map(|done| (done.age_ns, done.result)).collect();
     assert_eq!(completions, [(40 * SECOND_NS, Some(Ok(()))); 2]);
-    // The next bio in the same slots has no time of its own, and not theirs either.
+    // The next bio in the same slots has no start time, and does not inherit that of the previous bio.
     queue.submit(read(0, 3)).unwrap();
     queue.poll();
     assert_eq!(queue.scan_for_hangs(2 * hour_ns, LIMIT_NS), HangScan::default());
@@ -272,10 +272,10 @@ fn rejected_bios_are_counted_by_kind() {
     assert_eq!((stats[StatGroup::Read].ios, stats[StatGroup::Write].failed()), (1, 0));
 }
 
-/// Submits one read, and then sleeps on the engine's thread when a message asks for it.
+/// Submits one read, and blocks the engine's thread when a message requests it.
 struct Sleeper;
 
-// SAFETY: it is the only source of its engine.
+// SAFETY: its engine has no other source.
 unsafe impl Source for Sleeper {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         cx.submit(0, read(0, 42)).map_err(|_| Error::new(blkq::ErrorKind::Busy, "no room"))

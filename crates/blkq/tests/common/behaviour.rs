@@ -1,28 +1,28 @@
-//! How the device of the tests behaves, and the settings that it has.
+//! The behaviour and the settings of the test device.
 
 use blkq::DriverSetting;
 
-/// When the device ends requests.
+/// When the device completes requests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Finish {
-    /// Before it returns from taking them.
+    /// Immediately, before the call that hands over the requests returns.
     AtOnce,
-    /// Some of them, in any order, whenever it is polled.
+    /// Some requests, in random order, at each poll.
     Random,
-    /// Only by [`Device::release`].
+    /// Only when the test calls [`Device::release`].
     Held,
 }
 
-/// How the device behaves.
 #[derive(Clone, Debug)]
 pub struct Behaviour {
     pub finish: Finish,
     pub seed: u64,
-    /// One of so many requests is refused; 0: none.
+    /// The device is busy for one request in this number; 0: never.
     pub busy_every: u64,
-    /// After so many write zeroes and discards the device finds out that it cannot do them.
+    /// After this number of write zeroes and discards the device finds that it does not support them.
     pub revoke_after: Option<u32>,
-    /// The first write with FUA that completes is not durable: the device finds out that it has no FUA.
+    /// The first write with FUA that completes is not durable, and the device finds that it does not support
+    /// FUA.
     pub revoke_fua: bool,
 }
 
@@ -32,16 +32,14 @@ impl Default for Behaviour {
     }
 }
 
-/// A setting of the device.
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceSetting {
-    /// Panics.
     Panic,
-    /// [`QueueLimits::memory_align`].
+    /// Changes [`QueueLimits::memory_align`] to this value.
     MemoryAlign(u32),
-    /// [`QueueLimits::max_segments`].
+    /// Changes [`QueueLimits::max_segments`] to this value.
     MaxSegments(u16),
-    /// [`QueueLimits::max_request_bytes`].
+    /// Changes [`QueueLimits::max_request_bytes`] to this value.
     MaxRequest(u32),
 }
 

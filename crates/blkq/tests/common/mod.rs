@@ -1,6 +1,6 @@
-//! A device for tests: it checks every request against its declared limits, completes requests
-//! when and in the order that a test asks, is busy and fails at will, and has a volatile
-//! cache, so that a loss of power can be played.
+//! A device for tests. It checks each request against its declared limits, completes requests when and in the
+//! order that the test chooses, is busy or fails on request, and has a volatile cache, so that a power loss
+//! can be simulated.
 #![allow(dead_code, clippy::unwrap_used, reason = "shared by tests of which none uses all of it")]
 
 mod behaviour;
@@ -22,7 +22,7 @@ pub use behaviour::{Behaviour, DeviceSetting, Finish};
 #[allow(unused_imports, reason = "not every test file scatters")]
 pub use scattered::{Scattered, bytes_of};
 
-/// A request as the device got it.
+/// A request as the device received it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
     pub operation: Operation,
@@ -44,28 +44,28 @@ impl Seen {
 pub struct State {
     pub limits: QueueLimits,
     pub behaviour: Behaviour,
-    /// The bytes as reads see them, and as a loss of power leaves them; per sector the number
-    /// of the change in each.
+    /// The bytes that reads return, and those that remain after a power loss. Each has the number of the last
+    /// change per sector.
     pub current: Vec<u8>,
     pub durable: Vec<u8>,
     current_change: Vec<u64>,
     durable_change: Vec<u64>,
     changes: u64,
-    /// Stand-ins for registered buffers of the kernel's, by their index.
+    /// Replacements for registered buffers of the kernel, by index.
     pub kernel_buffers: Vec<Vec<u8>>,
-    /// Sectors that fail.
+    /// Sectors for which requests fail.
     pub bad: Vec<(Range<u64>, Status)>,
     pub flush_result: IoResult,
     pub log: Vec<Seen>,
-    /// Lengths of the batches offered.
+    /// The sizes of the batches that were offered.
     pub batches: Vec<usize>,
     pub commits: usize,
-    /// Requests that the device has, and the most that it had.
+    /// The number of requests that the device has, and its maximum.
     pub held: usize,
     pub held_max: usize,
-    /// Requests that may complete although they are held.
+    /// The number of held requests that may complete.
     pub released: usize,
-    /// The test expects that nothing comes now.
+    /// No request may arrive now.
     pub closed: bool,
     pub reloads: usize,
     pub busy_count: u64,
@@ -73,9 +73,8 @@ pub struct State {
     tags: HashSet<u16>,
     shared_tags: bool,
     revocable: u32,
-    /// Settings that were prepared.
     pub prepared: Vec<&'static str>,
-    /// Read-only stays as it is.
+    /// The device refuses to change read-only.
     pub read_only_refused: bool,
     /// Called once, when the next queue is opened.
     pub on_open: Option<Box<dyn FnOnce() + Send>>,
@@ -132,7 +131,7 @@ impl Device {
         self.0.lock().unwrap()
     }
 
-    /// Its tags are those of all queues.
+    /// All queues of the device share one tag set.
     pub fn with_shared_tags(self) -> Device {
         self.state().shared_tags = true;
         self
@@ -142,19 +141,19 @@ impl Device {
         Disk::builder(Box::new(self.clone()))
     }
 
-    /// A disk of it with the usual settings, and its queue.
+    /// A disk of the device with default settings, and its queue.
     pub fn open(&self) -> (Arc<Disk>, LocalQueue) {
         let disk = self.builder().build().unwrap();
         let queue = disk.open_queue(0).unwrap();
         (disk, queue)
     }
 
-    /// Lets `count` of the requests held complete at the next poll.
+    /// Lets `count` held requests complete at the next poll.
     pub fn release(&self, count: usize) {
         self.state().released += count;
     }
 
-    /// From now on nothing is held.
+    /// Completes held requests, and stops holding new ones.
     pub fn release_all(&self) {
         self.state().behaviour.finish = Finish::Random;
     }
@@ -167,7 +166,7 @@ impl Device {
         self.state().log.iter().filter(|seen| seen.operation == operation).count()
     }
 
-    /// Fails if anything came that must not.
+    /// Fails if the device saw a violation.
     #[track_caller]
     pub fn assert_legal(&self) {
         let state = self.state();
@@ -217,7 +216,7 @@ impl Driver for Device {
         match *setting.downcast_ref().expect("it was prepared") {
             DeviceSetting::Panic => {
                 drop(state);
-                panic!("as the test wants it");
+                panic!("a panic for the test");
             }
             DeviceSetting::MemoryAlign(bytes) => state.limits.memory_align = bytes,
             DeviceSetting::MaxSegments(count) => state.limits.max_segments = count,
@@ -230,7 +229,7 @@ impl Driver for Device {
         let mut state = self.state();
         state.prepared.push("read-only");
         match state.read_only_refused {
-            true => Err(Error::new(ErrorKind::Unsupported, "as the test wants it")),
+            true => Err(Error::new(ErrorKind::Unsupported, "refused for the test")),
             false => Ok(()),
         }
     }
@@ -278,7 +277,7 @@ impl State {
     }
 }
 
-/// A flush covers what had completed when it began.
+/// A flush covers the writes that had completed when it started.
 type Snapshot = (Vec<u8>, Vec<u64>);
 
 struct Pending {
@@ -299,7 +298,7 @@ impl DeviceQueue {
         self.random.below(below)
     }
 
-    /// The rules of contract `declared`, and what else must be true of every request.
+    /// The rules of contract `declared`, and other rules that each request must obey.
     fn check(&self, state: &mut State, cx: &DriverContext<'_>, tag: Tag) {
         let (request, limits) = (cx.request(tag), state.limits.clone());
         let (operation, flags) = (request.operation(), request.flags());
@@ -322,7 +321,7 @@ impl DeviceQueue {
             aligned &= (segment.ptr.addr() | segment.len as usize) & mask == 0 && segment.len > 0;
         });
         if let Some(pages) = cx.kernel_pages(tag) {
-            rule(limits.kernel_pages && count == 0, "pages of the kernel's");
+            rule(limits.kernel_pages && count == 0, "kernel pages");
             (sum, count, longest) = (u64::from(pages.len()), 1, pages.len());
         }
         if operation == Operation::Flush {
@@ -330,7 +329,7 @@ impl DeviceQueue {
         } else {
             rule(bytes > 0 && limits.check_range(offset, bytes).is_ok(), "range");
             let no_unmap = flags.contains(BioFlags::NO_UNMAP);
-            // Requests in flight when the device found out are forgiven.
+            // Requests that were in flight when the device found that it lacks support are permitted.
             let revoked = matches!(operation, Operation::Discard | Operation::WriteZeroes) && state_revoked;
             let fits = bytes <= limits.max_bytes_at(operation, no_unmap, offset);
             rule(fits || revoked, "size, chunk or support");
@@ -345,7 +344,7 @@ impl DeviceQueue {
             rule(count == 0 && request.segment_count() == 0, "no memory");
         }
         rule(!flags.contains(BioFlags::PREFLUSH), "preflush");
-        // As above.
+        // Such requests are also permitted after the device lost FUA.
         let has_fua = limits.fua || state_has_lost_fua;
         rule(!flags.contains(BioFlags::FUA) || has_fua && operation == Operation::Write, "fua");
         rule(!flags.contains(BioFlags::NO_UNMAP) || operation == Operation::WriteZeroes, "no-unmap");
@@ -431,7 +430,7 @@ impl DeviceQueue {
         match operation {
             Operation::Read => cx.for_each_segment(tag, |segment| {
                 let source = &state.current[place..place + segment.len as usize];
-                // SAFETY: the memory of a read in flight is valid and the device's to fill.
+                // SAFETY: the memory of a read in flight is valid, and the device may fill it.
                 unsafe { segment.ptr.copy_from_nonoverlapping(source.as_ptr(), source.len()) }
                 place += segment.len as usize;
             }),
@@ -485,7 +484,7 @@ impl DeviceQueue {
     }
 }
 
-// SAFETY: only this thread uses the memory of a request, and before it completes.
+// SAFETY: only this thread uses the memory of a request, and only before the request completes.
 unsafe impl DriverQueue for DeviceQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         let device = self.device.clone();
@@ -531,7 +530,7 @@ unsafe impl DriverQueue for DeviceQueue {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        // Polled all the time: what is released completes soon.
+        // The queue is polled continuously, so that released requests complete soon.
         (!self.pending.is_empty()).then(|| monotonic_ns() + 20_000)
     }
 
@@ -540,14 +539,14 @@ unsafe impl DriverQueue for DeviceQueue {
     }
 }
 
-/// A buffer full of `value`.
+/// A buffer in which each byte is `value`.
 pub fn filled(length: usize, value: u8) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     buffer.fill(value);
     buffer
 }
 
-/// The bytes of sector `sector` in its version `version`; version 0 is zeroes.
+/// The bytes of sector `sector` in version `version`. Version 0 is zeroes.
 pub fn content(sector: u64, version: u64) -> [u8; 512] {
     let mut bytes = [0; 512];
     if version > 0 {
@@ -559,7 +558,7 @@ pub fn content(sector: u64, version: u64) -> [u8; 512] {
     bytes
 }
 
-/// Completes everything in flight of `queue`.
+/// Completes all bios in flight in `queue`.
 pub fn drain(queue: &mut LocalQueue) -> Vec<blkq::Completion> {
     let begin = std::time::Instant::now();
     let mut all = Vec::new();
@@ -573,7 +572,7 @@ pub fn drain(queue: &mut LocalQueue) -> Vec<blkq::Completion> {
     }
 }
 
-/// Does one bio.
+/// Submits one bio and waits for it.
 pub fn run(queue: &mut LocalQueue, bio: blkq::Bio) -> blkq::Completion {
     queue.submit(bio).unwrap();
     drain(queue).pop().unwrap()

@@ -1,4 +1,4 @@
-//! Memory in pieces, with gaps between them that nobody may touch.
+//! Memory in pieces, with gaps between them that must not be accessed.
 
 use blkq::{Data, IoBuffer, Segment, SegmentOwner};
 
@@ -11,7 +11,7 @@ pub struct Scattered {
     gaps: Vec<(*const u8, usize)>,
 }
 
-// SAFETY: the memory belongs to the value, which keeps it where it is until it is dropped.
+// SAFETY: the memory belongs to the value, which does not move it before it is dropped.
 unsafe impl Send for Scattered {}
 
 // SAFETY: the segments point into memory that the value owns, and never change.
@@ -22,8 +22,8 @@ unsafe impl SegmentOwner for Scattered {
 }
 
 impl Scattered {
-    /// `bytes` in pieces of the lengths of `cuts`, over and over, rounded to `align`; empty
-    /// pieces stay in. The last piece is longer than needed by `surplus`.
+    /// `bytes` in pieces whose lengths are those of `cuts`, repeated and rounded to `align`; empty pieces are
+    /// kept. The last piece is `surplus` bytes longer than needed.
     pub fn data(bytes: &[u8], cuts: &[usize], align: usize, surplus: usize) -> Data {
         let gap = align.max(8);
         let lens: Vec<usize> = {
@@ -33,7 +33,7 @@ impl Scattered {
                 let cut = cuts.next().map_or(left, |cut| cut.next_multiple_of(align).min(left));
                 lens.push(cut);
                 left -= cut;
-                // Only empty cuts would loop for ever.
+                // Without this limit, a list of empty cuts would loop forever.
                 if lens.len() > 4096 {
                     lens.push(left);
                     left = 0;
@@ -51,10 +51,10 @@ impl Scattered {
             let data = len.min(bytes.len() - done);
             // SAFETY: the memory is as long as all pieces and gaps together.
             let ptr = unsafe { base.add(at) };
-            // SAFETY: as above.
+            // SAFETY: the memory is as long as all pieces and gaps together.
             unsafe { ptr.copy_from_nonoverlapping(bytes[done..].as_ptr(), data) };
             segments.push(Segment::new(ptr, len as u32));
-            // Bytes outside of the bio may not be touched either.
+            // Bytes of a piece beyond the bio must not be changed either.
             gaps.push((ptr.wrapping_add(data).cast_const(), len - data + gap));
             done += data;
             at += len + gap;
@@ -64,7 +64,7 @@ impl Scattered {
 
     fn assert_intact(&self) {
         for &(ptr, len) in &self.gaps {
-            // SAFETY: inside the memory of the value.
+            // SAFETY: the gap is inside the memory of the value.
             let gap = unsafe { std::slice::from_raw_parts(ptr, len) };
             assert!(gap.iter().all(|byte| *byte == CANARY), "memory beside the bio was touched");
         }
@@ -82,7 +82,7 @@ impl Drop for Scattered {
 /// The first `length` bytes of the memory of a completed bio.
 pub fn bytes_of(data: &Data, length: usize) -> Vec<u8> {
     match data {
-        // Of the kernel's pages nobody sees any.
+        // Pages of the kernel cannot be read.
         Data::None | Data::Kernel(_) => Vec::new(),
         Data::Buffer(buffer) => buffer[..length].to_vec(),
         Data::Segments(owner) => {
