@@ -1,8 +1,7 @@
-//! The ways through the block layer whose instructions `lab/instructions` counts:
-//! `instructions CASE TURNS` does so many turns of one case. A turn submits a batch of I/Os
-//! of 4 KiB, polls, and takes the completions. `counted` is what is counted; what comes
-//! before brings queue and caches of the allocator into their steady state. The time that it prints
-//! means something without valgrind only.
+//! Code paths of the block layer whose instructions `lab/instructions` counts. `instructions CASE TURNS` runs
+//! a number of turns of one case. A turn submits a batch of I/Os of 4 KiB, polls, and takes the completions.
+//! Only the function `counted` is measured. The turns before it bring the queue and the caches of the
+//! allocator into a steady state. The printed time is meaningful only without valgrind.
 
 use std::process::ExitCode;
 use std::sync::mpsc;
@@ -19,12 +18,12 @@ const DISK_BYTES: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
 const TIB: u64 = 1 << 40;
 
-/// Blocks between one I/O and the next. Where they are not adjacent, nothing merges.
+/// The distance between consecutive I/Os in blocks. If they are not adjacent, they do not merge.
 const SCATTERED: u64 = 7;
 const ADJACENT: u64 = 1;
 
 type Turn = Box<dyn FnMut()>;
-/// Name, I/Os of a turn, and how to get it ready.
+/// The name of a case, the number of I/Os of a turn, and a function that prepares the turn.
 type Case = (&'static str, usize, fn(usize) -> Result<Turn, Error>);
 
 const CASES: [Case; 19] = [
@@ -38,19 +37,19 @@ const CASES: [Case; 19] = [
     ("ram-32-read", 32, |ios| {
         local::<DISK_BYTES>(Disk::builder(Box::new(Ram::new(DISK_BYTES, 512, false)?)), ios, SCATTERED)
     }),
-    // The cost does not depend on how much is in flight, of how many disks, or how large they are.
+    // The cost does not depend on the number of I/Os in flight, of disks, or on the size of the disk.
     ("null-128", 128, |ios| local::<DISK_BYTES>(null()?.depth(1024), ios, SCATTERED)),
     ("null-1024", 1024, |ios| local::<DISK_BYTES>(null()?.depth(1024), ios, SCATTERED)),
     ("null-32-8-disks", 8 * 32, |ios| several(8, ios)),
     ("null-32-64-disks", 64 * 32, |ios| several(64, ios)),
     ("null-32-1MiB", 32, |ios| local::<MIB>(null_of(MIB)?, ios, SCATTERED)),
     ("null-32-16TiB", 32, |ios| local::<{ 16 * TIB }>(null_of(16 * TIB)?, ios, SCATTERED)),
-    // Far from their limits.
+    // The load stays far below these limits.
     ("null-32-limited", 32, |ios| local::<DISK_BYTES>(limited("iops=10000000")?, ios, SCATTERED)),
     ("null-1-limited", 1, |ios| local::<DISK_BYTES>(limited("iops=10000000")?, ios, SCATTERED)),
     ("null-32-limited-bytes", 32, |ios| local::<DISK_BYTES>(limited("bps=1T")?, ios, SCATTERED)),
     ("null-32-taken", 32, |ios| taken(null()?, ios)),
-    // Nobody reads the trace, which costs no more or less if somebody does.
+    // No process reads the trace. A reader would not change the cost.
     ("null-32-traced", 32, |ios| traced(null()?, ios)),
 ];
 
@@ -98,7 +97,7 @@ fn null_of(bytes: u64) -> Result<DiskBuilder, Error> {
     Ok(Disk::builder(Box::new(Null::new(options)?)))
 }
 
-/// Where I/Os go: so many blocks apart, around the disk.
+/// The sectors of consecutive I/Os, `stride` blocks apart, wrapping around at the end of the disk.
 fn places<const BYTES: u64>(stride: u64) -> impl FnMut() -> Sector {
     let mut block = 0;
     move || {
@@ -107,7 +106,7 @@ fn places<const BYTES: u64>(stride: u64) -> impl FnMut() -> Sector {
     }
 }
 
-/// By the thread that owns the queue.
+/// I/O by the thread that owns the queue.
 fn local<const BYTES: u64>(disk: DiskBuilder, ios: usize, stride: u64) -> Result<Turn, Error> {
     turn_of::<BYTES>(disk.build()?.open_queue(0)?, ios, stride)
 }
@@ -131,7 +130,7 @@ fn turn_of<const BYTES: u64>(mut queue: LocalQueue, ios: usize, stride: u64) -> 
     }))
 }
 
-/// The same over several disks, one after the other, with as many I/Os each.
+/// I/O on several disks, one after the other, each with an equal number of I/Os.
 fn several(disks: usize, ios: usize) -> Result<Turn, Error> {
     let mut turns = (0..disks)
         .map(|_| local::<DISK_BYTES>(null()?, ios / disks, SCATTERED))
@@ -139,7 +138,7 @@ fn several(disks: usize, ios: usize) -> Result<Turn, Error> {
     Ok(Box::new(move || turns.iter_mut().for_each(|turn| turn())))
 }
 
-/// By the thread that owns the queue, which takes the completions one by one.
+/// I/O by the thread that owns the queue, which takes completions one by one.
 fn taken(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let mut queue = disk.build()?.open_queue(0)?;
     let mut place = places::<DISK_BYTES>(SCATTERED);
@@ -156,7 +155,7 @@ fn taken(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     }))
 }
 
-/// Through the software queues, as from another thread.
+/// I/O through the software queues, as from another thread.
 fn submitter(disk: DiskBuilder, ios: usize) -> Result<Turn, Error> {
     let disk = disk.build()?;
     let mut queue = disk.open_queue(0)?;

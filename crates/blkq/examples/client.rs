@@ -1,5 +1,5 @@
-//! A client in the same process: reads and writes an image, without a server or a kernel device.
-//! It overwrites bytes 4096 to 24575.
+//! A client in the same process: reads and writes an image without a server or a kernel device. It overwrites
+//! bytes 4096 to 24575 of the image.
 //! `cargo run -p blkq --example client -- disk.img`
 
 use blkq::{Bio, Disk, EngineThread, IoBuffer, Sector};
@@ -10,7 +10,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = LoopDevice::open(&LoopOptions::new(path))?;
     let disk = Disk::builder(Box::new(device)).depth(64).build()?;
 
-    // A thread that owns a queue submits and polls: no lock and no other thread is on the way.
+    // A thread that owns a queue submits and polls without locks and without other threads.
     let mut queue = disk.open_queue(0)?;
     let mut buffer = IoBuffer::zeroed(4096);
     buffer.fill(7);
@@ -20,8 +20,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("bio {}: {:?}", written.user_data, written.result);
     drop(queue);
 
-    // Any other thread has a submitter, and blocks while the device is full. An engine's thread
-    // owns the queue then.
+    // Other threads use a submitter, which blocks while the device is full. An engine's thread then owns the
+    // queue.
     let engine = EngineThread::spawn("queue-0", vec![(disk.clone(), 0)])?;
     std::thread::scope(|threads| {
         for number in 2..6_u8 {

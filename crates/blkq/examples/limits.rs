@@ -1,5 +1,6 @@
-//! How exact a limit is: `limits RATE DISKS SECONDS` floods so many null disks, each from a thread of its own, and
-//! prints the I/Os of each second. One disk has the limit for itself; several share it as a group.
+//! Measures how precisely a limit is enforced. `limits RATE DISKS SECONDS` submits I/O without pause to a
+//! number of null disks, each from its own thread, and prints the I/Os of each second. A single disk has a
+//! limit of its own; several disks share the limit as a group.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -14,7 +15,7 @@ use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 const BLOCK_BYTES: usize = 4096;
-/// I/Os in flight of each disk.
+/// The number of I/Os in flight on each disk.
 const DEPTH: usize = 128;
 
 fn main() -> ExitCode {
@@ -52,7 +53,7 @@ fn run(arguments: &[String]) -> Result<(), Failure> {
     });
     let floods = floods.collect::<Result<Vec<_>, Failure>>()?;
     ready.wait();
-    // Then the credit of an idle limit is used up, and all are active.
+    // After a second the credit of the idle limit is used up, and all disks are active.
     thread::sleep(Duration::from_secs(1));
     let read = || (Instant::now(), counts.iter().map(|count| count.load(Relaxed)).collect::<Vec<_>>());
     let mut before = read();
@@ -76,7 +77,7 @@ fn flood(mut queue: LocalQueue, count: &AtomicU64, stop: &AtomicBool) -> Result<
     let mut block = 0;
     while !stop.load(Relaxed) {
         for buffer in buffers.drain(..) {
-            // Seven blocks apart, so that nothing merges.
+            // The reads are seven blocks apart, so that they do not merge.
             block = (block + 7) % (1 << 18);
             queue.submit(Bio::read(Sector(block * 8), buffer, 0)).map_err(|_| "the queue is full")?;
         }

@@ -1,5 +1,5 @@
-//! The cost of a trace: two queues of a null device, of which one is traced, take batches of reads in turn. Nobody
-//! reads the trace, unless the argument `read` has a thread do it.
+//! The cost of a trace: two queues of a null device, one of which is traced, execute batches of reads in
+//! turn. The trace is read only if the argument `read` is given.
 //!
 //! cargo run --release -p blkq --example trace [read]
 
@@ -13,9 +13,9 @@ use blkq::drivers::null::{Null, NullOptions};
 use blkq::trace::{TraceMemory, TraceReader};
 use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
 
-/// I/Os that are submitted at once.
+/// The number of I/Os that are submitted together.
 const BATCH: usize = 32;
-/// I/Os of a round: so few that most rounds are not interrupted.
+/// The number of I/Os of a round. It is small, so that most rounds are not interrupted.
 const ROUND: usize = 1 << 15;
 const ROUNDS: usize = 501;
 /// The default of `blkq trace --buffer`.
@@ -50,7 +50,7 @@ fn open() -> Result<LocalQueue, Box<dyn Error>> {
     Ok(Disk::builder(Box::new(Null::new(options)?)).build()?.open_queue(0)?)
 }
 
-/// Takes a round through `queue`, in places that do not merge.
+/// Runs a round on `queue`, with I/Os that do not merge. Returns the nanoseconds per I/O.
 fn ns_per_io(queue: &mut LocalQueue, buffers: &mut Vec<IoBuffer>) -> Result<f64, Box<dyn Error>> {
     let begin = Instant::now();
     let mut block = 0;
@@ -65,7 +65,8 @@ fn ns_per_io(queue: &mut LocalQueue, buffers: &mut Vec<IoBuffer>) -> Result<f64,
     Ok(begin.elapsed().as_nanos() as f64 / ROUND as f64)
 }
 
-/// Reads as often as `blkq trace` does. Returns the counts of events that were there, and that were not.
+/// Reads the trace as often as `blkq trace` does. Returns the number of events that were read, and of those
+/// that were lost.
 fn read(memory: Arc<TraceMemory>, stop: Arc<AtomicBool>) -> impl FnOnce() -> (u64, u64) {
     move || {
         let (mut events, mut counts) = (Vec::new(), (0, 0));
