@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reading_serves_so_many_stamps_however_they_are_taken() {
+    fn a_reading_serves_a_fixed_number_of_stamps() {
         let uses = CLOCK_USES_MAX as usize;
         let mut clock = Clock::new(ClockMode::Cached);
         let take = |clock: &mut Clock, count| {

@@ -79,7 +79,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(3600);
 
     #[test]
-    fn it_works_when_due_and_when_called_until_dropped() {
+    fn the_thread_runs_when_due_or_woken_until_dropped() {
         let (sender, worked) = channel();
         let work = move |wakeup| {
             sender.send(wakeup).unwrap();

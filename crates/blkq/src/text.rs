@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_would_break_a_line_or_a_column_is_escaped() {
+    fn control_characters_are_escaped() {
         assert_eq!(escape("a b\\\n", |c| c.is_whitespace() || c == '\\'), "a\\x20b\\x5c\\x0a");
         assert_eq!(escaped("\u{85}ä\x1b[31m\u{202e}"), "\\xc2\\x85ä\\x1b[31m\\xe2\\x80\\xae");
     }

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_understood_in_all_their_spellings() {
+    fn all_notations_of_sizes_are_parsed() {
         for (text, bytes) in [
             ("0", 0),
             ("512", 512),
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_rejected_with_the_rule() {
+    fn invalid_sizes_are_rejected_with_the_rule() {
         for (text, reason) in [
             ("", "is not a size"),
             ("K", "is not a size"),
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_survives_the_way_out_and_back() {
+    fn a_formatted_size_parses_to_the_same_size() {
         for bytes in [0, 1, 511, 512, 1024, 1536, 1 << 20, (1 << 20) + 512, 10 << 30, 3 << 40, 5 << 50] {
             assert_eq!(parse_bytes(&format_bytes(bytes)).unwrap(), bytes);
         }

@@ -254,7 +254,7 @@ fn a_disturbed_disk_keeps_its_throughput() {
 }
 
 #[test]
-fn a_limit_that_nobody_reaches_is_removed() {
+fn an_unreached_limit_is_removed() {
     let mut world = World::new(16, limited(RateModel::default()), true);
     world.run(20 * S);
     assert!(world.has_ceiling(), "{:?}", world.auto);
@@ -281,7 +281,7 @@ fn the_limit_of_a_device_with_little_to_do_is_removed() {
 }
 
 #[test]
-fn a_raise_that_nobody_tried_is_undone() {
+fn an_untested_raise_is_undone() {
     for (clients, pause_ms) in [(0, 0), (1, 1_000)] {
         let mut world = World::new(16, limited(RateModel::default()), true);
         world.run(10 * S);

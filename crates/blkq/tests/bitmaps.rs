@@ -159,7 +159,7 @@ fn bits_are_set_before_the_driver_gets_the_write() {
 
 // Contract: bitmaps
 #[test]
-fn a_bitmap_added_under_load_has_exactly_what_follows() {
+fn a_bitmap_added_under_load_has_exactly_later_writes() {
     const QUEUES: usize = 2;
     let disk =
         Disk::builder(Box::new(Ram::new(64 * SIZE, 512, false).unwrap())).queues(QUEUES).build().unwrap();

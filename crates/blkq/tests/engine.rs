@@ -89,7 +89,7 @@ unsafe impl Source for Marks {
 }
 
 #[test]
-fn no_mark_of_a_source_reaches_another_owner() {
+fn user_data_of_a_source_reaches_no_other_owner() {
     const LOW_BITS: u64 = (1 << 48) - 1;
     let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
     let (sender, received) = channel();
@@ -319,7 +319,7 @@ fn a_source_that_fails_to_start_is_dropped_once_it_is_idle() {
 }
 
 #[test]
-fn a_handle_outlives_its_engine_and_says_so() {
+fn a_handle_reports_that_its_engine_has_exited() {
     let engine = EngineThread::spawn("test-engine", vec![(null_disk(1), 0)]).unwrap();
     let handle = engine.handle().clone();
     let seen = Arc::new(Seen::default());
@@ -517,7 +517,7 @@ fn a_panic_on_an_engine_aborts_the_process() {
 }
 
 #[test]
-fn what_comes_late_for_a_source_reaches_no_successor() {
+fn late_messages_for_a_source_reach_no_later_source() {
     let engine = EngineThread::spawn("test", vec![(null_disk(1), 0)]).unwrap();
     let handle = engine.handle();
     let add = || {
@@ -542,7 +542,7 @@ fn what_comes_late_for_a_source_reaches_no_successor() {
 }
 
 #[test]
-fn a_job_that_panics_keeps_no_other_from_being_done() {
+fn a_panic_of_a_job_does_not_stop_later_jobs() {
     let engine = EngineThread::spawn("test", vec![(null_disk(1), 0)]).unwrap();
     let seen = Arc::new(Seen::default());
     let source = engine.handle().add_source(move || Box::new(Load::new(&seen, 0))).unwrap();

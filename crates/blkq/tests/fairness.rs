@@ -33,7 +33,7 @@ fn keep(queue: &mut LocalQueue, count: usize, marks: &mut u64) {
 
 // Contract: non-blocking
 #[test]
-fn bios_of_other_threads_get_tags_that_the_owner_wants_too() {
+fn other_threads_get_tags_while_the_owner_submits() {
     for shared in [false, true] {
         for bio in [Bio::flush(0), read(0), Bio::discard(Sector(0), 8, 0)] {
             let device = held(QueueLimits { write_cache: true, ..plain_limits() });
@@ -69,7 +69,7 @@ fn bios_of_other_threads_get_tags_that_the_owner_wants_too() {
 
 // Contract: non-blocking
 #[test]
-fn bios_of_the_owner_get_tags_that_other_threads_want_too() {
+fn the_owner_gets_tags_while_other_threads_submit() {
     let device = held(plain_limits());
     let disk = device.builder().depth(4).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();

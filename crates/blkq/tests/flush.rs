@@ -85,7 +85,7 @@ fn without_a_write_cache_nothing_flushes() {
 
 // Contract: durability
 #[test]
-fn flushes_at_once_share_one_and_later_ones_get_another() {
+fn simultaneous_flushes_share_one_and_later_ones_do_not() {
     let device = cached(false, Finish::Held);
     let (_disk, mut queue) = device.open();
     (0..10).for_each(|mark| queue.submit(Bio::flush(mark)).unwrap());
@@ -124,7 +124,7 @@ fn writes_that_ask_for_durability_share_flushes() {
 }
 
 #[test]
-fn a_steady_stream_of_fua_writes_does_not_hold_a_flush_back() {
+fn a_steady_stream_of_fua_writes_does_not_delay_a_flush() {
     let device = cached(true, Finish::Random);
     let (_disk, mut queue) = device.open();
     let mut flushed = false;

@@ -53,7 +53,7 @@ fn settle(queue: &mut LocalQueue) -> Vec<(u64, Result<(), Status>)> {
 
 // Contract: errors
 #[test]
-fn what_fails_is_held_and_reissued_with_its_data() {
+fn failed_requests_are_held_and_reissued_with_their_data() {
     for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber] {
         let (device, disk, mut queue) = device(ErrorPolicy::HoldNoSpace);
         disk.set(Setting::Scheduler(scheduler)).unwrap();
@@ -170,7 +170,7 @@ fn a_failed_flush_is_reported_and_not_tried_again() {
 
 // Contract: live-changes
 #[test]
-fn a_freeze_gives_up_on_held_requests_at_once() {
+fn a_freeze_fails_immediately_while_requests_are_held() {
     let (device, disk, mut queue) = device(ErrorPolicy::Hold);
     device.state().bad.push((8..16, Status::Io));
     queue.submit(write(8, 8)).unwrap();
@@ -229,7 +229,7 @@ fn held_requests_fail_when_the_disk_stops() {
 }
 
 #[test]
-fn bios_without_a_tag_go_on_when_held_ones_resume() {
+fn bios_without_a_tag_continue_after_a_resume() {
     let (device, disk, mut queue) = device(ErrorPolicy::Hold);
     disk.set(Setting::Depth(2)).unwrap();
     device.state().bad.push((0..1 << 10, Status::Io));
@@ -247,7 +247,7 @@ fn bios_without_a_tag_go_on_when_held_ones_resume() {
 
 /// With an engine: writers wait until the rules of the driver change.
 #[test]
-fn threads_wait_until_there_is_room() {
+fn writers_wait_until_held_requests_succeed() {
     within_limit(|| {
         let fault: FaultSpec = "error=ENOSPC,op=write".parse().unwrap();
         let options = DriverOptions { fault: Some(fault), ..DriverOptions::default() };
@@ -379,7 +379,7 @@ fn flushes_that_are_ignored_do_not_reach_the_driver() {
 
 // Contract: errors
 #[test]
-fn held_requests_keep_no_other_from_the_driver() {
+fn held_requests_do_not_block_other_requests() {
     for scheduler in SchedulerKind::ALL {
         let limits = QueueLimits { write_cache: true, ..plain_limits() };
         let device = Device::new(limits, Behaviour { finish: Finish::Random, ..Behaviour::default() });

@@ -59,7 +59,7 @@ fn the_parts_of_a_split_bio_are_parts_of_the_buffer() {
 
 // Contract: data
 #[test]
-fn neighbours_never_merge_with_one_or_with_each_other() {
+fn bios_with_kernel_pages_never_merge() {
     for scheduler in SchedulerKind::ALL {
         let device = Device::new(limits(), Behaviour::default());
         let disk = device.builder().scheduler(scheduler).build().unwrap();
@@ -82,7 +82,7 @@ fn neighbours_never_merge_with_one_or_with_each_other() {
 }
 
 #[test]
-fn the_flush_machine_carries_it() {
+fn the_flush_machine_supports_kernel_pages() {
     for fua in [true, false] {
         let limits = QueueLimits { write_cache: true, fua, ..limits() };
         let device = Device::new(limits, Behaviour::default());
@@ -98,7 +98,7 @@ fn the_flush_machine_carries_it() {
 
 // Contract: declared
 #[test]
-fn only_a_driver_that_can_sees_one_and_short_ones_are_rejected() {
+fn kernel_pages_need_driver_support_and_enough_length() {
     for (limits, sectors, want) in [(plain_limits(), 8, Status::NotSupported), (limits(), 9, Status::Invalid)]
     {
         let device = Device::new(limits, Behaviour::default());

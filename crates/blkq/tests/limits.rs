@@ -43,7 +43,7 @@ fn throttled(disk: &Disk) -> u64 {
 }
 
 #[test]
-fn a_rate_is_kept() {
+fn a_rate_limit_is_enforced() {
     for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber] {
         let disk = disk("iops=2000");
         disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
@@ -82,7 +82,7 @@ fn a_limit_of_writes_does_not_delay_reads() {
 }
 
 #[test]
-fn a_change_and_a_freeze_wake_what_waits() {
+fn a_change_and_a_freeze_wake_waiting_requests() {
     let disk = disk("iops=1");
     let mut queue = disk.open_queue(0).expect("a queue");
     let flood = |queue: &mut LocalQueue| {
@@ -205,7 +205,7 @@ fn requests_that_wait_for_a_limit_do_not_hang() {
 }
 
 #[test]
-fn a_limit_that_is_removed_leaves_nothing_that_waits() {
+fn removing_a_limit_releases_waiting_requests() {
     for scheduler in [SchedulerKind::None, SchedulerKind::MqDeadline, SchedulerKind::Kyber] {
         let disk = disk("iops=1");
         disk.set(Setting::Scheduler(scheduler)).expect("a scheduler");
@@ -252,7 +252,7 @@ fn a_group_that_is_damaged_stops_no_queue() {
 }
 
 #[test]
-fn a_flush_costs_one_and_obeys() {
+fn a_flush_counts_as_one_request_of_the_limit() {
     // A flush reaches the driver only if the device has a write cache.
     let cached = QueueLimits { write_cache: true, ..plain_limits() };
     let device = Device::new(cached, Behaviour::default());

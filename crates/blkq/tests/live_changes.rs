@@ -54,7 +54,7 @@ fn the_first_write_after_read_only_was_set_is_refused() {
 }
 
 #[test]
-fn read_only_is_the_disks_whether_the_driver_knows_it_or_not() {
+fn read_only_applies_with_or_without_driver_support() {
     let write = || Bio::write(Sector(0), filled(512, 1), 0);
     let disk =
         Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).read_only(true).build().unwrap();
@@ -88,7 +88,7 @@ fn the_first_bio_after_a_resize_is_held_to_the_new_size() {
 }
 
 #[test]
-fn a_bio_that_may_not_wait_does_not_wait_for_a_freeze_to_end() {
+fn a_no_wait_bio_does_not_wait_for_a_freeze() {
     let device = Device::plain(Behaviour::default());
     let (disk, mut queue) = device.open();
     let frozen = disk.freeze();
@@ -338,7 +338,7 @@ fn changes_of_several_threads_at_once_are_all_in_force() {
 
 // Contract: live-changes
 #[test]
-fn a_change_that_io_keeps_from_happening_says_so() {
+fn a_change_reports_the_io_that_prevents_it() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
     queue.submit(Bio::read(Sector(0), filled(512, 1), 1)).unwrap();
@@ -429,7 +429,7 @@ fn a_change_that_panics_leaves_a_disk_that_works() {
 
 // Contract: live-changes
 #[test]
-fn what_is_wrong_with_a_setting_is_found_without_a_freeze() {
+fn invalid_settings_are_rejected_without_a_freeze() {
     let device = Device::held();
     let (disk, mut queue) = device.open();
     // This read never completes by itself, so a freeze would have to wait for it.
@@ -489,7 +489,7 @@ impl Driver for Unopened {
 }
 
 #[test]
-fn a_queue_that_cannot_open_its_new_driver_says_why() {
+fn an_open_error_of_a_new_driver_is_reported() {
     let ram = || Ram::new(1 << 20, 512, false).unwrap();
     let disk = Disk::builder(Box::new(ram())).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();

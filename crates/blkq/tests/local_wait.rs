@@ -148,7 +148,7 @@ unsafe impl Source for NineReads {
 }
 
 #[test]
-fn of_two_disks_on_an_engine_each_has_its_early_submission() {
+fn early_submission_is_set_for_each_disk_of_an_engine() {
     let images = [Image::new("first"), Image::new("second")];
     for early in [[false, true], [true, false]] {
         let disks = [0, 1].map(|n| {

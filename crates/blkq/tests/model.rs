@@ -341,7 +341,7 @@ fn check(setup: Setup, steps: Vec<Step>) {
 proptest! {
     // Contract: accepted-once, durability
     #[test]
-    fn bytes_in_are_bytes_out_and_promises_survive_a_loss_of_power(setup in setup(), steps in steps()) {
+    fn reads_return_writes_and_promises_survive_a_power_loss(setup in setup(), steps in steps()) {
         check(setup, steps);
     }
 

@@ -56,7 +56,7 @@ fn a_request_of_128_kib_flushes_the_plug_unless_merging_is_off() {
 }
 
 #[test]
-fn what_became_large_by_merging_goes_before_the_next() {
+fn a_large_merged_request_is_sent_before_the_next_bio() {
     let device = Device::plain(Behaviour::default());
     let (_disk, mut queue) = device.open();
     // The plug expects this number of bios next time.
@@ -99,7 +99,7 @@ fn neighbours_merge_on_both_sides_and_in_order() {
 
 // Contract: data
 #[test]
-fn what_must_stay_alone_never_merges() {
+fn bios_that_must_not_merge_stay_separate() {
     let limits = blkq::QueueLimits { write_cache: true, fua: true, ..common::plain_limits() };
     #[allow(clippy::type_complexity, reason = "a table")]
     let kinds: [(&str, fn(u64) -> Bio); 7] = [
@@ -187,7 +187,7 @@ fn the_cached_clock_is_read_once_per_plug_and_completion_batch() {
 }
 
 #[test]
-fn a_queue_that_is_opened_again_counts_on() {
+fn counters_continue_when_a_queue_is_reopened() {
     let device = Device::plain(Behaviour::default());
     let disk = device.open().0;
     for opened in 1..=3 {
@@ -223,7 +223,7 @@ fn a_forced_flush_of_the_plug_drops_the_cached_time() {
 
 // Contract: accepted-once
 #[test]
-fn a_bio_that_may_not_wait_gets_its_answer_at_once() {
+fn a_no_wait_bio_completes_immediately() {
     let device = Device::held();
     let disk = device.builder().depth(2).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();

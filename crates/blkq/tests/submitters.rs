@@ -204,7 +204,7 @@ fn freezes_and_quiesces_in_a_storm_of_io_lose_nothing() {
 }
 
 #[test]
-fn a_submitter_alone_goes_on_after_every_freeze_and_quiesce() {
+fn a_single_submitter_continues_after_freeze_and_quiesce() {
     // With one bio at a time, only the wake-up under test makes the engine continue.
     within_limit(|| {
         let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
@@ -258,7 +258,7 @@ fn every_setting_can_change_under_load() {
 
 // Contract: tags
 #[test]
-fn queues_that_share_tags_never_use_one_twice_and_all_get_on() {
+fn queues_that_share_tags_use_each_once_and_make_progress() {
     within_limit(|| {
         for depth in [1, 2, 8] {
             let device = cached_device(11).with_shared_tags();
@@ -466,7 +466,7 @@ fn bios_that_never_become_requests_do_not_use_the_device_up() {
 
 // Contract: errors
 #[test]
-fn senseless_bios_complete_with_an_error_and_nothing_panics() {
+fn invalid_bios_complete_with_an_error() {
     within_limit(|| {
         let disk = Disk::builder(Box::new(Ram::new(1 << 20, 512, false).unwrap())).build().unwrap();
         let _engine = engine(&disk);
@@ -512,7 +512,7 @@ fn senseless_bios_complete_with_an_error_and_nothing_panics() {
 
 // Contract: accepted-once
 #[test]
-fn a_bio_that_may_not_wait_is_handed_back_or_fails_when_full() {
+fn a_no_wait_bio_is_returned_or_fails_when_full() {
     within_limit(|| {
         let device = Device::held();
         let disk = device.builder().depth(2).build().unwrap();

@@ -272,7 +272,7 @@ fn requests_in_flight_before_a_trace_complete_in_it() {
 }
 
 #[test]
-fn a_quiesced_disk_traces_the_issue_when_it_goes_on() {
+fn a_quiesced_disk_traces_the_issue_after_it_continues() {
     let disk = plain();
     let mut traced = traced(disk.clone());
     // A first read makes the queue enter the disk.
@@ -363,7 +363,7 @@ fn each_bio_of_a_plug_is_traced_with_its_client() {
 }
 
 #[test]
-fn nobody_has_to_read_what_a_queue_writes() {
+fn a_queue_writes_events_without_a_reader() {
     let disk = plain();
     let mut queue = disk.open_queue(0).unwrap();
     let memory = TraceMemory::new(1, RING_BYTES_MIN).unwrap();

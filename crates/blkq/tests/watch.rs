@@ -195,7 +195,7 @@ fn without_statistics_age_counts_from_the_first_scan() {
 }
 
 #[test]
-fn merged_bios_and_schedulers_are_seen_into() {
+fn hangs_are_found_in_merged_requests_and_schedulers() {
     let device = Device::held();
     let disk = device.builder().depth(1).scheduler("mq-deadline".parse().unwrap()).build().unwrap();
     let mut queue = disk.open_queue(0).unwrap();

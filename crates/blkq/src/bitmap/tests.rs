@@ -90,7 +90,7 @@ proptest! {
 }
 
 #[test]
-fn a_bitmap_that_cannot_be_is_rejected() {
+fn invalid_bitmaps_are_rejected() {
     let error = |name: &str, granularity, size| {
         let made = Bitmap::new(name, granularity, size, BitmapState::Recording);
         made.err().map(|e| e.to_string()).unwrap_or_default()

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_is_taken_once() {
+    fn each_mark_is_taken_once() {
         let map = PendingMap::new();
         assert!(map.is_empty());
         for index in [63, 0, 31] {

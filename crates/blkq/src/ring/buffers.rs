@@ -129,7 +129,7 @@ mod tests {
     use crate::ring::token::new_ring_id;
 
     #[test]
-    fn only_what_lies_in_the_registered_front_is_registered() {
+    fn only_segments_in_the_registered_front_are_registered() {
         let mut table = BufferTable::new(new_ring_id(), 2, 4096);
         let mut buffer = IoBuffer::zeroed(16384);
         assert_eq!(table.insert(&mut buffer, 16384), None, "it is larger than the limit of bytes");

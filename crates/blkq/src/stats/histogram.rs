@@ -167,7 +167,7 @@ mod tests {
         }
 
         #[test]
-        fn a_delta_is_what_came_between(
+        fn a_delta_has_the_latencies_since_the_earlier_snapshot(
             before in proptest::collection::vec(latency(), 0..50),
             after in proptest::collection::vec(latency(), 0..50),
         ) {

@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_merged_request_completes_as_it_has_become() {
+    fn a_merged_request_completes_with_its_merged_extent() {
         let (memory, _) = memory();
         let (mut writer, mut reader) = ends(&memory, &memory);
         let plug = PlugRecord { issued_ns: None, ..WHOLE_PLUG };

@@ -63,7 +63,14 @@ fn join(threads: Vec<thread::JoinHandle<()>>) {
 
 /// Every submitter gets through; a lost wake-up shows as a deadlock. Each submitter takes `burst` requests
 /// before it returns them, and each step takes `tick_ns`.
-fn everybody_gets_through(nr: u32, batching: bool, threads: usize, rounds: usize, burst: u32, tick_ns: u64) {
+fn every_submitter_gets_through(
+    nr: u32,
+    batching: bool,
+    threads: usize,
+    rounds: usize,
+    burst: u32,
+    tick_ns: u64,
+) {
     let checked = Checked::new(nr, batching);
     let work = move |checked: &Checked| {
         let mut batcher = Batcher::default();
@@ -87,7 +94,7 @@ fn everybody_gets_through(nr: u32, batching: bool, threads: usize, rounds: usize
 }
 
 /// A thread that arrives while another waits does not enter before it.
-fn nobody_overtakes(batching: bool, newcomers: usize) {
+fn no_submitter_overtakes_a_waiter(batching: bool, newcomers: usize) {
     let checked = Checked::new(2, batching);
     let mut first = Batcher::default();
     (0..2).for_each(|_| checked.enter(&mut first));
@@ -141,7 +148,7 @@ fn a_higher_limit_wakes(waiters: u32) {
 
 /// The last request completes while the settings change. Whichever thread has the lock wakes the waiters of
 /// both.
-fn a_change_loses_nobody(waiters: usize) {
+fn a_change_loses_no_waiter(waiters: usize) {
     let checked = Checked::new(1, false);
     checked.gate.enter(W, &mut Batcher::default(), || 1, || {});
     let mut threads: Vec<_> = (0..waiters)
@@ -165,17 +172,21 @@ mod loom_gate {
 
     // Contract: tags
     #[test]
-    fn loom_everybody_gets_through() {
-        model("base, one request, three threads", 0, || everybody_gets_through(1, false, 3, 1, 1, 0));
-        model("base, one request, two threads, twice", 0, || everybody_gets_through(1, false, 2, 2, 1, 0));
-        model("batching, two requests, three threads", 0, || everybody_gets_through(2, true, 3, 1, 1, 0));
+    fn loom_every_submitter_gets_through() {
+        model("base, one request, three threads", 0, || every_submitter_gets_through(1, false, 3, 1, 1, 0));
+        model("base, one request, two threads, twice", 0, || {
+            every_submitter_gets_through(1, false, 2, 2, 1, 0)
+        });
+        model("batching, two requests, three threads", 0, || {
+            every_submitter_gets_through(2, true, 3, 1, 1, 0)
+        });
     }
 
     // Contract: tags
     #[test]
-    fn loom_nobody_overtakes() {
-        model("base", 0, || nobody_overtakes(false, 1));
-        model("batching", 0, || nobody_overtakes(true, 1));
+    fn loom_no_submitter_overtakes_a_waiter() {
+        model("base", 0, || no_submitter_overtakes_a_waiter(false, 1));
+        model("batching", 0, || no_submitter_overtakes_a_waiter(true, 1));
     }
 
     #[test]
@@ -184,8 +195,8 @@ mod loom_gate {
     }
 
     #[test]
-    fn loom_a_change_loses_nobody() {
-        model("one waits while the settings change", 0, || a_change_loses_nobody(1));
+    fn loom_a_change_loses_no_waiter() {
+        model("one waits while the settings change", 0, || a_change_loses_no_waiter(1));
     }
 }
 
@@ -194,15 +205,17 @@ mod shuttle_gate {
     use super::*;
 
     #[test]
-    fn shuttle_everybody_gets_through() {
-        model("base, 3 requests, 8 threads", 10_000, || everybody_gets_through(3, false, 8, 6, 1, 0));
-        model("batching, 4 requests, 8 threads", 10_000, || everybody_gets_through(4, true, 8, 12, 1, 0));
+    fn shuttle_every_submitter_gets_through() {
+        model("base, 3 requests, 8 threads", 10_000, || every_submitter_gets_through(3, false, 8, 6, 1, 0));
+        model("batching, 4 requests, 8 threads", 10_000, || {
+            every_submitter_gets_through(4, true, 8, 12, 1, 0)
+        });
         let tick = BATCH_TIME_NS / 3;
         model("batching, 4 requests, time passes", 10_000, move || {
-            everybody_gets_through(4, true, 8, 12, 1, tick)
+            every_submitter_gets_through(4, true, 8, 12, 1, tick)
         });
         model("batching, 16 requests, streams", 3_000, || {
-            everybody_gets_through(16, true, 6, 60, 2, 100_000)
+            every_submitter_gets_through(16, true, 6, 60, 2, 100_000)
         });
     }
 
@@ -212,14 +225,14 @@ mod shuttle_gate {
         // The two submitters fill the queue together and never wait, so a batch is granted only for filling
         // it.
         model("batching, 8 requests, two that keep 4", 1_000, || {
-            everybody_gets_through(8, true, 2, 40, 4, 0)
+            every_submitter_gets_through(8, true, 2, 40, 4, 0)
         });
     }
 
     #[test]
-    fn shuttle_nobody_overtakes() {
-        model("base", 10_000, || nobody_overtakes(false, 4));
-        model("batching", 10_000, || nobody_overtakes(true, 4));
+    fn shuttle_no_submitter_overtakes_a_waiter() {
+        model("base", 10_000, || no_submitter_overtakes_a_waiter(false, 4));
+        model("batching", 10_000, || no_submitter_overtakes_a_waiter(true, 4));
     }
 
     #[test]
@@ -228,7 +241,7 @@ mod shuttle_gate {
     }
 
     #[test]
-    fn shuttle_a_change_loses_nobody() {
-        model("three wait while the settings change", 10_000, || a_change_loses_nobody(3));
+    fn shuttle_a_change_loses_no_waiter() {
+        model("three wait while the settings change", 10_000, || a_change_loses_no_waiter(3));
     }
 }

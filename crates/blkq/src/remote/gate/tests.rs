@@ -34,7 +34,7 @@ fn the_submitter_that_fills_the_queue_becomes_a_batcher() {
 
 // Contract: tags
 #[test]
-fn even_a_batcher_stops_at_half_as_many_again() {
+fn a_batcher_stops_at_one_and_a_half_times_the_limit() {
     let gate = RequestGate::new(16, true);
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 24);
 }
@@ -92,7 +92,7 @@ fn queue_of<'s>(
 }
 
 #[test]
-fn a_base_wakes_one_for_each_request_in_order() {
+fn without_batching_each_request_wakes_one_in_order() {
     let gate = RequestGate::new(4, false);
     let clock = Clock::new(MS);
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 4);

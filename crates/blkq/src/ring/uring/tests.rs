@@ -40,7 +40,7 @@ fn a_file_slot_is_valid_for_its_ring_until_it_is_unregistered() {
 }
 
 #[test]
-fn a_ring_waits_for_memory_and_for_nothing_else() {
+fn only_missing_memory_makes_ring_setup_wait() {
     let calls = Cell::new(0);
     let fail = |errno| {
         calls.set(calls.get() + 1);
@@ -54,7 +54,7 @@ fn a_ring_waits_for_memory_and_for_nothing_else() {
 }
 
 #[test]
-fn buffers_are_registered_up_to_a_share_of_what_may_be_locked() {
+fn buffers_are_registered_up_to_a_share_of_lockable_memory() {
     let mut ring = Ring::new(4).unwrap();
     ring.buffers.bytes_max = 8192;
     let mut buffers = [IoBuffer::zeroed(4096), IoBuffer::zeroed(4096), IoBuffer::zeroed(4096)];
@@ -87,7 +87,7 @@ fn read_into(ring: &mut Ring, buffer: &mut IoBuffer) -> i32 {
 }
 
 #[test]
-fn a_registered_buffer_means_nothing_to_another_ring() {
+fn other_rings_ignore_a_registered_buffer() {
     let (mut ring, mut other) = (Ring::new(4).unwrap(), Ring::new(4).unwrap());
     let (mut buffer, mut foreign) = (IoBuffer::zeroed(4096), IoBuffer::zeroed(4096));
     ring.register_buffer(&mut buffer);
@@ -130,7 +130,7 @@ fn a_buffer_dropped_while_registered_leaves_nothing_behind() {
 
 // Contract: bounded-input
 #[test]
-fn a_restricted_ring_does_what_it_may_and_nothing_else() {
+fn a_restricted_ring_rejects_other_operations() {
     let file = std::fs::File::open("/proc/self/exe").unwrap();
     let mut builder = IoUring::builder();
     builder.setup_single_issuer().setup_defer_taskrun().setup_r_disabled();
