@@ -113,7 +113,7 @@ mod tests {
         assert_eq!(lines(&[field(mine, 0, 8), field(yours, 56, 8)]), 1);
         assert_eq!(lines(&[field(Writer::Nobody, 0, 8), field(Writer::Nobody, 8, 8)]), 0);
         assert_eq!(lines(&[field(Writer::Nobody, 100, 8), field(mine, 64, 8)]), 1);
-        assert_eq!(lines(&[field(mine, 0, 129), field(yours, 127, 2)]), 2, "a field over lines");
+        assert_eq!(lines(&[field(mine, 0, 129), field(yours, 127, 2)]), 2, "a field that spans lines");
     }
 
     #[test]

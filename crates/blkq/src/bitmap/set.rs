@@ -13,7 +13,8 @@ pub(crate) struct BitmapSet {
     bitmaps: Mutex<Vec<Arc<Bitmap>>>,
     /// Whether a bitmap is recording. Changes only while the disk is frozen, so relaxed accesses are enough.
     recording: AtomicBool,
-    /// The driver stores the bitmaps with its image.
+    /// The driver stores the bitmaps with its image. This flag and the next one are accessed only under the
+    /// disk's lock of changes, so relaxed accesses are enough.
     persistent: AtomicBool,
     /// The bitmaps have been stored and must no longer change.
     closed: AtomicBool,

@@ -356,7 +356,7 @@ impl KernelPages {
     /// If the part does not end inside the memory.
     #[must_use]
     pub fn part(self, skip: u32, len: u32) -> KernelPages {
-        assert!(skip.checked_add(len).is_some_and(|end| end <= self.len), "a part beyond the buffer");
+        assert!(skip.checked_add(len).is_some_and(|end| end <= self.len), "the part ends beyond the buffer");
         KernelPages { offset: self.offset + skip, len, index: self.index }
     }
 }
@@ -483,9 +483,12 @@ mod tests {
                         assert!(
                             (address + start).is_multiple_of(page) && (address + end).is_multiple_of(page)
                         );
-                        assert!(end <= bytes && start < page && bytes - end < page, "and all of them");
+                        assert!(
+                            end <= bytes && start < page && bytes - end < page,
+                            "all whole pages are released"
+                        );
                     } else {
-                        assert!(bytes < 2 * page - BUFFER_ALIGN, "there is one");
+                        assert!(bytes < 2 * page - BUFFER_ALIGN, "the buffer contains a whole page");
                     }
                 }
             }

@@ -61,7 +61,7 @@ impl SimulatedEngine {
         let (reaped_now, batches_now) = self.counts();
         if batches_now != batches && !had_work && !may_be_early && reaped_now == reaped {
             let is_due = deadline_ns.is_some_and(|deadline_ns| deadline_ns <= crate::clock::monotonic_ns());
-            assert!(is_due, "an engine that sleeps would have missed what a turn does");
+            assert!(is_due, "a sleeping engine would have missed the work of this turn");
         }
         self.0.enter();
     }

@@ -1,4 +1,4 @@
-//! What the model checkers prove about the kick: no work is left while the owner sleeps.
+//! The properties of the kick that the model checkers prove: no work is left while the owner sleeps.
 
 use std::sync::Arc;
 

@@ -62,7 +62,7 @@ fn a_sleeping_owner_takes_everything() {
 fn a_wake_up_while_running_is_not_forgotten() {
     let kick = Kick::new().expect("an eventfd");
     kick.kick();
-    assert!(!kick.is_woken(), "what a kick is for can be seen without it");
+    assert!(!kick.is_woken(), "a kick is not a wake-up");
     kick.wake();
     kick.prepare_sleep();
     assert!(kick.is_woken() && !is_readable(&kick, 0));

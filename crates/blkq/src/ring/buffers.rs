@@ -20,7 +20,7 @@ pub(crate) struct BufferTable {
     ring: u64,
     free: Vec<u16>,
     entries: Box<[Option<TableEntry>]>,
-    /// Indexed by slot: the address just after the registered bytes.
+    /// The ends of the registrations, indexed by slot: the address just after the registered bytes.
     ends: Box<[usize]>,
     /// The number of registered bytes of buffers, and its limit.
     bytes: usize,

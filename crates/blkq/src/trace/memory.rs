@@ -92,6 +92,7 @@ impl TraceMemory {
     pub fn open(file: OwnedFd) -> Result<Arc<TraceMemory>, Error> {
         let words = Words::open(file)?;
         let [magic, queues, pages, ..] = words.all() else { return Err(no_memory()) };
+        // Relaxed: the process that created the memory wrote the header before it sent the file.
         let magic = magic.load(Relaxed);
         if magic >> 8 == MAGIC >> 8 && magic != MAGIC {
             return Err(Error::new(

@@ -1,5 +1,5 @@
-//! What the model checkers prove about the ring: a reader gets whole events in order, and counts those that
-//! it missed.
+//! The properties of the ring that the model checkers prove: a reader gets whole events in order, and counts
+//! the events that it missed.
 
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::request::Request;

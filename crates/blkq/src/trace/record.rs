@@ -15,7 +15,7 @@ pub(crate) const RECORD_REQUESTS_MAX: usize = 64;
 
 // The first byte of a record is the number of an `EventKind` or one of these values. They are part of the
 // memory format.
-/// The rest of the page is not used.
+/// Marks the unused end of a page.
 pub(super) const PAGE_END: u64 = 0;
 const PLUG: u64 = 64;
 const COMPLETIONS: u64 = 65;

@@ -356,7 +356,7 @@ mod tests {
             assert_eq!(numbers(&mut reader), (0, vec![4]));
         }
         assert!(TraceWriter::new(&memory, 2).is_none() && TraceReader::new(&read, 2).is_none());
-        assert!(TraceWriter::new(&read, 0).is_none(), "it could not write there");
+        assert!(TraceWriter::new(&read, 0).is_none(), "the memory is mapped read-only");
     }
 
     #[test]
@@ -376,7 +376,11 @@ mod tests {
             }
             let failed = [&completed[1..], &[(Tag(0), Err(Status::Io))]].concat();
             assert!(!writer.push_completions(40, &failed));
-            assert_eq!(numbers(&mut reader), (0, vec![]), "one has failed");
+            assert_eq!(
+                numbers(&mut reader),
+                (0, vec![]),
+                "a batch with a failed request is not written as a record"
+            );
         }
     }
 
@@ -405,7 +409,7 @@ mod tests {
         let (mut writer, mut reader) = ends(&memory, &read);
         let of_page = (PAGE_WORDS - 1) as u64 / EVENT_WORDS as u64;
         (0..2 * of_page).for_each(|number| writer.push(event(number)));
-        assert_eq!(numbers(&mut reader), (0, (0..2 * of_page).collect()), "two pages are full");
+        assert_eq!(numbers(&mut reader), (0, (0..2 * of_page).collect()), "both pages are full");
         (0..1000).for_each(|number| writer.push(event(number)));
         let (lost, found) = numbers(&mut reader);
         assert_eq!(lost + found.len() as u64, 1000);

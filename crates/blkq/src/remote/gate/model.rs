@@ -1,4 +1,4 @@
-//! What the model checkers prove about the gate.
+//! The properties of the request gate that the model checkers prove.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -120,7 +120,7 @@ fn no_submitter_overtakes_a_waiter(batching: bool, newcomers: usize) {
         let checked = checked.clone();
         threads.push(thread::spawn(move || {
             if checked.gate.try_enter(W, &mut Batcher::default(), || 1) {
-                assert_eq!(checked.gate.waiting(W), 0, "it overtook a waiter");
+                assert_eq!(checked.gate.waiting(W), 0, "the thread overtook a waiter");
                 checked.gate.leave(W, 1);
             }
         }));

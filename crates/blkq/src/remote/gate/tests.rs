@@ -25,8 +25,8 @@ fn the_submitter_that_fills_the_queue_becomes_a_batcher() {
     let mut filler = Batcher::default();
     // The 128th request is the first of a batch.
     assert_eq!(enters(&gate, &mut filler, MS), 128 + 31);
-    assert!(!gate.try_enter(W, &mut Batcher::default(), || MS), "others are kept out");
-    assert!(gate.try_enter(R, &mut Batcher::default(), || MS), "reads are apart");
+    assert!(!gate.try_enter(W, &mut Batcher::default(), || MS), "other submitters cannot enter");
+    assert!(gate.try_enter(R, &mut Batcher::default(), || MS), "reads have their own limit");
     assert_eq!(gate.counters().grants, 1);
     assert_eq!(gate.counters().largest_grant, 32);
     assert_eq!(gate.counters().largest_in_flight, [1, 159]);
@@ -160,7 +160,7 @@ fn submitters_of_single_requests_keep_the_queue_filled() {
     let gate = RequestGate::new(8, true);
     let clock = Clock::new(MS);
     let once = Batcher { credit: BATCH_REQUESTS - 1, ..Batcher::default() };
-    assert_eq!(once.promise(u64::MAX), 0, "it took one of its last batch");
+    assert_eq!(once.promise(u64::MAX), 0, "the submitter took one request of its last batch");
     assert_eq!(enters(&gate, &mut Batcher::default(), MS), 12);
     thread::scope(|scope| {
         let gate = &gate;

@@ -1,5 +1,5 @@
-//! What the model checkers prove about the software queues: each staged bio reaches the owner once, in the
-//! order of its submitter, and none is left while the owner sleeps.
+//! The properties of the software queues that the model checkers prove: each staged bio reaches the owner once,
+//! in the order of its submitter, and none is left while the owner sleeps.
 
 use std::sync::Arc;
 
