@@ -1,4 +1,4 @@
-//! Makes a report again from the JSON of `blkq bench --json`:
+//! Builds the report of `blkq bench --report` from the JSON of an earlier `blkq bench --json`:
 //! `cargo run -p blkq-bench --example report -- results.json DIR`.
 
 use std::path::Path;

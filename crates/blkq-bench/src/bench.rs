@@ -1,4 +1,4 @@
-//! Running cases in turn.
+//! Runs the cases of a comparison in turn.
 
 use std::time::{Duration, Instant};
 
@@ -9,70 +9,67 @@ use crate::metric::Metric;
 use crate::progress::Progress;
 use crate::result::{Case, Comparison, Figure};
 
-/// How long and how often.
+/// Length and number of the runs.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     /// Length of a run, in seconds.
     pub seconds: f64,
-    /// Seconds that a run takes besides: for starting and stopping its processes.
+    /// Additional seconds per run, in which its processes start and stop.
     pub around_seconds: f64,
-    /// Runs of each case.
     pub rounds: usize,
-    /// Fewer points of curves, fewer cases where there are many.
+    /// Whether to measure fewer points of curves and fewer cases.
     pub quick: bool,
 }
 
 impl Pace {
-    /// The pace of `--quick`, or the usual one.
+    /// The pace with or without `--quick`.
     pub fn new(quick: bool) -> Pace {
         let (seconds, rounds) = if quick { (0.1, 3) } else { (1.0, 5) };
         Pace { seconds, around_seconds: 0.0, rounds, quick }
     }
 
-    /// Seconds that so many cases take.
+    /// Seconds that a comparison of `cases` cases takes.
     pub fn cost(&self, cases: usize) -> f64 {
         (self.seconds + self.around_seconds) * (self.rounds * cases) as f64
     }
 }
 
-/// The means by which tables measure.
+/// What the tables use to measure.
 pub struct Bench {
-    /// How long and how often.
     pub pace: Pace,
-    /// For what takes long besides runs.
+    /// For work that takes long and is not a run.
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
     pub(crate) file_wanted: Wanted,
-    /// Planned seconds that are over: those of the finished tables, and within this one.
+    /// Planned seconds that are done: those of the finished tables, and the time of the current table.
     pub(crate) over_seconds: f64,
 }
 
 impl Bench {
-    /// The file to measure on, made and filled when it is first asked for.
+    /// The measured file. The first call creates and fills it.
     ///
     /// # Errors
-    /// If it cannot be made.
+    /// Returns the error of [`TestFile::create`].
     pub fn file(&mut self) -> Result<&TestFile> {
         if self.file.is_none() {
             let wanted = &self.file_wanted;
             self.file = Some(self.progress.aside(|progress| TestFile::create(wanted, progress))?);
         }
-        Ok(self.file.as_ref().expect("it was made above"))
+        Ok(self.file.as_ref().expect("created above"))
     }
 
-    /// Runs every case once per round, in turn (A B C A B C ...). A case gets the time for
-    /// to run.
+    /// Runs every case once per round, in turn (A B C A B C ...).
     ///
     /// # Errors
-    /// The error of the first case that failed.
+    /// Returns the error of the first case that fails.
     pub fn compare(&mut self, title: &str, cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
         self.compare_at(self.pace, title, cases)
     }
 
-    /// The same at another pace.
+    /// Like [`Bench::compare`], with another pace.
     ///
     /// # Errors
-    /// The error of the first case that failed.
+    /// Returns the error of the first case that fails.
     pub fn compare_at(
         &mut self,
         pace: Pace,
@@ -94,7 +91,7 @@ impl Bench {
                         None => samples.push((metric, vec![value])),
                     }
                 }
-                // The plan counts the work of a case besides the run, too.
+                // The plan includes the time that a case takes before and after its run.
                 self.over_seconds += began.elapsed().as_secs_f64();
                 self.progress.over(self.over_seconds);
             }
@@ -108,10 +105,10 @@ impl Bench {
     }
 }
 
-/// Runs a case for that long.
+/// Runs a case for the given time.
 pub type CaseRun<'a> = Box<dyn FnMut(Duration) -> Result<Run> + 'a>;
 
-/// A case: its name and how to run it.
+/// A case: its name, and the function that runs it.
 pub fn case<'a>(
     name: impl Into<String>,
     run: impl FnMut(Duration) -> Result<Run> + 'a,

@@ -1,4 +1,4 @@
-//! The page cache of a file: how much is there, and getting rid of it.
+//! The page cache of a file: counts its cached pages, and evicts them.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -8,17 +8,17 @@ use crate::Result;
 use crate::measurement::Run;
 use crate::metric::Metric;
 
-/// Number of cachestat (Linux 6.5), the same on all architectures.
+/// System call number of cachestat (Linux 6.5), the same on all architectures.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// struct cachestat_range of include/uapi/linux/mman.h.
+/// struct cachestat_range (include/uapi/linux/mman.h).
 #[repr(C)]
 struct CachestatRange {
     off: u64,
     len: u64,
 }
 
-/// struct cachestat of the same.
+/// struct cachestat (include/uapi/linux/mman.h).
 #[repr(C)]
 #[derive(Default)]
 struct Cachestat {
@@ -29,15 +29,15 @@ struct Cachestat {
     nr_recently_evicted: u64,
 }
 
-/// Bytes of `file` that are in the page cache: by cachestat, or before Linux 6.5 by mincore.
+/// Bytes of `file` in the page cache, counted with cachestat, or with mincore before Linux 6.5.
 ///
 /// # Errors
-/// If neither works on this file.
+/// Returns the error of mincore.
 pub fn cached_bytes(file: &File) -> Result<u64> {
     let page = rustix::param::page_size() as u64;
     let range = CachestatRange { off: 0, len: 0 };
     let mut found = Cachestat::default();
-    // SAFETY: both structures are those of the kernel and outlive the call.
+    // SAFETY: both structures have the kernel's layout and outlive the call.
     let result =
         unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut found, 0) };
     if result == 0 {
@@ -48,8 +48,8 @@ pub fn cached_bytes(file: &File) -> Result<u64> {
         return Ok(0);
     }
     let mut resident = vec![0u8; length.div_ceil(page as usize)];
-    // SAFETY: a fresh mapping of the whole file, never read through, unmapped below;
-    // `resident` has a byte for each page of it.
+    // SAFETY: the mapping is new, covers the whole file, is not accessed, and is unmapped below. `resident` has one
+    // byte for each of its pages.
     let result = unsafe {
         let map =
             libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
@@ -66,29 +66,30 @@ pub fn cached_bytes(file: &File) -> Result<u64> {
     Ok(resident.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
 }
 
-/// Writes back and drops all of `file` that is in the page cache, and proves it.
+/// Writes back and drops the cached pages of `file`, and verifies that they are dropped.
 ///
 /// # Errors
-/// If more than a hundredth of it stays: another process uses it.
+/// Returns an error if more than 1 % stays cached, which happens while another process maps the file.
 pub fn evict(file: &File) -> Result {
     let length = file.metadata()?.len();
     file.sync_data()?;
     rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
     let left = cached_bytes(file)?;
     if left > length / 100 {
-        return Err(
-            format!("{left} bytes of the file stay in the page cache; something else has it open").into()
-        );
+        return Err(format!(
+            "{left} bytes of the file cannot be dropped from the page cache; another process uses the file"
+        )
+        .into());
     }
     Ok(())
 }
 
-/// Runs `measure`, which uses the file at `path`, after all of it was written back and
-/// evicted, and adds what was in the page cache before, is after, and came per I/O. What
-/// `measure` leaves to be written is written at the end, at nobody's expense.
+/// Evicts the file at `path`, runs `measure`, which uses the file, and adds the cached bytes before and after the
+/// run, and the growth per I/O. Dirty pages that `measure` leaves are written back after the run, so that the next
+/// case does not pay for them.
 ///
 /// # Errors
-/// If the file stays in the page cache, or `measure` fails.
+/// Returns an error if the file cannot be evicted, or the error of `measure`.
 pub fn cold(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     let file = File::open(path)?;
     evict(&file)?;
@@ -110,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_eviction_is_proven_or_fails() {
+    fn evict_succeeds_only_if_the_pages_are_dropped() {
         let path = std::env::temp_dir().join(format!("blkq-bench-evict-{}", std::process::id()));
         let bytes = 4 << 20;
         std::fs::write(&path, vec![1; bytes]).unwrap();
@@ -118,7 +119,7 @@ mod tests {
         assert_eq!(cached_bytes(&file).unwrap(), bytes as u64);
         let evicted = evict(&file);
         let left = cached_bytes(&file).unwrap();
-        // A file system in memory cannot do it, and that must be noticed.
+        // tmpfs cannot drop pages, and `evict` must report that.
         assert_eq!(evicted.is_ok(), left <= bytes as u64 / 100, "{left} bytes left: {evicted:?}");
         std::fs::remove_file(&path).unwrap();
     }

@@ -1,4 +1,4 @@
-//! The file that is measured on.
+//! The file that `blkq bench` measures on.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Write};
@@ -12,21 +12,20 @@ use crate::Result;
 use crate::interrupt::Undo;
 use crate::progress::Progress;
 
-/// Bytes written at once while the file is filled.
+/// Bytes per write call while the file is filled.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The file that the user chose to measure on.
+/// What the options `--file`, `--size` and `--overwrite` ask for.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// The file; or else a temporary one in the current directory.
+    /// `None`: a temporary file in the current directory.
     pub path: Option<PathBuf>,
-    /// Its size.
     pub bytes: u64,
-    /// A file that has content may be taken.
+    /// Whether a file that is not empty may be overwritten.
     pub overwrite: bool,
 }
 
-/// A file filled with data. If it was made for the measurement it is removed with this.
+/// The measured file, filled with data. A file that [`TestFile::create`] created is removed on drop.
 pub struct TestFile {
     path: PathBuf,
     bytes: u64,
@@ -34,19 +33,19 @@ pub struct TestFile {
 }
 
 impl TestFile {
-    /// Makes or takes the file, and fills it with data that no file system can compress or
-    /// leave out.
+    /// Creates the file, or opens the existing one, and fills it with random data, which no file system can
+    /// compress or store as a hole.
     ///
     /// # Errors
-    /// If there is something else, content that must not be lost, or a process that uses it;
-    /// if there is no room; if there is no direct I/O; if it cannot be written.
+    /// Returns one line if the path is not a regular file, the file is not empty or is in use, the file system has
+    /// too little space or no direct I/O, or a write fails.
     pub fn create(wanted: &Wanted, progress: &mut Progress) -> Result<TestFile> {
         let path = match &wanted.path {
             Some(path) => std::path::absolute(path)?,
             None => std::env::current_dir()?.join(format!(".blkq-bench-{}", std::process::id())),
         };
         let elsewhere =
-            |e: std::io::Error| format!("{}: {e}; choose another place with --file", path.display());
+            |e: std::io::Error| format!("{}: {e}; choose another file with --file", path.display());
         let existing = match std::fs::metadata(&path) {
             Ok(metadata) => Some(metadata),
             Err(e) if e.kind() == ErrorKind::NotFound => None,
@@ -67,7 +66,7 @@ impl TestFile {
                 Undo::after(|| options.create_new(true).open(&path), remove).map_err(elsewhere)?;
             (file, Some(undo))
         };
-        // From here on the file is removed with this, also if filling it fails.
+        // Removes a created file also if a step below fails.
         let test_file = TestFile { path: path.clone(), bytes: wanted.bytes, _made: made };
         file.set_len(wanted.bytes).map_err(elsewhere)?;
         check_direct_io(&path)?;
@@ -76,20 +75,15 @@ impl TestFile {
         Ok(test_file)
     }
 
-    /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its size.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Opens it to inspect its page cache.
-    ///
-    /// # Errors
-    /// If it was removed.
+    /// Opens the file to inspect its pages in the page cache.
     #[cfg(test)]
     pub fn open(&self) -> Result<File> {
         Ok(File::open(&self.path)?)
@@ -110,38 +104,41 @@ fn fill(file: &mut File, path: &Path, bytes: u64, progress: &mut Progress) -> st
     file.sync_all()
 }
 
-/// An existing file is accepted if it is regular, empty or abandoned, and not in use.
+/// Accepts an existing file that is regular, not in use, and empty unless `overwrite` is set.
 fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
     let name = path.display();
     if !metadata.is_file() {
-        return Err(format!("{name} is not a regular file; name one with --file, or a new one").into());
+        return Err(
+            format!("{name} is not a regular file; choose a regular file or a new one with --file").into()
+        );
     }
     if metadata.len() > 0 && !overwrite {
-        let message = format!("{name} has content; --overwrite gives it up, --file names another one");
+        let message =
+            format!("{name} is not empty; --overwrite destroys its content, --file chooses another file");
         return Err(message.into());
     }
-    // The loop driver knows whether a device of blkq or QEMU has it, or the kernel.
+    // The loop driver takes the locks of blkq and QEMU, and detects kernel loop devices and mounts.
     match LoopDevice::open(&LoopOptions { direct_io: DirectIo::Off, ..LoopOptions::new(path) }) {
         Err(e) if matches!(e.kind(), blkq::ErrorKind::Busy | blkq::ErrorKind::Claimed) => {
-            Err(format!("{e}; detach it there, or name another file").into())
+            Err(format!("{e}; release the file there, or choose another file with --file").into())
         }
         _ => Ok(()),
     }
 }
 
-/// The file system has room for so many bytes of the file, less what it takes already.
+/// Checks that the file system has `bytes` free for the file at `path`, counting the blocks of `existing` as free.
 ///
 /// # Errors
-/// If it has not, with the place and how much.
+/// Returns one line with the directory, the free and the required space.
 pub fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Result {
     let directory = path.parent().unwrap_or(path);
     let system = rustix::fs::statvfs(directory)
-        .map_err(|e| format!("{}: {e}; choose another place with --file", directory.display()))?;
+        .map_err(|e| format!("{}: {e}; choose another directory with --file", directory.display()))?;
     let free = system.f_bavail * system.f_frsize + existing.map_or(0, |file| file.blocks() * 512);
-    // Block maps take some room too: about a thousandth.
+    // Reserves 1 % for the file system's metadata; block maps take about 0.1 %.
     if free < bytes + bytes / 100 {
         return Err(format!(
-            "{}: {} MiB are free, {} MiB are needed; choose a smaller --size, or another place with --file",
+            "{}: {} MiB are free, {} MiB are required; choose a smaller --size, or another directory with --file",
             directory.display(),
             free >> 20,
             (bytes + bytes / 100) >> 20
@@ -151,13 +148,13 @@ pub fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Resul
     Ok(())
 }
 
-/// Measures a disk, not memory: the file system does direct I/O.
+/// Checks that the file system supports direct I/O: without it, the measurement would be one of memory.
 fn check_direct_io(path: &Path) -> Result {
     match LoopDevice::open(&LoopOptions { direct_io: DirectIo::On, ..LoopOptions::new(path) }) {
         Ok(_) => Ok(()),
         Err(e) if e.kind() == blkq::ErrorKind::Busy => Err(e.into()),
         Err(_) => Err(format!(
-            "{}: its file system has no direct I/O (tmpfs, for one); choose a place on a disk with --file",
+            "{}: the file system does not support direct I/O (tmpfs does not); choose a file on a disk with --file",
             path.display()
         )
         .into()),
@@ -170,7 +167,7 @@ mod tests {
 
     const BYTES: u64 = 4 << 20;
 
-    /// A directory on a disk: the temporary one may be in memory.
+    /// A directory in the source tree, which is on a disk; the system's temporary directory may be in memory.
     fn directory(name: &str) -> PathBuf {
         let directory =
             Path::new(env!("CARGO_MANIFEST_DIR")).join(format!(".test-{}-{name}", std::process::id()));
@@ -188,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_made_is_full_of_data_and_is_removed() {
+    fn a_created_file_is_filled_with_data_and_removed_on_drop() {
         let directory = directory("made");
         let path = directory.join("file");
         let file = create(&path, false).unwrap();
@@ -196,12 +193,12 @@ mod tests {
         assert!(metadata.len() == BYTES && metadata.blocks() * 512 >= BYTES);
         assert_eq!(crate::cache::cached_bytes(&file.open().unwrap()).unwrap(), 0);
         drop(file);
-        // This fails unless it is empty.
+        // This fails unless the directory is empty.
         std::fs::remove_dir(directory).unwrap();
     }
 
     #[test]
-    fn content_is_lost_only_if_the_user_agrees_and_the_file_stays() {
+    fn content_is_overwritten_only_with_overwrite() {
         let directory = directory("content");
         let path = directory.join("file");
         std::fs::write(&path, "dear").unwrap();
@@ -213,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_attached_fails_and_is_left_alone() {
+    fn a_file_in_use_is_refused_and_not_changed() {
         let directory = directory("attached");
         let path = directory.join("file");
         std::fs::write(&path, [7; 4096]).unwrap();
@@ -225,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_or_has_no_room_fails() {
+    fn a_path_without_a_regular_file_or_space_fails() {
         let directory = directory("unusable");
         assert!(failure(&directory, true).contains("not a regular file"));
         assert!(failure(Path::new("/dev/null"), true).contains("not a regular file"));

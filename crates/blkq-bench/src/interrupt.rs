@@ -1,31 +1,31 @@
-//! Cleanup that happens even if a signal kills the process while it measures.
+//! Cleanup that also runs if a signal ends the measurement.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::Result;
 
-/// The pending cleanups, each under a number, the youngest last.
-type ToBeUndone = Vec<(u64, Box<dyn FnOnce() + Send>)>;
+/// The pending cleanups with their numbers, in the order in which they were registered.
+type PendingCleanups = Vec<(u64, Box<dyn FnOnce() + Send>)>;
 
-static TO_BE_UNDONE: Mutex<ToBeUndone> = Mutex::new(Vec::new());
+static PENDING: Mutex<PendingCleanups> = Mutex::new(Vec::new());
 
-fn to_be_undone() -> MutexGuard<'static, ToBeUndone> {
-    TO_BE_UNDONE.lock().unwrap_or_else(PoisonError::into_inner)
+fn pending() -> MutexGuard<'static, PendingCleanups> {
+    PENDING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// From now on SIGINT, SIGTERM and SIGHUP undo what is to be undone, clear the line of the
-/// progress, and exit with 128 + the signal's number.
+/// Starts a thread that waits for SIGINT, SIGTERM or SIGHUP. On a signal it runs the pending cleanups, the
+/// latest first, clears the progress line, and exits with 128 + the signal number.
 ///
 /// # Errors
-/// If the signals cannot be watched.
+/// Returns the error of installing the signal handlers.
 pub fn watch() -> Result {
     let mut signals = signal_hook::iterator::Signals::new([libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
     std::thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            // Locked until the process exits: nothing is made any more.
-            let mut to_be_undone = to_be_undone();
-            while let Some((_, undo)) = to_be_undone.pop() {
+            // The lock is held until the process exits: no cleanup can be registered after this loop.
+            let mut pending = pending();
+            while let Some((_, undo)) = pending.pop() {
                 undo();
             }
             if std::io::stderr().is_terminal() {
@@ -37,32 +37,33 @@ pub fn watch() -> Result {
     Ok(())
 }
 
-/// A cleanup that runs when this is dropped, or a signal kills the process.
-#[must_use = "what was made is undone when this is dropped"]
+/// A cleanup that runs when this guard is dropped, or when a signal ends the process.
+#[must_use = "the cleanup runs when the guard is dropped"]
 pub struct Undo(u64);
 
 impl Undo {
-    /// Makes something that `undo` undoes. No signal kills the process in between.
+    /// Calls `make`, and registers `undo` as its cleanup. The lock on the pending cleanups is held meanwhile, so
+    /// that a signal cannot end the process between the two.
     ///
     /// # Errors
-    /// Those of `make`: then there is nothing to undo.
+    /// Returns the error of `make`; `undo` is not registered then.
     pub fn after<T, E>(
         make: impl FnOnce() -> std::result::Result<T, E>,
         undo: impl FnOnce() + Send + 'static,
     ) -> std::result::Result<(T, Undo), E> {
-        let mut to_be_undone = to_be_undone();
+        let mut pending = pending();
         let made = make()?;
-        let number = to_be_undone.last().map_or(0, |(last, _)| last + 1);
-        to_be_undone.push((number, Box::new(undo)));
+        let number = pending.last().map_or(0, |(last, _)| last + 1);
+        pending.push((number, Box::new(undo)));
         Ok((made, Undo(number)))
     }
 }
 
 impl Drop for Undo {
     fn drop(&mut self) {
-        let mut to_be_undone = to_be_undone();
-        if let Some(index) = to_be_undone.iter().position(|(number, _)| *number == self.0) {
-            let (_, undo) = to_be_undone.remove(index);
+        let mut pending = pending();
+        if let Some(index) = pending.iter().position(|(number, _)| *number == self.0) {
+            let (_, undo) = pending.remove(index);
             undo();
         }
     }
@@ -76,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_made_is_undone_once_and_what_was_not_is_not() {
+    fn a_cleanup_runs_once_and_only_if_its_action_succeeded() {
         let undone = Arc::new(AtomicU32::new(0));
         let count = || {
             let undone = undone.clone();

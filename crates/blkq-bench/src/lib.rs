@@ -1,10 +1,13 @@
-//! `blkq bench`: the five ideas that blkq unites, each switched off and on, on the user's
-//! machine, with the counter that shows by which mechanism; the peak of the block layer;
-//! and blkq beside its peers.
+//! `blkq bench`: measures the five ideas that blkq combines, each switched off and on, on the user's machine,
+//! with the counters that explain the result; the peak rate of the block layer; and blkq next to other servers.
 //!
-//! A table (`tables/`) is a function that runs its cases in turn (A B A B ...) through a
-//! `Bench` (`bench.rs`) and states what it found ([`result`]). The result is printed (`print.rs`),
-//! and written as JSON and as a report.
+//! Each table (`tables/`) is a function that runs its cases in turn (A B A B ...) through a `Bench`
+//! (`bench.rs`) and returns a [`result::Table`]. The results are printed (`print.rs`) and written as JSON and
+//! as a report ([`report`]).
+
+// Nothing outside of this workspace uses this library. Its items are documented where that helps a
+// maintainer.
+#![allow(missing_docs)]
 
 use std::path::PathBuf;
 
@@ -35,12 +38,10 @@ pub mod vhost;
 
 pub use run::run;
 
-/// A failure: one line.
+/// An error with a message of one line.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;
-/// The outcome of a measurement.
 pub type Result<T = ()> = std::result::Result<T, Error>;
 
-/// Options of `bench`.
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "\
 A table compares a mechanism of blkq, off and on, or blkq with other programs: in turn, for several
@@ -80,7 +81,6 @@ pub struct Arguments {
     pub size: Option<u64>,
 }
 
-/// The tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
@@ -106,7 +106,7 @@ pub enum What {
 }
 
 impl What {
-    /// Whether a file is measured on.
+    /// Whether the table measures on a file.
     fn needs_file(self) -> bool {
         !matches!(self, What::Clock | What::Layout)
     }

@@ -1,31 +1,31 @@
-//! The machine that is measured on.
+//! Describes the machine on which `blkq bench` runs.
 
 use std::path::Path;
 
 use rustix::fs::{AtFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
 
-/// The machine, as far as a reader needs it to place its figures.
+/// The properties of the machine that its figures depend on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Machine {
-    /// Name of the processor.
+    /// Model name of the processor.
     pub processor: String,
-    /// Processors that this process may use.
+    /// Processors that the process may use (its affinity and cgroup).
     pub processors: usize,
-    /// Memory in bytes.
+    /// Memory in bytes, as in /proc/meminfo.
     pub memory_bytes: u64,
-    /// Release of the kernel.
+    /// Release of the Linux kernel.
     pub kernel: String,
     /// Whether the processor reports a hypervisor.
     pub virtual_machine: bool,
-    /// Type and source of the file system of the measured file, as in
-    /// /proc/self/mountinfo; `null` if no file was measured on.
+    /// Type and source of the file system of the measured file, as in /proc/self/mountinfo; `null` if no
+    /// table measured on a file.
     pub file_system: Option<String>,
     /// Name of the clock source.
     pub clock_source: String,
-    /// Load over the last minute when measuring began.
+    /// Load average of the last minute at the start.
     pub load: f64,
 }
 
@@ -39,7 +39,6 @@ fn value_of<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 }
 
 impl Machine {
-    /// This one.
     pub fn describe() -> Machine {
         let cpuinfo = read("/proc/cpuinfo");
         let meminfo = read("/proc/meminfo");
@@ -79,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_is_that_of_the_mount() {
+    fn the_file_system_is_read_from_the_mount_of_the_path() {
         assert_eq!(super::file_system("/proc/self/status".as_ref()).as_deref(), Some("proc proc"));
         assert!(super::file_system("/proc/none".as_ref()).is_none());
     }

@@ -8,31 +8,30 @@ use crate::Result;
 use crate::metric::Metric;
 use crate::process::Usage;
 
-/// The figures of one run: a value for each metric that it knows of.
+/// The figures of one run: one value for each metric that was measured.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
-    /// I/Os done.
+    /// Completed I/Os.
     pub ios: u64,
     /// The values, in the order in which they are printed.
     pub values: Vec<(Metric, f64)>,
 }
 
 impl Run {
-    /// Adds a value.
     #[must_use]
     pub fn with(mut self, metric: Metric, value: f64) -> Run {
         self.values.push((metric, value));
         self
     }
 
-    /// Adds a count divided by the I/Os.
+    /// Adds `count` divided by the number of I/Os.
     #[must_use]
     pub fn per_io(self, metric: Metric, count: u64) -> Run {
         let per_io = count as f64 / self.ios as f64;
         self.with(metric, per_io)
     }
 
-    /// Adds clock reads and merges per I/O, out of the device's statistics.
+    /// Adds clock reads and merges per I/O, from the statistics of the disk.
     #[must_use]
     pub fn with_statistics(self, statistics: &StatsSnapshot) -> Run {
         let merges = statistics.groups.iter().map(|group| group.merges).sum();
@@ -41,11 +40,11 @@ impl Run {
     }
 }
 
-/// Calls `turn`, which does some I/Os and returns how many, until `length` is over or there
-/// was nothing left to do: IOPS, processor time and context switches of this process.
+/// Calls `turn`, which does some I/Os and returns their number, until `length` has passed or `turn` returns 0.
+/// Returns the rate, and the processor time and context switches of this process.
 ///
 /// # Errors
-/// Those of `turn`; or if it did nothing at all.
+/// Returns the error of `turn`, or an error if there was no I/O.
 pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<Run> {
     let (began, before) = (Instant::now(), Usage::of_self());
     let mut ios = 0;
@@ -59,10 +58,10 @@ pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<
     rate(ios, elapsed, used)
 }
 
-/// The run of so many I/Os in that time, at that expense.
+/// A run of `ios` I/Os in `elapsed`, for which the process used `used`.
 ///
 /// # Errors
-/// If there was no I/O.
+/// Returns an error if `ios` is 0.
 pub fn rate(ios: u64, elapsed: Duration, used: Usage) -> Result<Run> {
     if ios == 0 {
         return Err(format!("no I/O completed in {elapsed:?}").into());

@@ -1,13 +1,13 @@
-//! Metrics: names, units, and how figures are written.
+//! Metrics: their names, their units, and the format of their values.
 
 use serde::{Deserialize, Serialize};
 
-/// A quantity that runs are compared by. Serialized under its name in kebab case.
+/// A quantity by which runs are compared. Serialized as its name in kebab case.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Metric {
-    /// I/Os per second.
+    /// Completed I/Os per second.
     Iops,
     /// Wall time per I/O, in nanoseconds.
     NsPerIo,
@@ -31,66 +31,66 @@ pub enum Metric {
     ClientCpuNsPerIo,
     /// Voluntary and involuntary context switches per I/O.
     ContextSwitchesPerIo,
-    /// Those of the kernel's workers for a ring, which do what would block.
+    /// Context switches of the kernel's io_uring workers, which run the operations that would block, per I/O.
     WorkerSwitchesPerIo,
-    /// Those of the server alone.
+    /// Context switches of the server alone per I/O.
     ServerSwitchesPerIo,
-    /// Those of the client alone.
+    /// Context switches of the client alone per I/O.
     ClientSwitchesPerIo,
-    /// Kicks of a vhost-user-blk server per I/O: eventfd writes of the front end.
+    /// Kicks of a vhost-user-blk server per I/O: writes of the front end to the kick eventfd.
     KicksPerIo,
-    /// Its calls per I/O: those for which the front end slept.
+    /// Calls of a vhost-user-blk server for which the front end slept, per I/O.
     CallsPerIo,
     /// Receive operations of an NBD server per I/O.
     ReceivesPerIo,
-    /// Its send operations per I/O.
+    /// Send operations of an NBD server per I/O.
     SendsPerIo,
-    /// Times that it received later, as its client was busy reading, per I/O.
+    /// Receive operations that an NBD server delayed because its client was busy reading, per I/O.
     ReceiveBackoffsPerIo,
     /// Calls of io_uring_enter per I/O.
     EntersPerIo,
     /// Submissions to the ring per I/O.
     SubmissionsPerIo,
-    /// Readings of the clock per I/O.
+    /// Clock reads per I/O.
     ClockReadsPerIo,
-    /// Bios that joined a request, and requests that joined another, per I/O.
+    /// Bios merged into a request, and requests merged into another request, per I/O.
     MergesPerIo,
-    /// Writes that were done by the call of the one before them, per I/O.
+    /// Writes that the loop driver did in the system call of the preceding write, per I/O.
     JoinedPerIo,
-    /// Mean size of a request as the driver got it, in KiB.
+    /// Mean size of a request at the driver, in KiB.
     RequestKib,
-    /// Times that the modelled disk's arm had to move, per request.
+    /// Seeks of the modelled disk per request.
     SeeksPerRequest,
-    /// Most reads in flight at the file.
+    /// Highest number of reads of the file in flight.
     ReadsInFlightMax,
-    /// Mean number of reads in flight at the file.
+    /// Mean number of reads of the file in flight.
     ReadsInFlightMean,
-    /// Most writers of the file at once.
+    /// Highest number of concurrent writers of the file.
     WritersMax,
-    /// Threads that read at once.
+    /// Threads that read concurrently.
     Workers,
-    /// Wake-ups of submitters that waited for the device to have room, per I/O.
+    /// Wake-ups of submitters that waited for the request gate, per I/O.
     WakeupsPerIo,
-    /// Share of the submitter that got least, by that of the one that got most.
+    /// I/Os of the slowest submitter / I/Os of the fastest submitter.
     ShareMinByMax,
     /// Pages of the file in the page cache after the run, in MiB.
     CachedMib,
-    /// The same, before the run.
+    /// Pages of the file in the page cache before the run, in MiB.
     CachedBeforeMib,
     /// Growth of the page cache of the file during the run, per I/O, in KiB.
     CachedKibPerIo,
-    /// Resident memory of the process, in MiB.
+    /// Resident memory of the server, in MiB.
     ResidentMib,
-    /// The most that it was under load, in MiB.
+    /// Highest resident memory of the server under load, in MiB.
     ResidentMaxMib,
-    /// Longest time for which a cached reading of the clock was used, in microseconds.
+    /// Longest time for which a cached clock value was used, in microseconds.
     ClockAgeMaxUs,
-    /// Time from the start of the server to its first client, in milliseconds.
+    /// Time from the start of the server until its first client is connected, in milliseconds.
     StartMs,
 }
 
 impl Metric {
-    /// Heading of a column, with the unit.
+    /// Column heading, with the unit.
     pub fn label(self) -> &'static str {
         match self {
             Metric::Iops => "IOPS",
@@ -136,7 +136,7 @@ impl Metric {
         }
     }
 
-    /// A value as people read it: four digits that matter, thousands apart.
+    /// Formats a value with four significant digits and thousands separators.
     pub fn format(self, value: f64) -> String {
         if value != 0.0 && value.abs() < 0.001 {
             return format!("{value:.1e}");
@@ -153,7 +153,7 @@ impl Metric {
     }
 }
 
-/// `1234567.8` as `1,234,567.8`.
+/// Inserts thousands separators: `1234567.8` becomes `1,234,567.8`.
 pub(crate) fn group_thousands(number: &str) -> String {
     let (whole, fraction) = number.find('.').map_or((number, ""), |point| number.split_at(point));
     let (sign, digits) = whole.strip_prefix('-').map_or(("", whole), |digits| ("-", digits));
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_written_to_be_read() {
+    fn values_have_few_digits_and_thousands_separators() {
         assert_eq!(Metric::Iops.format(1_234_567.8), "1,234,568");
         assert_eq!(Metric::NsPerIo.format(28.81), "28.8");
         assert_eq!(Metric::ClockReadsPerIo.format(0.0625), "0.0625");

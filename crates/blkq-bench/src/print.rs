@@ -1,23 +1,23 @@
-//! The tables as text.
+//! Prints the tables as text.
 
 use crate::result::{Comparison, Effect, Expected, Published, Table};
 use crate::summary::{self, Headline};
 
-/// Characters of a line at most.
+/// Maximum characters per line.
 const WIDTH: usize = 108;
-/// Characters that the first column of a table is given at least, if it needs them.
+/// Minimum width of the first column of a table, in characters, if its content is that long.
 const FIRST: usize = 36;
-/// Characters of any other cell at most.
+/// Maximum width of the other columns, in characters.
 const CELL: usize = 40;
 
-/// How to read all that follows; printed once.
+/// Explains the notation; printed once, before the first table.
 pub const LEGEND: &str = "\
-Figures are medians of several rounds, in which the cases take turns. spread: the largest round less the
-smallest, by the median. x: a ratio, the median of those of each round; +-: how far these lie apart;
-~: no clear effect, as the ratio is no larger than that.
+Figures are medians of several rounds, in which the cases take turns. spread: (largest - smallest round) /
+median. x: feature / base, the median of the ratios of the rounds; +-: the spread of these ratios.
+~: no clear effect, because the ratio is within its spread.
 ";
 
-/// One table: what follows from it, what was published, what was measured, and how it works.
+/// Prints one table: its main result, the published figures, the measured figures, the mechanisms and targets.
 pub fn table(table: &Table) -> String {
     let mut text = paragraph("== ", &table.title);
     if let Some(found) = summary::headline(table) {
@@ -46,7 +46,7 @@ pub fn table(table: &Table) -> String {
         text.push('\n');
     }
     for left_out in &table.left_out {
-        text += &paragraph("left out: ", left_out);
+        text += &paragraph("left out:  ", left_out);
     }
     for note in &table.notes {
         text += &paragraph("note: ", note);
@@ -54,21 +54,21 @@ pub fn table(table: &Table) -> String {
     text
 }
 
-/// `x 2.54 +-2 % IOPS (published x 1.10): cached by precise; null, 4 KiB random read`.
+/// `cached relative to precise: IOPS x 2.54 +-2 % (published x 1.10); null, 4 KiB random read`.
 fn verdict(found: &Headline) -> String {
     let Effect { metric, feature, base, published_ratio, clear, .. } = found.effect;
     let published = published_ratio.map_or(String::new(), |r| format!(" (published {})", ratio(r)));
-    let unclear = if *clear { "" } else { ", no larger than its spread" };
+    let unclear = if *clear { "" } else { ", within its spread" };
     format!(
-        "{} +-{} {}{published}{unclear}: {feature} by {base}; {}",
+        "{feature} relative to {base}: {} {} +-{}{published}{unclear}; {}",
+        metric.label(),
         measured_ratio(found.effect),
         summary::spread(found.effect),
-        metric.label(),
         found.comparison.title
     )
 }
 
-/// The published figures, with the measured ratios beside them.
+/// The published figures, next to the measured ratios.
 fn published(table: &Table, published: &Published) -> String {
     let mut text = String::from("\n");
     text += &paragraph(
@@ -110,7 +110,7 @@ fn comparison(comparison: &Comparison) -> String {
     text + &columns(&effects.collect::<Vec<_>>())
 }
 
-/// A row for each case, a column for each metric; after the first, how far its rounds lie apart.
+/// Returns a row for each case and a column for each metric, with the spread of the first metric as third column.
 fn figures(comparison: &Comparison) -> Vec<Vec<String>> {
     let metrics = summary::metrics(comparison);
     let mut rows = vec![vec![String::new()]];
@@ -138,7 +138,7 @@ fn figures(comparison: &Comparison) -> Vec<Vec<String>> {
     rows
 }
 
-/// A table per plot: a line for each x, a column for each curve.
+/// Returns one text table per plot: a row for each x, a column for each curve.
 fn plots(table: &Table) -> Vec<String> {
     let plot = |(name, curves): (&str, Vec<&crate::result::Curve>)| {
         let mut rows = vec![vec![curves[0].x_label.clone()]];
@@ -171,13 +171,13 @@ fn ratio(ratio: f64) -> String {
     format!("x {}", summary::ratio(ratio))
 }
 
-/// The ratio of an effect, marked when it is not clear.
+/// The ratio of an effect; `~` marks a ratio that is not clear.
 fn measured_ratio(effect: &Effect) -> String {
     let unclear = if effect.clear { "" } else { "~" };
     format!("{unclear}{}", ratio(effect.ratio))
 }
 
-/// `text` after `head`, in lines that end before the margin; the later ones stand below the first.
+/// Wraps `text` after `head`; the other lines are indented to the width of `head`.
 fn paragraph(head: &str, text: &str) -> String {
     let indent = if head.is_empty() { 2 } else { head.len() };
     let mut paragraph = String::new();
@@ -190,9 +190,8 @@ fn paragraph(head: &str, text: &str) -> String {
     paragraph
 }
 
-/// Rows whose columns line up, the first to the left and the others to the right. Text that
-/// is too long in the first continues in the next line; columns for which there is no room
-/// follow below, beside the first one again.
+/// Aligns columns: the first to the left, the others to the right. Text that is too long for the first column is
+/// wrapped. Columns that do not fit into a line are printed below, next to the first column again.
 fn columns(rows: &[Vec<String>]) -> String {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -219,7 +218,7 @@ fn columns(rows: &[Vec<String>]) -> String {
     }
 }
 
-/// A row of the first column and some others.
+/// Formats one row: the first column, and the columns `others`.
 fn line(row: &[String], first: usize, others: std::ops::Range<usize>, widths: &[usize]) -> String {
     let name = row.first().map_or("", String::as_str);
     let lines = summary::wrap_characters(name, first.max(1));
@@ -240,7 +239,6 @@ mod tests {
     use super::*;
     use crate::result::Results;
 
-    /// All that is printed.
     fn text(results: &Results) -> String {
         let tables = results.tables.iter().map(table).collect::<Vec<_>>().join("\n");
         format!("{LEGEND}\n{tables}")
@@ -258,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_of_any_results_stays_within_the_margin() {
+    fn no_line_exceeds_the_width() {
         let results: Results = serde_json::from_str(include_str!("../tests/hostile.json")).unwrap();
         let text = text(&results);
         let longest = text.lines().max_by_key(|line| line.chars().count()).unwrap();
@@ -268,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_published_stands_beside_what_was_measured() {
+    fn published_figures_are_printed_next_to_measured_ratios() {
         let results: Results = serde_json::from_str(include_str!("../tests/hostile.json")).unwrap();
         let text = text(&results);
         let line = text.lines().find(|line| line.trim_start().starts_with("all threads")).unwrap();

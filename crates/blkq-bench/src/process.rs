@@ -1,10 +1,10 @@
-//! The kernel's counters of processes: processor time, context switches, memory.
+//! Counters that the kernel keeps of processes: processor time, context switches, memory.
 
 use std::time::Duration;
 
 use crate::Result;
 
-/// Processor time and context switches of a process so far.
+/// Processor time and context switches that a process has used since it started.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Usage {
     /// Processor time, user and system.
@@ -14,7 +14,7 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Of this process, with all its threads, those of its rings included.
+    /// Usage of this process, including the kernel's io_uring workers, which are threads of it.
     pub fn of_self() -> Usage {
         // SAFETY: the kernel fills the structure in; RUSAGE_SELF always exists.
         let usage = unsafe {
@@ -25,15 +25,15 @@ impl Usage {
         Usage::from(usage)
     }
 
-    /// Of process `pid`: the time of all its threads, and the switches of those that live.
+    /// Usage of process `pid`. The processor time includes threads that have exited; the context switches do not.
     ///
     /// # Errors
-    /// If there is no such process.
+    /// Returns an error if the process does not exist.
     pub fn of(pid: i32) -> Result<Usage> {
         let mut clock = 0;
         // SAFETY: the C library fills the number in.
         if unsafe { libc::clock_getcpuclockid(pid, &raw mut clock) } != 0 {
-            return Err(format!("there is no process {pid}").into());
+            return Err(format!("process {pid} does not exist").into());
         }
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: the kernel fills the structure in.
@@ -44,7 +44,7 @@ impl Usage {
         Ok(Usage { cpu: Duration::new(time.tv_sec as u64, time.tv_nsec as u32), context_switches })
     }
 
-    /// The use since `earlier`.
+    /// The difference to `earlier`; 0 where a count has decreased because a thread has exited.
     pub fn since(self, earlier: Usage) -> Usage {
         Usage {
             cpu: self.cpu.saturating_sub(earlier.cpu),
@@ -63,20 +63,20 @@ impl From<libc::rusage> for Usage {
     }
 }
 
-/// Context switches so far of the workers that the kernel has for the rings of this process, and that live: an
-/// idle one lives for seconds.
+/// Context switches so far of the running io_uring workers of this process. The kernel keeps an idle worker for
+/// seconds, so that a short run does not lose the counts of workers that exit.
 ///
 /// # Errors
-/// If the process's threads cannot be read.
+/// Returns an error if /proc/self/task cannot be read.
 pub fn worker_switches() -> Result<u64> {
     switches("self", |name| name.starts_with("iou-wrk-"))
 }
 
-/// Context switches of the threads of a process that live and have a name that `counts`.
+/// Sums the context switches of the threads of a process whose name `counts` accepts.
 fn switches(pid: &str, counts: impl Fn(&str) -> bool) -> Result<u64> {
     let mut sum = 0;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        // One that has exited meanwhile has no file any more.
+        // The file does not exist if the thread has exited meanwhile.
         let status = std::fs::read_to_string(thread?.path().join("status")).unwrap_or_default();
         let name = status.lines().next().and_then(|line| line.strip_prefix("Name:\t")).unwrap_or_default();
         if counts(name) {
@@ -90,23 +90,23 @@ fn switches(pid: &str, counts: impl Fn(&str) -> bool) -> Result<u64> {
 /// Resident memory of a process in bytes (VmRSS in /proc/PID/status; `pid` may be "self").
 ///
 /// # Errors
-/// If there is no such process.
+/// Returns an error if the process does not exist.
 pub fn resident_bytes(pid: &str) -> Result<u64> {
     status_bytes(pid, "VmRSS")
 }
 
-/// The most that it was (VmHWM) since the process began, or since [`forget_resident_max`].
+/// Highest resident memory in bytes (VmHWM) since the process started, or since [`forget_resident_max`].
 ///
 /// # Errors
-/// If there is no such process.
+/// Returns an error if the process does not exist.
 pub fn resident_max_bytes(pid: &str) -> Result<u64> {
     status_bytes(pid, "VmHWM")
 }
 
-/// Lets [`resident_max_bytes`] begin anew.
+/// Resets the maximum that [`resident_max_bytes`] returns to the current resident memory (proc(5), clear_refs).
 ///
 /// # Errors
-/// If there is no such process, or it is another user's.
+/// Returns an error if the process does not exist or belongs to another user.
 pub fn forget_resident_max(pid: &str) -> Result {
     Ok(std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_seen_from_outside_as_from_inside() {
+    fn usage_of_a_pid_matches_getrusage_of_the_process() {
         let inside = Usage::of_self();
         let outside = Usage::of(std::process::id() as i32).unwrap();
         assert!(outside.cpu > Duration::ZERO && outside.cpu + Duration::from_millis(20) >= inside.cpu);

@@ -1,29 +1,28 @@
-//! Progress: the current step, how far it is, and the time that is left.
+//! The progress line: the current step, the share that is done, and the estimated time left.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// Least time between two lines, so that measuring is not disturbed by talking.
+/// Minimum time between two updates: printing more often would disturb the measurement.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// Seconds of measuring after which its pace is known.
+/// Seconds of measuring after which the estimate is based on the measured pace.
 const KNOWN_AFTER_SECONDS: f64 = 1.0;
 
-/// A line on stderr that is written over while stderr is a terminal; else one line for
-/// each comparison.
+/// Writes progress to stderr: on a terminal one line that is overwritten, else one line per comparison.
 pub struct Progress {
     terminal: bool,
     began: Instant,
-    /// Time that was spent on other things than the planned runs.
+    /// Time spent on work that is not part of the planned runs.
     aside: Duration,
     shown: Option<Instant>,
-    /// Seconds of measuring that are planned, and those of them that are over.
+    /// Seconds of the planned runs, and of those that are done.
     planned_seconds: f64,
     over_seconds: f64,
 }
 
 impl Progress {
-    /// Progress through `planned_seconds` of measuring.
+    /// Starts the progress of runs that are planned to take `planned_seconds`.
     pub fn new(planned_seconds: f64) -> Progress {
         let terminal = std::io::stderr().is_terminal();
         Progress {
@@ -36,12 +35,12 @@ impl Progress {
         }
     }
 
-    /// So much of what was planned is over.
+    /// Records that `seconds` of the planned time are done.
     pub fn over(&mut self, seconds: f64) {
         self.over_seconds = seconds.min(self.planned_seconds);
     }
 
-    /// Runs something that is done once and does not count for the estimate of the rest.
+    /// Runs work whose time does not count for the estimate of the time left.
     pub fn aside<T>(&mut self, work: impl FnOnce(&mut Progress) -> T) -> T {
         let began = Instant::now();
         let done = work(self);
@@ -49,7 +48,7 @@ impl Progress {
         done
     }
 
-    /// Begins a new step, which is written to files too.
+    /// Starts a comparison, which is also reported if stderr is not a terminal.
     pub fn begin(&mut self, what: &str) {
         if self.terminal {
             self.shown = None;
@@ -59,7 +58,7 @@ impl Progress {
         }
     }
 
-    /// Shows on a terminal what is being done.
+    /// Shows a step on a terminal, unless another step was shown shortly before.
     pub fn show(&mut self, what: &str) {
         if !self.terminal || self.shown.is_some_and(|shown| shown.elapsed() < INTERVAL) {
             return;
@@ -67,7 +66,7 @@ impl Progress {
         self.shown = Some(Instant::now());
         let percent = 100.0 * self.over_seconds / self.planned_seconds.max(f64::MIN_POSITIVE);
         let (percent, remaining) = (format!("[{percent:3.0} %] "), self.remaining());
-        // A line that is wider than the terminal could not be written over.
+        // A line that wraps could not be overwritten.
         let columns = match rustix::termios::tcgetwinsize(std::io::stderr()) {
             Ok(size) if size.ws_col > 0 => size.ws_col,
             _ => 80,
@@ -77,14 +76,13 @@ impl Progress {
         let _ = write!(std::io::stderr(), "\r\x1b[K{percent}{what}{remaining}");
     }
 
-    /// Takes the line away.
     pub fn clear(&self) {
         if self.terminal {
             let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
     }
 
-    /// The rest takes as long in proportion as the part that is done.
+    /// Estimates the time left: the rest takes as long, relative to its plan, as the part that is done.
     fn remaining(&self) -> String {
         let left = self.planned_seconds - self.over_seconds;
         let pace = if self.over_seconds > KNOWN_AFTER_SECONDS {

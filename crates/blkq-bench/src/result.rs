@@ -1,4 +1,5 @@
-//! The result of `blkq bench`, as it is printed, written as JSON and plotted.
+//! The result of `blkq bench`: printed, written as JSON, and plotted. The documentation of these types is also the
+//! text of schema.json.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +7,7 @@ use crate::What;
 use crate::machine::Machine;
 use crate::metric::Metric;
 
-/// Version of the JSON document. Raised when a field changes its meaning or is removed.
+/// Version of the JSON document. It is raised when a field changes its meaning or is removed.
 pub const SCHEMA: u32 = 1;
 
 /// Everything that one `blkq bench` measured.
@@ -14,17 +15,17 @@ pub const SCHEMA: u32 = 1;
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Results {
-    /// [`SCHEMA`].
+    /// Version of this document: [`SCHEMA`].
     pub schema: u32,
-    /// Version of blkq.
+    /// Version of blkq that measured.
     pub version: String,
-    /// When it began, in seconds since 1970 (UTC).
+    /// Start of the run, in seconds since 1970 (UTC).
     pub started_unix: u64,
-    /// How long it took.
+    /// Duration of the run, in seconds.
     pub elapsed_seconds: f64,
-    /// Whether it was a quick run: fewer and shorter rounds.
+    /// Whether this was a quick run: fewer and shorter rounds.
     pub quick: bool,
-    /// Where it ran.
+    /// The machine that was measured on.
     pub machine: Machine,
     /// The tables, in the order in which they were measured.
     pub tables: Vec<Table>,
@@ -35,56 +36,56 @@ pub struct Results {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Table {
-    /// Which one.
+    /// Name of the table on the command line.
     pub name: What,
-    /// Its message, in a line.
+    /// The question of the table, in one line.
     pub title: String,
-    /// The figures that the origin of the idea published.
+    /// The figures that the author of the idea published.
     pub published: Option<Published>,
-    /// Interleaved runs.
+    /// Comparisons of cases that took turns.
     pub comparisons: Vec<Comparison>,
-    /// A figure as a function of another.
+    /// Curves: one figure as a function of another.
     pub curves: Vec<Curve>,
-    /// The counters that show by which mechanism.
+    /// The counters that explain the figures.
     pub mechanisms: Vec<Mechanism>,
-    /// Figures with a target (design, "Targets").
+    /// Figures that have a target.
     pub targets: Vec<Target>,
     /// Cases that were not measured, and why: `name: reason`.
     pub left_out: Vec<String>,
-    /// Notes for the reader.
+    /// Notes for readers of the table.
     pub notes: Vec<String>,
 }
 
-/// The figures of an origin.
+/// Figures published by the author of an idea.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Published {
-    /// Machine, time, what: one line.
+    /// The source in one line: who, when, on which machine.
     pub origin: String,
-    /// How it was measured there.
+    /// How the figures were measured.
     pub setting: String,
-    /// The unit of the figures.
+    /// Unit of the figures.
     pub unit: String,
-    /// The rows.
+    /// The published figures, one row per workload.
     pub rows: Vec<PublishedRow>,
 }
 
-/// One figure before and after.
+/// A published figure without and with the idea.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct PublishedRow {
-    /// The work that was published.
+    /// The workload.
     pub name: String,
-    /// Without the idea.
+    /// The figure without the idea.
     pub base: f64,
-    /// With it.
+    /// The figure with the idea.
     pub feature: f64,
 }
 
 impl PublishedRow {
-    /// Feature by base.
+    /// Feature / base.
     pub fn ratio(&self) -> f64 {
         self.feature / self.base
     }
@@ -95,15 +96,15 @@ impl PublishedRow {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Comparison {
-    /// The work that is compared.
+    /// The workload that is compared.
     pub title: String,
-    /// How often every case ran.
+    /// Number of runs of each case.
     pub rounds: usize,
-    /// How long a run took.
+    /// Length of a run, in seconds.
     pub seconds: f64,
-    /// The cases.
+    /// The cases, in the order in which they ran.
     pub cases: Vec<Case>,
-    /// The effects of the cases on each other.
+    /// Ratios between cases.
     pub effects: Vec<Effect>,
 }
 
@@ -112,31 +113,31 @@ pub struct Comparison {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Case {
-    /// Its name.
+    /// Name of the case in its comparison.
     pub name: String,
-    /// Its measurements.
+    /// The measured metrics, in the order of the columns.
     pub figures: Vec<Figure>,
 }
 
-/// A metric over the rounds of a case.
+/// One metric of a case, over all rounds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Figure {
-    /// Which.
+    /// The metric that was measured.
     pub metric: Metric,
-    /// The middle one.
+    /// Median of the rounds.
     pub median: f64,
-    /// The least.
+    /// Smallest value of the rounds.
     pub min: f64,
-    /// The most.
+    /// Largest value of the rounds.
     pub max: f64,
-    /// All, in the order of the rounds.
+    /// The values in the order of the rounds.
     pub samples: Vec<f64>,
 }
 
 impl Figure {
-    /// The figure of these samples, of which there is one at least.
+    /// A figure of at least one sample.
     pub fn new(metric: Metric, samples: Vec<f64>) -> Figure {
         let mut sorted = samples.clone();
         sorted.sort_by(f64::total_cmp);
@@ -150,31 +151,31 @@ impl Figure {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Effect {
-    /// The cause of the difference.
+    /// The difference between the two cases.
     pub name: String,
-    /// The case that stands below the line.
+    /// The case that is the denominator of the ratio.
     pub base: String,
-    /// The case that stands above it.
+    /// The case that is the numerator of the ratio.
     pub feature: String,
-    /// Of what.
+    /// The metric that is compared.
     pub metric: Metric,
-    /// Feature by base: the median of the ratios of each round, so that what disturbs a
-    /// whole round disturbs nothing. `null` where the base is 0.
+    /// Feature / base: the median of the ratios of the rounds, because a disturbance of a whole round changes
+    /// both cases alike. `null` if the base is 0.
     #[serde(deserialize_with = "finite_or_null")]
     #[cfg_attr(test, schemars(with = "Option<f64>"))]
     pub ratio: f64,
-    /// The ratio may as well be this factor more or less: the root of the largest ratio
-    /// of a round by the smallest. `null` where one of them is 0 or has no value.
+    /// The factor by which the ratio may be wrong in either direction: the square root of the largest ratio of
+    /// a round / the smallest. `null` if one of them is 0 or not defined.
     #[serde(deserialize_with = "finite_or_null")]
     #[cfg_attr(test, schemars(with = "Option<f64>"))]
     pub spread: f64,
-    /// The effect is larger than its spread.
+    /// Whether the effect is larger than its spread.
     pub clear: bool,
-    /// The same ratio where the idea comes from.
+    /// The same ratio as published by the author of the idea.
     pub published_ratio: Option<f64>,
 }
 
-/// JSON has no number for the ratio of something to nothing, and serde_json writes `null`.
+/// Reads a ratio whose base was 0: JSON has no number for it, and serde_json writes `null`.
 fn finite_or_null<'de, D: serde::Deserializer<'de>>(json: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(json)?.unwrap_or(f64::NAN))
 }
@@ -184,15 +185,15 @@ fn finite_or_null<'de, D: serde::Deserializer<'de>>(json: D) -> Result<f64, D::E
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Curve {
-    /// The plot that it belongs to; curves of one plot share their axes.
+    /// Title of the plot; curves of the same plot share its axes.
     pub plot: String,
-    /// Which line.
+    /// Name of the curve in the legend.
     pub name: String,
-    /// The quantity that changes from point to point.
+    /// Label of the x axis.
     pub x_label: String,
-    /// The quantity measured.
+    /// The measured metric: the y axis.
     pub metric: Metric,
-    /// The points, from left to right.
+    /// The points in ascending order of x.
     pub points: Vec<Point>,
 }
 
@@ -201,62 +202,62 @@ pub struct Curve {
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Point {
-    /// Where.
+    /// Position on the x axis.
     pub x: f64,
-    /// The middle of the rounds.
+    /// Median of the rounds.
     pub median: f64,
-    /// The least.
+    /// Smallest value of the rounds.
     pub min: f64,
-    /// The most.
+    /// Largest value of the rounds.
     pub max: f64,
 }
 
-/// A claim about how something works, and the counter that shows it. Counters do not
-/// depend on how fast the machine is: a mechanism that is not seen is a defect.
+/// A claim about how something works, and the counter that proves it. Counters do not depend on the speed of the
+/// machine: a mechanism that is not seen is a defect.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Mechanism {
-    /// The claim.
+    /// The claim in one line.
     pub claim: String,
-    /// The value of the counter.
+    /// The measured value of the counter.
     pub value: f64,
-    /// The value that it must have.
+    /// The bound that the counter must keep.
     pub expected: Expected,
-    /// Whether it does.
+    /// Whether the counter keeps the bound.
     pub seen: bool,
 }
 
-/// A figure with a target. Ratios inside one run; what is missed is explained in notes.
+/// A figure with a target, as a ratio within one run. Notes explain missed targets.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Target {
-    /// What.
+    /// Name of the figure.
     pub name: String,
     /// The measured value.
     pub value: f64,
-    /// The wanted value.
+    /// The bound that the figure should reach.
     pub wanted: Expected,
-    /// Whether it was reached in this run.
+    /// Whether this run reached the target.
     pub reached: bool,
 }
 
-/// A bound.
+/// A bound for a value.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Expected {
-    /// Not less.
+    /// The value must not be less.
     AtLeast(f64),
-    /// Not more.
+    /// The value must not be greater.
     AtMost(f64),
-    /// Just that.
+    /// The value must be equal.
     Exactly(f64),
 }
 
 impl Expected {
-    /// Whether `value` keeps the bound.
+    /// Whether `value` is within the bound.
     pub fn holds(self, value: f64) -> bool {
         match self {
             Expected::AtLeast(bound) => value >= bound,
@@ -267,7 +268,7 @@ impl Expected {
 }
 
 impl Table {
-    /// A table in which nothing stands yet.
+    /// An empty table.
     pub fn new(name: What, title: &str) -> Table {
         Table {
             name,
@@ -282,13 +283,13 @@ impl Table {
         }
     }
 
-    /// States a mechanism and whether it was seen.
+    /// Adds a mechanism, and checks whether the counter keeps its bound.
     pub fn mechanism(&mut self, claim: impl Into<String>, value: f64, expected: Expected) {
         let seen = expected.holds(value);
         self.mechanisms.push(Mechanism { claim: claim.into(), value, expected, seen });
     }
 
-    /// States a target and whether it was reached.
+    /// Adds a target, and checks whether it was reached.
     pub fn target(&mut self, name: impl Into<String>, value: f64, wanted: Expected) {
         let reached = wanted.holds(value);
         self.targets.push(Target { name: name.into(), value, wanted, reached });
@@ -296,12 +297,12 @@ impl Table {
 }
 
 impl Comparison {
-    /// The case of that name; a defect if there is none.
+    /// The case `name`. Panics if it does not exist, which is a bug of the table.
     pub fn case(&self, name: &str) -> &Case {
         self.cases.iter().find(|case| case.name == name).unwrap_or_else(|| panic!("no case {name}"))
     }
 
-    /// Adds how `feature` differs from `base` in `metric`, and returns it.
+    /// Adds the ratio of `feature` to `base` in `metric`, and returns it.
     pub fn effect(
         &mut self,
         name: impl Into<String>,
@@ -329,7 +330,7 @@ impl Comparison {
 }
 
 impl Case {
-    /// The measurements of `metric`; a bug if there are none.
+    /// The figure of `metric`. Panics if the case did not measure it, which is a bug of the table.
     pub fn figure(&self, metric: Metric) -> &Figure {
         self.figures
             .iter()
@@ -337,7 +338,6 @@ impl Case {
             .unwrap_or_else(|| panic!("{}: no {metric:?}", self.name))
     }
 
-    /// The median of `metric`.
     pub fn median(&self, metric: Metric) -> f64 {
         self.figure(metric).median
     }
@@ -367,15 +367,15 @@ mod tests {
     }
 
     #[test]
-    fn an_effect_is_taken_round_by_round() {
-        // The machine halved its speed in the second round: the ratio does not move.
+    fn an_effect_is_the_median_of_the_ratios_of_each_round() {
+        // In the second round the machine has half its speed: the ratio stays the same.
         let mut comparison = comparison(&[100.0, 50.0, 110.0], &[200.0, 100.0, 220.0]);
         let effect = comparison.effect("x", "off", "on", Metric::Iops, None);
         assert_eq!((effect.ratio, effect.spread, effect.clear), (2.0, 1.0, true));
     }
 
     #[test]
-    fn a_spread_that_exceeds_the_effect_is_marked() {
+    fn an_effect_within_its_spread_is_not_clear() {
         let mut comparison = comparison(&[100.0, 100.0, 100.0], &[90.0, 105.0, 130.0]);
         assert!(!comparison.effect("x", "off", "on", Metric::Iops, None).clear);
     }

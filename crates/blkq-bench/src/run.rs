@@ -1,4 +1,4 @@
-//! The command: measures the tables that were asked for, and hands the results out.
+//! Runs `blkq bench`: measures the chosen tables, and prints and writes the results.
 
 use std::io::Write;
 use std::path::Path;
@@ -12,21 +12,21 @@ use crate::result::{Results, SCHEMA};
 use crate::tables::TABLES;
 use crate::{Arguments, Result, What, interrupt, print, report};
 
-/// Size of the file that is measured on.
+/// Default size of the measured file.
 const FILE_BYTES: u64 = 1 << 30;
-/// The same with `--quick`.
+/// Default size of the measured file with `--quick`.
 const FILE_BYTES_QUICK: u64 = 256 << 20;
-/// Smallest file that makes sense.
+/// Smallest allowed size of the measured file.
 const FILE_BYTES_MIN: u64 = 64 << 20;
 
-/// Measures, prints each table when it is there, and writes what was asked for.
+/// Measures the chosen tables, prints each of them as soon as it is measured, and writes the outputs.
 ///
 /// # Errors
-/// The measurement or file that failed, in one line.
+/// Returns one line with the measurement or file that failed.
 pub fn run(arguments: &Arguments) -> Result<Results> {
     let bytes = arguments.size.unwrap_or(if arguments.quick { FILE_BYTES_QUICK } else { FILE_BYTES });
     if bytes < FILE_BYTES_MIN || !bytes.is_multiple_of(1 << 20) {
-        return Err("--size: at least 64M, and a multiple of 1M".into());
+        return Err("--size must be at least 64M and a multiple of 1M".into());
     }
     let outputs = Outputs::check(arguments)?;
     interrupt::watch()?;
@@ -52,7 +52,7 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         machine: Machine::describe(),
         tables: Vec::new(),
     };
-    // Made before anything is measured, so that a failure does not come after minutes.
+    // The file is created first, so that an error of it is not reported after minutes of measuring.
     if arguments.what.needs_file() {
         bench.file()?;
     }
@@ -74,14 +74,14 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     Ok(results)
 }
 
-/// Where the results go.
+/// The outputs of the options `--json` and `--report`.
 struct Outputs<'a> {
     json: Option<&'a Path>,
     report: Option<&'a Path>,
 }
 
 impl Outputs<'_> {
-    /// Sees that all of it can be written, before measuring takes its time.
+    /// Checks before the measurement that all outputs can be written.
     fn check(arguments: &Arguments) -> Result<Outputs<'_>> {
         let outputs = Outputs { json: arguments.json.as_deref(), report: arguments.report.as_deref() };
         if let Some(path) = outputs.json.filter(|_| !outputs.json_to_stdout()) {
@@ -97,7 +97,7 @@ impl Outputs<'_> {
         self.json == Some(Path::new("-"))
     }
 
-    /// Prints text, unless it would be mixed with JSON.
+    /// Prints text, unless standard output is for the JSON.
     fn print(&self, text: &str) -> Result {
         if self.json_to_stdout() { Ok(()) } else { print_out(text) }
     }

@@ -1,4 +1,4 @@
-//! `schema.json` is made from the types of [`crate::result`], docs included.
+//! Tests that `schema.json` matches the types of [`crate::result`], including their documentation.
 
 use schemars::generate::SchemaSettings;
 use schemars::transform::{Transform, transform_subschemas};
@@ -8,7 +8,7 @@ use crate::result::Results;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/schema.json");
 
-/// Objects have the properties that they have, and no others.
+/// Forbids properties that the types do not have.
 #[derive(Clone)]
 struct Strict;
 
@@ -29,7 +29,7 @@ fn generated() -> String {
 }
 
 #[test]
-fn the_schema_is_that_of_the_results() {
+fn the_schema_matches_the_result_types() {
     let generated = generated();
     if std::env::var_os("BLKQ_WRITE_SCHEMA").is_some() {
         std::fs::write(FILE, &generated).unwrap();
@@ -37,13 +37,13 @@ fn the_schema_is_that_of_the_results() {
     let committed = std::fs::read_to_string(FILE).unwrap_or_default();
     assert!(
         committed == generated,
-        "schema.json is not that of the results any more: \
-         BLKQ_WRITE_SCHEMA=1 cargo test -p blkq-bench schema writes it anew"
+        "schema.json does not match the result types; update it with \
+         BLKQ_WRITE_SCHEMA=1 cargo test -p blkq-bench schema"
     );
 }
 
 #[test]
-fn results_survive_the_way_to_json_and_back() {
+fn results_do_not_change_from_json_to_types_and_back() {
     let json: Value = serde_json::from_str(include_str!("../tests/hostile.json")).unwrap();
     let results: Results = serde_json::from_value(json.clone()).unwrap();
     assert_eq!(serde_json::to_value(&results).unwrap(), json);

@@ -1,24 +1,25 @@
-//! An order in which to read every place of a file once.
+//! A random order in which to read every block of a file once.
 
-/// All numbers below a limit, each once, in random order: what was read
-/// once is in the page cache, and would be no cold read a second time.
+/// A pseudo-random permutation of the numbers below a limit. A block that was read before is in the page cache, so
+/// a cold measurement must not read it a second time.
 pub struct Shuffle {
     limit: u64,
-    /// One less than the power of two that is not below the limit.
+    /// The smallest power of two that is not less than the limit, minus 1.
     mask: u64,
     seed: u64,
 }
 
 impl Shuffle {
-    /// The numbers below `limit`, in the order of `seed`.
+    /// A permutation of the numbers below `limit` that depends on `seed`.
     pub fn new(limit: u64, seed: u64) -> Shuffle {
         Shuffle { limit, mask: limit.next_power_of_two() - 1, seed }
     }
 
-    /// The number at place `index`, which is below the limit as well.
+    /// The number at position `index`, which must be below the limit.
     #[inline]
     pub fn at(&self, index: u64) -> u64 {
-        // Where the permutation leaves the limit, it is followed until it comes back.
+        // `mix` permutes the numbers up to `mask`. Applying it until the result is below the limit gives a permutation
+        // of the numbers below the limit.
         let mut number = self.mix(index);
         while number >= self.limit {
             number = self.mix(number);
@@ -26,7 +27,8 @@ impl Shuffle {
         number
     }
 
-    /// A permutation of the numbers up to `mask`: each step can be undone.
+    /// A permutation of the numbers up to `mask`: addition, multiplication by an odd number and xor with a right shift
+    /// are all invertible modulo a power of two.
     fn mix(&self, number: u64) -> u64 {
         let half = self.mask.count_ones() / 2 + 1;
         let mut mixed = number.wrapping_add(self.seed) & self.mask;
@@ -43,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shuffle_gives_each_number_once_and_neighbours_far_apart() {
+    fn a_shuffle_is_a_permutation_with_distant_neighbours() {
         for limit in [1, 2, 3, 1000, 4096, 16_384, 65_537] {
             let shuffle = Shuffle::new(limit, 77);
             let order: Vec<u64> = (0..limit).map(|index| shuffle.at(index)).collect();

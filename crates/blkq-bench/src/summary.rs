@@ -1,18 +1,17 @@
-//! The values that the text and the page both derive from a table.
+//! Values that both the text and the page derive from a table.
 
 use crate::metric::{Metric, group_thousands};
 use crate::result::{Comparison, Curve, Effect, Expected, Published, PublishedRow, Table};
 
-/// The effect that answers the question of a table.
+/// The main result of a table.
 #[derive(Clone, Copy, Debug)]
 pub struct Headline<'a> {
-    /// Where it was measured.
+    /// The comparison that measured `effect`.
     pub comparison: &'a Comparison,
-    /// How one case differed from the other there.
     pub effect: &'a Effect,
 }
 
-/// All effects of a table, with the comparisons in which they were measured.
+/// All effects of a table, each with its comparison.
 pub fn effects(table: &Table) -> impl Iterator<Item = Headline<'_>> {
     table
         .comparisons
@@ -20,13 +19,13 @@ pub fn effects(table: &Table) -> impl Iterator<Item = Headline<'_>> {
         .flat_map(|comparison| comparison.effects.iter().map(move |effect| Headline { comparison, effect }))
 }
 
-/// The first effect of which a figure was published, or else the first one.
+/// The first effect for which a ratio was published, or else the first effect.
 pub fn headline(table: &Table) -> Option<Headline<'_>> {
     effects(table).find(|found| found.effect.published_ratio.is_some()).or_else(|| effects(table).next())
 }
 
-/// The published rows, each beside the effect that was measured of the same. They belong
-/// together when the ratio that the effect is compared with is that of the row.
+/// The published rows, each with the measured effect that is compared with it: the effect whose published ratio is the
+/// ratio of the row.
 pub fn published_beside<'a>(
     table: &'a Table,
     published: &'a Published,
@@ -40,7 +39,7 @@ pub fn published_beside<'a>(
     published.rows.iter().map(|row| (row, measured(row))).collect()
 }
 
-/// The metrics of a comparison in their order, without those that are 0 in all cases.
+/// The metrics of a comparison in the order of measurement, without those that are 0 in all cases.
 pub fn metrics(comparison: &Comparison) -> Vec<Metric> {
     let mut metrics: Vec<Metric> = Vec::new();
     for figure in comparison.cases.iter().flat_map(|case| &case.figures) {
@@ -51,7 +50,7 @@ pub fn metrics(comparison: &Comparison) -> Vec<Metric> {
     metrics
 }
 
-/// The plots of a table: a name, and the curves that share its axes.
+/// The plots of a table: for each title, the curves that share its axes.
 pub fn plots(table: &Table) -> Vec<(&str, Vec<&Curve>)> {
     let mut plots: Vec<(&str, Vec<&Curve>)> = Vec::new();
     for curve in &table.curves {
@@ -63,7 +62,7 @@ pub fn plots(table: &Table) -> Vec<(&str, Vec<&Curve>)> {
     plots
 }
 
-/// The places of all points of a plot, from left to right.
+/// The x values of all points of a plot, in ascending order.
 pub fn places(curves: &[&Curve]) -> Vec<f64> {
     let mut places: Vec<f64> =
         curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.x)).collect();
@@ -72,7 +71,7 @@ pub fn places(curves: &[&Curve]) -> Vec<f64> {
     places
 }
 
-/// How far the true ratio may lie from this one, in percent: `2 %`.
+/// The spread of a ratio in percent: `2 %`.
 pub fn spread(effect: &Effect) -> String {
     match 100.0 * (effect.spread - 1.0) {
         percent if !percent.is_finite() => "?".to_owned(),
@@ -80,7 +79,7 @@ pub fn spread(effect: &Effect) -> String {
     }
 }
 
-/// A ratio as a number: two digits after the point, or as many as matter.
+/// Formats a ratio with two decimals, or with four if it is less than 0.1.
 pub fn ratio(ratio: f64) -> String {
     match ratio {
         r if !r.is_finite() => "?".to_owned(),
@@ -89,17 +88,17 @@ pub fn ratio(ratio: f64) -> String {
     }
 }
 
-/// A number with as many digits as matter.
+/// Formats a number with few significant digits.
 pub fn number(value: f64) -> String {
     if value == value.trunc() { format!("{value:.0}") } else { Metric::NsPerIo.format(value) }
 }
 
-/// A figure as it was published, thousands apart.
+/// Formats a published figure with all its digits and thousands separators.
 pub fn exact(value: f64) -> String {
     group_thousands(&value.to_string())
 }
 
-/// A target: the relation and the bound.
+/// The relation and the value of a bound.
 pub fn bound(expected: Expected) -> (&'static str, f64) {
     match expected {
         Expected::AtLeast(bound) => (">=", bound),
@@ -108,12 +107,12 @@ pub fn bound(expected: Expected) -> (&'static str, f64) {
     }
 }
 
-/// `text` in lines of at most `width` as `measure` sees it, broken between words, or
-/// within a word that is wider than a line.
+/// Wraps `text` into lines of at most `width`, as measured by `measure`: between words, or within a word that is
+/// wider than a line.
 pub fn wrap(text: &str, width: f64, measure: impl Fn(&str) -> f64) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
-        let line = lines.last_mut().expect("there is one at least");
+        let line = lines.last_mut().expect("there is at least one line");
         let joined = if line.is_empty() { word.to_owned() } else { format!("{line} {word}") };
         if measure(&joined) <= width {
             *line = joined;
@@ -123,7 +122,7 @@ pub fn wrap(text: &str, width: f64, measure: impl Fn(&str) -> f64) -> Vec<String
             lines.push(String::new());
         }
         for letter in word.chars() {
-            let line = lines.last_mut().expect("there is one at least");
+            let line = lines.last_mut().expect("there is at least one line");
             if !line.is_empty() && measure(&format!("{line}{letter}")) > width {
                 lines.push(letter.to_string());
             } else {
@@ -134,7 +133,7 @@ pub fn wrap(text: &str, width: f64, measure: impl Fn(&str) -> f64) -> Vec<String
     lines
 }
 
-/// `text` in lines of at most so many characters.
+/// Wraps `text` into lines of at most `width` characters.
 pub fn wrap_characters(text: &str, width: usize) -> Vec<String> {
     wrap(text, width as f64, |line| line.chars().count() as f64)
 }
@@ -144,14 +143,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_broken_between_words_and_within_long_ones() {
+    fn text_is_wrapped_between_words_and_within_long_words() {
         assert_eq!(wrap_characters("one two  three", 7), ["one two", "three"]);
         assert_eq!(wrap_characters("a abcdefgh b", 3), ["a", "abc", "def", "gh", "b"]);
         assert_eq!(wrap_characters("", 3), [""]);
     }
 
     #[test]
-    fn ratios_have_the_digits_that_matter() {
+    fn ratios_are_formatted_with_two_or_four_decimals() {
         assert_eq!([2.5, 0.1, 0.012, f64::NAN].map(ratio), ["2.50", "0.10", "0.0120", "?"]);
     }
 }

@@ -1,7 +1,6 @@
-//! A small file system's way of doing I/O, as the client of a device: files laid out in
-//! extents, a bounded page cache, read-ahead for sequential reads, write-back of dirty pages
-//! in the order of the file, and a flush at the end. It has all that the rate of a loop device
-//! under a file system depends on, and nothing else: no directories, no journal.
+//! A client of a device that does I/O like a small file system: it lays files out in extents, caches pages in a bounded
+//! cache, reads ahead in sequential reads, writes dirty pages back in the order of the file, and flushes at the end.
+//! It models what determines the speed of a loop device below a file system; it has no directories and no journal.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,42 +17,42 @@ mod tests;
 pub use pages::PAGE_BYTES;
 use pages::Pages;
 
-/// An extent: a contiguous part of a file on the device.
+/// Pages of an extent (1 MiB), which is contiguous on the device.
 const EXTENT_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
-/// Pages read at once when a sequential read begins, and at most (as read_ahead_kb = 128).
+/// Pages of the first and of the largest read-ahead (128 KiB, the kernel's default of read_ahead_kb).
 const READ_AHEAD_MIN: u64 = 4;
 const READ_AHEAD_MAX: u64 = 32;
-/// Most pages of one write (512 KiB), and most writes in flight.
+/// Maximum pages of a write (512 KiB), and maximum writes in flight.
 const WRITE_PAGES_MAX: usize = 128;
 const WRITES_MAX: usize = 32;
 
-/// Where the pages of a file are on the device.
+/// Maps the pages of a file to the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
-    /// Number of the file, from 0.
+    /// Number of the file, starting at 0.
     pub file: u64,
-    /// Files that grew at the same time, so that their extents alternate.
+    /// Number of files that grew at the same time: their extents alternate on the device.
     pub files: u64,
 }
 
 impl Layout {
-    /// The page of the device with `page` of the file.
+    /// The page of the device that stores `page` of the file.
     fn device_page(self, page: u64) -> u64 {
         (page / EXTENT_PAGES * self.files + self.file) * EXTENT_PAGES + page % EXTENT_PAGES
     }
 
-    /// Pages from `page` to the end of its extent.
+    /// Number of pages from `page` to the end of its extent.
     fn contiguous(page: u64) -> u64 {
         EXTENT_PAGES - page % EXTENT_PAGES
     }
 
-    /// Pages of each file on a device of `bytes`.
+    /// Size of each file in pages, on a device of `bytes`.
     pub fn file_pages(self, bytes: u64) -> u64 {
         bytes / PAGE_BYTES as u64 / EXTENT_PAGES / self.files * EXTENT_PAGES
     }
 }
 
-/// A completed I/O: its pages, its result, and its memory.
+/// A completed I/O, with the first page that it read or wrote.
 struct Completed {
     first: u64,
     write: bool,
@@ -65,28 +64,26 @@ struct Completed {
 pub struct File {
     submitter: Submitter,
     layout: Layout,
-    /// Its size.
     pages: u64,
     cache: Pages,
-    /// Reads ahead in flight: first page and count.
+    /// First page and length of each read-ahead in flight.
     reading: VecDeque<(u64, u64)>,
-    /// Where the window of read-ahead ends, how large the last one was, and the page that
-    /// asks for the next one.
+    /// The end of the read-ahead window, its length in pages, and the page whose use triggers the next read-ahead.
     window_end: u64,
     window: u64,
     marker: Option<u64>,
     previous: Option<u64>,
-    /// Dirty pages still to be written in this pass, in order, and writes in flight.
+    /// Dirty pages that the current write-back pass must still write, in ascending order; and the writes in flight.
     pass: VecDeque<u64>,
     writes: usize,
     sender: Sender<Completed>,
     completed: Receiver<Completed>,
-    /// The first error of a write, returned by the next [`File::sync`].
+    /// The first error of a write; the next [`File::sync`] returns it.
     failed: Option<blkq::Status>,
 }
 
 impl File {
-    /// The file of `layout` on `disk`, with a cache of `cache_bytes`, in which nothing is.
+    /// Opens the file of `layout` on `disk`, with an empty cache of `cache_bytes`.
     pub fn open(disk: &Arc<Disk>, layout: Layout, cache_bytes: usize) -> File {
         let (sender, completed) = channel();
         File {
@@ -107,12 +104,11 @@ impl File {
         }
     }
 
-    /// Its size in pages.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Pages in its cache, and most that there may be.
+    /// Number of cached pages, and the capacity of the cache.
     #[cfg(test)]
     pub fn cached(&self) -> (usize, usize) {
         (self.cache.len(), self.cache.capacity())
@@ -121,7 +117,7 @@ impl File {
     /// Reads `page`.
     ///
     /// # Errors
-    /// If the device fails.
+    /// Returns the error of the device.
     pub fn read(&mut self, page: u64, into: &mut [u8]) -> Result {
         self.reap()?;
         let sequential = self.previous.map_or(page == 0, |previous| page == previous + 1);
@@ -144,23 +140,23 @@ impl File {
         result?;
         let buffer = data.into_buffer().ok_or("a read lost its buffer")?;
         into.copy_from_slice(&buffer);
-        // Without room it is read again next time.
+        // If the cache is full of dirty pages, the page is not cached, and the next read reads it again.
         self.cache.insert(page, &buffer);
         Ok(())
     }
 
-    /// Writes `page`, to the cache.
+    /// Writes `page` to the cache.
     ///
     /// # Errors
-    /// If the device failed to do so for an earlier one.
+    /// Returns the error of an earlier read-ahead.
     pub fn write(&mut self, page: u64, bytes: &[u8]) -> Result {
         self.reap()?;
-        // A read of these pages in flight has older data; it must not complete after this.
+        // A read of the page that is in flight returns older data, so it must not complete after this write.
         while self.is_being_read(page) {
             self.wait()?;
         }
-        // As a file system is slowed down when half of its memory waits to be written, and
-        // begins to write long before.
+        // Like the kernel's dirty limits: write-back starts when a quarter of the cache is dirty, and the writer waits
+        // when half of it is.
         while self.cache.unwritten() >= self.cache.capacity() / 2 || !self.cache.write(page, bytes) {
             self.write_back();
             self.wait()?;
@@ -171,10 +167,10 @@ impl File {
         Ok(())
     }
 
-    /// Writes all that is dirty, and flushes the device.
+    /// Writes all dirty pages, and flushes the device.
     ///
     /// # Errors
-    /// If a write or the flush failed.
+    /// Returns the first error of a write since the last call, or the error of the flush.
     pub fn sync(&mut self) -> Result {
         while self.cache.unwritten() > 0 {
             self.write_back();
@@ -197,8 +193,7 @@ impl File {
         Sector(self.layout.device_page(page) * (PAGE_BYTES as u64 / 512))
     }
 
-    /// Reads the next `count` pages of the window, and asks for more when the first of them
-    /// is used.
+    /// Reads the next `count` pages, and sets the page whose use triggers the next read-ahead.
     fn read_ahead(&mut self, count: u64) {
         let (first, end) = (self.window_end, (self.window_end + count).min(self.pages));
         self.marker = (end < self.pages).then_some(if count == READ_AHEAD_MIN { first + 1 } else { first });
@@ -217,8 +212,8 @@ impl File {
         }
     }
 
-    /// Sends dirty pages to the device, as many as may be in flight. Pages that are written
-    /// to meanwhile wait for the next pass, so that no two writes of a page are in flight.
+    /// Submits dirty pages, up to the maximum number of writes in flight. A page that is dirtied during a pass is
+    /// written in the next pass, so that no two writes of a page are in flight.
     fn write_back(&mut self) {
         if self.pass.is_empty() && self.writes == 0 {
             self.pass.extend(self.cache.dirty());
@@ -242,12 +237,12 @@ impl File {
     fn submit(&mut self, first: u64, bio: Bio) {
         let (sender, write) = (self.sender.clone(), bio.operation.is_write());
         self.submitter.submit(bio, move |result, data| {
-            // The file was dropped, and with it the receiver.
+            // Sending fails if the file was dropped.
             let _ = sender.send(Completed { first, write, result, data });
         });
     }
 
-    /// Takes completed I/Os, without waiting.
+    /// Processes completed I/Os, without waiting.
     fn reap(&mut self) -> Result {
         while let Ok(completed) = self.completed.try_recv() {
             self.complete(completed)?;
@@ -255,7 +250,7 @@ impl File {
         Ok(())
     }
 
-    /// Waits until an I/O completes, if one is in flight.
+    /// Waits for a completion, if an I/O is in flight.
     fn wait(&mut self) -> Result {
         if self.reading.is_empty() && self.writes == 0 {
             return Ok(());
@@ -279,7 +274,7 @@ impl File {
         self.reading.retain(|(reading, _)| *reading != first);
         result?;
         for (page, bytes) in pages {
-            // Without room it is read again when it is wanted.
+            // As in `read`: a page that does not fit is read again when it is used.
             self.cache.insert(page, bytes);
         }
         Ok(())

@@ -1,8 +1,8 @@
-//! A bounded cache of pages: what a file system keeps of its files.
+//! A bounded page cache.
 
 use std::collections::{BTreeSet, HashMap};
 
-/// The cache stores, and the client reads and writes, so many bytes at once.
+/// Size of a page, and of each read and write of the client.
 pub const PAGE_BYTES: usize = 4096;
 
 /// The state of a cached page.
@@ -10,15 +10,14 @@ pub const PAGE_BYTES: usize = 4096;
 struct Slot {
     page: u64,
     used: bool,
-    /// Was used since the hand passed.
+    /// Whether the page was used since the clock hand passed it.
     referenced: bool,
     dirty: bool,
-    /// Its data is on the way to the device.
+    /// Whether a write of the page is in flight.
     writing: bool,
 }
 
-/// Pages of a file in memory, so many at most; the longest unused clean one makes room
-/// (the clock algorithm).
+/// A bounded number of cached pages. The clock algorithm replaces clean pages that were not used recently.
 pub struct Pages {
     memory: Vec<u8>,
     slots: Vec<Slot>,
@@ -29,7 +28,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// A cache of `bytes`, a multiple of the page, at least 16 pages.
+    /// A cache of `bytes`, a multiple of the page size; it has at least 16 pages.
     pub fn new(bytes: usize) -> Pages {
         let count = (bytes / PAGE_BYTES).max(16);
         Pages {
@@ -42,28 +41,25 @@ impl Pages {
         }
     }
 
-    /// Most pages in it.
     pub fn capacity(&self) -> usize {
         self.slots.len()
     }
 
-    /// Pages in it.
     #[cfg(test)]
     pub fn len(&self) -> usize {
         self.index.len()
     }
 
-    /// Pages that must be written before they may go.
+    /// Number of pages that are dirty or being written.
     pub fn unwritten(&self) -> usize {
         self.dirty.len() + self.writing
     }
 
-    /// Pages to be written that are not on their way.
+    /// Dirty pages that are not being written, in ascending order.
     pub fn dirty(&self) -> impl Iterator<Item = u64> {
         self.dirty.iter().copied()
     }
 
-    /// Whether `page` is there.
     pub fn contains(&self, page: u64) -> bool {
         self.index.contains_key(&page)
     }
@@ -72,21 +68,21 @@ impl Pages {
         &mut self.memory[slot * PAGE_BYTES..][..PAGE_BYTES]
     }
 
-    /// The bytes of `page`, if it is there.
+    /// The cached bytes of `page`.
     pub fn get(&mut self, page: u64) -> Option<&[u8]> {
         let slot = *self.index.get(&page)?;
         self.slots[slot].referenced = true;
         Some(self.memory_of(slot))
     }
 
-    /// Takes in what was read from the device, unless there is something newer. `false`: no
-    /// room, because everything else must be written first.
+    /// Caches data that was read from the device, unless the page is cached already. Returns `false` if all pages of the
+    /// cache are dirty or being written.
     pub fn insert(&mut self, page: u64, bytes: &[u8]) -> bool {
         self.contains(page)
             || self.place(page).map(|slot| self.memory_of(slot).copy_from_slice(bytes)).is_some()
     }
 
-    /// Takes in what was written. `false`: no room.
+    /// Stores written data. Returns `false` if all pages of the cache are dirty or being written.
     pub fn write(&mut self, page: u64, bytes: &[u8]) -> bool {
         let Some(slot) = self.index.get(&page).copied().or_else(|| self.place(page)) else { return false };
         self.memory_of(slot).copy_from_slice(bytes);
@@ -96,7 +92,7 @@ impl Pages {
         true
     }
 
-    /// Copies `page`, which is dirty, to be written to the device.
+    /// Copies the dirty page `page` to `into`, and marks it as being written.
     pub fn begin_writing(&mut self, page: u64, into: &mut [u8]) {
         let slot = self.index[&page];
         into.copy_from_slice(self.memory_of(slot));
@@ -106,16 +102,15 @@ impl Pages {
         self.writing += 1;
     }
 
-    /// `page` has been written.
     pub fn complete_write(&mut self, page: u64) {
         let slot = self.index[&page];
         self.slots[slot].writing = false;
         self.writing -= 1;
     }
 
-    /// A slot for `page`: a free one, or that of a clean page.
+    /// Finds a slot for `page`: a free slot, or the slot of a clean page.
     fn place(&mut self, page: u64) -> Option<usize> {
-        // Twice around: the first time takes the marks away.
+        // Two rounds, because the first one may only clear the `referenced` marks.
         for _ in 0..2 * self.slots.len() {
             let hand = self.hand;
             self.hand = (hand + 1) % self.slots.len();

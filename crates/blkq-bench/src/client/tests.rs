@@ -1,4 +1,4 @@
-//! The client against a model: what is read is what was written, whatever the cache did.
+//! Compares the client with a model: each read must return what was last written, whatever the cache did.
 
 use blkq::drivers::ram::Ram;
 use blkq::random::Random;
@@ -13,8 +13,7 @@ fn page_of(value: u64) -> Vec<u8> {
     value.to_le_bytes().repeat(PAGE_BYTES / 8)
 }
 
-/// Reads and writes at random, in runs, in two files with small caches; then reads
-/// everything with fresh ones.
+/// Reads and writes random runs of pages in two files with small caches, then reads both files with empty caches.
 fn check(driver: Box<dyn Driver>) {
     let disk = Disk::builder(driver).depth(16).build().unwrap();
     let engine = EngineThread::spawn("test", vec![(disk.clone(), 0)]).unwrap();
@@ -59,12 +58,12 @@ fn check(driver: Box<dyn Driver>) {
 }
 
 #[test]
-fn what_is_read_is_what_was_written() {
+fn reads_return_the_last_write_on_memory() {
     check(Box::new(Ram::new(32 << 20, 4096, false).unwrap()));
 }
 
 #[test]
-fn the_same_on_a_file() {
+fn reads_return_the_last_write_on_a_file() {
     let path = std::env::temp_dir().join(format!("blkq-bench-client-{}", std::process::id()));
     std::fs::File::create(&path).unwrap().set_len(32 << 20).unwrap();
     for direct_io in [DirectIo::Off, DirectIo::Auto] {
@@ -75,7 +74,7 @@ fn the_same_on_a_file() {
 }
 
 #[test]
-fn a_sequential_read_asks_for_large_pieces_a_random_for_a_page() {
+fn sequential_reads_read_ahead_and_random_reads_do_not() {
     let disk = Disk::builder(Box::new(Ram::new(32 << 20, 4096, false).unwrap())).build().unwrap();
     let engine = EngineThread::spawn("test", vec![(disk.clone(), 0)]).unwrap();
     let mut file = File::open(&disk, Layout { file: 0, files: 1 }, CACHE_PAGES * PAGE_BYTES);
@@ -85,12 +84,12 @@ fn a_sequential_read_asks_for_large_pieces_a_random_for_a_page() {
         file.read(page, &mut bytes).unwrap();
     }
     assert_eq!(reads(), 4);
-    // Two windows are in flight at most, for which the cache must have room.
+    // Up to two read-ahead windows are in flight; the cache must be large enough for both.
     let mut file = File::open(&disk, Layout { file: 0, files: 1 }, 256 * PAGE_BYTES);
     for page in 0..1024 {
         file.read(page, &mut bytes).unwrap();
     }
-    // Most windows are full; those that begin, and those across an extent, are not.
+    // Most windows have the maximum size; the first ones, and those that an extent ends, are smaller.
     assert!(reads() - 4 <= 2 * 1024 / READ_AHEAD_MAX, "{} reads", reads() - 4);
     drop(engine);
 }

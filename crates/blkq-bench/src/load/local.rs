@@ -1,4 +1,4 @@
-//! A queue of the block layer that the measuring thread owns: no hand-over, no lock.
+//! A load on a queue that the measuring thread owns: without other threads and without locks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use crate::load::{Load, Offsets};
 use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
-/// Runs `load` through queue 0 of `disk` for `length`.
+/// Runs `load` on queue 0 of `disk` for `length`.
 ///
 /// # Errors
-/// If the queue cannot be opened, or an I/O fails.
+/// Returns the error of opening the queue, or of the first I/O that failed.
 pub fn run(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
     let mut queue = disk.open_queue(0)?;
     let before = queue.ring_counters();
@@ -26,10 +26,10 @@ pub fn run(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
         .with_statistics(&disk.stats().delta(&statistics)))
 }
 
-/// Runs `load` through `queue` for `length`.
+/// Runs `load` on `queue` for `length`.
 ///
 /// # Errors
-/// If an I/O fails.
+/// Returns the error of the first I/O that failed.
 pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> Result<Run> {
     let mut offsets = load.offsets(bytes);
     let mut free: Vec<IoBuffer> =
@@ -48,7 +48,8 @@ pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> 
     run
 }
 
-/// Submits all that is free if that is a batch, and takes what has completed: 0 when all has.
+/// Submits all free buffers if they are a batch, waits, and reaps completions. Returns their number, which is 0 when the
+/// load is done.
 #[inline]
 pub fn turn(
     queue: &mut LocalQueue,

@@ -1,7 +1,6 @@
-//! The same load on different sides: raw io_uring on the file ([`raw`]), blocking calls of
-//! threads on it ([`workers`]), a queue of the block layer that the measuring thread owns
-//! ([`local`]), many threads that own none ([`submitters`]), and io_uring that does nothing
-//! ([`nop`]); and requests to a vhost-user-blk server ([`mod@vhost`]).
+//! Generates the same load on different targets: raw io_uring on the file ([`raw`]), threads with blocking calls on the
+//! file ([`workers`]), a queue that the measuring thread owns ([`local`]), threads that submit through an engine
+//! ([`submitters`]), io_uring operations without effect ([`nop`]), and a vhost-user-blk server ([`mod@vhost`]).
 
 use blkq::random::Random;
 
@@ -14,38 +13,34 @@ pub mod submitters;
 pub mod vhost;
 pub mod workers;
 
-/// The place of the next I/O.
+/// The order of the offsets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pattern {
-    /// Anywhere.
     Random,
-    /// After the one before.
+    /// Each I/O begins at the end of the previous one.
     Sequential,
 }
 
 /// The load of one thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
-    /// Where.
     pub pattern: Pattern,
-    /// Writes instead of reads.
     pub write: bool,
-    /// Bytes per I/O.
     pub block_bytes: u32,
-    /// I/Os in flight at most.
+    /// Maximum number of I/Os in flight.
     pub depth: usize,
-    /// As soon as so many are not in flight, all that are not are submitted at once.
+    /// New I/Os are submitted together, as soon as this number of them is not in flight.
     pub batch: usize,
-    /// Buffers registered with the ring.
+    /// Whether the buffers are registered with the ring.
     pub registered: bool,
-    /// A call for each I/O; else one for all that are submitted at once.
+    /// Whether each I/O is submitted by its own system call.
     pub one_by_one: bool,
-    /// It stops after so many I/Os, no two of which are at the same place.
+    /// The load stops after this number of I/Os, each at another offset.
     pub ios_max: Option<u64>,
 }
 
 impl Load {
-    /// Reads of 4 KiB, `depth` in flight, resubmitted as they complete.
+    /// Reads of 4 KiB; each completed read is replaced by a new one.
     pub fn read(pattern: Pattern, depth: usize) -> Load {
         Load {
             pattern,
@@ -59,36 +54,36 @@ impl Load {
         }
     }
 
-    /// Writes of the same.
+    /// Writes of 4 KiB; each completed write is replaced by a new one.
     pub fn write(pattern: Pattern, depth: usize) -> Load {
         Load { write: true, ..Load::read(pattern, depth) }
     }
 
-    /// The same, `batch` at once.
+    /// Submits I/Os in batches of `batch`.
     #[must_use]
     pub fn batch(self, batch: usize) -> Load {
         Load { batch, ..self }
     }
 
-    /// The same with registered buffers.
+    /// Registers the buffers with the ring.
     #[must_use]
     pub fn registered(self) -> Load {
         Load { registered: true, ..self }
     }
 
-    /// The same, with a call for each.
+    /// Submits each I/O by its own system call.
     #[must_use]
     pub fn one_by_one(self) -> Load {
         Load { one_by_one: true, ..self }
     }
 
-    /// The same, over after `ios`, or when there was one in every place of the device.
+    /// Stops after `ios`, or when each block of the device was used.
     #[must_use]
     pub fn at_most(self, ios: u64) -> Load {
         Load { ios_max: Some(ios), ..self }
     }
 
-    /// The offsets of its I/Os in bytes, on a device of `bytes`.
+    /// The byte offsets of the I/Os on a device of `bytes`.
     pub fn offsets(&self, bytes: u64) -> Offsets {
         let seed = u64::from(std::process::id()) ^ blkq::clock::monotonic_ns();
         let blocks = bytes / u64::from(self.block_bytes);
@@ -109,7 +104,7 @@ impl Load {
     }
 }
 
-/// The offsets of a load.
+/// The sequence of offsets of a load.
 pub struct Offsets {
     pattern: Pattern,
     blocks: u64,
@@ -121,13 +116,13 @@ pub struct Offsets {
 }
 
 impl Offsets {
-    /// How many there are still.
+    /// Number of offsets that are left.
     #[inline]
     pub fn left(&self) -> u64 {
         self.left
     }
 
-    /// The next one, in bytes. There must be one [left](Offsets::left).
+    /// Returns the next offset in bytes. [`Offsets::left`] must not be 0.
     #[inline]
     pub fn next_bytes(&mut self) -> u64 {
         self.left -= 1;
@@ -142,8 +137,8 @@ impl Offsets {
         block * self.block_bytes
     }
 
-    /// The one with that number, from 0, in bytes; none after the last. Only of a load that
-    /// has one.
+    /// Returns offset number `index` in bytes, counted from 0, or `None` after the last. The load must have
+    /// [`Load::ios_max`] set.
     pub fn nth_bytes(&self, index: u64) -> Option<u64> {
         let block = self.shuffle.as_ref().map_or(index, |shuffle| shuffle.at(index.min(self.blocks - 1)));
         (index < self.left).then_some(block * self.block_bytes)

@@ -1,5 +1,4 @@
-//! io_uring with operations that do nothing: what an interface of the kernel can do that
-//! takes a batch with one system call.
+//! io_uring with IORING_OP_NOP: the rate of a kernel interface that takes a batch per system call and does nothing.
 
 use std::time::Duration;
 
@@ -10,10 +9,10 @@ use crate::load::raw;
 use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
-/// Submits `batch` operations at once and takes their completions, for `length`.
+/// Submits batches of `batch` operations and reaps their completions, for `length`.
 ///
 /// # Errors
-/// If the kernel gives no ring.
+/// Returns the error of io_uring.
 pub fn run(batch: usize, length: Duration) -> Result<Run> {
     let mut ring = raw::ring()?;
     let entries = vec![opcode::Nop::new().build(); batch];

@@ -1,5 +1,5 @@
-//! io_uring on the file and nothing between: the limit of what a block layer over the
-//! file can give. The ring is set up as blkq sets up its own.
+//! io_uring directly on the file: the upper limit for a block layer on the file. The ring has the same flags as the rings
+//! of blkq.
 
 use std::fs::OpenOptions;
 use std::io::{Seek, SeekFrom};
@@ -16,23 +16,28 @@ use crate::load::Load;
 use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
-/// Slots of the submission queue.
+/// Entries of the submission queue.
 const ENTRIES: u32 = 256;
 
 /// Runs `load` on the file for `length`, with O_DIRECT or through the page cache.
 ///
 /// # Errors
-/// If the file cannot be opened so, or an I/O fails or is short.
+/// Returns an error if the file cannot be opened this way, or an I/O fails or is short.
 pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<Run> {
     let mut file = OpenOptions::new()
         .read(true)
         .write(load.write)
         .custom_flags(if direct { libc::O_DIRECT } else { 0 })
         .open(path)?;
-    // Not by its metadata: a block device has no length there.
+    // Metadata would report a length of 0 for a block device.
     let bytes = file.seek(SeekFrom::End(0))?;
     if bytes < u64::from(load.block_bytes) {
-        return Err(format!("{}: {bytes} bytes hold no I/O of {}", path.display(), load.block_bytes).into());
+        return Err(format!(
+            "{}: a file of {bytes} bytes is too small for I/Os of {} bytes",
+            path.display(),
+            load.block_bytes
+        )
+        .into());
     }
     let mut offsets = load.offsets(bytes);
     let mut ring = ring()?;
@@ -44,7 +49,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
             .iter_mut()
             .map(|buffer| libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() })
             .collect();
-        // SAFETY: the buffers outlive the ring's use of them: all I/O completes below.
+        // SAFETY: the buffers outlive the ring's use of them, because all I/O completes below.
         unsafe { ring.submitter().register_buffers(&iovecs)? };
     }
     let mut free: Vec<usize> = (0..load.depth).collect();
@@ -54,7 +59,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
             let now = offsets.left().min(free.len() as u64) as usize;
             for slot in free.drain(..now) {
                 let entry = entry(load, slot, buffers[slot].as_mut_ptr(), offsets.next_bytes());
-                // SAFETY: each buffer is in flight once, and outlives the ring's use of it.
+                // SAFETY: a buffer is in flight at most once, and outlives the ring's use of it.
                 unsafe { ring.submission().push(&entry)? };
                 submissions += 1;
                 if load.one_by_one {
@@ -70,7 +75,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         enters += 1;
         let mut completed = 0;
         for cqe in ring.completion() {
-            // Whatever its result: it is not in flight, and not waited for below.
+            // The slot is free whatever the result: the loop below must not wait for it.
             free.push(cqe.user_data() as usize);
             if cqe.result() != load.block_bytes as i32 {
                 return Err(format!(
@@ -84,7 +89,7 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
         }
         Ok(completed)
     });
-    // Also after an error: the buffers must not go before the I/O on them.
+    // Also waits after an error: a buffer must not be freed before the I/O on it completes.
     let mut in_flight = load.depth - free.len();
     while in_flight > 0 {
         ring.submit_and_wait(1)?;
@@ -94,10 +99,10 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
     Ok(run.per_io(Metric::EntersPerIo, enters).per_io(Metric::SubmissionsPerIo, submissions))
 }
 
-/// A ring like blkq's own.
+/// Creates a ring with the flags that blkq uses.
 ///
 /// # Errors
-/// If the kernel does not give one.
+/// Returns the error of io_uring_setup.
 pub fn ring() -> Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag();
@@ -123,16 +128,16 @@ mod tests {
     #[test]
     fn a_failed_io_stops_the_run() {
         let path = std::env::temp_dir().join(format!("blkq-bench-raw-{}", std::process::id()));
-        std::fs::write(&path, [0; 4096]).expect("it is written");
-        // Reading a directory fails, and so each of several I/Os in flight.
+        std::fs::write(&path, [0; 4096]).expect("written");
+        // Reading a directory fails with EISDIR, for each of the I/Os in flight.
         let load = Load::read(Pattern::Random, 4);
         let error = |path: &Path| run(path, false, &load, Duration::from_millis(50)).map(|_| ()).unwrap_err();
         assert!(error(&std::env::temp_dir()).to_string().contains("completed with -21"));
         let empty = path.with_extension("empty");
-        std::fs::write(&empty, []).expect("it is written");
-        assert!(error(&empty).to_string().contains("hold no I/O"));
-        std::fs::remove_file(&empty).expect("it is removed");
+        std::fs::write(&empty, []).expect("written");
+        assert!(error(&empty).to_string().contains("is too small"));
+        std::fs::remove_file(&empty).expect("removed");
         assert!(run(&path, false, &load, Duration::from_millis(50)).is_ok());
-        std::fs::remove_file(&path).expect("it is removed");
+        std::fs::remove_file(&path).expect("removed");
     }
 }

@@ -1,5 +1,5 @@
-//! Many threads that own no queue, each with more to do than the device takes: as writers
-//! behind a page cache are, each submits until the request gate stops it.
+//! A load of many threads that own no queue. Each has more to submit than the device accepts, as writers to a page cache
+//! do, so each submits until the request gate blocks it.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,14 +15,13 @@ use crate::measurement::{Run, rate};
 use crate::metric::Metric;
 use crate::process::Usage;
 
-/// The part of a run that is not counted, at its beginning: until the gate is full.
+/// Warm-up before the measured time, as a share of it: the gate must be full first.
 pub const WARM_UP: f64 = 0.25;
 
-/// The I/Os of one submitter in flight, and those completed. Its own, so that two submitters
-/// never meet but at the gate.
+/// The I/Os of one submitter. Each submitter has a separate window, so that submitters share nothing but the gate.
 struct Window {
     completed: Mutex<Completed>,
-    /// The submitter waits for buffers, and enough of them are back.
+    /// Signals that enough buffers are free for the waiting submitter.
     refilled: Condvar,
     size: usize,
 }
@@ -48,8 +47,8 @@ impl Window {
         Window { completed, refilled: Condvar::new(), size: load.depth }
     }
 
-    /// Buffers to use; waits until half of the window is back if there are none, so that
-    /// one wake-up serves many.
+    /// Returns the free buffers. If there are none, waits until half of the window is free, so that one wake-up serves
+    /// many I/Os.
     fn take(&self) -> Vec<IoBuffer> {
         let mut completed = lock(&self.completed);
         if completed.buffers.is_empty() {
@@ -61,7 +60,7 @@ impl Window {
         std::mem::take(&mut completed.buffers)
     }
 
-    /// An I/O that was asked for at `asked_ns` completed; on the engine's thread.
+    /// Records the completion of an I/O that was submitted at `asked_ns`. Runs on the engine's thread.
     fn complete(&self, result: IoResult, data: Data, asked_ns: u64) {
         let latency_ns = monotonic_ns().saturating_sub(asked_ns);
         let mut completed = lock(&self.completed);
@@ -78,7 +77,7 @@ impl Window {
         }
     }
 
-    /// The completions since the last call.
+    /// Returns the completions since the last call.
     fn reap(&self) -> Completed {
         let mut completed = lock(&self.completed);
         let buffers = std::mem::take(&mut completed.buffers);
@@ -87,12 +86,12 @@ impl Window {
     }
 }
 
-/// Runs `load` on `submitters` threads for `length`, each within a region of its own of the
-/// device, through an engine of its own thread. `load.depth` I/Os of a submitter are in
-/// flight at most: more than a grant, so that the gate is what stops it.
+/// Runs `load` on `submitters` threads for `length`. Each thread uses its own region of the device; one engine serves
+/// all of them. `load.depth` limits the I/Os in flight of a submitter, and must exceed the largest grant, so that the
+/// gate is the limit.
 ///
 /// # Errors
-/// If the engine cannot be started, or an I/O fails.
+/// Returns an error if the engine cannot be started, or the error of an I/O.
 pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -> Result<Run> {
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     let region_bytes = disk.limits().capacity_bytes / submitters as u64;
@@ -125,7 +124,7 @@ pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -
     })
 }
 
-/// Submits until it is stopped.
+/// Submits I/Os until `stop` is set.
 fn submit(
     disk: &Arc<Disk>,
     window: &Arc<Window>,
@@ -149,7 +148,7 @@ fn submit(
     }
 }
 
-/// The sum of all submitters.
+/// Adds up the figures of all submitters.
 fn summary(load: &Load, completed: &[Completed], elapsed: Duration, used: Usage) -> Result<Run> {
     if let Some(status) = completed.iter().find_map(|completed| completed.failed) {
         return Err(format!("an I/O completed with {status:?}").into());
@@ -181,28 +180,28 @@ mod tests {
     use crate::load::Pattern;
 
     #[test]
-    fn submitters_fill_the_gate_and_are_counted() {
+    fn submitters_fill_the_gate_and_their_ios_are_counted() {
         for batching in [false, true] {
             let mut options = ModelOptions::new(1 << 30);
             options.completion = ModelCompletion::Timer(100_000);
             let disk = Disk::builder(Box::new(Model::new(options).expect("valid limits")));
             let disk = disk.depth(8).batching(batching).build().expect("valid settings");
-            // Until every submitter has got something, however busy the machine is.
+            // On a busy machine a submitter may get no I/O in a short run: repeats the run until each got one.
             let done = (0..100).find_map(|_| {
                 let load = Load::write(Pattern::Random, 32);
-                let run = run(&disk, 4, &load, Duration::from_millis(40)).expect("it runs");
+                let run = run(&disk, 4, &load, Duration::from_millis(40)).expect("the run succeeds");
                 let value = |of| run.values.iter().find(|(metric, _)| *metric == of).map(|(_, value)| *value);
-                let share = value(Metric::ShareMinByMax).expect("it is measured");
+                let share = value(Metric::ShareMinByMax).expect("measured");
                 (share > 0.0).then_some((value(Metric::RequestKib), value(Metric::WakeupsPerIo)))
             });
-            let (request_kib, wakeups) = done.expect("nobody starves for ever");
+            let (request_kib, wakeups) = done.expect("each submitter gets I/Os in one of the runs");
             assert!(request_kib >= Some(4.0), "{request_kib:?}");
-            assert!(wakeups > Some(0.0), "they wait for requests: {wakeups:?}");
+            assert!(wakeups > Some(0.0), "submitters wait for requests: {wakeups:?}");
             let gate = disk.gate_counters();
             assert_eq!(gate.grants > 0, batching, "{gate:?}");
             assert!(gate.largest_in_flight[1] <= if batching { 12 } else { 8 }, "{gate:?}");
             assert!(gate.largest_grant <= 32 && gate.waits == gate.wakeups, "{gate:?}");
-            assert_eq!(disk.stats().in_flight, [0, 0], "all of it completed");
+            assert_eq!(disk.stats().in_flight, [0, 0], "all I/Os completed");
         }
     }
 

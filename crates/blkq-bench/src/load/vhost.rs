@@ -1,5 +1,5 @@
-//! The load of a virtual machine: requests to a vhost-user-blk server, one thread for each queue, which
-//! sleeps until the server signals a completion.
+//! The load of a virtual machine: requests to a vhost-user-blk server. Each queue has a thread, which sleeps until the
+//! server signals a completion.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,18 +11,18 @@ use crate::metric::Metric;
 use crate::process::Usage;
 use crate::vhost::{FrontEnd, Operation, Options, Queue, Request};
 
-/// Entries of a ring, as QEMU has them.
+/// Entries of a ring: QEMU's default for virtio-blk.
 const RING_SIZE: u16 = 128;
-/// The longest that a request may take.
+/// Timeout of a request.
 const COMPLETION_WAIT: Duration = Duration::from_secs(30);
 
-/// A connected front end with memory for a load.
+/// A connected front end, with memory for a load.
 pub struct Client {
     front_end: FrontEnd,
     bytes: u64,
 }
 
-/// The work of one queue.
+/// The figures of one queue.
 struct Done {
     latencies_ns: Vec<u32>,
     kicks: u64,
@@ -30,10 +30,10 @@ struct Done {
 }
 
 impl Client {
-    /// Connects to `socket`, with `queues` that have memory for `load`.
+    /// Connects to `socket`, with `queues` queues that have memory for `load`.
     ///
     /// # Errors
-    /// If there is no server, or it does not offer so many queues.
+    /// Returns an error if no server listens, or it offers fewer queues.
     pub fn connect(socket: &Path, load: &Load, queues: usize) -> Result<Client> {
         let data_bytes = load.block_bytes as usize;
         let options =
@@ -41,20 +41,20 @@ impl Client {
         let mut front_end = FrontEnd::connect(socket, &options)?;
         let config = front_end.config()?;
         if queues > 1 && usize::from(config.queues) < queues {
-            return Err(format!("the server has {} queues", config.queues).into());
+            return Err(format!("the server offers {} queues only", config.queues).into());
         }
         Ok(Client { front_end, bytes: config.capacity_sectors * 512 })
     }
 
-    /// Memory of the client that the server maps, in bytes.
+    /// Size of the memory that the client shares with the server, in bytes.
     pub fn memory_bytes(&self) -> usize {
         self.front_end.memory_bytes()
     }
 
-    /// Runs `load` on each queue for `length`, and waits for all of it.
+    /// Runs `load` on each queue for `length`, and waits until all requests have completed.
     ///
     /// # Errors
-    /// If a request fails, or the server stops.
+    /// Returns an error if a request fails, or the server stops.
     pub fn run(&mut self, load: &Load, length: Duration) -> Result<Run> {
         let bytes = self.bytes;
         let (began, before) = (Instant::now(), Usage::of_self());
@@ -75,7 +75,7 @@ impl Client {
     }
 }
 
-/// The figures of all queues together, named as a client's beside a server.
+/// Merges the figures of all queues, under the metrics of a client.
 fn report(done: Vec<Done>, elapsed: Duration, used: Usage) -> Result<Run> {
     let (kicks, waits) = done.iter().fold((0, 0), |(kicks, waits), of| (kicks + of.kicks, waits + of.waits));
     let mut latencies_ns: Vec<u32> = done.into_iter().flat_map(|of| of.latencies_ns).collect();
@@ -98,8 +98,8 @@ fn report(done: Vec<Done>, elapsed: Duration, used: Usage) -> Result<Run> {
         .per_io(Metric::CallsPerIo, waits))
 }
 
-/// One reading of the clock per turn: what completed in it completed now, and what is submitted in it
-/// begins now.
+/// Reads the clock once per turn: all completions of a turn complete at that time, and all requests submitted in
+/// the next turn start at that time.
 fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Duration) -> Result<Done> {
     let operation = if load.write { Operation::Write } else { Operation::Read };
     let began = Instant::now();

@@ -1,5 +1,5 @@
-//! Threads that each do one blocking call at a time on the file: what a loop device with
-//! workers does. One thread is the fastest way to do one request after the other.
+//! Threads that each do one blocking call on the file at a time, like the workers of a loop device. A single thread is the
+//! fastest way to do requests one after another.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -15,11 +15,11 @@ use crate::load::Load;
 use crate::measurement::{Run, rate};
 use crate::process::Usage;
 
-/// Runs `load`, which must be finite, through the page cache with as many threads as it
-/// is deep: whichever is free takes the next I/O.
+/// Runs `load` through the page cache, with `load.depth` threads that share its offsets. The load must have
+/// [`Load::ios_max`] set.
 ///
 /// # Errors
-/// If the file cannot be opened, or an I/O fails or is short.
+/// Returns an error if the file cannot be opened, or an I/O fails or is short.
 pub fn run(path: &Path, load: &Load, length: Duration) -> Result<Run> {
     let file = OpenOptions::new().read(true).write(load.write).open(path)?;
     let offsets = load.offsets(file.metadata()?.len());
@@ -43,11 +43,10 @@ pub fn run(path: &Path, load: &Load, length: Duration) -> Result<Run> {
     together((0..load.depth).map(|_| worker).collect())
 }
 
-/// Runs each of `jobs`, which return how many I/Os they did, on a thread of its own until all
-/// have returned.
+/// Runs each of `jobs` on its own thread, and waits for all. A job returns its number of I/Os.
 ///
 /// # Errors
-/// The first error of a job.
+/// Returns the first error of a job.
 pub fn together<J: FnOnce() -> Result<u64> + Send>(jobs: Vec<J>) -> Result<Run> {
     let start = Barrier::new(jobs.len() + 1);
     std::thread::scope(|scope| {
@@ -61,7 +60,7 @@ pub fn together<J: FnOnce() -> Result<u64> + Send>(jobs: Vec<J>) -> Result<Run> 
                 })
             })
             .collect();
-        // All threads are there, and none begins before this one comes to the barrier again.
+        // All threads have started, and none begins its job before this thread reaches the barrier again.
         start.wait();
         let (began, before) = (Instant::now(), Usage::of_self());
         start.wait();

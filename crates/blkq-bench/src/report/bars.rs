@@ -1,76 +1,68 @@
-//! Bar plots: rows of horizontal bars, each row under its label and value, so that they
-//! are as readable on a phone as on a wide screen.
+//! Bar plots: rows of horizontal bars. The label and the value of a row are above its bars, so that the plot is
+//! readable on a phone.
 
 use super::html::{escape, width_em};
 use super::scale::{self, Scale};
 use crate::summary::wrap;
 
-/// Width of a picture, in its own units, which are pixels at its natural size.
+/// Width of a plot in SVG units, which are pixels at its natural size.
 pub const WIDTH: f64 = 400.0;
-/// Size of text.
+/// Font size of all text, in SVG units.
 pub const FONT: f64 = 12.0;
-/// From one line of text to the next.
+/// Distance of two lines of text.
 pub const LINE: f64 = 16.0;
-/// Room at the end of an axis for half a tick's label and for whiskers.
+/// Space right of an axis for half a tick label and for whiskers.
 const SIDE: f64 = 14.0;
-/// Thickness of a bar.
 const BAR: f64 = 12.0;
-/// Between bars of a row.
+/// Vertical space between the bars of a row.
 const BETWEEN: f64 = 3.0;
-/// Below a row.
+/// Vertical space below a row.
 const BELOW: f64 = 10.0;
 
-/// A bar from where the plot's bars begin to `value`.
+/// A bar from [`Plot::begin`] to `value`.
 pub struct Bar {
-    /// The last value on it.
     pub value: f64,
-    /// Least and most: the whisker.
+    /// Smallest and largest value: the whisker.
     pub range: Option<(f64, f64)>,
-    /// How it is drawn.
+    /// CSS class.
     pub class: &'static str,
-    /// Its tooltip.
+    /// Text of the tooltip.
     pub title: String,
 }
 
-/// Bars of one thing.
 pub struct Row {
-    /// The heading above this row, if a group begins with it.
+    /// The heading above this row, if the row is the first of a group.
     pub heading: Option<String>,
-    /// Its label.
     pub label: String,
-    /// Its value as text.
     pub value: String,
-    /// From top to bottom.
     pub bars: Vec<Bar>,
 }
 
-/// A plot of rows. Bars begin at `begin`, a value of the scale.
+/// A plot of rows of bars.
 pub struct Plot<'a> {
-    /// A name that no other plot of the page has.
+    /// An id that is unique on the page.
     pub id: String,
-    /// Its title.
     pub title: String,
-    /// The axis, over [`AXIS`].
+    /// Maps values to positions in [`AXIS`].
     pub scale: Scale,
-    /// Where bars begin.
+    /// The value at which all bars begin.
     pub begin: f64,
-    /// The text before and after the labels of ticks: a unit.
+    /// Formats the label of a tick.
     pub tick: fn(f64) -> String,
-    /// The quantity on the axis.
+    /// Label of the axis.
     pub axis: &'a str,
-    /// The rows.
     pub rows: Vec<Row>,
 }
 
-/// Where axes begin and end.
+/// Start and end of horizontal axes, in SVG units.
 pub const AXIS: (f64, f64) = (1.0, WIDTH - SIDE);
 
-/// How wide text is.
+/// Width of `text` in SVG units.
 pub fn measure(text: &str) -> f64 {
     FONT * width_em(text)
 }
 
-/// The beginning of a picture: its size, its name, and its figures for screen readers.
+/// The start tag of a plot, with its title and a description for screen readers.
 pub fn open(id: &str, title: &str, description: &str, height: f64) -> String {
     format!(
         "<svg role=\"img\" viewBox=\"0 0 {WIDTH} {height:.0}\" aria-labelledby=\"{id}-t {id}-d\">\n\
@@ -80,13 +72,12 @@ pub fn open(id: &str, title: &str, description: &str, height: f64) -> String {
     )
 }
 
-/// A line of text whose base line is at `y`.
+/// A line of text with its baseline at `y`.
 pub fn text(x: f64, y: f64, class: &str, content: &str) -> String {
     format!("<text x=\"{x:.1}\" y=\"{y:.1}\" class=\"{class}\">{}</text>\n", escape(content))
 }
 
 impl Plot<'_> {
-    /// The plot as SVG.
     pub fn svg(&self) -> String {
         let mut body = String::new();
         let mut y = 2.0;
@@ -98,7 +89,7 @@ impl Plot<'_> {
                 }
                 y += 2.0;
             }
-            // The label and the value share a line if both fit.
+            // The label and the value share a line if the label keeps a third of the width.
             let room = WIDTH - 1.06 * measure(&row.value) - FONT;
             let labels = wrap(&row.label, if room > WIDTH / 3.0 { room } else { WIDTH }, measure);
             for label in &labels {

@@ -2,13 +2,13 @@
 
 use crate::result::Results;
 
-/// The name under which a value is serialized.
+/// The name that serde writes for a unit variant.
 fn name(value: &impl serde::Serialize) -> String {
     let value = serde_json::to_value(value).unwrap_or_default();
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// A field; quoted if it has to be.
+/// A CSV field, quoted if required.
 fn field(text: &str) -> String {
     if text.contains(['"', ',', '\n', '\r']) {
         format!("\"{}\"", text.replace('"', "\"\""))
@@ -19,14 +19,13 @@ fn field(text: &str) -> String {
 
 const HEADING: &str = "table,part,title,name,x,metric,round,value,min,max\n";
 
-/// Whether a file that begins with `head` is one of [`csv`].
+/// Whether a file with the first bytes `head` was written by [`csv`].
 pub(super) fn is_csv(head: &[u8]) -> bool {
     head.starts_with(HEADING.as_bytes())
 }
 
-/// `table,part,title,name,x,metric,round,value,min,max`: lines of the part `run` have a
-/// round and its value, lines of the part `curve` an x, and the median, least and most of
-/// the rounds there.
+/// Formats all figures under the columns [`HEADING`]. A line of the part `run` contains a round and its value. A line
+/// of the part `curve` contains x, the median of the rounds as value, and their smallest and largest value.
 pub fn csv(results: &Results) -> String {
     let mut text = HEADING.to_owned();
     for table in &results.tables {

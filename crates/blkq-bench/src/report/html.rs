@@ -1,6 +1,6 @@
-//! Text as HTML and SVG: escaped, measured, and put into links.
+//! Helpers for HTML and SVG: escaping, text width, base64, tables.
 
-/// `text` with everything replaced that HTML and SVG give a meaning to.
+/// Escapes the characters that have a meaning in HTML and SVG.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -17,8 +17,8 @@ pub fn escape(text: &str) -> String {
     escaped
 }
 
-/// About how wide a text is, by the size of its font: never less than in DejaVu Sans or
-/// Verdana, which are among the widest.
+/// Estimates the width of a text in em. The estimate is never less than the width in DejaVu Sans or Verdana, which
+/// are among the widest common fonts.
 pub fn width_em(text: &str) -> f64 {
     text.chars()
         .map(|letter| match letter {
@@ -50,8 +50,8 @@ pub fn base64(bytes: &[u8]) -> String {
     text
 }
 
-/// Rows as a table. The first row is the heading; cells are HTML. The first column stands
-/// to the left, the others to the right.
+/// Formats rows as an HTML table. The first row is the heading. Cells are HTML. The first column is aligned to the
+/// left, the others to the right.
 pub fn table(rows: &[Vec<String>]) -> String {
     let Some((heading, body)) = rows.split_first() else { return String::new() };
     let head: String = heading.iter().map(|cell| format!("<th scope=\"col\">{cell}</th>")).collect();
@@ -71,12 +71,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_from_outside_is_markup() {
+    fn special_characters_are_escaped() {
         assert_eq!(escape("<a href=\"x\" id='y'>&\n"), "&lt;a href=&quot;x&quot; id=&#39;y&#39;&gt;&amp; ");
     }
 
     #[test]
-    fn base64_is_that_of_the_rfc() {
+    fn base64_matches_the_test_vectors_of_the_rfc() {
         let encoded = ["", "f", "fo", "foo", "foob", "fooba", "foobar"].map(|text| base64(text.as_bytes()));
         assert_eq!(encoded, ["", "Zg==", "Zm8=", "Zm9v", "Zm9vYg==", "Zm9vYmE=", "Zm9vYmFy"]);
     }

@@ -6,16 +6,16 @@ use super::scale::{self, Scale};
 use crate::result::{Curve, Point};
 use crate::summary::{self, number, wrap};
 
-/// Height of the plot itself.
+/// Height of the area with the curves.
 const HEIGHT: f64 = 190.0;
-/// Colours, dashes and markers that the style knows.
+/// Number of curve styles (colour, dashes, marker) in style.css.
 const STYLES: usize = 6;
-/// Values further apart than this factor are drawn on a logarithmic axis.
+/// The y axis is logarithmic if the largest value / the smallest exceeds this.
 const WIDE: f64 = 30.0;
-/// Width of a line's sample in the legend.
+/// Width of the line sample in the legend.
 const SAMPLE: f64 = 30.0;
 
-/// The curves as SVG. They share their axes.
+/// Draws curves that share their axes as SVG.
 pub fn svg(id: &str, title: &str, curves: &[&Curve]) -> String {
     let points = || curves.iter().flat_map(|curve| &curve.points);
     let places = summary::places(curves);

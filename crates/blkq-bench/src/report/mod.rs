@@ -1,4 +1,4 @@
-//! The report: one page that needs nothing else, and the raw figures beside it.
+//! The report: a self-contained HTML page, and the figures as JSON and CSV next to it.
 
 use std::io::Write;
 use std::path::Path;
@@ -19,19 +19,19 @@ mod scale;
 pub use page::PAGE;
 use page::{CSV, GENERATOR, JSON};
 
-/// The results as the JSON document that `schema.json` describes.
+/// Formats the results as the JSON document that `schema.json` describes.
 ///
 /// # Errors
-/// None that is known of.
+/// Returns the error of the serializer, which no known value causes.
 pub fn json(results: &Results) -> Result<String> {
     Ok(serde_json::to_string_pretty(results)? + "\n")
 }
 
-/// Makes the directory if it is not there, and sees that the report can be written into
-/// it without losing a page that is not a report.
+/// Creates the directory if it does not exist, and checks that the report can be written into it and replaces
+/// nothing but an earlier report.
 ///
 /// # Errors
-/// If it cannot.
+/// Returns one line with the path and the reason.
 pub fn check(directory: &Path) -> Result {
     std::fs::create_dir_all(directory).map_err(|e| format!("{}: {e}", directory.display()))?;
     check_output(&directory.join(PAGE), is_page)?;
@@ -42,7 +42,7 @@ pub fn check(directory: &Path) -> Result {
 /// Writes the page and the figures into `directory`.
 ///
 /// # Errors
-/// If they cannot be written.
+/// Returns one line with the path that cannot be written.
 pub fn write(results: &Results, directory: &Path) -> Result {
     let (json, csv) = (json(results)?, csv::csv(results));
     let page = page::page(results, &json, &csv);
@@ -54,15 +54,15 @@ pub fn write(results: &Results, directory: &Path) -> Result {
 /// Writes the results as JSON to a file.
 ///
 /// # Errors
-/// If it cannot be written, or contains anything but earlier results.
+/// Returns one line if the file cannot be written, or contains anything but earlier results.
 pub fn write_json(results: &Results, path: &Path) -> Result {
     write_output(path, is_json, &json(results)?)
 }
 
-/// Checks that the results can be written to a file as JSON, and leaves everything as it was.
+/// Checks that the results can be written to a file as JSON, without changing anything.
 ///
 /// # Errors
-/// Returns the errors that [`write_json`] would return for the file at `path`, as far as they can be seen before.
+/// Returns the errors of [`write_json`] that can be detected before writing.
 pub fn check_json(path: &Path) -> Result {
     check_output(path, is_json)
 }
@@ -71,7 +71,7 @@ fn is_page(head: &[u8]) -> bool {
     String::from_utf8_lossy(head).contains(GENERATOR)
 }
 
-/// Whether a file that begins with `head` is one of [`json`], and not of another program.
+/// Whether a file with the first bytes `head` was written by [`write_json`].
 fn is_json(head: &[u8]) -> bool {
     head.starts_with(b"{\n  \"schema\": ")
 }

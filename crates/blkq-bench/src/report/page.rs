@@ -1,4 +1,4 @@
-//! The page: what was found out, table by table, for people.
+//! The HTML page: the results of each table.
 
 use super::html::{base64, escape, table as html_table};
 use super::plots::{self, ratio_and_spread};
@@ -6,23 +6,23 @@ use crate::metric::Metric;
 use crate::result::{Comparison, Effect, Expected, Figure, Results, Table};
 use crate::summary::{self, number};
 
-/// Name of the page in its directory.
+/// File name of the page.
 pub const PAGE: &str = "index.html";
-/// Name of the figures as JSON.
+/// File name of the figures as JSON.
 pub(super) const JSON: &str = "results.json";
-/// Name of the figures as CSV.
+/// File name of the figures as CSV.
 pub(super) const CSV: &str = "results.csv";
 
-/// The mark by which a page is known as one of ours, which may be replaced.
+/// Marks a page as one of blkq bench, which a later report may replace.
 pub(super) const GENERATOR: &str = "<meta name=\"generator\" content=\"blkq bench\">";
 
-/// The style sheet. Colours of light and dark stand at its top.
+/// The style sheet. The colours of the light and the dark theme are at its top.
 const STYLE: &str = include_str!("style.css");
 
-/// Nothing is fetched, nothing is run.
+/// The page loads nothing and runs no scripts.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
 
-/// The whole page, with the documents `json` and `csv` in it.
+/// Formats the whole page. `json` and `csv` are embedded as downloads.
 pub fn page(results: &Results, json: &str, csv: &str) -> String {
     let title = format!("blkq bench, {}", date(results.started_unix));
     let sections: String = results.tables.iter().map(section).collect();
@@ -60,7 +60,7 @@ fn download(name: &str, kind: &str, label: &str, text: &str) -> String {
     format!("<a download=\"{name}\" href=\"data:{kind};charset=utf-8;base64,{data}\">{label}</a>\n")
 }
 
-/// A card for each table: what it found in a word.
+/// A card with the main result for each table.
 fn contents(results: &Results) -> String {
     let cards: String = results.tables.iter().map(card).collect();
     format!("<nav aria-label=\"Tables\">\n{cards}</nav>\n")
@@ -97,7 +97,7 @@ fn card(table: &Table) -> String {
     )
 }
 
-/// The name of a table, which is that of the command line.
+/// The name of the table on the command line, as id of its section.
 fn id(table: &Table) -> String {
     serde_json::to_value(table.name)
         .ok()
@@ -113,7 +113,7 @@ fn section(table: &Table) -> String {
         let published = published_ratio
             .map_or(String::new(), |ratio| format!(", where \u{d7}{} was published", summary::ratio(ratio)));
         html += &format!(
-            "<p class=\"verdict\"><strong>{}</strong> {}{published}: {} by {}; {}.</p>\n",
+            "<p class=\"verdict\"><strong>{}</strong> {}{published}: {} relative to {}; {}.</p>\n",
             escape(&ratio_and_spread(found.effect)),
             escape(metric.label()),
             escape(feature),
@@ -161,7 +161,7 @@ fn published(table: &Table) -> String {
     )
 }
 
-/// A verdict that shows in its word too, not by colour alone.
+/// A verdict as a coloured word: colour alone would not be accessible.
 fn pill(good: bool, words: [&str; 2]) -> String {
     let (class, word) = if good { ("good", words[0]) } else { ("bad", words[1]) };
     format!("<span class=\"pill {class}\">{word}</span>")
@@ -219,7 +219,7 @@ fn comparison(comparison: &Comparison) -> String {
         rows.push(std::iter::once(escape(&case.name)).chain(metrics.iter().map(cell)).collect());
     }
     let mut html = format!(
-        "<h4>{} <small>median of {} rounds of {} s, least to most</small></h4>\n{}",
+        "<h4>{} <small>median of {} rounds of {} s, smallest to largest</small></h4>\n{}",
         escape(&comparison.title),
         comparison.rounds,
         comparison.seconds,
@@ -235,7 +235,8 @@ fn comparison(comparison: &Comparison) -> String {
                 &ratio_and_spread(effect),
                 published.as_deref().unwrap_or("-"),
             ]);
-            cells[0] += &format!("<small>{} by {}</small>", escape(&effect.feature), escape(&effect.base));
+            cells[0] +=
+                &format!("<small>{} relative to {}</small>", escape(&effect.feature), escape(&effect.base));
             cells
         }));
         html += &html_table(&rows);
@@ -258,31 +259,31 @@ fn machine(results: &Results) -> String {
         ("Processor", format!("{}, {} in use{virtual_machine}", machine.processor, machine.processors)),
         ("Memory", format!("{:.1} GiB", machine.memory_bytes as f64 / f64::from(1 << 30))),
         ("Kernel", format!("Linux {}", machine.kernel)),
-        ("File system", machine.file_system.clone().unwrap_or("no file was measured on".to_owned())),
+        ("File system", machine.file_system.clone().unwrap_or("no table used a file".to_owned())),
         ("Clock source", machine.clock_source.clone()),
-        ("Load when it began", format!("{:.2}", machine.load)),
+        ("Load average at the start", format!("{:.2}", machine.load)),
     ];
     let facts: String =
         facts.iter().map(|(name, fact)| format!("<dt>{name}</dt><dd>{}</dd>\n", escape(fact))).collect();
     format!("<section id=\"machine\">\n<h2>The machine</h2>\n<dl>\n{facts}</dl>\n</section>\n")
 }
 
-/// How to read it all.
+/// Explains the notation.
 const READING: &str = "\
 <section id=\"reading\">
 <h2>How to read this</h2>
-<p>The cases of a comparison take turns (A B A B ...), so that what disturbs the machine disturbs all of them. \
-Figures are medians of the rounds, with the least and the most; so are the whiskers in the plots. \
-A ratio is the median of the ratios of each round. \u{b1} is how far the rounds lie apart: the root of the largest \
-ratio by the smallest. A ratio marked with ~ is no larger than that, and shows nothing: measure longer, or on \
-a quieter machine.</p>
-<p>A mechanism is a counter, which does not depend on how fast the machine is: it shows why a figure is what it is. \
-A target is a figure that blkq wants to reach. Published figures belong to the machines of their origins; \
+<p>The cases of a comparison take turns (A B A B ...), so that a disturbance of the machine affects all of them. \
+Figures are medians of the rounds; the range below, and the whiskers in the plots, go from the smallest to the \
+largest round. A ratio is feature / base, the median of the ratios of each round. \u{b1} is the spread of these \
+ratios: the square root of the largest / the smallest. A ratio marked with ~ is within its spread and shows no \
+clear effect: measure longer, or on a quieter machine.</p>
+<p>A mechanism is a counter, which does not depend on the speed of the machine: it shows why a figure is what it is. \
+A target is a figure that blkq should reach. Published figures were measured on the machines of their authors: \
 compare ratios and directions.</p>
 </section>
 ";
 
-/// A time as `2026-11-21 10:27` in UTC, by the days of the civil calendar.
+/// Formats a time as `2026-11-21 10:27` in UTC.
 fn date(unix: u64) -> String {
     let (mut days, minutes) = (unix / 86_400, unix % 86_400 / 60);
     let mut year = 1970;
@@ -308,14 +309,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_follow_the_gregorian_calendar() {
         assert_eq!(date(0), "1970-01-01 00:00");
         assert_eq!(date(951_827_640), "2000-02-29 12:34");
         assert_eq!(date(1_798_761_599), "2026-12-31 23:59");
     }
 
     #[test]
-    fn names_from_outside_are_no_markup() {
+    fn names_in_the_results_are_escaped() {
         let results: Results = serde_json::from_str(include_str!("../../tests/hostile.json")).unwrap();
         let page = page(&results, "", "");
         assert!(!page.contains("<script") && !page.contains("<img"), "something was not escaped");

@@ -1,4 +1,4 @@
-//! The plots of a table: what is drawn of it, and how.
+//! Chooses and draws the plots of a table.
 
 use super::bars::{self, Bar, Plot, Row};
 use super::html::escape;
@@ -8,14 +8,14 @@ use crate::metric::Metric;
 use crate::result::{Case, Comparison, Effect, Table};
 use crate::summary::{self, Headline};
 
-/// Metrics of a comparison that are drawn at most: the others stand in its table.
+/// Maximum number of metrics of a comparison that are drawn; its table shows all of them.
 const METRICS_DRAWN: usize = 2;
 
-/// All plots of a table, as figures. `id` is unique in the page.
+/// Draws all plots of a table. `id` must be unique on the page.
 pub fn figures(table: &Table, id: &str) -> String {
     let mut drawn = String::new();
     if let Some(svg) = ratios(table, &format!("{id}-ratios")) {
-        drawn += &figure("Ratios: feature by base", &svg, RATIOS_LEGEND);
+        drawn += &figure("Ratios: feature / base", &svg, RATIOS_LEGEND);
     }
     for (index, comparison) in table.comparisons.iter().enumerate() {
         for metric in drawn_metrics(comparison) {
@@ -39,7 +39,7 @@ fn figure(title: &str, svg: &str, legend: &str) -> String {
     format!("<figure><figcaption>{}</figcaption>{legend}\n{svg}</figure>\n", escape(title))
 }
 
-/// The metrics that effects speak of, or else the first.
+/// The metrics of the effects, or the first metric if there are no effects.
 fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
     let mut metrics: Vec<Metric> = Vec::new();
     for effect in &comparison.effects {
@@ -54,7 +54,7 @@ fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
     metrics
 }
 
-/// Bars for each case of a comparison.
+/// Draws a bar for each case of a comparison.
 fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> String {
     let figures = || {
         comparison.cases.iter().filter_map(|case| {
@@ -84,14 +84,14 @@ fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> Stri
         .svg()
 }
 
-/// The case is what others are compared with, and itself compared with nothing.
+/// Whether other cases are compared with this case, and this case with no other.
 fn is_base(comparison: &Comparison, case: &Case, metric: Metric) -> bool {
     let mut effects = comparison.effects.iter().filter(|effect| effect.metric == metric);
     let is_feature = effects.clone().any(|effect| effect.feature == case.name);
     !is_feature && effects.any(|effect| effect.base == case.name)
 }
 
-/// A row for each effect: the measured ratio, and the published one below.
+/// Draws a row for each effect: the measured ratio, and the published ratio below.
 fn ratios(table: &Table, id: &str) -> Option<String> {
     let can_be_drawn = |found: &Headline| found.effect.ratio.is_finite() && found.effect.ratio > 0.0;
     let mut values = vec![1.0];
@@ -118,7 +118,7 @@ fn ratios(table: &Table, id: &str) -> Option<String> {
         scale: Scale::log(&values, bars::AXIS.0, bars::AXIS.1),
         begin: 1.0,
         tick: bars::times,
-        axis: "feature by base",
+        axis: "feature / base",
         rows,
     };
     Some(plot.svg())
@@ -131,7 +131,7 @@ fn value(effect: &Effect) -> String {
     format!("{}{published}", ratio_and_spread(effect))
 }
 
-/// `×2.54 ±2 %`, marked when it is not clear.
+/// `×2.54 ±2 %`; `~` marks a ratio that is not clear.
 pub fn ratio_and_spread(effect: &Effect) -> String {
     let unclear = if effect.clear { "" } else { "~" };
     format!("{unclear}\u{d7}{} \u{b1}{}", summary::ratio(effect.ratio), summary::spread(effect))
@@ -147,7 +147,12 @@ fn ratio_bars(effect: &Effect) -> Vec<Bar> {
         value: effect.ratio,
         range: range(effect),
         class: if effect.clear { "measured" } else { "unclear" },
-        title: format!("measured {}: {} by {}", ratio_and_spread(effect), effect.feature, effect.base),
+        title: format!(
+            "measured {}: {} relative to {}",
+            ratio_and_spread(effect),
+            effect.feature,
+            effect.base
+        ),
     }];
     bars.extend(effect.published_ratio.map(|ratio| Bar {
         value: ratio,

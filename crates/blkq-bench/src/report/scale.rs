@@ -1,18 +1,18 @@
-//! Scales: from values to places on an axis, and the ticks of the axis.
+//! Scales map values to positions on an axis, and choose its ticks.
 
-/// Ticks that an axis has at most, about.
+/// Approximate maximum number of ticks.
 const TICKS: usize = 6;
 
-/// How values are spread over an axis.
+/// How a scale maps values to positions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// In proportion.
+    /// Equal differences have equal distances.
     Linear,
-    /// Equal factors are equally far apart.
+    /// Equal ratios have equal distances.
     Log,
 }
 
-/// An axis from `min` to `max`, which lie at `from` and `to` in units of the picture.
+/// An axis from `min` to `max`, which are at the positions `from` and `to`.
 #[derive(Clone, Debug)]
 pub struct Scale {
     kind: Kind,
@@ -20,12 +20,12 @@ pub struct Scale {
     max: f64,
     from: f64,
     to: f64,
-    /// Values with a mark and a label.
+    /// Values that get a line and a label.
     pub ticks: Vec<f64>,
 }
 
 impl Scale {
-    /// From 0 to the first tick that is not below `max`.
+    /// A linear scale from 0 to the first tick that is not less than `max`.
     pub fn from_zero(max: f64, from: f64, to: f64) -> Scale {
         let max = if max > 0.0 && max.is_finite() { max } else { 1.0 };
         let step = nice_above(max / (TICKS - 1) as f64);
@@ -34,7 +34,7 @@ impl Scale {
         Scale { kind: Kind::Linear, min: 0.0, max: f64::from(count) * step, from, to, ticks }
     }
 
-    /// Logarithmic, over all of `values`, which are positive.
+    /// A logarithmic scale that contains all of `values`, which must be positive.
     pub fn log(values: &[f64], from: f64, to: f64) -> Scale {
         let min = values.iter().copied().fold(f64::INFINITY, f64::min);
         let max = values.iter().copied().fold(0.0, f64::max);
@@ -52,20 +52,20 @@ impl Scale {
         Scale { kind: Kind::Log, min, max, from, to, ticks }
     }
 
-    /// Over places that were measured at: logarithmic if each is about twice the one before,
-    /// with a tick at each of them if there are few.
+    /// A scale for the x values of curves. It is logarithmic if each value is at least 1.5 times the previous one. Each
+    /// value gets a tick if there are few.
     pub fn of_places(places: &[f64], from: f64, to: f64) -> Scale {
         let (min, max) = (places[0], places[places.len() - 1]);
         let doubles = places.len() > 2 && min > 0.0 && places.windows(2).all(|pair| pair[1] >= 1.5 * pair[0]);
         let each = places.len().div_ceil(TICKS + 3);
         let ticks = places.iter().copied().step_by(each).collect();
         let kind = if doubles { Kind::Log } else { Kind::Linear };
-        // A single place is in the middle.
+        // A single value is drawn in the middle.
         let (min, max) = if min < max { (min, max) } else { (min - 1.0, max + 1.0) };
         Scale { kind, min, max, from, to, ticks }
     }
 
-    /// Where `value` lies. A value beyond a limit lies at the limit.
+    /// Position of `value`; values outside of the axis are at its end.
     pub fn at(&self, value: f64) -> f64 {
         let part = match self.kind {
             Kind::Linear => (value - self.min) / (self.max - self.min),
@@ -76,26 +76,26 @@ impl Scale {
     }
 }
 
-/// The least of 1, 2, 5 times a power of ten that is not below `value`.
+/// The smallest of 1, 2, 5 times a power of ten that is not less than `value`.
 fn nice_above(value: f64) -> f64 {
     let below = below(value);
     if below >= value * (1.0 - 1e-9) { below } else { next(below) }
 }
 
-/// The largest of 1, 2, 5 times a power of ten that is not above `value`.
+/// The largest of 1, 2, 5 times a power of ten that is not greater than `value`.
 fn below(value: f64) -> f64 {
     let power = 10f64.powf(value.log10().floor());
     let digits = [5.0, 2.0, 1.0];
     digits.into_iter().map(|digit| digit * power).find(|nice| *nice <= value * (1.0 + 1e-9)).unwrap_or(power)
 }
 
-/// The one after `value`, which is 1, 2 or 5 times a power of ten.
+/// The successor of `value` in the series of 1, 2, 5 times a power of ten.
 fn next(value: f64) -> f64 {
     let digit = value / 10f64.powf((value.log10() + 1e-9).floor());
     value * if (1.5..4.0).contains(&digit) { 2.5 } else { 2.0 }
 }
 
-/// A value of an axis as short as can be: `0`, `0.05`, `20k`, `1.5M`, `5e-6`.
+/// Formats a value in few characters: `0`, `0.05`, `20k`, `1.5M`, `5e-6`.
 pub fn label(value: f64) -> String {
     if value != 0.0 && value.abs() < 0.001 {
         let text = format!("{value:.1e}");
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_round_and_cover_all() {
+    fn ticks_are_round_numbers_and_cover_the_values() {
         let scale = Scale::from_zero(87_000.0, 0.0, 100.0);
         assert_eq!(labels(&scale), ["0", "20k", "40k", "60k", "80k", "100k"]);
         assert_eq!((scale.at(0.0), scale.at(50_000.0), scale.at(1e9)), (0.0, 50.0, 100.0));
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_factors_are_equally_far_apart() {
+    fn equal_ratios_have_equal_distances_on_a_log_axis() {
         let scale = Scale::log(&[0.6, 14.0], 0.0, 100.0);
         assert_eq!(labels(&scale), ["0.5", "1", "2", "5", "10", "20"]);
         let step = |a: f64, b: f64| scale.at(b) - scale.at(a);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn places_that_double_are_on_a_logarithmic_axis() {
+    fn x_values_that_double_use_a_log_axis() {
         let scale = Scale::of_places(&[1.0, 2.0, 4.0, 8.0, 16.0], 0.0, 100.0);
         assert_eq!((scale.kind, scale.at(4.0)), (Kind::Log, 50.0));
         let scale = Scale::of_places(&[0.0, 1.0, 2.0], 0.0, 100.0);

@@ -1,4 +1,4 @@
-//! Request batching: a woken submitter takes up to 32 requests, against one.
+//! Table `batching`: a woken submitter gets up to 32 requests, compared with one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,25 +17,25 @@ use crate::metric::Metric;
 use crate::result::{Comparison, Expected, Published, PublishedRow, Table};
 use crate::{Result, What};
 
-/// Threads that submit.
+/// Number of submitting threads.
 const SUBMITTERS: usize = 64;
-/// Requests of the device, per direction.
+/// Tags of the device, per direction.
 const DEPTH: u16 = 128;
-/// I/Os of a submitter in flight at most: twice what is granted at once, so that it is the
-/// gate that stops it; together they want 32 times the depth.
+/// Maximum I/Os in flight of a submitter: twice the largest grant, so that the gate is the limit. All submitters
+/// together want 32 times the depth.
 const WINDOW: usize = 2 * BATCH_REQUESTS as usize;
-/// So many times faster than a real disk is the modelled one.
+/// The modelled disk is this factor faster than a real disk.
 const DISK_SPEED: u64 = 100;
 /// Size of the modelled disk, and of the null device.
 const DEVICE_BYTES: u64 = 64 << 30;
-/// Shortest run on the modelled disk: twice the time in which each submitter has its turn.
+/// Minimum length of a run on the modelled disk, in seconds: twice the time in which each submitter gets a grant.
 const DISK_SECONDS_MIN: f64 = 0.3;
-/// For how long the last I/Os of a run on the modelled disk continue.
+/// Time until the last I/Os of a run on the modelled disk complete, in seconds.
 const DRAIN_SECONDS: f64 = 0.03;
 const DISK_CASES: usize = 10;
 const OTHER_CASES: usize = 6;
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let disk = disk_pace(*pace);
     let drained = DRAIN_SECONDS * (disk.rounds * DISK_CASES) as f64;
@@ -46,7 +46,7 @@ fn disk_pace(pace: Pace) -> Pace {
     Pace { seconds: pace.seconds.max(DISK_SECONDS_MIN), ..pace }
 }
 
-/// A disk of 7200 rotations a minute and 150 MB/s, sped up.
+/// A disk with 7200 rpm and 150 MB/s, made faster by [`DISK_SPEED`].
 fn disk_model() -> SeekModel {
     let real = SeekModel::default();
     SeekModel {
@@ -58,7 +58,7 @@ fn disk_model() -> SeekModel {
     }
 }
 
-/// The same device twice: without batching, and with it.
+/// The same device without and with batching.
 struct Devices {
     off: Arc<Disk>,
     on: Arc<Disk>,
@@ -106,16 +106,14 @@ fn run_on(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
     })
 }
 
-/// The counters of a modelled disk; of other devices none.
+/// A counter of the modelled disk; `None` for other devices.
 fn model_counter(disk: &Disk, name: &str) -> Option<u64> {
     let facts = disk.driver().describe();
     facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok())
 }
 
-/// Measures it.
-///
 /// # Errors
-/// If a device cannot be made or used.
+/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Batching, "request batching: up to 32 requests per wake-up of a submitter");
@@ -130,7 +128,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     Ok(table)
 }
 
-/// Rate and latency where the order of requests matters.
+/// Compares rate and latency on a disk where the order of requests matters.
 fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     let mut all = Vec::new();
     for row in &ROWS {
@@ -186,7 +184,7 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     Ok(all)
 }
 
-/// Context switches and shares where the order does not matter.
+/// Compares context switches and fairness on devices where the order does not matter.
 fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     let path = bench.file()?.path().to_owned();
     let file = || -> Result<Devices> {
@@ -206,13 +204,13 @@ fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
         let ratio = comparison.effect("batching", "off", "on", switches, published).ratio;
         comparison.effect("batching", "off", "on", Metric::Iops, None);
         comparison.effect("batching", "off", "on", Metric::ShareMinByMax, None);
-        table.target(format!("{title}: context switches per I/O, on by off"), ratio, Expected::AtMost(0.1));
+        table.target(format!("{title}: context switches per I/O, on / off"), ratio, Expected::AtMost(0.1));
         table.comparisons.push(comparison);
     }
     Ok(all.into_iter().map(|(_, devices, _)| devices).collect())
 }
 
-/// The bounds of the gate, over all that was measured.
+/// Checks the bounds of the gate over all devices.
 fn gate_mechanisms(table: &mut Table, all: &[Devices]) {
     let off: Vec<_> = all.iter().map(|devices| devices.off.gate_counters()).collect();
     let on: Vec<_> = all.iter().map(|devices| devices.on.gate_counters()).collect();
@@ -223,16 +221,16 @@ fn gate_mechanisms(table: &mut Table, all: &[Devices]) {
     let grants: u64 = off.iter().map(|counters| counters.grants).sum();
     let largest = on.iter().map(|counters| counters.largest_grant).max().unwrap_or(0);
     table.mechanism("off: grants", grants as f64, Expected::Exactly(0.0));
-    table.mechanism("off: most in flight, by the depth", most(&off), Expected::AtMost(1.0));
+    table.mechanism("off: most in flight / depth", most(&off), Expected::AtMost(1.0));
     table.mechanism(
-        "on: most requests of a grant",
+        "on: largest grant, in requests",
         f64::from(largest),
         Expected::AtMost(f64::from(BATCH_REQUESTS)),
     );
-    table.mechanism("on: most in flight, by the depth", most(&on), Expected::AtMost(1.5));
+    table.mechanism("on: most in flight / depth", most(&on), Expected::AtMost(1.5));
 }
 
-/// The published figures of one of the four patterns, without batching and with it.
+/// A pattern, and the published figures without and with batching.
 struct Row {
     name: &'static str,
     pattern: Pattern,
@@ -277,7 +275,7 @@ const ROWS: [Row; 4] = [
     },
 ];
 
-/// With 64 threads on eight processors.
+/// Context switches per second of 64 threads on eight processors, without and with batching.
 const SWITCHES_PER_SECOND: (f64, f64) = (2500.0, 140.0);
 
 impl Row {
@@ -306,26 +304,26 @@ fn published() -> Published {
 fn notes() -> Vec<String> {
     [
         format!(
-            "{SUBMITTERS} threads, each in a region of its own, 4 KiB at a time, up to {WINDOW} in flight, on a \
-             device of {DEPTH} requests; off: a woken submitter gets one request, in the order of waiting"
+            "{SUBMITTERS} threads, each in its own region, 4 KiB at a time, up to {WINDOW} in flight, on a \
+             device with {DEPTH} tags; off: a woken submitter gets one request, in the order of waiting"
         ),
         format!(
-            "the modelled disk has one arm: a seek that grows with the distance, half a rotation, the \
-             transfer, in the order of arrival; it is a disk of 7200 rotations a minute and 150 MB/s, \
+            "the modelled disk has one arm: a request takes a seek that grows with the distance, half a rotation and the \
+             transfer, in the order of arrival; it is a disk with 7200 rpm and 150 MB/s, \
              {DISK_SPEED} times faster, so multiply its latencies and divide its rates by {DISK_SPEED}. It \
-             has no cache, no read-ahead and no elevator, which the disk of 2003 had: ratios of sequential \
+             has no cache, no read-ahead and no elevator, as the disk of 2003 had: ratios of sequential \
              streams are larger here"
         ),
-        "nothing merged, because neighbours that merge in a submitter's software queue need one request \
-         together: then a wake-up carries a whole window also without batching, and batching adds nothing \
-         to the rate of sequential streams (neighbours merge)"
+        "nothing merged: neighbours that merge in a submitter's software queue use one request together, so that a \
+ wake-up carries a whole window even without batching, and batching adds nothing to the rate of sequential \
+ streams (see: neighbours merge)"
             .into(),
-        "a latency runs from asking, so it includes the wait for a request. The cost of batching is seen in \
-         the longest: while one submitter has its batch the others wait for it"
+        "a latency includes the wait for a request. The longest latency shows the cost of batching: while one submitter \
+ uses its batch, the others wait"
             .into(),
         "random I/O gains on the modelled disk because the requests of a batch lie in one region".into(),
-        "on the modelled disk each completion is one more context switch, of the engine, whatever the \
-         submitters do: switches are compared on the other devices"
+        "on the modelled disk each completion is one more context switch of the engine, with or without batching: \
+ switches are compared on the other devices"
             .into(),
     ]
     .into()

@@ -1,4 +1,4 @@
-//! The clock cached in the plug, against a reading per time stamp.
+//! Table `clock`: the clock cached in the plug, compared with a clock read per time stamp.
 
 use std::sync::Arc;
 
@@ -13,25 +13,23 @@ use crate::metric::Metric;
 use crate::result::{Expected, Published, PublishedRow, Table};
 use crate::{Result, What};
 
-/// I/Os submitted at once.
+/// I/Os per submission.
 const BATCHES: [usize; 3] = [1, 8, 32];
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(3 * BATCHES.len())
 }
 
-/// A null device that completes at once: nothing but the block layer.
+/// A null device that completes immediately: a run measures nothing but the block layer.
 pub fn null_disk(clock: ClockMode, iostats: bool) -> Result<Arc<Disk>> {
     let mut options = NullOptions::new(1 << 40);
     options.zero_reads = false;
     Ok(Disk::builder(Box::new(Null::new(options)?)).clock(clock).iostats(iostats).build()?)
 }
 
-/// Measures it.
-///
 /// # Errors
-/// If a device cannot be made or used.
+/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Clock, "cached clock: one clock reading per plug and completion batch");
     table.published = Some(Published {
@@ -47,7 +45,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         let load = Load::read(Pattern::Random, batch).batch(batch);
         let on = |clock, iostats| {
             move |length| -> Result<Run> {
-                // A new one for each run: the oldest reading is of that run alone.
+                // A new disk for each run, because the statistics record the maximum age since the disk was built.
                 let disk = null_disk(clock, iostats)?;
                 let run = local::run(&disk, &load, length)?;
                 Ok(run.with(Metric::ClockAgeMaxUs, disk.stats().clock_age_max_ns as f64 / 1e3))
@@ -65,7 +63,7 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         comparison.effect("cached clock", "precise", "cached", Metric::NsPerIo, published.map(|r| 1.0 / r));
         let reads = |name| comparison.case(name).median(Metric::ClockReadsPerIo);
         if batch == 32 {
-            table.target("cached clock against precise, batches of 32", ratio, Expected::AtLeast(1.3));
+            table.target("IOPS, cached / precise, batches of 32", ratio, Expected::AtLeast(1.3));
             table.mechanism("cached: clock readings per I/O", reads("cached"), Expected::AtMost(2.5 / 32.0));
         }
         table.mechanism(
@@ -91,16 +89,16 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 
 fn notes() -> Vec<String> {
     [
-        "batches of 1 gain nothing: one reading when the I/O comes and one when it completes, cached or not"
+        "batches of 1 gain nothing: the clock is read once at submission and once at completion, cached or not"
             .into(),
         format!(
-            "age max: the longest time from a cached reading to the next, so for longer none of those was used; \
-             one after which the queue was idle or its thread slept is not measured, because nothing reads the \
-             clock then. A reading is dropped with its plug, with its batch of completions and after \
-             {CLOCK_USES_MAX} uses, but no hook reports that the thread was preempted: ages of milliseconds are \
-             time slices of other threads"
+            "age max: the longest time from a cached reading to the next one, which is an upper bound for the age of a \
+ time stamp. A reading after which the queue was idle or its thread slept is not counted, because nothing \
+ reads the clock then. A reading is dropped with its plug, with its batch of completions and after \
+ {CLOCK_USES_MAX} uses, but no hook reports that the thread was preempted: ages of milliseconds are \
+ time slices of other threads"
         ),
-        "without statistics no time stamp is taken, precise or cached: one case stands for both".into(),
+        "without statistics no time stamps are taken, precise or cached, so one case represents both".into(),
     ]
     .into()
 }

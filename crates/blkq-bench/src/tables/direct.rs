@@ -1,4 +1,4 @@
-//! Through the page cache, against direct and asynchronous, under a file system of its own.
+//! Table `direct`: I/O through the page cache, compared with direct asynchronous I/O, below a file system's cache.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::process::{resident_bytes, worker_switches};
 use crate::result::{Expected, Published, PublishedRow, Table};
 use crate::{Result, What};
 
-/// The figures of the origin: jobs, name, base, feature, context switches feature by base.
+/// Published figures: jobs, name, base, feature, and context switches with the feature / without.
 const PUBLISHED: [(u64, &str, f64, f64, Option<f64>); 8] = [
     (16, "randread", 240.0, 242.0, Some(0.84)),
     (16, "read", 8705.0, 9258.0, Some(0.67)),
@@ -28,30 +28,30 @@ const PUBLISHED: [(u64, &str, f64, f64, Option<f64>); 8] = [
     (1, "randwrite", 4192.0, 5404.0, None),
     (1, "write", 22_782.0, 22_670.0, None),
 ];
-/// The client's cache is this part of the file, for all jobs together.
+/// File size / total cache size of the client, for all jobs together.
 const CACHE_SHARE: u64 = 16;
-/// Largest part of the file that is read at random, and written, in a run.
+/// File size / the largest part that a run reads at random, or writes.
 const READ_SHARE: u64 = 4;
 const WRITE_SHARE: u64 = 8;
-/// Least context switches of the kernel's workers per write where they do the writing: 32 that wait together
-/// are one wake-up.
+/// Minimum context switches per write of the kernel's io_uring workers if they do the writes: one wake-up
+/// serves up to 32 queued writes.
 const WORKER_SWITCHES_MIN: f64 = 0.01;
-/// The ways to do I/O on the file.
+/// The compared options of the loop driver.
 const WAYS: [(&str, DirectIo, Dispatch); 3] = [
     ("serial buffered", DirectIo::Off, Dispatch::Serial),
     ("buffered", DirectIo::Off, Dispatch::Concurrent),
     ("direct", DirectIo::On, Dispatch::Concurrent),
 ];
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(WAYS.len() * PUBLISHED.len())
 }
 
-/// The operations of the jobs.
+/// The load of a case.
 struct Job {
     path: PathBuf,
-    /// Size of the file, of which each job has a part that is a file to it.
+    /// Size of the image. Each job uses a separate file in it.
     bytes: u64,
     jobs: u64,
     pattern: Pattern,
@@ -68,14 +68,14 @@ impl Job {
         let mut files: Vec<File> = (0..self.jobs).map(open).collect();
         let run = together(files.iter_mut().map(|file| || self.one(file, length)).collect())?;
         let resident = resident_bytes("self")? as f64 / f64::from(1 << 20);
-        // Of this run alone: its engine's workers exit with it.
+        // The workers of a run's engine exit with it, so all of them belong to this run.
         let switches = worker_switches()?;
         drop(files);
         drop(engine);
         Ok(run.per_io(Metric::WorkerSwitchesPerIo, switches).with(Metric::ResidentMib, resident))
     }
 
-    /// One job: one I/O at a time, no page twice, and a flush after the last.
+    /// Runs one job: one I/O at a time, each page at most once, and a flush at the end of writes.
     fn one(&self, file: &mut File, length: Duration) -> Result<u64> {
         let share = match (self.write, self.pattern) {
             (true, _) => WRITE_SHARE,
@@ -102,14 +102,12 @@ impl Job {
     }
 }
 
-/// Measures it.
-///
 /// # Errors
-/// If the file cannot be made, used or evicted.
+/// Returns an error if the file cannot be created, used or evicted.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(
         What::Direct,
-        "direct: around the page cache, asynchronously, below a file system's own cache",
+        "direct: direct asynchronous I/O instead of the page cache, below a file system's cache",
     );
     table.published = Some(Published {
         origin: "loop with direct I/O and AIO, Ming Lei, 2015".into(),
@@ -135,12 +133,12 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     let most = of("direct").map(|case| case.max(Metric::CachedMib)).fold(0.0, f64::max);
     let least = of("buffered").map(|case| case.min(Metric::CachedKibPerIo)).fold(f64::INFINITY, f64::min);
     table.mechanism(
-        "direct: MiB of the file in the page cache after a run, at most",
+        "direct: maximum MiB of the file in the page cache after a run",
         most,
         Expected::AtMost(1.0),
     );
     table.mechanism(
-        "buffered: KiB of the file in the page cache per I/O, at least",
+        "buffered: minimum KiB of the file added to the page cache per I/O",
         least,
         Expected::AtLeast(3.5),
     );
@@ -152,7 +150,7 @@ fn row_name(jobs: u64, name: &str) -> String {
     format!("{name}, {jobs} {}", if jobs == 1 { "job" } else { "jobs" })
 }
 
-/// One of the published rows.
+/// Measures one of the published rows.
 fn compare(
     bench: &mut Bench,
     table: &mut Table,
@@ -175,18 +173,15 @@ fn compare(
     comparison.effect("direct", "buffered", "direct", Metric::ContextSwitchesPerIo, switches);
     comparison.effect("direct", "buffered", "direct", Metric::CpuNsPerIo, None);
     if name == "randwrite" {
-        // The one pattern in which the kernel has a worker do what is buffered. A flush has one in any case.
+        // Random writes are the only pattern here that the kernel gives to workers if buffered. A flush always uses one.
         let switches = |way| comparison.case(way).median(Metric::WorkerSwitchesPerIo);
         if switches("buffered") < WORKER_SWITCHES_MIN {
             let message =
-                "context switches of the kernel's workers: the file system takes buffered writes without one";
+                "context switches of io_uring workers: the file system does buffered writes without workers";
             table.left_out.push(format!("{}: {message}", row_name(jobs, name)));
         } else {
             table.mechanism(
-                format!(
-                    "{}: context switches of the kernel's workers, direct by buffered",
-                    row_name(jobs, name)
-                ),
+                format!("{}: context switches of io_uring workers, direct / buffered", row_name(jobs, name)),
                 switches("direct") / switches("buffered"),
                 Expected::AtMost(0.2),
             );
@@ -199,26 +194,26 @@ fn compare(
 fn notes(bytes: u64) -> Vec<String> {
     vec![
         format!(
-            "the client does what a file system on a loop device does, in this process: files in extents of 1 MiB, a \
-             page cache of {} MiB for all jobs (the file has {} MiB), read-ahead of up to 128 KiB, write-back of \
-             dirty pages in the order of the file; it is the same in all cases",
+            "the client does I/O like a file system on a loop device, in this process: files in extents of 1 MiB, a page \
+ cache of {} MiB for all jobs (the file has {} MiB), read-ahead of up to 128 KiB, write-back of dirty pages \
+ in the order of the file; the client is the same in all cases",
             (bytes / CACHE_SHARE) >> 20,
             bytes >> 20
         ),
-        "each job has a file of its own and one blocking I/O at a time, as psync has; no page is used twice in a run, \
-         as with fio's random map; writes are counted when a last flush, which is timed, has made them durable"
+        "each job has its own file and one blocking I/O at a time, like fio's engine psync; no page is used twice in a \
+ run, like fio's random map; the time of a write run includes the final flush"
             .into(),
-        "the main pair is buffered (concurrent dispatch) against direct; the base of the origin did one buffered \
-         request at a time, which is serial buffered; the file here is on a solid disk, not on an HDD"
+        "the main comparison is buffered (concurrent dispatch) and direct; the base of the published figures did one \
+ buffered request at a time, which is serial buffered; its file was on an HDD, the file here may not be"
             .into(),
-        "buffered writes are done by a worker of the kernel's, which is woken for them: direct ones need none, which \
-         is where context switches go down; a read waits for its data either way"
+        "io_uring workers do buffered writes, and are woken for them; direct writes need no worker, which saves the \
+ context switches; a read waits for its data either way"
             .into(),
-        "at the origin context switches fell by 16 % (randread) and 33 % (read) with 16 jobs, by 10 % and 50 % with \
-         one; about 10 % of the memory was used after the four tests, against more than 55 %"
+        "published: 16 % (randread) and 33 % (read) fewer context switches with 16 jobs, 10 % and 50 % with one; about \
+ 10 % of the memory was used after the four tests, compared with more than 55 %"
             .into(),
-        "RSS is that of this process: caches of the client and buffers; what a buffered loop device keeps besides is \
-         cached MiB; processor time of the kernel's own write-back threads is not counted"
+        "RSS is of this process: the client's cache and buffers; cached MiB is what a buffered loop device caches in \
+ addition; processor time of the kernel's write-back threads is not counted"
             .into(),
     ]
 }

@@ -1,4 +1,4 @@
-//! One executor that does one request at a time, against concurrent reads and one writer.
+//! Table `dispatch`: one request at a time, compared with concurrent reads and one writer.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,15 +14,14 @@ use crate::metric::Metric;
 use crate::result::{Case, Comparison, Curve, Expected, Point, Published, PublishedRow, Table};
 use crate::{Result, What};
 
-/// I/Os in flight.
 const DEPTH: usize = 64;
-/// Largest part of the file that random reads read: the file stays cold.
+/// File size / the largest part that random reads use, so that the rest of the file stays cold.
 const READ_SHARE: u64 = 4;
-/// The range of writes: the eighth of the file, and at least so many blocks, lest a run is
-/// too short to be measured.
+/// File size / the part that writes use; and the minimum number of blocks, because a shorter run could not be
+/// measured.
 const WRITE_SHARE: u64 = 8;
 const WRITES_MIN: u64 = (64 << 20) / 4096;
-/// The figures of the origin: name, base, feature.
+/// Published figures: name, base, feature.
 const PUBLISHED: [(&str, f64, f64); 4] = [
     ("randread", 1740.0, 25_318.0),
     ("read", 42_196.0, 51_771.0),
@@ -30,17 +29,17 @@ const PUBLISHED: [(&str, f64, f64); 4] = [
     ("write", 39_137.0, 40_326.0),
 ];
 
-/// Numbers of workers of the curve.
+/// Thread counts of the curve.
 fn workers_of(pace: &Pace) -> &'static [usize] {
     if pace.quick { &[1, 4, 16] } else { &[1, 2, 4, 8, 16] }
 }
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(6 * PUBLISHED.len() + 2 * workers_of(pace).len())
 }
 
-/// Runs `load` through a loop device on the file, with the counters of its driver.
+/// Runs `load` on a loop device of the file, and adds the counters of the driver.
 fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Duration) -> Result<Run> {
     let options = LoopOptions { direct_io: DirectIo::Off, dispatch, ..LoopOptions::new(path) };
     let device = LoopDevice::open(&options)?;
@@ -57,7 +56,7 @@ fn on_loop(path: &Path, dispatch: Dispatch, merge: bool, load: &Load, length: Du
     Ok(run)
 }
 
-/// A cold run, without the columns that have no meaning here.
+/// A cold run without the metrics that mean nothing in this table.
 fn cold_run(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     let mut run = cold(path, measure)?;
     run.values.retain(|(metric, _)| {
@@ -69,10 +68,8 @@ fn cold_run(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     Ok(run)
 }
 
-/// Measures it.
-///
 /// # Errors
-/// If the file cannot be made, used or evicted.
+/// Returns an error if the file cannot be created, used or evicted.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Dispatch, "dispatch: concurrent reads and one writer, on a cold page cache");
@@ -99,13 +96,13 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     }
     let most = table.comparisons.iter().flat_map(|comparison| &comparison.cases);
     let most = most.map(|case| case.max(Metric::CachedBeforeMib)).fold(0.0, f64::max);
-    table.mechanism("MiB of the file cached when a run began, at most", most, Expected::AtMost(1.0));
+    table.mechanism("maximum MiB of the file in the page cache before a run", most, Expected::AtMost(1.0));
     curve(bench, &mut table, &path, blocks)?;
     table.notes = NOTES.map(str::to_owned).into();
     Ok(table)
 }
 
-/// One of the published rows.
+/// Measures one of the published rows.
 fn patterns(
     bench: &mut Bench,
     table: &mut Table,
@@ -134,24 +131,24 @@ fn patterns(
     let dispatch = effect("dispatch", "serial", "concurrent", Some(published));
     effect("dispatch and merging", "serial, unmerged", "concurrent", None);
     let by_raw = effect("block layer", "raw io_uring", "concurrent", None);
-    effect("block layer, against a call for each", "raw, one by one", "concurrent", None);
-    effect("the base, by a thread's own calls", "one thread", "serial, unmerged", None);
+    effect("block layer, relative to one call per I/O", "raw, one by one", "concurrent", None);
+    effect("serial, relative to blocking calls of a thread", "one thread", "serial, unmerged", None);
     let (serial, concurrent) = (comparison.case("serial"), comparison.case("concurrent"));
     if load.write {
         let writers = serial.max(Metric::WritersMax).max(concurrent.max(Metric::WritersMax));
-        table.mechanism(format!("{name}: writers at once, at most"), writers, Expected::Exactly(1.0));
-        table.target(format!("{name}, concurrent by serial"), dispatch, Expected::AtLeast(0.95));
+        table.mechanism(format!("{name}: maximum concurrent writers"), writers, Expected::Exactly(1.0));
+        table.target(format!("{name}: IOPS, concurrent / serial"), dispatch, Expected::AtLeast(0.95));
     }
     match name {
         "randread" => {
             let mean = concurrent.median(Metric::ReadsInFlightMean);
             table.mechanism(
-                "randread, serial: reads in flight, at most",
+                "randread, serial: maximum reads in flight",
                 serial.max(Metric::ReadsInFlightMax),
                 Expected::Exactly(1.0),
             );
             table.mechanism(
-                "randread, concurrent: reads in flight, mean",
+                "randread, concurrent: mean reads in flight",
                 mean,
                 Expected::AtLeast(DEPTH as f64 / 4.0),
             );
@@ -160,13 +157,9 @@ fn patterns(
                 .iter()
                 .map(|case| case.min(Metric::CachedKibPerIo))
                 .fold(f64::INFINITY, f64::min);
-            table.mechanism(
-                "randread: KiB read from the file per I/O, at least",
-                cold,
-                Expected::AtLeast(3.5),
-            );
-            table.target("randread, concurrent by serial", dispatch, Expected::AtLeast(3.0));
-            table.target("randread, concurrent by raw io_uring", by_raw, Expected::AtLeast(0.95));
+            table.mechanism("randread: minimum KiB read from the file per I/O", cold, Expected::AtLeast(3.5));
+            table.target("randread: IOPS, concurrent / serial", dispatch, Expected::AtLeast(3.0));
+            table.target("randread: IOPS, concurrent / raw io_uring", by_raw, Expected::AtLeast(0.95));
         }
         "write" => {
             let merges = concurrent.median(Metric::MergesPerIo);
@@ -178,7 +171,7 @@ fn patterns(
     Ok(())
 }
 
-/// Where it lost in the kernel: a sequential read by several workers.
+/// Measures sequential reads of several threads, the case in which the kernel's concurrent loop device was slower.
 fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Result {
     const KINDS: [&str; 2] = ["threads", "concurrent"];
     let counts = workers_of(&bench.pace);
@@ -193,14 +186,15 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
             cold_run(path, || on_loop(path, Dispatch::Concurrent, false, &load, length))
         }));
     }
-    let comparison = bench.compare("loop buffered, cold, 4 KiB read, unmerged, 1 to N at once", cases)?;
+    let comparison =
+        bench.compare("loop buffered, cold, 4 KiB read, unmerged, 1 to N concurrent reads", cases)?;
     for (metric, what) in [(Metric::Iops, "rate"), (Metric::ContextSwitchesPerIo, "context switches")] {
         for kind in KINDS {
             let point = |count: &usize| point(&comparison, &name(kind, *count), *count, metric);
             table.curves.push(Curve {
-                plot: format!("sequential read by 1 to N at once, {what}"),
+                plot: format!("1 to N concurrent sequential reads, {what}"),
                 name: kind.into(),
-                x_label: "at once".into(),
+                x_label: "concurrent reads".into(),
                 metric,
                 points: counts.iter().map(point).collect(),
             });
@@ -209,14 +203,14 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
     let most = counts[counts.len() - 1];
     let switches = |kind| comparison.case(&name(kind, most)).median(Metric::ContextSwitchesPerIo);
     table.mechanism(
-        format!("read, {most} at once: context switches per I/O, concurrent by threads"),
+        format!("{most} concurrent reads: context switches per I/O, concurrent / threads"),
         switches(KINDS[1]) / switches(KINDS[0]),
         Expected::AtMost(0.5),
     );
     Ok(())
 }
 
-/// The point of a curve that `case` is.
+/// The point of a curve for the figures of `case`.
 fn point(comparison: &Comparison, case: &str, x: usize, metric: Metric) -> Point {
     let case: &Case = comparison.case(case);
     Point { x: x as f64, median: case.median(metric), min: case.min(metric), max: case.max(metric) }
@@ -224,16 +218,17 @@ fn point(comparison: &Comparison, case: &str, x: usize, metric: Metric) -> Point
 
 const NOTES: [&str; 7] = [
     "cold: before every run the file is written back, evicted, and verified as evicted; no block is used twice in a run, \
-     which stops at the latest when a quarter of the file (random reads), all of it (sequential reads), or an eighth and at least 64 MiB (writes) was",
-    "writes go to the page cache, as they did at the origin: a cold write is one into pages that are not there; what \
-     it leaves to be written is written after the run, untimed",
-    "serial, unmerged is the base of the origin: one executor, which takes one bio after the other; serial differs \
-     from concurrent by --dispatch alone, and merges under the plug as that does",
-    "writes are done one at a time by both: serial waits for each before it submits the next, concurrent has up to 32 \
-     queued where the kernel does one after the other, which saves waking this thread for each",
-    "raw io_uring resubmits what has completed with one call, as the block layer does; one by one with a call for each, \
-     and then no read waits for the pages of those behind it, which can be faster",
+     which stops at the latest after a quarter of the file (random reads), all of it (sequential reads), or an eighth \
+     and at least 64 MiB (writes)",
+    "writes go to the page cache, as in the published measurement; a cold write is to pages that are not cached; dirty \
+     pages are written back after the run, outside of the measured time",
+    "serial, unmerged is the base of the published figures: one executor, which does one bio after another; serial and \
+     concurrent differ in --dispatch only, and both merge in the plug",
+    "both do one write at a time: serial waits for each write before it submits the next, concurrent queues up to 32 in \
+     the kernel, which does one after another, so that this thread is not woken for each",
+    "raw io_uring resubmits completed I/Os with one call, as the block layer does; one by one uses a call for each I/O, \
+     so that a read need not wait until the kernel has submitted the reads after it, which can be faster",
     "one thread is pread or pwrite in a loop: an executor without a block layer",
-    "threads do what the workers of the kernel's loop did: whichever is free takes the next block; concurrent has as \
-     many reads in flight, which one thread issues in order, so that read-ahead works and nobody is woken for each",
+    "threads work like the workers of the kernel's loop device: each free thread takes the next block; concurrent has as \
+     many reads in flight, issued in order by one thread, so that read-ahead works and no thread is woken for each read",
 ];

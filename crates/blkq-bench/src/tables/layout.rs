@@ -1,4 +1,4 @@
-//! Cache lines: words that different threads write, on lines of their own against together.
+//! Table `layout`: words that different threads write, on separate cache lines compared with shared lines.
 
 use std::sync::Arc;
 
@@ -13,20 +13,20 @@ use crate::{Result, What};
 mod padded;
 mod shared;
 
-/// Threads that do I/O.
+/// Number of threads that do I/O.
 const SUBMITTERS: usize = 4;
-/// I/Os in flight of each.
+/// I/Os in flight of each thread.
 const DEPTH: u16 = 1024;
-/// Each has a region of its own, as large as what was published used.
+/// Size of each thread's region: that of the published measurement.
 const REGION_BYTES: u64 = 8 << 30;
 const CASES: usize = 16;
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(CASES)
 }
 
-/// The work of one of the threads.
+/// The load of one thread.
 pub struct Work {
     load: Load,
     write_percent: u64,
@@ -38,17 +38,17 @@ impl Work {
     }
 }
 
-/// Which processors the threads of a run may use.
+/// The processors on which the threads of a run may run.
 #[derive(Clone, Copy)]
 pub enum Processors {
-    /// Those that this process may.
+    /// All processors that this process may use.
     All,
-    /// The first of them.
+    /// The first processor that this process may use.
     One,
 }
 
 impl Processors {
-    /// Confines the calling thread to them.
+    /// Sets the affinity of the calling thread.
     fn confine(self) -> Result {
         let Processors::One = self else { return Ok(()) };
         let allowed = sched_getaffinity(None)?;
@@ -58,7 +58,7 @@ impl Processors {
     }
 }
 
-/// A pattern, and the I/O per second that was published for it: together, and apart.
+/// A pattern, and its published IOPS on shared and on separate cache lines.
 struct Row {
     name: &'static str,
     pattern: Pattern,
@@ -79,12 +79,10 @@ const ROWS: [Row; 6] = [
     row("randrw", Pattern::Random, 50, (177_886.0, 245_988.0)),
 ];
 
-/// Measures it.
-///
 /// # Errors
-/// If a device cannot be made or used.
+/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
-    let mut table = Table::new(What::Layout, "cache lines: counters apart from what others read and write");
+    let mut table = Table::new(What::Layout, "cache lines: counters on lines that no other thread writes");
     table.published = Some(Published {
         origin: "cache-line aligned block_device, Jeff Moyer, 2012".into(),
         setting: "4 processes, depth 1024, 4 KiB, asynchronous direct I/O, 8 GiB each".into(),
@@ -110,30 +108,30 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
             case("padded", |length| padded::side::submitters(&padded, &random, Processors::All, length)),
         ];
         let mut comparison =
-            bench.compare(&format!("null, randread, {SUBMITTERS} submitters to an engine"), cases)?;
+            bench.compare(&format!("null, randread, {SUBMITTERS} submitters to one engine"), cases)?;
         comparison.effect("layout", "shared", "padded", Metric::Iops, None);
         table.comparisons.push(comparison);
     }
     table.mechanism(
-        "padded: lines with words of different writers",
+        "padded: cache lines with words of different writers",
         padded::side::contended(&padded) as f64,
         Expected::Exactly(0.0),
     );
     table.mechanism(
-        "shared: lines with words of different writers",
+        "shared: cache lines with words of different writers",
         shared::side::contended(&shared) as f64,
         Expected::AtLeast(1.0),
     );
     table.left_out.push(
-        "lines taken from another processor (perf c2c): needs hardware counters, which virtual machines \
-         rarely have; time per I/O stands for them"
+        "cache lines taken from another processor (perf c2c): needs hardware counters, which virtual machines \
+ rarely provide; time per I/O is measured instead"
             .into(),
     );
     table.notes = notes();
     Ok(table)
 }
 
-/// The same work on both layouts, by threads that own their queues.
+/// Compares both layouts, with threads that own their queues.
 fn owners(
     bench: &mut Bench,
     table: &mut Table,
@@ -161,16 +159,16 @@ fn owners(
 fn notes() -> Vec<String> {
     [
         format!(
-            "padded is blkq; shared is a second build of its sources in which nothing is padded to a cache \
-             line. {SUBMITTERS} threads, {DEPTH} I/Os in flight each, on as many processors as there are"
+            "padded is blkq; shared is a second build of its sources without padding to cache lines. {SUBMITTERS} \
+ threads, {DEPTH} I/Os in flight each, on all processors"
         ),
-        "what comes to share lines: the marks by which the owners of queues and a freeze see each other (two \
-         atomic writes for each batch of 32), the gate's counters and the settings, the locks of software \
-         queues. Statistics do not: each queue's are larger than a line in both"
+        "these words share lines without padding: the marks by which the owners of queues and a freeze see each other (two \
+ atomic writes for each batch of 32), the gate's counters and the settings, the locks of software queues. \
+ Statistics do not share lines in either build: those of one queue are larger than a line"
             .into(),
-        "on one processor nothing is taken from another: there padding can only cost".into(),
-        "published with it: 55 % (randwrite) to 92 % (reads) fewer context switches, because faster submission \
-         finds completions in batches; a null device has no such waits"
+        "on one processor no line is taken from another processor: padding can only cost there".into(),
+        "published together with it: 55 % (randwrite) to 92 % (reads) fewer context switches, because faster \
+ submission finds completions in batches; a null device has no such waits"
             .into(),
     ]
     .into()

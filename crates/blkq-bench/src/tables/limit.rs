@@ -1,5 +1,5 @@
-//! A limit that finds the device's ceiling, against none: on a modelled disk whose rate its provider limits, and on
-//! the file.
+//! Table `limit`: no limit, compared with a limit that finds the device's ceiling, on a modelled disk whose provider limits
+//! its rate, and on the file.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,34 +17,34 @@ use crate::metric::Metric;
 use crate::result::{Comparison, Expected, Table};
 use crate::{Result, What};
 
-/// Clients that always have an I/O in flight.
+/// I/Os in flight.
 const DEPTH: usize = 32;
-/// The modelled disk.
+/// The modelled disk: 10,000 IOPS, in a token bucket that is refilled every 50 ms.
 const MODEL: RateModel =
     RateModel { iops: 10_000, bytes_per_second: 0, refill_ns: 50_000_000, burst_ns: 0, service_ns: 200_000 };
-/// Runs of a disk before it is measured, until its ceiling is found: so long, and so many.
+/// Length, and maximum number, of the runs that search for the ceiling of a disk before it is measured.
 const SEARCH: Duration = Duration::from_secs(4);
 const SEARCHES: usize = 3;
-/// A run has some refills.
+/// Minimum length of a run in seconds: 10 refills of the modelled disk's bucket.
 const SECONDS_MIN: f64 = 0.5;
 
 fn pace_of(pace: &Pace) -> Pace {
     Pace { seconds: pace.seconds.max(SECONDS_MIN), ..*pace }
 }
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace_of(pace).cost(4) + (1 + SEARCHES) as f64 * SEARCH.as_secs_f64()
 }
 
-/// A disk with a limit that finds its ceiling.
+/// A disk with a limit that follows the ceiling.
 struct Limited {
     disk: Arc<Disk>,
     _limiter: AutoLimiter,
 }
 
 impl Limited {
-    /// Runs `load` until the ceiling is found, or is not.
+    /// Runs `load` until the ceiling is found, at most [`SEARCHES`] times.
     fn search(disk: Arc<Disk>, load: &Load) -> Result<Limited> {
         let limited = Limited { _limiter: AutoLimiter::start(&disk)?, disk };
         for _ in 0..SEARCHES {
@@ -67,24 +67,24 @@ fn model_disk() -> Result<Arc<Disk>> {
     Ok(Disk::builder(Box::new(Model::new(options)?)).build()?)
 }
 
-/// Measures it.
-///
 /// # Errors
-/// If a device cannot be made or used.
+/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
-    let mut table =
-        Table::new(What::Limit, "a limit that finds the device's ceiling, and keeps the rate just under it");
+    let mut table = Table::new(
+        What::Limit,
+        "limit: a limit that finds the device's ceiling and keeps the rate just below it",
+    );
     let load = Load::read(Pattern::Random, DEPTH);
     let (comparison, found) =
         compare(bench, "modelled disk of 10,000 IOPS, 4 KiB random read", &load, model_disk)?;
     let p99 = ratio(&comparison, Metric::LatencyP99Us);
-    table.target("modelled disk: 99th percentile, with a limit by without", p99, Expected::AtMost(1.0 / 3.0));
+    table.target("modelled disk: 99th percentile, limit / no limit", p99, Expected::AtMost(1.0 / 3.0));
     let iops = ratio(&comparison, Metric::Iops);
-    table.target("modelled disk: throughput, with a limit by without", iops, Expected::AtLeast(0.97));
+    table.target("modelled disk: throughput, limit / no limit", iops, Expected::AtLeast(0.97));
     table.comparisons.push(comparison);
     let mut notes = vec![match found {
-        true => "the modelled disk's bucket is refilled every 50 ms: at its ceiling it does most I/Os right after \
-                 a refill, and the rest waits for the next"
+        true => "the modelled disk's bucket is refilled every 50 ms: at its ceiling, the disk does most I/Os right \
+                 after a refill, and the others wait for the next refill"
             .to_owned(),
         false => "the modelled disk's ceiling was not found: the machine was too busy for a steady load".to_owned(),
     }];
@@ -96,18 +96,19 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     };
     let (comparison, found) = compare(bench, "the file, direct, 4 KiB random read", &load, open)?;
     let iops = ratio(&comparison, Metric::Iops);
-    table.target("the file: throughput, with a limit by without", iops, Expected::AtLeast(0.97));
+    table.target("the file: throughput, limit / no limit", iops, Expected::AtLeast(0.97));
     table.comparisons.push(comparison);
     notes.push(match found {
-        true => "the file: slower by a little, its disk answers several times as fast, and so it has a limit"
+        true => "the file: a ceiling was found, because the disk answers several times as fast at a slightly lower \
+                 rate; the limit is active"
             .into(),
-        false => "the file: no ceiling was found, and so it has no limit".into(),
+        false => "the file: no ceiling was found, so there is no limit".into(),
     });
     table.notes = notes;
     Ok(table)
 }
 
-/// One disk without a limit and one with, which stay for all rounds; and whether a ceiling was found.
+/// Compares a disk without and one with a limit; both exist for all rounds. Also returns whether a ceiling was found.
 fn compare(
     bench: &mut Bench,
     title: &str,

@@ -1,4 +1,4 @@
-//! The tables, one file each.
+//! The tables, one module each.
 
 use crate::bench::{Bench, Pace};
 use crate::result::Table;
@@ -13,13 +13,11 @@ mod limit;
 mod peak;
 mod peers;
 
-/// How to measure a table.
+/// A table, and how to measure it.
 pub struct Measure {
-    /// Which.
     pub name: What,
-    /// About how long its runs take.
+    /// Estimates the duration of the table, in seconds.
     pub planned_seconds: fn(&Pace) -> f64,
-    /// Measures it.
     pub run: fn(&mut Bench) -> Result<Table>,
 }
 

@@ -1,5 +1,5 @@
-//! The peak of one core, and of several: the block layer alone, and the loop driver against raw
-//! io_uring.
+//! Table `peak`: the highest rate of one core and of several, of the block layer alone, and of the loop driver compared
+//! with raw io_uring.
 
 use std::sync::Arc;
 
@@ -17,17 +17,17 @@ use crate::result::{Curve, Expected, Point, Table};
 use crate::tables::clock::null_disk;
 use crate::{Result, What};
 
-/// Size of the memory that the ram driver is measured on: larger than caches.
+/// Size of the ram device: larger than the caches of the processor.
 const RAM_BYTES: u64 = 256 << 20;
 
-/// The names of the curves.
+/// Names of the curves.
 const NULL: &str = "null";
 const RAM: &str = "ram";
 const NOP: &str = "io_uring NOP";
 const LOOP: &str = "loop";
 const RAW: &str = "raw io_uring";
 
-/// The pace of the points of curves.
+/// The pace for the points of curves.
 fn point_pace(pace: &Pace) -> Pace {
     Pace { seconds: pace.seconds * 0.3, rounds: 3, ..*pace }
 }
@@ -40,7 +40,7 @@ fn depths(pace: &Pace) -> &'static [usize] {
     if pace.quick { &[1, 8, 64] } else { &[1, 2, 4, 8, 16, 32, 64, 128] }
 }
 
-/// 1, 2, 4, ... and three halves of that between, up to twice the processors.
+/// 1, 2, 3, 4, 6, 8, ...: powers of two and 1.5 times those, up to twice the number of processors.
 fn threads() -> Vec<usize> {
     let processors = std::thread::available_parallelism().map_or(1, Into::into);
     let most = (2 * processors).min(QUEUES_MAX);
@@ -50,25 +50,23 @@ fn threads() -> Vec<usize> {
     counts
 }
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let points = 3 * batches(pace).len() + 2 * depths(pace).len() + 2 * threads().len();
     pace.cost(3 + 4 + 2 + 3) + point_pace(pace).cost(points)
 }
 
-/// Measures it.
-///
 /// # Errors
-/// If a device cannot be made or used.
+/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
-    let mut table = Table::new(What::Peak, "peak: I/O per second in process, against raw io_uring");
-    nothing_behind(bench, &mut table)?;
+    let mut table = Table::new(What::Peak, "peak: I/Os per second in process, compared with raw io_uring");
+    without_file(bench, &mut table)?;
     over_file(bench, &mut table)?;
     Ok(table)
 }
 
-/// The drivers without a file.
-fn nothing_behind(bench: &mut Bench, table: &mut Table) -> Result {
+/// Measures the drivers that use no file.
+fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     let null = &null_disk(ClockMode::Cached, true)?;
     let ram = &Disk::builder(Box::new(Ram::new(RAM_BYTES, 4096, false)?)).build()?;
     let line = |name, batch: usize| -> CaseRun<'_> {
@@ -82,12 +80,12 @@ fn nothing_behind(bench: &mut Bench, table: &mut Table) -> Result {
     let names = [NULL, RAM, NOP];
     let cases = names.map(|name| (name.to_owned(), line(name, 32)));
     let mut comparison = bench.compare("no file, 4 KiB random read, batches of 32", cases.into())?;
-    comparison.effect("null by io_uring NOP", NOP, NULL, Metric::Iops, None);
+    comparison.effect("null relative to io_uring NOP", NOP, NULL, Metric::Iops, None);
     let rate = comparison.case(NULL).median(Metric::Iops) / 1e6;
     table.comparisons.push(comparison);
     let what = "null, one core, batches of 32, iostats on, M IOPS";
     table.target(what, rate, Expected::AtLeast(50.0));
-    table.target(format!("{what}: twice SPDK's null device"), rate, Expected::AtLeast(28.0));
+    table.target(format!("{what}: twice the rate of SPDK's null device"), rate, Expected::AtLeast(28.0));
 
     let points = batches(&bench.pace);
     table.curves.extend(curves(bench, "no file, one core", "batch", &names, points, line)?);
@@ -111,12 +109,12 @@ fn nothing_behind(bench: &mut Bench, table: &mut Table) -> Result {
             })
         })
     };
-    let plot = "no file, a queue for each thread, batches of 32";
+    let plot = "no file, one queue per thread, batches of 32";
     table.curves.extend(curves(bench, plot, "threads", &[NULL, NOP], &counts, line)?);
     Ok(())
 }
 
-/// The loop driver with direct I/O.
+/// Measures the loop driver with direct I/O.
 fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     let path = bench.file()?.path().to_owned();
     let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(&path) };
@@ -133,16 +131,16 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     let at_once = Load::read(Pattern::Random, 64).registered();
     let ways = [
         ("one by one", "raw, one by one", "loop, one by one", at_once.one_by_one()),
-        ("all at once", "raw, all at once", "loop, all at once", at_once),
+        ("together", "raw, together", "loop, together", at_once),
     ];
     let cases = ways.iter().flat_map(|(_, base, feature, load)| [raw(base, *load), own(feature, *load)]);
     let title = "loop direct, 4 KiB random read, depth 64, registered buffers";
     let mut comparison = bench.compare(title, cases.collect())?;
     for (way, base, feature, _) in ways {
         let mut ratio =
-            |metric| comparison.effect(format!("{way}: by raw"), base, feature, metric, None).ratio;
+            |metric| comparison.effect(format!("{way}, relative to raw"), base, feature, metric, None).ratio;
         let (iops, cpu) = (ratio(Metric::Iops), ratio(Metric::CpuNsPerIo));
-        let what = format!("loop direct, random read, submitted {way}, by {RAW} submitted so");
+        let what = format!("loop direct / {RAW}, random read, submitted {way}");
         table.target(format!("{what}: IOPS"), iops, Expected::AtLeast(0.98));
         table.target(format!("{what}: processor time per I/O"), cpu, Expected::AtMost(1.05));
     }
@@ -151,19 +149,19 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     let one = Load::read(Pattern::Random, 1).registered();
     let cases = vec![raw(RAW, one), own(LOOP, one)];
     let mut comparison = bench.compare("loop direct, 4 KiB random read, depth 1", cases)?;
-    comparison.effect("by raw", RAW, LOOP, Metric::NsPerIo, None);
+    comparison.effect("relative to raw", RAW, LOOP, Metric::NsPerIo, None);
     table.comparisons.push(comparison);
 
-    // Both sides know what comes next; only the way in which it is asked for differs.
+    // Both sides know the next offsets; only the way of submission differs.
     let load = Load::read(Pattern::Sequential, 64);
     let (single, batch) = ("raw, one by one", "raw, batches of 32");
     let cases = vec![raw(single, load.one_by_one()), raw(batch, load.batch(32)), own(LOOP, load.batch(32))];
     let mut comparison = bench.compare("loop direct, 4 KiB sequential read, depth 64", cases)?;
     let mut ratio =
-        |base: &str, metric| comparison.effect(format!("by {base}"), base, LOOP, metric, None).ratio;
+        |base: &str, metric| comparison.effect(format!("relative to {base}"), base, LOOP, metric, None).ratio;
     for (base, iops_min) in [(single, 2.0), (batch, 1.1)] {
         let (iops, cpu) = (ratio(base, Metric::Iops), ratio(base, Metric::CpuNsPerIo));
-        let what = format!("loop direct, sequential 4 KiB, by {base}");
+        let what = format!("loop direct / {base}, sequential 4 KiB");
         table.target(format!("{what}: IOPS"), iops, Expected::AtLeast(iops_min));
         table.target(format!("{what}: processor time per byte"), cpu, Expected::AtMost(0.5));
     }
@@ -174,12 +172,12 @@ fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
         let load = Load::read(Pattern::Random, depth).registered();
         (if name == RAW { raw(RAW, load) } else { own(LOOP, load) }).1
     };
-    let plot = "loop direct, 4 KiB random read, all at once";
+    let plot = "loop direct, 4 KiB random read, submitted together";
     table.curves.extend(curves(bench, plot, "depth", &[RAW, LOOP], points, line)?);
     Ok(())
 }
 
-/// Measures IOPS on every line at every point, in turn.
+/// Measures the IOPS of every line at every point, in turn.
 fn curves<'a>(
     bench: &mut Bench,
     plot: &str,
@@ -208,7 +206,7 @@ fn curves<'a>(
     Ok(lines.iter().map(curve).collect())
 }
 
-/// Runs `run` on `count` threads at once; their IOPS together.
+/// Runs `run` on `count` threads, and adds up their IOPS.
 fn on_threads(count: usize, run: impl Fn(usize) -> Result<Run> + Sync) -> Result<Run> {
     let run = &run;
     let runs: Result<Vec<Run>> = std::thread::scope(|scope| {
@@ -237,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_go_from_one_to_twice_the_processors() {
+    fn thread_counts_range_from_one_to_twice_the_processors() {
         let counts = threads();
         assert!(counts[0] == 1 && counts.is_sorted() && counts.len() >= 2, "{counts:?}");
     }

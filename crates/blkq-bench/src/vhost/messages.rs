@@ -1,4 +1,4 @@
-//! Messages of the vhost-user protocol, as a front end sends them.
+//! Messages of the vhost-user protocol, sent by a front end.
 
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
@@ -12,7 +12,7 @@ use super::memory::SharedMemory;
 use super::options::GUEST_START;
 use crate::Result;
 
-// Requests of a front end.
+// Requests of the front end.
 pub(super) const GET_FEATURES: u32 = 1;
 pub(super) const SET_FEATURES: u32 = 2;
 pub(super) const SET_OWNER: u32 = 3;
@@ -28,19 +28,19 @@ pub(super) const SET_PROTOCOL_FEATURES: u32 = 16;
 pub(super) const SET_VRING_ENABLE: u32 = 18;
 pub(super) const GET_CONFIG: u32 = 24;
 
-/// Version 1, in the lowest bits of the flags.
+/// Version 1 of the protocol, in the lowest bits of the flags.
 const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
-/// Bytes of a header: request, flags, size of the payload.
+/// Size of the header: request, flags, size of the payload.
 const HEADER_BYTES: usize = 12;
-/// The largest payload of a reply that is taken.
+/// Maximum payload of a reply.
 const REPLY_BYTES_MAX: usize = 4096;
-/// How long a server may take to answer.
+/// Timeout of a reply.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// A message: its request, payload and descriptors.
+/// A message with its payload and descriptors.
 pub struct Message<'a> {
     request: u32,
     payload: Vec<u8>,
@@ -48,19 +48,19 @@ pub struct Message<'a> {
 }
 
 impl<'a> Message<'a> {
-    /// One without payload.
+    /// A message without payload.
     pub fn new(request: u32) -> Message<'a> {
         Message { request, payload: Vec::new(), descriptors: Vec::new() }
     }
 
-    /// One with a number.
+    /// A message with a 64-bit number as payload.
     pub fn u64(request: u32, value: u64) -> Message<'a> {
         let mut message = Message::new(request);
         message.push_u64(value);
         message
     }
 
-    /// One about ring `index`, with a number.
+    /// A message about ring `index`, with a number.
     pub fn vring_state(request: u32, index: u32, value: u32) -> Message<'a> {
         let mut message = Message::new(request);
         message.push_u32(index);
@@ -68,12 +68,12 @@ impl<'a> Message<'a> {
         message
     }
 
-    /// One that hands an eventfd of ring `index` over.
+    /// A message that passes an eventfd for ring `index`.
     pub fn vring_descriptor(request: u32, index: u32, descriptor: BorrowedFd<'a>) -> Message<'a> {
         Message::u64(request, u64::from(index)).with_descriptor(descriptor)
     }
 
-    /// The table of a memory of one region, at [`GUEST_START`].
+    /// The memory table with one region at [`GUEST_START`].
     pub fn memory_table(memory: &'a SharedMemory) -> Message<'a> {
         let mut message = Message::new(SET_MEM_TABLE);
         message.push_u32(1);
@@ -84,22 +84,18 @@ impl<'a> Message<'a> {
         message.with_descriptor(memory.as_fd())
     }
 
-    /// Adds a number to the payload.
     pub fn push_u32(&mut self, value: u32) {
         self.push_bytes(&value.to_le_bytes());
     }
 
-    /// Adds a number to the payload.
     pub fn push_u64(&mut self, value: u64) {
         self.push_bytes(&value.to_le_bytes());
     }
 
-    /// Adds bytes to the payload.
     pub fn push_bytes(&mut self, bytes: &[u8]) {
         self.payload.extend_from_slice(bytes);
     }
 
-    /// Adds a descriptor.
     #[must_use]
     pub fn with_descriptor(mut self, descriptor: BorrowedFd<'a>) -> Message<'a> {
         self.descriptors.push(descriptor);
@@ -107,7 +103,6 @@ impl<'a> Message<'a> {
     }
 }
 
-/// A connection to a server.
 pub struct Connection {
     stream: UnixStream,
     /// Whether the server acknowledges messages that ask for it (REPLY_ACK).
@@ -115,15 +110,15 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Takes over a stream on which nothing was sent yet.
+    /// Uses a stream on which nothing was sent yet.
     pub fn new(stream: UnixStream) -> Connection {
         Connection { stream, acknowledged: false }
     }
 
-    /// Sends a message, without waiting for anything.
+    /// Sends a message without waiting for a reply.
     ///
     /// # Errors
-    /// If the connection is closed.
+    /// Returns the error of sendmsg(2).
     pub fn send(&mut self, message: &Message<'_>) -> Result {
         self.send_with(message, VERSION)
     }
@@ -139,19 +134,20 @@ impl Connection {
         if !message.descriptors.is_empty()
             && !ancillary.push(SendAncillaryMessage::ScmRights(&message.descriptors))
         {
-            return Err("too many descriptors for a message".into());
+            return Err("a message can carry at most 8 descriptors".into());
         }
         let sent = sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
         if sent != bytes.len() {
-            return Err("the server takes no more messages".into());
+            return Err("the message was sent in part only".into());
         }
         Ok(())
     }
 
-    /// Sends a message that changes something, and waits until the server has done so, if it can say that.
+    /// Sends a message that changes the state of the server. If REPLY_ACK was negotiated, waits for its
+    /// acknowledgement.
     ///
     /// # Errors
-    /// If the server rejects it.
+    /// Returns an error if the server rejects the message.
     pub fn set(&mut self, message: Message<'_>) -> Result {
         if !self.acknowledged {
             return self.send(&message);
@@ -163,19 +159,19 @@ impl Connection {
         }
     }
 
-    /// Sends a question. Returns the payload of the reply.
+    /// Sends a request. Returns the payload of the reply.
     ///
     /// # Errors
-    /// If the reply belongs to another question, or does not come.
+    /// Returns an error if the reply is missing or belongs to another request.
     pub fn ask(&mut self, message: &Message<'_>) -> Result<Vec<u8>> {
         self.send(message)?;
         self.reply(message.request)
     }
 
-    /// Asks for a number.
+    /// Sends a request whose reply is a number.
     ///
     /// # Errors
-    /// As those of [`ask`](Connection::ask).
+    /// Returns the errors of [`ask`](Connection::ask).
     pub fn ask_u64(&mut self, request: u32) -> Result<u64> {
         self.send(&Message::new(request))?;
         self.reply_u64(request)
@@ -184,9 +180,9 @@ impl Connection {
     fn reply_u64(&mut self, request: u32) -> Result<u64> {
         let payload = self.reply(request)?;
         let bytes = payload.as_slice().try_into();
-        Ok(u64::from_le_bytes(
-            bytes.map_err(|_| format!("a reply of {} bytes to request {request}", payload.len()))?,
-        ))
+        Ok(u64::from_le_bytes(bytes.map_err(|_| {
+            format!("the server sent a reply of {} bytes to request {request}", payload.len())
+        })?))
     }
 
     fn reply(&mut self, request: u32) -> Result<Vec<u8>> {
@@ -198,9 +194,10 @@ impl Connection {
             |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
         let (to, flags, size) = (word(0), word(4), word(8) as usize);
         if to != request || flags & (VERSION_MASK | REPLY) != VERSION | REPLY || size > REPLY_BYTES_MAX {
-            return Err(
-                format!("to request {request}: a reply to {to}, flags {flags:#x}, {size} bytes").into()
-            );
+            return Err(format!(
+                "the reply to request {request} is for request {to}, with flags {flags:#x} and {size} bytes"
+            )
+            .into());
         }
         let mut payload = vec![0; size];
         self.stream.read_exact(&mut payload).map_err(none)?;

@@ -1,9 +1,8 @@
-//! A front end of vhost-user-blk: what a virtual machine's disk is to its server, without the
-//! virtual machine. Its memory is one memfd, its rings are split, and a queue belongs to one thread, which
-//! sleeps on the call eventfd and polls nothing.
+//! A vhost-user-blk front end: it behaves to a server like the disk of a virtual machine. Its memory is one memfd, and
+//! its rings are split. A thread owns each queue; it sleeps on the call eventfd and does not poll.
 //!
-//! Written from the protocol (docs/interop/vhost-user.rst of QEMU) and virtio 1.2, without a
-//! crate that a server might use as well: an error on one side is not made on the other.
+//! The front end is written from the protocol (docs/interop/vhost-user.rst of QEMU) and virtio 1.2. It shares no code with
+//! the server, so that both cannot have the same defect.
 //!
 //! ```no_run
 //! # fn main() -> blkq_bench::Result {
@@ -37,26 +36,26 @@ pub use messages::{Connection, Message};
 pub use options::{GUEST_START, Options, feature, protocol};
 pub use queue::{Operation, Queue, Request};
 
-/// The device's configuration (virtio 1.2, 5.2.4); a field whose feature was not offered is 0.
+/// The device's configuration (virtio 1.2, 5.2.4). The field of a feature that the server does not offer is 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Config {
-    /// Its size, in sectors of 512 bytes.
+    /// Size of the device, in sectors of 512 bytes.
     pub capacity_sectors: u64,
-    /// Segments of a request at most.
+    /// Maximum segments of a request.
     pub segments_max: u32,
     /// Logical block size, in bytes.
     pub block_bytes: u32,
     /// Whether completed writes may be lost until a flush.
     pub write_back: bool,
-    /// Queues at most.
+    /// Maximum number of queues.
     pub queues: u16,
-    /// Sectors of a discard at most.
+    /// Maximum sectors of a discard.
     pub discard_sectors_max: u32,
-    /// Sectors of a write of zeroes at most.
+    /// Maximum sectors of a write of zeroes.
     pub zeroes_sectors_max: u32,
 }
 
-/// Bytes of the configuration that are read.
+/// Size of the configuration that this front end reads.
 const CONFIG_BYTES: u32 = 60;
 
 impl Config {
@@ -76,39 +75,43 @@ impl Config {
 
 /// A connected front end. Dropping it closes the connection, which stops its queues.
 pub struct FrontEnd {
-    /// Its queues, started.
     pub queues: Vec<Queue>,
-    /// The connection, for further messages.
+    /// The connection, for additional messages.
     pub connection: Connection,
-    /// The features that both sides have.
+    /// The negotiated features.
     pub features: u64,
     memory: Arc<SharedMemory>,
 }
 
 impl FrontEnd {
-    /// Connects to the server at `path`, negotiates, hands over its memory and starts all queues.
+    /// Connects to the server at `path`, negotiates features, shares the memory, and starts all queues.
     ///
     /// # Errors
-    /// If there is no server, it lacks what this front end cannot do without, or it rejects a message.
+    /// Returns an error if no server listens, the server lacks a required feature, or it rejects a message.
     pub fn connect(path: &Path, options: &Options) -> Result<FrontEnd> {
         FrontEnd::start(Connection::new(UnixStream::connect(path)?), options)
     }
 
-    /// The same, over a connection that there is already.
+    /// Like [`connect`](FrontEnd::connect), on an existing connection.
     ///
     /// # Errors
-    /// As those of [`connect`](FrontEnd::connect).
+    /// Returns the errors of [`connect`](FrontEnd::connect).
     pub fn start(mut connection: Connection, options: &Options) -> Result<FrontEnd> {
         connection.send(&Message::new(messages::SET_OWNER))?;
         let offered = connection.ask_u64(messages::GET_FEATURES)?;
         let needed = feature::PROTOCOL | feature::VERSION_1;
         if offered & needed != needed {
-            return Err(format!("the server offers the features {offered:#x}, without {needed:#x}").into());
+            return Err(
+                format!("the server offers the features {offered:#x}; {needed:#x} are required").into()
+            );
         }
         let protocol_offered = connection.ask_u64(messages::GET_PROTOCOL_FEATURES)?;
         let protocol_needed = protocol::CONFIG;
         if protocol_offered & protocol_needed != protocol_needed {
-            return Err(format!("the server's protocol has {protocol_offered:#x}, no configuration").into());
+            return Err(format!(
+                "the server offers the protocol features {protocol_offered:#x}, without CONFIG"
+            )
+            .into());
         }
         let accepted = protocol_offered & (protocol::MQ | protocol::REPLY_ACK | protocol::CONFIG);
         connection.send(&Message::u64(messages::SET_PROTOCOL_FEATURES, accepted))?;
@@ -133,7 +136,7 @@ impl FrontEnd {
     /// Reads the device's configuration.
     ///
     /// # Errors
-    /// If the server does not answer so.
+    /// Returns an error if the server sends no valid reply.
     pub fn config(&mut self) -> Result<Config> {
         let mut message = Message::new(messages::GET_CONFIG);
         for word in [0, CONFIG_BYTES, 0] {
@@ -143,29 +146,29 @@ impl FrontEnd {
         let reply = self.connection.ask(&message)?;
         match reply.get(12..12 + CONFIG_BYTES as usize) {
             Some(bytes) => Ok(Config::parse(bytes)),
-            None => Err(format!("a configuration of {} bytes", reply.len()).into()),
+            None => Err(format!("the server sent a configuration of {} bytes", reply.len()).into()),
         }
     }
 
-    /// Stops queue `index`, after its requests in flight have completed. Returns its base, from which the
-    /// server would keep running.
+    /// Stops queue `index` after its requests in flight have completed. Returns the position in the ring at which a
+    /// server continues.
     ///
     /// # Errors
-    /// If the server does not answer so.
+    /// Returns an error if the server sends no valid reply.
     pub fn stop_queue(&mut self, index: u32) -> Result<u32> {
         let reply = self.connection.ask(&Message::vring_state(messages::GET_VRING_BASE, index, 0))?;
         match reply.get(4..8) {
             Some(base) => Ok(u32::from_le_bytes([base[0], base[1], base[2], base[3]])),
-            None => Err(format!("a base of {} bytes", reply.len()).into()),
+            None => Err(format!("the server sent a ring base of {} bytes", reply.len()).into()),
         }
     }
 
-    /// The memory that the server maps, in bytes.
+    /// Size of the memory that the server maps, in bytes.
     pub fn memory_bytes(&self) -> usize {
         self.memory.len()
     }
 
-    /// The memory that the server maps, to be truncated or handed over again.
+    /// The memfd that the server maps.
     pub fn memory_file(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }

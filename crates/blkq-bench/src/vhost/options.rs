@@ -1,55 +1,49 @@
-//! The options of a front end: queues, and the bits of features.
+//! Options of a front end: queues and features.
 
-/// Where the memory begins in the guest's address space: not where it is in this process, so that a
-/// server that takes one for the other is noticed.
+/// Address of the memory in the guest. It differs from the address in this process, so that a server that confuses
+/// both is detected.
 pub const GUEST_START: u64 = 1 << 32;
 
-/// Bits of the device's features (virtio 1.2, 5.2.3 and 6; the vhost-user protocol).
+/// Feature bits of the device (virtio 1.2, 5.2.3 and 6; vhost-user protocol).
 pub mod feature {
-    /// Reads only.
+    /// VIRTIO_BLK_F_RO: the device is read-only.
     pub const RO: u64 = 1 << 5;
-    /// The block size is in the configuration.
+    /// VIRTIO_BLK_F_BLK_SIZE: the configuration contains the block size.
     pub const BLK_SIZE: u64 = 1 << 6;
-    /// Flushes.
     pub const FLUSH: u64 = 1 << 9;
-    /// Several queues.
     pub const MQ: u64 = 1 << 12;
-    /// Discards.
     pub const DISCARD: u64 = 1 << 13;
-    /// Writing zeroes.
     pub const WRITE_ZEROES: u64 = 1 << 14;
-    /// Descriptors in tables of their own.
+    /// VIRTIO_F_INDIRECT_DESC: chains may be in separate tables of descriptors.
     pub const INDIRECT: u64 = 1 << 28;
-    /// Notifications by index.
+    /// VIRTIO_F_EVENT_IDX: each side publishes the ring index at which it needs a notification.
     pub const EVENT_IDX: u64 = 1 << 29;
-    /// The protocol has features of its own.
+    /// VHOST_USER_F_PROTOCOL_FEATURES: protocol features can be negotiated.
     pub const PROTOCOL: u64 = 1 << 30;
-    /// Not a legacy device.
+    /// VIRTIO_F_VERSION_1: the device is not a legacy device.
     pub const VERSION_1: u64 = 1 << 32;
 }
 
-/// Bits of the protocol's features.
+/// Protocol feature bits.
 pub mod protocol {
-    /// Several queues.
     pub const MQ: u64 = 1 << 0;
-    /// Messages are acknowledged if they ask for it.
+    /// The server acknowledges messages that request it.
     pub const REPLY_ACK: u64 = 1 << 3;
-    /// The configuration can be read.
+    /// The front end can read the configuration.
     pub const CONFIG: u64 = 1 << 9;
 }
 
-/// The queues and features of a front end.
+/// Queues, memory and features of a front end.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Queues.
     pub queues: usize,
     /// Entries of each ring, a power of two.
     pub ring_size: u16,
-    /// Requests in flight on each queue at most.
+    /// Maximum requests in flight on each queue.
     pub slots: usize,
-    /// Bytes of data of each.
+    /// Size of the data buffer of each request.
     pub data_bytes: usize,
-    /// Bits of [`feature`] that are accepted if they are offered, besides those that it cannot do without.
+    /// Bits of [`feature`] that the front end accepts, in addition to those that it requires.
     pub features: u64,
 }
 

@@ -1,5 +1,5 @@
-//! The driver's side of a split ring (virtio 1.2, 2.7), with a fixed place for each request: so a
-//! descriptor never has to be searched for.
+//! The driver side of a split ring (virtio 1.2, 2.7). Each request slot has fixed descriptors, so that no descriptor has
+//! to be allocated.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -15,66 +15,56 @@ use crate::Result;
 
 const PAGE_BYTES: usize = 4096;
 const DESCRIPTOR_BYTES: usize = 16;
-/// Flags of a descriptor.
+/// VIRTQ_DESC_F_NEXT, VIRTQ_DESC_F_WRITE and VIRTQ_DESC_F_INDIRECT.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Descriptors of a request: header, data, status.
+/// Descriptors per request: header, data, status.
 const CHAIN: usize = 3;
-/// The parts of a request besides its data, and where: header, status, table of indirect descriptors.
+/// Size of a slot, and the offsets of the status and of the table of indirect descriptors in it. The header is at 0.
 const SLOT_BYTES: usize = 128;
 const STATUS_AT: usize = 16;
 const TABLE_AT: usize = 64;
-/// A status that no device writes.
+/// Stored before a request is submitted; no device writes this status.
 const NO_STATUS: u8 = 0xff;
 
-/// The requests of a block device (virtio 1.2, 5.2.6).
+/// Request types of a block device (virtio 1.2, 5.2.6).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Operation {
-    /// VIRTIO_BLK_T_IN
     Read = 0,
-    /// VIRTIO_BLK_T_OUT
     Write = 1,
-    /// VIRTIO_BLK_T_FLUSH
     Flush = 4,
-    /// VIRTIO_BLK_T_GET_ID
     GetId = 8,
-    /// VIRTIO_BLK_T_DISCARD
     Discard = 11,
-    /// VIRTIO_BLK_T_WRITE_ZEROES
     WriteZeroes = 13,
 }
 
-/// A request: its data are those of its slot.
+/// A request. Its data is in the buffer of its slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    /// Its type.
     pub operation: Operation,
-    /// Where, in sectors of 512 bytes.
+    /// First sector, in units of 512 bytes.
     pub sector: u64,
-    /// Bytes of data, or of the list of ranges; 0 has no descriptor.
+    /// Bytes of data, or of the ranges; a request with 0 bytes has no data descriptor.
     pub bytes: usize,
 }
 
 impl Request {
-    /// A read.
     pub fn read(sector: u64, bytes: usize) -> Request {
         Request { operation: Operation::Read, sector, bytes }
     }
 
-    /// A write.
     pub fn write(sector: u64, bytes: usize) -> Request {
         Request { operation: Operation::Write, sector, bytes }
     }
 
-    /// A flush.
     pub fn flush() -> Request {
         Request { operation: Operation::Flush, sector: 0, bytes: 0 }
     }
 }
 
-/// Where the parts of a queue are in memory.
+/// Offsets of the parts of a queue in the memory.
 pub(super) struct Layout {
     pub(super) descriptors: usize,
     pub(super) driver: usize,
@@ -83,7 +73,7 @@ pub(super) struct Layout {
     pub(super) data: usize,
 }
 
-/// Memory for all queues, and the places of each.
+/// Allocates memory for all queues, and lays out each queue in it.
 pub(super) fn lay_out(options: &Options) -> Result<(SharedMemory, Vec<Layout>)> {
     let size = usize::from(options.ring_size);
     let fits = if options.features & feature::INDIRECT != 0 { size } else { size / CHAIN };
@@ -118,7 +108,7 @@ pub struct Queue {
     event_idx: bool,
     kick: OwnedFd,
     call: OwnedFd,
-    /// The next entry of the available ring, how far the server may see it, and of the used ring.
+    /// Next entry of the available ring; its index that was last published; and next entry of the used ring.
     available: u16,
     published: u16,
     used: u16,
@@ -134,7 +124,7 @@ impl Queue {
     ) -> Result<Queue> {
         let indirect = features & feature::INDIRECT != 0;
         if !indirect && options.slots * CHAIN > usize::from(options.ring_size) {
-            return Err("the server has no indirect descriptors: fewer requests, or a larger ring".into());
+            return Err("the server offers no indirect descriptors; use fewer slots or a larger ring".into());
         }
         Ok(Queue {
             memory: Arc::clone(memory),
@@ -152,7 +142,7 @@ impl Queue {
         })
     }
 
-    /// Describes the ring to the server, as its number `index`.
+    /// Describes the ring to the server as ring number `index`.
     pub(super) fn hand_over(&self, index: u32, connection: &mut Connection) -> Result {
         let size = u32::from(self.size);
         connection.set(Message::vring_state(messages::SET_VRING_NUM, index, size))?;
@@ -170,12 +160,11 @@ impl Queue {
         connection.set(Message::vring_descriptor(messages::SET_VRING_KICK, index, self.kick.as_fd()))
     }
 
-    /// Requests in flight at most.
+    /// Maximum number of requests in flight.
     pub fn slots(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// Requests in flight.
     pub fn in_flight(&self) -> usize {
         self.in_flight.iter().filter(|is| **is).count()
     }
@@ -188,20 +177,20 @@ impl Queue {
         self.layout.data + slot * self.data_bytes.next_multiple_of(PAGE_BYTES)
     }
 
-    /// Puts data into `slot`, which is not in flight.
+    /// Stores data in `slot`, which must not be in flight.
     pub fn write_data(&self, slot: usize, bytes: &[u8]) {
         assert!(!self.in_flight[slot] && bytes.len() <= self.data_bytes);
         self.memory.write(self.data_at(slot), bytes);
     }
 
-    /// Takes data out of `slot`, which is not in flight.
+    /// Reads the data of `slot`, which must not be in flight.
     pub fn read_data(&self, slot: usize, bytes: &mut [u8]) {
         assert!(!self.in_flight[slot] && bytes.len() <= self.data_bytes);
         self.memory.read(self.data_at(slot), bytes);
     }
 
-    /// Puts the one range of a discard or a write of zeroes into `slot`: sectors, and whether it may
-    /// deallocate. The request has 16 bytes.
+    /// Stores the range of a discard or a write of zeroes in `slot`, with the flag for deallocating it. The request then
+    /// has 16 bytes.
     pub fn write_range(&self, slot: usize, sector: u64, sectors: u32, unmap: bool) {
         let mut range = [0; 16];
         range[..8].copy_from_slice(&sector.to_le_bytes());
@@ -217,8 +206,8 @@ impl Queue {
         self.memory.store_u16(at + 14, next);
     }
 
-    /// Makes `slot`, which is not in flight, a request. The server sees it when it is
-    /// [published](Queue::publish).
+    /// Fills `slot`, which must not be in flight, with a request. The server sees the request after
+    /// [`publish`](Queue::publish).
     pub fn submit(&mut self, slot: usize, request: &Request) {
         assert!(!self.in_flight[slot] && request.bytes <= self.data_bytes);
         self.in_flight[slot] = true;
@@ -228,7 +217,7 @@ impl Queue {
         self.memory.store_u64(place + 8, request.sector);
         self.memory.atomic_u8(place + STATUS_AT).store(NO_STATUS, Ordering::Relaxed);
         let head = if self.indirect { slot } else { slot * CHAIN };
-        // The number of the chain's first descriptor in its table, and the table.
+        // Index of the chain's first descriptor in its table, and the offset of the table.
         let (first, table) =
             if self.indirect { (0, place + TABLE_AT) } else { (head, self.layout.descriptors) };
         let to_memory = matches!(request.operation, Operation::Read | Operation::GetId);
@@ -253,17 +242,19 @@ impl Queue {
         self.available = self.available.wrapping_add(1);
     }
 
-    /// Shows all that was submitted to the server, and kicks it if it wants that. Returns whether it did.
+    /// Makes all submitted requests visible to the server, and kicks it if it requests a kick. Returns whether it was
+    /// kicked.
     ///
     /// # Errors
-    /// If the eventfd cannot be written.
+    /// Returns the error of writing the eventfd.
     pub fn publish(&mut self) -> Result<bool> {
         let before = std::mem::replace(&mut self.published, self.available);
         if before == self.available {
             return Ok(false);
         }
         self.memory.atomic_u16(self.layout.driver + 2).store(self.available.to_le(), Ordering::Release);
-        // The index before the server's wish: either it sees the index, or this side sees the wish.
+        // Orders the store of the index before the load of the server's event index: either the server sees the new
+        // index, or this side sees that the server waits for a kick. Only SeqCst orders a store before a load.
         fence(Ordering::SeqCst);
         let device = self.layout.device;
         let load = |offset| u16::from_le(self.memory.atomic_u16(offset).load(Ordering::Relaxed));
@@ -279,10 +270,10 @@ impl Queue {
         Ok(wanted)
     }
 
-    /// Kicks the server, whether it wants that or not.
+    /// Kicks the server, whether or not it requests a kick.
     ///
     /// # Errors
-    /// If the eventfd cannot be written.
+    /// Returns the error of writing the eventfd.
     pub fn kick(&self) -> Result {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes())?;
         Ok(())
@@ -292,11 +283,11 @@ impl Queue {
         u16::from_le(self.memory.atomic_u16(self.layout.device + 2).load(Ordering::Acquire))
     }
 
-    /// Takes what has completed: for each its slot, status and the bytes that the server reports to have
-    /// written. Returns how many.
+    /// Passes each completed request to `completed`: slot, status, and the bytes that the server reports as written.
+    /// Returns their number.
     ///
     /// # Errors
-    /// If the server completes what is not in flight, or without a status.
+    /// Returns an error if the server completes a request that is not in flight, or writes no status.
     pub fn reap(&mut self, mut completed: impl FnMut(usize, u8, u32)) -> Result<usize> {
         let end = self.used_index();
         let count = usize::from(end.wrapping_sub(self.used));
@@ -306,28 +297,28 @@ impl Queue {
             let head = self.memory.load_u32(at) as usize;
             let slot = if self.indirect { head } else { head / CHAIN };
             if !self.in_flight.get_mut(slot).is_some_and(std::mem::take) {
-                return Err(format!("descriptor {head} completed, which is not in flight").into());
+                return Err(format!("the server completed descriptor {head}, which is not in flight").into());
             }
             let status = self.memory.atomic_u8(self.slot_at(slot) + STATUS_AT).load(Ordering::Relaxed);
             if status == NO_STATUS {
-                return Err(format!("descriptor {head} completed without a status").into());
+                return Err(format!("the server completed descriptor {head} without a status").into());
             }
             completed(slot, status, self.memory.load_u32(at + 4));
         }
         Ok(count)
     }
 
-    /// Sleeps until there is something to [reap](Queue::reap), without polling for it. Returns how often
-    /// the server had to signal: 0 if there was something at once.
+    /// Sleeps until a request has completed. Returns the number of signals from the server; 0 if one had completed
+    /// before.
     ///
     /// # Errors
-    /// If nothing completes within `limit`.
+    /// Returns an error if nothing completes within `limit`.
     pub fn wait(&mut self, limit: Duration) -> Result<u32> {
         let time: rustix::event::Timespec = limit.try_into()?;
         for calls in 0.. {
             if self.event_idx {
                 self.memory.store_u16(self.layout.driver + 4 + 2 * usize::from(self.size), self.used);
-                // The wish before the index: as in publish.
+                // Orders the store of the event index before the load of the used index, as in `publish`.
                 fence(Ordering::SeqCst);
             }
             if self.used_index() != self.used {
@@ -336,25 +327,25 @@ impl Queue {
             if poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&time))? == 0 {
                 break;
             }
-            // It never blocks: no other thread reads it.
+            // This read does not block, because no other thread reads the eventfd.
             rustix::io::read(&self.call, &mut [0; 8])?;
         }
-        Err(format!("no call of the server within {limit:?}").into())
+        Err(format!("no call from the server within {limit:?}").into())
     }
 
     /// Whether the server has signalled since the last [`wait`](Queue::wait).
     ///
     /// # Errors
-    /// If the eventfd cannot be polled.
+    /// Returns the error of poll(2).
     pub fn is_called(&self) -> Result<bool> {
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         Ok(poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&now))? == 1)
     }
 
-    /// Submits one request in `slot`, waits for it, and returns its status.
+    /// Submits one request in `slot`, waits for it, and returns its status. No other request may be in flight.
     ///
     /// # Errors
-    /// As those of its parts; and if other requests are in flight.
+    /// Returns the errors of submitting and waiting.
     pub fn execute(&mut self, slot: usize, request: &Request, limit: Duration) -> Result<u8> {
         assert_eq!(self.in_flight(), 0);
         self.submit(slot, request);

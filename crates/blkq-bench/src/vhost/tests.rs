@@ -1,4 +1,4 @@
-//! The driver's side of a ring, against a device's side written by hand.
+//! Tests the driver side of a ring against a device side that is written by hand.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -8,12 +8,12 @@ use super::memory::SharedMemory;
 use super::queue::{Layout, Queue, Request, lay_out};
 use super::{CONFIG_BYTES, Config, GUEST_START, Options, feature};
 
-/// A buffer: where it is in memory, its bytes, and whether the device writes them.
+/// A buffer: its offset in memory, its size, and whether the device writes it.
 type Buffer = (usize, usize, bool);
 
 const SOON: Duration = Duration::from_millis(200);
 
-/// The device's view of one queue.
+/// The device side of one queue.
 struct Device {
     memory: Arc<SharedMemory>,
     descriptors: usize,
@@ -39,7 +39,7 @@ impl Device {
         u16::from_le(self.memory.atomic_u16(offset).load(Ordering::Acquire))
     }
 
-    /// The next request: its head, and its buffers.
+    /// The next available request: its head descriptor, and its buffers.
     fn pop(&mut self) -> Option<(u16, Vec<Buffer>)> {
         if self.u16_at(self.driver + 2) == self.available {
             return None;
@@ -75,7 +75,7 @@ impl Device {
         self.memory.atomic_u16(self.device + 2).store(self.used.to_le(), Ordering::Release);
     }
 
-    /// Completes a read with bytes of `value`.
+    /// Completes a read with `value` in all bytes.
     fn complete_read(&mut self, head: u16, buffers: &[Buffer], value: u8) {
         let (data, bytes, _) = buffers[1];
         self.memory.write(data, &vec![value; bytes]);
@@ -84,14 +84,14 @@ impl Device {
     }
 }
 
-fn a_read_comes_back(features: u64) {
+fn check_reads(features: u64) {
     let (mut queue, mut device) = Device::queue(features);
     for round in 0..40_u8 {
         for slot in 0..4 {
             queue.submit(slot, &Request::read(8 * slot as u64, 4096));
         }
         queue.publish().unwrap();
-        // The last first.
+        // Completes the requests in reverse order.
         let popped: Vec<_> = std::iter::from_fn(|| device.pop()).collect();
         assert_eq!(popped.len(), 4);
         for (head, buffers) in popped.into_iter().rev() {
@@ -117,37 +117,37 @@ fn a_read_comes_back(features: u64) {
 }
 
 #[test]
-fn requests_in_tables_of_their_own_complete_in_any_order() {
-    a_read_comes_back(feature::INDIRECT | feature::EVENT_IDX);
-    a_read_comes_back(feature::INDIRECT);
+fn requests_in_indirect_tables_complete_in_any_order() {
+    check_reads(feature::INDIRECT | feature::EVENT_IDX);
+    check_reads(feature::INDIRECT);
 }
 
 #[test]
 fn requests_in_the_ring_complete_in_any_order() {
-    a_read_comes_back(feature::EVENT_IDX);
-    a_read_comes_back(0);
+    check_reads(feature::EVENT_IDX);
+    check_reads(0);
 }
 
 #[test]
-fn a_server_is_kicked_only_when_it_asks_for_it() {
+fn a_server_is_kicked_only_when_it_requests_a_kick() {
     let (mut queue, mut device) = Device::queue(feature::EVENT_IDX);
     queue.submit(0, &Request::flush());
-    assert!(queue.publish().unwrap(), "it waits for index 0");
+    assert!(queue.publish().unwrap(), "the server waits for index 0");
     queue.submit(1, &Request::flush());
-    assert!(!queue.publish().unwrap(), "it did not ask for index 1");
+    assert!(!queue.publish().unwrap(), "the server does not wait for index 1");
     device.memory.store_u16(device.device + 4 + 8 * device.size, 2);
     queue.submit(2, &Request::flush());
     assert!(queue.publish().unwrap());
     assert_eq!(std::iter::from_fn(|| device.pop()).count(), 3);
-    assert!(!queue.publish().unwrap(), "nothing is new");
+    assert!(!queue.publish().unwrap(), "nothing was submitted");
     let (mut queue, device) = Device::queue(0);
     device.memory.store_u16(device.device, 1);
     queue.submit(0, &Request::flush());
-    assert!(!queue.publish().unwrap(), "it polls");
+    assert!(!queue.publish().unwrap(), "the server polls");
 }
 
 #[test]
-fn what_is_not_in_flight_cannot_complete() {
+fn completing_a_request_not_in_flight_is_an_error() {
     let (mut queue, mut device) = Device::queue(feature::INDIRECT);
     queue.submit(0, &Request::read(0, 512));
     queue.publish().unwrap();
@@ -162,7 +162,7 @@ fn what_is_not_in_flight_cannot_complete() {
 }
 
 #[test]
-fn a_configuration_is_read_as_virtio_lays_it_out() {
+fn a_configuration_is_parsed_as_virtio_specifies() {
     let mut bytes = [0; CONFIG_BYTES as usize];
     bytes[..8].copy_from_slice(&0x1_0000_0002_u64.to_le_bytes());
     bytes[12] = 126;

@@ -1,4 +1,4 @@
-//! blkq as it is.
+//! The measurement on blkq itself.
 
 pub use blkq as library;
 

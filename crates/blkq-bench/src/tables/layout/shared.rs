@@ -1,4 +1,4 @@
-//! The same sources without padding.
+//! The measurement on a build of the same sources without padding.
 
 pub use blkq_shared_layout as library;
 

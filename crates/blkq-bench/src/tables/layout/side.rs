@@ -1,5 +1,5 @@
-//! One side of the comparison: this file is a module twice, over blkq as it is and over the
-//! same sources without padding.
+//! One side of the comparison. Two modules include this file: one over blkq, and one over a build of the same sources
+//! without padding.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
@@ -16,19 +16,19 @@ use crate::load::Offsets;
 use crate::measurement::{Run, rate};
 use crate::process::Usage;
 
-/// A null device of so many queues.
+/// A null device with `queues` queues.
 pub fn disk(queues: usize) -> Result<Arc<Disk>> {
     let mut options = NullOptions::new(REGION_BYTES * SUBMITTERS as u64);
     options.zero_reads = false;
     Ok(Disk::builder(Box::new(Null::new(options)?)).queues(queues).depth(DEPTH).build()?)
 }
 
-/// Lines of the device's structures that threads with nothing in common write.
+/// Number of cache lines of the device's structures that contain words of different writers.
 pub fn contended(disk: &Disk) -> usize {
     contended_lines(&disk.hot_fields()).len()
 }
 
-/// Runs `work` in as many threads as the device has queues, each the owner of one.
+/// Runs `work` on one thread per queue of the device; each thread owns its queue.
 pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
     let count = disk.queue_count();
     together(count, processors, length, |number, running| {
@@ -37,14 +37,14 @@ pub fn owners(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Dur
         let mut free = buffers();
         running.wait();
         let mut ios = 0;
-        while running.goes_on() {
+        while running.continues() {
             ios += turn(&mut queue, &mut stream, &mut free)?;
         }
         Ok(ios)
     })
 }
 
-/// Runs `work` in threads that submit through an engine of one queue.
+/// Runs `work` on threads that submit through an engine with one queue.
 pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length: Duration) -> Result<Run> {
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     together(SUBMITTERS, processors, length, |number, running| {
@@ -54,13 +54,13 @@ pub fn submitters(disk: &Arc<Disk>, work: &Work, processors: Processors, length:
         let (completed, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (give, back) = std::sync::mpsc::channel();
         running.wait();
-        while running.goes_on() {
+        while running.continues() {
             let Some(buffer) = free.pop().or_else(|| back.recv().ok()) else { break };
             let (completed, failed, give) = (completed.clone(), failed.clone(), give.clone());
             submitter.submit(stream.next(buffer), move |result, data| {
                 completed.fetch_add(1, Relaxed);
                 failed.fetch_or(result.is_err(), Relaxed);
-                // The submitter may have exited.
+                // Sending fails if the submitter has exited.
                 let _ = data.into_buffer().map(|buffer| give.send(buffer));
             });
         }
@@ -72,7 +72,7 @@ fn buffers() -> Vec<IoBuffer> {
     (0..DEPTH).map(|_| IoBuffer::zeroed(4096)).collect()
 }
 
-/// The bios of one thread, in its own region.
+/// The bios of one thread, all in its own region.
 struct Stream {
     offsets: Offsets,
     region: u64,
@@ -99,7 +99,7 @@ impl Stream {
     }
 }
 
-/// Submits all that is free, and takes what has completed.
+/// Submits all free buffers, waits, and reaps completions.
 #[inline]
 fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -> Result<u64> {
     for buffer in free.drain(..) {
@@ -115,7 +115,7 @@ fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -
     Ok(free.len() as u64)
 }
 
-/// When the threads of a run begin and stop.
+/// Starts and stops the threads of a run.
 struct Running {
     ready: Barrier,
     over: AtomicBool,
@@ -126,12 +126,12 @@ impl Running {
         self.ready.wait();
     }
 
-    fn goes_on(&self) -> bool {
+    fn continues(&self) -> bool {
         !self.over.load(Relaxed)
     }
 }
 
-/// Runs `body` in `count` threads for `length`: what they did together.
+/// Runs `body` on `count` threads for `length`, and returns their total.
 fn together(
     count: usize,
     processors: Processors,

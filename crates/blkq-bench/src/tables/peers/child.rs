@@ -1,4 +1,4 @@
-//! Processes that are started, watched and stopped: none of them outlives this one.
+//! Child processes of the benchmark. None of them outlives this process.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -14,21 +14,21 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use crate::Result;
 use crate::process::Usage;
 
-/// How long a process may take to exit when it is asked to.
+/// How long a process may take to exit after SIGTERM, before it is killed.
 const EXIT_WAIT: Duration = Duration::from_secs(5);
-/// How often it is polled.
+/// Interval of polls for the exit of a process.
 pub const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// So much of its standard error is searched for the last line.
+/// The last line of standard error is searched in at most this number of bytes.
 const ERRORS_BYTES_MAX: usize = 64 << 10;
 
-/// A process. Dropping it kills it.
+/// A child process. Dropping it kills the process.
 pub struct Child {
     pid: i32,
     program: String,
-    /// Its standard error, which is nobody else's.
+    /// A memfd that receives the standard error of the process.
     errors: File,
-    /// Its standard output, if it was started with a pipe for it.
+    /// Standard output, if the process was started with a pipe for it.
     pub stdout: Option<ChildStdout>,
     exited: Option<(i32, Usage)>,
 }
@@ -37,7 +37,7 @@ impl Child {
     /// Starts `command`.
     ///
     /// # Errors
-    /// If it cannot be started: the system's error, an [`std::io::Error`].
+    /// Returns the [`std::io::Error`] of the system if the command cannot be started.
     pub fn start(mut command: Command, stdout: Stdio) -> Result<Child> {
         let program = Path::new(command.get_program()).file_name().unwrap_or(OsStr::new("?"));
         let program = program.to_string_lossy().into_owned();
@@ -45,34 +45,33 @@ impl Child {
         command.stdin(Stdio::null()).stdout(stdout).stderr(errors.try_clone()?);
         let die_with_parent =
             || set_parent_process_death_signal(Some(Signal::KILL)).map_err(std::io::Error::from);
-        // SAFETY: between fork and exec it makes one system call and touches no memory.
+        // SAFETY: between fork and exec, the closure makes one system call and allocates no memory.
         unsafe { command.pre_exec(die_with_parent) };
         let mut child = command.spawn()?;
         Ok(Child { pid: child.id() as i32, program, errors, stdout: child.stdout.take(), exited: None })
     }
 
-    /// Its number.
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// The last line of its standard error.
-    pub fn complaint(&self) -> String {
-        // Its own writes move the offset that this process shares.
+    /// A message with the last line of standard error.
+    pub fn exit_message(&self) -> String {
+        // Reads at an offset, because the process writes at the offset that the shared file description stores.
         let mut text = vec![0; ERRORS_BYTES_MAX];
         let from =
             self.errors.metadata().map_or(0, |file| file.len().saturating_sub(ERRORS_BYTES_MAX as u64));
         let length = self.errors.read_at(&mut text, from).unwrap_or_default();
         let text = String::from_utf8_lossy(&text[..length]);
-        let last = text.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("without a word");
+        let last = text.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("(no message)");
         format!("{} exited: {}", self.program, last.trim())
     }
 
-    /// Whether it has exited, and if so how.
+    /// Returns the exit status and the usage if the process has exited.
     fn poll(&mut self, block: bool) -> Option<(i32, Usage)> {
         if self.exited.is_none() {
             let mut status = 0;
-            // SAFETY: the kernel fills both in; the process is ours and nobody else waits for it.
+            // SAFETY: the kernel fills both in; the process is a child that only this function waits for.
             let (exited, usage) = unsafe {
                 let mut usage: libc::rusage = std::mem::zeroed();
                 let flags = if block { 0 } else { libc::WNOHANG };
@@ -83,31 +82,30 @@ impl Child {
         self.exited
     }
 
-    /// Whether it has exited.
     pub fn has_exited(&mut self) -> bool {
         self.poll(false).is_some()
     }
 
-    /// Waits until it exits by itself, `limit` at most. Returns its total usage.
+    /// Waits up to `limit` until the process exits. Returns its total usage.
     ///
     /// # Errors
-    /// The error that it printed, or that it took too long.
+    /// Returns the last line of its standard error if it fails, or an error after `limit`.
     pub fn wait(mut self, limit: Duration) -> Result<Usage> {
         let until = Instant::now() + limit;
         loop {
             match self.poll(false) {
                 Some((0, usage)) => return Ok(usage),
-                Some(_) => return Err(self.complaint().into()),
+                Some(_) => return Err(self.exit_message().into()),
                 None if Instant::now() > until => {
-                    return Err(format!("{}: not done after {limit:?}", self.program).into());
+                    return Err(format!("{} has not exited within {limit:?}", self.program).into());
                 }
                 None => std::thread::sleep(Duration::from_millis(2)),
             }
         }
     }
 
-    /// Asks it to exit, and kills it if it does not. Returns its total usage, with the
-    /// threads that exited before.
+    /// Sends SIGTERM, and SIGKILL after [`EXIT_WAIT`]. Returns the total usage, including threads that exited
+    /// earlier.
     pub fn stop(mut self) -> Usage {
         self.signal(libc::SIGTERM);
         let until = Instant::now() + EXIT_WAIT;
@@ -122,7 +120,7 @@ impl Child {
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: the process was not waited for, so that the number is still its own.
+        // SAFETY: nobody has waited for the process, so its pid cannot belong to another process.
         unsafe { libc::kill(self.pid, signal) };
     }
 }

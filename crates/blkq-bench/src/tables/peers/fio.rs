@@ -1,4 +1,4 @@
-//! The client of all peers: fio, with the same job for each.
+//! fio, the client of all peers, with the same job for each.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,79 +10,74 @@ use super::child::Child;
 use crate::Result;
 use crate::process::Usage;
 
-/// How long fio may take beyond the time of a job, or for one without.
+/// How long fio may take in addition to the length of a job, or for a job without a length.
 const EXIT_WAIT: Duration = Duration::from_secs(30);
 
-/// A job of fio.
+/// A workload of fio.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
-    /// Its name.
     pub title: &'static str,
-    /// fio's `--rw`.
+    /// Value of fio's option `--rw`.
     pub rw: &'static str,
-    /// Bytes per I/O.
     pub block_bytes: u64,
-    /// I/Os in flight.
     pub depth: u64,
-    /// Whether it is part of a quick run.
+    /// Whether a quick run includes the job.
     pub quick: bool,
 }
 
-/// Blocks from this size on are large: a server sends more bytes of them in a run than the sockets of a whole
-/// run of small ones take.
+/// Jobs with larger blocks warm the server up first: a server then sends more per run than the socket buffers of a
+/// whole run with small blocks.
 const LARGE_BYTES: u64 = 128 << 10;
 
 impl Job {
-    /// Whether a server does the job over the whole file before it is measured.
+    /// Whether a server does the job once over the whole file before it is measured.
     ///
-    /// The kernel takes the pages of socket buffers from one processor's lists and frees them to another's.
-    /// After much memory was freed, by the server before for one, they are new ones for the first gigabyte,
-    /// and a hypervisor may have taken each of them back. A server does that once, in a second.
+    /// The kernel allocates the pages of socket buffers from one processor's lists and frees them to another's. After
+    /// much memory was freed, for example by the previous server, the first gigabyte of buffers is in pages that
+    /// were not used recently, which a hypervisor may have reclaimed. Warming up moves that cost, about a second,
+    /// out of the measurement.
     pub fn warms_up(&self) -> bool {
         self.block_bytes > LARGE_BYTES
     }
 }
 
-/// How much of a job is done.
+/// When a job is done.
 #[derive(Clone, Copy)]
 pub enum Length {
-    /// As much as this time takes.
+    /// After this time.
     Time(Duration),
-    /// The whole target, once.
+    /// After one pass over the whole target.
     Once,
 }
 
-/// Where fio finds what is measured.
+/// What fio reads and writes.
 pub enum Target {
-    /// A file or device.
     Path(std::path::PathBuf),
-    /// An export of a server.
+    /// NBD URI of an export.
     Uri(String),
 }
 
 /// The result of one run of fio.
 pub struct Report {
-    /// I/Os done.
     pub ios: u64,
-    /// I/Os per second.
     pub iops: f64,
     /// Mean latency from submission to completion, in microseconds.
     pub mean_us: f64,
-    /// Percentiles of it: 50, 99, 99.9.
+    /// Percentiles 50, 99 and 99.9 of the latency.
     pub percentiles_us: [f64; 3],
-    /// Of the thread that did the I/O, while it did it.
+    /// Usage of the thread that does the I/O, during the job.
     pub client: Usage,
-    /// Of the whole process, starting included.
+    /// Usage of the whole process, including its start.
     pub process: Usage,
 }
 
-/// The reason why fio cannot measure servers of NBD, if it cannot.
+/// The reason why fio cannot be used as an NBD client.
 pub fn lacks() -> Option<String> {
     let engines = Command::new("fio").arg("--enghelp").output();
     match engines {
         Err(e) => Some(format!("fio: {e}; install the package fio")),
         Ok(output) if !String::from_utf8_lossy(&output.stdout).lines().any(|line| line.trim() == "nbd") => {
-            Some("fio was built without its engine nbd; install Debian's package fio".to_owned())
+            Some("fio was built without the engine nbd; install Debian's package fio".to_owned())
         }
         Ok(_) => None,
     }
@@ -90,15 +85,14 @@ pub fn lacks() -> Option<String> {
 
 /// Runs `job` over the first `bytes` of `target`.
 ///
-/// There is no ramp: what the server did during one would count for I/Os that fio does not
-/// count.
+/// There is no ramp time: fio would not count its I/Os, but the server's usage would include them.
 ///
 /// # Errors
-/// The error that fio printed.
+/// Returns the error that fio printed.
 pub fn run(target: &Target, job: &Job, bytes: u64, length: Length, scratch: &Path) -> Result<Report> {
     let output = scratch.join("fio.json");
     let mut command = Command::new("fio");
-    // In one process, so that nothing of it stays behind when it is killed.
+    // With --thread, fio is a single process, so killing it leaves nothing running.
     command.args(["--name=job", "--thread", "--norandommap", "--randrepeat=0"]);
     match target {
         Target::Path(path) => {
@@ -117,19 +111,19 @@ pub fn run(target: &Target, job: &Job, bytes: u64, length: Length, scratch: &Pat
         limit += length;
     }
     command.args(["--output-format=json", &format!("--output={}", output.display())]);
-    // Its engine nbd prints something on the standard output, which is not needed.
+    // The engine nbd prints to standard output, which is not needed.
     let process = Child::start(command, Stdio::null())?.wait(limit)?;
     let text = std::fs::read_to_string(&output)?;
     parse(&text, job.rw.contains("write"), process).map_err(|e| format!("fio: {e}").into())
 }
 
 fn parse(text: &str, write: bool, process: Usage) -> Result<Report> {
-    // A warning may stand before it.
+    // fio may print warnings before the JSON.
     let json = text.find('{').map_or("", |start| &text[start..]);
     let document: Value = serde_json::from_str(json)?;
     let job = &document["jobs"][0];
     let number = |value: &Value, what: &str| {
-        value.as_f64().ok_or_else(|| crate::Error::from(format!("its report has no {what}")))
+        value.as_f64().ok_or_else(|| crate::Error::from(format!("the report contains no {what}")))
     };
     if number(&job["error"], "error")? != 0.0 {
         return Err(format!("error {}", job["error"]).into());
@@ -161,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_is_read_behind_what_fio_has_to_say() {
+    fn a_report_is_parsed_after_other_output_of_fio() {
         let text = r#"fio: some remark
             {"jobs": [{"error": 0, "job_runtime": 2000, "usr_cpu": 10.0, "sys_cpu": 15.0, "ctx": 40,
             "read": {"total_ios": 0}, "write": {"total_ios": 1000, "iops": 500.0, "lat_ns": {"mean": 2000.0},

@@ -1,4 +1,4 @@
-//! The kernel's loop device over a file, for as long as this process has it open.
+//! The kernel's loop device on a file, as long as this process keeps the device open.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 use crate::Result;
 
-// Of the kernel's include/uapi/linux/loop.h.
+// From include/uapi/linux/loop.h.
 const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
 const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 
-/// struct loop_config with struct loop_info64 in it, of the same.
+/// struct loop_config, with its struct loop_info64 (include/uapi/linux/loop.h).
 #[repr(C)]
 struct LoopConfig {
     fd: u32,
@@ -35,36 +35,39 @@ struct LoopConfig {
 
 const _: () = assert!(size_of::<LoopConfig>() == 304);
 
-/// Times to try again when another process takes the device that was free.
+/// Maximum number of attempts: another process may attach the free device first.
 const TRIES: usize = 16;
 
-/// A loop device. It detaches with its last user, also if this process is killed.
+/// A loop device. LO_FLAGS_AUTOCLEAR detaches it with its last user, also if this process is killed.
 pub struct KernelLoop {
     path: PathBuf,
     _device: File,
 }
 
 impl KernelLoop {
-    /// Puts a device over `file`, which it reads and writes past the page cache if `direct`.
+    /// Attaches `file`. With `direct`, the device does direct I/O on the file.
     ///
     /// # Errors
-    /// If the user may not, the kernel has no loop devices, or does not bypass the cache here.
+    /// Returns one line if the user lacks the permission, the kernel has no loop devices, or direct I/O on this file is
+    /// not possible.
     pub fn attach(file: &Path, direct: bool) -> Result<KernelLoop> {
         let both = |path: &Path| {
             let file = OpenOptions::new().read(true).write(true).open(path);
-            file.map_err(|e| format!("{}: {e} (run as root, with the module loop)", path.display()))
+            file.map_err(|e| {
+                format!("{}: {e} (loop devices require root and the module loop)", path.display())
+            })
         };
         let control = both(Path::new("/dev/loop-control"))?;
         let backing = both(file)?;
         for attempt in 0.. {
-            // SAFETY: takes no argument.
+            // SAFETY: the request takes no argument.
             let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
             if number < 0 {
                 return Err(format!("no free loop device: {}", std::io::Error::last_os_error()).into());
             }
             let path = PathBuf::from(format!("/dev/loop{number}"));
             let device = both(&path)?;
-            // SAFETY: a configuration of zeroes is one.
+            // SAFETY: all-zero bytes are a valid LoopConfig.
             let mut config: LoopConfig = unsafe { std::mem::zeroed() };
             config.fd = backing.as_raw_fd() as u32;
             config.lo_flags = LO_FLAGS_AUTOCLEAR | if direct { LO_FLAGS_DIRECT_IO } else { 0 };
@@ -85,7 +88,6 @@ impl KernelLoop {
         unreachable!("the loop above returns")
     }
 
-    /// Where the device is.
     pub fn path(&self) -> &Path {
         &self.path
     }

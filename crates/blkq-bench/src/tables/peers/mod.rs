@@ -1,4 +1,4 @@
-//! blkq beside its peers, over the same file, with the same client.
+//! Table `peers`: blkq and other servers, on the same file, with the same client.
 
 use crate::bench::{Bench, Pace, case};
 use crate::metric::Metric;
@@ -44,7 +44,7 @@ const JOBS: [Job; 5] = [
     },
 ];
 
-/// The time that a run takes besides: fio needs most of it to start and to exit.
+/// Additional time of a run in seconds: mostly the start and exit of fio.
 const AROUND_SECONDS: f64 = 0.4;
 
 fn pace(pace: &Pace) -> Pace {
@@ -52,10 +52,10 @@ fn pace(pace: &Pace) -> Pace {
     Pace { seconds, around_seconds: AROUND_SECONDS, rounds, quick: pace.quick }
 }
 
-/// The time of a job over the whole file, as far as a disk of a gigabyte per second does it.
+/// Time of a job over the whole file in seconds, for a disk with 1 GB/s.
 const WARM_UP_SECONDS: f64 = 1.0;
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     if fio::lacks().is_some() {
         return 0.0;
@@ -72,15 +72,13 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
         + vhost::planned_seconds(&pace)
 }
 
-/// Measures it.
-///
 /// # Errors
-/// If a peer that started before does not any more.
+/// Returns an error if a peer that could be started before fails to start.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
-        Table::new(What::Peers, "peers: blkq and others, the same jobs of fio over the same file");
+        Table::new(What::Peers, "peers: blkq and other servers, the same fio jobs on the same file");
     if let Some(lack) = fio::lacks() {
-        table.left_out.push(format!("all of it: {lack}"));
+        table.left_out.push(format!("all cases: {lack}"));
         return Ok(table);
     }
     let pace = pace(&bench.pace);
@@ -102,14 +100,14 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         let names = OVER_FILE.iter().chain(&OVER_NOTHING).filter(left_out).map(|peer| peer.name.to_owned());
         let titles = JOBS.iter().filter(|job| !job.quick).map(|job| job.title.to_owned());
         let all: Vec<String> = names.chain(titles).collect();
-        table.left_out.push(format!("for --quick: {}", all.join("; ")));
+        table.left_out.push(format!("because of --quick: {}", all.join("; ")));
     }
     let mut comparisons = Vec::new();
     for job in chosen(&JOBS, pace.quick, |job| job.quick) {
         let mut cases = visits(&over_file, &place, *job);
         if job.depth == 1 {
             let null = over_nothing.iter().find(|peer| peer.name == BLKQ_NULL);
-            // The time of the way to a server and back.
+            // The latency of a request to a server and back, without a file.
             cases.extend(null.map(|null| case(BLKQ_NULL, |length| null.visit(&place, job, length))));
         }
         comparisons.push(bench.compare_at(pace, job.title, cases)?);
@@ -124,20 +122,20 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     table.comparisons = vec![memory(&mut comparisons)];
     table.comparisons.splice(0..0, comparisons);
     table.notes.push(
-        "server ns/IO of the kernel's loop device is what the whole machine used but fio: it has no process"
+        "server ns/IO of the kernel's loop device is the time of the whole machine without fio: the device has no process"
             .into(),
     );
     Ok(table)
 }
 
-/// The claims about blkq beside the peers that there are.
+/// Adds the effects and targets of blkq relative to the peers that were measured.
 fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Comparison) {
     let has = |comparison: &Comparison, name: &str| comparison.cases.iter().any(|case| case.name == name);
     for comparison in comparisons.iter_mut().filter(|comparison| has(comparison, BLKQ)) {
         let metric = if comparison.title == ONE.title { Metric::LatencyMeanUs } else { Metric::Iops };
         let names: Vec<String> = comparison.cases.iter().map(|case| case.name.clone()).collect();
         for name in names.iter().filter(|name| *name != BLKQ && *name != BLKQ_NULL) {
-            comparison.effect(format!("{BLKQ} by {name}"), name, BLKQ, metric, None);
+            comparison.effect(format!("{BLKQ} relative to {name}"), name, BLKQ, metric, None);
         }
         let ratio =
             |name: &str| comparison.effects.iter().find(|effect| effect.base == name).map(|e| e.ratio);
@@ -153,14 +151,14 @@ fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Compa
         };
         for (name, wanted) in wanted {
             if let Some(ratio) = ratio(name) {
-                let title = format!("{}: {} by {name}", comparison.title, metric.label());
+                let title = format!("{}: {}, {BLKQ} / {name}", comparison.title, metric.label());
                 table.target(title, ratio, *wanted);
             }
         }
         if comparison.title == ONE.title && has(comparison, BLKQ_NULL) {
             let mean_us = |name: &str| comparison.case(name).median(Metric::LatencyMeanUs);
             let bound = 1.25 * mean_us(RAW) + mean_us(BLKQ_NULL);
-            let title = format!("{}: mean us by 1.25 x {RAW} and a round trip", comparison.title);
+            let title = format!("{}: mean us / (1.25 x {RAW} + round trip)", comparison.title);
             table.target(title, mean_us(BLKQ) / bound, Expected::AtMost(1.0));
         }
     }
@@ -178,22 +176,22 @@ fn state_targets(table: &mut Table, comparisons: &mut [Comparison], null: &Compa
         let job = JOBS.iter().find(|job| job.title == comparison.title).unwrap_or(&RANDOM);
         own(Metric::ResidentMaxMib)(comparison) - (job.depth * job.block_bytes) as f64 / f64::from(1 << 20)
     };
-    table.target("resident when idle, MiB", most(&own(Metric::ResidentMib)), Expected::AtMost(8.0));
-    let title = "resident under load beyond the buffers in flight, MiB";
+    table.target("resident memory when idle, MiB", most(&own(Metric::ResidentMib)), Expected::AtMost(8.0));
+    let title = "resident memory under load without buffers in flight, MiB";
     table.target(title, most(&beyond_buffers), Expected::AtMost(8.0));
     table.target(
-        "the file in the page cache afterwards, MiB",
+        "cached bytes of the file after the run, MiB",
         most(&own(Metric::CachedMib)),
         Expected::AtMost(0.0),
     );
     let start_ms: Vec<f64> =
         blkq().flat_map(|comparison| comparison.case(BLKQ).figure(Metric::StartMs).samples.clone()).collect();
     let start_ms = Figure::new(Metric::StartMs, start_ms).median;
-    table.target("attach to ready, ms", start_ms, Expected::AtMost(20.0));
+    table.target("start to ready, ms", start_ms, Expected::AtMost(20.0));
 }
 
-/// Takes memory and start-up out of the comparisons, which they do not depend on, and
-/// makes one of them.
+/// Moves the figures of memory and start-up from the comparisons, which do not affect them, into one
+/// comparison.
 fn memory(comparisons: &mut [Comparison]) -> Comparison {
     const METRICS: [Metric; 4] =
         [Metric::StartMs, Metric::ResidentMib, Metric::ResidentMaxMib, Metric::CachedMib];
@@ -204,7 +202,7 @@ fn memory(comparisons: &mut [Comparison]) -> Comparison {
                 Some(of) => of,
                 None => {
                     all.push(Case { name: case.name.clone(), figures: Vec::new() });
-                    all.last_mut().expect("it was pushed above")
+                    all.last_mut().expect("pushed above")
                 }
             };
             match of.figures.iter_mut().find(|of| of.metric == figure.metric) {
@@ -216,7 +214,7 @@ fn memory(comparisons: &mut [Comparison]) -> Comparison {
             }
         }
     }
-    // Nothing was started for the file itself.
+    // No server is started for raw I/O on the file.
     all.retain(|case| case.name != RAW);
     for case in &mut all {
         case.figures.sort_by_key(|figure| METRICS.iter().position(|metric| *metric == figure.metric));

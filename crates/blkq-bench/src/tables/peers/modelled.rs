@@ -1,5 +1,5 @@
-//! The cost of serving apart from any real disk, whose bursts hide it: a device that does a fixed number
-//! of requests at a time, each in the same time, used in this process, and served.
+//! The cost of serving, without a real disk, whose bursts of completions would hide it: a device that does a fixed number
+//! of requests at a time, each in the same time, used in process and over its exports.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -18,9 +18,9 @@ use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::result::{Comparison, Expected, Table};
 
-/// Requests that the device does at a time: its tags. With [`FAULT`] it does 100,000 a second.
+/// Tags of the device: requests that it does at a time. Together with [`FAULT`], that is 100,000 IOPS.
 const DEPTH: u16 = 32;
-/// The time of each. [`NBD`] and [`VHOST`] have both among their options.
+/// The time of each request. The command lines of [`NBD`] and [`VHOST`] contain this and [`DEPTH`].
 const FAULT: &str = "delay=320us";
 
 const IN_PROCESS: &str = "in process";
@@ -36,15 +36,15 @@ const VHOST: vhost::Server = vhost::Server::of_blkq(
 );
 const CASES: usize = 3;
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(CASES)
 }
 
-/// Measures it with `job`, and states its targets.
+/// Runs `job` on all cases, and adds the targets to `table`.
 ///
 /// # Errors
-/// If a server does not start.
+/// Returns an error if a server does not start.
 pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut Table) -> Result<Comparison> {
     let cases = vec![
         case(IN_PROCESS, |length| in_process(place, length)),
@@ -54,21 +54,27 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut 
     let title = format!("a device of {DEPTH} x 320 us, {}", job.title);
     let mut comparison = bench.compare_at(pace, &title, cases)?;
     for name in [NBD.name, VHOST.name] {
-        let effect =
-            comparison.effect(format!("{name} by {IN_PROCESS}"), IN_PROCESS, name, Metric::Iops, None);
+        let effect = comparison.effect(
+            format!("{name} relative to {IN_PROCESS}"),
+            IN_PROCESS,
+            name,
+            Metric::Iops,
+            None,
+        );
         let ratio = effect.ratio;
-        table.target(format!("{title}: {name} by {IN_PROCESS}"), ratio, Expected::AtLeast(0.95));
+        table.target(format!("{title}: {name} / {IN_PROCESS}"), ratio, Expected::AtLeast(0.95));
     }
     Ok(comparison)
 }
 
-/// The same load on a queue that the measuring thread owns.
+/// Runs the load on a queue that the measuring thread owns.
 fn in_process(place: &Place, length: Duration) -> Result<Run> {
     let options = DriverOptions { fault: Some(FAULT.parse()?), ..DriverOptions::default() };
     let driver = blkq_drivers::open(&DriverSpec::Null(place.bytes()), &options)?.driver;
     let disk = Disk::builder_shared(driver).depth(DEPTH).build()?;
     let load = vhost::RANDOM.load();
-    // It sleeps until the next completion, where an engine waits in its ring, whose timers have no slack.
+    // This thread sleeps until the next completion with a timer that has slack by default (50 us). An engine waits in its
+    // ring, whose timers have none.
     set_current_timer_slack(NonZeroU64::new(1))?;
     let run = local::run(&disk, &load, length);
     set_current_timer_slack(None)?;

@@ -1,4 +1,4 @@
-//! The peers, and one visit to each: start it, load it, measure it, stop it.
+//! The peers, and one measurement of a peer: start the server, run fio, read the counters, stop the server.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::os::unix::fs::DirBuilderExt;
@@ -20,29 +20,29 @@ use crate::measurement::Run;
 use crate::metric::Metric;
 use crate::process::{Usage, forget_resident_max, resident_bytes, resident_max_bytes};
 
-/// How long a server may take until it is ready.
+/// How long a server may take to start.
 pub(super) const READY_WAIT: Duration = Duration::from_secs(10);
 /// How long a server idles before its memory is measured.
 const IDLE_TIME: Duration = Duration::from_millis(20);
-/// The control device of a kernel that has ublk.
+/// Exists if the kernel supports ublk.
 const UBLK_CONTROL: &str = "/dev/ublk-control";
-/// The first bytes of a server of NBD (the NBD protocol, "Newstyle negotiation").
+/// The first bytes that an NBD server sends (NBD protocol, "Newstyle negotiation").
 const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
 
-/// The image that the peers serve, and the directory of their files.
+/// The image that the peers serve, and a directory for temporary files.
 pub struct Place {
     image: PathBuf,
     bytes: u64,
     scratch: PathBuf,
-    /// `None`: it is another place's.
+    /// `None` if another place owns the directory.
     _made: Option<Undo>,
 }
 
 impl Place {
-    /// A place for serving `image`, which has `bytes`.
+    /// A place for serving `image`, which has the size `bytes`.
     ///
     /// # Errors
-    /// If there is no room for a directory of temporary files.
+    /// Returns one line if the temporary directory cannot be created.
     pub fn new(image: &Path, bytes: u64) -> Result<Place> {
         let scratch = std::env::temp_dir().join(format!("blkq-bench-{}", std::process::id()));
         let at = scratch.clone();
@@ -52,22 +52,21 @@ impl Place {
         Ok(Place { image: image.to_owned(), bytes, scratch, _made: Some(made) })
     }
 
-    /// The same for `image`, with a device of `bytes`.
+    /// A place with the same directory for `image`, whose device has the size `bytes`.
     pub(super) fn of(&self, image: &Path, bytes: u64) -> Place {
         Place { image: image.to_owned(), bytes, scratch: self.scratch.clone(), _made: None }
     }
 
-    /// The size of the image.
+    /// Size of the device.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The image.
     pub(super) fn image(&self) -> &Path {
         &self.image
     }
 
-    /// The path of a file of the peers.
+    /// Path of a temporary file.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.scratch.join(name)
     }
@@ -77,43 +76,40 @@ impl Place {
     }
 }
 
-/// How a peer is reached.
+/// How fio reaches the image.
 #[derive(Clone, Copy)]
 enum Way {
-    /// There is nobody between fio and the file.
+    /// Directly on the file.
     Raw,
-    /// A loop device of the kernel, with direct I/O or without.
+    /// Through a loop device of the kernel, with or without direct I/O.
     Loop { direct: bool },
-    /// A server in the foreground: its words, apart by spaces, in which {image}, {bytes} and {socket} stand
-    /// for what they are. The first word blkq is this program.
+    /// Through an NBD server that runs in the foreground. The command line is split at spaces; {image}, {bytes} and
+    /// {socket} are replaced. `blkq` as first word is this program.
     Nbd(&'static str),
-    /// A server in the foreground that prints the device that it makes.
+    /// Through a server that runs in the foreground and prints the path of its block device.
     Device(&'static str),
 }
 
-/// A peer to measure.
+/// A server, or another way to the image, that is measured.
 pub struct Peer {
-    /// Its name.
     pub name: &'static str,
-    /// The Debian package that has it.
+    /// The Debian package that contains the server.
     package: &'static str,
-    /// Whether it is part of a quick run.
+    /// Whether a quick run includes the peer.
     pub quick: bool,
     way: Way,
 }
 
-/// The one that the others are measured against.
+/// The base of the comparisons.
 pub const RAW: &str = "raw io_uring";
-/// blkq over NBD.
 pub const BLKQ: &str = "blkq nbd";
-/// The same over nothing.
+/// blkq over NBD, with the null driver.
 pub const BLKQ_NULL: &str = "blkq nbd null";
 /// The kernel's loop device with direct I/O.
 pub const LOOP_DIRECT: &str = "kernel loop, direct";
-/// qemu-nbd.
 pub const QEMU_NBD: &str = "qemu-nbd";
 
-/// Those that serve the file, past the page cache if they can.
+/// Peers that serve the file, without the page cache if they can.
 pub const OVER_FILE: [Peer; 8] = [
     Peer { name: RAW, package: "", quick: true, way: Way::Raw },
     Peer { name: LOOP_DIRECT, package: "", quick: true, way: Way::Loop { direct: true } },
@@ -161,7 +157,7 @@ pub const OVER_FILE: [Peer; 8] = [
     },
 ];
 
-/// Those that serve nothing, which shows what serving costs.
+/// Peers that serve a null device, which shows the cost of serving.
 pub const OVER_NOTHING: [Peer; 3] = [
     Peer {
         name: "qemu-nbd null-co",
@@ -186,36 +182,36 @@ pub const OVER_NOTHING: [Peer; 3] = [
     },
 ];
 
-/// Those of a quick run, or all.
+/// The items of a quick run, or all.
 pub(super) fn chosen<T>(all: &[T], quick: bool, is_quick: fn(&T) -> bool) -> impl Iterator<Item = &T> {
     all.iter().filter(move |one| is_quick(one) || !quick)
 }
 
-/// A case for each peer, in which it serves `place` for `job`.
+/// A case for each peer, in which the peer serves `place` for `job`.
 pub(super) fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<(String, CaseRun<'a>)> {
     peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
-/// A peer that is ready.
+/// A peer that has started.
 struct Ready {
     target: Target,
     child: Option<Child>,
-    /// Kept for as long as it is used.
+    /// Keeps the loop device attached.
     _device: Option<KernelLoop>,
 }
 
 impl Peer {
-    /// A server of this program, by its command line.
+    /// An NBD server of this program, with its command line.
     pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Peer {
         Peer { name, package: "", quick: true, way: Way::Nbd(words) }
     }
 
-    /// A server of a Debian package, by its command line.
+    /// An NBD server of a Debian package, with its command line.
     pub(super) const fn of_package(name: &'static str, package: &'static str, words: &'static str) -> Peer {
         Peer { name, package, quick: true, way: Way::Nbd(words) }
     }
 
-    /// The reason why it cannot be measured here, if it cannot.
+    /// The reason why the peer cannot be measured on this machine. Starts the peer to find out.
     pub fn lacks(&self, place: &Place) -> Option<String> {
         let error = match self.start(place) {
             Ok(ready) => {
@@ -229,12 +225,12 @@ impl Peer {
         Some(not_there(self.name, self.package, &error))
     }
 
-    /// Whether there is at least what it cannot do without.
+    /// Whether a quick check finds what the peer requires; [`Peer::lacks`] is the full check.
     pub fn may_be_there(&self) -> bool {
         !matches!(self.way, Way::Device(_)) || Path::new(UBLK_CONTROL).exists()
     }
 
-    /// Whether it is this program's server of NBD.
+    /// Whether the peer is this program as NBD server.
     fn is_blkq_nbd(&self) -> bool {
         matches!(self.way, Way::Nbd(words) if words.starts_with("blkq "))
     }
@@ -249,7 +245,7 @@ impl Peer {
             }
             Way::Nbd(words) => {
                 let socket = place.socket();
-                // One that was killed leaves its socket.
+                // A server that was killed has not removed its socket.
                 let _ = std::fs::remove_file(&socket);
                 let mut child = Child::start(command(words, place)?, Stdio::null())?;
                 await_greeting(&socket, &mut child)?;
@@ -258,7 +254,7 @@ impl Peer {
             }
             Way::Device(words) => {
                 if !self.may_be_there() {
-                    return Err(format!("no {UBLK_CONTROL}; load the module ublk_drv").into());
+                    return Err(format!("{UBLK_CONTROL} does not exist; load the module ublk_drv").into());
                 }
                 let mut child = Child::start(command(words, place)?, Stdio::piped())?;
                 let mut line = String::new();
@@ -266,7 +262,7 @@ impl Peer {
                     BufReader::new(stdout).read_line(&mut line)?;
                 }
                 if line.is_empty() {
-                    return Err(child.complaint().into());
+                    return Err(child.exit_message().into());
                 }
                 let target = Target::Path(PathBuf::from(line.trim()));
                 Ok(Ready { target, child: Some(child), _device: None })
@@ -274,10 +270,10 @@ impl Peer {
         }
     }
 
-    /// Starts it afresh, lets fio do `job` for `length`, and stops it.
+    /// Starts the peer, lets fio do `job` for `length`, and stops the peer.
     ///
     /// # Errors
-    /// The error that it or fio printed.
+    /// Returns the error that the peer or fio printed.
     pub fn visit(&self, place: &Place, job: &Job, length: Duration) -> Result<Run> {
         let image = std::fs::File::open(&place.image)?;
         evict(&image)?;
@@ -328,7 +324,8 @@ impl Peer {
                 .with(Metric::ResidentMib, mib(resident))
                 .with(Metric::ResidentMaxMib, mib(resident_max));
         } else if let Way::Loop { .. } = self.way {
-            // Its workers serve other devices too.
+            // The kernel's loop workers serve other devices too and have no process: takes the time of the whole
+            // machine without fio.
             let rest = machine.saturating_sub(report.process.cpu);
             run = run.per_io(Metric::ServerCpuNsPerIo, rest.as_nanos() as u64);
         }
@@ -342,10 +339,10 @@ impl Peer {
     }
 }
 
-/// Counters of a server of this program, in `nbd` of `blkq stat --json`.
+/// Counters in `nbd` of `blkq stat --json`.
 const NBD_COUNTERS: [&str; 3] = ["receives", "sends", "receive_backoffs"];
 
-/// The counts of this program's server so far.
+/// Reads the counters of this program's server.
 fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
     let output = command("blkq stat disk --json", place)?.output()?;
     if !output.status.success() {
@@ -354,12 +351,13 @@ fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
     let report: Value = serde_json::from_slice(&output.stdout)?;
     let mut counters = [0; NBD_COUNTERS.len()];
     for (counter, name) in counters.iter_mut().zip(NBD_COUNTERS) {
-        *counter = report["nbd"][name].as_u64().ok_or_else(|| format!("blkq stat: no nbd.{name}"))?;
+        *counter =
+            report["nbd"][name].as_u64().ok_or_else(|| format!("blkq stat --json contains no nbd.{name}"))?;
     }
     Ok(counters)
 }
 
-/// Adds what the server of this program counted in `run`.
+/// Adds the counters of this program's NBD server to `run`.
 fn with_nbd_counts(run: Run, counts: [u64; NBD_COUNTERS.len()]) -> Run {
     let [receives, sends, receive_backoffs] = counts;
     run.per_io(Metric::ReceivesPerIo, receives)
@@ -367,17 +365,17 @@ fn with_nbd_counts(run: Run, counts: [u64; NBD_COUNTERS.len()]) -> Run {
         .per_io(Metric::ReceiveBackoffsPerIo, receive_backoffs)
 }
 
-/// The line about a peer that did not start, with the package that has it if that is why.
+/// The line about a peer that did not start, with its package if the program does not exist.
 pub(super) fn not_there(name: &str, package: &str, error: &crate::Error) -> String {
     let missing = error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::NotFound);
     if missing && !package.is_empty() {
-        format!("{name}: not there; install the package {package}")
+        format!("{name}: not installed; install the package {package}")
     } else {
         format!("{name}: {error}")
     }
 }
 
-/// The command of a peer's words.
+/// Builds the command from a command line of [`Way`].
 pub(super) fn command(words: &str, place: &Place) -> Result<Command> {
     let fill = |word: &str| {
         word.replace("{image}", &place.image.to_string_lossy())
@@ -393,12 +391,12 @@ pub(super) fn command(words: &str, place: &Place) -> Result<Command> {
     Ok(command)
 }
 
-/// Waits until a client would be greeted.
+/// Waits until the server at `socket` greets a client.
 fn await_greeting(socket: &Path, child: &mut Child) -> Result {
     let until = Instant::now() + READY_WAIT;
     while Instant::now() < until {
         if child.has_exited() {
-            return Err(child.complaint().into());
+            return Err(child.exit_message().into());
         }
         let mut greeting = [0; GREETING.len()];
         if let Ok(mut stream) = UnixStream::connect(socket) {
@@ -409,17 +407,17 @@ fn await_greeting(socket: &Path, child: &mut Child) -> Result {
         }
         std::thread::sleep(POLL_INTERVAL);
     }
-    Err(format!("not ready after {READY_WAIT:?}").into())
+    Err(format!("the server did not start within {READY_WAIT:?}").into())
 }
 
-/// Processor time that the machine has spent so far, but not idle, waiting or stolen
-/// (proc_stat(5)), in ticks of a hundredth of a second.
+/// Processor time that all processors have used, without idle, iowait and steal (proc_stat(5)). The kernel reports ticks
+/// of 10 ms.
 fn machine_cpu() -> Result<Duration> {
     let stat = std::fs::read_to_string("/proc/stat")?;
     let fields = stat.lines().next().unwrap_or_default().split_whitespace().skip(1);
     let ticks: Vec<u64> = fields.filter_map(|field| field.parse().ok()).collect();
     let [user, nice, system, _idle, _iowait, irq, softirq, ..] = ticks[..] else {
-        return Err("/proc/stat: no line of all processors".into());
+        return Err("/proc/stat: cannot read the line of all processors".into());
     };
     Ok(Duration::from_millis(10 * (user + nice + system + irq + softirq)))
 }

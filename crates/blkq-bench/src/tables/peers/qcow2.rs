@@ -1,4 +1,4 @@
-//! blkq and qemu-nbd over the same qcow2 image, beside blkq over the same data in a raw one.
+//! blkq and qemu-nbd on the same qcow2 image, and blkq on a raw file with the same data.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -23,7 +23,7 @@ const QEMU_NBD: Peer = Peer::of_package(
     "qemu-utils",
     "qemu-nbd -f qcow2 -t -e 8 --cache=none --aio=io_uring -x disk -k {socket} {image}",
 );
-/// Of the same data, on an image that is not qcow2.
+/// blkq on the raw file with the same data.
 const RAW: Peer = Peer::of_blkq(
     BLKQ,
     "blkq attach {image} --name disk --foreground --direct-io on --export nbd --listen unix:{socket}",
@@ -31,21 +31,21 @@ const RAW: Peer = Peer::of_blkq(
 
 const ALLOCATED: [Job; 2] = [
     Job {
-        title: "qcow2, 4 KiB random read of data that is there, depth 64",
+        title: "qcow2, 4 KiB random read of allocated clusters, depth 64",
         rw: "randread",
         block_bytes: 4096,
         depth: 64,
         quick: true,
     },
     Job {
-        title: "qcow2, 4 KiB random write to data that is there, depth 64",
+        title: "qcow2, 4 KiB random write to allocated clusters, depth 64",
         rw: "randwrite",
         block_bytes: 4096,
         depth: 64,
         quick: false,
     },
 ];
-/// Each write is 64 KiB, a cluster, behind the one before.
+/// Each write is 64 KiB after the previous one, so it allocates a cluster.
 const ALLOCATING: Job = Job {
     title: "qcow2, 4 KiB write to a new cluster each, depth 64",
     rw: "write:60k",
@@ -53,29 +53,29 @@ const ALLOCATING: Job = Job {
     depth: 64,
     quick: false,
 };
-/// The device of the image that is empty at first: more than can be written in a run.
+/// Virtual size of the empty image: larger than what a run can write.
 const EMPTY_BYTES: u64 = 1 << 40;
 
-/// Writes to new clusters in a second, more than any machine has done here.
+/// Upper bound for allocating writes per second on any machine.
 const ALLOCATING_IOPS_MAX: f64 = 200_000.0;
 
-/// Bytes of the file system that a run of [`ALLOCATING`] takes at most: 64 KiB for each write.
+/// Upper bound for the space that a run of [`ALLOCATING`] takes: 64 KiB for each write.
 fn allocated_bytes(pace: &Pace) -> u64 {
     (pace.seconds * ALLOCATING_IOPS_MAX) as u64 * (64 << 10)
 }
 
 const QEMU_IMG: &str = "qemu-img";
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let allocated = chosen(&ALLOCATED, pace.quick, |job| job.quick).count();
     pace.cost(3 * allocated + if pace.quick { 0 } else { 2 })
 }
 
-/// Measures it, and states its targets.
+/// Runs all jobs, and adds the targets to `table`.
 ///
 /// # Errors
-/// If a server does not start.
+/// Returns an error if a server does not start.
 pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
     let made = bench.progress.aside(|_| Images::make(place));
     let images = match made {
@@ -97,7 +97,7 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
     }
     if pace.quick {
         let titles = ALLOCATED.iter().chain([&ALLOCATING]).filter(|job| !job.quick).map(|job| job.title);
-        table.left_out.push(format!("for --quick: {}", titles.collect::<Vec<_>>().join("; ")));
+        table.left_out.push(format!("because of --quick: {}", titles.collect::<Vec<_>>().join("; ")));
     } else if let Err(error) = check_room(place.image(), None, allocated_bytes(&pace)) {
         table.left_out.push(format!("{}: {error}", ALLOCATING.title));
     } else {
@@ -115,23 +115,23 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
     Ok(comparisons)
 }
 
-/// States how many more I/Os blkq does than `base`, and that it should be so many times as many.
+/// Adds the effects of blkq relative to `base`, and the target `wanted` for the IOPS.
 fn state(comparison: &mut Comparison, table: &mut Table, base: &str, wanted: f64) {
     for metric in [Metric::Iops, Metric::ServerCpuNsPerIo] {
-        comparison.effect(format!("{} by {base}", OURS.name), base, OURS.name, metric, None);
+        comparison.effect(format!("{} relative to {base}", OURS.name), base, OURS.name, metric, None);
     }
     let iops = comparison.effects.iter().find(|effect| effect.base == base && effect.metric == Metric::Iops);
     if let Some(ratio) = iops.map(|effect| effect.ratio) {
-        let title = format!("{}: {} by {base}", comparison.title, Metric::Iops.label());
+        let title = format!("{}: {}, blkq qcow2 / {base}", comparison.title, Metric::Iops.label());
         table.target(title, ratio, Expected::AtLeast(wanted));
     }
 }
 
-/// The images, beside the file that is measured on, until this is dropped.
+/// The qcow2 images, next to the measured file. They are removed on drop.
 struct Images {
-    /// With the data of that file.
+    /// Contains the data of the measured file.
     full: PathBuf,
-    /// With nothing at first.
+    /// Contains no clusters before each run.
     empty: PathBuf,
     _made: Undo,
 }
@@ -155,7 +155,7 @@ impl Images {
         Ok(images)
     }
 
-    /// Makes the one anew that has nothing.
+    /// Creates the empty image, replacing the previous one.
     fn empty(&self) -> Result {
         qemu_img(&["create", "-q", "-f", "qcow2"], &[&self.empty], &[&EMPTY_BYTES.to_string()])
     }

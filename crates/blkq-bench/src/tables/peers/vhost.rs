@@ -1,5 +1,5 @@
-//! Servers of vhost-user-blk, and what they are measured against, with one client for all: io_uring on a
-//! file, or this program's own front end, which is to a server what a virtual machine is.
+//! vhost-user-blk servers, and what they are compared with, all with a client in this process: io_uring on a file, or the
+//! front end in [`crate::vhost`], which behaves to a server like a virtual machine.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -18,14 +18,13 @@ use crate::metric::Metric;
 use crate::process::{Usage, forget_resident_max, resident_max_bytes};
 use crate::result::{Comparison, Expected, Table};
 
-/// blkq's server over the file.
 const BLKQ: &str = "blkq vhost-user";
 const BLKQ_NULL: &str = "blkq vhost-user null";
 const BLKQ_NULL_2: &str = "blkq vhost-user null, 2 queues";
 const QEMU: &str = "qemu-storage-daemon vhost-user";
 const RAW_ONE_BY_ONE: &str = "raw io_uring, one by one";
 
-/// A load on all of them.
+/// A workload for all servers.
 pub(super) struct Job {
     title: &'static str,
     pattern: Pattern,
@@ -40,7 +39,7 @@ impl Job {
     }
 }
 
-/// The one that all others are variants of.
+/// The main workload, and the one of the null devices.
 pub(super) const RANDOM: Job = Job {
     title: "vhost-user-blk, 4 KiB random read, depth 64",
     pattern: Pattern::Random,
@@ -73,18 +72,17 @@ const JOBS: [Job; 4] = [RANDOM, ONE, SEQUENTIAL, LARGE];
 const NULL_TITLE: &str = "vhost-user-blk, null devices, 4 KiB random read, depth 64";
 
 enum Way {
-    /// io_uring on the file, with a call for all that is submitted at once or one for each.
+    /// io_uring on the file, with one call for all I/Os that are submitted together, or one call per I/O.
     Raw { one_by_one: bool },
-    /// The same on the kernel's loop device over it.
+    /// io_uring on the kernel's loop device of the file.
     Loop,
-    /// A server: its words, as those of a [`Peer`](super::peer::Peer); its socket among the files of
-    /// its place; and the queues that the front end uses.
+    /// A server: its command line as in [`Peer`](super::peer::Peer), its socket in the temporary directory of the place,
+    /// and the number of queues that the front end uses.
     Server { words: &'static str, socket: &'static str, queues: usize },
 }
 
-/// A server, or what is measured beside it.
+/// A server, or what a server is compared with.
 pub(super) struct Server {
-    /// Its name.
     pub name: &'static str,
     package: &'static str,
     way: Way,
@@ -159,17 +157,17 @@ const OVER_NOTHING: [Server; 4] = [
 ];
 
 impl Server {
-    /// A server of this program with one queue, by its command line.
+    /// A server of this program with one queue, with its command line.
     pub(super) const fn of_blkq(name: &'static str, words: &'static str) -> Server {
         Server { name, package: "", way: Way::Server { words, socket: "state/disk.vhost", queues: 1 } }
     }
 
-    /// Whether `job` is one for it: calls one by one are the base of what merging is worth.
+    /// Whether `job` is measured here: one call per I/O is only the base for the gain of merging.
     fn takes(&self, job: &Job) -> bool {
         !matches!(self.way, Way::Raw { one_by_one: true }) || job.pattern == Pattern::Sequential
     }
 
-    /// The reason why it cannot be measured here, if it cannot.
+    /// The reason why the server cannot be measured on this machine. Starts the server to find out.
     fn lacks(&self, place: &Place) -> Option<String> {
         let error = match self.way {
             Way::Raw { .. } => return None,
@@ -188,10 +186,10 @@ impl Server {
         Some(not_there(self.name, self.package, &error))
     }
 
-    /// Starts it afresh, does `load` for `length`, and stops it.
+    /// Starts the server, runs `load` for `length`, and stops the server.
     ///
     /// # Errors
-    /// The error that it printed, or the client's.
+    /// Returns the error that the server printed, or the error of the client.
     pub(super) fn visit(&self, place: &Place, load: &Load, length: Duration) -> Result<Run> {
         let image = std::fs::File::open(place.image())?;
         evict(&image)?;
@@ -207,7 +205,7 @@ impl Server {
                 let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
                 let resident_max = resident_max_bytes(&pid.to_string())?;
                 let cpu = Usage::of(pid)?.since(before).cpu;
-                // The server maps it, so that the pages count for both.
+                // The server maps the client's memory, so its pages count for the server, too.
                 let guest = client.memory_bytes() as u64;
                 drop(client);
                 let switches = child.stop().since(before).context_switches;
@@ -222,8 +220,8 @@ impl Server {
     }
 }
 
-/// With the names of a client's figures. Mean latency follows from the rate, as so many are always in
-/// flight.
+/// Runs raw io_uring, with the metrics of a client. The mean latency follows from the rate, because `load.depth` I/Os are
+/// always in flight.
 fn run_raw(path: &Path, load: &Load, length: Duration) -> Result<Run> {
     let run = raw::run(path, true, load, length)?;
     let value = |metric| run.values.iter().find(|(of, _)| *of == metric).map_or(0.0, |(_, value)| *value);
@@ -235,7 +233,7 @@ fn run_raw(path: &Path, load: &Load, length: Duration) -> Result<Run> {
         .with(Metric::ClientSwitchesPerIo, value(Metric::ContextSwitchesPerIo)))
 }
 
-/// A server that a client is connected to, and the milliseconds from one to the other.
+/// Starts a server and connects a client. Returns both, and the time in milliseconds.
 fn start(
     words: &str,
     socket: &Path,
@@ -243,15 +241,16 @@ fn start(
     load: &Load,
     queues: usize,
 ) -> Result<(Child, Client, f64)> {
-    // One that was killed leaves its socket.
+    // A server that was killed has not removed its socket.
     let _ = std::fs::remove_file(socket);
     let began = Instant::now();
     let mut child = Child::start(command(words, place)?, Stdio::null())?;
     loop {
         if child.has_exited() {
-            return Err(child.complaint().into());
+            return Err(child.exit_message().into());
         }
-        // Only once it listens: a server may take one client only, so that none comes to look.
+        // Retries the connection of the client itself: a server may accept only one client, so a trial connection would
+        // use it up.
         match Client::connect(socket, load, queues) {
             Ok(client) => return Ok((child, client, began.elapsed().as_secs_f64() * 1e3)),
             Err(error) if error.is::<std::io::Error>() && began.elapsed() < READY_WAIT => {}
@@ -261,17 +260,17 @@ fn start(
     }
 }
 
-/// About how long its runs take.
+/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let cases = |job: &Job| OVER_FILE.iter().filter(|server| server.takes(job)).count();
     let jobs = JOBS.iter().filter(|job| job.quick || !pace.quick);
     pace.cost(jobs.map(cases).sum::<usize>() + OVER_NOTHING.len())
 }
 
-/// Measures it: comparisons of the table of all peers.
+/// Measures all servers. The comparisons are part of the table `peers`.
 ///
 /// # Errors
-/// If a server that started before does not any more.
+/// Returns an error if a server that could be started before fails to start.
 pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
     let mut there = |servers: &'static [Server]| -> Vec<&Server> {
         let lacks = |server: &&Server| match server.lacks(place) {
@@ -287,7 +286,7 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
     let mut comparisons = Vec::new();
     for job in &JOBS {
         if pace.quick && !job.quick {
-            table.left_out.push(format!("for --quick: {}", job.title));
+            table.left_out.push(format!("because of --quick: {}", job.title));
             continue;
         }
         let load = job.load();
@@ -309,7 +308,7 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
     }
     table.notes.push(
         "vhost-user-blk: the client sleeps on an eventfd, as a virtual machine does; RSS max of a server \
-         is without the client's memory, which it maps"
+         does not include the client's memory, which the server maps"
             .into(),
     );
     Ok(comparisons)
@@ -323,10 +322,14 @@ fn state_targets(table: &mut Table, comparison: &mut Comparison) {
     if title == NULL_TITLE {
         if has(BLKQ_NULL) {
             let ns = median(comparison, BLKQ_NULL, Metric::ServerCpuNsPerIo);
-            table.target(format!("{title}: server's us per I/O"), ns / 1e3, Expected::AtMost(0.5));
+            table.target(
+                format!("{title}: server's processor time per I/O, us"),
+                ns / 1e3,
+                Expected::AtMost(0.5),
+            );
         }
         if has(BLKQ_NULL) && has(BLKQ_NULL_2) {
-            let name = "two queues by one";
+            let name = "two queues relative to one";
             let ratio = comparison.effect(name, BLKQ_NULL, BLKQ_NULL_2, Metric::Iops, None).ratio;
             table.target(format!("{title}: {name}"), ratio, Expected::AtLeast(1.7));
         }
@@ -337,7 +340,7 @@ fn state_targets(table: &mut Table, comparison: &mut Comparison) {
     }
     let metric = if title == ONE.title { Metric::LatencyMeanUs } else { Metric::Iops };
     for name in names.iter().filter(|name| *name != BLKQ) {
-        comparison.effect(format!("{BLKQ} by {name}"), name, BLKQ, metric, None);
+        comparison.effect(format!("{BLKQ} relative to {name}"), name, BLKQ, metric, None);
     }
     let wanted: &[(&str, Expected)] = match title.as_str() {
         title if title == RANDOM.title => &[
@@ -351,18 +354,22 @@ fn state_targets(table: &mut Table, comparison: &mut Comparison) {
     };
     for (name, wanted) in wanted {
         if let Some(effect) = comparison.effects.iter().find(|effect| effect.base == *name) {
-            table.target(format!("{title}: {} by {name}", metric.label()), effect.ratio, *wanted);
+            table.target(format!("{title}: {}, {BLKQ} / {name}", metric.label()), effect.ratio, *wanted);
         }
     }
     if title == ONE.title {
         let beyond = median(comparison, BLKQ, metric) - median(comparison, RAW, metric);
-        table.target(format!("{title}: mean us beyond {RAW}"), beyond, Expected::AtMost(15.0));
+        table.target(format!("{title}: mean us more than {RAW}"), beyond, Expected::AtMost(15.0));
     }
     if title == LARGE.title {
         let server = median(comparison, BLKQ, Metric::ServerCpuNsPerIo);
         let ratio = server / median(comparison, RAW, Metric::ClientCpuNsPerIo);
-        table.target(format!("{title}: processor time by {RAW}"), ratio, Expected::AtMost(1.1));
+        table.target(format!("{title}: processor time, {BLKQ} / {RAW}"), ratio, Expected::AtMost(1.1));
     }
     let resident = comparison.case(BLKQ).max(Metric::ResidentMaxMib);
-    table.target(format!("{title}: resident beyond the guest, MiB"), resident, Expected::AtMost(8.0));
+    table.target(
+        format!("{title}: resident memory without the guest's, MiB"),
+        resident,
+        Expected::AtMost(8.0),
+    );
 }
