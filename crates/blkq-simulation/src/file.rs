@@ -1,28 +1,28 @@
-//! A file in memory, of which the writes since the last sync can be lost.
+//! A file in memory that can lose the writes since its last sync.
 
 use std::ops::Range;
 
 use blkq::random::Random;
 
-/// The unit in which the power's failure leaves writes done or undone.
+/// After a power failure, each sector of this size contains either an old or a new version.
 pub const SECTOR_BYTES: usize = 512;
 
 type Sector = [u8; SECTOR_BYTES];
 
-/// A version of a sector that is not durable yet.
+/// A version of a sector that is not durable.
 struct Unsynced {
-    /// The number of the write.
+    /// Number of the write, counted from 1.
     written: u64,
     content: Sector,
 }
 
-/// The file: what reads see, what is durable, and what may be.
+/// A file with the content that reads return, the durable content, and the versions in between.
 pub struct SimulatedFile {
     current: Vec<Sector>,
     durable: Vec<Sector>,
     unsynced: Vec<Vec<Unsynced>>,
     writes: u64,
-    /// The size that the file has whatever happens: it grows beyond without being synced.
+    /// Size that survives a power failure; the file may have grown beyond it without a sync.
     pub(super) durable_bytes: u64,
 }
 
@@ -38,17 +38,16 @@ impl SimulatedFile {
         }
     }
 
-    /// Its size in bytes.
     pub fn bytes(&self) -> usize {
         self.current.len() * SECTOR_BYTES
     }
 
-    /// How often it was written so far.
+    /// Number of writes so far.
     pub fn writes(&self) -> u64 {
         self.writes
     }
 
-    /// One sector as reads see it.
+    /// A sector as reads return it.
     pub fn sector(&self, number: usize) -> &[u8] {
         &self.current[number]
     }
@@ -69,7 +68,7 @@ impl SimulatedFile {
         }
     }
 
-    /// The writes up to number `upto`, of [`SimulatedFile::writes`], are durable.
+    /// Makes the writes up to number `upto` (see [`SimulatedFile::writes`]) durable.
     pub(super) fn sync(&mut self, upto: u64) {
         for (durable, unsynced) in self.durable.iter_mut().zip(&mut self.unsynced) {
             let synced = unsynced.iter().take_while(|version| version.written <= upto).count();
@@ -79,7 +78,7 @@ impl SimulatedFile {
         }
     }
 
-    /// The write just done is durable, and what it wrote over with it.
+    /// Makes the preceding write of this range durable.
     pub(super) fn sync_range(&mut self, offset: usize, bytes: usize) {
         for sector in offset / SECTOR_BYTES..(offset + bytes).div_ceil(SECTOR_BYTES) {
             self.durable[sector] = self.current[sector];
@@ -87,7 +86,7 @@ impl SimulatedFile {
         }
     }
 
-    /// Those of these bytes that are not synced never will be; some of it may be durable by accident.
+    /// Drops the unsynced versions of these bytes. The durable content becomes a random one of them, or stays.
     pub(super) fn forget(&mut self, bytes: Range<usize>, chance: &mut Random) {
         let sectors = bytes.start / SECTOR_BYTES..bytes.end.div_ceil(SECTOR_BYTES);
         for (durable, unsynced) in self.durable[sectors.clone()].iter_mut().zip(&mut self.unsynced[sectors]) {
@@ -99,7 +98,7 @@ impl SimulatedFile {
         }
     }
 
-    /// See [`super::cut_size`].
+    /// Implements [`super::cut_size`].
     pub(super) fn cut_size(&mut self, bytes: u64, chance: &mut Random) -> u64 {
         let left = if chance.one_in(2) { bytes } else { bytes.min(self.durable_bytes) };
         self.durable_bytes = left;
@@ -111,7 +110,7 @@ impl SimulatedFile {
     }
 
     pub(super) fn cut_power(&mut self, chance: &mut Random) {
-        // Now and then all of it is lost, or nothing.
+        // In some power failures all unsynced writes are lost, or none.
         let rule = chance.below(4);
         for (sector, unsynced) in self.unsynced.iter_mut().enumerate() {
             let left = match rule {

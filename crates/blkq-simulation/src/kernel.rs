@@ -1,6 +1,5 @@
-//! The simulated kernel: what was submitted is executed one at a time, in an order that
-//! chance chooses, now and then shorter than asked, interrupted, or not at all. File
-//! operations go to the simulated file, sockets are real and never block.
+//! The simulated kernel. It executes submitted operations one at a time, in random order. Some transfers are short, and
+//! some operations are interrupted or fail. File operations use the simulated file; sockets are real and do not block.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,61 +10,61 @@ use blkq::random::{Random, mix};
 
 use crate::file::{SECTOR_BYTES, SimulatedFile};
 
-/// How often things go wrong: once in so many operations, 0 for never.
+/// The rates of faults: each number is the average number of operations per fault; 0 means never.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Faults {
-    /// Transfers that are shorter than asked.
+    /// Short transfers.
     pub short: u64,
-    /// EINTR or EAGAIN in place of doing anything.
+    /// Operations that do nothing and return EINTR or EAGAIN.
     pub again: u64,
-    /// EIO of a read.
+    /// Reads that fail with EIO.
     pub read_error: u64,
-    /// EIO or ENOSPC of a write, a part of which may be done.
+    /// Writes that fail with EIO or ENOSPC after writing a random part.
     pub write_error: u64,
-    /// EIO of a sync.
+    /// Syncs that fail with EIO.
     pub sync_error: u64,
-    /// Data that a failed sync, or write with RWF_DSYNC, did not make durable stays in the page cache,
-    /// counts as synced, and never is; each open file reports it once. Linux does the same
-    /// with pages that it could not write.
+    /// Data that a failed sync, or a failed write with RWF_DSYNC, did not make durable stays in the page cache, is
+    /// treated as clean, and is never written. Each open file reports the error once. Linux does this with pages that
+    /// it could not write (errseq_t).
     pub failed_sync_forgets: bool,
-    /// EIO of a discard or of writing zeroes.
+    /// Discards and writes of zeroes that fail with EIO.
     pub allocate_error: u64,
-    /// The file system punches no holes.
+    /// Whether the file system does not support holes.
     pub no_holes: bool,
-    /// The file system zeroes no ranges.
+    /// Whether the file system does not support zeroing ranges.
     pub no_zero_range: bool,
 }
 
-/// Silent defects of the simulated kernel or its file: nothing that a block layer
-/// could make good, so a model that checks it must notice.
+/// Silent defects of the simulated kernel or its file. A block layer cannot compensate for them, so a test that checks
+/// the block layer must report them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Defect {
-    /// Syncs succeed, and nothing is durable.
+    /// Syncs succeed without making anything durable.
     LostSync,
-    /// Now and then a write completes without an error, and was not done.
+    /// Some writes return success without writing.
     LostWrite,
-    /// Now and then a write completes without an error, and was done at another place.
+    /// Some writes return success after writing to another place.
     MisplacedWrite,
-    /// Now and then a read brings what is durable, not what was written since.
+    /// Some reads return the durable content instead of later writes.
     StaleRead,
-    /// RWF_DSYNC is not heeded.
+    /// RWF_DSYNC has no effect.
     IgnoredDsync,
-    /// Syncs make no new size durable.
+    /// Syncs do not make a new size durable.
     LostSize,
-    /// Now and then an operation's completion is reported twice.
+    /// Some completions are reported twice.
     CompletedTwice,
-    /// Now and then an operation's completion is never reported.
+    /// Some completions are never reported.
     NeverCompleted,
-    /// A write through one registered file is not read through another before it is synced.
+    /// A write through one registered file is visible through another only after a sync.
     PagesApart,
-    /// Trigger files that were removed, or never made, seem to be there.
+    /// Trigger files appear to exist after they were removed, or if they were never created.
     GhostFile,
 }
 
-/// How often now and then is: once in so many operations.
+/// Average number of operations per occurrence of a defect.
 const DEFECT_ONE_IN: u64 = 4;
 
-/// struct io_uring_sqe of include/uapi/linux/io_uring.h, as far as it is used.
+/// struct io_uring_sqe (include/uapi/linux/io_uring.h), without unused unions.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Sqe {
@@ -84,26 +83,23 @@ struct Sqe {
 
 const _: () = assert!(size_of::<Sqe>() == 64 && size_of::<squeue::Entry>() == 64);
 
-/// IOSQE_FIXED_FILE.
 const FIXED_FILE: u8 = 1;
-/// IORING_POLL_ADD_MULTI, in the length of a poll.
+/// IORING_POLL_ADD_MULTI, in the field `len` of a poll.
 const POLL_MULTI: u32 = 1;
-/// IORING_CQE_F_MORE.
 const MORE: u32 = 1 << 1;
-/// IORING_CQE_F_SOCK_NONEMPTY.
 const SOCK_NONEMPTY: u32 = 1 << 2;
 
-/// An operation on its way.
+/// An operation that was submitted and not completed.
 struct Pending {
     sqe: Sqe,
-    /// The place of its file among the registered ones; that of others is -1.
+    /// Index of its registered file; -1 if it uses a file descriptor.
     slot: i32,
-    /// Writes of the file when it was submitted.
+    /// Number of writes of the file at submission.
     writes_before: u64,
 }
 
 impl Pending {
-    /// Whether it is one of the image: all its operations name a registered file.
+    /// Whether this is an operation on the image: all of these use a registered file.
     fn is_of_file(&self) -> bool {
         match self.sqe.opcode {
             opcode::PollAdd::CODE
@@ -116,14 +112,13 @@ impl Pending {
     }
 }
 
-/// The outcome of trying one.
+/// The result of an attempt to execute an operation.
 enum Tried {
     Completed(i32, u32),
-    /// It cannot go on now.
+    /// The operation must wait, for example for data on a socket.
     Blocked,
 }
 
-/// struct io_uring_cqe.
 pub(crate) struct Cqe {
     pub user_data: u64,
     pub result: i32,
@@ -141,12 +136,12 @@ pub(crate) struct Kernel {
     pub executed: u64,
     pub digest: u64,
     pending: Vec<Pending>,
-    /// How often pages were dropped, and how much of that each open file reported (errseq_t).
+    /// Number of times that pages were dropped, and how many of these each open file has reported (errseq_t).
     dropped: u64,
     reported: BTreeMap<i32, u64>,
-    /// Of files that were opened since, as all of them were when the process began.
+    /// The number for files that were opened since the process started: earlier errors are not reported to them.
     reported_before: u64,
-    /// With [`Defect::PagesApart`], the registered file through which each sector was written last.
+    /// With [`Defect::PagesApart`]: the registered file that wrote each sector last.
     writers: BTreeMap<usize, i32>,
 }
 
@@ -187,7 +182,7 @@ impl Kernel {
         }
     }
 
-    /// Executes some of what can be executed.
+    /// Executes a random number of operations.
     pub fn execute_some(&mut self, chance: &mut Random) {
         for _ in 0..chance.below(8) {
             if self.pending.is_empty() {
@@ -214,7 +209,8 @@ impl Kernel {
                     self.pending.push(pending);
                     return;
                 }
-                // Not of one that continues: its memory would be used by the rest, after its completion.
+                // Not for operations that the block layer continues after EAGAIN, EINTR or a short transfer: the second
+                // completion would arrive while the rest of the transfer uses the same memory.
                 let whole = !matches!(-result, libc::EAGAIN | libc::EINTR) && self.faults.short == 0;
                 if of_file && whole && self.has_defect(Defect::CompletedTwice, chance) {
                     self.complete(pending.sqe.user_data, result, flags);
@@ -224,7 +220,7 @@ impl Kernel {
         }
     }
 
-    /// Whether `defect` is there, and shows this time.
+    /// Whether the kernel has `defect`, and it occurs now.
     fn has_defect(&self, defect: Defect, chance: &mut Random) -> bool {
         self.defect == Some(defect) && chance.one_in(DEFECT_ONE_IN)
     }
@@ -233,13 +229,13 @@ impl Kernel {
         self.completed.push(Cqe { user_data, result, flags });
     }
 
-    /// The ring is closed.
+    /// Closes the ring: pending operations and completions are dropped.
     pub fn close(&mut self) {
         self.pending.clear();
         self.completed.clear();
     }
 
-    /// See [`crate::kill`].
+    /// Implements [`crate::kill`].
     pub fn kill(&mut self, chance: &mut Random) {
         let mut left = std::mem::take(&mut self.pending);
         while !left.is_empty() {
@@ -289,7 +285,7 @@ impl Kernel {
                 completed(self.write(slot, &sqe, vectors(&sqe), chance))
             }
             opcode::Fsync::CODE => {
-                // Writes that arrived while it ran may be durable or not.
+                // Writes that were executed after the submission of the sync may be durable or not.
                 let upto = if chance.one_in(2) { pending.writes_before } else { self.file.writes() };
                 completed(self.sync(sqe.fd, upto, chance))
             }
@@ -306,7 +302,7 @@ impl Kernel {
         }
     }
 
-    /// Cancels the operation with this number, if it is not executed yet.
+    /// Cancels the operation with this user data, if it is not executed yet.
     fn cancel(&mut self, user_data: u64) -> i32 {
         let Some(at) = self.pending.iter().position(|pending| pending.sqe.user_data == user_data) else {
             return -libc::ENOENT;
@@ -316,7 +312,7 @@ impl Kernel {
         0
     }
 
-    /// A sync of all there is, outside of the ring.
+    /// Syncs the whole file, without the ring.
     pub fn sync_now(&mut self, fd: i32, chance: &mut Random) -> i32 {
         self.sync(fd, self.file.writes(), chance)
     }
@@ -338,25 +334,25 @@ impl Kernel {
         if reported == self.dropped { 0 } else { -libc::EIO }
     }
 
-    /// The size that `fd` has is durable.
+    /// Makes the size of `fd` durable.
     fn sync_size(&mut self, fd: i32) {
-        // SAFETY: a stat of zeroes is one.
+        // SAFETY: an all-zero stat is valid.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: one structure, which is ours.
+        // SAFETY: the kernel writes one structure, which is a local variable.
         let completed = unsafe { libc::fstat(fd, &raw mut stat) };
         if completed == 0 && self.defect != Some(Defect::LostSize) {
             self.file.durable_bytes = stat.st_size as u64;
         }
     }
 
-    /// Pages could not be written, and `fd` reports it.
+    /// Drops dirty pages after a write error, and reports that to `fd`.
     fn forget(&mut self, fd: i32, bytes: Range<usize>, chance: &mut Random) {
         self.file.forget(bytes, chance);
         self.dropped += 1;
         self.reported.insert(fd, self.dropped);
     }
 
-    /// A new process, which has no file open.
+    /// Starts a new process, which has no files open.
     pub fn restart(&mut self) {
         self.dead = false;
         self.completed.clear();
@@ -365,10 +361,10 @@ impl Kernel {
         self.writers.clear();
     }
 
-    /// How much of `bytes` is transferred this time.
+    /// Chooses how much of `bytes` is transferred.
     fn portion(&mut self, bytes: usize, chance: &mut Random) -> usize {
         if bytes > 1 && chance.one_in(self.faults.short) {
-            // On a sector's boundary, as direct I/O stops, or anywhere.
+            // Transfers end at a sector boundary, as those of direct I/O, or anywhere.
             let part = 1 + chance.below(bytes as u64 - 1) as usize;
             let whole = part - part % 512;
             return if whole > 0 && !chance.one_in(8) { whole } else { part };
@@ -395,7 +391,7 @@ impl Kernel {
         let mut left = &bytes[..];
         for vector in vectors {
             let (now, rest) = left.split_at(vector.iov_len.min(left.len()));
-            // SAFETY: memory of an operation in flight, which its submitter keeps valid.
+            // SAFETY: the submitter keeps the memory of an operation in flight valid.
             unsafe { now.as_ptr().copy_to_nonoverlapping(vector.iov_base.cast(), now.len()) };
             left = rest;
         }
@@ -443,7 +439,7 @@ impl Kernel {
         total as i32
     }
 
-    /// fallocate: `len` is the mode, `addr` the length.
+    /// Executes fallocate: `len` is the mode, `addr` the length.
     fn allocate(&mut self, sqe: &Sqe, chance: &mut Random) -> i32 {
         let mode = sqe.len as i32;
         let lacking = if mode & libc::FALLOC_FL_PUNCH_HOLE != 0 {
@@ -465,13 +461,13 @@ impl Kernel {
     }
 }
 
-/// The numbers of those that these bytes touch.
+/// The sectors that contain these bytes.
 fn sectors(offset: usize, bytes: usize) -> Range<usize> {
     offset / SECTOR_BYTES..(offset + bytes).div_ceil(SECTOR_BYTES)
 }
 
 fn vectors(sqe: &Sqe) -> &[libc::iovec] {
-    // SAFETY: arguments of an operation in flight, which its submitter keeps valid.
+    // SAFETY: the submitter keeps the arguments of an operation in flight valid.
     unsafe { std::slice::from_raw_parts(sqe.addr as *const libc::iovec, sqe.len as usize) }
 }
 
@@ -485,18 +481,18 @@ fn message(sqe: &Sqe) -> &[libc::iovec] {
 
 fn poll(fd: i32) -> Tried {
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // SAFETY: one structure, which is ours.
+    // SAFETY: the kernel writes one structure, which is a local variable.
     match unsafe { libc::poll(&raw mut poll, 1, 0) } {
         1 => Tried::Completed(i32::from(poll.revents), 0),
         _ => Tried::Blocked,
     }
 }
 
-/// A poll that goes on, of an eventfd that nobody else reads: it completes with each time it is written.
+/// Executes a multishot poll of an eventfd that has no other reader: it completes for each write of the eventfd.
 fn poll_event(fd: i32) -> Tried {
     let Tried::Completed(events, _) = poll(fd) else { return Tried::Blocked };
     let mut count = 0_u64;
-    // SAFETY: eight bytes, which are ours; it is readable.
+    // SAFETY: reads eight bytes into a local variable; the poll has returned, so it does not block.
     unsafe { libc::read(fd, (&raw mut count).cast(), size_of::<u64>()) };
     Tried::Completed(events, MORE)
 }
@@ -518,7 +514,7 @@ fn cut(vectors: &[libc::iovec], mut skip: usize, mut length: usize) -> Vec<libc:
 }
 
 fn header(vectors: &mut [libc::iovec]) -> libc::msghdr {
-    // SAFETY: a msghdr of zeroes is an empty message.
+    // SAFETY: an all-zero msghdr is an empty message.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = vectors.as_mut_ptr();
     header.msg_iovlen = vectors.len();
@@ -534,7 +530,7 @@ fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Random) -> Tried {
     let most = if chance.one_in(2) { room } else { 1 + chance.below(room as u64) as usize };
     let mut parts = cut(vectors, 0, most);
     let mut header = header(&mut parts);
-    // SAFETY: memory of an operation in flight.
+    // SAFETY: the submitter keeps the memory of an operation in flight valid.
     let received = unsafe { libc::recvmsg(fd, &raw mut header, libc::MSG_DONTWAIT) };
     match (received, last_errno()) {
         (-1, libc::EAGAIN) => Tried::Blocked,
@@ -546,13 +542,13 @@ fn receive(fd: i32, vectors: &[libc::iovec], chance: &mut Random) -> Tried {
     }
 }
 
-/// A write to a socket, which may be short.
+/// Executes a write to a socket, which may be short.
 fn send(fd: i32, vectors: &[libc::iovec], chance: &mut Random) -> Tried {
     let total: usize = vectors.iter().map(|vector| vector.iov_len).sum();
     let most = if chance.one_in(2) { total } else { 1 + chance.below(total as u64) as usize };
     let mut parts = cut(vectors, 0, most);
     let header = header(&mut parts);
-    // SAFETY: memory of an operation in flight.
+    // SAFETY: the submitter keeps the memory of an operation in flight valid.
     let now = unsafe { libc::sendmsg(fd, &raw const header, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
     match (now, last_errno()) {
         (-1, libc::EAGAIN) => Tried::Blocked,

@@ -1,10 +1,9 @@
-//! The world of the whole-system test, in builds with `--cfg simulation` (in others this crate is
-//! empty): a kernel that executes what is submitted to a ring when chance wants it to, a file that
-//! can lose its unflushed writes, and a clock that advances on command. Everything above is what runs in
-//! production: the block layer, the loop driver, the engine, the servers.
+//! The simulated world of the whole-system test. It exists in builds with `--cfg simulation`; in others this crate is
+//! empty. The world consists of a kernel that executes submitted operations in random order, a file that can lose unsynced
+//! writes, and a clock that the test advances. The block layer, the loop driver, the engine and the servers are those of
+//! production.
 //!
-//! One world per thread; everything in it follows from its seed. For the tests of this repository:
-//! `lab/simulate` runs them.
+//! Each thread has one world, which is determined by its seed. `lab/simulate` runs the tests.
 
 #[cfg(simulation)]
 mod file;

@@ -1,4 +1,4 @@
-//! One world per thread, and the verbs of a test on it.
+//! The world of a thread, and the functions with which a test controls it.
 
 use std::cell::RefCell;
 use std::path::Path;
@@ -17,16 +17,16 @@ thread_local! {
     static MEANWHILE: RefCell<Option<Box<dyn FnMut()>>> = const { RefCell::new(None) };
 }
 
-/// Chance, time, and the kernel with its file.
+/// The random numbers, the time, and the kernel with its file.
 struct World {
     chance: Random,
     now_ns: u64,
     kernel: Kernel,
-    /// At how many instants more the engine is killed.
+    /// Number of instants until the engine panics.
     panics_in: Option<u64>,
 }
 
-/// With what an engine unwinds that panics ([`panic_after`]).
+/// Payload with which the engine unwinds after [`panic_after`].
 #[derive(Debug)]
 pub struct Panicked;
 
@@ -45,7 +45,7 @@ fn with<R>(f: impl FnOnce(&mut World) -> R) -> R {
     WORLD.with_borrow_mut(f)
 }
 
-/// The world of the thread that asks.
+/// The world of the calling thread.
 struct ThisThread;
 
 impl Simulated for ThisThread {
@@ -56,7 +56,7 @@ impl Simulated for ThisThread {
             (left == 0).then(|| world.kernel.kill(&mut world.chance))
         });
         if now.is_some() {
-            // Not by `panic!`, which would print.
+            // `panic!` would print a message.
             std::panic::resume_unwind(Box::new(Panicked));
         }
     }
@@ -70,7 +70,7 @@ impl Simulated for ThisThread {
             world.kernel.submit(entries.drain(..), files);
             world.kernel.execute_some(&mut world.chance);
             if want > 0 && world.kernel.completed.is_empty() {
-                // Nothing else moves while it sleeps; being woken early is allowed.
+                // Nothing else runs while the engine sleeps, so time passes. It may wake up before its timeout.
                 let most = timeout.map_or(1_000_000, |timeout| timeout.as_nanos() as u64);
                 world.now_ns += world.chance.below(most.min(10_000_000) + 1);
             }
@@ -107,63 +107,62 @@ impl Simulated for ThisThread {
     }
 }
 
-/// Begins this thread's world anew: an empty file of `file_bytes`, all zeroes and durable.
+/// Starts a new world on this thread, with a file of `file_bytes` durable zeroes.
 pub fn begin(seed: u64, file_bytes: u64, faults: Faults) {
     WORLD.set(World::new(seed, file_bytes, faults));
     take_injections();
     install(&ThisThread);
 }
 
-/// Nanoseconds of the world's clock.
+/// Time of the world's clock, in nanoseconds.
 pub fn time_ns() -> u64 {
     with(|world| world.now_ns)
 }
 
-/// The engine panics at one of the instants to come, after so many of them: what it would do next
-/// at its ring or its clock it does not. In production the process aborts there; here the world is
-/// what [`kill`] leaves, and the thread unwinds with [`Panicked`].
+/// Makes the engine panic after `instants` instants, each of which is a use of its ring or its clock. In production the
+/// process aborts on such a panic. Here the world continues as after [`kill`], and the thread unwinds with
+/// [`Panicked`].
 pub fn panic_after(instants: u64) {
     with(|world| world.panics_in = Some(instants));
 }
 
-/// Lets `ns` nanoseconds pass.
+/// Advances the clock by `ns` nanoseconds.
 pub fn pass(ns: u64) {
     with(|world| world.now_ns += ns);
 }
 
-/// The world runs, a step at a time, while its one thread waits for something.
+/// Sets the function that runs one step of the world each time its only thread waits for something.
 pub fn set_meanwhile(step: Option<Box<dyn FnMut()>>) {
     MEANWHILE.set(step);
 }
 
-/// From now on other things go wrong.
+/// Replaces the rates of faults.
 pub fn set_faults(faults: Faults) {
     with(|world| world.kernel.faults = faults);
 }
 
-/// From now on the kernel has this defect.
+/// Sets or removes a defect of the kernel.
 pub fn set_defect(defect: Option<Defect>) {
     with(|world| world.kernel.defect = defect);
 }
 
-/// How often something went wrong so far.
+/// Number of faults so far.
 pub fn faults_seen() -> u64 {
     with(|world| world.kernel.faults_seen)
 }
 
-/// How many syncs of the file failed so far.
+/// Number of syncs of the file that failed so far.
 pub fn syncs_failed() -> u64 {
     with(|world| world.kernel.syncs_failed)
 }
 
-/// Operations executed so far, and a digest of them in their order: equal for equal seeds.
+/// Number of operations so far, and a digest of them in their order: equal for equal seeds.
 pub fn trace() -> (u64, u64) {
     with(|world| (world.kernel.executed, world.kernel.digest))
 }
 
-/// The process is killed: what the kernel has of it is executed or not, as chance has it,
-/// and nothing it still submits is. It completes with ECANCELED, so that the process' memory can
-/// be taken apart.
+/// Kills the process. Each of its operations in the kernel is executed or not, at random, and later submissions are
+/// not executed. All of them complete with ECANCELED, so that the memory of the process can be freed.
 pub fn kill() {
     with(|world| {
         world.panics_in = None;
@@ -171,28 +170,28 @@ pub fn kill() {
     });
 }
 
-/// A new process may submit, through files that it opens.
+/// Starts a new process, which can submit operations on files that it opens.
 pub fn restart() {
     with(|world| world.kernel.restart());
 }
 
-/// The power fails: of each sector written since the last sync some version is left.
+/// Simulates a power failure: each sector contains one of its versions since the last sync.
 pub fn cut_power() {
     with(|world| world.kernel.file.cut_power(&mut world.chance));
 }
 
-/// The size of the file, of `bytes` now, after the power failed: that, or what it was when the file
-/// was synced last. Bytes beyond it are lost.
+/// Simulates the effect of a power failure on the size of the file, which is `bytes` now. Returns the size afterwards:
+/// `bytes`, or the size at the last sync. Bytes beyond it are lost.
 pub fn cut_size(bytes: u64) -> u64 {
     with(|world| world.kernel.file.cut_size(bytes, &mut world.chance))
 }
 
-/// The file has this size, for good.
+/// Sets the size that survives a power failure.
 pub fn set_durable_size(bytes: u64) {
     with(|world| world.kernel.file.durable_bytes = bytes);
 }
 
-/// Reads the file.
+/// Calls `f` with the file.
 pub fn with_file<R>(f: impl FnOnce(&SimulatedFile) -> R) -> R {
     with(|world| f(&world.kernel.file))
 }

@@ -1,5 +1,5 @@
-//! Live changes: what `blkq set` and `blkq resize` do, while clients go on, and what the model
-//! is to know of it.
+//! Live changes, as `blkq set` and `blkq resize` make them, while clients continue; and what the model must know of a
+//! change.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -12,16 +12,16 @@ use blkq_simulation as simulation;
 
 use super::life::World;
 
-/// A change, as a user asks for it.
+/// A change that a user can make.
 #[derive(Clone, Debug)]
 enum Change {
-    /// Of the disk, and clients do not notice.
+    /// A setting of the disk, which clients do not notice.
     Disk(Setting),
-    /// Of how requests are put to the file.
+    /// How the loop driver submits requests.
     Dispatch(Dispatch),
     DirectIo(DirectIo),
     ReadOnly(bool),
-    /// In bytes; `None` for what the file has.
+    /// New size in bytes; `None` for the size of the file.
     Resize(Option<u64>),
 }
 
@@ -55,7 +55,7 @@ impl Change {
     }
 }
 
-/// Makes a change, during which the world keeps running.
+/// Makes a random change. The world keeps running meanwhile.
 pub fn make_one(world: &Rc<RefCell<World>>) {
     let change = {
         let World { chance, common, sectors_max, .. } = &mut *world.borrow_mut();
@@ -64,7 +64,7 @@ pub fn make_one(world: &Rc<RefCell<World>>) {
     make(world, change);
 }
 
-/// Has the device grow to all that it can be.
+/// Grows the device to its maximum size.
 pub fn grow(world: &Rc<RefCell<World>>) {
     let bytes = world.borrow().sectors_max << 9;
     make(world, Change::Resize(Some(bytes)));
@@ -84,7 +84,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
         match change {
             Change::ReadOnly(on) => common.read_only.begin(begun, on),
             Change::Resize(Some(bytes)) => common.sectors.begin(begun, bytes >> 9),
-            // To what the file has, which is at most so much.
+            // To the size of the file, which is at most the maximum.
             Change::Resize(None) => common.sectors.begin(begun, *sectors_max),
             _ => {}
         }
@@ -108,12 +108,12 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
                 common.errors_allowed
             }
             (Change::Resize(Some(_)), ErrorKind::Unsupported) => common.read_only.now(),
-            // Requests in flight lasted too long.
+            // Requests in flight did not complete in time.
             (_, ErrorKind::Busy) => common.slow,
             (_, ErrorKind::Held) => common.holding.is_some(),
             _ => false,
         };
-        assert!(may_be, "{change:?} is refused: {error}");
+        assert!(may_be, "{change:?} is rejected: {error}");
     }
     let now = common.tick();
     let limits = disk.limits();
@@ -124,7 +124,7 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
     }
     common.writes_seen = simulation::with_file(|file| file.writes());
     if result.is_ok() && matches!(change, Change::DirectIo(_) | Change::ReadOnly(_)) {
-        // An fdatasync belongs to it.
+        // The change includes an fdatasync.
         common.model.flushed(begun);
     }
     if let (Ok(()), Change::DirectIo(mode)) = (result, change) {
@@ -132,14 +132,14 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
     }
 }
 
-/// Changes what the fault driver does.
+/// Changes the rules of the fault driver at random.
 pub fn make_faults(world: &Rc<RefCell<World>>) {
     let mut world = world.borrow_mut();
     let (sectors_max, loud) = (world.sectors_max, world.machine.is_some() || world.common.holding.is_some());
     let mut spec =
         if world.chance.one_in(3) { "none".into() } else { faults(&mut world.chance, sectors_max, loud) };
     if let Some(file) = world.trigger().filter(|_| spec != "none") {
-        // Of the last rule, or of all.
+        // The trigger file applies to the last rule, or to all.
         let file = format!(",file={}", file.display());
         if world.extra.one_in(2) {
             spec = spec.replace(",op=", &format!("{file},op="));
@@ -152,8 +152,7 @@ pub fn make_faults(world: &Rc<RefCell<World>>) {
     world.disk().set_driver(&spec.parse::<FaultSpec>().unwrap()).unwrap();
 }
 
-/// Rules for the fault driver, as docs/fault.md has them; `loud`: none that changes data and reports
-/// success.
+/// Random rules for the fault driver (docs/fault.md). With `loud`, no rule changes data and reports success.
 fn faults(chance: &mut Random, sectors_max: u64, loud: bool) -> String {
     let mut spec = format!("seed={}", chance.word());
     for _ in 0..1 + chance.below(3) {

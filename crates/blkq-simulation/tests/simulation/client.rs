@@ -1,5 +1,5 @@
-//! A client that does what chance wants: sends requests in pieces, many at a time, some of
-//! them wrong, and checks every reply against the model.
+//! An NBD client with random behaviour. It sends many requests together and in pieces, some of them invalid, and checks
+//! every reply against the model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Read, Write};
@@ -20,10 +20,10 @@ use super::hits::{KINDS, Noticed};
 use super::holds::Holding;
 use super::model::{Content, Model, payload};
 
-/// Most requests of a client at a time.
+/// Maximum number of unanswered requests of a client.
 const OUTSTANDING_MAX: usize = 24;
 
-/// A request to a client, and its deadline.
+/// A request that is not answered.
 #[derive(Debug)]
 struct Outstanding {
     command: Command,
@@ -31,17 +31,17 @@ struct Outstanding {
     submitted: u64,
     fua: bool,
     fast_zero: bool,
-    /// The content of a read that has arrived in parts: where each begins, in bytes of the device.
+    /// Parts of a structured read that have arrived, by their byte offset on the device.
     parts: BTreeMap<u64, Vec<u8>>,
-    /// It must be rejected: it is invalid.
+    /// The request is invalid, so it must be rejected.
     wrong: bool,
-    /// It writes to an export that was advertised as read-only.
+    /// The request writes to an export that was advertised as read-only.
     denied: bool,
-    /// Of a flush the writes that were held when it was sent.
+    /// For a flush: the writes that were held when it was sent.
     held_writes: Vec<u64>,
-    /// A flush follows it, if it has FUA, or may follow it.
+    /// Whether the block layer may implement FUA of this request with a flush.
     may_flush: bool,
-    /// Hits that it may have had.
+    /// Hits of the fault driver that may have been on this request.
     hits: Vec<Rc<Noticed>>,
 }
 
@@ -50,21 +50,22 @@ impl Outstanding {
         self.command == Command::Flush || self.fua && self.may_flush
     }
 
-    /// Whether it relies on a flush that was none.
+    /// Whether the fault driver suppressed a flush that this request relies on.
     fn rests_on_lost_flush(&self) -> bool {
         let lost = |noticed: &Rc<Noticed>| noticed.hit.operation == Operation::Flush;
         self.is_flushed() && self.hits.iter().any(lost)
     }
 
-    /// Whether the fault driver may have failed it with the one error of many with its number that is never held.
-    fn was_told_to_wait(&self) -> bool {
+    /// Whether the fault driver may have failed this request with EAGAIN, which is never held; NBD reports the same
+    /// error number for other errors.
+    fn failed_with_again(&self) -> bool {
         let again = |noticed: &Rc<Noticed>| {
             matches!(noticed.hit.effect, Effect::Error(Status::Again) | Effect::Short(Status::Again))
         };
         self.hits.iter().any(again)
     }
 
-    /// Checks that it, a flush that has completed, overtook no write.
+    /// Checks that this completed flush did not overtake a write.
     fn check_flush(&self) -> Result<(), String> {
         match held_writes().iter().any(|write| self.held_writes.contains(write)) {
             true => Err("a flush overtook writes that are held".to_owned()),
@@ -72,7 +73,7 @@ impl Outstanding {
         }
     }
 
-    /// Checks what it read of `sector`.
+    /// Checks the data that this request read from `sector`.
     fn check_read(&self, model: &Model, sector: u64, bytes: &[u8]) -> Result<(), String> {
         let mut hits = self.hits.iter().filter(|noticed| noticed.touches(sector));
         let check = |noticed: &Rc<Noticed>| noticed.check_read(model, sector, self.submitted, bytes);
@@ -91,7 +92,7 @@ enum Replies {
     Extended,
 }
 
-/// The values of something over time. While it is changed it may be the one or the other.
+/// A value over time. During a change it may be the old or the new value.
 pub struct History<T>(Vec<(u64, [T; 2])>);
 
 impl<T: Copy> History<T> {
@@ -103,54 +104,54 @@ impl<T: Copy> History<T> {
         self.0[self.0.len() - 1].1[1]
     }
 
-    /// A change to `value` begins.
+    /// Starts a change to `value`.
     pub fn begin(&mut self, now: u64, value: T) {
         self.0.push((now, [self.now(), value]));
     }
 
-    /// No change is in progress, and this is its result.
+    /// Ends the change, with this result.
     pub fn settle(&mut self, now: u64, value: T) {
         self.0.push((now, [value; 2]));
     }
 
-    /// Whether it may have been one that `is` so, at any time from `since` until now.
+    /// Whether the value may have satisfied `is` at any time from `since` until now.
     pub fn may(&self, since: u64, is: impl Fn(T) -> bool) -> bool {
         let before = self.0.iter().rposition(|(from, _)| *from <= since).unwrap_or(0);
         self.0[before..].iter().flat_map(|(_, values)| values).any(|value| is(*value))
     }
 }
 
-/// Shared by all clients of a device.
+/// State that all clients of a device share.
 pub struct Common {
     pub model: Model,
-    /// Counts everything that clients do.
+    /// Logical time: counts the actions of clients.
     pub now: u64,
     pub block_sectors: u64,
     pub sectors: History<u64>,
     pub read_only: History<bool>,
-    /// Writes of the file after the last change.
+    /// Number of writes of the file after the last change.
     pub writes_seen: u64,
-    /// Something went wrong in this life of the server, so that errors are allowed.
+    /// Whether this server runs with faults, so that errors are allowed.
     pub errors_allowed: bool,
-    /// The fault driver may make requests last for longer than a change waits.
+    /// Whether the fault driver may delay requests for longer than a change waits.
     pub slow: bool,
-    /// The driver may not declare FUA.
+    /// Whether the driver may be exchanged for one without FUA.
     pub exchanges: bool,
-    /// The fault driver has rules.
+    /// Whether the fault driver has rules.
     pub ruled: bool,
-    /// Reads of clients that have disconnected.
+    /// Unanswered reads of clients that have disconnected.
     pub ghosts: Vec<Range<u64>>,
-    /// Requests of which the fault driver failed a part.
+    /// Requests that must fail, because the fault driver failed a part of them.
     pub must_fail: BTreeSet<u64>,
-    /// Misdirected writes on their way, by their queues and tags: number, place, whether for good.
+    /// Misdirected writes in flight, by queue and tag: number, sectors, and whether the write has FUA.
     pub astray: BTreeMap<(u16, u16), (u64, Range<u64>, bool)>,
     /// Requests hit by the fault driver, by the kind of the effect.
     pub hits: [u64; KINDS],
-    /// The expectations of a device that holds requests, if this one does.
+    /// The expectations for held requests, in a world with holds.
     pub holding: Option<Holding>,
-    /// Rules that hit because their trigger file was there.
+    /// Number of rules that hit because their trigger file existed.
     pub triggered: u64,
-    /// Since when there is none; `None` while there is.
+    /// When the trigger file was removed; `None` while it exists.
     pub trigger_removed_ns: Option<u64>,
     pub replies: u64,
     pub errors: u64,
@@ -162,7 +163,7 @@ impl Common {
         self.now
     }
 
-    /// Somebody resumes the device, or changes its policy, now and then.
+    /// Resumes the device or changes its error policy, at random.
     pub fn step_held(&mut self, disk: &Disk) {
         if let Some(holding) = &mut self.holding {
             self.now += 1;
@@ -170,7 +171,7 @@ impl Common {
         }
     }
 
-    /// Takes over what is held after a turn of the engine. `ghosts`: the server has clients that have gone.
+    /// Records the held requests after a turn of the engine. `ghosts`: the server still has clients that disconnected.
     pub fn note_held(&mut self, disk: &Disk, ghosts: bool) {
         if let Some(holding) = &mut self.holding {
             self.now += 1;
@@ -178,7 +179,7 @@ impl Common {
         }
     }
 
-    /// Nothing was written since the device became read-only, if it is.
+    /// Checks that a read-only device was not written.
     pub fn check_read_only(&self) {
         if self.read_only.now() {
             let writes = simulation::with_file(|file| file.writes());
@@ -193,10 +194,10 @@ pub struct Client {
     input: Vec<u8>,
     replies: Replies,
     block_status: bool,
-    /// Option replies still expected before transmission.
+    /// Whether the server's greeting was received.
     greeted: bool,
     ready: bool,
-    /// The server's description of the device.
+    /// Size and flags of the device, as the server reported them.
     sectors: u64,
     flags: TransmissionFlags,
     outstanding: BTreeMap<u64, Outstanding>,
@@ -210,13 +211,13 @@ fn option(kind: u32, data: &[u8], output: &mut Vec<u8>) {
     output.extend(data);
 }
 
-/// A name behind its length.
+/// An export name after its length.
 fn named(export: &str) -> Vec<u8> {
     [&(export.len() as u32).to_be_bytes(), export.as_bytes()].concat()
 }
 
 impl Client {
-    /// A client of the export named so, and the server's side of its socket.
+    /// Creates a client of `export`, and the server's end of its socket.
     pub fn new(chance: &mut Random, export: &str) -> (Client, OwnedFd) {
         let (stream, server) = UnixStream::pair().unwrap();
         stream.set_nonblocking(true).unwrap();
@@ -235,7 +236,7 @@ impl Client {
             data.extend(b"base:allocation");
             option(option::SET_META_CONTEXT, &data, &mut output);
         }
-        // A device whose blocks are large serves only clients that ask for them.
+        // A device with large blocks accepts only clients that request the block size.
         let infos = [1u16.to_be_bytes(), info::BLOCK_SIZE.to_be_bytes()].concat();
         option(option::GO, &[named(export), infos].concat(), &mut output);
         let client = Client {
@@ -258,13 +259,13 @@ impl Client {
         self.closed || self.ready && self.outstanding.is_empty() && self.output.is_empty()
     }
 
-    /// The places of what it asked to read, and has no answer to.
+    /// The sectors of its unanswered reads.
     pub fn reads(&self) -> impl Iterator<Item = Range<u64>> {
         let reads = |asked: &&Outstanding| matches!(asked.command, Command::Read | Command::Cache);
         self.outstanding.values().filter(reads).map(|asked| asked.sectors.clone())
     }
 
-    /// The fault driver hit what may have been a request of this client.
+    /// Records a hit of the fault driver with the requests that it may have been on.
     pub fn notice(&mut self, noticed: &Rc<Noticed>) {
         for asked in self.outstanding.values_mut() {
             let concerned = match noticed.hit.operation {
@@ -282,7 +283,7 @@ impl Client {
         }
     }
 
-    /// Does some of what it can do.
+    /// Sends random requests, and transfers data.
     pub fn act(&mut self, chance: &mut Random, common: &mut Common) {
         if self.ready && !chance.one_in(3) {
             for _ in 0..chance.below(6) {
@@ -294,7 +295,7 @@ impl Client {
         self.transfer(chance, common);
     }
 
-    /// Sends and receives, without asking for more.
+    /// Sends and receives, without new requests.
     pub fn transfer(&mut self, chance: &mut Random, common: &mut Common) {
         let most = if chance.one_in(2) { self.output.len() } else { chance.below(600) as usize };
         let now = most.min(self.output.len());
@@ -404,7 +405,7 @@ impl Client {
         }
     }
 
-    /// Takes what comes next of the input; false if it is not all there.
+    /// Parses the next message of the input; returns false if it is not complete.
     fn parse(&mut self, common: &mut Common) -> bool {
         if !self.greeted {
             return self
@@ -420,7 +421,7 @@ impl Client {
             assert_eq!(reply[..8], OPTION_REPLY_MAGIC.to_be_bytes());
             let (asked, kind, data) = (word32(&reply[8..]), word32(&reply[12..]), &reply[20..]);
             if kind == option_reply::ERR_SHUTDOWN {
-                // Nothing else comes; while a server is to live that fails the seed.
+                // Nothing follows. If the server should be running, the seed fails.
                 self.closed = true;
                 return false;
             }
@@ -464,7 +465,7 @@ impl Client {
         let kind = u16::from_be_bytes([bytes[6], bytes[7]]);
         let cookie = u64::from_be_bytes(bytes[8..16].try_into().unwrap());
         let body = &bytes[head..];
-        let asked = self.outstanding.get_mut(&cookie).expect("it is outstanding");
+        let asked = self.outstanding.get_mut(&cookie).expect("the request is outstanding");
         let error = match kind {
             reply_type::ERROR => word32(body),
             reply_type::OFFSET_DATA => {
@@ -478,7 +479,7 @@ impl Client {
                 0
             }
             reply_type::NONE => 0,
-            other => panic!("a chunk of kind {other}"),
+            other => panic!("an unexpected chunk of type {other}"),
         };
         if flags == ReplyFlags::DONE.bits() {
             let mut content = Vec::new();
@@ -499,13 +500,13 @@ impl Client {
         let now = common.tick();
         common.replies += 1;
         let ok = error == 0;
-        assert!(!(asked.wrong && ok), "a wrong request was done: {asked:?}");
+        assert!(!(asked.wrong && ok), "an invalid request succeeded: {asked:?}");
         if asked.wrong {
             return;
         }
         common.errors += u64::from(!ok);
         if asked.denied {
-            // A request that a read-only device does not offer is wrong as well.
+            // A request that a read-only device does not offer may also be reported as invalid.
             let invalid = asked.fast_zero && error == NbdError::Invalid as u32;
             assert!(invalid || error == NbdError::Permission as u32, "error {error}: {asked:?}");
             return;
@@ -531,15 +532,15 @@ impl Client {
             let checked = match asked.command {
                 Command::Flush if ok => asked.check_flush(),
                 Command::Flush | Command::BlockStatus => Ok(()),
-                _ if ok || refused || asked.is_flushed() || asked.was_told_to_wait() => Ok(()),
+                _ if ok || refused || asked.is_flushed() || asked.failed_with_again() => Ok(()),
                 _ => holding.check_error(error, since, writes),
             };
             checked.unwrap_or_else(|wrong| panic!("{wrong}: {asked:?}"));
         }
         let must_fail = common.must_fail.remove(&cookie);
-        assert!(!ok || !must_fail, "done in spite of an error: {asked:?}");
+        assert!(!ok || !must_fail, "succeeded in spite of an error: {asked:?}");
         if must_deny || must_be_beyond {
-            assert!(refused, "error {error}, not refused as it must be: {asked:?}");
+            assert!(refused, "error {error}, not rejected as it must be: {asked:?}");
             return common.model.reject(cookie, asked.sectors);
         }
         match asked.command {
@@ -555,7 +556,7 @@ impl Client {
                 let promised = ok && asked.fua && !asked.rests_on_lost_flush();
                 common.model.complete(cookie, asked.sectors, ok, promised, now);
             }
-            // A hint: the old content may stay.
+            // A trim is a hint: the old content may stay.
             Command::Trim => common.model.complete(cookie, asked.sectors, false, false, now),
             Command::Flush if ok && !asked.rests_on_lost_flush() => common.model.flushed(asked.submitted),
             _ => {}

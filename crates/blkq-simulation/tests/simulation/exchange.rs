@@ -1,4 +1,4 @@
-//! The exchange of a device's driver while clients use it: the data stays, and what the driver declares changes.
+//! Exchanges the driver of a device while clients use it: the data stays the same, and the declared limits change.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent,
 
 use super::life::World;
 
-/// The driver that a device was made with, which declares FUA only if it `has_fua`.
+/// The first driver of a device, which declares FUA only if `has_fua` is set.
 struct Declared {
     inner: Arc<dyn Driver>,
     has_fua: bool,
@@ -66,7 +66,7 @@ impl Driver for Declared {
     }
 }
 
-/// Exchanges the driver now and then, in a world where that happens.
+/// Exchanges the driver at random, in a world with exchanges.
 pub fn by_chance(world: &Rc<RefCell<World>>) {
     let is_due = {
         let World { worlds, extra, .. } = &mut *world.borrow_mut();
@@ -77,8 +77,8 @@ pub fn by_chance(world: &Rc<RefCell<World>>) {
     }
 }
 
-/// Has the device continue with a driver that declares FUA or does not, while the world keeps running. The block layer
-/// asserts that no request has a flag which its driver does not declare.
+/// Exchanges the driver for one that declares FUA or does not, while the world keeps running. The block layer asserts
+/// that no request has a flag that its driver does not declare.
 fn exchange(world: &Rc<RefCell<World>>) {
     let (disk, driver) = {
         let mut world = world.borrow_mut();
@@ -99,7 +99,7 @@ fn exchange(world: &Rc<RefCell<World>>) {
                 ErrorKind::Held => common.holding.is_some(),
                 _ => false,
             };
-            assert!(may_be, "an exchange is refused: {error}");
+            assert!(may_be, "an exchange is rejected: {error}");
         }
     }
 }

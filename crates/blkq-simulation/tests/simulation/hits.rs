@@ -1,5 +1,5 @@
-//! The model's view of the fault driver: it notes which requests it hits, and how, and
-//! everything else must be as if it were not there.
+//! Accounts for the fault driver: it reports which requests it hits, and how. All other requests must behave as if there
+//! were no fault driver.
 
 use std::rc::Rc;
 
@@ -11,10 +11,10 @@ use blkq_simulation::SECTOR_BYTES;
 use super::client::{Client, Common};
 use super::model::Model;
 
-/// How much later than at once the fault driver may see that a trigger file was removed.
+/// How late the fault driver may notice that a trigger file was removed: it polls at this interval.
 const FILES_INTERVAL_NS: u64 = 20_000_000;
 
-/// Kinds of effects that are noted, in the order of [`kind`].
+/// Number of effects that are counted, in the order of [`kind`].
 pub const KINDS: usize = 7;
 
 fn kind(effect: Effect) -> usize {
@@ -31,13 +31,13 @@ fn kind(effect: Effect) -> usize {
     }
 }
 
-/// A hit that clients may notice.
+/// A hit of the fault driver that clients may notice.
 #[derive(Debug)]
 pub struct Noticed {
     pub hit: Hit,
-    /// Of a read, how many that were asked for may have been hit, for each of its sectors.
+    /// For each sector of a read: the number of unanswered reads that may have been hit.
     candidates: Vec<u32>,
-    /// The request may be held, and done when it is reissued.
+    /// The request may be held, and succeed when it is reissued.
     may_be_held: bool,
 }
 
@@ -46,7 +46,7 @@ impl Noticed {
         (self.hit.offset >> 9..(self.hit.offset + self.hit.bytes) >> 9).contains(&sector)
     }
 
-    /// Whether no other read of `sector` can have been the one.
+    /// Whether only one read of `sector` can have been hit.
     pub fn is_sure(&self, sector: u64) -> bool {
         self.candidates[(sector - (self.hit.offset >> 9)) as usize] == 1
     }
@@ -65,7 +65,7 @@ impl Noticed {
         match self.hit.effect {
             Effect::Torn if sector << 9 >= offset + at => match bytes.iter().all(|byte| *byte == 0) {
                 true => Ok(()),
-                false => Err(format!("sector {sector} is beyond a torn read's end, and no zeroes")),
+                false => Err(format!("sector {sector} is beyond the end of a torn read and not zero")),
             },
             Effect::Misdirect => model.check_read(sector - (offset >> 9) + (at >> 9), since, bytes),
             Effect::Corrupt if (offset + at / 8) >> 9 == sector => {
@@ -78,7 +78,7 @@ impl Noticed {
     }
 }
 
-/// A sector in which bit `at` of a request is turned round.
+/// A sector with bit `at` of the request inverted.
 fn turned(bytes: &[u8], at: u64) -> Box<[u8]> {
     let mut bytes: Box<[u8]> = bytes.into();
     bytes[(at / 8) as usize % SECTOR_BYTES] ^= 1 << (at % 8);
@@ -86,7 +86,7 @@ fn turned(bytes: &[u8], at: u64) -> Box<[u8]> {
 }
 
 impl Common {
-    /// Takes over what the fault driver did in a turn.
+    /// Processes the events of the fault driver in a turn.
     pub fn note(&mut self, injections: Vec<Injection>, clients: &mut [Client]) {
         for injection in injections {
             match injection {
@@ -109,8 +109,8 @@ impl Common {
 
     fn hit(&mut self, hit: Hit, clients: &mut [Client]) {
         self.hits[kind(hit.effect)] += 1;
-        // Requests that wait when the rules are removed go on as if there had been none; what has
-        // begun has its effect.
+        // When rules are removed, delayed requests continue as without rules. Effects that have begun still happen: a
+        // read is corrupted when it completes.
         let at_its_end = hit.effect == Effect::Corrupt && hit.operation == Operation::Read;
         assert!(self.ruled || at_its_end, "hit without a rule: {hit:?}");
         let now = self.tick();
@@ -144,7 +144,7 @@ impl Common {
         };
         let all = 0..hit.bytes >> 9;
         let undone = match hit.effect {
-            // It may still be done by writing zeroes.
+            // The block layer may write zeroes instead.
             Effect::Error(blkq::Status::NotSupported) if hit.operation == Operation::WriteZeroes => 0..0,
             Effect::Short(_) | Effect::Torn => hit.at >> 9..all.end,
             Effect::Corrupt => {
@@ -158,7 +158,7 @@ impl Common {
         for index in undone {
             let request = self.model.undo(first + index, content(index));
             let fails = match hit.effect {
-                // That of a trim is unknown.
+                // A trim that fails leaves the content unknown.
                 Effect::Error(blkq::Status::NotSupported) => hit.operation == Operation::Write,
                 Effect::Error(_) | Effect::Short(_) | Effect::Stuck(_) => true,
                 _ => false,

@@ -1,5 +1,5 @@
-//! A device whose requests are held after errors, until it is resumed: no client sees an error that the policy holds,
-//! no flush overtakes a write that is held, and nothing waits for ever once it is resumed and nothing fails.
+//! A device that holds failed requests until it is resumed. Clients must not see an error that the policy holds, a flush
+//! must not overtake a held write, and after the last error a resume must complete all requests.
 
 use std::sync::Arc;
 
@@ -13,25 +13,25 @@ use blkq_simulation as simulation;
 
 use super::client::History;
 
-/// Resumes after which nothing is held, where nothing fails any more: what had failed before is noticed later.
+/// Maximum number of resumes until nothing is held, once nothing fails: errors from before may be noticed later.
 const RESUMES_MAX: u64 = 8;
-/// Turns after which, if nothing fails any more, only held requests and what waits for them are left.
+/// Turns after which, if nothing fails, only held requests and those that wait for them are left.
 const SETTLED_TURNS: u64 = 4_000;
 
-/// Errors that are reported whatever the policy is.
+/// Errors that are reported under every policy.
 const REPORTED: [Status; 4] = [Status::NotSupported, Status::Invalid, Status::ReadOnly, Status::Again];
 
-/// The expectations of a device that holds requests.
+/// The expectations for a device that holds requests.
 pub struct Holding {
     chance: Random,
     policy: History<ErrorPolicy>,
-    /// When what was held was to fail last.
+    /// When held requests were last failed by a resume or a stop.
     failed_at: u64,
-    /// Since when a client's bios may be abandoned: a write that was merged with one of them fails.
+    /// Since when bios of a disconnected client may be abandoned: a write that is merged with one fails.
     abandoned_since: Option<u64>,
-    /// Until when they may have been.
+    /// When the last such time ended.
     abandoned_until: u64,
-    /// Requests that were held at once, resumed, and failed by a resume.
+    /// Maximum number of held requests; total of reissued requests, and of requests that a resume failed.
     pub held: u64,
     pub reissued: u64,
     pub failed: u64,
@@ -54,7 +54,7 @@ impl Holding {
         }
     }
 
-    /// A server begins its life.
+    /// Starts the life of a server.
     pub fn begin(&mut self, disk: &Disk, now: u64) {
         let policy = self.any_policy();
         disk.set_error_policy(policy);
@@ -67,7 +67,7 @@ impl Holding {
         ErrorPolicy::ALL[self.chance.below(ErrorPolicy::ALL.len() as u64) as usize]
     }
 
-    /// Somebody resumes the device, or changes its policy, now and then.
+    /// Resumes the device or changes its error policy, at random.
     pub fn step(&mut self, disk: &Disk, now: u64) {
         if self.chance.one_in(50) {
             let policy = self.any_policy();
@@ -86,12 +86,13 @@ impl Holding {
         self.failed_at = now;
     }
 
-    /// The device stops: nothing is held from now on.
+    /// The device stops: all held requests fail.
     pub fn stop(&mut self, now: u64) {
         self.failed_at = now;
     }
 
-    /// A turn of the engine is over, which has taken the policy over. `ghosts`: the server has clients that have gone.
+    /// Records the state after a turn of the engine, which applies a new policy. `ghosts`: the server still has clients
+    /// that disconnected.
     pub fn note(&mut self, disk: &Disk, ghosts: bool, now: u64) {
         self.policy.settle(now, disk.error_policy());
         self.held = self.held.max(disk.held());
@@ -105,7 +106,7 @@ impl Holding {
         }
     }
 
-    /// Checks an error of a request that was sent at `since`; of a write if `writes`.
+    /// Checks the error of a request that was sent at `since`. `writes`: the request changes data.
     pub fn check_error(&self, error: u32, since: u64, writes: bool) -> Result<(), String> {
         let of = |status: &Status| NbdError::from(*status) as u32 == error;
         let held = |policy| match policy {
@@ -118,11 +119,11 @@ impl Holding {
         if may_report || self.failed_at >= since || writes && abandoned {
             return Ok(());
         }
-        Err(format!("error {error} is reported, and it is to be held"))
+        Err(format!("error {error} was reported instead of held"))
     }
 }
 
-/// Checks that held requests keep no other from completing: nothing fails any more, and the engine has had its turns.
+/// Checks that held requests block no other requests. Nothing fails, and the engine has had enough turns.
 fn check_settled(engine: &mut SimulatedEngine) {
     // Without statistics, the first scan writes the times from which the second counts.
     let scans = [1, 2].map(|after_ns| {
@@ -133,11 +134,11 @@ fn check_settled(engine: &mut SimulatedEngine) {
     for hang in scans.iter().flat_map(|scan| &scan.hangs) {
         let waits =
             matches!(hang.place, Place::Held(_) | Place::ForHeldWrites | Place::ForFlush | Place::ForTag(_));
-        assert!(waits, "a request does not get on while others are held: {hang:?}");
+        assert!(waits, "a request makes no progress while others are held: {hang:?}");
     }
 }
 
-/// Resumes a device on which nothing fails any more, after it has checked what held requests keep waiting.
+/// Resumes a device on which nothing fails, after a check of what the held requests block.
 #[derive(Default)]
 pub struct Resumer {
     turns: u64,
@@ -145,7 +146,7 @@ pub struct Resumer {
 }
 
 impl Resumer {
-    /// Before a turn of `engine`.
+    /// Call this before each turn of `engine`.
     pub fn turn(&mut self, disk: &Arc<Disk>, engine: &mut SimulatedEngine) {
         self.turns += 1;
         if self.turns == SETTLED_TURNS {

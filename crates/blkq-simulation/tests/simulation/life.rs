@@ -1,5 +1,5 @@
-//! The lives of a device's servers, one after the other: what one of them is like, what goes
-//! wrong in it, how it stops, and what is left then.
+//! The lives of a device's servers, one after another: the set-up, the faults, the way in which the server stops, and
+//! the checks of the file afterwards.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,9 +31,9 @@ use super::sockets::{close_sockets, has_ghosts};
 use super::vhost::Machine;
 use super::worlds::Worlds;
 
-/// How a life stops, beside the four random ways.
+/// A way to stop, in addition to the four random ways.
 const PANIC: u64 = 4;
-/// Turns within which everything must be answered once nothing goes wrong any more.
+/// Number of turns within which all requests must be answered once there are no faults.
 pub const TURNS_MAX: u64 = 200_000;
 
 /// The export of each queue.
@@ -42,7 +42,7 @@ const EXPORTS: [&str; 2] = ["disk", "second"];
 /// How the device is attached.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// The image's size in the beginning, and the one that it can grow to.
+    /// Initial and maximum size of the image.
     sectors: u64,
     sectors_max: u64,
     options: LoopOptions,
@@ -103,7 +103,7 @@ impl Setup {
             exports: (0..worlds.queues).map(export).collect(),
             requests_max: self.requests_max,
             buffered_bytes_max: self.buffered_bytes_max,
-            // Clients are slow here, and time leaps.
+            // Clients are slow here, and the clock jumps.
             handshake_timeout_s: 1_000_000,
             transfer_timeout_s: 1_000_000,
             ..NbdOptions::default()
@@ -127,7 +127,7 @@ fn faults(chance: &mut Random) -> Faults {
     }
 }
 
-/// The events of a seed.
+/// The counts of what happened in a seed.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Seen {
     pub replies: u64,
@@ -141,22 +141,22 @@ pub struct Seen {
     pub operations: u64,
     pub changes: u64,
     pub refused_changes: u64,
-    /// Changes under a freeze that began while requests waited for a limit.
+    /// Changes with a freeze that began while requests waited for a limit.
     pub limited_freezes: u64,
     pub exchanges: u64,
-    /// Requests that limits let through, and that had to wait for one.
+    /// Requests that limits admitted, and requests that had to wait.
     pub admitted: u64,
     pub throttled: u64,
-    /// Limits that a search of the device's ceiling has set.
+    /// Limits that a search of the ceiling has set.
     pub found: u64,
-    /// The most requests that were held at once, and those that were reissued, and failed, by resumes.
+    /// Highest number of held requests; requests that resumes reissued and failed.
     pub held: u64,
     pub reissued: u64,
     pub failed: u64,
-    /// With which schedulers, in the order of [`SchedulerKind::ALL`].
+    /// Whether requests were held with each scheduler of [`SchedulerKind::ALL`].
     pub held_with: [bool; SchedulerKind::ALL.len()],
     pub digest: u64,
-    /// Requests that the fault driver hit: error, short, torn, misdirect, corrupt, lose, stuck.
+    /// Requests that the fault driver hit, by effect: error, short, torn, misdirect, corrupt, lose, stuck.
     pub hits: [u64; KINDS],
 }
 
@@ -166,14 +166,14 @@ pub struct Server {
     pub engine: SimulatedEngine,
     /// The driver that the disk was made with.
     pub first_driver: Arc<dyn Driver>,
-    /// That of NBD's server, which a machine has no use for.
+    /// The NBD server; `None` if the client is a virtual machine.
     source: Option<SourceId>,
     clients: Vec<Client>,
-    /// Of the clients' sockets the server's side: descriptor and inode.
+    /// The server's ends of the clients' sockets: descriptor and inode.
     sockets: Vec<(RawFd, u64)>,
 }
 
-/// All that a seed is about, but for the kernel and the file.
+/// The state of a seed, without the kernel and the file.
 pub struct World {
     pub chance: Random,
     pub common: Common,
@@ -181,20 +181,20 @@ pub struct World {
     pub seen: Seen,
     faults: Faults,
     pub worlds: Worlds,
-    /// The choice of worlds, apart from all else.
+    /// Random numbers for the optional parts of a world, so that these do not change the other choices of a seed.
     pub extra: Random,
     image: PathBuf,
-    /// None between two lives.
+    /// `None` between two lives.
     pub server: Option<Server>,
-    /// The one client, if the device is that of a virtual machine.
+    /// The only client, if the device belongs to a virtual machine.
     pub machine: Option<Machine>,
-    /// Its limits, in a world that has any.
+    /// The limits, in a world with limits.
     pub limited: Option<Limited>,
-    /// Steps that its thread has waited for one thing.
+    /// Number of steps for which the thread has waited for one event.
     waited: u64,
 }
 
-/// Lives through the fate of `seed`, over a kernel that may have a defect.
+/// Runs `seed` on a kernel that may have a defect.
 pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
     let (setup, world) = begin(seed, defect, worlds);
     let lives = 1 + world.borrow_mut().chance.below(4);
@@ -204,7 +204,7 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
     finish(&world)
 }
 
-/// Makes the world of `seed`, and how its device is attached.
+/// Creates the world of `seed`, and the set-up of its device.
 pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<RefCell<World>>) {
     let mut chance = Random::new(seed);
     let image = std::env::temp_dir().join(format!(
@@ -213,7 +213,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
         std::thread::current().id()
     ));
     let setup = Setup::new(image.clone(), &mut chance);
-    // Data everywhere, so that block status is right.
+    // The file has data everywhere, so that block status reports no holes.
     std::fs::write(&image, vec![1; setup.sectors as usize * 512]).unwrap();
     simulation::begin(chance.word(), setup.sectors_max << 9, Faults::default());
     simulation::set_defect(defect);
@@ -256,7 +256,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
     (setup, world)
 }
 
-/// The world runs while its thread waits.
+/// Runs the world while its thread waits.
 pub fn set_meanwhile(world: &Rc<RefCell<World>>) {
     let meanwhile = Rc::downgrade(world);
     simulation::set_meanwhile(Some(Box::new(move || {
@@ -264,7 +264,7 @@ pub fn set_meanwhile(world: &Rc<RefCell<World>>) {
     })));
 }
 
-/// Removes what is left of the world.
+/// Removes the files of the world, and returns its counts.
 pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
     simulation::set_meanwhile(None);
     let world = world.borrow();
@@ -293,7 +293,7 @@ pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
     }
 }
 
-/// One life of the server: from its start until it stops, orderly or not.
+/// One life of the server: from its start to its stop, which may be a kill.
 fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
     let syncs_failed = simulation::syncs_failed();
     let (changing, faulty) = world.borrow_mut().begin(setup);
@@ -309,7 +309,7 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
         exchange::by_chance(world);
         world.borrow_mut().change_limits();
     }
-    // Soon there is a sync again: what a size is that had none is seen at the end.
+    // The size changes shortly before a possible power failure, so that no sync makes it durable.
     let grows = |world: &mut World| world.worlds.loses_size && world.extra.one_in(2);
     if grows(&mut world.borrow_mut()) {
         change::grow(world);
@@ -318,8 +318,7 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
 }
 
 impl World {
-    /// A server begins its life. Whether it is to be changed in it, and whether the fault driver
-    /// takes part.
+    /// Starts a server. Returns whether the device is changed during its life, and whether it has a fault driver.
     pub fn begin(&mut self, setup: &Setup) -> (bool, bool) {
         let (chance, common) = (&mut self.chance, &mut self.common);
         let calm = chance.one_in(4);
@@ -358,7 +357,7 @@ impl World {
         simulation::set_faults(faults);
     }
 
-    /// Other limits, now and then: nothing waits for that.
+    /// Changes the limits at random; requests continue meanwhile.
     fn change_limits(&mut self) {
         let World { limited, server, seen, .. } = self;
         if let (Some(limited), Some(server)) = (limited, server) {
@@ -366,7 +365,7 @@ impl World {
         }
     }
 
-    /// I/O uses the page cache from now on, or bypasses it.
+    /// Records whether I/O uses the page cache from now on.
     pub fn set_buffered(&mut self, buffered: bool) {
         let calm = !self.common.errors_allowed;
         self.set_faults(Faults { failed_sync_forgets: !calm && buffered, ..self.faults });
@@ -376,7 +375,7 @@ impl World {
         self.server.as_ref().unwrap().disk.clone()
     }
 
-    /// The trigger file of rules, which is there now and then.
+    /// Path of the trigger file of rules, which is created and removed at random.
     pub fn trigger(&self) -> Option<PathBuf> {
         self.worlds.triggers.then(|| self.image.with_extension("trigger"))
     }
@@ -395,7 +394,7 @@ impl World {
         };
     }
 
-    /// A client does something, and the server perhaps.
+    /// Lets a client act, and then the engine.
     pub fn step(&mut self) {
         self.waited = 0;
         self.toggle_trigger();
@@ -414,9 +413,9 @@ impl World {
         }
         let which = chance.below(clients.len() as u64) as usize;
         clients[which].act(chance, common);
-        assert!(!clients[which].closed, "the server hung up");
+        assert!(!clients[which].closed, "the server closed the connection");
         if chance.one_in(60) {
-            // In the middle of whatever it was about.
+            // The client disconnects with requests in flight.
             common.ghosts.extend(clients.swap_remove(which).reads());
         }
         common.step_held(disk);
@@ -433,10 +432,10 @@ impl World {
         }
     }
 
-    /// The world while a change, or a ring that stops, waits for requests in flight.
+    /// Runs the world while a change, or a ring that stops, waits for requests in flight.
     fn meanwhile(&mut self) {
         let waited = self.waited + 1;
-        assert!(waited < TURNS_MAX, "its one thread waits too long");
+        assert!(waited < TURNS_MAX, "the only thread waits too long");
         self.step();
         self.waited = waited;
         if self.chance.one_in(4) {
@@ -444,8 +443,8 @@ impl World {
         }
     }
 
-    /// The server stops, one way or another, and what is left is checked. So many syncs had
-    /// failed before it began.
+    /// Stops the server in a random way, and checks the file. `syncs_failed` is the number of failed syncs before
+    /// this life.
     fn stop(&mut self, syncs_failed: u64) {
         self.common.check_read_only();
         let panicked = self.extra.one_in(self.worlds.panics);
@@ -456,13 +455,13 @@ impl World {
         let Server { disk, mut engine, mut clients, sockets, .. } = server.take().unwrap();
         let how = if panicked { PANIC } else { chance.below(4) };
         if let Some(limited) = limited {
-            // A device that is killed leaves its words in the group as they are.
+            // A device that is killed leaves its slot in the group as it is.
             limited.stop(&disk, how >= 2);
         }
         if let (Some(holding), 1) = (&mut common.holding, how) {
             holding.stop(common.now);
         }
-        // An orderly stop works under the faults, too, which block nothing for ever.
+        // An orderly stop also works with faults, which block nothing for ever.
         if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
             disk.set_driver(&FaultSpec::default()).unwrap();
             common.ruled = false;
@@ -474,7 +473,7 @@ impl World {
                 engine.stop();
             }
             1 => {
-                // With requests on their way.
+                // Stops with requests in flight.
                 engine.stop();
                 common.note(take_injections(), &mut clients);
                 clients.iter_mut().for_each(|client| {
@@ -485,7 +484,7 @@ impl World {
             }
             _ => {
                 if panicked {
-                    // The kernel's part of it is over; its memory is taken apart as it is.
+                    // The kernel side has stopped already. The memory of the process is freed as it is.
                     common.note(take_injections(), &mut clients);
                     drop((clients, engine));
                     close_sockets(sockets);
@@ -510,7 +509,7 @@ impl World {
         self.restart(syncs_failed);
     }
 
-    /// A power loss of the image's disk: the image holds what it may hold then.
+    /// Simulates a power failure, and checks that the image contains what it may contain afterwards.
     pub fn cut_power(&mut self) {
         simulation::cut_power();
         self.seen.power_cuts += 1;
@@ -524,7 +523,7 @@ impl World {
         check_all(&mut self.common, |model, sector, bytes| model.check_after_power_cut(sector, bytes));
     }
 
-    /// The process has exited, and another one may start. So many syncs had failed before it began.
+    /// Starts a new process after the old one has exited. `syncs_failed` is the number of failed syncs before this life.
     pub fn restart(&mut self, syncs_failed: u64) {
         let common = &mut self.common;
         simulation::restart();
@@ -538,7 +537,7 @@ impl World {
 }
 
 impl World {
-    /// Runs until the engine panics, at some instant of a turn.
+    /// Runs until the engine panics, at a random instant of a turn.
     fn panic(&mut self) {
         simulation::panic_after(self.extra.below(400));
         loop {
@@ -553,7 +552,7 @@ impl World {
     }
 }
 
-/// Nothing goes wrong any more: every request is answered.
+/// Runs without faults until every request is answered.
 fn drain(
     disk: &Arc<Disk>,
     engine: &mut SimulatedEngine,
@@ -577,11 +576,11 @@ fn drain(
         common.note_held(disk, has_ghosts(sockets, clients.len()));
         if let Some(limited) = limited {
             limited.note(disk);
-            limited.check_nobody_waits_for_nothing(disk);
+            limited.check_waits_have_a_reason(disk);
         }
         for client in clients.iter_mut() {
             client.transfer(chance, common);
-            assert!(!client.closed, "the server hung up");
+            assert!(!client.closed, "the server closed the connection");
         }
     }
     panic!("requests are not answered");

@@ -1,5 +1,5 @@
-//! Limits of the device and of a group that it shares with another one, which change while requests wait: nothing
-//! begins beyond them, and nothing waits while they have room.
+//! Limits of the device, and of a group with another device, that change while requests wait. No request may begin in
+//! excess of a limit, and none may wait while the limits have room.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -12,35 +12,35 @@ use blkq::{Bio, Disk, IoBuffer, LocalQueue, Operation, Sector};
 use blkq_simulation as simulation;
 
 const NS_PER_S: u128 = 1_000_000_000;
-/// By how much of its rate a device may be ahead: a queue that waited makes up for 100 ms, and each of two may have
-/// prepaid 0.25 ms.
+/// How far a device may be ahead of its rate, in nanoseconds: a queue that waited makes up for 100 ms, and each of two
+/// queues may have prepaid 0.25 ms.
 const AHEAD_NS: u128 = 100_500_000;
-/// The same of a group of three queues. Its members make up for 100 ms of their shares besides, whose weights they know
-/// a millisecond late.
+/// The same for a group of three queues. In addition, its members make up for 100 ms of their shares, whose weights they
+/// learn up to a millisecond late.
 const GROUP_AHEAD_NS: u128 = 201_750_000;
-/// For how long requests may wait when no limit has anything left to wait for: a queue sees a change of its group so
-/// late, and then sleeps no more.
+/// How long requests may wait when no limit is exhausted, in nanoseconds: a queue may see a change of its group this
+/// late, and does not sleep afterwards.
 const IDLE_WAIT_NS: u64 = 110_000_000;
-/// How often a search of the ceiling looks at the device.
+/// Interval at which a search of the ceiling samples the device, in nanoseconds.
 const SEARCH_NS: u64 = 50_000_000;
 const NEIGHBOUR_BYTES: u64 = 1 << 20;
 
-/// One rate, and what was let through beyond it.
+/// One rate, and the units that were admitted in excess of it.
 struct Level {
     key: LimitKey,
     rate: u128,
-    /// So many units more, for the length of a burst.
+    /// Additional units that a burst allows.
     burst: u128,
-    /// Units times a second: those beyond the rate, over the window for which they are most.
+    /// Admitted units beyond the rate, times nanoseconds per second, over the window in which they are most.
     units: u128,
 }
 
-/// A set of limits, since it was set.
+/// A set of limits, with what was admitted since it was set.
 struct Account {
     limits: RateLimits,
     levels: Vec<Level>,
     ahead_ns: u128,
-    /// The largest cost of one request so far.
+    /// Largest cost of a request so far.
     cost_max: u128,
     noted_ns: u64,
 }
@@ -82,8 +82,8 @@ impl Account {
         self.noted_ns = now_ns;
     }
 
-    /// Charges a request at the time at which it began: a turn of the engine may sleep after that for 10 ms, which is
-    /// time that counts for the next request.
+    /// Charges a request at the time at which it began. A turn of the engine may sleep for 10 ms afterwards, which
+    /// counts for the next request.
     fn note(&mut self, admission: Admission) {
         self.pass(admission.at_ns);
         let costs: Vec<_> = self.levels.iter().map(|level| self.cost(level.key, admission)).collect();
@@ -91,7 +91,7 @@ impl Account {
             let most = level.rate * self.ahead_ns + (level.burst + 2 * self.cost_max + 4) * NS_PER_S;
             assert!(
                 cost == 0 || level.units <= most,
-                "more begins than {} allows: {} of {most} for {:?}",
+                "more was admitted than {} allows: {} of {most} for {:?}",
                 self.limits,
                 level.units,
                 level.key
@@ -101,14 +101,14 @@ impl Account {
         }
     }
 
-    /// Whether nothing that was let through is left to wait for.
+    /// Whether everything that was admitted is paid for.
     fn is_idle(&mut self) -> bool {
         self.pass(simulation::time_ns());
         self.levels.iter().all(|level| level.units == 0)
     }
 }
 
-/// The other device of the group, which floods it now and then.
+/// The other device of the group, which submits bursts of I/O.
 struct Neighbour {
     queue: LocalQueue,
     in_flight: u64,
@@ -142,24 +142,24 @@ impl Neighbour {
     }
 }
 
-/// The limits of a seed's device, and what they let through.
+/// The limits of a device, and what they admitted.
 pub struct Limited {
     chance: Random,
     group: Option<Arc<Group>>,
-    /// Gone when the world was killed while it acted.
+    /// Leaked if the world was killed while it submitted I/O.
     neighbour: Option<Neighbour>,
-    /// The search of the device's ceiling, and when it looks next.
+    /// The search of the device's ceiling, and the time of its next sample.
     search: Option<(CeilingSearch, u64)>,
     own: Account,
     common: Account,
-    /// Of this life: so many were let through, and whether something was that no limit counts.
+    /// Requests admitted in this life, and whether some bypassed the limits.
     admitted_now: u64,
     exempt: bool,
-    /// Since when requests wait for nothing.
+    /// Since when requests wait although no limit is exhausted.
     idle_since_ns: Option<u64>,
     pub admitted: u64,
     pub throttled: u64,
-    /// Limits that a search has set.
+    /// Number of limits that a search has set.
     pub found: u64,
 }
 
@@ -185,10 +185,10 @@ impl Limited {
         }
     }
 
-    /// The device begins another life.
+    /// Starts the next life of the device.
     pub fn begin(&mut self, disk: &Arc<Disk>) {
         (self.admitted_now, self.exempt) = (0, false);
-        // The last turn of a device that was killed is not over.
+        // A device that was killed may have recorded admissions in its unfinished turn.
         take_admissions();
         if let Some(group) = &self.group {
             disk.join_group(group.clone().join(0, "disk", 1 + self.chance.below(300) as u32).unwrap());
@@ -228,7 +228,7 @@ impl Limited {
         self.common = Account::new(limits, GROUP_AHEAD_NS);
     }
 
-    /// Changes the limits, of the device, of the group, or its weight, perhaps: whether it did.
+    /// Changes the limits of the device or of the group, or the weight, at random. Returns whether something changed.
     pub fn change(&mut self, disk: &Arc<Disk>) -> bool {
         if !self.chance.one_in(25) {
             return false;
@@ -241,7 +241,7 @@ impl Limited {
         true
     }
 
-    /// The search of the ceiling looks at the device, perhaps. A life is too short to find one: chance sets the limits.
+    /// Samples the device, if a search is due. A life is too short to find a ceiling, so random limits are set instead.
     fn search(&mut self, disk: &Arc<Disk>) {
         let now_ns = simulation::time_ns();
         let Some((search, next_ns)) = self.search.as_mut().filter(|(_, next_ns)| *next_ns <= now_ns) else {
@@ -258,12 +258,12 @@ impl Limited {
         }
     }
 
-    /// All that waits is let through once: a freeze begins.
+    /// A freeze begins: all waiting requests are admitted once.
     pub fn freeze(&mut self) {
         self.exempt = true;
     }
 
-    /// The device has had a turn.
+    /// Records the admissions of a turn.
     pub fn note(&mut self, disk: &Arc<Disk>) {
         for admission in take_admissions() {
             (self.admitted, self.admitted_now) = (self.admitted + 1, self.admitted_now + 1);
@@ -281,7 +281,7 @@ impl Limited {
                 self.admitted_now
             );
         }
-        // It is gone, and not closed, if the world is killed in the middle.
+        // If the world is killed while the neighbour runs, it is leaked and not closed.
         let Some(mut neighbour) = self.neighbour.take().map(ManuallyDrop::new) else { return };
         if self.chance.one_in(2) {
             neighbour.act(&mut self.chance);
@@ -290,8 +290,8 @@ impl Limited {
         self.neighbour = Some(ManuallyDrop::into_inner(neighbour));
     }
 
-    /// With a driver that takes all, requests wait only for what was let through before.
-    pub fn check_nobody_waits_for_nothing(&mut self, disk: &Arc<Disk>) {
+    /// Checks that requests wait only for units that were admitted before; the driver accepts all requests.
+    pub fn check_waits_have_a_reason(&mut self, disk: &Arc<Disk>) {
         let now_ns = simulation::time_ns();
         if disk.stats().throttled == 0 || !self.own.is_idle() || !self.common.is_idle() {
             self.idle_since_ns = None;
@@ -306,7 +306,7 @@ impl Limited {
         );
     }
 
-    /// The device stops, and no limit counts any more.
+    /// The device stops; its limits no longer apply.
     pub fn stop(&mut self, disk: &Arc<Disk>, is_killed: bool) {
         use blkq::stats::Counter;
         self.throttled += disk.stats().counter(Counter::ThrottledRequests);
@@ -319,7 +319,7 @@ impl Limited {
     }
 }
 
-/// Limits as a user writes them.
+/// Random limits, in the syntax of the user.
 fn limits(chance: &mut Random) -> RateLimits {
     if chance.one_in(6) {
         return RateLimits::default();

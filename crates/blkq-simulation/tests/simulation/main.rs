@@ -1,10 +1,9 @@
-//! The whole system in a simulated world: the block layer, the loop driver, the engine and
-//! the NBD server as they run in production, on one thread, over a kernel and a file that
-//! fail, lose power and take their time as a seed wants it, with clients that check every
-//! read and every promise of docs/durability.md.
+//! Tests the whole system in a simulated world: the block layer, the loop driver, the engine and the NBD server of
+//! production run on one thread, on a simulated kernel and file. A seed determines faults, power failures and timing.
+//! Clients check every read, and every guarantee of docs/durability.md.
 //!
-//! Built with `--cfg simulation`; `lab/simulate` runs it. `BLKQ_SEED` runs one seed in each world and prints
-//! what happens, `BLKQ_SEEDS` and `BLKQ_FIRST_SEED` run many. known_seeds.txt lists the seeds that failed once.
+//! The tests are built with `--cfg simulation`; `lab/simulate` runs them. `BLKQ_SEED` runs one seed in each world and prints
+//! its events; `BLKQ_SEEDS` and `BLKQ_FIRST_SEED` run a range. known_seeds.txt lists the seeds that failed once.
 #![cfg(simulation)]
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -37,7 +36,7 @@ fn number(name: &str, default: u64) -> u64 {
         .map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}: not a number")))
 }
 
-/// A world in which a seed is run, by the name that known_seeds.txt has for it.
+/// Names of the worlds, as in known_seeds.txt.
 const PLAIN: &str = "plain";
 const SEEDS: &str = "seeds";
 const MACHINES: &str = "machines";
@@ -45,7 +44,7 @@ const LIMITS: &str = "limits_hold";
 const HOLDS: &str = "held_requests";
 const EXCHANGES: &str = "exchanged_drivers";
 
-/// Runs a seed so that a failure names it, and says how to keep it.
+/// Runs a seed. If it fails, the message names the seed and the line for known_seeds.txt.
 fn run_named<T: Send + 'static>(seed: u64, world: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
     let thread = std::thread::Builder::new().name(format!("{world}: seed {seed}")).spawn(body).unwrap();
     thread.join().unwrap_or_else(|_| {
@@ -64,7 +63,7 @@ fn run_machine(seed: u64) -> vhost::Seen {
     run_named(seed, MACHINES, move || vhost::live(seed, None, None))
 }
 
-/// The seeds to run: one that the user names, or a range.
+/// The seeds to run: the seed that the user names, or a range.
 fn chosen_seeds() -> Range<u64> {
     let first = number("BLKQ_FIRST_SEED", 0);
     match number("BLKQ_SEED", u64::MAX) {
@@ -114,7 +113,7 @@ fn seeds() {
     assert!(count < 100 || rare.iter().chain(&all.hits).all(|count| *count > 0));
 }
 
-/// Virtual machines over vhost-user-blk.
+/// Runs virtual machines over vhost-user-blk.
 #[test]
 fn machines() {
     let Range { start: first, end } = chosen_seeds();
@@ -127,7 +126,7 @@ fn machines() {
     assert!(count < 100 || all.rare().iter().all(|count| *count > 0));
 }
 
-/// Lives whose devices have limits: requests that wait for one.
+/// Runs devices with limits: requests wait for a limit.
 #[test]
 fn limits_hold() {
     let Range { start: first, end } = chosen_seeds();
@@ -146,7 +145,7 @@ fn limits_hold() {
     assert!(count < 100 || (throttled > 0 && found > 0 && freezes > 0));
 }
 
-/// Lives whose devices hold requests that fail, and are resumed.
+/// Runs devices that hold failed requests until they are resumed.
 #[test]
 fn held_requests() {
     let Range { start: first, end } = chosen_seeds();
@@ -165,7 +164,7 @@ fn held_requests() {
     assert!(count < 100 || [held, reissued, failed].iter().chain(&held_with).all(|count| *count > 0));
 }
 
-/// Lives whose devices change to a driver that declares FUA, or that does not, while clients write with FUA.
+/// Exchanges the driver for one that declares FUA, or does not, while clients write with FUA.
 #[test]
 fn exchanged_drivers() {
     let Range { start: first, end } = chosen_seeds();
@@ -203,7 +202,7 @@ fn known_seeds() {
 }
 
 #[test]
-fn a_seed_has_one_fate() {
+fn equal_seeds_have_equal_results() {
     for seed in (0..16).chain([1 << 40]) {
         let worlds = Worlds::of(seed);
         for (world, worlds) in [
@@ -218,7 +217,7 @@ fn a_seed_has_one_fate() {
     }
 }
 
-/// The complaint of clients or model for each defect, and the number of seeds within which it comes.
+/// For each defect: the messages with which clients or the model report it, and the number of seeds that suffice.
 const NOTICED: [(Defect, &[&str], u64); 8] = [
     (Defect::LostSync, &["the file holds what cannot be"], 32),
     (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
@@ -234,15 +233,15 @@ const NOTICED: [(Defect, &[&str], u64); 8] = [
     ),
 ];
 
-/// Those that only one world can show.
+/// Defects that only one world can show.
 const NOTICED_IN: [(Defect, &[&str], Worlds); 2] = [
     (Defect::PagesApart, &["a read brought what cannot be"], Worlds::TWO_QUEUES),
     (Defect::GhostFile, &["hit without"], Worlds::TRIGGERS),
 ];
-/// Within how many seeds one of it does, and none without it.
+/// Number of seeds of which one shows the defect in that world, and none shows it in the plain world.
 const NOTICED_IN_WITHIN: u64 = 32;
 
-/// The first of `seeds` whose life fails, and its message.
+/// Returns the first of `seeds` that fails, and its message.
 fn first_that_fails<T: Send + 'static>(
     seeds: Range<u64>,
     live: impl Fn(u64) -> T + Copy + Send + 'static,
@@ -255,10 +254,10 @@ fn first_that_fails<T: Send + 'static>(
     })
 }
 
-/// Threads of this name fail on purpose, and print nothing.
+/// Name of threads that are expected to fail, and print nothing.
 const QUIET: &str = "has a defect";
 
-/// Has them fail in silence.
+/// Installs a panic hook that prints nothing for threads of that name.
 fn quiet() {
     static QUIETENED: Once = Once::new();
     QUIETENED.call_once(|| {
@@ -290,13 +289,13 @@ fn defects_are_noticed() {
     for (defect, expected, within) in NOTICED {
         check_noticed(&defect, expected, within, move |seed| live(seed, Some(defect), Worlds::of(seed)));
     }
-    // The remains of a panic are checked as those of a kill.
+    // The file after a panic is checked like the file after a kill.
     for (defect, expected, within) in [NOTICED[0], NOTICED[1]] {
         check_noticed(&defect, expected, within, move |seed| live(seed, Some(defect), Worlds::PANICS));
     }
 }
 
-/// The complaint of a machine for each defect of the kernel, and of a device.
+/// For each defect of the kernel or of a device: the messages with which a machine reports it.
 const NOTICED_BY_MACHINES: [(Defect, &[&str]); 7] = [
     (Defect::LostSync, &["the file holds what cannot be"]),
     (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"]),
@@ -346,12 +345,12 @@ fn machines_notice_defects() {
 
 // Contract: durability
 #[test]
-fn defects_that_take_a_world_are_noticed_in_it_alone() {
+fn defects_of_one_world_are_noticed_only_there() {
     quiet();
     for (defect, expected, worlds) in NOTICED_IN {
         check_noticed(&defect, expected, NOTICED_IN_WITHIN, move |seed| live(seed, Some(defect), worlds));
         let without =
             first_that_fails(0..NOTICED_IN_WITHIN, move |seed| live(seed, Some(defect), Worlds::NONE));
-        assert_eq!(without, None, "{defect:?} takes no world of its own");
+        assert_eq!(without, None, "{defect:?} is noticed in the plain world, too");
     }
 }

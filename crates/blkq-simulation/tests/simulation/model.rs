@@ -1,6 +1,5 @@
-//! The contents that the device may have: for every sector the versions that it may read as, and those
-//! that it may hold after a power loss. Times are those of the clients, so that
-//! whatever they could have seen is allowed, and nothing else.
+//! The model of the device: for every sector, the versions that a read may return, and those that may remain after a
+//! power failure. Times are those of the clients, so the model allows exactly what they can observe.
 
 use std::ops::Range;
 
@@ -11,9 +10,9 @@ use blkq_simulation::SECTOR_BYTES;
 #[derive(Clone, Debug)]
 pub enum Content {
     Zero,
-    /// That of the write with this number.
+    /// The data of the write with this number.
     Write(u64),
-    /// Found after the power failed.
+    /// The content that was found after a power failure.
     Found(Box<[u8]>),
 }
 
@@ -26,7 +25,7 @@ impl Content {
         }
     }
 
-    /// Whether all of `sector` is this.
+    /// Whether `bytes` are the content of this version of `sector`.
     fn is(&self, sector: u64, bytes: &[u8]) -> bool {
         match self {
             Content::Zero => bytes.iter().all(|byte| *byte == 0),
@@ -39,7 +38,7 @@ impl Content {
     }
 }
 
-/// Eight bytes that identify the write and the place.
+/// Eight bytes that identify the write and the sector.
 fn stamp(number: u64, sector: u64) -> [u8; 8] {
     (mix(number << 20 | sector) | 1).to_le_bytes()
 }
@@ -56,18 +55,19 @@ pub fn payload(number: u64, sectors: Range<u64>) -> Vec<u8> {
 #[derive(Debug)]
 struct Version {
     content: Content,
-    /// The request that it is of.
+    /// Number of the request.
     request: u64,
     submitted: u64,
-    /// `u64::MAX` while it may still happen.
+    /// `u64::MAX` while the request is in flight.
     completed: u64,
-    /// It has surely happened: the data before it is overwritten.
+    /// Whether the request certainly took effect, so that earlier data is overwritten.
     done: bool,
-    /// It survives a loss of power.
+    /// Whether the version must survive a power failure.
     promised: bool,
-    /// A sync failed in the life of the server that did it: no later one makes it durable.
+    /// A sync failed in the life of the server that wrote it: no later sync makes it durable.
     doubtful: bool,
-    /// It may not have been done, even if it completed without error: it was that, or another one like it.
+    /// The request may have had no effect although it succeeded: the fault driver hit it or another request with the same
+    /// data.
     uncertain: bool,
 }
 
@@ -79,7 +79,7 @@ impl Version {
     }
 }
 
-/// Numbers from here on are of writes that nobody asked for.
+/// Numbers from here on belong to misdirected writes, which no client requested.
 const STRAY: u64 = 1 << 48;
 
 /// The versions of every sector.
@@ -88,12 +88,11 @@ pub struct Model {
 }
 
 impl Model {
-    /// A device of zeroes, which are durable.
+    /// A device of durable zeroes.
     pub fn new(sectors: usize) -> Model {
         Model { sectors: (0..sectors).map(|_| vec![first(Content::Zero)]).collect() }
     }
 
-    /// How many there are.
     pub fn sectors(&self) -> u64 {
         self.sectors.len() as u64
     }
@@ -105,7 +104,7 @@ impl Model {
         }
     }
 
-    /// It completed: `done` if it surely changed all of them, `promised` if for good.
+    /// The request completed. `done`: it changed all of its sectors; `promised`: the change is durable.
     pub fn complete(&mut self, request: u64, sectors: Range<u64>, done: bool, promised: bool, now: u64) {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
             for version in versions.iter_mut().filter(|version| version.request == request) {
@@ -116,25 +115,25 @@ impl Model {
         }
     }
 
-    /// It changed nothing, and will not.
+    /// The request changed nothing, and never will.
     pub fn reject(&mut self, request: u64, sectors: Range<u64>) {
         for versions in &mut self.sectors[sectors.start as usize..sectors.end as usize] {
             versions.retain(|version| version.request != request);
         }
     }
 
-    /// Requests on their way that put `bytes` into `sector`.
+    /// Requests in flight that write `bytes` to `sector`.
     fn on_their_way(&self, sector: u64, bytes: &[u8]) -> Vec<usize> {
         let versions = self.sectors[sector as usize].iter().enumerate();
         let found = versions.filter(|(_, version)| {
             version.completed == u64::MAX && version.request < STRAY && version.content.is(sector, bytes)
         });
         let found: Vec<usize> = found.map(|(index, _)| index).collect();
-        assert!(!found.is_empty(), "the driver has a write to sector {sector} that nobody sent");
+        assert!(!found.is_empty(), "the driver has a write to sector {sector} that no client sent");
         found
     }
 
-    /// One that is to put `bytes` into `sector` will not do it: this one, if it is known.
+    /// A request that writes `bytes` to `sector` will not take effect. Returns its number if only one matches.
     pub fn undo(&mut self, sector: u64, bytes: &[u8]) -> Option<u64> {
         let found = self.on_their_way(sector, bytes);
         let versions = &mut self.sectors[sector as usize];
@@ -145,7 +144,7 @@ impl Model {
         None
     }
 
-    /// One that is to put `bytes` into `sector` puts these there instead.
+    /// A request that writes `bytes` to `sector` writes `instead`.
     pub fn alter(&mut self, sector: u64, bytes: &[u8], instead: &[u8]) {
         let found = self.on_their_way(sector, bytes);
         let versions = &mut self.sectors[sector as usize];
@@ -162,7 +161,7 @@ impl Model {
         }
     }
 
-    /// A write that was misdirected is at `first` and what follows. Its number.
+    /// Adds a misdirected write at sector `first`. Returns its number.
     pub fn stray(&mut self, first: u64, bytes: &[u8], now: u64) -> u64 {
         let request = STRAY + now;
         for (versions, bytes) in self.sectors[first as usize..].iter_mut().zip(bytes.chunks(SECTOR_BYTES)) {
@@ -171,7 +170,7 @@ impl Model {
         request
     }
 
-    /// A flush that was sent at `submitted` completed without error.
+    /// A flush that was sent at `submitted` succeeded.
     pub fn flushed(&mut self, submitted: u64) {
         for versions in &mut self.sectors {
             for version in versions.iter_mut() {
@@ -180,7 +179,7 @@ impl Model {
         }
     }
 
-    /// Nothing is on its way any more: what did not complete either happened by now or will not.
+    /// Nothing is in flight: each request that did not complete has taken effect by now, or never will.
     pub fn settle(&mut self, now: u64) {
         for versions in &mut self.sectors {
             for version in versions.iter_mut().filter(|version| version.completed == u64::MAX) {
@@ -190,12 +189,12 @@ impl Model {
         }
     }
 
-    /// A server in whose life a sync failed has exited, and its memory of that is lost.
+    /// The process in which a sync failed has exited, so the failure is no longer known.
     pub fn doubt(&mut self) {
         self.sectors.iter_mut().flatten().for_each(|version| version.doubtful = true);
     }
 
-    /// Checks what a read that was sent at `submitted` brought of `sector`.
+    /// Checks the bytes of `sector` that a read returned which was sent at `submitted`.
     pub fn check_read(&self, sector: u64, submitted: u64, bytes: &[u8]) -> Result<(), String> {
         let versions = &self.sectors[sector as usize];
         let overwritten = |old: &Version| {
@@ -204,7 +203,7 @@ impl Model {
         check(versions, overwritten, sector, bytes)
     }
 
-    /// Checks the data after a power loss, and continues from that.
+    /// Checks the data after a power failure, which becomes the only version.
     pub fn check_after_power_cut(&mut self, sector: u64, bytes: &[u8]) -> Result<(), String> {
         let versions = &mut self.sectors[sector as usize];
         check(versions, |old| is_lost(versions, old), sector, bytes)?;
@@ -217,27 +216,27 @@ fn first(content: Content) -> Version {
     Version { completed: 0, done: true, promised: true, ..Version::begun(content, 0, 0) }
 }
 
-/// Whether `old` cannot come back: something after it is durable.
+/// Whether `old` cannot be read again, because a later version is durable.
 fn is_lost(versions: &[Version], old: &Version) -> bool {
     versions.iter().any(|new| new.promised && new.submitted > old.completed)
 }
 
-/// Drops the versions that can never be seen again.
+/// Drops the versions that cannot be read again.
 fn forget(versions: &mut Vec<Version>) {
     let lost: Vec<bool> = versions.iter().map(|old| is_lost(versions, old)).collect();
     let mut lost = lost.into_iter();
     versions.retain(|_| !lost.next().unwrap_or(false));
 }
 
-/// Every byte is that of a version which is not overwritten. While several are possible a sector
-/// may be a mixture: it is read or lost while it is written.
+/// Checks that every byte belongs to a version that is not overwritten. A sector may mix several versions if it is read,
+/// or loses power, while it is written.
 fn check(
     versions: &[Version],
     overwritten: impl Fn(&Version) -> bool,
     sector: u64,
     bytes: &[u8],
 ) -> Result<(), String> {
-    // Nearly always it is one of them.
+    // Nearly always the bytes are those of one version.
     if versions.iter().any(|version| version.content.is(sector, bytes) && !overwritten(version)) {
         return Ok(());
     }

@@ -1,26 +1,26 @@
-//! The parts of a world that not every seed has.
+//! The optional parts of a world.
 
 use blkq::random::Random;
 
-/// The unusual parts of a seed. They have chance of its own: without all of this a seed
-/// is what it was before there was any.
+/// The optional parts of a seed's world. They use separate random numbers, so that a seed without them behaves as it did
+/// before they were added.
 #[derive(Clone, Copy, Debug)]
 pub struct Worlds {
-    /// The device has so many queues, each with an export.
+    /// Number of queues of the device; each has an export.
     pub queues: usize,
-    /// They have one set of tags.
+    /// Whether the queues share their tags.
     pub shared_tags: bool,
-    /// One life in so many stops by a panic of the engine; 0: none.
+    /// One of this many lives stops with a panic of the engine; 0 means none.
     pub panics: u64,
-    /// With the power the file loses a size that was not synced.
+    /// Whether the file loses an unsynced size on a power failure.
     pub loses_size: bool,
-    /// Rules of the fault driver have a trigger file, which is made and removed.
+    /// Whether rules of the fault driver have a trigger file, which is created and removed.
     pub triggers: bool,
-    /// The device has limits, of its own or of a group with another device.
+    /// Whether the device has limits, or is in a group with limits.
     pub limits: bool,
-    /// Its requests are held after errors, now and then.
+    /// Whether the device holds failed requests.
     pub holds: bool,
-    /// Its driver is exchanged for one that declares FUA or does not, now and then.
+    /// Whether the driver is exchanged for one that declares FUA or does not.
     pub exchanges: bool,
 }
 
@@ -35,32 +35,30 @@ impl Worlds {
         holds: false,
         exchanges: false,
     };
-    /// Every life stops by a panic.
+    /// Every life stops with a panic.
     pub const PANICS: Worlds = Worlds { panics: 1, ..Worlds::NONE };
     pub const TWO_QUEUES: Worlds = Worlds { queues: 2, ..Worlds::NONE };
     pub const TRIGGERS: Worlds = Worlds { triggers: true, ..Worlds::NONE };
 
-    /// With limits besides.
     pub const fn with_limits(self) -> Worlds {
         Worlds { limits: true, ..self }
     }
 
-    /// With requests that are held after errors, and without limits.
+    /// Adds held requests, and removes limits.
     pub const fn with_holds(self) -> Worlds {
         Worlds { holds: true, limits: false, ..self }
     }
 
-    /// With drivers that are exchanged, and without limits.
+    /// Adds exchanges of the driver, and removes limits.
     pub const fn with_exchanges(self) -> Worlds {
         Worlds { exchanges: true, limits: false, ..self }
     }
 
-    /// Those of a seed whose client is a virtual machine.
+    /// The world of a seed whose client is a virtual machine.
     pub fn of_machine(seed: u64) -> Worlds {
         Worlds { loses_size: Random::new(!seed).one_in(2), ..Worlds::NONE }
     }
 
-    /// Those of a seed.
     pub fn of(seed: u64) -> Worlds {
         let mut chance = Random::new(!seed);
         Worlds {

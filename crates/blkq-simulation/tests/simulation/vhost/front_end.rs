@@ -1,4 +1,4 @@
-//! The front end: the messages that it sends on behalf of its machine, and what it keeps when a daemon dies.
+//! The front end: the messages that it sends for its machine, and what it keeps when a daemon is killed.
 
 use std::cell::RefCell;
 use std::io::Read;
@@ -16,13 +16,13 @@ use super::machine::Machine;
 use super::wiring::Tamper;
 
 const NEED_REPLY: u32 = 1 << 3;
-/// Where the configuration has the write cache.
+/// Offset of the write cache mode in the configuration.
 const WRITEBACK_AT: u32 = 32;
-/// In the status of a device: a ring was rejected.
+/// Bit of the device status: a ring was rejected.
 const NEEDS_RESET: u64 = 0x40;
-/// Within it the descriptors of a device that is gone are closed.
+/// Time within which the descriptors of a closed device must be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Turns in which a stopped device does nothing.
+/// Number of turns in which a stopped device must do nothing.
 const QUIET_TURNS: u64 = 20;
 
 fn words(words: &[u32]) -> Vec<u8> {
@@ -37,9 +37,9 @@ fn number(payload: &[u8]) -> u64 {
     u64::from_ne_bytes(payload[..8].try_into().unwrap())
 }
 
-/// The record of requests in flight, as the front end keeps it.
+/// The front end's record of requests in flight.
 struct Record {
-    /// The payload that came with it.
+    /// The payload of the message that created the record.
     area: Vec<u8>,
     file: OwnedFd,
 }
@@ -48,11 +48,11 @@ struct Record {
 #[derive(Default)]
 pub struct FrontEnd {
     device: Option<Device>,
-    /// As the driver acknowledged them; 0 before it has.
+    /// The features that the driver acknowledged; 0 before it has done so.
     features: u64,
     record: Option<Record>,
     backend: Option<UnixStream>,
-    /// The write cache, as the driver switched it last; `None` if that is its default.
+    /// The write cache mode that the driver set last; `None` for the default.
     switched: Option<bool>,
     pub stops: u64,
     pub resets: u64,
@@ -60,7 +60,7 @@ pub struct FrontEnd {
     pub bounced: u64,
 }
 
-/// The machine's world. Nothing of it is borrowed while the device handles a message: it runs meanwhile.
+/// The machine's world. It must not be borrowed while the device handles a message, because the world runs meanwhile.
 type Shared = Rc<RefCell<World>>;
 
 fn with<R>(world: &Shared, f: impl FnOnce(&mut Machine) -> R) -> R {
@@ -80,7 +80,7 @@ impl FrontEnd {
         reply.map(|(bytes, file)| (bytes[12..].to_vec(), file))
     }
 
-    /// Sends a message that has no reply but an acknowledgement.
+    /// Sends a message whose reply is at most an acknowledgement.
     fn send(&mut self, code: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
         let reply = self.ask(code, payload, files);
         assert!(reply.is_none_or(|(payload, _)| number(&payload) == 0), "request {code} is not done");
@@ -90,7 +90,7 @@ impl FrontEnd {
         self.ask(code, payload, &[]).unwrap().0
     }
 
-    /// Connects to a new daemon, and has it serve the machine's rings.
+    /// Connects to a new daemon, and starts the machine's rings.
     pub fn connect(&mut self, world: &Shared) {
         {
             let World { server, machine, common, .. } = &mut *world.borrow_mut();
@@ -147,7 +147,7 @@ impl FrontEnd {
                 Record { area, file: file.unwrap() }
             }
         };
-        // Kept before it is used: the daemon may die over it.
+        // The record is stored before it is used, because the daemon may be killed while it processes the message.
         let copy = file.try_clone().unwrap();
         self.record = Some(Record { area: area.clone(), file });
         self.send(code::SET_INFLIGHT_FD, &area, &[copy.as_fd()]);
@@ -163,7 +163,7 @@ impl FrontEnd {
         self.send(code::SET_MEM_TABLE, &table, &vec![file.as_fd(); places.len()]);
     }
 
-    /// Reads the configuration, which is that of the disk.
+    /// Reads the configuration, and compares it with the disk.
     fn read_config(&mut self, world: &Shared) {
         let range = |offset: u32, size: u32| [words(&[offset, size, 0]), vec![0; size as usize]].concat();
         let capacity = self.get(code::GET_CONFIG, &range(0, 8));
@@ -178,7 +178,7 @@ impl FrontEnd {
             let expected = switched && machine.wiring.flushes;
             assert_eq!(cache, expected, "the write cache is not as the driver switched it");
         } else {
-            // This daemon does not know how it was.
+            // Without a record, a new daemon does not know the previous mode.
             self.switched = None;
             machine.cache.settle(world.common.tick(), machine.wiring.flushes);
         }
@@ -215,7 +215,7 @@ impl FrontEnd {
         }
     }
 
-    /// Stops a ring: what was taken of it has completed, and nothing else of it will.
+    /// Stops a ring: all requests that the device took have completed, and no other will.
     fn stop(&mut self, world: &Shared, index: usize) {
         let reply = self.get(code::GET_VRING_BASE, &words(&[index as u32, 0]));
         let base = u32::from_ne_bytes(reply[4..8].try_into().unwrap());
@@ -224,13 +224,12 @@ impl FrontEnd {
         self.stops += 1;
     }
 
-    /// Stops all rings.
     pub fn stop_all(&mut self, world: &Shared) {
         let rings = with(world, |machine| machine.rings.len());
         (0..rings).for_each(|index| self.stop(world, index));
     }
 
-    /// Stops all rings for a while, in which neither the image nor the memory is written.
+    /// Stops all rings for a while, and checks that neither the image nor the memory is written.
     fn pause(&mut self, world: &Shared) {
         self.stop_all(world);
         let writes = || simulation::with_file(|file| file.writes());
@@ -258,7 +257,7 @@ impl FrontEnd {
             }
             2 => self.pause(world),
             3 => {
-                // Drained, and on again.
+                // Disables the ring, and enables it again.
                 self.send(code::SET_VRING_ENABLE, &words(&[index as u32, 0]), &[]);
                 world.borrow_mut().step();
                 self.send(code::SET_VRING_ENABLE, &words(&[index as u32, 1]), &[]);
@@ -291,7 +290,7 @@ impl FrontEnd {
                 true => machine.cache.settle(common.tick(), cached),
             }
         };
-        // Unknown, if the daemon dies over it.
+        // The mode is unknown if the daemon is killed while it processes the message.
         self.switched = None;
         change(false);
         self.send(code::SET_CONFIG, &[words(&[WRITEBACK_AT, 1, 0]), vec![on.into()]].concat(), &[]);
@@ -300,7 +299,7 @@ impl FrontEnd {
         self.switches += 1;
     }
 
-    /// The device is reset, in one of three ways, and the driver begins anew.
+    /// Resets the device in one of three ways; the driver starts again.
     fn reset(&mut self, world: &Shared) {
         let how = world.borrow_mut().chance.below(3);
         match how {
@@ -324,7 +323,7 @@ impl FrontEnd {
                 self.read_config(world);
             }
             1 => {}
-            // The device does not know of it: what is in the record is of the driver before.
+            // The device does not know of the reset: its record belongs to the previous driver state.
             _ => {
                 self.record = None;
                 self.share_record(world);
@@ -333,7 +332,7 @@ impl FrontEnd {
         self.start_all(world);
     }
 
-    /// The device may have another size: the front end is notified, and reads it.
+    /// The device may have another size: checks that the front end is notified, and reads the configuration.
     pub fn changed(&mut self, world: &Shared) {
         self.device.as_mut().unwrap().resized();
         let mut message = [0; 12];
@@ -342,14 +341,14 @@ impl FrontEnd {
         self.read_config(world);
     }
 
-    /// Closes the connection, if there is one.
+    /// Closes the connection, if one is open.
     pub fn disconnect(&mut self) {
         if let Some(device) = self.device.take() {
             assert_eq!(device.rejection(), None, "a ring was rejected");
             self.bounced += device.counters().bounced;
         }
         if let Some(mut backend) = self.backend.take() {
-            // Another thread closes the device's side, in real time: see `UntrustedFd`.
+            // Another thread closes the device's end, in real time: see `UntrustedFd`.
             backend.set_nonblocking(false).unwrap();
             backend.set_read_timeout(Some(CLOSE_TIMEOUT)).unwrap();
             let read = backend.read(&mut [0; 12]).expect("the device's own socket is not closed");
@@ -357,12 +356,12 @@ impl FrontEnd {
         }
     }
 
-    /// The machine was killed, and with it all that its driver knew of the device.
+    /// The machine was killed, and its driver's knowledge of the device is lost.
     pub fn forget(&mut self) {
         (self.features, self.switched, self.record) = (0, None, None);
     }
 
-    /// The daemon was killed: the machine sees what it showed.
+    /// The daemon was killed: the machine processes what was used.
     pub fn killed(&mut self, world: &Shared) {
         let World { machine, common, chance, .. } = &mut *world.borrow_mut();
         let machine = machine.as_mut().unwrap();
@@ -378,13 +377,13 @@ impl FrontEnd {
         }
     }
 
-    /// Where the record of ring `index` is.
+    /// Offset of ring `index` in the record.
     fn region(index: usize, machine: &Machine) -> u64 {
         let unit = if machine.wiring.packed { 32 } else { 16 };
         index as u64 * (unit + unit * u64::from(machine.wiring.size)).next_multiple_of(64)
     }
 
-    /// The heads that the record of ring `index` has in flight.
+    /// The heads that the record of ring `index` contains as in flight.
     fn in_flight(&self, index: usize, machine: &Machine) -> Vec<u16> {
         let Some(Record { file, .. }) = &self.record else { return Vec::new() };
         let file = std::fs::File::from(file.try_clone().unwrap());

@@ -1,5 +1,4 @@
-//! The daemons that serve a machine, one after the other: what each is like, how it stops, and what the
-//! machine has left then.
+//! The daemons that serve a machine, one after another: how each of them runs and stops, and what remains of the machine.
 
 use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
@@ -16,20 +15,19 @@ use super::front_end::FrontEnd;
 use super::machine::Machine;
 use super::wiring::{Tamper, Wiring};
 
-/// How a daemon stops.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stop {
-    /// In order, with nothing in flight.
+    /// An orderly stop without requests in flight.
     Idle,
-    /// In order, with requests on their way.
+    /// An orderly stop with requests in flight.
     Loaded,
-    /// Killed at any instant; front end and machine live on.
+    /// A kill at any instant; front end and machine survive.
     Killed,
-    /// The same, and what the image had not synced is lost.
+    /// A kill; in addition, the image loses unsynced writes.
     ImageLoss,
-    /// The machine is killed as well.
+    /// A kill of daemon and machine.
     MachineKilled,
-    /// A power loss of the host, with the machine on it.
+    /// A power failure of the host of daemon and machine.
     PowerLoss,
 }
 
@@ -51,7 +49,7 @@ impl Stop {
     }
 }
 
-/// The events of a seed.
+/// The counts of what happened in a seed.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Seen {
     pub requests: u64,
@@ -61,7 +59,7 @@ pub struct Seen {
     pub image_losses: u64,
     pub machine_kills: u64,
     pub power_losses: u64,
-    /// Requests that a killed daemon had in flight and that completed; those of descriptor 0.
+    /// Requests that were in flight when a daemon was killed, and completed later; and those of descriptor 0.
     pub recovered: u64,
     pub recovered_first: u64,
     pub stops: u64,
@@ -94,7 +92,7 @@ impl std::ops::AddAssign for Seen {
 }
 
 impl Seen {
-    /// Those that a hundred seeds have.
+    /// Counts that must not be zero over a hundred seeds.
     pub fn rare(&self) -> [u64; 13] {
         [
             self.errors,
@@ -114,8 +112,7 @@ impl Seen {
     }
 }
 
-/// Lives through the fate of `seed`, over a kernel that may have a defect, or memory that a device with
-/// one writes to.
+/// Runs `seed`, on a kernel that may have a defect, or with a device that may have one.
 pub fn live(seed: u64, defect: Option<Defect>, tamper: Option<Tamper>) -> Seen {
     let (setup, world) = begin(seed, defect, Worlds::of_machine(seed));
     let mut seen = Seen::default();
@@ -131,7 +128,7 @@ pub fn live(seed: u64, defect: Option<Defect>, tamper: Option<Tamper>) -> Seen {
         let stop = {
             let World { chance, machine, .. } = &mut *world.borrow_mut();
             let stop = Stop::ALL[chance.below(Stop::ALL.len() as u64) as usize];
-            // Without a record nobody knows what a killed daemon had in flight.
+            // Without a record, the requests in flight of a killed daemon are unknown.
             let has_record = machine.as_ref().unwrap().wiring.inflight;
             if has_record || stop.is_orderly() || stop == Stop::PowerLoss {
                 stop
@@ -141,7 +138,7 @@ pub fn live(seed: u64, defect: Option<Defect>, tamper: Option<Tamper>) -> Seen {
         };
         life(&setup, &world, &mut front, stop, false, &mut seen);
     }
-    // Nothing goes wrong in the last one: all that is left completes.
+    // The last daemon runs without faults: all remaining requests complete.
     life(&setup, &world, &mut front, Stop::Idle, true, &mut seen);
     let of_world = finish(&world);
     let world = world.borrow();
@@ -163,7 +160,7 @@ pub fn live(seed: u64, defect: Option<Defect>, tamper: Option<Tamper>) -> Seen {
     }
 }
 
-/// One daemon, from its start until it stops.
+/// One daemon, from its start to its stop.
 fn life(
     setup: &Setup,
     world: &Rc<RefCell<World>>,
@@ -180,7 +177,7 @@ fn life(
     let served = std::panic::catch_unwind(AssertUnwindSafe(|| serve(setup, world, front, stop, calm)));
     match served {
         Err(payload) if stop.is_orderly() || !payload.is::<Panicked>() => {
-            // Nobody waits for its engine any more.
+            // No code waits for its engine any longer.
             drop(world.borrow_mut().server.take());
             std::panic::resume_unwind(payload);
         }
@@ -247,12 +244,12 @@ fn serve(setup: &Setup, world: &Rc<RefCell<World>>, front: &mut FrontEnd, stop: 
     engine.stop();
 }
 
-/// The daemon is killed, and perhaps other things with it.
+/// Kills the daemon, and also machine or image, as `stop` says.
 fn kill(world: &Rc<RefCell<World>>, front: &mut FrontEnd, stop: Stop, seen: &mut Seen) {
-    // If no instant was the last one, it is now.
+    // If the daemon was not killed at an instant, it is killed now.
     simulation::kill();
     let server = world.borrow_mut().server.take();
-    // Its memory is taken apart as it is: the engine first, so that nobody waits for it.
+    // Frees the memory of the daemon as it is: the engine first, because the disk would wait for it.
     if let Some(Server { disk, engine, .. }) = server {
         drop((engine, disk));
     }

@@ -1,5 +1,5 @@
-//! The machine: the guest's memory, the driver's side of its rings, and what the guest waits for. It checks
-//! that each request completes once, with what may be there, and that nothing else of its memory changes.
+//! The machine: the guest's memory, the driver side of its rings, and its requests. It checks that each request
+//! completes once, with possible data, and that no other memory changes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,18 +17,18 @@ use super::super::client::{Common, History};
 use super::super::model::{Content, payload};
 use super::wiring::{Tamper, Wiring};
 
-/// Where the rings are, and the data: two regions that touch.
+/// Addresses of the rings and of the data. The data is in two adjacent regions.
 const RINGS: u64 = 0x1_0000;
 const DATA: u64 = 0x100_0000;
 const REGION_BYTES: u64 = 0x1_8000;
-/// Each request has so much of the data, one of them in both regions.
+/// Size of the data of a request slot. One slot spans both regions.
 const SLOT_BYTES: u64 = 0x4800;
 const SLOTS: u64 = 2 * REGION_BYTES / SLOT_BYTES;
-/// Largest data of a request.
+/// Maximum size of the data of a request.
 const DATA_MAX_BYTES: u64 = 12 << 10;
-/// Entries of a table of descriptors.
+/// Maximum entries of an indirect table.
 const TABLE_MAX: usize = 8;
-/// The data of a read before it is there.
+/// Initial content of the buffer of a read.
 const UNREAD: u8 = 0xee;
 
 const S_OK: u8 = 0;
@@ -61,20 +61,20 @@ impl Kind {
     }
 }
 
-/// A request that the device has, or is to get.
+/// A request that is or will be available to the device.
 #[derive(Debug)]
 struct Asked {
     kind: Kind,
     ranges: Vec<Range<u64>>,
-    /// Its number, and when it was made available.
+    /// Number of the request, which is also the time at which it was made available.
     submitted: u64,
-    /// It must fail: it is beyond any size.
+    /// The request is invalid, because it is beyond any size, so it must fail.
     wrong: bool,
     slot: u64,
-    /// Its data, in pieces.
+    /// Address and length of each data buffer.
     data: Vec<(u64, u64)>,
     status: u64,
-    /// A daemon was killed that had it.
+    /// The request was in flight when a daemon was killed.
     recovered: bool,
 }
 
@@ -88,7 +88,7 @@ impl Asked {
         }
     }
 
-    /// The memory that the device writes.
+    /// The memory that the device may write for this request.
     fn written(&self) -> Vec<(u64, u64)> {
         let data = if matches!(self.kind, Kind::Read | Kind::Id) { &self.data[..] } else { &[] };
         data.iter().copied().chain([(self.status, 1)]).collect()
@@ -102,17 +102,16 @@ impl Asked {
     }
 }
 
-/// A ring.
 pub struct Ring {
     pub driver: Driver,
     pub kick: OwnedFd,
     pub call: OwnedFd,
-    /// A device may write to it, and to the buffers that are in it.
+    /// Whether a device may write to the ring and its buffers.
     pub served: bool,
-    /// Where it is to go on, if it was stopped.
+    /// The position at which a stopped ring continues.
     pub base: Option<u32>,
     asked: BTreeMap<u16, Asked>,
-    /// Descriptors since the last kick, or when there was none to be.
+    /// Descriptors that were added since the last check whether to kick.
     unkicked: usize,
 }
 
@@ -126,14 +125,14 @@ impl Ring {
         let mut driver = Driver::new(guest, at, wiring.size, wiring.packed, wiring.event_idx);
         driver.spec.indirect = wiring.indirect;
         if !wiring.packed && chance.one_in(3) {
-            // Soon its indexes wrap around.
+            // Starts near the end of the index range, so that the indexes soon wrap around.
             driver.start_at(guest, 0u16.wrapping_sub(chance.below(20) as u16));
         }
         let (kick, call) = (event(), event());
         Ring { driver, kick, call, served: false, base: None, asked: BTreeMap::new(), unkicked: 0 }
     }
 
-    /// Parts of the ring that the device writes.
+    /// The parts of the ring that the device writes.
     fn places(&self) -> Vec<(u64, u64)> {
         let spec = &self.driver.spec;
         let size = u64::from(spec.size);
@@ -157,23 +156,22 @@ impl Ring {
     }
 }
 
-/// The machine.
 pub struct Machine {
     pub wiring: Wiring,
     pub guest: Guest,
     pub rings: Vec<Ring>,
     slots: Vec<u64>,
-    /// Size of the device in sectors, as its configuration has it, and whether it discards.
+    /// Size of the device in sectors, as in its configuration; and whether it supports discards.
     pub sectors: u64,
     pub discards: bool,
-    /// Whether there is a write cache.
+    /// Whether the write cache is enabled.
     pub cache: History<bool>,
-    /// When the daemon that serves it began.
+    /// When the current daemon started.
     pub daemon_began: u64,
     pub tamper: Option<Tamper>,
     pub requests: u64,
     pub errors: u64,
-    /// Requests that a killed daemon had in flight and that completed; of those the ones of descriptor 0.
+    /// Requests that were in flight when a daemon was killed, and completed later; and those of descriptor 0.
     pub recovered: [u64; 2],
 }
 
@@ -203,14 +201,14 @@ impl Machine {
         }
     }
 
-    /// Another machine in its place, with memory of its own.
+    /// Replaces this machine by a new one with new memory.
     pub fn replace(&mut self, chance: &mut Random, now: u64) {
         let Machine { tamper, requests, errors, recovered, .. } = *self;
         *self = Machine::new(self.wiring.clone(), chance, now);
         (self.tamper, self.requests, self.errors, self.recovered) = (tamper, requests, errors, recovered);
     }
 
-    /// The driver begins anew, after the device was reset.
+    /// The driver starts again after a reset of the device.
     pub fn reset(&mut self, chance: &mut Random, common: &mut Common) {
         self.check();
         for index in 0..self.rings.len() {
@@ -218,7 +216,7 @@ impl Machine {
             self.rings[index] = ring;
         }
         self.slots = slots();
-        // Each of its requests was done or will not be.
+        // Each of its requests took effect, or never will.
         common.now += 1;
         common.model.settle(common.now);
     }
@@ -227,7 +225,7 @@ impl Machine {
         self.rings.iter().all(|ring| ring.asked.is_empty())
     }
 
-    /// The machine does something, then the engine perhaps.
+    /// Lets the machine act, and then the engine.
     pub fn step(&mut self, chance: &mut Random, common: &mut Common, engine: &mut SimulatedEngine) {
         for _ in 0..chance.below(4) {
             let ring = chance.below(self.rings.len() as u64) as usize;
@@ -245,7 +243,7 @@ impl Machine {
             engine.turn();
             self.do_tamper(chance);
         }
-        // Data changes only as the model has it: see `life.rs` on rules of the fault driver.
+        // Rules of the fault driver must not change data silently here: see `loud` in `change.rs`.
         drop(take_injections());
         if chance.one_in(50) {
             self.check();
@@ -255,7 +253,7 @@ impl Machine {
         }
     }
 
-    /// Nothing goes wrong any more, and all requests complete, by kicks and calls alone.
+    /// Runs without faults until all requests complete, with kicks and calls only.
     pub fn drain(&mut self, common: &mut Common, engine: &mut SimulatedEngine, turns_max: u64) {
         for index in 0..self.rings.len() {
             self.collect(index, common, true);
@@ -279,18 +277,18 @@ impl Machine {
         );
     }
 
-    /// Takes what has completed, and asks for a call when there is more, or for none.
+    /// Processes used buffers, then requests calls, or disables them, as `calls` says.
     pub fn collect(&mut self, index: usize, common: &mut Common, calls: bool) {
         loop {
             let mut any = false;
             while let Some((head, written)) = self.rings[index].driver.take_used(&self.guest) {
                 any = true;
-                let asked = self.rings[index].asked.remove(&head).expect("what is used was available");
+                let asked = self.rings[index].asked.remove(&head).expect("a used chain was available");
                 self.recovered[0] += u64::from(asked.recovered);
                 self.recovered[1] += u64::from(asked.recovered && head == 0);
                 self.finished(asked, written, common);
             }
-            // Those that came before it was asked for are not called for.
+            // Checks again, because the device sends no call for requests that it used before calls were requested.
             let Machine { rings, guest, .. } = self;
             rings[index].driver.want_calls(guest, calls);
             if !any {
@@ -299,7 +297,7 @@ impl Machine {
         }
     }
 
-    /// Nothing but what the device may write has changed.
+    /// Checks that nothing has changed but the memory that the device may write.
     pub fn check(&self) {
         let served = self.rings.iter().filter(|ring| ring.served);
         let parts = served.flat_map(|ring| {
@@ -310,7 +308,7 @@ impl Machine {
         assert_eq!(changed, None, "memory that is not the device's has changed");
     }
 
-    /// Ring `index` was stopped, and goes on at `base`: all that was taken from it has completed.
+    /// Ring `index` was stopped and continues at `base`: all requests that the device took from it have completed.
     pub fn stopped(&mut self, index: usize, base: u32, common: &mut Common, chance: &mut Random) {
         self.collect(index, common, true);
         self.check();
@@ -324,7 +322,7 @@ impl Machine {
         }
     }
 
-    /// The daemon was killed: what it showed is seen. `record` of a ring says what it had in flight.
+    /// The daemon was killed: processes what it has used. `in_flight` reports which heads the record of a ring contains.
     pub fn killed(&mut self, common: &mut Common, in_flight: impl Fn(usize, u16) -> bool) {
         for index in 0..self.rings.len() {
             self.collect(index, common, true);
@@ -338,12 +336,12 @@ impl Machine {
         self.rings.iter_mut().for_each(|ring| ring.served = false);
     }
 
-    /// The heads that wait in ring `index`.
+    /// The heads that are in flight in ring `index`.
     pub fn heads(&self, index: usize) -> impl Iterator<Item = u16> {
         self.rings[index].asked.keys().copied()
     }
 
-    /// The model has forgotten what may still be done.
+    /// Adds the requests in flight to the model again, after the model was reset to the content of the file.
     pub fn begin_again(&self, common: &mut Common) {
         self.rings.iter().flat_map(|ring| ring.asked.values()).for_each(|asked| asked.begin(common));
     }
@@ -426,7 +424,7 @@ impl Machine {
             return slots.push(slot);
         }
         if ring.unkicked + descriptors > self.wiring.size.into() {
-            // No more than a lap of the ring without asking.
+            // The ring must not be filled more than once without a check whether to kick.
             ring.kick(guest);
         }
         ring.unkicked += descriptors;
@@ -435,7 +433,7 @@ impl Machine {
         assert!(ring.asked.insert(head, asked).is_none());
     }
 
-    /// Writes the request into its slot, cut into at most so many buffers.
+    /// Writes the request into its slot, in at most `most` buffers.
     fn write_request(&self, asked: &mut Asked, most: usize, chance: &mut Random) -> Vec<Offer> {
         let header = asked.slot + 16 * chance.below(4);
         let beyond = if asked.wrong { 1 << 40 } else { 0 };
@@ -467,7 +465,7 @@ impl Machine {
             offers = vec![(header, 5, false), (header + 5, 11, false)];
         }
         let writes = matches!(asked.kind, Kind::Read | Kind::Id);
-        // In this process it is 64 bytes more beyond a page than for the guest.
+        // The mapping in this process is shifted by 64 bytes against the guest's pages.
         let aligned = chance.one_in(2) && data.len().is_multiple_of(SECTOR_BYTES);
         let unit = if aligned { SECTOR_BYTES } else { 1 };
         let begin = asked.slot + 0x80;
@@ -492,7 +490,7 @@ impl Machine {
             _ => offers.push((asked.status, 1, true)),
         }
         let end = offers.iter().map(|(at, length, _)| at + u64::from(*length)).max();
-        assert!(end <= Some(asked.slot + SLOT_BYTES), "it does not fit into its slot: {asked:?}");
+        assert!(end <= Some(asked.slot + SLOT_BYTES), "the request does not fit into its slot: {asked:?}");
         offers
     }
 
@@ -512,7 +510,7 @@ impl Machine {
             return assert_eq!(status, S_UNSUPP, "{asked:?}");
         }
         if asked.wrong {
-            return assert!(!ok, "a wrong request was done: {asked:?}");
+            return assert!(!ok, "an invalid request succeeded: {asked:?}");
         }
         let since = asked.submitted;
         let writes = matches!(asked.kind, Kind::Write | Kind::Discard | Kind::WriteZeroes);
@@ -524,8 +522,8 @@ impl Machine {
         let may_fail = common.errors_allowed || common.slow || may_deny || may_be_beyond;
         assert!(ok || may_fail, "status {status} though nothing went wrong: {asked:?}");
         if must_deny || must_be_beyond {
-            assert!(!ok, "not refused as it must be: {asked:?}");
-            // An earlier daemon may have begun it.
+            assert!(!ok, "not rejected as it must be: {asked:?}");
+            // An earlier daemon may have executed a part of it.
             if since > self.daemon_began && writes {
                 return asked.ranges.iter().for_each(|range| common.model.reject(since, range.clone()));
             }

@@ -1,5 +1,5 @@
-//! A virtual machine over vhost-user-blk: the device's session, rings and record of requests in flight as
-//! they run in production, and a front end with a guest that outlive the daemon, or do not.
+//! A virtual machine over vhost-user-blk. The device's session, rings and record of requests in flight are those of
+//! production. The front end and the guest are simulated; they survive the daemon, or do not.
 
 mod front_end;
 mod life;

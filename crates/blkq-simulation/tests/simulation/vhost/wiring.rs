@@ -1,23 +1,23 @@
-//! How a machine is made, and the defects that its device may have.
+//! The configuration of a machine, and the defects that its device may have.
 
 use blkq::random::Random;
 
-/// Changes of memory by the world, as a device with a defect would make them.
+/// Defects of a device, simulated by changes of the guest's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tamper {
-    /// After a daemon was killed the record has lost a request that was in flight.
+    /// After a daemon was killed, the record lacks a request that was in flight.
     ForgetsInFlight,
-    /// Now and then a chain is used twice.
+    /// Some chains are used twice.
     CompletesTwice,
-    /// Now and then a read is used before its data is there.
+    /// Some reads are used before their data is in memory.
     UsedBeforeData,
-    /// Now and then a byte beside the buffers changes.
+    /// Some bytes outside of the buffers change.
     StrayByte,
-    /// A request of a ring that has stopped gets its status.
+    /// The device writes the status of a request after its ring was stopped.
     WritesAfterStop,
 }
 
-/// How the machine is made.
+/// The configuration of the machine.
 #[derive(Clone, Debug)]
 pub struct Wiring {
     pub rings: usize,
@@ -25,9 +25,9 @@ pub struct Wiring {
     pub packed: bool,
     pub event_idx: bool,
     pub indirect: bool,
-    /// The front end keeps a record of requests in flight.
+    /// Whether the front end keeps a record of requests in flight.
     pub inflight: bool,
-    /// The driver knows to flush, and to switch the write cache.
+    /// Whether the driver negotiates flushes, and switching the write cache.
     pub flushes: bool,
     pub switches: bool,
 }
