@@ -2,7 +2,7 @@
 //! completely is refused, even if rustls reads it: rustls ignores extensions, for example keyUsage. Each authority that
 //! is accepted may be one.
 //!
-//! Input: a PEM file, or the DER of one certificate.
+//! Input: a PEM file, or a certificate in DER.
 // Contract: bounded-input
 
 #![no_main]
@@ -14,7 +14,7 @@ use libfuzzer_sys::fuzz_target;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, UnixTime};
 
-/// A moment at which the certificates of the corpus are valid: 1 January 2027.
+/// A time at which the certificates of the corpus are valid: 1 January 2027.
 const NOW_S: u64 = 1_798_761_600;
 
 fuzz_target!(|input: &[u8]| {

@@ -1,9 +1,8 @@
-//! Words of the command line: sizes, addresses, settings, devices, names, and whole
-//! lines. A word that is understood has the same meaning when it is written again; another is
-//! rejected in one line.
+//! Words of the command line (sizes, addresses, settings, devices, names) and whole lines. A word that is accepted must
+//! have the same meaning after it was formatted again; any other word must be rejected with one line.
 //!
-//! Input: what it is, then the text; for a line its words, with NUL in between, or choices from which
-//! a line is made in two spellings: both are understood in the same way, or both are rejected.
+//! Input: a byte for the kind, then the text. A line is either words separated by NUL, or choices from which a line is
+//! generated in two spellings: both must be accepted with the same meaning, or both rejected.
 // Contract: bounded-input
 
 #![no_main]
@@ -11,19 +10,19 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
-use blkq_drivers::DriverSpec;
 use blkq::units::{format_bytes, parse_bytes};
 use blkq_cli::commands::attach::Args;
 use blkq_cli::commands::set::parse_setting;
 use blkq_cli::commands::{Cli, Command};
 use blkq_cli::failure::Failure;
 use blkq_cli::options::{Address, Record, image_text, parse_listen};
+use blkq_drivers::DriverSpec;
 use clap::Parser;
 use libfuzzer_sys::arbitrary::Unstructured;
 use libfuzzer_sys::fuzz_target;
 
 fn one_line(error: &impl ToString) {
-    // Values are quoted by what prints the whole.
+    // The caller quotes the value in its message.
     assert!(!Failure::new(error.to_string()).to_string().contains('\n'));
 }
 
@@ -32,7 +31,7 @@ fn bytes(text: &str) {
         Ok(bytes) => {
             assert!(bytes <= i64::MAX as u64);
             assert_eq!(parse_bytes(&format_bytes(bytes)).ok(), Some(bytes));
-            // The same digits without a fraction and a unit are the same or less.
+            // The digits without fraction and unit are the same number or a smaller one.
             let digits = text.find(|c: char| !c.is_ascii_digit()).map_or(text, |at| &text[..at]);
             assert!(digits.parse::<u64>().is_ok_and(|number| number <= bytes), "{text:?}");
         }
@@ -69,11 +68,11 @@ fn line(text: &[u8]) {
     match Cli::try_parse_from(words("blkq")) {
         Ok(Cli { command: Command::Attach(args) }) => {
             let options = args.options();
-            // State files of the format before have the same words.
+            // State files of the previous format contain the same words.
             let after: Vec<OsString> = words("blkq").split_off(2);
             assert_eq!(Args::options_from_words(&after), options);
             match options {
-                // The daemon gets the same options.
+                // The daemon must get the same options.
                 Ok(options) => {
                     assert!(options.depth > 0 && options.queues > 0 && options.max_connections != Some(0));
                     let record = Record::new(&options).expect("options are JSON");
@@ -100,7 +99,7 @@ fn made_line(choices: &[u8]) {
     let Ok([joined, apart]) = blkq_fuzz::line(&mut u, None) else { return };
     let understood = blkq_fuzz::parse(&joined);
     assert_eq!(blkq_fuzz::parse(&apart), understood, "{joined:?} and {apart:?}");
-    // The words of a state file are read in a way of their own, which takes long here: not always.
+    // Not for every input: parsing the words of a state file separately takes long here.
     if apart[0] == "attach" && u.arbitrary::<u8>().is_ok_and(|choice| choice % 8 == 7) {
         let words: Vec<OsString> = apart[1..].iter().map(OsString::from).collect();
         let options = Args::options_from_words(&words);

@@ -1,11 +1,10 @@
-//! The control socket of a real daemon under arbitrary clients: whatever comes, one line of JSON
-//! answers, the connection closes, and the device is still there.
+//! The control socket of a real daemon with arbitrary clients. The daemon must answer each request with one line of JSON,
+//! close the connection, and continue to serve the device.
 //!
-//! Input: the number of bytes that are sent at once, then the request: as it is if that number is
-//! even, else settings, one in a line, for a well-formed `set`. If it is 255 choices come after it,
-//! from which requests are made: those that a model of the device knows, and then the device is what
-//! as in the model, and those that are well-formed but for what was broken in them. A command that
-//! stops the daemon is not sent.
+//! Input: the size of the pieces that are sent, then the request: the bytes themselves if the size is even, otherwise
+//! settings, one per line, for a well-formed `set`. If the size is 255, choices follow from which requests are generated:
+//! requests that a model of the device knows, after which the device must match the model, and well-formed requests
+//! with a defect. A command that would stop the daemon is not sent.
 // Contract: bounded-input
 
 #![no_main]
@@ -25,7 +24,7 @@ use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Value, json};
 
-/// Settings that `show` reports, with good values as it writes them, then bad ones.
+/// Settings that `show` reports, with valid values in the format of `show`, then invalid values.
 const SETTINGS: [(&str, &[&str], &[&str]); 8] = [
     ("scheduler", &["none", "mq-deadline", "kyber"], &["", "deadline", "None"]),
     ("depth", &["1", "2", "64", "128"], &["0", "-1", "65536", "x"]),
@@ -36,19 +35,19 @@ const SETTINGS: [(&str, &[&str], &[&str]); 8] = [
     ("hang-warning", &["0", "0.5", "30", "86400"], &["-1", "NaN", "inf", "1e9", ""]),
     ("nonsense", &[], &["on", ""]),
 ];
-/// Those that it reports elsewhere, or not at all.
+/// Settings that are reported elsewhere, or not at all.
 const OTHERS: [(&str, &[&str], &[&str]); 3] = [
     ("read-only", &["on", "off"], &["", "true"]),
     ("autoclear", &["off"], &["", "never"]),
     ("fault", &["none", "error=EIO,op=write,rate=1%", "delay=2ms,p99=20ms;seed=7"], &["error=", "delay=1"]),
 ];
 
-/// A daemon in this process, and its control socket.
+/// A daemon in this process, with its control socket.
 static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     let directory = std::env::temp_dir().join(format!("blkq-fuzz-control-{}", std::process::id()));
-    // SAFETY: nothing else runs yet.
+    // SAFETY: no other thread runs yet.
     unsafe { std::env::set_var(blkq_cli::state::STATE_DIR_VARIABLE, &directory) };
-    // Confined, this process could not go on fuzzing.
+    // A confined process could not continue to fuzz.
     let words =
         ["ram:1M", "--name", "fuzz", "--export", "nbd", "--fault", "none", "--queues", "2", "--no-sandbox"];
     let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
@@ -61,7 +60,7 @@ fn ask(request: &[u8], at_once: usize) -> Vec<u8> {
     let mut stream = UnixStream::connect(&*SOCKET).expect("the daemon listens");
     stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
     for piece in request.chunks(at_once) {
-        // It may have stopped reading.
+        // The daemon may have stopped reading.
         if stream.write_all(piece).is_err() {
             break;
         }
@@ -69,14 +68,14 @@ fn ask(request: &[u8], at_once: usize) -> Vec<u8> {
     let _ = stream.shutdown(Shutdown::Write);
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer) {
-        // Closed before all of the request was read.
+        // The daemon closed the connection before it read the whole request.
         Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => {}
         end => drop(end.expect("an answer in time")),
     }
     answer
 }
 
-/// The daemon's answer, if there is one.
+/// Returns the daemon's answer, if it sent one.
 fn answered<T: serde::de::DeserializeOwned>(request: &Value, at_once: usize) -> Option<Reply<T>> {
     let mut line = serde_json::to_vec(request).expect("JSON");
     line.push(b'\n');
@@ -91,7 +90,7 @@ fn show() -> DeviceInfo {
     }
 }
 
-/// Settings for one request, and how many of them are done: all before the first bad one.
+/// Settings for one request, and the number of those that take effect: all before the first invalid one.
 fn set(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
     let all = [&SETTINGS[..], &OTHERS].concat();
     let (mut settings, mut done) = (Vec::new(), None);
@@ -116,7 +115,7 @@ fn set(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
     Ok(())
 }
 
-/// Memory stays as large as it is.
+/// Checks that a device in memory cannot be resized.
 fn resize(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
     let size: Option<u64> = u.arbitrary()?;
     let reply: Option<Reply<u64>> = answered(&json!({ "command": "resize", "size": size }), at_once);
@@ -125,7 +124,7 @@ fn resize(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
     Ok(())
 }
 
-/// A request of which something is left out, of another type, twice there, or too much.
+/// A request in which a field is missing, has another type, exists twice, or is added.
 fn broken(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     let commands = ["ping", "show", "stat", "set", "resize", "leave", "detach", "reboot", ""];
     let mut fields = vec![("command".to_owned(), json!(u.choose(&commands)?))];
@@ -143,7 +142,7 @@ fn broken(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
         };
         fields.push((name.to_owned(), value));
     }
-    // Not by way of an object, in which each name is there once.
+    // Formats the request without an object, which could contain each name only once.
     let fields: Vec<String> = fields.iter().map(|(name, value)| format!("{}:{value}", json!(name))).collect();
     let mut line = format!("{{{}}}", fields.join(",")).into_bytes();
     if u.ratio(1, 8)? {
@@ -155,7 +154,7 @@ fn broken(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(line)
 }
 
-/// Requests made from choices, one after the other.
+/// Sends generated requests, one after another.
 fn made(u: &mut Unstructured<'_>) -> Result<()> {
     for _ in 0..u.int_in_range(1..=4)? {
         let at_once = if u.ratio(1, 2)? { usize::MAX } else { u.int_in_range(1..=64)? };
@@ -177,7 +176,7 @@ fn request(request: &[u8], at_once: usize) {
     let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let parsed = parse_request(line);
     if let Ok(request) = &parsed {
-        // It is understood in the same way again.
+        // The request must keep its meaning after it was formatted again.
         let again = serde_json::to_vec(request).expect("a request");
         assert_eq!(parse_request(&again).as_ref(), Ok(request));
     }
@@ -187,7 +186,7 @@ fn request(request: &[u8], at_once: usize) {
     match &parsed {
         // The connection of a trace stays open.
         Ok(Request::Detach { .. } | Request::Leave {} | Request::Trace { .. }) => return,
-        // More than this machine's memory would be its owner's own doing.
+        // The owner of the socket may exhaust the memory of the machine; the fuzzer must not.
         Ok(Request::Resize { size: Some(size), .. }) if (64 << 20..=i64::MAX as u64).contains(size) => return,
         _ => {}
     }
@@ -207,7 +206,7 @@ fn request(request: &[u8], at_once: usize) {
 fuzz_target!(|data: &[u8]| {
     let Some((choice, rest)) = data.split_first() else { return };
     if *choice == u8::MAX {
-        // It ends where the choices do.
+        // The requests stop when the choices are used up.
         let _ = made(&mut Unstructured::new(rest));
         return;
     }

@@ -1,17 +1,17 @@
-//! Fault specs: what is written is understood, kept, and done; and whatever goes wrong, every bio
-//! completes once, at the latest when the rules are removed.
+//! Fault specs: a spec that was formatted must parse to the same rules, and the rules must have the specified effect.
+//! Whatever fails, every bio must complete once, at the latest when the rules are removed.
 //!
-//! Input: one byte of mode, then the text of a spec (even), or choices from which both a spec and
-//! its text are made. Behind the first NUL of a text, or the choices, there are bios of four bytes.
+//! Input: a mode byte; then the text of a spec (even), or choices from which a spec and its text are generated (odd).
+//! Bios of four bytes each follow the choices, or the first NUL of the text.
 // Contract: bounded-input
 
 #![no_main]
 
 use std::sync::Arc;
 
-use blkq_drivers::fault::{Effect, Fault, FaultSpec, Rule};
 use blkq::drivers::ram::Ram;
 use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status};
+use blkq_drivers::fault::{Effect, Fault, FaultSpec, Rule};
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 
@@ -23,10 +23,10 @@ const STATUSES: [(&str, Status); 4] = [
     ("EROFS", Status::ReadOnly),
 ];
 const UNITS: [(&str, u64); 4] = [("ns", 1), ("us", 1_000), ("ms", 1_000_000), ("s", 1_000_000_000)];
-/// Longest delay, and longest time that a request is stuck.
+/// Maximum delay, and maximum time for which a request is stuck.
 const TIME_MAX_NS: u64 = 3_600_000_000_000;
 
-/// A time as it is written, and in nanoseconds.
+/// A time as text and in nanoseconds.
 fn time(u: &mut Unstructured<'_>) -> Result<(String, u64)> {
     let (unit, ns) = *u.choose(&UNITS)?;
     let number = u.int_in_range(1..=3600)?;
@@ -99,7 +99,7 @@ fn rule(u: &mut Unstructured<'_>) -> Result<(String, Rule)> {
     Ok((text, rule))
 }
 
-/// A spec as text, of `rules` and `seed`.
+/// The text of a spec with `rules` and `seed`.
 fn spec(u: &mut Unstructured<'_>) -> Result<FaultSpec> {
     let seed: Option<u64> = u.arbitrary()?;
     let rules: Vec<(String, Rule)> = (0..u.int_in_range(1..=4)?).map(|_| rule(u)).collect::<Result<_>>()?;
@@ -154,9 +154,10 @@ fn take(queue: &mut LocalQueue, completed: &mut [u32]) {
     }
 }
 
-/// Does `bios` on a device with these faults, and then on it without.
+/// Runs `bios` on a device with these faults, then removes the faults.
 fn load(spec: FaultSpec, bios: &[u8]) {
-    // A file's existence is no business of a fuzzer's, and a panic would be its find.
+    // Not with trigger files, which would make the result depend on the file system, or with panics, which the fuzzer
+    // would report as findings.
     if spec.rules.iter().any(|rule| rule.file.is_some() || rule.effect == Effect::Panic) {
         return;
     }
@@ -174,7 +175,7 @@ fn load(spec: FaultSpec, bios: &[u8]) {
         }
     }
     queue.poll();
-    disk.set_driver(&FaultSpec::default()).expect("no faults any more");
+    disk.set_driver(&FaultSpec::default()).expect("removing faults succeeds");
     while queue.in_flight() > 0 {
         queue.poll();
         take(&mut queue, &mut completed);

@@ -1,10 +1,9 @@
-//! The Prometheus endpoint of a real daemon under arbitrary clients: one answer or, to what is no
-//! whole request, none; then EOF. Answers are bounded and have the length in their head. A
-//! well-formed request is answered as it must be, and metrics are in the format, and count all
-//! that was asked before.
+//! The Prometheus endpoint of a real daemon with arbitrary clients. A complete request must get one answer; an incomplete
+//! one may get none; then the connection must be closed. Answers must be bounded and contain their length. A well-formed
+//! request must get the right status, and the metrics must be in the exposition format and count all previous requests.
 //!
-//! Input, as `arbitrary` reads it: how many others occupy places, the bytes sent at once, then either
-//! a request part by part, or bytes.
+//! Input, in the format of `arbitrary`: the number of other connections, the size of the pieces that are sent, then a
+//! request in parts, or bytes.
 // Contract: bounded-input
 
 #![no_main]
@@ -28,18 +27,18 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 
 const ANSWER_BYTES_MAX: usize = 128 << 10;
-/// More pieces than that are sent at once in the end.
+/// After this number of pieces, the rest is sent as one piece.
 const PIECES_MAX: usize = 32;
 
-/// A daemon in this process, and where its metrics are.
+/// A daemon in this process, with the address of its metrics.
 static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     let directory = std::env::temp_dir().join(format!("blkq-fuzz-metrics-{}", std::process::id()));
-    // SAFETY: nothing else runs yet.
+    // SAFETY: no other thread runs yet.
     unsafe { std::env::set_var(blkq_cli::state::STATE_DIR_VARIABLE, &directory) };
     std::fs::create_dir(&directory).expect("a directory");
     let socket = directory.join("metrics");
     let address = format!("unix:{}", socket.display());
-    // Confined, this process could not go on fuzzing.
+    // A confined process could not continue to fuzz.
     let words = ["ram:1M", "--name", "fuzz", "--export", "nbd", "--no-sandbox", "--metrics", &address];
     let options = Args::options_from_words(&words.map(Into::into)).expect("good words");
     let daemon = Daemon::start(&options, Vec::new(), &mut Parent::none()).expect("a daemon");
@@ -47,7 +46,7 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     socket
 });
 
-/// The answers so far: with metrics, and with a rejection.
+/// Number of answers so far: with metrics, and with a rejection.
 static ANSWERED: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
 #[derive(Arbitrary, Debug)]
@@ -55,7 +54,7 @@ enum Field {
     Host(Vec<u8>),
     Other(u8, Vec<u8>),
     Long(u16),
-    /// No field.
+    /// A line that is not a field.
     Wrong(u8),
 }
 
@@ -69,7 +68,7 @@ struct Request {
 }
 
 impl Request {
-    /// Its bytes, and the status that it is to be answered with.
+    /// The bytes of the request, and the status that it must get.
     fn write(&self) -> (Vec<u8>, u16) {
         let (method, known) =
             [("GET", true), ("HEAD", true), ("POST", false), ("get", false)][usize::from(self.method % 4)];
@@ -139,11 +138,11 @@ fn connect(socket: &Path) -> UnixStream {
     stream
 }
 
-/// Sends `request` in `pieces`, and what comes back.
+/// Sends `request` in `pieces`, and returns the answer.
 fn ask(pieces: &[&[u8]]) -> Vec<u8> {
     let mut stream = connect(&SOCKET);
     for piece in pieces {
-        // It may have stopped reading.
+        // The daemon may have stopped reading.
         if stream.write_all(piece).is_err() {
             break;
         }
@@ -151,14 +150,14 @@ fn ask(pieces: &[&[u8]]) -> Vec<u8> {
     let _ = stream.shutdown(Shutdown::Write);
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer) {
-        // Closed before all of the request was read.
+        // The daemon closed the connection before it read the whole request.
         Err(e) if e.kind() == ErrorKind::ConnectionReset => {}
         end => drop(end.expect("an answer in time")),
     }
     answer
 }
 
-/// The status of an answer, which is to be whole and well-formed.
+/// Returns the status of an answer, after checking that the answer is complete and well-formed.
 fn check(answer: &[u8], head_only: bool) -> u16 {
     assert!(answer.len() <= ANSWER_BYTES_MAX);
     let answer = std::str::from_utf8(answer).expect("text");
@@ -193,7 +192,7 @@ fn check(answer: &[u8], head_only: bool) -> u16 {
 
 fn run(data: &[u8]) -> Result<()> {
     let mut u = Unstructured::new(data);
-    // Most come alone.
+    // Most inputs have no other connections.
     let others = u.arbitrary::<u8>()?.saturating_sub(230);
     let at_once = 1 + usize::from(u.arbitrary::<u16>()?);
     let (bytes, made) = match u.arbitrary::<bool>()? {
@@ -209,7 +208,7 @@ fn run(data: &[u8]) -> Result<()> {
         pieces.truncate(PIECES_MAX - 1);
         pieces.push(&bytes[rest..]);
     }
-    // It may decide when only some of the pieces have come.
+    // The daemon may decide after only some of the pieces.
     let mut decided = Vec::new();
     let mut arrived = 0;
     for piece in &pieces {

@@ -1,8 +1,8 @@
-//! The NBD handshake under arbitrary clients: answers what was asked, in order, once, in
-//! bounded space, and closes; however the stream is cut.
+//! The NBD handshake with arbitrary clients. The server must answer each option once, in order and in bounded space, and
+//! must close the connection when required, independently of how the stream is divided.
 //!
-//! Input: one byte of mode, one of cut, then the stream: as it is if the mode is even, else
-//! as a list of options, each `[option, length, choice]` and, by choice, up to `length` bytes.
+//! Input: a mode byte, a byte for the division, then the stream (even mode) or a list of options (odd mode), each
+//! `[option, length, choice]` followed by up to `length` bytes, depending on the choice.
 // Contract: bounded-input
 
 #![no_main]
@@ -14,7 +14,7 @@ use blkq_export::nbd::handshake::{
 use blkq_export::nbd::proto::{OPTION_MAGIC, OPTION_REPLY_MAGIC, TransmissionFlags, option, option_reply};
 use libfuzzer_sys::fuzz_target;
 
-/// More than all replies to one option take with these exports.
+/// Upper bound for the size of all replies to one option, with these exports.
 const REPLIES_MAX_BYTES: usize = 400;
 
 fn exports(mode: u8) -> Vec<Export> {
@@ -38,7 +38,7 @@ fn policy(mode: u8) -> TlsPolicy {
     }
 }
 
-/// The stream that a list of options stands for.
+/// Builds the stream of a list of options.
 fn expand(mut program: &[u8]) -> Vec<u8> {
     let mut stream = vec![0, 0, 0, 3];
     while let [option, length, choice, rest @ ..] = program {
@@ -88,7 +88,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap())
 }
 
-/// The options whose headers lie in `stream`, as far as the headers make sense.
+/// The options in `stream`, as long as their headers are valid.
 fn asked(stream: &[u8]) -> Vec<u32> {
     let mut options = Vec::new();
     let mut at = 4;
@@ -103,7 +103,7 @@ fn asked(stream: &[u8]) -> Vec<u32> {
     options
 }
 
-/// Bytes after the start of TLS are taken for decrypted ones.
+/// Bytes after the start of TLS are treated as decrypted.
 fn run(stream: &[u8], cut: usize, exports: &[Export], tls: TlsPolicy) -> (Vec<u8>, usize, Next) {
     let mut output = Vec::new();
     let mut handshake = Handshake::new(tls, &mut output);
@@ -124,7 +124,7 @@ fn run(stream: &[u8], cut: usize, exports: &[Export], tls: TlsPolicy) -> (Vec<u8
             continue;
         }
         if next != Next::Receive {
-            // Over is over.
+            // A closed session must stay closed.
             let before = output.len();
             assert_eq!(handshake.receive(&stream[consumed..], exports, &mut output), (0, Next::Close));
             assert_eq!(output.len(), before);
@@ -148,7 +148,7 @@ fuzz_target!(|data: &[u8]| {
 
     let asked = asked(&stream);
     assert!(output.len() <= REPLIES_MAX_BYTES * asked.len().min(OPTIONS_MAX as usize));
-    // Replies come in the order of the options, one final reply for each.
+    // Replies must be in the order of the options, with one final reply each.
     let mut asked = asked.into_iter();
     let mut rest = &output[..];
     let mut current = None;
@@ -177,7 +177,7 @@ fuzz_target!(|data: &[u8]| {
     }
     assert_eq!(current, None, "every answer is finished");
     assert!(answered <= OPTIONS_MAX);
-    // The rest is the one answer without a header.
+    // The rest is the answer to NBD_OPT_EXPORT_NAME, which has no header.
     let by_name = match next {
         Next::Transmission(session) => {
             assert!(session.export < exports.len());

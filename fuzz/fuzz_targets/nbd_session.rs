@@ -1,8 +1,8 @@
-//! A whole NBD server against a model of its disk: a client that knows the protocol sends commands,
-//! good ones and such as are to be rejected, several at a time and in pieces of any size. Every
-//! request is answered once, as in the model; reads return the model's bytes.
+//! An NBD server, compared with a model of its disk. A client that knows the protocol sends valid and invalid commands,
+//! several together, in pieces of any size. Every request must be answered once, as the model says, and reads must
+//! return the bytes of the model.
 //!
-//! Input: the style of replies, then commands as `arbitrary` reads them.
+//! Input: the style of replies, then commands in the format of `arbitrary`.
 // Contract: bounded-input
 
 #![no_main]
@@ -46,7 +46,7 @@ enum Kind {
     Cache,
     WriteZeroes,
     BlockStatus,
-    /// No command of the protocol.
+    /// Not a command of the protocol.
     Unknown,
 }
 
@@ -76,15 +76,15 @@ struct Command {
     blocks: u8,
     fill: u8,
     flags: u8,
-    /// How it is wrong, if it is.
+    /// The reason why the command is invalid, if it is.
     skew: u8,
 }
 
-/// A request on its way.
+/// An unanswered request.
 struct Sent {
     kind: Kind,
     range: Range<u64>,
-    /// 0: it is to go well.
+    /// The expected error; 0 if the request must succeed.
     error: u32,
     /// The expected data of a read.
     content: Vec<u8>,
@@ -102,7 +102,7 @@ struct Session {
 impl Session {
     fn begin(style: ReplyStyle) -> Session {
         let mut client = SERVED.client(style);
-        // Whatever the session before left.
+        // Whatever the previous session left on the disk.
         assert_eq!(client.call(6, 0, 0, SIZE, &[]).0, 0);
         Session { client, model: vec![0; SIZE as usize], sent: BTreeMap::new(), next: 1, queued: Vec::new() }
     }
@@ -112,7 +112,7 @@ impl Session {
         queued.chunks(piece.max(1)).for_each(|piece| self.client.stream.write_all(piece).expect("it reads"));
     }
 
-    /// Takes replies until at most `left` requests are unanswered.
+    /// Receives replies until at most `left` requests are unanswered.
     fn take(&mut self, left: usize) {
         while self.sent.len() > left {
             let sent = &self.sent;
@@ -139,11 +139,11 @@ impl Session {
         let mut length = (u64::from(blocks) % 64 + 1) * BLOCK;
         let mut error = 0;
         match (skew, kind) {
-            // The ones that go well: most of them.
+            // Most commands are valid.
             (0..200, _) => length = length.min(SIZE - offset),
             (_, Kind::Flush | Kind::Unknown) => {}
             (200..215, _) => (offset, error) = (offset | 1, EINVAL),
-            // The payload comes all the same.
+            // The client sends the payload in any case.
             (215..230, _) => (length, error) = (length | 3, EINVAL),
             (230..245, _) => {
                 offset = SIZE - BLOCK + BLOCK * u64::from(fill % 2);
@@ -166,12 +166,12 @@ impl Session {
         if kind == Kind::WriteZeroes && flags & 2 != 0 {
             wire_flags |= NO_HOLE;
         }
-        // A flag that no such command has.
+        // A flag that this command does not support.
         if flags & 0xf0 == 0xf0 && kind != Kind::WriteZeroes {
             (wire_flags, error) = (wire_flags | NO_HOLE, EINVAL);
         }
         let range = offset..offset + length;
-        // Of two that meet and are not answered, their order is the server's choice.
+        // The server may execute overlapping unanswered requests in any order.
         let meets = |sent: &Sent| {
             sent.error == 0
                 && (sent.kind.changes() || kind.changes())

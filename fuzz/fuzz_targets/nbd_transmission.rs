@@ -1,9 +1,9 @@
-//! The NBD transmission phase under arbitrary clients: what passes is allowed, aligned and
-//! inside the export; every request is found once, in order, however the stream is cut; its
-//! payload is exactly its own; every reply answers it.
+//! The NBD transmission phase with arbitrary clients. Accepted requests must be allowed, aligned and inside the export.
+//! Every request must be found once, in order, with exactly its payload, independently of how the stream is divided.
+//! Every reply must match its request.
 //!
-//! Input: four bytes that choose the session, one of cut, then the stream: as it is, or made
-//! of requests of eight bytes each.
+//! Input: four bytes that choose the session, a byte for the division, then the stream, or requests of eight bytes each
+//! from which the stream is built.
 // Contract: bounded-input
 
 #![no_main]
@@ -33,7 +33,7 @@ fn session(choice: &[u8; 4]) -> Session {
     }
 }
 
-/// The stream that a list of short requests stands for.
+/// Builds the stream of a list of short requests.
 fn expand(program: &[u8], session: &Session) -> Vec<u8> {
     let extended = session.replies == ReplyStyle::Extended;
     let mut stream = Vec::new();
@@ -96,7 +96,7 @@ fn run(session: Session, stream: &[u8], cut: usize) -> Vec<Found> {
         match step {
             Step::Receive if end == stream.len() => return found,
             Step::Receive => {
-                // Never more than a header waits: the caller's buffer stays small.
+                // At most a header waits for more bytes: the caller's buffer can be small.
                 assert!(input.len() < 32);
                 end = (end + cut).min(stream.len());
             }
@@ -113,8 +113,8 @@ fn run(session: Session, stream: &[u8], cut: usize) -> Vec<Found> {
     }
 }
 
-/// Walks the stream as the specification reads, with none of the checks: cookie, offset
-/// and payload of every request, until the first that closes the session.
+/// Walks the stream as the specification says, without checks. Returns cookie, offset and payload of every request, up to
+/// the first that closes the session.
 fn walk<'a>(session: &Session, stream: &'a [u8]) -> Vec<(u64, u64, &'a [u8])> {
     let extended = session.replies == ReplyStyle::Extended;
     let header = if extended { 32 } else { 28 };
@@ -175,7 +175,7 @@ fn check_allowed(session: &Session, request: &Request) {
     assert!(!flags.contains(CommandFlags::REQ_ONE) || command == Command::BlockStatus);
 }
 
-/// The reply carries the cookie at its place and has the length in its header.
+/// Checks that the reply contains the cookie, and its length in the header.
 fn check_reply(style: ReplyStyle, to: ReplyTo, content: usize, reply: &[u8]) {
     assert_eq!(reply[8..16], to.cookie.to_be_bytes());
     match style {

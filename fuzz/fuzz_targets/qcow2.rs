@@ -1,11 +1,10 @@
-//! qcow2 images that anybody may have made, alone and as a chain, on the real ring: they are rejected, or
-//! every bio completes once; the header stays, and so do all files behind the image. An image that is as it
-//! should be fails nothing, and has the data of a model, also when it is opened again; and so has its dirty bitmap,
-//! if it has one.
+//! Arbitrary qcow2 images, alone and as a backing chain, on a real ring. An image must be rejected, or every bio must
+//! complete once; the header and all backing files must not change. On a valid image nothing may fail, and the data and
+//! the dirty bitmap, if there is one, must match a model, also after the image was opened again.
 //!
-//! Input: the shape of the images and whether the first has a bitmap, the number of steps, the steps of four bytes,
-//! then pieces of the files, which are laid over them: in which file and how many words of 8 bytes, at which word
-//! (two bytes), the words.
+//! Input: the shape of the images and whether the first has a bitmap, the number of steps, the steps of four bytes each,
+//! then patches of the files: the file and the number of words of 8 bytes, the index of the first word (two bytes), and
+//! the words.
 // Contract: bounded-input
 
 #![no_main]
@@ -18,30 +17,30 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blkq::bitmap::BitmapState;
-use blkq_drivers::qcow2::{Qcow2, Qcow2Options};
 use blkq::{Bio, BioFlags, Disk, IoBuffer, LocalQueue, Operation, Sector, Status};
+use blkq_drivers::qcow2::{Qcow2, Qcow2Options};
 use libfuzzer_sys::fuzz_target;
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const STEPS_MAX: usize = 32;
 const MODEL_MAX_BYTES: u64 = 4 << 20;
-/// Longest I/O in sectors, and bios in flight.
+/// Maximum I/O size in sectors, and maximum bios in flight.
 const SECTORS_MAX: u64 = 64;
 const IN_FLIGHT_MAX: usize = 8;
-/// The bytes of the raw image behind, and the content of the images.
+/// Size of the raw backing file, and the content of the images.
 const RAW_BYTES: usize = 24 << 10;
 const RAW: u8 = 0x11;
 const BEHIND: u8 = 0x22;
 const TOP: u8 = 0x33;
 
-/// Where a header has the name of the file behind.
+/// Offset of the backing file name in a header.
 const NAME_AT: u64 = 192;
 
-/// The images' file names.
+/// File names of the images.
 const NAMES: [&str; 3] = ["top", "behind", "raw"];
 
-/// The shape of an image of three tables, two clusters of data, and perhaps one behind it.
+/// The shape of an image: three tables, two data clusters, and an optional backing file.
 #[derive(Clone, Copy)]
 struct Shape {
     v2: bool,
@@ -50,15 +49,15 @@ struct Shape {
     size: u64,
     behind: Option<(&'static str, &'static str)>,
     fill: u8,
-    /// Its data is a frame of zstd.
+    /// Whether the data is a zstd frame.
     zstd: bool,
     bitmap: bool,
 }
 
-/// A frame of zstd with `length` bytes: a byte that is repeated, in blocks.
+/// A zstd frame of `length` bytes: one repeated byte, in blocks.
 fn zstd_frame(length: u64, fill: u8) -> Vec<u8> {
     const BLOCK_MAX: u64 = 128 << 10;
-    // A single segment, with its length in 4 bytes.
+    // The header of a single segment, with its length in 4 bytes.
     let mut frame = vec![0x28, 0xb5, 0x2f, 0xfd, 0xa0];
     frame.extend((length as u32).to_le_bytes());
     for at in (0..length).step_by(BLOCK_MAX as usize) {
@@ -74,7 +73,7 @@ impl Shape {
         1 << self.cluster_bits
     }
 
-    /// Writes the image: header, refcount table and block, L1 and L2 table, data, and zeroes if it knows them.
+    /// Writes the image: header, refcount table and block, L1 and L2 table, data, and zero clusters if the version has them.
     fn write(self, file: &File) {
         let put = |at: u64, bytes: &[u8]| file.write_all_at(bytes, at).expect("memory");
         let cluster = self.cluster();
@@ -133,7 +132,7 @@ impl Shape {
         file.set_len(clusters as u64 * cluster).expect("memory");
     }
 
-    /// Writes the bitmap `b`, with all bits set that its first cluster has: directory, table and bits.
+    /// Writes the bitmap `b` with all bits of its first cluster set: directory, table and bits.
     fn write_bitmap(self, header: &mut Vec<u8>, put: impl Fn(u64, &[u8])) {
         let cluster = self.cluster();
         header.extend(0x2385_2875_u32.to_be_bytes());
@@ -144,7 +143,7 @@ impl Shape {
         header.extend((7 * cluster).to_be_bytes());
         let mut entry = (8 * cluster).to_be_bytes().to_vec();
         entry.extend(1_u32.to_be_bytes());
-        // Recording; of that type, a granularity of 512 bytes, a name of one byte.
+        // The bitmap is enabled, and has the type "dirty tracking", a granularity of 512 bytes and a name of one byte.
         entry.extend(2_u32.to_be_bytes());
         entry.extend([1, 9, 0, 1, 0, 0, 0, 0]);
         entry.extend(b"b\0\0\0\0\0\0\0");
@@ -153,7 +152,7 @@ impl Shape {
         put(9 * cluster, &vec![0xff; cluster as usize]);
     }
 
-    /// Lays the content over that of the image behind it.
+    /// Applies the content of the image to the content of its backing file.
     fn content(self, model: &mut [u8]) {
         let cluster = self.cluster() as usize;
         for (number, byte) in model.iter_mut().take(2 * cluster).enumerate() {
@@ -162,7 +161,7 @@ impl Shape {
     }
 }
 
-/// The files of the images, which every input writes anew.
+/// The files of the images, which every input rewrites.
 struct Images {
     directory: PathBuf,
     files: [File; 3],
@@ -181,24 +180,24 @@ thread_local! {
     });
 }
 
-/// The content of a device, as far as it is known.
+/// The expected content of a device; `None` if it is unknown.
 type Model = Option<Vec<Option<u8>>>;
 
-/// A bio on its way.
+/// A bio in flight.
 struct Sent {
     operation: Operation,
     range: Range<u64>,
     expected: Option<Vec<Option<u8>>>,
 }
 
-/// A device that is open, with what is known of it.
+/// An open device, with its expected content.
 struct Session {
     disk: Arc<Disk>,
     queue: LocalQueue,
     sent: Vec<Option<Sent>>,
     model: Model,
     read_only: bool,
-    /// The sectors that are to be dirty, of an image with a bitmap whose data is known.
+    /// The sectors that must be dirty, for an image with a bitmap and known data.
     dirty: Option<Vec<bool>>,
 }
 
@@ -219,7 +218,7 @@ impl Session {
         Ok(session)
     }
 
-    /// The bitmap has as dirty what it should.
+    /// Checks the dirty sectors of the bitmap.
     fn check_bitmap(&self) {
         let Some(dirty) = &self.dirty else { return };
         let bitmaps = self.disk.bitmaps();
@@ -233,10 +232,11 @@ impl Session {
         assert_eq!(&found, dirty);
     }
 
-    /// Keeps the bitmaps in the image. If its tables are wrong, that may fail.
+    /// Stores the bitmaps in the image, which may fail if its tables are invalid.
     fn keep_bitmaps(&self) {
         if !self.read_only {
-            let kept = self.disk.driver().require_bitmap_store().and_then(|kept| kept.store(&self.disk.bitmaps()));
+            let kept =
+                self.disk.driver().require_bitmap_store().and_then(|kept| kept.store(&self.disk.bitmaps()));
             assert!(kept.is_ok() || self.model.is_none(), "{kept:?}");
         }
     }
@@ -273,7 +273,7 @@ impl Session {
         self.take();
     }
 
-    /// Notes what a bio does to the model.
+    /// Applies a bio to the model.
     fn note(&mut self, operation: Operation, range: &Range<u64>, fill: u8) {
         let limits = self.queue.limits();
         let zeroes = limits.max_write_zeroes_bytes.min(limits.max_write_zeroes_no_unmap_bytes) > 0;
@@ -293,7 +293,7 @@ impl Session {
     fn submit(&mut self, operation: Operation, words: [u8; 4]) {
         let capacity = self.queue.limits().capacity_bytes >> 9;
         let sectors = (u64::from(words[0] >> 4) + 1).pow(2).min(SECTORS_MAX).min(capacity);
-        // Near the beginning, or near the end.
+        // Near the start or near the end of the device.
         let near = u64::from(u16::from_le_bytes([words[1], words[2]])) % (capacity - sectors + 1);
         let start = if words[3] & 1 == 0 { near } else { capacity - sectors - near };
         let range = start << 9..(start + sectors) << 9;
@@ -302,7 +302,7 @@ impl Session {
                 && sent.range.start < range.end
                 && range.start < sent.range.end
         };
-        // Of two that meet, the order is the device's choice.
+        // The device may execute overlapping bios in any order.
         if self.queue.in_flight() >= IN_FLIGHT_MAX
             || self.model.is_some() && self.sent.iter().flatten().any(meets)
         {
@@ -351,7 +351,7 @@ impl Session {
         }
     }
 
-    /// Block status: never more than was asked for, and no data where the model has none.
+    /// Checks block status: it must stay within the requested range, and report no data where the model has none.
     fn status(&mut self) {
         self.wait();
         let size = self.disk.limits().capacity_bytes;
@@ -387,7 +387,7 @@ impl Session {
         }
     }
 
-    /// Reads all of it, if it is known.
+    /// Reads the whole device, if its content is known.
     fn read_all(&mut self) {
         let Some(model) = self.model.clone() else { return };
         for (chunk, expected) in model.chunks(SECTORS_MAX as usize * 512).enumerate() {
@@ -402,7 +402,7 @@ impl Session {
     }
 }
 
-/// Lays the pieces over the files; returns whether there are any.
+/// Applies the patches to the files. Returns whether there are any.
 fn overlay(files: &[File; 3], mut pieces: &[u8]) -> bool {
     let mut any = false;
     while let [head, low, high, rest @ ..] = pieces {
@@ -450,7 +450,7 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
         bitmap: false,
         ..shape
     };
-    // Or else the pieces are the images.
+    // If `kind` is odd, no images are generated: the patches are their whole content.
     let made = kind & 1 == 0;
     if made {
         shape.write(top);
@@ -479,9 +479,9 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
     assert!([bytes_of(behind), bytes_of(raw)] == kept, "a file behind the image changed");
     let mut now = [0; 36];
     top.read_at(&mut now, 0).expect("memory");
-    // The size, and the entries of the L1 table, may have grown.
+    // The size and the entries of the L1 table may have changed, because images grow.
     if had == head.len() {
-        // The name of the file behind is moved for bitmaps.
+        // Adding bitmaps moves the backing file name.
         let parts = [0..8, 16..24, 32..36];
         assert!(parts.into_iter().all(|part| now[part.clone()] == head[part]), "the header changed");
     }

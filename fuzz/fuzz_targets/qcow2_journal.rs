@@ -1,9 +1,8 @@
-//! Journals that a killed process has left, with any words laid over them. A journal as the driver has written it is
-//! applied: the image contains all writes that completed, and its refcounts are those of its tables. A damaged one is
-//! applied or refused.
+//! Journals that a killed process has left, with arbitrary patches. An unchanged journal must be applied: the image then
+//! contains all writes that completed, and its refcounts match its tables. A damaged journal must be applied or rejected.
 //!
-//! Input: the number of steps, the steps of three bytes (a write: its first sector, its number of sectors, its content;
-//! or a flush), then words that are laid over the journal: at which word (two bytes), and the word.
+//! Input: the number of steps, the steps of three bytes each (a write: its first sector, its number of sectors, its
+//! content; or a flush), then patches of the journal: the index of a word (two bytes), and the word.
 // Contract: bounded-input
 
 #![no_main]
@@ -14,19 +13,19 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use blkq::{Bio, Disk, Driver, IoBuffer, LocalQueue, Sector};
 use blkq_drivers::r#loop::DirectIo;
 use blkq_drivers::qcow2::{Journals, Qcow2, Qcow2Options};
-use blkq::{Bio, Disk, Driver, IoBuffer, LocalQueue, Sector};
 use libfuzzer_sys::fuzz_target;
 
 const CLUSTER: usize = 4096;
 const CLUSTER_BITS: u32 = 12;
 const DEVICE_BYTES: usize = 256 << 10;
 const STEPS_MAX: usize = 16;
-/// The bits of an offset in a table.
+/// Mask of the offset in a table entry.
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// An image without data: header, refcount table, refcount block, L1 table.
+/// An image without data clusters: header, refcount table, refcount block, L1 table.
 fn empty_image() -> Vec<u8> {
     let mut image = vec![0; 4 * CLUSTER];
     let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -45,7 +44,7 @@ fn empty_image() -> Vec<u8> {
     image
 }
 
-/// Checks that each cluster has as many references as its refcount says.
+/// Checks that the refcount of each cluster matches the number of its references.
 fn check_refcounts(image: &[u8]) {
     let word =
         |at: usize| image.get(at..at + 8).map_or(0, |word| u64::from_be_bytes(word.try_into().expect("8")));
@@ -118,7 +117,7 @@ fn complete(queue: &mut LocalQueue, bio: Bio) -> Option<IoBuffer> {
     }
 }
 
-/// Runs the steps on a new image. Returns the image and the journal as a kill leaves them, and the data.
+/// Runs the steps on a new image. Returns the image and the journal as a kill leaves them, and the expected data.
 fn live(place: &Place, steps: &[[u8; 3]]) -> (Vec<u8>, PathBuf, Vec<u8>, Vec<u8>) {
     let mut model = vec![0; DEVICE_BYTES];
     place.set_image(&empty_image());

@@ -1,10 +1,11 @@
-//! A state directory with arbitrary files: names are found, the dead are cleared, nothing else is
-//! touched, and what a state file has on a block device is understood or rejected in one line. A state file that an
-//! engine wrote which was taken over chooses one of the images that a command recorded, or none, and gives no other right.
+//! A state directory with arbitrary files. All names must be found, and devices without a running daemon must be cleared;
+//! nothing else may change. The description of a block device in a state file must be accepted, or rejected with one
+//! line. A state file that was written by an engine that an attacker controls may only choose one of the images that the
+//! command recorded, or none; it gives no other rights.
 //!
-//! Input: files, each `[kind, length, length, content]`: of a device `a` or `b`, or under a name of
-//! the input's own, not so long that its socket would have no place. By the kind, the content is as
-//! it is, or choices from which a state is made, which is then damaged a little.
+//! Input: files, each `[kind, length, length, content]`: of a device `a` or `b`, or with a name from the input that is
+//! short enough for a socket. Depending on the kind, the content is used as it is, or as choices from which a state is
+//! generated and then damaged.
 // Contract: bounded-input
 
 #![no_main]
@@ -32,12 +33,12 @@ const ENDINGS: [&str; 9] =
 
 static DIRECTORY: LazyLock<PathBuf> = LazyLock::new(|| {
     let directory = std::env::temp_dir().join(format!("blkq-fuzz-state-{}", std::process::id()));
-    // SAFETY: nothing else runs yet.
+    // SAFETY: no other thread runs yet.
     unsafe { std::env::set_var(STATE_DIR_VARIABLE, &directory) };
     directory
 });
 
-/// A recorded device with two images and a block device of the kernel.
+/// A recorded device with two images and a kernel block device.
 static RECORDED: LazyLock<(Value, Vec<Record>)> = LazyLock::new(|| {
     let record = |image: &str| {
         let words = [image, "--export", "vhost-user-blk", "--fault", "none"].map(OsString::from);
@@ -49,7 +50,7 @@ static RECORDED: LazyLock<(Value, Vec<Record>)> = LazyLock::new(|| {
     (json!({ "version": 1, "ublk": 7, "images": [image(0), image(1)] }), records)
 });
 
-/// A value of any type, of few.
+/// A JSON value of any type.
 fn any(u: &mut Unstructured<'_>) -> Result<Value> {
     Ok(match u.int_in_range(0..=7)? {
         0 => Value::Null,
@@ -89,7 +90,7 @@ fn damage(u: &mut Unstructured<'_>, object: &mut Map<String, Value>) -> Result<(
     Ok(())
 }
 
-/// The text of a state file whose options are in another one.
+/// The text of a state file whose options are in a separate file.
 fn made_by_daemon(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     let settings = (0..u.int_in_range(0..=3)?).map(|_| Ok((text(u)?, json!(text(u)?))));
     let settings: Map<String, Value> = settings.collect::<Result<_>>()?;
@@ -105,7 +106,7 @@ fn made_by_daemon(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec(&state).expect("strings and numbers"))
 }
 
-/// A state file's text.
+/// Generates the text of a state file.
 fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     if u.ratio(1, 3)? {
         return made_by_daemon(u);
@@ -130,7 +131,7 @@ fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
             }
             words.truncate(1);
         }
-        // A number that no kernel here has given to a device.
+        // A device number that no kernel has assigned here.
         let ublk = json!({ "id": u32::MAX, "cookie": u.arbitrary::<u64>()?, "words": words[1..], "directory": text(u)? });
         state.insert("ublk".to_owned(), ublk);
     }
@@ -147,7 +148,7 @@ fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// A state file of a daemon that may have been taken over.
+/// Checks a state file of a daemon that an attacker may control.
 fn hostile_state(text: &[u8]) {
     let (recorded, records) = &*RECORDED;
     let recorded = OptionsFile::parse(recorded.to_string().as_bytes()).expect("whole");
@@ -201,7 +202,7 @@ fuzz_target!(|data: &[u8]| {
         };
         let file = dir.file(&name, ending);
         let written = fs::write(&file, content).is_ok();
-        // As that of a daemon whose options are in another file.
+        // Like the state file of a daemon whose options are in a separate file.
         if ending == ".json" && kind & 32 != 0 {
             let _ = fs::set_permissions(&file, fs::Permissions::from_mode(0o400));
         }
@@ -211,7 +212,7 @@ fuzz_target!(|data: &[u8]| {
     }
     let names = dir.names().expect("a directory that can be read");
     assert!(names.iter().all(|name| check_name(name).is_ok()));
-    // No daemon has a lock, and there is no kernel's device: all of them are dead.
+    // No process holds a lock and no kernel device exists, so no device is running.
     for entry in all(&dir).expect("a directory that can be read") {
         assert!(!matches!(entry, Entry::Device(_)), "{entry:?}");
     }
@@ -224,7 +225,7 @@ fuzz_target!(|data: &[u8]| {
         for ending in &ENDINGS[..8] {
             assert!(!dir.file(&name, ending).exists(), "{name}{ending} is left");
         }
-        // Its name is free, and leaves nothing.
+        // The name can be used again, and no file is left.
         if let Ok(claim) = dir.claim(&name) {
             claim.write_state(&"x").expect("a file");
         }

@@ -1,9 +1,8 @@
-//! TLS as a server has it under NBD, with a true client and a man in the middle that cuts, changes,
-//! repeats, reorders and makes up what is on its way. The server never panics, holds a bounded
-//! amount of memory, and what comes out of it is what the client sent so far: all of it, if nobody
-//! meddled. Nothing comes out of a client without the certificate that is asked for.
+//! TLS below an NBD server, with a real client, and an attacker in between who drops, changes, repeats, reorders and forges
+//! records. The server must not panic, and must use bounded memory. It must receive a prefix of what the client sent, and
+//! all of it without attacks. It must receive nothing from a client without the required certificate.
 //!
-//! Input: the kinds of client and server, then acts as `arbitrary` reads them.
+//! Input: the kinds of client and server, then steps in the format of `arbitrary`.
 // Contract: bounded-input
 
 #![no_main]
@@ -31,15 +30,14 @@ use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
 const ACTS_MAX: usize = 96;
-/// rustls closes a session in which the other side has asked for new keys more often than that.
+/// rustls closes a session after this number of key updates by the peer.
 const REKEYS_MAX: usize = 32;
-/// The longest answers are of more than the server's side may hold.
+/// Size of a piece of an answer. The longest answers have more bytes than the server side may hold.
 const ANSWER_PIECE_BYTES: usize = 16;
-/// Most that the server's side of a connection holds, in bytes: its buffers of 128 and 144 KiB, and
-/// what rustls needs.
+/// Maximum memory of the server side of a connection, in bytes: its buffers of 128 and 144 KiB, and the memory of rustls.
 const SERVER_BYTES_MAX: isize = 512 << 10;
 
-/// Counts what the server's side holds.
+/// Counts the memory of the server side.
 struct Counted;
 
 static OF_SERVER: AtomicBool = AtomicBool::new(false);
@@ -48,7 +46,7 @@ static HELD: AtomicIsize = AtomicIsize::new(0);
 fn count(bytes: isize) {
     if OF_SERVER.load(Relaxed) {
         let held = HELD.fetch_add(bytes, Relaxed) + bytes;
-        // Not a panic, which allocates.
+        // A panic would allocate memory.
         if held > SERVER_BYTES_MAX {
             OF_SERVER.store(false, Relaxed);
             eprintln!("the server's side holds {held} bytes");
@@ -57,17 +55,17 @@ fn count(bytes: isize) {
     }
 }
 
-// SAFETY: the system's allocator.
+// SAFETY: forwards to the system's allocator.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);
-        // SAFETY: what the caller promises.
+        // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         count(-(layout.size() as isize));
-        // SAFETY: what the caller promises.
+        // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -82,7 +80,7 @@ fn of_server<T>(job: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Servers that ask for certificates and that do not; clients of both versions, with and without.
+/// Servers with and without required certificates; clients of both TLS versions, with and without a certificate.
 struct World {
     servers: [TlsCertificates; 2],
     clients: [[Arc<ClientConfig>; 2]; 2],
@@ -120,25 +118,25 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
 
 #[derive(Arbitrary, Debug)]
 enum Act {
-    /// The client sends so many bytes of data.
+    /// The client sends this number of bytes.
     Send(u16),
-    /// So many bytes arrive, and are decrypted to pieces of that size.
+    /// This number of bytes arrives, and is decrypted into pieces of the given size.
     Carry(u16, u16),
-    /// All that is on its way arrives.
+    /// All bytes on the way arrive.
     CarryAll,
-    /// The server answers with so many pieces of [`ANSWER_PIECE_BYTES`].
+    /// The server answers with this number of pieces of [`ANSWER_PIECE_BYTES`].
     Answer(u16),
-    /// The client takes new keys.
+    /// The client updates its keys.
     Rekey,
     /// The client sends close_notify.
     Bye,
     Meddle(Meddle),
 }
 
-/// Attacks on the records on their way to the server.
+/// Attacks on records on the way to the server.
 #[derive(Arbitrary, Debug)]
 enum Meddle {
-    /// One bit of a record is another.
+    /// Inverts one bit of a record.
     Flip {
         record: u8,
         at: u16,
@@ -147,12 +145,12 @@ enum Meddle {
     Drop(u8),
     Repeat(u8),
     Swap(u8, u8),
-    /// A record is truncated.
+    /// Truncates a record.
     Cut {
         record: u8,
         at: u16,
     },
-    /// Bytes that the client never sent: a record of a kind if `kind` is even, else bytes.
+    /// Inserts forged bytes: a record if `kind` is even, otherwise arbitrary bytes.
     Insert {
         record: u8,
         kind: u8,
@@ -160,7 +158,7 @@ enum Meddle {
     },
 }
 
-/// The request, and the answer, at a place of the stream.
+/// The byte of the request, and of the answer, at a position of the stream.
 fn pattern(at: usize) -> u8 {
     mix(at as u64) as u8
 }
@@ -168,21 +166,21 @@ fn pattern(at: usize) -> u8 {
 struct Session {
     client: ClientConnection,
     tls: Option<Tls>,
-    /// The client has what is asked for.
+    /// Whether the client has the required certificate.
     welcome: bool,
-    /// Records on their way to the server, the first perhaps without its beginning.
+    /// Records on the way to the server; the start of the first may have arrived.
     wire: VecDeque<Vec<u8>>,
     meddled: bool,
-    /// Bytes that the client sent, and that the server decrypted.
+    /// Number of bytes that the client sent, and that the server decrypted.
     sent: usize,
     received: usize,
-    /// Bytes that the server answered, and that came out of the client.
+    /// Number of bytes that the server sent as answers, and that the client decrypted.
     answered: usize,
     taken: usize,
     rekeys: usize,
     bye: bool,
     end: Option<TlsEnd>,
-    /// The client has stopped reading.
+    /// Whether the client has stopped reading.
     deaf: bool,
 }
 
@@ -212,7 +210,7 @@ impl Session {
         session
     }
 
-    /// Puts what the client has to send on its way.
+    /// Moves the output of the client to the records on the way.
     fn collect(&mut self) {
         let mut bytes = Vec::new();
         while self.client.wants_write() {
@@ -227,7 +225,7 @@ impl Session {
         assert!(rest.is_empty(), "a client sends whole records");
     }
 
-    /// Lets `most` bytes arrive, as far as there is room, and the server's side have its turn.
+    /// Delivers up to `most` bytes, as far as there is room, and lets the server side process them.
     fn carry(&mut self, mut most: usize, piece: usize) {
         if let Some(tls) = self.tls.as_mut().filter(|_| self.end.is_none()) {
             let room = of_server(|| tls.room());
@@ -263,14 +261,14 @@ impl Session {
                 Err(end) => self.end = Some(end),
             }
         }
-        // Before anything was received, anybody can make up the close.
+        // Before the server has received data, an attacker can forge a close.
         if self.end == Some(TlsEnd::Closed) && self.received > 0 {
             assert!(self.bye && self.received == self.sent, "cut off in silence");
         }
         assert!(self.meddled || !self.welcome || self.end != Some(TlsEnd::Broken), "broken by nobody");
     }
 
-    /// Sends `bytes` of an answer, and what else the server's side has to send, to the client.
+    /// Sends `bytes` of an answer, and the other output of the server side, to the client.
     fn send(&mut self, bytes: usize) {
         let Some(tls) = &mut self.tls else { return };
         let mut answer = Outgoing::new();
@@ -284,7 +282,7 @@ impl Session {
         self.answered += bytes;
         loop {
             if tls.unsent().is_empty() && of_server(|| tls.encrypt(&mut answer)).is_err() {
-                // The connection is broken off.
+                // The client aborts the connection.
                 self.end = Some(TlsEnd::Broken);
                 assert!(self.meddled || !self.welcome, "broken by nobody");
                 return;
@@ -302,7 +300,7 @@ impl Session {
                 break;
             }
         }
-        // Its answer to that, such as the rest of the handshake.
+        // The client's reply, such as the rest of the handshake.
         self.collect();
     }
 
@@ -315,7 +313,7 @@ impl Session {
             }
             Act::Carry(bytes, piece) => self.carry(usize::from(bytes), usize::from(piece)),
             Act::CarryAll => self.carry_all(),
-            // Of a server that has received nothing there are no answers.
+            // A server that has received nothing sends no answers.
             Act::Answer(pieces) if self.received > 0 && self.end.is_none() => {
                 self.send(usize::from(pieces) * ANSWER_PIECE_BYTES);
             }
@@ -323,7 +321,7 @@ impl Session {
                 if !self.client.is_handshaking() && !self.bye && !self.deaf && self.rekeys < REKEYS_MAX =>
             {
                 self.rekeys += 1;
-                // TLS 1.2 has no such thing, and all has its limits.
+                // TLS 1.2 has no key updates, and their number is limited.
                 let _ = self.client.refresh_traffic_keys();
                 self.collect();
             }
@@ -399,7 +397,7 @@ impl Session {
     }
 }
 
-/// Takes what came out of the client after `taken` bytes; how much that is with them.
+/// Checks the bytes that the client decrypted after the first `taken` bytes. Returns their total number.
 fn take(client: &mut ClientConnection, mut taken: usize, answered: usize) -> usize {
     let mut plain = [0; 4096];
     loop {
@@ -410,7 +408,7 @@ fn take(client: &mut ClientConnection, mut taken: usize, answered: usize) -> usi
                 taken += bytes;
                 assert!(taken <= answered);
             }
-            // No more for now, or ever.
+            // The client has no more data.
             Err(_) => return taken,
         }
     }

@@ -1,8 +1,8 @@
-//! The words between a kernel and a ublk server: any descriptor becomes a bio that the block layer
-//! completes or fails, never beyond its buffer; any sensible limits become parameters that a
-//! kernel takes (`ublk_validate_params`).
+//! The data structures between the kernel and a ublk server. Any descriptor must become a bio that the block layer completes
+//! or fails, without access beyond its buffer. Any valid limits must become parameters that the kernel accepts
+//! (`ublk_validate_params`).
 //!
-//! Input: even mode: descriptors of 20 bytes each for one device; odd: the words of limits.
+//! Input: a mode byte; then descriptors of 20 bytes each for one device (even), or the words of limits (odd).
 // Contract: bounded-input
 
 #![no_main]
@@ -26,7 +26,7 @@ thread_local! {
 
 fn descriptor(words: &[u8; 20], queue: &mut LocalQueue) {
     let u32_at = |at: usize| u32::from_ne_bytes([words[at], words[at + 1], words[at + 2], words[at + 3]]);
-    // Half of them inside the device.
+    // Half of the descriptors are inside the device.
     let small = |word: u32, most: u32| if words[16] & 1 == 0 { word % most } else { word };
     let start = small(u32_at(8), 2048);
     let high = if words[16] & 2 == 0 { 0 } else { u64::from(u32_at(12)) << 32 };
@@ -88,7 +88,7 @@ fn limits(u: &mut Unstructured<'_>) -> Result<()> {
         read_only: u.arbitrary()?,
         rotational: u.arbitrary()?,
         kernel_pages: u.arbitrary()?,
-        // Not a matter of ublk: only whole sectors are served over it.
+        // The ublk export rejects these limits elsewhere: it serves only whole sectors.
         padding_bytes: 0,
         page_cache: false,
     };

@@ -1,8 +1,7 @@
-//! A whole vhost-user-blk device on its threads, against a front end that sends what it likes, and a guest
-//! that writes and kicks meanwhile. Nothing panics, hangs or leaks descriptors, and the next front end is
-//! served.
+//! A vhost-user-blk device with its threads, an arbitrary front end, and a guest that writes and kicks meanwhile. The
+//! device must not panic, hang or leak descriptors, and must serve the next front end.
 //!
-//! Input: how far it has negotiated, then steps as `arbitrary` reads them.
+//! Input: how far the front end has negotiated, then steps in the format of `arbitrary`.
 // Contract: bounded-input
 
 #![no_main]
@@ -23,9 +22,9 @@ use libfuzzer_sys::fuzz_target;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vhost::{Served, ram, serve};
 
-/// How long the device may take to reply.
+/// Timeout of a reply.
 const REPLY_WAIT: Duration = Duration::from_secs(15);
-/// How long the device may take until it notices that a front end has closed.
+/// Time within which the device must notice that a front end has closed the connection.
 const GONE_WAIT: Duration = Duration::from_secs(10);
 
 static SERVED: LazyLock<Served> = LazyLock::new(|| serve(ram(), 2));
@@ -56,7 +55,7 @@ impl Link for Connection {
         self.0.set_nonblocking(false).expect("a flag");
     }
 
-    /// Its own end of the connection.
+    /// The front end's own end of the connection.
     fn socket(&mut self) -> OwnedFd {
         self.0.try_clone().expect("one more descriptor").into()
     }
@@ -67,7 +66,7 @@ fuzz_target!(|input: Input| {
     stream.set_read_timeout(Some(REPLY_WAIT)).expect("a time");
     let mut connection = Connection(stream);
     run(&input, &mut connection);
-    // Closing it is not enough, as the device may have got a descriptor of this end.
+    // Closing is not enough, because the device may have received a descriptor of this end.
     let _ = connection.0.shutdown(Shutdown::Both);
     drop(connection);
     let begin = Instant::now();

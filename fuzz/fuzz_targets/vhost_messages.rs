@@ -1,9 +1,8 @@
-//! The session of a vhost-user-blk device on one thread, which turns its engine too, against a front end
-//! that sends what it likes: messages in any order, with any numbers and any descriptors, or only bytes; a
-//! guest that writes anything into its memory, kicks at any time, and truncates it. Nothing panics, hangs or
-//! leaks descriptors, and the next front end is served.
+//! The session of a vhost-user-blk device, on one thread that also runs its engine, with an arbitrary front end: messages in
+//! any order, with any numbers and descriptors, or only bytes. The guest writes arbitrary data to its memory, kicks at any
+//! time, and truncates the memory. The device must not panic, hang or leak descriptors, and must serve the next front end.
 //!
-//! Input: as that of `vhost_device`, which does the same to a device with a socket, on its own threads.
+//! Input: as for `vhost_device`, which runs the same steps on a device with a socket and threads.
 // Contract: bounded-input
 
 #![no_main]
@@ -25,7 +24,7 @@ use blkq_export::vhost_user::simulated::Device;
 use blkq_fuzz::vhost::{Input, Link, check_descriptors, run};
 use libfuzzer_sys::fuzz_target;
 
-/// Rings are served as if each queue had an engine.
+/// Number of queues; rings are served as if each queue had an engine.
 const QUEUES: usize = 2;
 const SIZE: u64 = 16 << 20;
 
@@ -40,13 +39,13 @@ thread_local! {
 
 /// A device without a socket.
 struct Direct {
-    /// None when it would have closed the connection.
+    /// `None` after the device has closed the connection.
     device: Option<Device>,
-    /// The bytes and the descriptors that have arrived of the next message.
+    /// The bytes and descriptors of the next message that have arrived.
     bytes: Vec<u8>,
     files: Vec<OwnedFd>,
     reply: Option<Vec<u8>>,
-    /// The other ends of sockets that it got.
+    /// Our ends of the sockets that were passed to the device.
     ends: Vec<UnixStream>,
 }
 
@@ -57,7 +56,7 @@ impl Direct {
         Direct { device: Some(device), bytes: vec![], files: vec![], reply: None, ends: vec![] }
     }
 
-    /// The bytes of the next message, if it is there; the header of one that is too long.
+    /// The bytes of the next message if it is complete, or the header of a message that is too long.
     fn message(&mut self) -> Option<Vec<u8>> {
         let payload_bytes = u32::from_le_bytes(self.bytes.get(8..HEADER_BYTES)?.try_into().ok()?) as usize;
         let payload_bytes = if payload_bytes > PAYLOAD_MAX_BYTES { 0 } else { payload_bytes };
@@ -101,7 +100,7 @@ impl Link for Direct {
     }
 }
 
-/// This thread turns the engine while it waits for it; all else of the world is real.
+/// The simulated part of the world: this thread runs the engine while it waits for the engine.
 struct OneThread;
 
 impl World for OneThread {

@@ -1,11 +1,10 @@
-//! The rings of a virtual machine: a guest that writes what it likes into its memory, into its front
-//! end's record of what is in flight too, before and between the steps of the device that serves it.
-//! No step touches a byte beside the memory, finds more chains in flight than the ring has, or takes a
-//! chain twice; every segment of a request is memory of the guest, as much as the request says.
+//! The rings of a virtual machine. A guest writes arbitrary data to its memory, and to the front end's record of requests
+//! in flight, before and between the steps of the device. No step may touch a byte outside of the memory, find more chains
+//! in flight than the ring has entries, or take a chain twice. Every segment of a request must be in the guest's memory and
+//! have the length that the request says.
 //!
-//! Input: six bytes that choose ring and record, then steps of eight bytes each: of the guest, which
-//! writes words, descriptors and requests; and of the device, which pops, parses, completes, publishes,
-//! stops and dies.
+//! Input: six bytes that choose ring and record, then steps of eight bytes each: of the guest, which writes words,
+//! descriptors and requests; and of the device, which pops, parses, completes, publishes, stops, and is killed.
 // Contract: bounded-input
 
 #![no_main]
@@ -23,11 +22,11 @@ use blkq_export::vhost_user::fuzzing::{
 use libfuzzer_sys::fuzz_target;
 use rustix::fs::{MemfdFlags, memfd_create};
 
-/// The guest's memory: the rings; data in two regions that touch; and nothing between.
+/// The guest's memory: the rings, and two adjacent data regions; nothing in between.
 const RINGS: u64 = 0x1_0000;
 const DATA: u64 = 0x4_0000;
 const REGIONS: [(u64, u64); 3] = [(RINGS, 0x2000), (DATA, 0x1400), (DATA + 0x1400, 0xc00)];
-/// The front end's addresses of the same.
+/// The front end's addresses of these regions.
 const USER: u64 = 0x7000_0000_0000;
 const DESCRIPTORS: u64 = RINGS;
 const DRIVER: u64 = RINGS + 0x800;
@@ -39,12 +38,12 @@ const PAGE: u64 = 4096;
 struct Guest {
     memory: Arc<GuestMemory>,
     file: File,
-    /// The file as each input finds it, with canaries between the regions, and where those are.
+    /// The initial content of the file, with canaries between the regions; and the ranges of these.
     image: Vec<u8>,
     gaps: Vec<(u64, u64)>,
-    /// The file as an input leaves it.
+    /// The content of the file after an input.
     seen: Vec<u8>,
-    /// Addresses in this process of what the guest has.
+    /// Addresses of the regions in this process.
     ranges: Vec<(usize, usize)>,
     parser: Parser,
     records: [(InflightRegion, File); 2],
@@ -122,7 +121,7 @@ impl Guest {
         }
     }
 
-    /// The data of a request is memory of the guest, and as much as that says.
+    /// Checks that the data of a request is in the guest's memory and has the right length.
     fn check(&mut self, request: BlockRequest) {
         match request.action {
             Action::Transfer { bytes, data, .. } => {
@@ -153,16 +152,16 @@ thread_local! {
     static GUEST: RefCell<Guest> = RefCell::new(Guest::new());
 }
 
-/// The device's side, and what it has in flight.
+/// The device side, with its requests in flight.
 struct Device {
     ring: Option<Ring>,
     chain: Chain,
-    /// A chain was popped, and not parsed yet.
+    /// A chain that was popped and is not parsed yet.
     fresh: bool,
     in_flight: Vec<Head>,
 }
 
-/// An address that a byte names: mostly in or near a region.
+/// The address that a byte selects: mostly in or near a region.
 fn address(which: u8, low: u16) -> u64 {
     let base = [DATA, DATA, TABLE, RINGS, DATA + 0x1400 - 256, DATA + 0x2000 - 256, 0, u64::MAX - 0xffff];
     base[usize::from(which) % 8].wrapping_add(u64::from(low))
@@ -174,10 +173,10 @@ fn step(guest: &mut Guest, device: &mut Device, spec: &mut RingSpec, record: Opt
     let word = u16::from_le_bytes([e, f]);
     let index = u16::from(a) % (spec.size + 1);
     match what % 20 {
-        // The guest.
+        // Steps of the guest.
         0 => guest.write(address(b, low), &step[4..]),
         1 | 2 => {
-            // A descriptor, in the ring or in a table.
+            // Writes a descriptor, in the ring or in a table.
             let place = if b & 1 == 0 { DESCRIPTORS } else { TABLE } + 16 * u64::from(index);
             let length = [16, 1, u32::from(word), 512, u32::from(word) << (g % 20), 0x1000, 17, 48]
                 [usize::from(b >> 1) % 8];
@@ -194,13 +193,13 @@ fn step(guest: &mut Guest, device: &mut Device, spec: &mut RingSpec, record: Opt
             guest.write(place, &bytes);
         }
         3 => {
-            // A descriptor of a split ring becomes available; a few more are said to be.
+            // Makes a descriptor of a split ring available; the index may claim a few more.
             let next = guest.get16(DRIVER + 2);
             guest.write(DRIVER + 4 + 2 * u64::from(next % spec.size), &index.to_le_bytes());
             guest.write(DRIVER + 2, &next.wrapping_add(1 + u16::from(b / 100)).to_le_bytes());
         }
         4 => {
-            // A request: its header, or a range.
+            // Writes a request: its header, or a range.
             let kind = u32::from([0, 1, 4, 8, 11, 13, b, 255][usize::from(b) % 8]);
             let mut bytes = kind.to_le_bytes().to_vec();
             bytes.extend([0; 4]);
@@ -217,7 +216,7 @@ fn step(guest: &mut Guest, device: &mut Device, spec: &mut RingSpec, record: Opt
                 file.write_all_at(&step[4..4 + length as usize], at).unwrap();
             }
         }
-        // The device.
+        // Steps of the device.
         8..=11 => {
             let Some(ring) = &mut device.ring else { return };
             match ring.pop(&mut device.chain) {
@@ -268,7 +267,7 @@ fn step(guest: &mut Guest, device: &mut Device, spec: &mut RingSpec, record: Opt
             }
         }
         _ => {
-            // Stops, if nothing is in flight, or dies; and begins again.
+            // Stops if nothing is in flight, or is killed; then starts again.
             if let (Some(ring), true, 18) = (&mut device.ring, device.in_flight.is_empty(), what % 20) {
                 ring.publish();
                 spec.base = ring.base();

@@ -1,5 +1,5 @@
-//! Command lines made from what clap knows of the commands, for the targets that need such lines:
-//! random bytes seldom spell an option. And the front end of [`vhost`].
+//! Generates command lines from clap's description of the commands, because random bytes seldom spell an option. Also
+//! contains the front end of [`vhost`].
 
 pub mod vhost;
 
@@ -9,7 +9,7 @@ use blkq_cli::commands::Cli;
 use clap::{Arg, Command, CommandFactory, FromArgMatches};
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 
-/// Each is a good value of something, and a bad one of most.
+/// Words that are a valid value for some option, and invalid for most.
 const VALUES: [&str; 44] = [
     "",
     "0",
@@ -56,17 +56,17 @@ const VALUES: [&str; 44] = [
     "NAME,SIZE",
     "+BACK-FILE,nonsense",
 ];
-/// Longest line, in arguments.
+/// Maximum number of arguments of a line.
 const ARGUMENTS_MAX: usize = 10;
 
-/// The commands, checked and put together once: that takes far longer than a line.
+/// The commands of blkq. They are built once, because that takes much longer than parsing a line.
 static COMMANDS: LazyLock<Mutex<Command>> = LazyLock::new(|| {
     let mut command = Cli::command();
     command.build();
     Mutex::new(command)
 });
 
-/// `words` as `blkq` understands them, in text; `None` if it rejects them, or prints help.
+/// Parses `words` as `blkq` does, and formats the result; `None` if blkq rejects them or prints help.
 pub fn parse(words: &[String]) -> Option<String> {
     let mut command = COMMANDS.lock().unwrap_or_else(PoisonError::into_inner);
     let line = std::iter::once("blkq").chain(words.iter().map(String::as_str));
@@ -74,7 +74,7 @@ pub fn parse(words: &[String]) -> Option<String> {
     Cli::from_arg_matches(&matches).ok().map(|cli| format!("{cli:?}"))
 }
 
-/// A value for `argument`: more often one that it may have.
+/// Chooses a value for `argument`, more often a possible value.
 fn value(u: &mut Unstructured<'_>, argument: &Arg) -> Result<String> {
     let possible = argument.get_possible_values();
     Ok(match u.int_in_range(0..=7)? {
@@ -85,12 +85,12 @@ fn value(u: &mut Unstructured<'_>, argument: &Arg) -> Result<String> {
     })
 }
 
-/// A word that is no option, nor the end of all options.
+/// Whether the word is neither an option nor `--`.
 fn positional(value: &str) -> String {
     value.trim_start_matches('-').to_owned()
 }
 
-/// `argument` with a value, if it takes one: in one word, and in as many as can be.
+/// Formats `argument` with a value, if it takes one: as a single word, and as separate words.
 fn spelled(u: &mut Unstructured<'_>, argument: &Arg) -> Result<[Vec<String>; 2]> {
     let (long, short) = (argument.get_long(), argument.get_short());
     if !argument.get_action().takes_values() {
@@ -105,7 +105,7 @@ fn spelled(u: &mut Unstructured<'_>, argument: &Arg) -> Result<[Vec<String>; 2]>
         return Ok([vec![word.clone()], vec![word]]);
     };
     let joined = vec![format!("--{long}={value}")];
-    // An empty word, or one like an option, is no word of its own.
+    // An empty word, or a word that looks like an option, must be in the same word as its option.
     if argument.is_require_equals_set() || value.is_empty() || value.starts_with('-') {
         return Ok([joined.clone(), joined]);
     }
@@ -113,8 +113,7 @@ fn spelled(u: &mut Unstructured<'_>, argument: &Arg) -> Result<[Vec<String>; 2]>
     Ok([joined, vec![name, value]])
 }
 
-/// The words of one line for the command `name`, or for any: spelled in two ways that mean the
-/// same.
+/// Chooses the words of a line for the command `name`, or for any command, in two spellings with the same meaning.
 pub fn line(u: &mut Unstructured<'_>, name: Option<&str>) -> Result<[Vec<String>; 2]> {
     let commands = COMMANDS.lock().unwrap_or_else(PoisonError::into_inner);
     let all: Vec<&Command> =
@@ -125,7 +124,7 @@ pub fn line(u: &mut Unstructured<'_>, name: Option<&str>) -> Result<[Vec<String>
     };
     let arguments: Vec<&Arg> = command.get_arguments().collect();
     let mut lines = [vec![command.get_name().to_owned()], vec![command.get_name().to_owned()]];
-    // First what must be there, as a rule.
+    // Usually begins with the required arguments.
     for argument in arguments.iter().filter(|argument| argument.is_required_set()) {
         if u.ratio(15, 16)? {
             let value = positional(&value(u, argument)?);

@@ -1,6 +1,5 @@
-//! A front end of a vhost-user-blk device that sends what a fuzzer wants: messages in any order, with any
-//! numbers and any descriptors, or only bytes; and its guest, which writes anything into its memory, kicks
-//! at any time, and truncates it.
+//! A vhost-user-blk front end that sends what the input says: messages in any order, with any numbers and descriptors, or
+//! arbitrary bytes. Its guest writes arbitrary data to its memory, kicks at any time, and truncates the memory.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,29 +12,29 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 const STEPS_MAX: usize = 48;
-/// The guest's memory, and where it has it.
+/// Size of the memory, and its addresses in the guest and in the front end.
 const MEMORY_BYTES: u64 = 128 << 10;
 const GUEST: u64 = 1 << 32;
 const USER: u64 = 0x7000_0000_0000;
-/// Entries of the rings of a front end that negotiates, and where the parts of the first are; the
-/// second's are behind.
+/// Entries of the rings of a front end that negotiates, and the addresses of the parts of the first ring; those of
+/// the second ring follow.
 const RING: u64 = 16;
 const DESCRIPTORS: u64 = 0;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const SECOND: u64 = 0x8000;
-/// Runs between counts of the open descriptors, and how many may be open more than at first: those of
-/// threads that just exit, and the small rings that a device makes for its 64 call eventfds and its error
+/// Runs between two counts of the open descriptors, and the number of additional descriptors that may be open: those of
+/// threads that are exiting, and the small rings that a device creates for its 64 call eventfds and its error
 /// eventfds when they are first set, and keeps.
 const RUNS_BETWEEN: usize = 256;
 const MORE_OPEN: usize = 16 + 64 + 1;
 
-/// How far a front end has come before the steps.
+/// How far a front end has negotiated before the steps.
 #[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq)]
 enum Start {
     Connected,
     Negotiated,
-    /// With packed rings or split ones, and the table of requests in flight.
+    /// Whether the rings are packed, and whether there is a record of requests in flight.
     Served {
         packed: bool,
         inflight: bool,
@@ -47,14 +46,14 @@ enum Attached {
     Nothing,
     Event,
     Memory,
-    /// Shorter than what the message says.
+    /// The payload is shorter than its header says.
     Little,
     Socket,
     Null,
     Several(u8),
 }
 
-/// A number that is often one that means something.
+/// A number that often has a meaning in the protocol.
 #[derive(Arbitrary, Clone, Copy, Debug)]
 enum Number {
     Small(u8),
@@ -78,26 +77,26 @@ impl Number {
 
 #[derive(Arbitrary, Debug)]
 enum Step {
-    /// A message whose payload has the form that its code wants.
+    /// A message whose payload has the format of its request.
     Message {
         code: u8,
         numbers: [Number; 5],
         attached: Attached,
         reply: bool,
     },
-    /// One with any payload.
+    /// A message with an arbitrary payload.
     Payload {
         code: u8,
         bytes: Vec<u8>,
         attached: Attached,
     },
-    /// No message.
+    /// Bytes that are not a message.
     Bytes(Vec<u8>),
     Write {
         at: u16,
         bytes: Vec<u8>,
     },
-    /// A chain of three descriptors, made available in a ring.
+    /// Makes a chain of three descriptors available in a ring.
     Request {
         ring: bool,
         kind: u8,
@@ -110,14 +109,14 @@ enum Step {
     Replies,
 }
 
-/// The life of a front end.
+/// The steps of a front end.
 #[derive(Arbitrary, Debug)]
 pub struct Input {
     start: Start,
     steps: Vec<Step>,
 }
 
-/// The payload's numbers: how many, and the bytes of each.
+/// Number and size of the numbers in the payload of a request.
 fn form(code: u8) -> &'static [usize] {
     match code {
         2 | 12..=14 | 16 | 39 => &[8],
@@ -131,32 +130,32 @@ fn form(code: u8) -> &'static [usize] {
     }
 }
 
-/// Numbers, of so many bytes each.
+/// Encodes numbers with the given size in bytes.
 fn payload(numbers: impl Iterator<Item = (u64, usize)>) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(64);
     numbers.for_each(|(value, size)| bytes.extend_from_slice(&value.to_le_bytes()[..size]));
     bytes
 }
 
-/// The way from a front end to the device.
+/// The connection between a front end and the device.
 pub trait Link {
-    /// Sends bytes with descriptors, unless the device has closed, or reads no more.
+    /// Sends bytes with descriptors, unless the device has closed the connection or does not read.
     fn send(&mut self, bytes: &[u8], files: &[BorrowedFd<'_>]);
 
-    /// Waits for the reply to the last message: header and payload.
+    /// Waits for the reply to the last message, and returns header and payload.
     fn reply(&mut self) -> Vec<u8>;
 
-    /// Reads the replies that there are.
+    /// Reads the replies that have arrived.
     fn skip_replies(&mut self);
 
-    /// Has the device do what it can, if it does nothing by itself.
+    /// Lets the device run, if it has no thread of its own.
     fn turn(&mut self) {}
 
     /// A connected socket to pass to the device.
     fn socket(&mut self) -> OwnedFd;
 }
 
-/// The descriptors of all front ends, one after the other.
+/// The descriptors that all front ends use, one after another.
 struct Files {
     memory: File,
     kicks: [OwnedFd; 2],
@@ -173,7 +172,7 @@ static FILES: LazyLock<Files> = LazyLock::new(|| {
         kicks: [event(), event()],
         call: event(),
         little: memory("little"),
-        null: File::open("/dev/null").expect("it is there"),
+        null: File::open("/dev/null").expect("it exists"),
     }
 });
 
@@ -186,7 +185,7 @@ struct FrontEnd<'a, L> {
 impl<L: Link> FrontEnd<'_, L> {
     fn new(link: &mut L) -> FrontEnd<'_, L> {
         let files = &*FILES;
-        // All zeroes.
+        // Clears the memory.
         ftruncate(&files.memory, 0).expect("memory");
         ftruncate(&files.memory, MEMORY_BYTES).expect("memory");
         for event in files.kicks.iter().chain([&files.call]) {
@@ -207,7 +206,7 @@ impl<L: Link> FrontEnd<'_, L> {
         self.send(code, 1, &payload(numbers.iter().copied()), files);
     }
 
-    /// A reply of the server, which still does as it should.
+    /// Reads a reply of the device, which must be valid at this point.
     fn reply(&mut self, code: u32) -> Vec<u8> {
         let mut reply = self.link.reply();
         let word = |at: usize| u32::from_le_bytes(reply[at..at + 4].try_into().expect("four"));
@@ -216,7 +215,7 @@ impl<L: Link> FrontEnd<'_, L> {
     }
 
     fn start(&mut self, start: Start) {
-        // Whatever the one before did: this one is served.
+        // The device must serve this front end, whatever the previous one did.
         self.send(1, 1, &[], &[]);
         let offered = u64::from_le_bytes(self.reply(1).try_into().expect("a number"));
         if start == Start::Connected {
@@ -246,11 +245,11 @@ impl<L: Link> FrontEnd<'_, L> {
 
     fn write(&self, at: u64, bytes: &[u8]) {
         let end = MEMORY_BYTES.saturating_sub(at) as usize;
-        // A memory that was truncated grows again, and is broken all the same.
+        // A truncated memory grows again, but the device must still treat it as broken.
         let _ = self.files.memory.write_all_at(&bytes[..bytes.len().min(end)], at);
     }
 
-    /// A request in a split ring: header, data, status; `spoiled` changes a byte of the descriptors.
+    /// A request in a split ring: header, data, status. `spoiled` changes a byte of the descriptors.
     fn request(&mut self, ring: bool, kind: u8, sector: u8, bytes: u64, spoiled: Option<(u8, u8)>) {
         let base = u64::from(ring) * SECOND;
         let index = &mut self.available[usize::from(ring)];
@@ -281,7 +280,7 @@ impl<L: Link> FrontEnd<'_, L> {
         self.write(base + AVAILABLE + 2, &index.to_le_bytes());
     }
 
-    /// A message with the descriptors that `attached` stands for.
+    /// A message with the descriptors that `attached` selects.
     fn send_with(&mut self, code: u8, flags: u32, payload: &[u8], attached: Attached) {
         let it = self.files;
         let socket = matches!(attached, Attached::Socket).then(|| self.link.socket());
@@ -323,7 +322,7 @@ impl<L: Link> FrontEnd<'_, L> {
     }
 }
 
-/// A front end that has connected does what `input` says.
+/// Runs a connected front end as `input` says.
 pub fn run(input: &Input, link: &mut impl Link) {
     let mut front_end = FrontEnd::new(link);
     front_end.start(input.start);
@@ -331,14 +330,14 @@ pub fn run(input: &Input, link: &mut impl Link) {
     front_end.link.turn();
 }
 
-/// Checks now and then that no descriptors are left open.
+/// Checks at intervals that no descriptors were leaked.
 pub fn check_descriptors() {
     static RUNS: AtomicUsize = AtomicUsize::new(0);
     static FIRST: AtomicUsize = AtomicUsize::new(0);
     if RUNS.fetch_add(1, Ordering::Relaxed) % RUNS_BETWEEN != RUNS_BETWEEN - 1 {
         return;
     }
-    let open = std::fs::read_dir("/proc/self/fd").expect("it is there").count();
+    let open = std::fs::read_dir("/proc/self/fd").expect("it exists").count();
     let first =
         FIRST.compare_exchange(0, open, Ordering::Relaxed, Ordering::Relaxed).unwrap_or_else(|first| first);
     assert!(first == 0 || open <= first + MORE_OPEN, "{open} descriptors are open, {first} at first");
