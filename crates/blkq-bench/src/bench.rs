@@ -34,7 +34,7 @@ impl Pace {
     }
 }
 
-/// What the tables use to measure.
+/// The tools that the tables use to measure.
 pub struct Bench {
     pub pace: Pace,
     /// For work that takes long and is not a run.

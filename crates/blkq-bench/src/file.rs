@@ -15,7 +15,7 @@ use crate::progress::Progress;
 /// Bytes per write call while the file is filled.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// What the options `--file`, `--size` and `--overwrite` ask for.
+/// The values of `--file`, `--size` and `--overwrite`.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// `None`: a temporary file in the current directory.

@@ -50,7 +50,7 @@ pub enum Length {
     Once,
 }
 
-/// What fio reads and writes.
+/// The file or server that fio reads and writes.
 pub enum Target {
     Path(std::path::PathBuf),
     /// NBD URI of an export.
