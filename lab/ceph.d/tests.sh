@@ -209,7 +209,7 @@ rejected_in_words() {
     not_served 'cannot open the pool none of rbd:none/small: ' none/small
     not_served 'cannot open rbd:rbd/small@none: ' rbd/small@none
     not_served 'cannot open rbd:rbd/none/small: ' rbd/none/small
-    refused "cannot read the cluster's configuration, $SCRATCH/none: " \
+    refused "cannot read the Ceph configuration $SCRATCH/none: " \
         "$BLKQ" attach rbd:rbd/small --export nbd --ceph-conf "$SCRATCH/none"
     refused 'cannot connect to the cluster as client.nobody: ' \
         "$BLKQ" attach rbd:rbd/small --export nbd --ceph-conf "$CLUSTER/ceph.conf" --ceph-user nobody
@@ -262,7 +262,7 @@ stolen_lock() {
     io 'write -P 2 0 16M' flush
     attach_again stolen
     io_fails 'write -P 3 0 1M'
-    "$BLKQ" show stolen | grep 'its address is blocklisted'
+    "$BLKQ" show stolen | grep 'the cluster has blocklisted the address of this client'
     attach_again thief
     io 'read -P 2 0 16M'
     refused 'detached: data may be lost' "$BLKQ" detach stolen
@@ -374,7 +374,7 @@ monitors_stopped() {
     load $((32 * MIB))
     kill -STOP "$(ceph_process mon.a)"
     proceeds 30 || fail "I/O waits for a monitor"
-    not_served 'the cluster did not answer within 60 seconds, connecting to its monitors' rbd/none
+    not_served 'the cluster did not answer within 60 seconds while connecting to its monitors' rbd/none
     kill -CONT "$(ceph_process mon.a)"
     kill_daemon KILL mon.a
     proceeds 30 || fail "I/O waits for a monitor"

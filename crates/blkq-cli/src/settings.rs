@@ -367,7 +367,7 @@ mod tests {
         assert!(why(&["ram:1M"], "direct-io").contains("it is for image files"));
         assert!(why(&["disk.img"], "direct-io").contains("on, off or auto"));
         assert!(why(&["disk.img"], "fault").contains("attach it with --fault"));
-        assert!(why(&["disk.img", "--fault", "none"], "fault").contains("no fault is named"));
+        assert!(why(&["disk.img", "--fault", "none"], "fault").contains("is not a fault"));
         assert!(why(&["disk.img"], "size").contains("blkq resize"));
         for fixed in ["queues", "vhost-socket", "sector-size"] {
             assert!(why(&["disk.img"], fixed).contains(&format!("attach it with --{fixed}")), "{fixed}");

@@ -251,7 +251,7 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
     assert_eq!(dirty(&[&uri], "b1"), [(K << 10, 4 * K), (2 << 20, 64 * K), (8188 * K, 4 * K)]);
     place.done(&["bitmap", "remove", "r", "b1"]);
     place.done(&["detach", "r"]);
-    for (kill_it, why) in [(true, "was not closed"), (false, "written to since")] {
+    for (kill_it, why) in [(true, "was not closed"), (false, "another program has written to")] {
         attached();
         if kill_it {
             kill(place.pid("r"));
@@ -269,7 +269,7 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
     }
     // A file that is none of blkq's, or not known, stays as it is.
     for (content, why) in [
-        (&b"an image"[..], "is no file with bitmaps"),
+        (&b"an image"[..], "is not a bitmap file"),
         (b"blkqbmap\x03\0\0\0", "is damaged"),
         (b"blkqbmap\xff\0\0\0", "version 255"),
     ] {
@@ -508,7 +508,7 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     let file = format!("{base}.bitmaps");
     fs::write(&file, "an image").unwrap();
     let refused = place.refused(&["commit", "q"]);
-    assert!(refused.contains("is no file with bitmaps"), "{refused}");
+    assert!(refused.contains("is not a bitmap file"), "{refused}");
     assert_eq!(fs::read(&file).unwrap(), b"an image");
     fs::remove_file(&file).unwrap();
     qemu_io("raw", uri.trim(), &["write -P 1 1M 64k", "flush"]);

@@ -99,10 +99,9 @@ fn what_the_kernel_has_is_refused_unless_shared() {
     run("mkfs.ext4", &["-q", "-F", &image]);
     let device = KernelLoop(run("losetup", &["-f", "--show", &image]));
     let line = place.refused(&["attach", &image]);
-    let reason =
-        format!("is in use: {} of the kernel's loop driver has it; release it there first", device.0);
+    let reason = format!("is in use: the kernel's loop device {} uses it; release it there first", device.0);
     assert!(line.contains(&reason) && line.contains("--shared"), "{line}");
-    assert!(place.refused(&["losetup", "-f", &image]).contains("loop driver has it"));
+    assert!(place.refused(&["losetup", "-f", &image]).contains("the kernel's loop device "));
     place.done(&["attach", "--shared", &image]);
     place.done(&["detach", "disk.img"]);
     let point = place.dir.join("mnt");
@@ -126,7 +125,7 @@ fn attached_elsewhere_says_where() {
     place.done(&[&["attach", "--name", "low"][..], &window].concat());
     place.done(&["attach", "--name", "high", "--offset", "1M", &image]);
     let line = place.refused(&[&["attach"][..], &window].concat());
-    assert!(line.contains("are attached elsewhere by the device low; release it there first"), "{line}");
+    assert!(line.contains("are locked by the device low; release it there first"), "{line}");
     assert!(place.refused(&["attach", &image]).contains("by the devices high, low;"));
     // By a device of another directory, and by any other process.
     let other = Place::new("where-else");
@@ -427,14 +426,17 @@ fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
         ),
         (
             &["attach", &tiny, "--sector-size", "512"],
-            "has 1 byte there, less than a sector of 512; extend it\n",
+            "has only 1 byte from offset 0, less than a sector of 512; extend it\n",
         ),
-        (&["attach", &image, "--size-limit", "0"], "a device has a size above 0"),
+        (&["attach", &image, "--size-limit", "0"], "the size limit must be more than 0"),
         (
             &["attach", &image, "--size-limit", "1000", "--sector-size", "512"],
             "choose one that is, such as 512",
         ),
-        (&["attach", "ram:1000"], "attach ram:1000: ram has whole sectors, and 1000 is not"),
+        (
+            &["attach", "ram:1000"],
+            "attach ram:1000: the size must be a multiple of the sector size 512 and more than 0, not 1000",
+        ),
         (&["attach", "ram:1E"], "attach ram:1E: cannot reserve"),
         (
             &["attach", &image, "--listen", &taken],

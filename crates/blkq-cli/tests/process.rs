@@ -174,13 +174,14 @@ fn a_panic_aborts_the_daemon_and_is_in_the_log() {
     }
     let log = fs::read_to_string(place.state().join("d.log")).unwrap();
     let line = log.lines().last().unwrap();
-    for part in
-        ["Z panic: thread blkq-queue-0 at crates/blkq-drivers/src/fault/", ": a fault rule asked for it; "]
-    {
+    for part in [
+        "Z panic: thread blkq-queue-0 at crates/blkq-drivers/src/fault/",
+        ": a fault rule injected this panic; ",
+    ] {
         assert!(line.contains(part), "{log}");
     }
     let shown = String::from_utf8(place.run(&["show", "d"]).stdout).unwrap();
-    assert!(shown.contains("state   dead") && shown.contains("a fault rule asked for it"), "{shown}");
+    assert!(shown.contains("state   dead") && shown.contains("a fault rule injected this panic"), "{shown}");
     // Nothing is in the way of the next one.
     place.done(&words);
     place.done(&["detach", "d"]);

@@ -262,7 +262,7 @@ fn a_snapshot_that_cannot_be_leaves_nothing() {
         (&[&image, "--read-only"], &[], "read-only"),
         (&[&image, "--offset", "4096"], &[], "attach it without --offset"),
         (&[&image, "--size-limit", "4096"], &[], "attach it without --size-limit"),
-        (&[&image, "--shared"], &[], "others may write to it"),
+        (&[&image, "--shared"], &[], "other processes may write to it"),
         (&[&image, "--queues", "2"], &[], "the device has 2 queues"),
         (&[&image, "--fault", "none"], &[], "fault"),
         (&["ram:1M"], &[], "only an image file can become a backing file"),

@@ -180,7 +180,10 @@ pub(crate) struct FaultImage(pub(crate) Arc<dyn Image>);
 
 impl FaultImage {
     fn refusal(&self) -> Error {
-        Error::new(ErrorKind::FaultInjection, "faults are injected, and so the device keeps its image")
+        Error::new(
+            ErrorKind::FaultInjection,
+            "faults are injected into the device, so it cannot switch to another image",
+        )
     }
 }
 
@@ -208,7 +211,7 @@ impl Image for FaultImage {
 
 /// The error of an overlay of a device that can have none, called `driver`.
 pub fn no_overlay(driver: &str) -> Error {
-    let message = format!("a {driver} device has no image that another could have behind it");
+    let message = format!("a {driver} device cannot be the backing file of an image");
     Error::new(ErrorKind::Unsupported, message)
 }
 

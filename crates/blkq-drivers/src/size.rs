@@ -11,6 +11,6 @@ pub(crate) fn check_logical_block(bytes: u32) -> Result<u32, Error> {
     if LOGICAL_BLOCK_SIZES.contains(&bytes) {
         return Ok(bytes);
     }
-    let message = format!("a sector has 512, 1024, 2048 or 4096 bytes, not {bytes}");
+    let message = format!("the sector size must be 512, 1024, 2048 or 4096, not {bytes}");
     Err(Error::new(ErrorKind::Invalid, message))
 }

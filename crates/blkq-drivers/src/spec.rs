@@ -139,7 +139,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
     match spec {
         DriverSpec::Null(bytes) => {
             let logical_block_bytes = memory_block("null", options)?;
-            let mut null = NullOptions::new(whole_blocks("null", *bytes, logical_block_bytes)?);
+            let mut null = NullOptions::new(whole_blocks(*bytes, logical_block_bytes)?);
             null.limits.logical_block_bytes = logical_block_bytes;
             null.limits.physical_block_bytes = logical_block_bytes;
             null.limits.discard_granularity = logical_block_bytes;
@@ -147,7 +147,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
         }
         DriverSpec::Ram(bytes) => {
             let logical_block_bytes = memory_block("ram", options)?;
-            let bytes = whole_blocks("ram", *bytes, logical_block_bytes)?;
+            let bytes = whole_blocks(*bytes, logical_block_bytes)?;
             Ok(Opened::without_image(Ram::new(bytes, logical_block_bytes, false)?))
         }
         DriverSpec::Rbd(spec) => {
@@ -207,7 +207,7 @@ fn refuse_file_options(driver: &str, options: &DriverOptions) -> Result<(), Erro
         ("serial dispatch", options.dispatch == Dispatch::Serial),
     ];
     if let Some((option, _)) = refused.iter().find(|(_, given)| *given) {
-        let message = format!("{option} is for image files, and {driver} has none; omit it");
+        let message = format!("{option} is for image files, and {driver} has no file; omit it");
         return Err(Error::new(ErrorKind::Invalid, message));
     }
     Ok(())
@@ -227,13 +227,13 @@ fn refuse_window(driver: &str, options: &DriverOptions) -> Result<(), Error> {
     Ok(())
 }
 
-fn whole_blocks(driver: &str, bytes: u64, logical_block_bytes: u32) -> Result<u64, Error> {
+fn whole_blocks(bytes: u64, logical_block_bytes: u32) -> Result<u64, Error> {
     if bytes != 0 && bytes.is_multiple_of(u64::from(logical_block_bytes)) {
         return Ok(bytes);
     }
     let below = (bytes - bytes % u64::from(logical_block_bytes)).max(u64::from(logical_block_bytes));
     let message = format!(
-        "{driver} has whole sectors, and {bytes} is not a multiple of {logical_block_bytes} above 0; choose one that is, such as {below}"
+        "the size must be a multiple of the sector size {logical_block_bytes} and more than 0, not {bytes}; choose a multiple, such as {below}"
     );
     Err(Error::new(ErrorKind::Invalid, message))
 }

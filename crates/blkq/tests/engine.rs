@@ -511,7 +511,7 @@ fn a_panic_on_an_engine_aborts_the_process() {
     assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
     let printed = String::from_utf8_lossy(&output.stderr);
     assert!(
-        printed.contains("engine-that-panics") && printed.contains("a fault rule asked for it"),
+        printed.contains("engine-that-panics") && printed.contains("a fault rule injected this panic"),
         "{printed}"
     );
 }

@@ -140,7 +140,7 @@ impl FaultQueue {
                 Some(Effect::Error(status)) => Some(Err(status)),
                 Some(Effect::Stuck(_)) => Some(Err(Status::Timeout)),
                 Some(Effect::Lose) => Some(Ok(())),
-                Some(Effect::Panic) => panic!("a fault rule asked for it"),
+                Some(Effect::Panic) => panic!("a fault rule injected this panic"),
                 _ => None,
             };
             if let (Some(effect), Some(result)) = (effect, at_once) {

@@ -142,21 +142,21 @@ const ERRNO: [(&str, Status); 16] = [
 fn parse_errno(text: &str) -> Result<Status, Error> {
     ERRNO.iter().find(|(name, _)| *name == text).map(|(_, status)| *status).ok_or_else(|| {
         let names = ERRNO.map(|(name, _)| name).join(", ");
-        invalid(format!("no error is named {text:?}: there are {names}"))
+        invalid(format!("{text:?} is not the name of an error; use one of {names}"))
     })
 }
 
 fn parse_number(what: &str, text: &str) -> Result<u64, Error> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let number = if digits { text.parse().ok() } else { None };
-    number.ok_or_else(|| invalid(format!("{what}={text}: not a whole number below 2^64")))
+    number.ok_or_else(|| invalid(format!("{what} must be a whole number below 2^64, not {text:?}")))
 }
 
 /// A time with its unit, in nanoseconds: `500us`, `20ms`, `10s`.
 fn parse_time_ns(text: &str) -> Result<u64, Error> {
     Some(parse_duration_ns(text)?)
         .filter(|ns| *ns > 0 && *ns <= 3_600_000_000_000)
-        .ok_or_else(|| invalid(format!("{text}: a delay is longer than 0 and at most an hour")))
+        .ok_or_else(|| invalid(format!("a time must be more than 0 and at most 1 hour, not {text}")))
 }
 
 /// A share: `0.01`, `1%`, `1/100`.
@@ -171,7 +171,7 @@ fn parse_rate(text: &str) -> Result<f64, Error> {
         (None, None) => number(text),
     };
     let rate = rate.filter(|rate| (0.0..=1.0).contains(rate));
-    rate.ok_or_else(|| invalid(format!("rate={text}: write 0.01, 1% or 1/100, at most 1")))
+    rate.ok_or_else(|| invalid(format!("rate must be 0 to 1, such as 0.01, 1% or 1/100, not {text:?}")))
 }
 
 fn parse_operations(text: &str, effect: Effect) -> Result<[bool; Operation::COUNT], Error> {
@@ -180,10 +180,13 @@ fn parse_operations(text: &str, effect: Effect) -> Result<[bool; Operation::COUN
         let operation = Operation::ALL.into_iter().find(|operation| operation.name() == name);
         let operation = operation.ok_or_else(|| {
             let names = Operation::ALL.map(Operation::name).join(", ");
-            invalid(format!("no operation is named {name:?}: there are {names}, joined by +"))
+            invalid(format!("{name:?} is not an operation; use one of {names}, or several joined by +"))
         })?;
         if !effect.concerns(operation) {
-            return Err(invalid(format!("{} cannot happen to a {name}", effect.name())));
+            return Err(invalid(format!(
+                "the fault {} does not apply to the operation {name}",
+                effect.name()
+            )));
         }
         operations[operation as usize] = true;
     }
@@ -191,7 +194,9 @@ fn parse_operations(text: &str, effect: Effect) -> Result<[bool; Operation::COUN
 }
 
 fn parse_range(text: &str) -> Result<Range<u64>, Error> {
-    let fail = || invalid(format!("range={text}: write FROM-TO in bytes, as in 1M-2M, FROM below TO"));
+    let fail = || {
+        invalid(format!("range must be FROM-TO in bytes, such as 1M-2M, with FROM below TO, not {text:?}"))
+    };
     let (from, to) = text.split_once('-').ok_or_else(fail)?;
     let range = parse_bytes(from)?..parse_bytes(to)?;
     if range.is_empty() { Err(fail()) } else { Ok(range) }
@@ -204,10 +209,11 @@ impl FromStr for Rule {
         let mut words = text.split(',');
         let first = words.next().unwrap_or_default();
         let (name, value) = first.split_once('=').map_or((first, None), |(name, value)| (name, Some(value)));
-        let needs = || invalid(format!("{name} needs a value: error=EIO, short=EIO, delay=2ms"));
+        let needs =
+            || invalid(format!("the fault {name} needs a value, such as error=EIO, short=EIO or delay=2ms"));
         let alone = |effect| match value {
             None => Ok(effect),
-            Some(_) => Err(invalid(format!("{name} takes no value"))),
+            Some(_) => Err(invalid(format!("the fault {name} takes no value"))),
         };
         let effect = match name {
             "error" => Effect::Error(parse_errno(value.ok_or_else(needs)?)?),
@@ -220,8 +226,9 @@ impl FromStr for Rule {
             "lose" => alone(Effect::Lose)?,
             "panic" => alone(Effect::Panic)?,
             _ => {
-                let message = "there are error, short, torn, misdirect, corrupt, lose, delay, stuck, panic";
-                return Err(invalid(format!("no fault is named {name:?}: {message}")));
+                let hint =
+                    "use one of error, short, torn, misdirect, corrupt, lose, delay, stuck, panic or none";
+                return Err(invalid(format!("{name:?} is not a fault; {hint}")));
             }
         };
         let operations = Operation::ALL.map(|operation| effect.concerns(operation));
@@ -237,11 +244,11 @@ impl FromStr for Rule {
                 "count" => rule.count = parse_number(key, value)?,
                 // A daemon polls for it from a directory of its own.
                 "file" if value.starts_with('/') => rule.file = Some(value.into()),
-                "file" => return Err(invalid(format!("{word:?}: give the file's absolute path"))),
+                "file" => return Err(invalid(format!("file must be an absolute path, not {value:?}"))),
                 "p99" => rule.effect = with_p99(effect, parse_time_ns(value)?)?,
                 _ => {
-                    let message = "there are op, range, rate, after, count, file, and p99 for delays";
-                    return Err(invalid(format!("{name}: no condition {word:?}: {message}")));
+                    let hint = "use one of op, range, rate, after, count, file, or p99 for a delay";
+                    return Err(invalid(format!("{word:?} is not a condition of {name}; {hint}")));
                 }
             }
         }
@@ -251,10 +258,10 @@ impl FromStr for Rule {
 
 fn with_p99(effect: Effect, p99_ns: u64) -> Result<Effect, Error> {
     let Effect::Delay { mean_ns, .. } = effect else {
-        return Err(invalid("p99 is for delays".to_owned()));
+        return Err(invalid("p99 applies only to the fault delay".to_owned()));
     };
     if p99_ns < mean_ns || p99_ns / mean_ns > P99_BY_MEAN_MAX {
-        let message = format!("p99: from the mean to {P99_BY_MEAN_MAX} times the mean");
+        let message = format!("p99 must be 1 to {P99_BY_MEAN_MAX} times the mean");
         return Err(invalid(message));
     }
     Ok(Effect::Delay { mean_ns, p99_ns: Some(p99_ns) })
@@ -272,7 +279,7 @@ impl FromStr for FaultSpec {
         for part in text.split(';').map(str::trim) {
             match part.strip_prefix("seed=") {
                 Some(seed) if spec.seed.is_none() => spec.seed = Some(parse_number("seed", seed)?),
-                Some(_) => return Err(invalid("there is one seed".to_owned())),
+                Some(_) => return Err(invalid("the seed is given twice; omit one".to_owned())),
                 None => spec.rules.push(part.parse()?),
             }
         }

@@ -107,7 +107,7 @@ impl Backing {
             file.metadata().map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
         check_type(&path, &metadata)?;
         set_flag(&file, OFlags::NONBLOCK, false)
-            .map_err(|e| Error::system(format!("cannot make the image {shown} block"), e))?;
+            .map_err(|e| Error::system(format!("cannot clear O_NONBLOCK on the image {shown}"), e))?;
 
         let block_device = metadata.file_type().is_block_device();
         check_writable(&file, &path, block_device)?;
@@ -242,24 +242,24 @@ pub(crate) fn check_write_access(path: &Path) -> Result<(), Error> {
 fn cannot_open(error: std::io::Error, path: &Path, read_only: bool) -> Error {
     let shown = path.display();
     let busy = match error.raw_os_error() {
-        Some(libc::ETXTBSY) => Some("it is swap space, or a program that runs"),
+        Some(libc::ETXTBSY) => Some("it is swap space or a running program"),
         // Where the kernel lets nobody write to what is mounted.
-        Some(libc::EBUSY) => Some("the kernel has claimed it, as for a mount"),
+        Some(libc::EBUSY) => Some("the kernel has claimed it, for example for a mount"),
         _ => None,
     };
     if let Some(why) = busy {
         return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
     }
-    let (what, cure) = match error.raw_os_error() {
+    let (what, hint) = match error.raw_os_error() {
         // fcntl(2), F_SETLEASE.
         Some(libc::EAGAIN) => ("", "another process holds a lease on the file; stop that process"),
         Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
-            (" for writing", "give write permission, or open it read-only")
+            (" for writing", "grant write permission, or open it read-only")
         }
-        Some(libc::EACCES | libc::EPERM) => ("", "give read permission, or open it as its owner"),
+        Some(libc::EACCES | libc::EPERM) => ("", "grant read permission, or open it as its owner"),
         _ => ("", ""),
     };
-    Error::system(format!("cannot open the image {shown}{what}"), error).with_cure(cure)
+    Error::system(format!("cannot open the image {shown}{what}"), error).with_cure(hint)
 }
 
 fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {
@@ -283,7 +283,7 @@ fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAl
     let file_system = if block_device { None } else { fstatfs(file).ok().map(|stat| stat.f_type) };
     // Linux 6.6 and newer let the flag be set there, to no effect.
     if file_system == Some(TMPFS_MAGIC) {
-        return Err("tmpfs keeps files in the page cache, and nowhere else".to_owned());
+        return Err("tmpfs stores files only in the page cache".to_owned());
     }
     // A write into a hole of such a file goes through the page cache. If it dirties a page of which another direct
     // write completes, the kernel cannot drop the page and fails the next fsync.
@@ -301,7 +301,7 @@ fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAl
         .filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
     if let Some(stat) = stat {
         return match (stat.stx_dio_mem_align, stat.stx_dio_offset_align) {
-            (0, _) | (_, 0) => Err("its file system does no direct I/O on this file".to_owned()),
+            (0, _) | (_, 0) => Err("its file system does not support direct I/O on this file".to_owned()),
             (memory, offset) => Ok(DirectAlign { memory, offset, assumed: false }),
         };
     }

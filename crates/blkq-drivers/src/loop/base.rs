@@ -40,7 +40,7 @@ impl DeviceTerms {
         match mode.direct {
             Some(align) if align.memory.max(align.offset) > self.memory_align => {
                 let reason = format!(
-                    "it demands an alignment of {} bytes, and the clients of the device have one of {}",
+                    "it requires an alignment of {} bytes, and the clients of the device use {}",
                     align.memory.max(align.offset),
                     self.memory_align
                 );
@@ -75,8 +75,10 @@ impl LoopDevice {
         let block = terms.logical_block_bytes;
         if backing.block_device && backing.logical_block > block {
             let shown = backing.path.display();
-            let message =
-                format!("{shown} has sectors of {} bytes, and the device of {block}", backing.logical_block);
+            let message = format!(
+                "{shown} has sectors of {} bytes, and the device has sectors of {block}",
+                backing.logical_block
+            );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let bytes = backing::size(&backing.file, &backing.path)?;
@@ -86,7 +88,7 @@ impl LoopDevice {
             let shown = backing.path.display();
             if backing.block_device {
                 let message = format!(
-                    "{shown} has {bytes} bytes, the device {}, and a block device cannot grow",
+                    "{shown} has {bytes} bytes, fewer than the device ({}), and a block device cannot grow",
                     terms.size
                 );
                 return Err(Error::new(ErrorKind::Unsupported, message));
@@ -155,6 +157,7 @@ pub(crate) fn check_not_longer(path: &Path, bytes: u64, size: u64) -> Result<(),
     if bytes <= size {
         return Ok(());
     }
-    let message = format!("{} has {bytes} bytes, and the device over it only {size}", path.display());
+    let message =
+        format!("the backing file {} has {bytes} bytes, more than the device ({size})", path.display());
     Err(Error::new(ErrorKind::Mismatch, message))
 }

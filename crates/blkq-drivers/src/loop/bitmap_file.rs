@@ -74,7 +74,7 @@ impl BitmapFile {
             Ok(metadata) if metadata.len() == 0 => Ok(created),
             Ok(_) => {
                 let message =
-                    format!("{} has no bitmaps of this image, and is not empty", created.path.display());
+                    format!("{} is not empty and not a bitmap file of this image", created.path.display());
                 Err(Error::new(ErrorKind::Invalid, message).with_cure("remove it"))
             }
             Err(e) => Err(created.failed("read", e)),
@@ -85,7 +85,7 @@ impl BitmapFile {
         let opened = BitmapFile { file, path, slot: 0 };
         let metadata = opened.file.metadata().map_err(|e| opened.failed("read", e))?;
         if !metadata.is_file() {
-            let message = format!("{} is no regular file", opened.path.display());
+            let message = format!("{} is not a regular file", opened.path.display());
             return Err(Error::new(ErrorKind::Invalid, message).with_cure("remove it"));
         }
         // As an image: it may be one.
@@ -100,7 +100,7 @@ impl BitmapFile {
         if bytes == 0 || magic == *MAGIC {
             return Ok(());
         }
-        let message = format!("{} is no file with bitmaps, and stays as it is", self.path.display());
+        let message = format!("{} is not a bitmap file; it is left unchanged", self.path.display());
         Err(Error::new(ErrorKind::Format, message))
     }
 
@@ -121,7 +121,7 @@ impl BitmapFile {
         self.file.read_exact_at(&mut content, 0).map_err(|e| self.failed("read", e))?;
         let version = content.get(8..12).and_then(|version| version.first_chunk());
         if let Some(version) = version.map(|version| u32::from_le_bytes(*version)).filter(|v| *v != VERSION) {
-            let message = format!("{} is of version {version}, which is not known", self.path.display());
+            let message = format!("{} has the unknown format version {version}", self.path.display());
             return Err(Error::new(ErrorKind::Format, message));
         }
         let (bitmaps, slot) = parse(&content, stamp).ok_or_else(|| self.damaged())?;
@@ -147,10 +147,10 @@ impl BitmapFile {
             (Ok(own), Ok(other)) if own == other => Ok(()),
             (Ok(_), Ok(_)) => {
                 let message = format!(
-                    "{} is another file than the one with the bitmaps, which was moved",
+                    "{} is not the bitmap file that the device uses, which was moved",
                     self.path.display()
                 );
-                Err(Error::new(ErrorKind::Invalid, message).with_cure("move that one to its place"))
+                Err(Error::new(ErrorKind::Invalid, message).with_cure("move that file back"))
             }
             (Err(e), _) | (_, Err(e)) => Err(self.failed("read", e)),
         }
@@ -168,7 +168,7 @@ impl BitmapFile {
         let bytes = file_bytes(bitmaps.iter().copied());
         match fallocate(&self.file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
-            Err(e) => Err(self.failed("make room in", e.into())),
+            Err(e) => Err(self.failed("reserve space in", e.into())),
         }
     }
 

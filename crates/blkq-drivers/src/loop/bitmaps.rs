@@ -23,15 +23,15 @@ const BLOCK_DEVICE: &str = "it is a block device";
 pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<String>) {
     let reasons = [
         (backing.block_device, BLOCK_DEVICE),
-        (options.offset != 0 || options.size_limit.is_some(), "only a part of it is served"),
-        (options.shared, "others may write to it"),
+        (options.offset != 0 || options.size_limit.is_some(), "the device serves only a part of it"),
+        (options.shared, "it is shared, and other processes may write to it"),
     ];
     if let Some((_, why)) = reasons.into_iter().find(|(is, _)| *is) {
         return (Err(why), None);
     }
     match BitmapFile::open(&backing.path, options.read_only) {
         Ok(file) => (Ok(Mutex::new(file.map(Box::new))), None),
-        Err(error) => (Ok(Mutex::new(None)), Some(format!("there are no dirty bitmaps: {error}"))),
+        Err(error) => (Ok(Mutex::new(None)), Some(format!("no dirty bitmaps are loaded: {error}"))),
     }
 }
 
@@ -57,7 +57,7 @@ pub(super) fn take(
             file.mark(&bitmaps.iter().collect::<Vec<_>>(), stamp)?;
             Ok((Ok(Mutex::new(Some(Box::new(file)))), None))
         }
-        Err(error) => Ok((Ok(Mutex::new(None)), Some(format!("there are no dirty bitmaps: {error}")))),
+        Err(error) => Ok((Ok(Mutex::new(None)), Some(format!("no dirty bitmaps are loaded: {error}")))),
     }
 }
 
@@ -108,8 +108,8 @@ impl Image<'_> {
         };
         for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
             warnings.push(format!(
-                "the bitmap {} of {} is inconsistent: it was not closed, or the image was written to since; remove \
-                 it, and make a full backup",
+                "the bitmap {} of {} is inconsistent: it was not closed, or another program has written to the \
+                 image; remove the bitmap and make a full backup",
                 bitmap.name(),
                 self.path.display()
             ));
@@ -118,7 +118,8 @@ impl Image<'_> {
             let all: Vec<&Bitmap> = bitmaps.iter().collect();
             file.mark(&all, stamp)?;
             let reserved = file.reserve(&all, stamp);
-            warnings.extend(reserved.err().map(|error| format!("bitmaps may not be kept: {error}")));
+            warnings
+                .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
         } else if bitmaps.is_empty() {
             // The image may get others once it is open for writing.
             *place = None;
@@ -133,7 +134,7 @@ impl Image<'_> {
     pub fn check_reopen(&self) -> Result<(), Error> {
         if !self.is_writable() && self.bitmaps.as_ref().is_ok_and(|place| locked(place).is_some()) {
             let message = format!(
-                "{} has dirty bitmaps, and was opened read-only; open it anew for writing",
+                "{} has dirty bitmaps and was opened read-only; close it and open it for writing",
                 self.path.display()
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -162,14 +163,16 @@ impl Image<'_> {
     /// [`ErrorKind::Unsupported`] if the image can have none, [`ErrorKind::NotFound`] if there is no file for them.
     pub fn check_bitmaps(&self) -> Result<(), Error> {
         let refused = |kind, why: &str| {
-            Err(Error::new(kind, format!("{} has no place for bitmaps: {why}", self.path.display())))
+            Err(Error::new(kind, format!("{} cannot store dirty bitmaps: {why}", self.path.display())))
         };
         match self.bitmaps {
             Err(why) => refused(ErrorKind::Unsupported, why),
             Ok(_) if !self.is_writable() => refused(ErrorKind::Unsupported, "it is read-only"),
             Ok(place) => match &*locked(place) {
-                None => refused(ErrorKind::NotFound, "there is no file for them"),
-                Some(file) if !file.is_linked()? => refused(ErrorKind::NotFound, "their file was removed"),
+                None => refused(ErrorKind::NotFound, "it has no bitmap file"),
+                Some(file) if !file.is_linked()? => {
+                    refused(ErrorKind::NotFound, "its bitmap file was removed")
+                }
                 Some(_) => Ok(()),
             },
         }

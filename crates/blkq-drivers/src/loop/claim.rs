@@ -25,7 +25,7 @@ pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> R
     let shown = backing.path.display();
     let claimed = |by: String| Err(Error::new(ErrorKind::Claimed, format!("{shown} is in use: {by}")));
     if let Some(device) = loop_device(&backing.file, range, read_only) {
-        return claimed(format!("/dev/{device} of the kernel's loop driver has it"));
+        return claimed(format!("the kernel's loop device /dev/{device} uses it"));
     }
     if !backing.block_device {
         // A file is mounted through a loop device, but for erofs and what FUSE mounts.

@@ -48,12 +48,14 @@ pub(crate) fn acquire(
                 range if *range == WHOLE_FILE => "it is".to_owned(),
                 Range { start, end } => format!("bytes {start} to {end} are"),
             };
-            Err(Error::new(ErrorKind::Busy, format!("{path} is in use: {part} attached elsewhere")))
+            Err(Error::new(ErrorKind::Busy, format!("{path} is in use: {part} locked")))
         }
-        _ if shared => Ok(Some(format!("{path} cannot be locked ({error}): nothing keeps others from it"))),
+        _ if shared => Ok(Some(format!(
+            "cannot lock {path} ({error}): other processes can write to it at the same time"
+        ))),
         _ => {
             let message = format!(
-                "{path} cannot be locked ({error}), so others could use it; if none does, open it shared"
+                "cannot lock {path} ({error}), so another process could use it at the same time; if none does, open it shared"
             );
             Err(Error::new(ErrorKind::Unsupported, message))
         }

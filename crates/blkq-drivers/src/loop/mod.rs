@@ -64,7 +64,7 @@ fn tail_file(file: &File, path: &Path, writable: bool) -> Result<Arc<File>, Erro
     let tail = backing::reopen(file, path, writable)?;
     // Else the kernel caches more at once than the unit that is kept from direct I/O.
     fadvise(&tail, 0, None, Advice::Random)
-        .map_err(|e| Error::system(format!("cannot advise the kernel of {}", path.display()), e))?;
+        .map_err(|e| Error::system(format!("cannot turn off read-ahead for {}", path.display()), e))?;
     Ok(Arc::new(tail))
 }
 
@@ -146,7 +146,7 @@ impl LoopDevice {
         )?;
         if options.direct_io == DirectIo::On && mode.direct.is_some_and(|align| align.assumed) {
             warnings.push(format!(
-                "the file system of {} does not report what direct I/O demands: 512 bytes are assumed",
+                "the file system of {} does not report the alignment that direct I/O requires; 512 bytes are assumed",
                 backing.path.display()
             ));
         }
@@ -157,7 +157,7 @@ impl LoopDevice {
         let (size, left_out) = window.capacity(file_size, options.size_limit)?;
         if left_out > 0 {
             warnings.push(format!(
-                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} and are left out",
+                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and are not served",
                 backing.path.display()
             ));
         }
@@ -329,13 +329,16 @@ impl LoopDevice {
             let state = locked(&self.shared.state);
             let block = self.shared.logical_block_bytes;
             let refused = [
-                (self.shared.offset != 0 || state.size_limit.is_some(), "only a part of it is served"),
-                (self.shared_use, "others may write to it"),
-                (state.read_only || !state.writable, "it is read-only, and nothing in it changes"),
-                (!state.size.is_multiple_of(u64::from(block)), "it does not end with a whole sector"),
+                (
+                    self.shared.offset != 0 || state.size_limit.is_some(),
+                    "the device serves only a part of it",
+                ),
+                (self.shared_use, "it is shared, and other processes may write to it"),
+                (state.read_only || !state.writable, "it is read-only, so nothing in it changes"),
+                (!state.size.is_multiple_of(u64::from(block)), "its size is not a whole number of sectors"),
             ];
             if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
-                let message = format!("{} cannot be behind another image: {why}", self.path.display());
+                let message = format!("{} cannot become a backing file: {why}", self.path.display());
                 return Err(Error::new(ErrorKind::Unsupported, message));
             }
             let direct = state.mode.direct;
@@ -436,7 +439,7 @@ impl Driver for LoopDevice {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
         extents::of_file(&file, self.shared.offset, u64::from(self.shared.logical_block_bytes), range, max)
-            .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
+            .map_err(|e| Error::system(format!("cannot read the extents of {}", self.path.display()), e))
     }
 
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
@@ -546,7 +549,9 @@ impl Driver for LoopDevice {
         let state = locked(&self.shared.state);
         let counters = self.shared.counters.snapshot();
         let (effective, reason) = match &state.mode.direct {
-            Some(align) => ("on", format!("offsets by {}, memory by {}", align.offset, align.memory)),
+            Some(align) => {
+                ("on", format!("alignment {} for offsets, {} for memory", align.offset, align.memory))
+            }
             None => ("off", state.mode.reason.to_string()),
         };
         vec![

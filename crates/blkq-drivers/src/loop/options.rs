@@ -165,19 +165,19 @@ impl Window<'_> {
         let there = file_size.saturating_sub(offset);
         if there == 0 {
             return Err(invalid(format!(
-                "the offset {offset} is beyond the end of {path} ({file_size} bytes); choose a smaller one"
+                "the offset {offset} is beyond the end of {path} ({file_size} bytes); choose a smaller offset"
             )));
         }
         match limit {
-            Some(0) => Err(invalid("a device has a size above 0; choose another size limit".to_owned())),
+            Some(0) => Err(invalid("the size limit must be more than 0".to_owned())),
             Some(limit) if !self.partial && !limit.is_multiple_of(logical_block_bytes) => {
                 Err(invalid(format!(
-                    "the size {limit} is not a multiple of the sector size {logical_block_bytes}; choose one that is, such as {}",
+                    "the size {limit} is not a multiple of the sector size {logical_block_bytes}; choose a multiple, such as {}",
                     (limit - limit % logical_block_bytes).max(logical_block_bytes)
                 )))
             }
             Some(limit) if limit > there => Err(invalid(format!(
-                "{limit} bytes from offset {offset} on end beyond the end of {path} ({file_size} bytes); \
+                "{limit} bytes from offset {offset} reach beyond the end of {path} ({file_size} bytes); \
                  choose less, or extend the image"
             ))),
             Some(limit) => Ok((limit, 0)),
@@ -190,7 +190,7 @@ impl Window<'_> {
                     ""
                 };
                 Err(invalid(format!(
-                    "{path} has {there} byte{plural} there, less than a sector of {logical_block_bytes}; extend it{smaller}"
+                    "{path} has only {there} byte{plural} from offset {offset}, less than a sector of {logical_block_bytes}; extend it{smaller}"
                 )))
             }
             None => Ok((there - there % logical_block_bytes, there % logical_block_bytes)),
@@ -227,19 +227,19 @@ pub(crate) fn choose_mode(
     offset: u64,
 ) -> Result<Mode, Error> {
     if requested == DirectIo::Off {
-        return Ok(Mode { direct: None, reason: "as asked for".to_owned() });
+        return Ok(Mode { direct: None, reason: "as requested".to_owned() });
     }
     // The obstacle, and its kind with the facts of a cure.
     let (reason, kind) = match possible {
         Err(why) => (why.clone(), ErrorKind::NoDirectIo),
         Ok(align) if align.memory > 4096 || align.offset > LOGICAL_BLOCK_MAX_BYTES => {
             let demanded = align.memory.max(align.offset);
-            (format!("it demands an alignment of {demanded} bytes"), ErrorKind::NoDirectIo)
+            (format!("it requires an alignment of {demanded} bytes"), ErrorKind::NoDirectIo)
         }
         // Each piece of memory must be a multiple of the alignment, and may be one sector long.
         Ok(align) if logical_block_bytes < align.offset.max(align.memory) => (
             format!(
-                "it demands an alignment of {} bytes, and the sector size is {logical_block_bytes}",
+                "it requires an alignment of {} bytes, and the sector size is {logical_block_bytes}",
                 align.offset.max(align.memory)
             ),
             ErrorKind::DirectIoSector {
@@ -248,11 +248,11 @@ pub(crate) fn choose_mode(
             },
         ),
         Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (
-            format!("it demands an alignment of {} bytes, and the offset is {offset}", align.offset),
+            format!("it requires an alignment of {} bytes, and the offset is {offset}", align.offset),
             ErrorKind::DirectIoOffset { align_bytes: align.offset, offset_bytes: offset },
         ),
         Ok(align) if align.assumed && requested == DirectIo::Auto => {
-            let reason = "its file system does not report what direct I/O demands";
+            let reason = "its file system does not report the alignment that direct I/O requires";
             (reason.to_owned(), ErrorKind::NoDirectIo)
         }
         Ok(align) => return Ok(Mode { direct: Some(*align), reason: String::new() }),

@@ -346,7 +346,7 @@ unsafe impl DriverQueue for LoopQueue {
             };
         }
         let Progress { done, attempts } = Progress::load(&request.pdu);
-        let again = if attempts > 0 { format!(", tried {attempts} times more") } else { String::new() };
+        let again = if attempts > 0 { format!(", retried {attempts} times") } else { String::new() };
         let done =
             if done > 0 { format!(", {done} of {} bytes done", request.bytes()) } else { String::new() };
         format!("in the kernel's io_uring{done}{again}").into()

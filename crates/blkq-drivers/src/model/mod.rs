@@ -97,7 +97,7 @@ impl Driver for Model {
         if matches!(self.options.completion, ModelCompletion::Disk(_) | ModelCompletion::RateLimited(_))
             && queues.iter().any(|queue| Arc::strong_count(queue) > 1)
         {
-            let message = "a modelled disk has one arm, or one bucket, and so one queue: ask for one queue";
+            let message = "a modelled disk has one arm or one token bucket, so only one queue can be open";
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         let counters = Arc::new(ModelCounters::default());

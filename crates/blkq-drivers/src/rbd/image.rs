@@ -144,7 +144,7 @@ impl Image {
         // SAFETY: the handle was made and is not connected yet.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
         check(connected, || format!("cannot connect to the cluster as {}", options.client())).map_err(
-            |e| e.with_cure("check the configuration, the user's keyring, and that the monitors run"),
+            |e| e.with_cure("check the configuration, the user's keyring, and that the monitors are running"),
         )?;
         // Monitors have settings for their clients, which come with the connection.
         let discard_granularity = cluster.number(DISCARD_GRANULARITY.0).unwrap_or(DISCARD_GRANULARITY.1);
@@ -152,7 +152,7 @@ impl Image {
         let pool = Pool::open(&cluster, options)?;
         step("opening the image");
         let completed = eventfd(0, EventfdFlags::CLOEXEC)
-            .map_err(|e| Error::system("cannot make an eventfd", e))
+            .map_err(|e| Error::system("cannot create an eventfd", e))
             .map(Arc::new)?;
         let handle = open_image(library, &pool, options)?;
         let mut image = Image { library, handle, watch: None, completed, _pool: pool, _cluster: cluster };
@@ -160,7 +160,7 @@ impl Image {
         let notified = unsafe {
             (library.rbd_set_image_notification)(handle, image.completed.as_raw_fd(), EVENT_TYPE_EVENTFD)
         };
-        check(notified, || format!("rbd:{spec}: cannot be notified of completions"))?;
+        check(notified, || format!("cannot register for completions of rbd:{spec}"))?;
         let lock = image.take_lock(options, step)?;
         step("reading its size");
         if spec.snapshot().is_none() {
@@ -299,7 +299,7 @@ impl Image {
         let mut locked_by = owner()?;
         if let Some(address) = locked_by.as_ref().filter(|owner| options.predecessor.as_ref() == Some(owner))
         {
-            step("breaking the lock of the process before");
+            step("breaking the lock of the previous process");
             let address = text(address.as_bytes())?;
             // Where the user may not do that, the cluster notices in its own time.
             // SAFETY: the image is open, and the address a text.
@@ -310,7 +310,7 @@ impl Image {
             && self.clients().map_err(|errno| failed(errno, what()))?.contains(&owner)
         {
             let message = format!(
-                "rbd:{spec} is locked by the client at {owner} (if that has died, the cluster notices within 30 seconds)"
+                "rbd:{spec} is locked by the client at {owner} (if that client was killed, its lock expires within 30 seconds)"
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
@@ -433,7 +433,7 @@ impl Cluster {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the names are texts, which are copied.
         let created = unsafe { (library.rados_create2)(&mut handle, c"ceph".as_ptr(), client.as_ptr(), 0) };
-        check(created, || format!("cannot make the client {}", options.client()))?;
+        check(created, || format!("cannot create the Ceph client {}", options.client()))?;
         library::CLIENTS.fetch_add(1, Ordering::SeqCst);
         let cluster = Cluster { library, handle };
         let file = options.conf.as_ref().map(|path| text(path.as_os_str().as_bytes())).transpose()?;
@@ -441,23 +441,20 @@ impl Cluster {
         // SAFETY: the handle is not connected, and the path a text or null.
         check(unsafe { (library.rados_conf_read_file)(handle, path) }, || {
             let name = options.conf.as_ref().map(|path| path.display().to_string());
-            format!(
-                "cannot read the cluster's configuration, {}",
-                name.as_deref().unwrap_or("/etc/ceph/ceph.conf")
-            )
+            format!("cannot read the Ceph configuration {}", name.as_deref().unwrap_or("/etc/ceph/ceph.conf"))
         })?;
         if let Some(keyring) = &options.keyring {
             let path = text(keyring.as_os_str().as_bytes())?;
             // SAFETY: as above.
             check(unsafe { (library.rados_conf_set)(handle, c"keyring".as_ptr(), path.as_ptr()) }, || {
-                format!("cannot take the keyring {}", keyring.display())
+                format!("cannot use the keyring {}", keyring.display())
             })?;
         }
         let cache = options.write_through.then_some((CACHE, c"false"));
         for (name, value) in SETTINGS.into_iter().chain(cache) {
             // SAFETY: as above.
             check(unsafe { (library.rados_conf_set)(handle, name.as_ptr(), value.as_ptr()) }, || {
-                format!("cannot set {}", name.to_string_lossy())
+                format!("cannot set the Ceph option {}", name.to_string_lossy())
             })?;
         }
         Ok(cluster)

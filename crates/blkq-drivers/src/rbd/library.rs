@@ -172,10 +172,8 @@ impl Loaded {
         // SAFETY: the initialisers of Ceph's libraries run, which are made for any program.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            let message = format!(
-                "RBD images need Ceph's libraries: {}; install them (librbd1 of Debian, librbd1 of Fedora)",
-                last_error()
-            );
+            let message =
+                format!("RBD images need Ceph's libraries: {}; install the package librbd1", last_error());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         Ok(Loaded { name, handle })
@@ -186,7 +184,10 @@ impl Loaded {
         // SAFETY: the library is loaded, and stays so.
         let address = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
         if address.is_null() {
-            let message = format!("{} has no {name}: RBD images need Ceph 15 or newer; update it", self.name);
+            let message = format!(
+                "{} has no function {name}: RBD images need Ceph 15 or newer; update the package librbd1",
+                self.name
+            );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         Ok(address)

@@ -77,7 +77,7 @@ impl Rbd {
         let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
         load()?;
         let changed = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::system("cannot make an eventfd", e))
+            .map_err(|e| Error::system("cannot create an eventfd", e))
             .map(Arc::new)?;
         let (image, facts) = ImageThread::open(options, changed.clone())?;
         let capacity = AtomicU64::new(facts.size - facts.size % u64::from(logical_block_bytes));
@@ -196,7 +196,7 @@ impl Driver for Rbd {
             Some(_) => {
                 let spec = &self.options.spec;
                 let message = format!(
-                    "rbd:{spec} has {now} bytes, and its cluster changes that: use `rbd resize`, and the device takes the new size over"
+                    "rbd:{spec} has {now} bytes; resize the image with `rbd resize`, and the device takes the new size"
                 );
                 Err(Error::new(ErrorKind::Invalid, message))
             }
@@ -227,12 +227,12 @@ impl Driver for Rbd {
     fn warnings(&self) -> Vec<String> {
         let missing = self.facts.lock == Lock::Missing;
         let missing = missing.then(|| {
-            "the image has no exclusive lock: nothing keeps other clients from writing to it (`rbd feature enable POOL/IMAGE exclusive-lock`)".to_owned()
+            "the feature exclusive-lock is not enabled on the image, so other clients can write to it at the same time; run `rbd feature enable POOL/IMAGE exclusive-lock` and attach again".to_owned()
         });
         let cached =
             self.options.write_through && !self.options.reads_only() && self.facts.cached == Some(true);
         let cached = cached.then(|| {
-            "settings in the cluster turn librbd's cache on, and a daemon that is killed loses what it acknowledged (`rbd config image set POOL/IMAGE rbd_cache false`, and attach again)".to_owned()
+            "settings in the cluster enable librbd's cache, so a killed daemon loses writes that it has acknowledged; run `rbd config image set POOL/IMAGE rbd_cache false` and attach again".to_owned()
         });
         self.shared.losses.describe().map(str::to_owned).chain(missing).chain(cached).collect()
     }
@@ -242,7 +242,7 @@ impl Driver for Rbd {
         let spec = &self.options.spec;
         let lock = match lock {
             Lock::None => "not taken",
-            Lock::Missing => "the image has none",
+            Lock::Missing => "not enabled on the image",
             Lock::Held if self.shared.losses.describe().next().is_some() => "lost",
             Lock::Held => "held",
         };

@@ -25,13 +25,13 @@ impl Losses {
         let reasons = [
             (
                 &self.excluded,
-                "the cluster keeps this client from the image (its address is blocklisted): another one has taken its exclusive lock, or an administrator asked for it; I/O fails until it is attached anew",
+                "the cluster has blocklisted the address of this client, because another client has taken the exclusive lock of the image, or by request of an administrator; I/O fails until the image is attached again",
             ),
             (
                 &self.unlocked,
-                "the image's exclusive lock is another client's by now: writes fail until it is attached anew",
+                "another client has taken the exclusive lock of the image; writes fail until the image is attached again",
             ),
-            (&self.removed, "the image, or a part of it, is no longer in the cluster: it was removed"),
+            (&self.removed, "the image or a part of it was removed from the cluster"),
         ];
         reasons.into_iter().filter(|(lost, _)| lost.load(Relaxed)).map(|(_, reason)| reason)
     }

@@ -61,7 +61,7 @@ impl FromStr for RbdSpec {
             return invalid("has an empty part");
         }
         if [namespace, snapshot].iter().flatten().any(|part| part.contains('@')) {
-            return invalid("has an @ that begins no snapshot");
+            return invalid("has an unexpected @");
         }
         if CString::new(text).is_err() {
             return invalid("contains a zero byte");

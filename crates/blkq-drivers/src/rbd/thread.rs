@@ -85,7 +85,7 @@ impl ImageThread {
                 Err(RecvTimeoutError::Timeout) => {
                     // The thread is left as it is, and closes the image if the cluster answers.
                     let message = format!(
-                        "rbd:{spec}: the cluster did not answer within {} seconds, {at}; check that its monitors and OSDs run and are reached",
+                        "rbd:{spec}: the cluster did not answer within {} seconds while {at}; check that its monitors and OSDs are running and reachable",
                         OPEN_TIMEOUT.as_secs()
                     );
                     return Err(Error::new(ErrorKind::System, message));

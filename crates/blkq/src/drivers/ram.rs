@@ -87,7 +87,7 @@ impl Driver for Ram {
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         self.medium
             .extents(range, max)
-            .map_err(|e| Error::system("cannot ask the kernel which pages of the RAM disk exist", e))
+            .map_err(|e| Error::system("cannot read which pages of the RAM disk are allocated", e))
     }
 }
 
@@ -168,12 +168,12 @@ impl Medium {
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
         let fail = |e: rustix::io::Errno| {
             let policy = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").unwrap_or_default();
-            let cure = match policy.trim() {
-                "2" => "ask for less, or set vm.overcommit_memory=0",
-                _ => "ask for less, or raise the limit of address space (ulimit -v) if there is one",
+            let hint = match policy.trim() {
+                "2" => "choose a smaller size, or set vm.overcommit_memory=0",
+                _ => "choose a smaller size, or raise the limit of address space (ulimit -v)",
             };
             Error::system(format!("cannot reserve {capacity} bytes of memory for a RAM disk"), e)
-                .with_cure(cure)
+                .with_cure(hint)
         };
         let bytes = usize::try_from(capacity).map_err(|_| fail(rustix::io::Errno::NOMEM))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -380,7 +380,7 @@ mod tests {
         let tag = h.bare(Operation::Discard, BioFlags::empty(), 1 << 20, 512);
         assert_eq!(h.run(tag).0, Err(Status::Invalid));
         assert!(Ram::new(1000, 512, false).is_err() && Ram::new(0, 512, false).is_err());
-        assert!(Ram::new(1 << 62, 512, false).err().unwrap().to_string().contains("ask for less"));
+        assert!(Ram::new(1 << 62, 512, false).err().unwrap().to_string().contains("choose a smaller size"));
     }
 
     #[test]

@@ -565,7 +565,7 @@ fn a_request_that_hangs_says_how_far_it_is() {
     assert_eq!(harness.state(first), "in the kernel's io_uring");
     assert_eq!(harness.state(second), "in the driver, waiting for its turn at the file");
     harness.set_pdu(first, [4096, 3]);
-    assert_eq!(harness.state(first), "in the kernel's io_uring, 4096 of 8192 bytes done, tried 3 times more");
+    assert_eq!(harness.state(first), "in the kernel's io_uring, 4096 of 8192 bytes done, retried 3 times");
     harness.set_pdu(first, [0, 0]);
     assert_eq!(harness.wait(first).0, Ok(()));
     assert_eq!(harness.wait(second).0, Ok(()));

@@ -17,7 +17,7 @@ fn each_error_has_what_why_and_the_cure() {
         ),
         (LoopOptions { offset: 10_240, ..given.clone() }, "the offset 10240 is beyond the end of"),
         (LoopOptions { size_limit: Some(1000), ..given.clone() }, "the size 1000 is not a multiple"),
-        (LoopOptions { size_limit: Some(0), ..given.clone() }, "a device has a size above 0"),
+        (LoopOptions { size_limit: Some(0), ..given.clone() }, "the size limit must be more than 0"),
         (LoopOptions { size_limit: Some(10_240), ..given.clone() }, "beyond the end of"),
         (
             LoopOptions { offset: 512, size_limit: Some(9728), ..given.clone() },
@@ -26,7 +26,7 @@ fn each_error_has_what_why_and_the_cure() {
         (LoopOptions { offset: 1 << 63, ..given.clone() }, "is beyond the end of"),
         (
             LoopOptions { logical_block_bytes: Some(1234), ..given.clone() },
-            "a sector has 512, 1024, 2048 or 4096 bytes, not 1234",
+            "the sector size must be 512, 1024, 2048 or 4096, not 1234",
         ),
         (
             LoopOptions { logical_block_bytes: Some(4096), offset: 8192, ..given.clone() },
@@ -84,7 +84,7 @@ fn an_image_that_cannot_be_written_fails_with_the_cure() {
     let message = refusal(&LoopOptions::new(&path));
     assert!(
         message.contains("for writing: ")
-            && message.ends_with("; give write permission, or open it read-only"),
+            && message.ends_with("; grant write permission, or open it read-only"),
         "{message}"
     );
     let device = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) }).unwrap();
@@ -148,8 +148,8 @@ fn an_image_that_its_user_may_not_open_fails_with_the_cure() {
         [true, false].map(|read_only| refusal(&LoopOptions { read_only, ..LoopOptions::new(&path) }))
     });
     let [reading, writing] = refused.join().unwrap();
-    assert!(reading.contains("; give read permission, or open it as its owner"), "{reading}");
-    assert!(writing.contains("for writing: ") && writing.contains("; give write permission"), "{writing}");
+    assert!(reading.contains("; grant read permission, or open it as its owner"), "{reading}");
+    assert!(writing.contains("for writing: ") && writing.contains("; grant write permission"), "{writing}");
 }
 
 #[test]
@@ -227,17 +227,14 @@ fn auto_says_why_it_is_buffered() {
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Auto);
     assert_eq!(fact(&device, "direct-io"), "on");
-    assert!(fact(&device, "direct-io-reason").starts_with("offsets by "));
+    assert!(fact(&device, "direct-io-reason").starts_with("alignment "));
     assert_eq!(fact(&device, "direct-io-requested"), "auto");
     assert_eq!(fact(&device, "backing-file"), path.canonicalize().unwrap().display().to_string());
     let directory = Directory::tmpfs("size=1m");
     let device = open(&directory.image(65536), DirectIo::Auto);
     assert_eq!(fact(&device, "direct-io"), "off");
     assert!(!fact(&device, "direct-io-reason").is_empty());
-    assert_eq!(
-        device.warnings(),
-        ["direct I/O is off: tmpfs keeps files in the page cache, and nowhere else"]
-    );
+    assert_eq!(device.warnings(), ["direct I/O is off: tmpfs stores files only in the page cache"]);
     // There is none to be had, though the kernel lets the flag be set; and a warning vanishes with its cause.
     device.set(&LoopSetting::DirectIo(DirectIo::Off)).unwrap();
     let on = LoopSetting::DirectIo(DirectIo::On);
@@ -284,7 +281,7 @@ fn overlapping_attaches_are_refused_unless_shared() {
     for (read_only, shared) in [(false, false), (true, false), (false, true), (true, true)] {
         let overlapping = window(half - 512, 1024, read_only, shared);
         let message = refusal(&overlapping);
-        assert!(message.contains("is in use: bytes 523776 to 524800 are attached elsewhere"), "{message}");
+        assert!(message.contains("is in use: bytes 523776 to 524800 are locked"), "{message}");
         assert_eq!(LoopDevice::open(&overlapping).err().unwrap().kind(), ErrorKind::Busy);
     }
     let other = LoopDevice::open(&window(half, half, false, false)).unwrap();
@@ -332,7 +329,7 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     let shown = path.to_str().unwrap();
     let given = LoopOptions::new(&path);
     let kernel = KernelLoop::set_up(&["--offset", "65536", "--sizelimit", "65536", shown]);
-    let reason = format!("{} of the kernel's loop driver has it", kernel.0);
+    let reason = format!("the kernel's loop device {} uses it", kernel.0);
     is_claimed(&given, &reason);
     is_claimed(&LoopOptions { read_only: true, ..given.clone() }, &reason);
     is_claimed(&LoopOptions { offset: 131_072 - 512, ..given.clone() }, &reason);
@@ -352,7 +349,7 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     // Readers do each other no harm.
     let _kernel = KernelLoop::set_up(&["--read-only", shown]);
     LoopDevice::open(&LoopOptions { read_only: true, ..given.clone() }).unwrap();
-    is_claimed(&given, "of the kernel's loop driver has it");
+    is_claimed(&given, "the kernel's loop device ");
 }
 
 // Contract: exclusive
