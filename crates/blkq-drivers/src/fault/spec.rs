@@ -226,8 +226,7 @@ impl FromStr for Rule {
             "lose" => alone(Effect::Lose)?,
             "panic" => alone(Effect::Panic)?,
             _ => {
-                let hint =
-                    "use one of error, short, torn, misdirect, corrupt, lose, delay, stuck, panic or none";
+                let hint = "use one of error, short, torn, misdirect, corrupt, lose, delay, stuck, panic";
                 return Err(invalid(format!("{name:?} is not a fault; {hint}")));
             }
         };

@@ -1,4 +1,4 @@
-//! Opening an image, and finding out what its file system and its device can do.
+//! Opens an image, and probes what its file system and its block device support.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -12,7 +12,7 @@ use rustix::fs::{
     ioctl_getflags, seek, statx,
 };
 
-/// The operations that are submitted to the files of images, to be probed.
+/// The io_uring operations that are submitted to image files. A ring must support all of them.
 pub(crate) const OPERATIONS: [(&str, u8); 8] = [
     ("IORING_OP_READ", opcode::Read::CODE),
     ("IORING_OP_WRITE", opcode::Write::CODE),
@@ -27,55 +27,55 @@ pub(crate) const OPERATIONS: [(&str, u8); 8] = [
 /// `TMPFS_MAGIC` of the kernel's uapi/linux/magic.h.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// `EXT4_SUPER_MAGIC` of the same file, which ext2 and ext3 share.
+/// `EXT4_SUPER_MAGIC` of uapi/linux/magic.h; ext2 and ext3 have the same number.
 const EXT_MAGIC: i64 = 0xef53;
 /// `FS_EXTENT_FL` of uapi/linux/fs.h: the file maps its blocks by extents.
 const EXTENT_FLAG: u32 = 0x0008_0000;
 
-/// `HUGETLBFS_MAGIC` of uapi/linux/magic.h.
+// uapi/linux/magic.h
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
-/// `BLKROGET` of uapi/linux/fs.h.
+// uapi/linux/fs.h
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// The alignment that direct I/O demands of a request.
+/// The alignment that direct I/O requires of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct DirectAlign {
-    /// Of addresses in memory, in bytes.
+    /// Alignment of memory addresses, in bytes.
     pub memory: u32,
-    /// Of offsets in the file and of lengths, in bytes.
+    /// Alignment of file offsets and of lengths, in bytes.
     pub offset: u32,
-    /// Unknown: it is what disks usually demand.
+    /// The file system reports no alignment, and the usual 512 bytes are assumed.
     pub assumed: bool,
 }
 
-/// An open image and what is known about it.
+/// An open image, and the facts about it.
 pub(crate) struct Backing {
     pub file: File,
-    /// Absolute, without symbolic links, unless its owner prefers `link`.
+    /// Absolute, with all symbolic links resolved, unless the owner of this value uses `link` instead.
     pub path: PathBuf,
-    /// The symbolic link by which it was opened, if the link is in another directory.
+    /// The symbolic link under which the image was opened, if the link is in another directory than the image.
     pub link: Option<PathBuf>,
-    /// The numbers of its file system's device and of its inode.
+    /// The device number of the file system, and the inode.
     pub identity: (u64, u64),
     pub block_device: bool,
-    /// The alignment that direct I/O demands, or the reason why there is no direct I/O.
+    /// The alignment that direct I/O requires, or the reason why direct I/O is not possible.
     pub direct: Result<DirectAlign, String>,
-    /// The block device's own logical block; 512 for a file.
+    /// The logical block size of a block device, in bytes; 512 for a regular file.
     pub logical_block: u32,
-    /// The unit in which space is allocated.
+    /// The unit in which space is allocated, in bytes.
     pub physical_block: u32,
-    /// The unit in which space is freed.
+    /// The unit in which space is freed, in bytes.
     pub discard_granularity: u32,
-    /// Whether space can be freed at all, as far as is known without trying.
+    /// False if a block device reports that it does not support discards. A file system has to be tried.
     pub discards: bool,
     pub rotational: bool,
 }
 
 impl Backing {
-    /// Opens the image at `path`, a regular file or a block device.
+    /// Opens the image at `path`, which must be a regular file or a block device.
     ///
     /// # Errors
-    /// One line: what, why, and the cure.
+    /// One line that names the step that failed, the reason, and a hint if there is one.
     pub fn open(path: &Path, read_only: bool) -> Result<Backing, Error> {
         let shown = path.display();
         let link = link_elsewhere(path);
@@ -83,10 +83,10 @@ impl Backing {
             .map_err(|e| Error::system(format!("cannot find the image {shown}"), e))?;
         let metadata = std::fs::metadata(&path)
             .map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
-        // Before it is opened, because opening a device may do something; and after, because
-        // the name may have changed hands meanwhile.
+        // The type is checked before the open, because opening a device can have side effects (a tape rewinds), and
+        // again in `of_open`, because the path may name another file by then.
         check_type(&path, &metadata)?;
-        // O_NONBLOCK: should it be a pipe by now, that opens instead of hanging.
+        // O_NONBLOCK: if the path names a pipe by now, the open must not wait for its other end.
         let file = OpenOptions::new()
             .read(true)
             .write(!read_only)
@@ -96,8 +96,8 @@ impl Backing {
         Ok(Backing { link, ..Backing::of_open(file, path)? })
     }
 
-    /// The image at `path`, absolute and without symbolic links, that `file` has open, with
-    /// `O_NONBLOCK`.
+    /// Probes the image at `path`, which `file` has open. The path is absolute, with symbolic links resolved.
+    /// `O_NONBLOCK` is cleared.
     ///
     /// # Errors
     /// As [`Backing::open`].
@@ -137,13 +137,13 @@ impl Backing {
     }
 }
 
-/// The path that the file has now; one that was removed is marked, as the kernel does it.
+/// The current path of the open file. The kernel appends " (deleted)" if the file was removed.
 pub(crate) fn name_now(file: &File) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
-/// The symbolic link at `path` if it leads to an image in another directory: its absolute path, of which only the last
-/// part is a link.
+/// If `path` is a symbolic link to an image in another directory, the absolute path of the link, of which only the
+/// last component is not resolved.
 pub fn link_elsewhere(path: &Path) -> Option<PathBuf> {
     if !std::fs::symlink_metadata(path).ok()?.is_symlink() {
         return None;
@@ -163,8 +163,8 @@ pub(crate) fn size(file: &File, path: &Path) -> Result<u64, Error> {
         .map_err(|e| Error::system(format!("cannot find the size of {}", path.display()), e))
 }
 
-/// When the file was created, in nanoseconds; 0 if its file system does not know. Another file may have the same inode
-/// once this one was removed.
+/// The creation time of the file, in nanoseconds; 0 if the file system does not record it. It tells a file apart from
+/// a later one that has got the same inode number.
 pub(crate) fn birth(file: &File) -> u64 {
     let stat = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();
     let stat = stat.filter(|stat| stat.stx_mask & StatxFlags::BTIME.bits() != 0);
@@ -174,7 +174,7 @@ pub(crate) fn birth(file: &File) -> u64 {
     })
 }
 
-/// Makes durable what was written to the file.
+/// Makes all writes to the file durable (fdatasync).
 pub(crate) fn sync(file: &File) -> std::io::Result<()> {
     #[cfg(simulation)]
     return blkq::simulation::world().sync(file.as_raw_fd());
@@ -192,20 +192,22 @@ pub(crate) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<(
     Ok(())
 }
 
-/// The same file opened anew, for reading or for writing too.
+/// Opens the same file a second time, whatever its path is now. The new open file description has its own flags and
+/// locks.
 pub(crate) fn reopen(file: &File, path: &Path, writable: bool) -> Result<File, Error> {
-    let same = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let fd_path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let what = if writable { "for writing" } else { "a second time" };
-    let again = OpenOptions::new()
+    let reopened = OpenOptions::new()
         .read(true)
         .write(writable)
-        .open(same)
+        .open(fd_path)
         .map_err(|e| Error::system(format!("cannot open the image {} {what}", path.display()), e))?;
     if writable {
-        let metadata = again.metadata();
-        check_writable(&again, path, metadata.is_ok_and(|metadata| metadata.file_type().is_block_device()))?;
+        let is_block_device =
+            reopened.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
+        check_writable(&reopened, path, is_block_device)?;
     }
-    Ok(again)
+    Ok(reopened)
 }
 
 fn is_read_only(block_device: &File) -> bool {
@@ -215,7 +217,7 @@ fn is_read_only(block_device: &File) -> bool {
     asked == 0 && read_only != 0
 }
 
-/// Refuses an image that the kernel opened for writing although each write to it fails.
+/// Rejects an image that the kernel opens for writing although every write to it fails.
 fn check_writable(file: &File, path: &Path, block_device: bool) -> Result<(), Error> {
     if !fcntl_getfl(file).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR) {
         return Ok(());
@@ -243,7 +245,7 @@ fn cannot_open(error: std::io::Error, path: &Path, read_only: bool) -> Error {
     let shown = path.display();
     let busy = match error.raw_os_error() {
         Some(libc::ETXTBSY) => Some("it is swap space or a running program"),
-        // Where the kernel lets nobody write to what is mounted.
+        // Kernels without CONFIG_BLK_DEV_WRITE_MOUNTED refuse to open mounted devices for writing.
         Some(libc::EBUSY) => Some("the kernel has claimed it, for example for a mount"),
         _ => None,
     };
@@ -251,7 +253,7 @@ fn cannot_open(error: std::io::Error, path: &Path, read_only: bool) -> Error {
         return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
     }
     let (what, hint) = match error.raw_os_error() {
-        // fcntl(2), F_SETLEASE.
+        // An open with O_NONBLOCK fails this way while another process holds a lease (F_SETLEASE in fcntl(2)).
         Some(libc::EAGAIN) => ("", "another process holds a lease on the file; stop that process"),
         Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
             (" for writing", "grant write permission, or open it read-only")
@@ -281,19 +283,19 @@ fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<(), Error> {
 
 fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAlign, String> {
     let file_system = if block_device { None } else { fstatfs(file).ok().map(|stat| stat.f_type) };
-    // Linux 6.6 and newer let the flag be set there, to no effect.
+    // Since Linux 6.6 O_DIRECT can be set on tmpfs, without effect.
     if file_system == Some(TMPFS_MAGIC) {
         return Err("tmpfs stores files only in the page cache".to_owned());
     }
-    // A write into a hole of such a file goes through the page cache. If it dirties a page of which another direct
-    // write completes, the kernel cannot drop the page and fails the next fsync.
+    // In a file without extents a direct write into a hole goes through the page cache. If it dirties a page to which
+    // another direct write completes, the kernel cannot invalidate the page and fails the next fsync(2).
     if file_system == Some(EXT_MAGIC)
         && ioctl_getflags(file).is_ok_and(|flags| flags.bits() & EXTENT_FLAG == 0)
     {
         return Err("the file has no extents (ext2, ext3), so its holes are written through the page cache"
             .to_owned());
     }
-    // The file system may declare direct I/O and still refuse the flag.
+    // A file system may report an alignment for direct I/O and still reject the flag.
     let settable = set_flag(file, OFlags::DIRECT, true).and_then(|()| set_flag(file, OFlags::DIRECT, false));
     settable.map_err(|e| format!("its file system refuses O_DIRECT ({e})"))?;
     let stat = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
@@ -305,8 +307,8 @@ fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAl
             (memory, offset) => Ok(DirectAlign { memory, offset, assumed: false }),
         };
     }
-    // A block device before Linux 6.10, or a file system that does not report it: the block of
-    // the device below decides.
+    // Block devices before Linux 6.10 and some file systems do not report the alignment. The logical block of the
+    // underlying block device decides then.
     match queue_attribute(device, "logical_block_size").and_then(|block| u32::try_from(block).ok()) {
         Some(block) => Ok(DirectAlign { memory: block, offset: block, assumed: false }),
         None if !block_device && !reads_directly(file) => {
@@ -316,7 +318,8 @@ fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAl
     }
 }
 
-/// Whether a direct read succeeds: overlayfs sets the flag, whatever the file system below it does with it.
+/// Whether a direct read succeeds. overlayfs accepts the flag even if the file system below it does not support direct
+/// I/O.
 fn reads_directly(file: &File) -> bool {
     let mut block = IoBuffer::zeroed(4096);
     let read = set_flag(file, OFlags::DIRECT, true).and_then(|()| file.read_at(&mut block, 0));
@@ -324,8 +327,7 @@ fn reads_directly(file: &File) -> bool {
     read.is_ok() && cleared.is_ok()
 }
 
-/// A number that sysfs shows about the queue of block device `device`, or of the disk
-/// that it is a partition of.
+/// A number in the sysfs directory `queue` of the block device, or of its disk if it is a partition.
 fn queue_attribute(device: u64, name: &str) -> Option<u64> {
     let (major, minor) = (libc::major(device), libc::minor(device));
     ["", "../"].iter().find_map(|of| {
@@ -334,7 +336,7 @@ fn queue_attribute(device: u64, name: &str) -> Option<u64> {
     })
 }
 
-/// `size` as a block size: a power of two, 512 to 65536.
+/// `size` in bytes, rounded up to a power of two from 512 to 65536, which is what the block layer accepts.
 fn power_of_two(size: u64) -> u32 {
     size.clamp(512, 65536).next_power_of_two() as u32
 }

@@ -1,4 +1,5 @@
-//! A raw image that was behind another one, and is to be served in its place.
+//! After a commit, the device switches from an overlay to its raw backing file, the base. This module makes a loop
+//! device of that base and lets the commit write to it.
 
 use std::fs::File;
 use std::io;
@@ -15,18 +16,18 @@ use super::backing::{self, Backing};
 use super::options::{DirectIo, LoopOptions, Mode, choose_mode};
 use super::{Chosen, LoopDevice, bitmaps};
 
-/// Zeroes that are written together, in bytes, where the file system has no other way.
+/// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
 const ZEROES_BYTES: u64 = 1 << 20;
 
-/// The facts that the clients of the device rely on.
+/// The properties of a device that its clients rely on, and that must stay the same with another image.
 pub(crate) struct DeviceTerms {
-    /// In bytes.
+    /// Size of the device, in bytes.
     pub size: u64,
     pub logical_block_bytes: u32,
-    /// Of the memory of their requests.
+    /// Alignment of the memory of the clients' requests, in bytes.
     pub memory_align: u32,
     pub requested: DirectIo,
-    /// Why there is no direct I/O, if there is none.
+    /// The reason for buffered I/O; `None` with direct I/O.
     pub buffered: Option<String>,
 }
 
@@ -58,12 +59,13 @@ impl DeviceTerms {
 }
 
 impl LoopDevice {
-    /// The raw image at `path` that `file` has open for writing, locked, and `synced` once more, as a device on these
-    /// terms. It is made longer if it is shorter. The dirty bitmaps in the file `bitmaps`, beside it, are marked as
-    /// in use.
+    /// Makes a device of the raw image at `path`. `file` has the image open for writing and locked, and `synced` has it
+    /// open a second time, for syncs. An image that is shorter than the device is extended. `bitmaps` is the open
+    /// bitmap file of the image; its dirty bitmaps are marked as in use.
     ///
     /// # Errors
-    /// One line: what is wrong, why, and the cure. [`ErrorKind::Mismatch`] if it is longer.
+    /// [`ErrorKind::Mismatch`] if the image is longer than the device, [`ErrorKind::Unsupported`] if its sectors are
+    /// larger or it is a block device that is too small; the I/O errors of the files.
     pub(crate) fn of_base(
         file: File,
         synced: File,
@@ -93,7 +95,7 @@ impl LoopDevice {
                 );
                 return Err(Error::new(ErrorKind::Unsupported, message));
             }
-            // Before it is written in whole blocks only.
+            // This write of one byte must come before O_DIRECT is set, which requires whole blocks.
             backing
                 .file
                 .write_all_at(&[0], terms.size - 1)
@@ -116,19 +118,19 @@ impl LoopDevice {
         Ok(LoopDevice::assemble(backing, &options, chosen))
     }
 
-    /// Writes to the image while no queue does.
+    /// Writes to the image on the calling thread. No queue may be in use.
     ///
     /// # Errors
-    /// That of the file.
+    /// Returns the I/O error of the image.
     pub(crate) fn write_now(&self, position: u64, data: &IoBuffer) -> Result<(), Error> {
         let file = locked(&self.shared.state).file.clone();
         file.write_all_at(data, position).map_err(|e| self.cannot_write(e))
     }
 
-    /// As [`LoopDevice::write_now`], zeroes.
+    /// Zeroes a range of the image on the calling thread. No queue may be in use.
     ///
     /// # Errors
-    /// That of the file.
+    /// Returns the I/O error of the image.
     pub(crate) fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
         let file = locked(&self.shared.state).file.clone();
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -152,7 +154,7 @@ impl LoopDevice {
     }
 }
 
-/// Refuses an image behind that is longer than the device: its end would be there again.
+/// Rejects a backing file that is longer than the device: its end would become visible after the switch.
 pub(crate) fn check_not_longer(path: &Path, bytes: u64, size: u64) -> Result<(), Error> {
     if bytes <= size {
         return Ok(());

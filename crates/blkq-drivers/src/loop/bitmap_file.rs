@@ -15,8 +15,8 @@ use rustix::io::Errno;
 use super::bitmap_format::{
     FILE_MAX_BYTES, MAGIC, SlotNumber, Step, VERSION, file_bytes, mark_steps, parse, store_steps,
 };
+use super::fingerprint::ImageFingerprint;
 use super::lock::{self, LockKind};
-use super::stamp::Stamp;
 
 /// The file with the bitmaps of an image.
 pub(super) struct BitmapFile {
@@ -104,12 +104,12 @@ impl BitmapFile {
         Err(Error::new(ErrorKind::Format, message))
     }
 
-    /// Loads the bitmaps of the image that is as `stamp` says. If it was written to since, or is open for writing as
+    /// Loads the bitmaps of the image that is as `fingerprint` says. If it was written to since, or is open for writing as
     /// far as the file says, they are inconsistent.
     ///
     /// # Errors
     /// [`ErrorKind::Format`] if it is damaged; that of the file.
-    pub fn load(&mut self, stamp: Stamp) -> Result<Vec<Bitmap>, Error> {
+    pub fn load(&mut self, fingerprint: ImageFingerprint) -> Result<Vec<Bitmap>, Error> {
         let bytes = self.file.metadata().map_err(|e| self.failed("read", e))?.len();
         if bytes == 0 {
             return Ok(Vec::new());
@@ -124,7 +124,7 @@ impl BitmapFile {
             let message = format!("{} has the unknown format version {version}", self.path.display());
             return Err(Error::new(ErrorKind::Format, message));
         }
-        let (bitmaps, slot) = parse(&content, stamp).ok_or_else(|| self.damaged())?;
+        let (bitmaps, slot) = parse(&content, fingerprint).ok_or_else(|| self.damaged())?;
         self.slot = slot;
         Ok(bitmaps)
     }
@@ -156,14 +156,14 @@ impl BitmapFile {
         }
     }
 
-    /// Reserves the space for `bitmaps` of the image that is as `stamp` says, on file systems that can.
+    /// Reserves the space for `bitmaps` of the image that is as `fingerprint` says, on file systems that can.
     ///
     /// # Errors
     /// That of the file, which has no room for them; the bitmaps in it stay.
-    pub fn reserve(&mut self, bitmaps: &[&Bitmap], stamp: Stamp) -> Result<(), Error> {
+    pub fn reserve(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if self.slot == 0 {
             // If this process is killed, zeroes alone are no file with bitmaps.
-            self.mark(&[], stamp)?;
+            self.mark(&[], fingerprint)?;
         }
         let bytes = file_bytes(bitmaps.iter().copied());
         match fallocate(&self.file, FallocateFlags::empty(), 0, bytes) {
@@ -176,21 +176,21 @@ impl BitmapFile {
     ///
     /// # Errors
     /// That of the file.
-    pub fn mark(&mut self, bitmaps: &[&Bitmap], stamp: Stamp) -> Result<(), Error> {
-        self.run(mark_steps(bitmaps, stamp, self.slot))
+    pub fn mark(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
+        self.run(mark_steps(bitmaps, fingerprint, self.slot))
     }
 
-    /// Writes the bitmaps of the image that is as `stamp` says, durably. They are marked as in use.
+    /// Writes the bitmaps of the image that is as `fingerprint` says, durably. They are marked as in use.
     ///
     /// # Errors
     /// That of the file; they stay marked then.
-    pub fn store(&mut self, bitmaps: &[&Bitmap], stamp: Stamp) -> Result<(), Error> {
+    pub fn store(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if bitmaps.is_empty() {
             self.slot = 0;
             return self.file.set_len(0).and_then(|()| self.sync()).map_err(|e| self.failed("write", e));
         }
-        self.reserve(bitmaps, stamp)?;
-        self.run(store_steps(bitmaps, stamp, self.slot))
+        self.reserve(bitmaps, fingerprint)?;
+        self.run(store_steps(bitmaps, fingerprint, self.slot))
     }
 
     /// Writes the next slot.
@@ -229,20 +229,20 @@ mod tests {
     use super::*;
     use blkq::bitmap::BitmapState;
 
-    const STAMP: Stamp = Stamp { size: 1 << 20, modified: (7, 8), inode: 9 };
+    const FINGERPRINT: ImageFingerprint = ImageFingerprint { size: 1 << 20, modified: (7, 8), inode: 9 };
 
     #[test]
     fn a_kill_before_the_first_bitmap_is_named_leaves_none() {
         let image = std::env::temp_dir().join(format!("blkq-bitmap-file-{}", std::process::id()));
         let path = path_for(&image);
         let mut file = BitmapFile::new(File::create_new(&path).unwrap(), &image).unwrap();
-        let bitmap = Bitmap::new("b", 512, STAMP.size, BitmapState::Recording).unwrap();
-        file.reserve(&[&bitmap], STAMP).unwrap();
+        let bitmap = Bitmap::new("b", 512, FINGERPRINT.size, BitmapState::Recording).unwrap();
+        file.reserve(&[&bitmap], FINGERPRINT).unwrap();
         drop(file);
         let mut file = BitmapFile::open(&image, false).unwrap().unwrap();
-        assert!(file.load(STAMP).unwrap().is_empty());
-        file.mark(&[&bitmap], STAMP).unwrap();
-        assert_eq!(file.load(STAMP).unwrap().len(), 1);
+        assert!(file.load(FINGERPRINT).unwrap().is_empty());
+        file.mark(&[&bitmap], FINGERPRINT).unwrap();
+        assert_eq!(file.load(FINGERPRINT).unwrap().len(), 1);
         std::fs::remove_file(path).unwrap();
     }
 }

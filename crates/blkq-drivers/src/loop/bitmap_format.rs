@@ -20,7 +20,7 @@
 
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 
-use super::stamp::Stamp;
+use super::fingerprint::ImageFingerprint;
 
 pub(super) const MAGIC: &[u8; 8] = b"blkqbmap";
 pub(super) const VERSION: u32 = 3;
@@ -56,16 +56,16 @@ pub(super) fn file_bytes<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> u64 {
 }
 
 /// The steps that name `bitmaps` as in use, in the slot after `last`.
-pub(super) fn mark_steps(bitmaps: &[&Bitmap], stamp: Stamp, last: SlotNumber) -> Vec<Step> {
+pub(super) fn mark_steps(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Step> {
     let entries: Vec<(&Bitmap, Vec<u8>)> = bitmaps.iter().map(|bitmap| (*bitmap, Vec::new())).collect();
-    vec![slot_step(&entries, stamp, FLAG_IN_USE, last + 1), Step::Sync]
+    vec![slot_step(&entries, fingerprint, FLAG_IN_USE, last + 1), Step::Sync]
 }
 
 /// The steps that keep `bitmaps` with their bits, in the slot after `last`, which has them as in use.
-pub(super) fn store_steps(bitmaps: &[&Bitmap], stamp: Stamp, last: SlotNumber) -> Vec<Step> {
+pub(super) fn store_steps(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Step> {
     let entries: Vec<(&Bitmap, Vec<u8>)> =
         bitmaps.iter().map(|bitmap| (*bitmap, bitmap.to_bytes())).collect();
-    let slot = slot_step(&entries, stamp, 0, last + 1);
+    let slot = slot_step(&entries, fingerprint, 0, last + 1);
     let mut at = BITS_AT as u64;
     let mut steps = Vec::with_capacity(entries.len() + 2);
     for (_, bits) in entries {
@@ -78,15 +78,20 @@ pub(super) fn store_steps(bitmaps: &[&Bitmap], stamp: Stamp, last: SlotNumber) -
 }
 
 /// The step that writes a slot.
-fn slot_step(entries: &[(&Bitmap, Vec<u8>)], stamp: Stamp, flags: u32, number: SlotNumber) -> Step {
+fn slot_step(
+    entries: &[(&Bitmap, Vec<u8>)],
+    fingerprint: ImageFingerprint,
+    flags: u32,
+    number: SlotNumber,
+) -> Step {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(VERSION.to_le_bytes());
     bytes.extend(flags.to_le_bytes());
     bytes.extend(number.to_le_bytes());
-    bytes.extend(stamp.size.to_le_bytes());
-    bytes.extend(stamp.modified.0.to_le_bytes());
-    bytes.extend(stamp.modified.1.to_le_bytes());
-    bytes.extend(stamp.inode.to_le_bytes());
+    bytes.extend(fingerprint.size.to_le_bytes());
+    bytes.extend(fingerprint.modified.0.to_le_bytes());
+    bytes.extend(fingerprint.modified.1.to_le_bytes());
+    bytes.extend(fingerprint.inode.to_le_bytes());
     bytes.extend((entries.len() as u32).to_le_bytes());
     bytes.extend([0; 12]);
     for (bitmap, bits) in entries {
@@ -107,10 +112,10 @@ fn slot_step(entries: &[(&Bitmap, Vec<u8>)], stamp: Stamp, flags: u32, number: S
 /// The bitmaps in a file, of an image that is as `now` says, and the slot that counts; `None` if it is damaged. If the
 /// image was written to since they were kept, or is open for writing as far as the file says, they are inconsistent; so
 /// is one whose bits are not there.
-pub(super) fn parse(bytes: &[u8], now: Stamp) -> Option<(Vec<Bitmap>, SlotNumber)> {
+pub(super) fn parse(bytes: &[u8], now: ImageFingerprint) -> Option<(Vec<Bitmap>, SlotNumber)> {
     let slots = [0, SLOT_BYTES].map(|at| Slot::find(bytes.get(at..)?));
     let slot = slots.into_iter().flatten().max_by_key(|slot| slot.number)?;
-    let is_consistent = slot.flags & FLAG_IN_USE == 0 && slot.stamp == now;
+    let is_consistent = slot.flags & FLAG_IN_USE == 0 && slot.fingerprint == now;
     let (mut bitmaps, mut rest, mut bits_at) = (Vec::new(), slot.entries, BITS_AT as u64);
     for _ in 0..slot.count {
         let (entry, after) = rest.split_at_checked(ENTRY_BYTES)?;
@@ -142,7 +147,7 @@ pub(super) fn parse(bytes: &[u8], now: Stamp) -> Option<(Vec<Bitmap>, SlotNumber
 struct Slot<'a> {
     number: SlotNumber,
     flags: u32,
-    stamp: Stamp,
+    fingerprint: ImageFingerprint,
     count: u32,
     entries: &'a [u8],
 }
@@ -166,7 +171,7 @@ impl Slot<'_> {
         Some(Slot {
             number: number(header, 16)?,
             flags: half(12)?,
-            stamp: Stamp { size: number(header, 24)?, modified, inode: number(header, 48)? },
+            fingerprint: ImageFingerprint { size: number(header, 24)?, modified, inode: number(header, 48)? },
             count: half(56)?,
             entries: &slot[HEADER_BYTES..],
         })
@@ -190,11 +195,11 @@ mod tests {
     use super::*;
     use blkq::random::Random;
 
-    const STAMP: Stamp = Stamp { size: 1 << 20, modified: (7, 8), inode: 9 };
+    const FINGERPRINT: ImageFingerprint = ImageFingerprint { size: 1 << 20, modified: (7, 8), inode: 9 };
     const SECTOR: usize = 512;
 
     fn bitmaps() -> Vec<Bitmap> {
-        let bitmap = |name: &str, state| Bitmap::new(name, 512, STAMP.size, state).unwrap();
+        let bitmap = |name: &str, state| Bitmap::new(name, 512, FINGERPRINT.size, state).unwrap();
         let bitmaps = vec![bitmap("a", BitmapState::Recording), bitmap("b c", BitmapState::Disabled)];
         bitmaps[0].mark(4096..8192);
         bitmaps
@@ -217,9 +222,9 @@ mod tests {
         let bitmaps = bitmaps();
         let all: Vec<&Bitmap> = bitmaps.iter().collect();
         let mut file = Vec::new();
-        run(&mut file, mark_steps(&all, STAMP, 0));
+        run(&mut file, mark_steps(&all, FINGERPRINT, 0));
         if !in_use {
-            run(&mut file, store_steps(&all, STAMP, 1));
+            run(&mut file, store_steps(&all, FINGERPRINT, 1));
         }
         file
     }
@@ -230,15 +235,15 @@ mod tests {
 
     #[test]
     fn bitmaps_are_read_as_they_were_written() {
-        let (read, slot) = parse(&kept(false), STAMP).unwrap();
+        let (read, slot) = parse(&kept(false), FINGERPRINT).unwrap();
         assert_eq!((facts(&read), slot), (facts(&bitmaps()), 2));
-        for (in_use, stamp) in [
-            (true, STAMP),
-            (false, Stamp { size: 2 << 20, ..STAMP }),
-            (false, Stamp { modified: (7, 9), ..STAMP }),
-            (false, Stamp { inode: 10, ..STAMP }),
+        for (in_use, fingerprint) in [
+            (true, FINGERPRINT),
+            (false, ImageFingerprint { size: 2 << 20, ..FINGERPRINT }),
+            (false, ImageFingerprint { modified: (7, 9), ..FINGERPRINT }),
+            (false, ImageFingerprint { inode: 10, ..FINGERPRINT }),
         ] {
-            let (read, _) = parse(&kept(in_use), stamp).unwrap();
+            let (read, _) = parse(&kept(in_use), fingerprint).unwrap();
             let found: Vec<_> = read.iter().map(|bitmap| (bitmap.name(), bitmap.state())).collect();
             assert_eq!(found, [("a", BitmapState::Inconsistent), ("b c", BitmapState::Inconsistent)]);
         }
@@ -253,7 +258,7 @@ mod tests {
             changed[at] ^= 0x10;
             for bytes in [&file[..at], &changed] {
                 // The slot that counts may be the one before, which has them as in use.
-                let Some((read, _)) = parse(bytes, STAMP) else { continue };
+                let Some((read, _)) = parse(bytes, FINGERPRINT) else { continue };
                 assert_eq!(read.len(), sound.len(), "at {at}");
                 for (read, sound) in read.iter().zip(&sound) {
                     let is_as_it_was = read.to_bytes() == sound.to_bytes();
@@ -262,7 +267,7 @@ mod tests {
                 }
             }
         }
-        assert!(parse(&file[..HEADER_BYTES], STAMP).is_none());
+        assert!(parse(&file[..HEADER_BYTES], FINGERPRINT).is_none());
     }
 
     // Contract: bitmaps
@@ -279,16 +284,17 @@ mod tests {
                     .map(|number| {
                         let name =
                             format!("round {round} {number} {}", "n".repeat(random.below(60) as usize));
-                        let bitmap = Bitmap::new(&name, 512, STAMP.size, BitmapState::Recording).unwrap();
-                        let at = random.below(STAMP.size);
-                        bitmap.mark(at..at + random.below(STAMP.size) + 1);
+                        let bitmap =
+                            Bitmap::new(&name, 512, FINGERPRINT.size, BitmapState::Recording).unwrap();
+                        let at = random.below(FINGERPRINT.size);
+                        bitmap.mark(at..at + random.below(FINGERPRINT.size) + 1);
                         bitmap
                     })
                     .collect();
                 let all: Vec<&Bitmap> = bitmaps.iter().collect();
-                let mut steps = mark_steps(&all, STAMP, slot);
+                let mut steps = mark_steps(&all, FINGERPRINT, slot);
                 let marked = steps.len();
-                steps.extend(store_steps(&all, STAMP, slot + 1));
+                steps.extend(store_steps(&all, FINGERPRINT, slot + 1));
                 let lost_at = random.below(steps.len() as u64 + 1) as usize;
                 let is_last = random.below(3) == 0;
                 let mut volatile = Vec::new();
@@ -315,7 +321,7 @@ mod tests {
                         }
                     }
                 }
-                let Some((read, _)) = parse(&durable, STAMP) else {
+                let Some((read, _)) = parse(&durable, FINGERPRINT) else {
                     assert!(slot == 0 && lost_at < marked, "seed {seed}: damaged after step {lost_at}");
                     break;
                 };

@@ -1,4 +1,4 @@
-//! The dirty bitmaps of a raw image, for the block layer.
+//! Implements the block layer's interface to persistent dirty bitmaps for a loop device. The work is in `bitmaps`.
 
 use std::fs::File;
 use std::sync::Arc;

@@ -10,9 +10,9 @@ use blkq::{Error, ErrorKind};
 
 use super::backing::Backing;
 use super::bitmap_file::BitmapFile;
+use super::fingerprint::ImageFingerprint;
 use super::options::LoopOptions;
 use super::shared::Shared;
-use super::stamp::Stamp;
 
 /// Where the bitmaps of an image are kept: the file that has them, if there is one, or why they cannot be kept.
 pub(super) type Place = Result<Mutex<Option<Box<BitmapFile>>>, &'static str>;
@@ -49,12 +49,12 @@ pub(super) fn take(
         return Ok((Err(BLOCK_DEVICE), None));
     }
     let Some(file) = file else { return Ok((Ok(Mutex::new(None)), None)) };
-    let stamp = Stamp::of(&backing.file, size)
+    let fingerprint = ImageFingerprint::of(&backing.file, size)
         .map_err(|e| Error::system(format!("cannot read {}", backing.path.display()), e))?;
     let loaded = BitmapFile::of_image(file, &backing.path);
-    match loaded.and_then(|mut file| file.load(stamp).map(|bitmaps| (file, bitmaps))) {
+    match loaded.and_then(|mut file| file.load(fingerprint).map(|bitmaps| (file, bitmaps))) {
         Ok((mut file, bitmaps)) => {
-            file.mark(&bitmaps.iter().collect::<Vec<_>>(), stamp)?;
+            file.mark(&bitmaps.iter().collect::<Vec<_>>(), fingerprint)?;
             Ok((Ok(Mutex::new(Some(Box::new(file)))), None))
         }
         Err(error) => Ok((Ok(Mutex::new(None)), Some(format!("no dirty bitmaps are loaded: {error}")))),
@@ -69,20 +69,20 @@ pub(super) struct Image<'a> {
 }
 
 impl Image<'_> {
-    fn stamp(&self) -> Result<Stamp, Error> {
+    fn fingerprint(&self) -> Result<ImageFingerprint, Error> {
         let state = locked(&self.shared.state);
-        Stamp::of(&state.file, state.size)
+        ImageFingerprint::of(&state.file, state.size)
             .map_err(|e| Error::system(format!("cannot read {}", self.path.display()), e))
     }
 
-    /// The stamp of an image that was written to for the last time: it outlives a power loss, and no write by others
+    /// The fingerprint of an image that was written to for the last time: it outlives a power loss, and no write by others
     /// gives the image the same.
-    fn last_stamp(&self) -> Result<Stamp, Error> {
+    fn final_fingerprint(&self) -> Result<ImageFingerprint, Error> {
         let image = locked(&self.shared.state).file.clone();
         image.sync_all().map_err(|e| Error::system(format!("cannot flush {}", self.path.display()), e))?;
-        let stamp = self.stamp()?;
-        stamp.outwait();
-        Ok(stamp)
+        let fingerprint = self.fingerprint()?;
+        fingerprint.wait_until_older();
+        Ok(fingerprint)
     }
 
     fn is_writable(&self) -> bool {
@@ -98,8 +98,8 @@ impl Image<'_> {
         let Ok(place) = self.bitmaps else { return Ok((Vec::new(), Vec::new())) };
         let mut place = locked(place);
         let Some(file) = &mut *place else { return Ok((Vec::new(), Vec::new())) };
-        let stamp = self.stamp()?;
-        let (bitmaps, mut warnings) = match file.load(stamp) {
+        let fingerprint = self.fingerprint()?;
+        let (bitmaps, mut warnings) = match file.load(fingerprint) {
             Ok(bitmaps) => (bitmaps, Vec::new()),
             Err(error) => {
                 *place = None;
@@ -116,8 +116,8 @@ impl Image<'_> {
         }
         if self.is_writable() {
             let all: Vec<&Bitmap> = bitmaps.iter().collect();
-            file.mark(&all, stamp)?;
-            let reserved = file.reserve(&all, stamp);
+            file.mark(&all, fingerprint)?;
+            let reserved = file.reserve(&all, fingerprint);
             warnings
                 .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
         } else if bitmaps.is_empty() {
@@ -150,9 +150,9 @@ impl Image<'_> {
         let Ok(place) = self.bitmaps else { return Ok(()) };
         let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
         if let Some(file) = locked(place).as_mut().filter(|_| self.is_writable()) {
-            let stamp = self.stamp()?;
-            file.reserve(&all, stamp)?;
-            file.mark(&all, stamp)?;
+            let fingerprint = self.fingerprint()?;
+            file.reserve(&all, fingerprint)?;
+            file.mark(&all, fingerprint)?;
         }
         Ok(())
     }
@@ -202,8 +202,9 @@ impl Image<'_> {
         let mut place = locked(place);
         if let Some(file) = place.as_mut().filter(|_| self.is_writable()) {
             let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
-            let stamp = if bitmaps.is_empty() { self.stamp()? } else { self.last_stamp()? };
-            file.store(&all, stamp)?;
+            let fingerprint =
+                if bitmaps.is_empty() { self.fingerprint()? } else { self.final_fingerprint()? };
+            file.store(&all, fingerprint)?;
             // Others may read it from now on.
             *place = None;
         }

@@ -1,5 +1,5 @@
-//! Whether the kernel itself uses an image: its loop driver, a mount, or whatever else has claimed a
-//! block device. Neither knows of the locks in `lock`.
+//! Detects uses of an image by the kernel: its loop driver, a mount, swap, or another claim of a block device. The
+//! kernel does not respect the locks in `lock`.
 
 use std::fs::{self, File, OpenOptions};
 use std::ops::Range;
@@ -11,16 +11,16 @@ use blkq::{Error, ErrorKind};
 
 use super::backing::Backing;
 
-/// Where sysfs has the device with that number.
+/// The sysfs directory of the block device with this number.
 fn sysfs(device: u64) -> String {
     format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device))
 }
 
-/// Refuses an image of which the kernel's loop driver has bytes of `range`, or that is mounted or
-/// claimed. A reader may do so beside a loop device that only reads.
+/// Rejects an image that is mounted, claimed or swap space, or of which a loop device of the kernel uses bytes of
+/// `range`. If both this device and the kernel's loop device are read-only, they may share the bytes.
 ///
 /// # Errors
-/// [`ErrorKind::Claimed`]: by what.
+/// [`ErrorKind::Claimed`] with the name of the user.
 pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> Result<(), Error> {
     let shown = backing.path.display();
     let claimed = |by: String| Err(Error::new(ErrorKind::Claimed, format!("{shown} is in use: {by}")));
@@ -28,7 +28,7 @@ pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> R
         return claimed(format!("the kernel's loop device /dev/{device} uses it"));
     }
     if !backing.block_device {
-        // A file is mounted through a loop device, but for erofs and what FUSE mounts.
+        // Files are mounted through a loop device, found above, except by erofs (Linux 6.12) and FUSE.
         if let Some(mount) = mounts().find(|mount| Path::new(&mount.source) == backing.path) {
             return claimed(format!("it is mounted on {}", mount.point));
         }
@@ -38,7 +38,8 @@ pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> R
         };
         return if is_swap(is_image) { claimed("it is swap space".to_owned()) } else { Ok(()) };
     }
-    // The kernel's own answer, for the device that is open, whatever is at its path now.
+    // O_EXCL fails if the kernel or another program has claimed the block device. The path under /proc reaches the
+    // device that is open, whatever its own path names now.
     let same = format!("/proc/self/fd/{}", backing.file.as_raw_fd());
     let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(same);
     match exclusive {
@@ -50,7 +51,7 @@ pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> R
     }
 }
 
-/// The kernel's loop device that has bytes of `range` of the file, such as `loop0`.
+/// The name, such as `loop0`, of a loop device of the kernel that uses bytes of `range` of the file.
 fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<String> {
     let identity = FileId::of(&file.metadata().ok()?);
     let devices = fs::read_dir("/sys/block").ok()?;
@@ -63,8 +64,8 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
         let number = |name: &str| attribute(name)?.parse::<u64>().ok();
         let path = attribute("loop/backing_file")?;
         let by_path = fs::metadata(path).is_ok_and(|metadata| FileId::of(&metadata) == identity);
-        // It may have been set up in another mount namespace, or the path be removed.
-        let is_same = by_path || FileId::behind_loop(&name) == Some(identity);
+        // The path fails if the loop device was set up in another mount namespace, or the file was renamed.
+        let is_same = by_path || FileId::of_loop_device(&name) == Some(identity);
         let (start, limit) = (number("loop/offset").unwrap_or(0), number("loop/sizelimit").unwrap_or(0));
         let end = if limit == 0 { u64::MAX } else { start.saturating_add(limit) };
         let overlaps = start < range.end && range.start < end;
@@ -73,7 +74,8 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
     })
 }
 
-/// A file, whatever it is called; of a block device, the device.
+/// The identity of a file under any name. For a block device it is the number of the device, because several nodes can
+/// have that number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FileId {
     File { device: u64, inode: u64 },
@@ -88,9 +90,9 @@ impl FileId {
         }
     }
 
-    /// The file behind the kernel's loop device `name`, where this process may ask.
-    fn behind_loop(name: &str) -> Option<FileId> {
-        /// `struct loop_info64` and `LOOP_GET_STATUS64` of the kernel's uapi/linux/loop.h.
+    /// The backing file of the kernel's loop device `name`, if this process may open the device.
+    fn of_loop_device(name: &str) -> Option<FileId> {
+        // `struct loop_info64` and `LOOP_GET_STATUS64` of the kernel's uapi/linux/loop.h.
         const INFO_WORDS: usize = 232 / 8;
         const GET_STATUS: libc::Ioctl = 0x4c05;
         let device =
@@ -114,7 +116,7 @@ impl FileId {
     }
 }
 
-/// The claimant of the block device, or of a partition of it, in words.
+/// Describes what uses the block device, or one of its partitions.
 fn user_of(device: u64) -> Option<String> {
     let directory = sysfs(device);
     if let Some(user) = user_of_one(device, &directory) {
@@ -132,7 +134,7 @@ fn user_of(device: u64) -> Option<String> {
 }
 
 fn user_of_one(device: u64, directory: &str) -> Option<String> {
-    // Not all file systems have the number of their device.
+    // Some file systems, such as btrfs, have a device number of their own, so the source is compared as well.
     let is_source = |source: &str| {
         source.starts_with("/dev/") && fs::metadata(source).is_ok_and(|metadata| metadata.rdev() == device)
     };
@@ -147,13 +149,13 @@ fn user_of_one(device: u64, directory: &str) -> Option<String> {
     Some(format!("part of /dev/{}", holder.file_name().display()))
 }
 
-/// Whether the kernel swaps to a file or block device that `is_it`.
+/// Whether the kernel uses as swap space a file or block device for which `is_it` returns true.
 fn is_swap(is_it: impl Fn(&str) -> bool) -> bool {
     let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
     swaps.lines().filter_map(|line| line.split_whitespace().next()).any(|path| is_it(&unescaped(path)))
 }
 
-/// A line of proc_pid_mountinfo(5).
+// proc_pid_mountinfo(5)
 struct Mount {
     device: String,
     point: String,
@@ -173,7 +175,7 @@ fn mount(line: &str) -> Option<Mount> {
     Some(Mount { device, point, source: unescaped(rest.split(' ').nth(1)?) })
 }
 
-/// Without the octal escapes of blanks and backslashes.
+/// Replaces the octal escapes of white space and backslashes, as in proc_pid_mountinfo(5).
 fn unescaped(text: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .into_iter()

@@ -1,7 +1,9 @@
-//! The counters of a loop device. Each queue has its own, which it alone writes, on cache lines of
-//! their own: queues do not wait for each other to count. They are summed when they are read.
+//! The counters of a loop device. Each queue writes only its own counters, which are on cache lines of their own,
+//! so counting causes no contention. A reader adds them up.
+//!
+//! All accesses are relaxed: the counters are statistics, and no other memory depends on them.
 
-// There is no protocol between these counters that a model checker could check.
+// Not `blkq::sync`: there is no protocol between the counters that a model checker could check.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use blkq::layout::CachePadded;
@@ -9,7 +11,7 @@ use blkq::stats::{add, raise};
 
 use super::writer::QUEUES_MAX;
 
-/// The counters of one queue, over all its owners. See [`LoopSnapshot`].
+/// The counters of one queue. They continue when the queue gets another owner. See [`LoopSnapshot`].
 #[derive(Debug, Default)]
 pub(super) struct QueueCounters {
     reads: AtomicU64,
@@ -22,46 +24,43 @@ pub(super) struct QueueCounters {
     flushes: AtomicU64,
 }
 
-/// For the owner of the queue.
+/// Only the owner of the queue may call these.
 impl QueueCounters {
-    /// A read begins, with which `in_flight` are.
+    /// Counts a read that begins; `in_flight` includes it.
     pub fn read(&self, in_flight: u32) {
         add(&self.reads, 1);
         add(&self.reads_in_flight_sum, u64::from(in_flight));
         raise(&self.reads_in_flight_max, u64::from(in_flight));
     }
 
-    /// A call that took its turn begins, with which `in_flight` are.
+    /// Counts a call of requests that take turns; `in_flight` includes it.
     pub fn turn(&self, in_flight: usize) {
         raise(&self.turns_in_flight_max, in_flight as u64);
     }
 
-    /// So many writes are done by the call of the one before them.
+    /// Counts `writes` that were added to the call of the write before them.
     pub fn joined(&self, writes: usize) {
         add(&self.writes_joined, writes as u64);
     }
 
-    /// A transfer was shorter than asked.
     pub fn short_transfer(&self) {
         add(&self.short_transfers, 1);
     }
 
-    /// A call is made again.
     pub fn retry(&self) {
         add(&self.retries, 1);
     }
 
-    /// A flush begins.
     pub fn flush(&self) {
         add(&self.flushes, 1);
     }
 }
 
-/// The counters of a loop device, which count on while they are read.
+/// The counters of a loop device. They may be read while the device is in use.
 #[derive(Debug)]
 pub struct LoopCounters {
     queues: [CachePadded<QueueCounters>; QUEUES_MAX as usize],
-    /// Written by the queue that has the writer's token.
+    /// Written only by the queue that has the writer token.
     writers: AtomicU64,
     writers_max: AtomicU64,
 }
@@ -75,23 +74,22 @@ impl LoopCounters {
         }
     }
 
-    /// Those of one queue, for its owner.
     pub(super) fn queue(&self, index: u16) -> &QueueCounters {
         &self.queues[usize::from(index)]
     }
 
-    /// A queue begins to write. More than one at a time is a bug, which has to be seen.
+    /// Counts a queue that begins to write. The count exists to detect a defect: it must never exceed 1.
     pub(super) fn begin_writing(&self) {
         let writers = self.writers.fetch_add(1, Relaxed) + 1;
         self.writers_max.fetch_max(writers, Relaxed);
     }
 
-    /// A queue has nothing more to write.
+    /// Counts a queue that has no write in flight and nothing left to write.
     pub(super) fn finish_writing(&self) {
         self.writers.fetch_sub(1, Relaxed);
     }
 
-    /// The values now, over all queues.
+    /// The current values, added up over all queues.
     pub fn snapshot(&self) -> LoopSnapshot {
         let sum = |of: fn(&QueueCounters) -> &AtomicU64| {
             self.queues.iter().fold(0_u64, |sum, queue| sum.wrapping_add(of(queue).load(Relaxed)))
@@ -114,38 +112,36 @@ impl LoopCounters {
     }
 }
 
-/// The counters of a loop device at one time, over all queues.
+/// The values of a loop device's counters at one time, over all queues.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct LoopSnapshot {
-    /// Most reads that one queue had in flight.
+    /// The largest number of reads that one queue had in flight.
     pub reads_in_flight_max: u64,
-    /// Reads put to the file.
+    /// Reads that were submitted to the file.
     pub reads: u64,
-    /// Sum, over those reads, of how many their queue had in flight when each began, itself
-    /// included. Divided by `reads` it is the mean.
+    /// The sum of the numbers of reads in flight, the new one included, that each read found in its queue when it
+    /// began. Divided by `reads` this is the mean.
     pub reads_in_flight_sum: u64,
-    /// Most calls that one queue had in flight of those that take turns: buffered writes, whose
-    /// like the kernel does one at a time, and with serial dispatch everything, of which it is 1.
+    /// The largest number of calls of one queue in flight that take turns: buffered writes, which the kernel
+    /// executes one at a time, or with serial dispatch all calls. With serial dispatch it is 1.
     pub turns_in_flight_max: u64,
-    /// Queues that have writes at the file which take turns. 0 or 1; of those writes the
-    /// kernel does one at a time.
+    /// Queues with writes in flight that take turns: 0 or 1.
     pub writers: u64,
-    /// The most there were of them, over all queues; more than 1 is a defect.
+    /// The largest value that `writers` has had. More than 1 is a defect.
     pub writers_max: u64,
-    /// Writes that were done by the call of the one before them.
+    /// Writes that were added to the call of the adjacent write before them.
     pub writes_joined: u64,
-    /// Transfers that were shorter than asked.
+    /// Transfers that returned fewer bytes than requested.
     pub short_transfers: u64,
-    /// Calls that were interrupted or would have blocked, and were made again.
+    /// Calls that were interrupted or would have blocked, and were repeated.
     pub retries: u64,
-    /// Calls of fdatasync for flushes.
+    /// Calls of fdatasync(2) for flushes.
     pub flushes: u64,
 }
 
 impl LoopSnapshot {
-    /// Mean number of reads in flight that a read found when it began, itself included;
-    /// 0 if there was none.
+    /// The mean number of reads in flight when a read began, that read included; 0 without reads.
     pub fn reads_in_flight_mean(&self) -> f64 {
         self.reads_in_flight_sum as f64 / self.reads.max(1) as f64
     }
@@ -157,7 +153,7 @@ mod tests {
     use blkq::layout::{HotField, Writer, contended_lines};
 
     #[test]
-    fn queues_that_count_at_once_lose_nothing() {
+    fn queues_that_count_at_the_same_time_lose_nothing() {
         const QUEUES: u16 = 4;
         const READS: u32 = 100_000;
         let counters = LoopCounters::new();
@@ -191,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn no_line_has_counters_of_two_queues() {
+    fn no_cache_line_contains_counters_of_two_queues() {
         let counters = LoopCounters::new();
         let mut fields = vec![
             HotField::of("writers", Writer::Everybody(0), &counters.writers),

@@ -1,4 +1,4 @@
-//! Which bytes of the served range are data and which are holes.
+//! Reports which bytes of the device are data and which are holes of the file.
 //!
 //! A file may be truncated while it is served. Reads beyond its end fail, so these bytes are reported as data: a client
 //! that copies the device then reads them and gets the error.
@@ -11,8 +11,8 @@ use blkq::Extent;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-/// The extents of `range` (bytes of the device), at most `max`, of a device that begins at
-/// byte `offset` of `file`. Holes are narrowed to whole sectors.
+/// The extents of `range`, in bytes of a device that begins at byte `offset` of `file`; at most `max`. Holes are
+/// narrowed to whole sectors.
 pub(crate) fn of_file(
     file: &File,
     offset: u64,
@@ -41,14 +41,15 @@ pub(crate) fn of_file(
             }
         }
     };
-    // Whole sectors of the device, rounded down and up.
+    // Round a position in the file to a sector of the device.
     let down = |position: u64| offset + (position - offset) / logical_block_bytes * logical_block_bytes;
     let up = |position: u64| offset + (position - offset).div_ceil(logical_block_bytes) * logical_block_bytes;
     while at < end {
         let data = match seek(file, SeekFrom::Data(at)) {
             Ok(data) => down(data).clamp(at, end),
             Err(Errno::NXIO) => {
-                // Measured after the search, so that a truncation that the search has met is known.
+                // The size is read after the search, so that a truncation before the search is not reported as
+                // a hole.
                 let file_end = seek(file, SeekFrom::End(0))?;
                 let hole_end = if file_end < end { down(file_end.max(offset)).clamp(at, end) } else { end };
                 if append(hole_end, &mut at, true) {
@@ -56,7 +57,7 @@ pub(crate) fn of_file(
                 }
                 break;
             }
-            // The file system does not report it.
+            // The file system does not support SEEK_DATA.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
             Err(error) => return Err(error.into()),
         };
@@ -68,7 +69,8 @@ pub(crate) fn of_file(
             Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => end,
             Err(error) => return Err(error.into()),
         };
-        // A file that is changed meanwhile may show no progress: a sector of data is one.
+        // If the file changes between the two searches, the second one may not advance. Reporting one sector as
+        // data guarantees progress.
         let hole = if hole == at { up(at + 1).min(end) } else { hole };
         if !append(hole, &mut at, false) {
             break;

@@ -1,12 +1,11 @@
-//! Formats that are not raw: an image that has the magic of one is not served as raw bytes by
-//! mistake.
+//! Recognises image formats other than raw, so that such an image is not served as raw data by mistake.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Read at once: the alignment that direct I/O may demand, and more than any magic needs.
+/// Bytes of one read: the largest alignment of direct I/O, and more than any magic needs.
 const BLOCK_BYTES: usize = 4096;
-/// The footer of a VHD image, which is all that a fixed one has.
+/// Size of the footer of a VHD image, in bytes. A fixed VHD image has no header.
 const FOOTER_BYTES: u64 = 512;
 
 /// A block whose address and length suit direct I/O.
@@ -14,27 +13,27 @@ const FOOTER_BYTES: u64 = 512;
 struct Block([u8; BLOCK_BYTES]);
 
 impl Block {
-    /// The bytes of `file` from `offset` on, a multiple of [`BLOCK_BYTES`], up to its end. Without an
-    /// error: what cannot be read now has no magic, and the reads of the device report it.
+    /// Reads one block of `file` at `offset`, which must be a multiple of [`BLOCK_BYTES`]. An error counts as the end
+    /// of the file: the device reports it when a client reads there.
     fn read<'a>(&'a mut self, file: &File, offset: u64) -> &'a [u8] {
         let length = file.read_at(&mut self.0, offset).unwrap_or(0);
         &self.0[..length]
     }
 }
 
-/// The format of `file`, which has `size` bytes, if its magic is of one that is not raw.
+/// The name of the format whose magic `file` contains, which has `size` bytes; `None` for raw data.
 pub(crate) fn detect(file: &File, size: u64) -> Option<&'static str> {
     let mut block = Box::new(Block([0; BLOCK_BYTES]));
     if let Some(format) = by_head(block.read(file, 0)) {
         return Some(format);
     }
-    // A fixed VHD image is the raw data, then the footer.
+    // A fixed VHD image consists of the raw data and a footer.
     let footer = size.checked_sub(FOOTER_BYTES)?;
     let (start, within) = (footer - footer % BLOCK_BYTES as u64, (footer % BLOCK_BYTES as u64) as usize);
     block.read(file, start).get(within..)?.starts_with(b"conectix").then_some("VHD")
 }
 
-/// By what is at the beginning: the magics of QEMU's block drivers, and of cryptsetup.
+/// The format whose magic is at the beginning. The magics are those of QEMU's block drivers and of cryptsetup.
 fn by_head(head: &[u8]) -> Option<&'static str> {
     const MAGICS: [(usize, &[u8], &str); 11] = [
         (0, b"QFI\xfb", "qcow2"),
@@ -66,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn each_format_is_known_by_its_magic() {
+    fn each_format_is_recognised_by_its_magic() {
         let image = |offset: usize, magic: &[u8], size: usize| {
             let mut bytes = vec![0; size];
             bytes[offset..offset + magic.len()].copy_from_slice(magic);
@@ -88,24 +87,24 @@ mod tests {
                 assert_eq!(of(&image(offset, magic, size)), Some(format), "{size}");
             }
         }
-        // The footer of a fixed VHD, wherever the last sector is within its block.
+        // The footer of a fixed VHD may be anywhere in the last block that is read.
         for size in [512, 1024, 4096, 4096 + 512, (1 << 20) + 512] {
             assert_eq!(of(&image(size - 512, b"conectix", size)), Some("VHD"), "{size}");
         }
     }
 
     #[test]
-    fn what_is_raw_short_or_empty_has_no_format() {
+    fn raw_short_and_empty_files_have_no_format() {
         for bytes in [&b""[..], b"QF", b"QFI", b"conecti", &[0; 511], &[0; 512], &[0xff; 70], &[0; 8192]] {
             assert_eq!(of(bytes), None);
         }
-        // Not where the magic is not at its place.
+        // A magic at another offset does not count.
         assert_eq!(of(&[&[0][..], b"QFI\xfb", &[0; 600]].concat()), None);
         assert_eq!(of(&[&[0; 1024][..], b"conectix", &[0; 600]].concat()), None);
     }
 
     #[test]
-    fn what_cannot_be_read_has_no_format() {
+    fn an_unreadable_file_has_no_format() {
         let (reader, _writer) = std::io::pipe().unwrap();
         assert_eq!(detect(&File::from(std::os::fd::OwnedFd::from(reader)), 1 << 20), None);
     }

@@ -1,4 +1,4 @@
-//! The image as one queue's ring knows it: registered files, and the submissions that reach them.
+//! The files of the image that one queue has registered with its ring, and the submissions to them.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -12,26 +12,25 @@ use io_uring::{opcode, squeue, types};
 use super::shared::{QueueSettings, SEGMENTS_MAX, Shared};
 use super::tail::{self, Tail};
 
-/// Largest unit of direct I/O: the largest logical block.
+/// Size of the scratch buffer in bytes: the largest alignment of direct I/O, which is the largest logical block.
 const SCRATCH_BYTES: usize = 4096;
 /// `BLOCK_URING_CMD_DISCARD` of <linux/blkdev.h>: `_IO(0x12, 0)`, since Linux 6.12.
 const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
 
-/// The image, and what submissions to it need.
+/// The registered files, and the memory that submissions need.
 pub(super) struct Image {
     file: Arc<File>,
     slot: FileSlot,
-    /// The open file that flushes go to.
+    /// The open file that is used for flushes: see [`Shared::synced`].
     synced: FileSlot,
-    /// Unit in which a direct transfer makes progress; 1 if buffered.
     align: u64,
     tail: Tail,
-    /// Whether vectored calls reach registered memory (Linux 6.15).
+    /// Whether the kernel supports vectored calls on registered memory (Linux 6.15).
     vectors_registered: bool,
-    /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. Not
-    /// initialised, so that what is never used takes no memory.
+    /// Arguments of the vectored calls in flight: [`SEGMENTS_MAX`] for each tag. The array stays uninitialised, so
+    /// that the kernel allocates no pages for tags that are never used.
     iovecs: Box<[MaybeUninit<libc::iovec>]>,
-    /// The target of the reads of [`Image::end_entry`]. Nothing uses its content.
+    /// The target of the reads of [`Image::end_entry`]. Its content is never used.
     scratch: IoBuffer,
 }
 
@@ -39,7 +38,7 @@ impl Image {
     /// Registers the files of the image with a ring.
     ///
     /// # Errors
-    /// The ring's.
+    /// The ring's error if it has no room for the files.
     pub fn open(
         shared: &Shared,
         settings: QueueSettings,
@@ -66,10 +65,10 @@ impl Image {
         })
     }
 
-    /// Takes over another file, or another way to use it; no request is in flight.
+    /// Applies changed settings, such as another file or I/O mode. No request may be in flight.
     ///
     /// # Errors
-    /// The ring's; the image then is as it was, as far as it was reached.
+    /// The ring's error if a new file cannot be registered. The old file stays in use then.
     pub fn reload(&mut self, settings: QueueSettings, cx: &mut DriverContext<'_>) -> Result<(), Error> {
         self.align = settings.align;
         let tail = self.tail.reload(settings.tail, settings.direct, cx.registrar());
@@ -84,47 +83,44 @@ impl Image {
         tail
     }
 
-    /// Releases what was registered.
     pub fn close(&mut self, ring: &mut Registrar<'_>) {
         ring.unregister_file(&mut self.slot);
         ring.unregister_file(&mut self.synced);
         self.tail.close(ring);
     }
 
-    /// Leaks what the kernel may still use: the arguments, which it reads, and the scratch, which
-    /// it writes.
+    /// Leaks the memory that calls in flight may still use: the kernel reads the arguments and writes the scratch
+    /// buffer.
     pub fn leak(&mut self) {
         std::mem::forget(std::mem::take(&mut self.iovecs));
         std::mem::forget(std::mem::replace(&mut self.scratch, IoBuffer::zeroed(0)));
     }
 
-    /// Unit in which a direct transfer makes progress; 1 if buffered.
+    /// The unit of offsets and lengths in bytes, in which a direct transfer can continue; 1 for buffered I/O.
     pub fn align(&self) -> u64 {
         self.align
     }
 
-    /// The end of the device, if it is not whole sectors.
     pub fn tail(&self) -> &Tail {
         &self.tail
     }
 
-    /// Whether the request reaches into the last, partial sector.
     pub fn has_tail(&self, request: &Request) -> bool {
-        self.tail.has(request)
+        self.tail.is_reached_by(request)
     }
 
-    /// Whether writes are durable only after the page cache was written.
+    /// Whether writes, or at least those to the tail, go through the page cache.
     pub fn is_cached(&self) -> bool {
         self.align == 1 || self.tail.is_cached()
     }
 
-    /// Bytes of the request that the image has.
+    /// The number of bytes of `request` that are within the device.
     pub fn bytes(&self, request: &Request) -> u64 {
-        if self.tail.has(request) { self.tail.bytes(request) } else { request.bytes() }
+        if self.tail.is_reached_by(request) { self.tail.bytes(request) } else { request.bytes() }
     }
 
-    /// The submission for what `tags`, adjacent in this order, still have to do from byte `done`
-    /// on.
+    /// The submission that continues a call at byte `done`. The call consists of the requests `tags`, which are
+    /// adjacent in this order.
     pub fn entry(
         &mut self,
         cx: &DriverContext<'_>,
@@ -164,26 +160,25 @@ impl Image {
         }
     }
 
-    /// A read of the last bytes before `end`, which fallocate zeroed. Beyond the end of the file
-    /// that does nothing and reports success; only a read shows it.
+    /// A read of the last bytes before `end`, after fallocate(2) has zeroed a range that ends there. If the file has
+    /// become shorter, fallocate(2) does nothing beyond its end and still succeeds. Only a short read reveals this.
     fn end_entry(&mut self, cx: &DriverContext<'_>, request: &Request, end: u64) -> squeue::Entry {
         let file = cx.file(self.tail.slot(request, request.bytes()).unwrap_or(&self.slot));
         let unit = self.end_unit(request);
         opcode::Read::new(file, self.scratch.as_mut_ptr(), unit as u32).offset(end - unit).build()
     }
 
-    /// Bytes that [`Image::end_entry`] reads.
+    /// The number of bytes that [`Image::end_entry`] reads.
     pub fn end_unit(&self, request: &Request) -> u64 {
-        if self.tail.has(request) { 1 } else { self.align }
+        if self.tail.is_reached_by(request) { 1 } else { self.align }
     }
 
     fn sync_entry(&self, cx: &DriverContext<'_>) -> squeue::Entry {
         opcode::Fsync::new(cx.file(&self.synced)).flags(types::FsyncFlags::DATASYNC).build()
     }
 
-    /// The call that transfers `tags` from byte `done` on, which is at `offset` of the
-    /// file. If that has more segments than the arguments have room for, the call is
-    /// shorter, and continues as after a short transfer.
+    /// The submission that transfers `tags` from byte `done`, which is at `offset` of the file. If there are more
+    /// segments than the arguments have room for, the call is shorter, and continues as after a short transfer.
     fn transfer_entry(
         &mut self,
         cx: &DriverContext<'_>,
@@ -192,7 +187,7 @@ impl Image {
         done: u64,
     ) -> squeue::Entry {
         let request = cx.request(tags[0]);
-        let has_tail = self.tail.has(request);
+        let has_tail = self.tail.is_reached_by(request);
         let apart = if has_tail { self.tail.slot(request, done) } else { None };
         let file = cx.file(apart.unwrap_or(&self.slot));
         let rw_flags = if request.flags().contains(BioFlags::FUA) { libc::RWF_DSYNC } else { 0 };
@@ -214,7 +209,7 @@ impl Image {
         let mut skip = done;
         let mut count = 0;
         let mut only = Segment::new(std::ptr::null_mut(), 0);
-        // All pieces are in memory that was registered as one.
+        // Whether all segments are in one registered buffer.
         let mut together = true;
         for &tag in tags {
             cx.for_each_segment(tag, |segment| {
@@ -223,7 +218,7 @@ impl Image {
                     return;
                 }
                 together &= count == 0 || only.same_registration(&segment);
-                // The remainder may begin in the middle of a segment.
+                // After a short transfer the rest may begin in the middle of a segment.
                 only = segment;
                 only.ptr = segment.ptr.wrapping_add(skip as usize);
                 only.len = segment.len - skip as u32;

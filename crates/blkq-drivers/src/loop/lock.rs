@@ -1,5 +1,5 @@
-//! Locks on the served bytes of an image, of the open file description: they are released
-//! with it, so a killed process leaves none behind.
+//! Locks on the served bytes of an image. They are OFD locks: the kernel releases them with the open file description,
+//! so a killed process leaves no stale lock.
 
 use std::fs::File;
 use std::io;
@@ -9,15 +9,15 @@ use std::path::Path;
 
 use blkq::{Error, ErrorKind};
 
-/// All bytes that a file may ever have.
+/// All bytes that a file can have.
 pub(crate) const WHOLE_FILE: Range<u64> = 0..1 << 62;
 
-/// The access that others keep to the bytes meanwhile.
+/// The access that other processes have to the bytes while the lock is held.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LockKind {
-    /// Nothing: a writer's.
+    /// Other processes must not lock the bytes: the lock of a writer.
     Exclusive,
-    /// Lock them in the same way: a reader's, or a writer's that shares.
+    /// Other processes may lock the bytes in the same way: the lock of a reader, or of a device that is shared.
     Shared,
 }
 
@@ -27,12 +27,12 @@ impl LockKind {
     }
 }
 
-/// Locks `range` of `file`, or turns the lock it has there into one of `kind`. Returns a
-/// warning if the file system has no locks and `shared` allows to do without.
+/// Locks `range` of `file`, or converts its lock on that range to `kind`. If the file system has no locks and `shared`
+/// is set, returns a warning instead of failing.
 ///
 /// # Errors
-/// [`ErrorKind::Busy`] if another process' lock forbids it, [`ErrorKind::Unsupported`] if the
-/// file system has no locks.
+/// [`ErrorKind::Busy`] if the lock of another process conflicts, [`ErrorKind::Unsupported`] if the file system has no
+/// locks.
 pub(crate) fn acquire(
     file: &File,
     path: &Path,
@@ -62,22 +62,24 @@ pub(crate) fn acquire(
     }
 }
 
-/// The bytes that QEMU locks in an image, each for reading (its file-posix.c): byte 100 + n if it uses permission n, byte
-/// 200 + n if it does not share permission n with other processes. 0 is consistent read, 1 is write. A process locks its
-/// bytes first and then checks those of others, so that of two processes at least one notices the conflict.
+/// The bytes that QEMU locks in an image (block/file-posix.c of QEMU), each with a read lock: byte 100 + n if QEMU uses
+/// permission n, and byte 200 + n if it does not share permission n with other processes. Permission 0 is consistent
+/// read, 1 is write. A process first locks its bytes and then checks those of others, so at least one of two processes
+/// notices a conflict.
 const QEMU_BYTES: Range<u64> = 100..300;
 const QEMU_READS: u64 = 100;
 const QEMU_WRITES: u64 = 101;
-const KEEPS_READERS_OUT: u64 = 200;
-const KEEPS_WRITERS_OUT: u64 = 201;
+const UNSHARED_READS: u64 = 200;
+const UNSHARED_WRITES: u64 = 201;
 
 /// The locks for the access `kind` to `range`, in the order in which they must be set.
 ///
-/// Locks of blkq conflict where they overlap. A range that contains QEMU's bytes, as that of a whole image does, has a
-/// writer's lock on them, which QEMU cannot share; a reader uses them as QEMU does. A window beyond them keeps QEMU out
-/// with the bytes for what is not shared, which windows of other devices lock as well.
+/// Two devices of blkq conflict where their ranges overlap. If the range contains QEMU's bytes, as the range of a whole
+/// image does, a writer has a write lock on them, which conflicts with every lock of QEMU, and a reader uses them as
+/// QEMU does. A device whose range does not contain them excludes QEMU with read locks on the bytes 200 and 201, which
+/// other such devices can lock as well.
 ///
-/// A lock that keeps writers out is never released before another one does.
+/// During a conversion, no lock that excludes writers is released before another one that does is set.
 fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, libc::c_int)> {
     let has_qemu = range.start <= QEMU_BYTES.start && QEMU_BYTES.end <= range.end;
     let around = |bytes: Range<u64>| match has_qemu {
@@ -87,7 +89,7 @@ fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, l
     let lock = |ranges: Vec<Range<u64>>, l_type| ranges.into_iter().map(move |range| (range, l_type));
     let byte = |byte: u64| byte..byte + 1;
     if kind == LockKind::Exclusive {
-        let unshared = KEEPS_READERS_OUT..KEEPS_WRITERS_OUT + 1;
+        let unshared = UNSHARED_READS..UNSHARED_WRITES + 1;
         let data = around(unshared.clone());
         return lock(vec![unshared], libc::F_RDLCK).chain(lock(data, libc::F_WRLCK)).collect();
     }
@@ -95,10 +97,10 @@ fn steps(range: &Range<u64>, kind: LockKind, shared: bool) -> Vec<(Range<u64>, l
     if shared {
         return lock(data, libc::F_RDLCK).collect();
     }
-    let (mut used, mut unused) = (vec![byte(KEEPS_WRITERS_OUT)], vec![byte(KEEPS_READERS_OUT)]);
+    let (mut used, mut unused) = (vec![byte(UNSHARED_WRITES)], vec![byte(UNSHARED_READS)]);
     if has_qemu {
         used.push(byte(QEMU_READS));
-        unused = vec![QEMU_WRITES..KEEPS_WRITERS_OUT, KEEPS_WRITERS_OUT + 1..QEMU_BYTES.end];
+        unused = vec![QEMU_WRITES..UNSHARED_WRITES, UNSHARED_WRITES + 1..QEMU_BYTES.end];
     }
     used.extend(data);
     lock(used, libc::F_RDLCK).chain(lock(unused, libc::F_UNLCK)).collect()
@@ -108,8 +110,8 @@ fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Re
     for (bytes, l_type) in steps(range, kind, shared) {
         set(file, &bytes, l_type)?;
     }
-    // Bytes before QEMU's are locked by devices of blkq only. Such a device checked for QEMU itself, and what QEMU's bytes
-    // have are its locks.
+    // Only devices of blkq lock byte 0. If it is locked, a device of blkq has the locks on QEMU's bytes, and has itself
+    // checked for QEMU.
     let is_qemu = |byte| Ok::<_, io::Error>(is_locked(file, byte)? && !is_locked(file, 0)?);
     let in_use = match kind {
         LockKind::Shared if shared => false,
@@ -119,8 +121,8 @@ fn lock(file: &File, range: &Range<u64>, kind: LockKind, shared: bool) -> io::Re
     if in_use { Err(io::Error::from_raw_os_error(libc::EAGAIN)) } else { Ok(()) }
 }
 
-/// Turns a writer's lock on `range` into a reader's. There is nothing to check, because a writer's lock keeps all others
-/// out. A part that cannot be changed stays a writer's, which at worst keeps others from reading the image.
+/// Converts a writer's lock on `range` to a reader's. There is nothing to check, because the writer's lock excludes all
+/// others. If a part cannot be converted, it stays locked for writing, which at worst excludes other readers.
 pub(crate) fn downgrade(file: &File, range: &Range<u64>) {
     for (bytes, l_type) in steps(range, LockKind::Shared, false) {
         if set(file, &bytes, l_type).is_err() {
@@ -139,14 +141,13 @@ fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
     }
 }
 
-/// Releases all locks of the open file.
 pub(crate) fn release_all(file: &File) {
     release(file, &WHOLE_FILE);
 }
 
 /// Releases the lock on `range`.
 pub(crate) fn release(file: &File, range: &Range<u64>) {
-    // A locked range can be unlocked; if not, closing the file does it.
+    // Unlocking can fail if the kernel has no memory to split a lock. Closing the file releases it then.
     let _ = set(file, range, libc::F_UNLCK);
 }
 
@@ -181,18 +182,19 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
     const BEFORE: Range<u64> = 0..MIB;
-    const BEHIND: Range<u64> = MIB..2 * MIB;
+    const BEYOND: Range<u64> = MIB..2 * MIB;
     const EXCLUSIVE: LockKind = LockKind::Exclusive;
     const SHARED: LockKind = LockKind::Shared;
 
-    /// Open files of one image.
+    /// Opens one image several times.
     fn open<const COUNT: usize>() -> [File; COUNT] {
         let file =
             rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).map(File::from).unwrap();
         std::array::from_fn(|_| super::super::backing::reopen(&file, Path::new("image"), true).unwrap())
     }
 
-    /// QEMU with permission `used`, which shares none that `unshared` has: its locks, then its checks.
+    /// Sets and checks the locks as QEMU does when it uses the permissions `used` and does not share `unshared`. Returns
+    /// whether QEMU would open the image.
     fn qemu(file: &File, used: &[u64], unshared: &[u64]) -> bool {
         let lock = |byte: u64| set(file, &(byte..byte + 1), libc::F_RDLCK).is_ok();
         let locked = used.iter().all(|n| lock(100 + n)) && unshared.iter().all(|n| lock(200 + n));
@@ -208,8 +210,8 @@ mod tests {
     const WRITES: &[u64] = &[0, 1];
 
     #[test]
-    fn qemu_and_a_device_keep_each_other_out_whichever_comes_first() {
-        for range in [BEFORE, BEHIND, WHOLE_FILE] {
+    fn qemu_and_a_device_exclude_each_other_in_either_order() {
+        for range in [BEFORE, BEYOND, WHOLE_FILE] {
             for (kind, used, allowed) in [
                 (EXCLUSIVE, READS, false),
                 (EXCLUSIVE, WRITES, false),
@@ -226,7 +228,7 @@ mod tests {
                     allowed,
                     "{range:?} {kind:?} {used:?}"
                 );
-                // A device that is shared does not ask.
+                // A shared device does not check for QEMU.
                 let [device, other] = open();
                 lock(&device, &range, SHARED, true).unwrap();
                 assert!(qemu(&other, used, &[1]));
@@ -235,10 +237,10 @@ mod tests {
     }
 
     #[test]
-    fn windows_that_do_not_overlap_have_devices_of_any_kind() {
+    fn windows_that_do_not_overlap_do_not_conflict() {
         for first in [EXCLUSIVE, SHARED] {
             for second in [EXCLUSIVE, SHARED] {
-                for (a, b) in [(BEFORE, BEHIND), (BEHIND, BEFORE)] {
+                for (a, b) in [(BEFORE, BEYOND), (BEYOND, BEFORE)] {
                     let [one, two, three] = open();
                     lock(&one, &a, first, false).unwrap();
                     lock(&two, &b, second, false).unwrap();
@@ -257,37 +259,37 @@ mod tests {
     #[test]
     fn a_writer_becomes_a_reader_while_qemu_tries_to_write() {
         let [device, other] = open();
-        lock(&device, &BEHIND, EXCLUSIVE, false).unwrap();
-        // Before its check, which fails.
+        lock(&device, &BEYOND, EXCLUSIVE, false).unwrap();
+        // QEMU has set its lock, and not yet made the check, which will fail.
         set(&other, &(QEMU_WRITES..QEMU_WRITES + 1), libc::F_RDLCK).unwrap();
-        downgrade(&device, &BEHIND);
+        downgrade(&device, &BEYOND);
         release_all(&other);
         assert!(!qemu(&other, WRITES, &[]) && qemu(&other, READS, &[1]));
-        lock(&other, &BEHIND, SHARED, false).unwrap();
+        lock(&other, &BEYOND, SHARED, false).unwrap();
     }
 
     #[test]
-    fn writers_are_kept_out_in_every_moment_of_a_change() {
+    fn writers_stay_excluded_at_every_step_of_a_conversion() {
         let apply = |bytes: &mut Vec<libc::c_int>, (range, l_type): &(Range<u64>, libc::c_int)| {
             for byte in range.start.min(512)..range.end.min(512) {
                 bytes[byte as usize] = *l_type;
             }
         };
-        let keeps_out = |bytes: &[libc::c_int]| {
+        let excludes_writers = |bytes: &[libc::c_int]| {
             let at = |byte: u64| bytes[byte as usize];
-            at(KEEPS_WRITERS_OUT) != libc::F_UNLCK || at(QEMU_WRITES) == libc::F_WRLCK
+            at(UNSHARED_WRITES) != libc::F_UNLCK || at(QEMU_WRITES) == libc::F_WRLCK
         };
-        for range in [BEFORE, BEHIND, WHOLE_FILE] {
+        for range in [BEFORE, BEYOND, WHOLE_FILE] {
             for (from, to) in [(EXCLUSIVE, SHARED), (SHARED, EXCLUSIVE), (SHARED, SHARED)] {
                 let mut bytes = vec![libc::F_UNLCK; 512];
                 steps(&range, from, false).iter().for_each(|step| apply(&mut bytes, step));
                 for step in steps(&range, to, false) {
-                    assert!(keeps_out(&bytes));
+                    assert!(excludes_writers(&bytes));
                     apply(&mut bytes, &step);
                 }
                 let mut fresh = vec![libc::F_UNLCK; 512];
                 steps(&range, to, false).iter().for_each(|step| apply(&mut fresh, step));
-                assert!(keeps_out(&bytes) && bytes == fresh, "{range:?} {from:?} {to:?}");
+                assert!(excludes_writers(&bytes) && bytes == fresh, "{range:?} {from:?} {to:?}");
             }
         }
     }

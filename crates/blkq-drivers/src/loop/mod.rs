@@ -1,12 +1,17 @@
-//! The loop driver: a regular file or a block device as a device, through the page cache
-//! or around it.
+//! The loop driver: serves a regular file or a block device as raw data, with direct I/O or through the page
+//! cache.
 //!
-//! `options` is what may be asked for, `backing` opens and probes the image, `queue` is the data path, `image` what it submits, `outcome` what comes back, `writer` the token that
-//! keeps writers from each other, `counters` what happened, `tail` the end of a device that is not whole sectors,
-//! `lock` the locks against other processes, `claim` what the kernel does with the image, `name` how that is called
-//! now, `format` what is no raw image, `base` an image that was behind another, `extents` what is data and what is a
-//! hole,
-//! `bitmap_store`, `bitmaps`, `bitmap_file` and `bitmap_format` the dirty bitmaps that are kept beside the image, `stamp` how it was then.
+//! - `options`: the options, and the choice of sector size and I/O mode. `backing` opens the image and probes
+//!   what its file system and its device support.
+//! - `queue`: the data path of one queue. `image` builds the submissions, `outcome` interprets the results,
+//!   `progress` is the state of a call, `writer` the token that admits one writing queue at a time, `tail` the
+//!   end of a device whose size is not a multiple of the sector size, `counters` the statistics.
+//! - `lock`: the locks against other processes. `claim` detects uses of the image by the kernel, `format`
+//!   images that are not raw, and `name` follows renames.
+//! - `base`: switches a device to the raw backing file of its image after a commit. `extents` reports data and
+//!   holes.
+//! - `bitmap_store`, `bitmaps`, `bitmap_file`, `bitmap_format`: the persistent dirty bitmaps in a file beside
+//!   the image. `fingerprint` detects that another program has written to the image since they were saved.
 
 pub(crate) mod backing;
 pub(crate) mod base;
@@ -17,6 +22,7 @@ mod bitmaps;
 pub(crate) mod claim;
 mod counters;
 pub(crate) mod extents;
+mod fingerprint;
 pub(crate) mod format;
 mod image;
 pub(crate) mod lock;
@@ -26,7 +32,6 @@ mod outcome;
 mod progress;
 mod queue;
 mod shared;
-mod stamp;
 mod tail;
 #[cfg(test)]
 #[cfg(not(model_check))]
@@ -56,45 +61,46 @@ use queue::LoopQueue;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
 use writer::{QUEUES_MAX, WriterToken};
 
-/// Largest discard and write zeroes: what the file system does in one call.
+/// Largest discard and write zeroes, in bytes. Each is one call of the file system, and an engine must not wait
+/// long for one.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
 
-/// The image through the page cache, for the last bytes of a device.
+/// Opens the image again, through the page cache, for the last bytes of a device.
 fn tail_file(file: &File, path: &Path, writable: bool) -> Result<Arc<File>, Error> {
     let tail = backing::reopen(file, path, writable)?;
-    // Else the kernel caches more at once than the unit that is kept from direct I/O.
+    // Turns read-ahead off: the kernel must cache only the page that `tail` reserves for the page cache, and none
+    // that direct I/O uses.
     fadvise(&tail, 0, None, Advice::Random)
         .map_err(|e| Error::system(format!("cannot turn off read-ahead for {}", path.display()), e))?;
     Ok(Arc::new(tail))
 }
 
-/// How an image is served, as far as it was chosen when it was opened.
+/// The choices that were made when an image was opened.
 struct Chosen {
     logical_block_bytes: u32,
     mode: Mode,
-    /// Of the device, in bytes.
+    /// Size of the device, in bytes.
     size: u64,
-    /// The image once more, for syncs.
+    /// See [`Shared::synced`].
     synced: File,
-    /// And through the page cache, if the device may end within a sector.
+    /// See [`State::tail`].
     tail: Option<Arc<File>>,
-    /// Why its dirty bitmaps cannot be kept, or the file that has them, if there is one.
     bitmaps: bitmaps::Place,
     warnings: Vec<String>,
 }
 
-/// The image of a device, for a driver that is to have it behind an image of its own.
+/// A raw image and how it was opened, for a driver that uses it as the backing file of an overlay.
 pub(crate) struct RawImage {
     pub file: Arc<File>,
     pub path: PathBuf,
-    /// Of the device, in bytes.
+    /// Size of the device, in bytes.
     pub size: u64,
-    /// In what units the file is read; 1 if through the page cache.
+    /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
     pub align: u64,
     pub memory_align: u32,
     pub logical_block_bytes: u32,
     pub requested: DirectIo,
-    /// Why there is no direct I/O, if there is none.
+    /// The reason for buffered I/O; `None` with direct I/O.
     pub buffered: Option<String>,
 }
 
@@ -103,19 +109,18 @@ pub struct LoopDevice {
     shared: Arc<Shared>,
     name: ImageName,
     path: PathBuf,
-    /// Device and inode of the image, which it keeps under any name.
+    /// Device number of the file system, and inode. Both survive a rename.
     identity: (u64, u64),
-    /// The alignment that direct I/O demands, or the reason why there is no direct I/O.
+    /// The alignment that direct I/O requires, or the reason why direct I/O is not possible.
     direct: Result<DirectAlign, String>,
-    /// Whether the device may end within a sector.
+    /// Whether the device may end within a sector ([`LoopOptions::partial_block`]).
     partial: bool,
     physical_block: u32,
     discard_granularity: u32,
     rotational: bool,
     shared_use: bool,
-    /// Another driver has its file.
+    /// Another driver in this process uses the open file and its locks, so this one must not release them.
     superseded: AtomicBool,
-    /// Why its dirty bitmaps cannot be kept, or the file that has them, if there is one.
     bitmaps: bitmaps::Place,
     warnings: Vec<String>,
 }
@@ -124,9 +129,9 @@ impl LoopDevice {
     /// Opens and locks an image.
     ///
     /// # Errors
-    /// One line: what is wrong, why, and the cure. [`ErrorKind::Busy`] if another process
-    /// has locked these bytes, [`ErrorKind::Claimed`] if the kernel uses them, [`ErrorKind::Format`]
-    /// if it is no raw image: those have what and why, the cure is the caller's.
+    /// [`ErrorKind::Busy`] if another process has locked bytes of the range, [`ErrorKind::Claimed`] if the kernel
+    /// uses them, [`ErrorKind::Format`] if the image is not raw: for these the caller adds a hint.
+    /// [`ErrorKind::Invalid`] if the options do not fit the image, and the I/O errors of the image file.
     pub fn open(options: &LoopOptions) -> Result<LoopDevice, Error> {
         let backing = Backing::open(&options.path, options.read_only)?;
         let mut warnings = Vec::new();
@@ -151,7 +156,7 @@ impl LoopDevice {
             ));
         }
         let file_size = backing::size(&backing.file, &backing.path)?;
-        // The end of a block device is whole blocks.
+        // A block device consists of whole blocks.
         let partial = options.partial_block && !backing.block_device;
         let window = Window { path: &backing.path, offset: options.offset, logical_block_bytes, partial };
         let (size, left_out) = window.capacity(file_size, options.size_limit)?;
@@ -166,7 +171,7 @@ impl LoopDevice {
         warnings.extend(lock::acquire(&backing.file, &backing.path, &range, kind, options.shared)?);
         backing::set_flag(&backing.file, OFlags::DIRECT, mode.direct.is_some())
             .map_err(|e| Error::system(format!("cannot set direct I/O on {}", backing.path.display()), e))?;
-        // Of the file that is open and locked: no other can be under its name by now.
+        // After the lock, and on the open file: the path may name another file by now.
         if !options.shared {
             claim::check(&backing, &range, options.read_only)?;
         }
@@ -183,16 +188,16 @@ impl LoopDevice {
         Ok(LoopDevice::assemble(backing, options, chosen))
     }
 
-    /// The device of an image that is open and locked.
+    /// Makes a device of an image that is open and locked.
     fn assemble(backing: Backing, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
         let Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings } = chosen;
         let partial = tail.is_some();
-        // A block device whose block is larger than the sector zeroes no parts of blocks.
-        let able = !backing.block_device || backing.logical_block <= logical_block_bytes;
+        // The kernel rejects fallocate(2) on a part of a block of a block device.
+        let takes_any_sector = !backing.block_device || backing.logical_block <= logical_block_bytes;
         let shared = Shared {
             offset: options.offset,
             logical_block_bytes,
-            discard_unit: if able { 1 } else { u64::from(backing.logical_block) },
+            discard_unit: if takes_any_sector { 1 } else { u64::from(backing.logical_block) },
             cache_unit: u64::from(backing.physical_block).max(rustix::param::page_size() as u64),
             block_device: backing.block_device,
             synced,
@@ -213,8 +218,8 @@ impl LoopDevice {
             discard_by_command: AtomicBool::new(backing.block_device),
             writeback_failed: AtomicBool::new(false),
             discards: AtomicBool::new(backing.discards),
-            zeroes: AtomicBool::new(able),
-            zeroes_no_unmap: AtomicBool::new(able),
+            zeroes: AtomicBool::new(takes_any_sector),
+            zeroes_no_unmap: AtomicBool::new(takes_any_sector),
         };
         LoopDevice {
             shared: Arc::new(shared),
@@ -233,7 +238,7 @@ impl LoopDevice {
         }
     }
 
-    /// Warnings for the user about how the image is opened now; each one line.
+    /// Warnings for the user about how the image is open now, one line each.
     pub fn warnings(&self) -> Vec<String> {
         let state = locked(&self.shared.state);
         let buffered = (state.requested == DirectIo::Auto && state.mode.direct.is_none())
@@ -241,22 +246,21 @@ impl LoopDevice {
         buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
     }
 
-    /// The image: absolute, without symbolic links.
+    /// The absolute path under which the image was opened, with all symbolic links resolved.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The device and the inode of the image.
+    /// The device number of the image's file system, and its inode.
     pub(crate) fn identity(&self) -> (u64, u64) {
         self.identity
     }
 
-    /// The image.
     pub(crate) fn file(&self) -> Arc<File> {
         locked(&self.shared.state).file.clone()
     }
 
-    /// The driver's counters. A clone can be read after the device was made a disk.
+    /// The driver's counters. A clone stays readable after the device was given to a disk.
     pub fn counters(&self) -> &Arc<LoopCounters> {
         &self.shared.counters
     }
@@ -266,13 +270,14 @@ impl LoopDevice {
         Window { path: &self.path, offset, logical_block_bytes, partial: self.partial }
     }
 
-    /// Makes all writes durable, without delaying those that ask for the state. Once that
-    /// failed through the page cache it fails for good: see `flushed` in `outcome`.
+    /// Makes all writes durable. The sync runs without the lock on the state, so it delays no reader of the state.
+    /// If a sync of the page cache has failed once, every later one fails, too: see `flushed` in `outcome`.
     pub(crate) fn sync(&self) -> Result<(), Error> {
         let (shared, path) = (&self.shared, self.path.display());
-        // The end of the device may be cached when the rest is not.
+        // The last bytes may go through the page cache although the rest uses direct I/O.
         let buffered = self.partial || locked(&shared.state).mode.direct.is_none();
-        // The open file of the flushes: another may have got the error already that they must report.
+        // The kernel reports a failed write-back once to each open file. The flushes use this one, so an error
+        // that another open file has received is still reported here.
         if let Err(e) = backing::sync(&shared.synced) {
             shared.writeback_failed.fetch_or(buffered, Relaxed);
             return Err(Error::system(format!("cannot make {path} durable"), e));
@@ -295,7 +300,7 @@ impl LoopDevice {
 
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
         let mode = self.choose_mode(requested)?;
-        // Dirty pages of the page cache must be in the file before I/O bypasses it.
+        // Direct reads do not see dirty pages, so these must be written before I/O bypasses the page cache.
         self.sync()?;
         let mut state = locked(&self.shared.state);
         self.set_direct(&state.file, mode.direct.is_some())?;
@@ -304,14 +309,15 @@ impl LoopDevice {
         Ok(())
     }
 
-    /// The size that the device gets with a file of `file_size` bytes: `bytes`, or what is there.
+    /// The size of the device after a resize: `bytes`, or, if that is `None`, the size that follows from a file of
+    /// `file_size` bytes.
     fn size_after_resize(&self, state: &State, file_size: u64, bytes: Option<u64>) -> Result<u64, Error> {
         let window = self.window();
         let (size, _) = match bytes {
             None => {
-                // A limit beyond the end that the file has now limits nothing.
-                let there = file_size.saturating_sub(window.offset);
-                let limit = state.size_limit.filter(|limit| *limit <= there);
+                // If the file has shrunk below the limit, the device ends with the file.
+                let available = file_size.saturating_sub(window.offset);
+                let limit = state.size_limit.filter(|limit| *limit <= available);
                 window.capacity(file_size, limit)?
             }
             Some(bytes) => window.capacity(u64::MAX >> 1, Some(bytes))?,
@@ -319,11 +325,11 @@ impl LoopDevice {
         Ok(size)
     }
 
-    /// The image, with all that was written made durable, for a driver that is to have it behind another. The disk
-    /// is frozen.
+    /// The image as the backing file of an overlay, after all writes were made durable. The disk must be frozen.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if it is served in part, shared or read-only; if it cannot be made durable.
+    /// [`ErrorKind::Unsupported`] if the device serves a part of the image, is shared or read-only, or ends within
+    /// a sector; the error of the sync.
     pub(crate) fn raw_image(&self) -> Result<RawImage, Error> {
         let image = {
             let state = locked(&self.shared.state);
@@ -357,19 +363,19 @@ impl LoopDevice {
         Ok(image)
     }
 
-    /// Another driver has the image from now on, and only reads it.
+    /// Leaves the image to another driver of this process, which only reads it: the lock becomes a reader's and
+    /// stays when this device is dropped.
     pub(crate) fn supersede(&self) {
         self.superseded.store(true, Relaxed);
         lock::downgrade(&locked(&self.shared.state).file, &lock::WHOLE_FILE);
     }
 
-    /// The image, for what keeps its bitmaps.
     fn image(&self) -> bitmaps::Image<'_> {
         bitmaps::Image { shared: &self.shared, path: &self.path, bitmaps: &self.bitmaps }
     }
 
-    /// The setting, if it is one of this driver.
-    fn own(&self, setting: &dyn DriverSetting) -> Result<LoopSetting, Error> {
+    /// The setting as one of this driver; an error if it belongs to another.
+    fn loop_setting(&self, setting: &dyn DriverSetting) -> Result<LoopSetting, Error> {
         setting.downcast_ref().copied().ok_or_else(|| setting.unknown_to(self.name()))
     }
 }
@@ -389,10 +395,12 @@ impl Driver for LoopDevice {
 
     fn limits(&self) -> QueueLimits {
         let state = locked(&self.shared.state);
-        let most = |able: &AtomicBool| {
-            if able.load(Relaxed) && !state.read_only { DISCARD_MAX_BYTES } else { 0 }
+        // Relaxed, as for all flags of what the file system supports: each stands alone and only ever becomes
+        // false. A stale value costs one more failed attempt.
+        let max_bytes = |supported: &AtomicBool| {
+            if supported.load(Relaxed) && !state.read_only { DISCARD_MAX_BYTES } else { 0 }
         };
-        // Kernels before 6.18 demand of each segment's length what they demand of the offset.
+        // Kernels before 6.18 require the alignment of the file offset for the length of each segment, too.
         let memory_align = state.mode.direct.map_or(1, |align| align.memory.max(align.offset));
         let capacity_bytes = state.size.next_multiple_of(u64::from(self.shared.logical_block_bytes));
         QueueLimits {
@@ -403,16 +411,16 @@ impl Driver for LoopDevice {
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
             memory_align,
-            // Padding is zeroed by this thread.
+            // The driver zeroes the padding after the last bytes, which it cannot do in pages of the kernel.
             kernel_pages: !self.partial,
-            max_discard_bytes: most(&self.shared.discards),
+            max_discard_bytes: max_bytes(&self.shared.discards),
             discard_granularity: self
                 .discard_granularity
                 .max(self.shared.logical_block_bytes)
                 .max(self.shared.discard_unit as u32),
             discard_zeroes: !self.shared.block_device,
-            max_write_zeroes_bytes: most(&self.shared.zeroes),
-            max_write_zeroes_no_unmap_bytes: most(&self.shared.zeroes_no_unmap),
+            max_write_zeroes_bytes: max_bytes(&self.shared.zeroes),
+            max_write_zeroes_no_unmap_bytes: max_bytes(&self.shared.zeroes_no_unmap),
             write_cache: !state.read_only,
             fua: !state.read_only,
             read_only: state.read_only,
@@ -423,7 +431,8 @@ impl Driver for LoopDevice {
     }
 
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
-        // A queue that is opened again has the same wake: it is the disk's, not the owner's.
+        // Setting it fails if the queue was open before. The wake is the same then, because it belongs to the
+        // disk and not to the owner of the queue.
         let _ = self.shared.wakes[usize::from(cx.index)].set(cx.wake);
         let ring = cx.ring.ok_or_else(|| invalid("the loop driver needs an io_uring".to_owned()))?;
         Ok(Box::new(LoopQueue::open(Arc::clone(&self.shared), cx.index, cx.tags, ring)?))
@@ -443,8 +452,8 @@ impl Driver for LoopDevice {
     }
 
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
-        match self.own(setting)? {
-            // Most of the page cache's content is written now, and what comes in between later.
+        match self.loop_setting(setting)? {
+            // Writes back most dirty pages before the freeze, so that the sync under the freeze is short.
             LoopSetting::DirectIo(requested) => {
                 self.choose_mode(requested)?;
                 self.sync()?;
@@ -455,7 +464,7 @@ impl Driver for LoopDevice {
     }
 
     fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
-        match self.own(setting)? {
+        match self.loop_setting(setting)? {
             LoopSetting::DirectIo(requested) => self.set_direct_io(requested)?,
             LoopSetting::Dispatch(dispatch) => locked(&self.shared.state).dispatch = dispatch,
         }
@@ -478,7 +487,7 @@ impl Driver for LoopDevice {
         let range = self.shared.offset..self.shared.offset + state.size;
         let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
         if self.shared_use && (read_only || state.writable) {
-            // A device that is shared has the same lock in both cases.
+            // A shared device has the same lock for reading and for writing.
         } else if read_only {
             lock::downgrade(&state.file, &range);
         } else if state.writable {
@@ -487,7 +496,8 @@ impl Driver for LoopDevice {
             let file = backing::reopen(&state.file, &self.path, true)?;
             let tail = self.partial.then(|| tail_file(&file, &self.path, true)).transpose()?;
             self.set_direct(&file, state.mode.direct.is_some())?;
-            // The locks of the two descriptions conflict, and the image must be locked all the time.
+            // The locks of the two open file descriptions conflict with each other, and the image must not be
+            // unlocked in between. So the new one first takes a reader's lock beside the old one's.
             relock(&file, LockKind::Shared)?;
             lock::release_all(&state.file);
             if let Err(error) = relock(&file, LockKind::of(false, self.shared_use)) {
@@ -582,7 +592,7 @@ impl Drop for LoopDevice {
         if self.superseded.load(Relaxed) {
             return;
         }
-        // A ring may keep the file open for longer than the device is used.
+        // A ring may keep the file open after the device is gone, and the locks are released only with it.
         lock::release_all(&locked(&self.shared.state).file);
     }
 }

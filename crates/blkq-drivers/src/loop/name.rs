@@ -1,4 +1,5 @@
-//! The name of an open image, which another process may rename, on a mount that this process may leave.
+//! Reports the current path of an open image, even after a rename and after this process has left the mount
+//! namespace.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -7,41 +8,42 @@ use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
 use super::backing::name_now;
 
-/// The name under which an image was opened.
+/// The path under which an image was opened.
 #[derive(Clone, Debug)]
 pub(crate) struct ImageName {
     path: PathBuf,
-    /// The mount that it is on. A process that leaves it sees names below it as if it were the root.
+    /// The mount point of the file system that contains the image. The kernel reports paths relative to this mount
+    /// once the process has left its mount namespace.
     mount_point: PathBuf,
 }
 
 impl ImageName {
-    /// Of the image at `path`, which is absolute, on a mount that this process has.
+    /// Must be called before this process leaves its mount namespace. `path` is absolute.
     pub fn new(path: &Path) -> ImageName {
         let path = &fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let mount_point = path.ancestors().find(|path| is_mount_root(path)).unwrap_or(Path::new("/"));
         ImageName { path: path.to_owned(), mount_point: mount_point.to_owned() }
     }
 
-    /// The name that `file`, the image, has now.
+    /// The current path of the open image `file`.
     pub fn now(&self, file: &File) -> String {
         let now = name_now(file).map_or_else(|| self.path.clone(), |name| self.path_of(&name));
         now.display().to_string()
     }
 
-    /// The path from the root of what the kernel calls `name`, from the mount on if that was left.
+    /// The absolute path of an image that the kernel calls `name`.
     fn path_of(&self, name: &Path) -> PathBuf {
         let below = match name.strip_prefix("/") {
-            // A file does not leave its mount.
+            // A rename cannot move a file to another mount, so a name outside of the mount point is relative to it.
             Ok(below) if !name.starts_with(&self.mount_point) => below,
             _ => return name.to_owned(),
         };
-        // Joined with an empty path it would be a directory.
+        // Joining an empty path would append a slash.
         if below.as_os_str().is_empty() { self.mount_point.clone() } else { self.mount_point.join(below) }
     }
 }
 
-/// Whether something is mounted there; what cannot be inspected is no mount.
+/// Whether `path` is a mount point. A path that cannot be inspected counts as none.
 fn is_mount_root(path: &Path) -> bool {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
     statx(CWD, path, flags, StatxFlags::empty())
@@ -53,12 +55,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_below_a_mount_that_was_left_is_whole() {
+    fn a_name_relative_to_a_left_mount_becomes_absolute() {
         let name = |mount: &str| ImageName { path: "/net/a.img".into(), mount_point: mount.into() };
         let path_of = |mount: &str, now: &str| name(mount).path_of(Path::new(now)).display().to_string();
         assert_eq!(path_of("/net", "/a.img"), "/net/a.img");
         assert_eq!(path_of("/net", "/dir/b.img (deleted)"), "/net/dir/b.img (deleted)");
-        // The mount is there; and there is one of the file alone.
+        // The process still has the mount; then a mount of a single file.
         assert_eq!(path_of("/net", "/net/b.img"), "/net/b.img");
         assert_eq!(path_of("/", "/other/b.img"), "/other/b.img");
         assert_eq!(path_of("/net/a.img", "/"), "/net/a.img");

@@ -1,4 +1,4 @@
-//! The options of a user, and what follows from them for a given image.
+//! The options of a loop device, and the checks and choices that follow from them for a given image.
 
 use std::path::{Path, PathBuf};
 
@@ -9,24 +9,24 @@ use crate::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 
 use super::backing::{Backing, DirectAlign};
 
-/// Largest sector that clients are offered.
+/// Largest sector size of a device, in bytes.
 const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
 
 /// Whether I/O bypasses the page cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum DirectIo {
-    /// It does, or the open fails.
+    /// Use direct I/O, or fail to open the image.
     On,
-    /// It does not.
+    /// Use the page cache.
     Off,
-    /// If the image allows it with the sector size that was asked for.
+    /// Use direct I/O if the image supports it with the requested sector size.
     #[default]
     Auto,
 }
 
 impl DirectIo {
-    /// The name by which it is chosen.
+    /// The name that [`FromStr`](std::str::FromStr) parses.
     pub const fn name(self) -> &'static str {
         match self {
             DirectIo::On => "on",
@@ -46,19 +46,19 @@ impl std::str::FromStr for DirectIo {
     }
 }
 
-/// How requests are put to the file.
+/// How requests are submitted to the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum Dispatch {
-    /// At once; only buffered writes take turns, because a file admits one writer anyway.
+    /// Immediately. Only buffered writes take turns, because the kernel admits one writer of a file at a time.
     #[default]
     Concurrent,
-    /// One at a time, in order: what the loop driver did before it had hardware queues.
+    /// One at a time, in order, as the kernel's loop driver did before it had hardware queues.
     Serial,
 }
 
 impl Dispatch {
-    /// The name by which it is chosen.
+    /// The name that [`FromStr`](std::str::FromStr) parses.
     pub const fn name(self) -> &'static str {
         match self {
             Dispatch::Concurrent => "concurrent",
@@ -77,36 +77,37 @@ impl std::str::FromStr for Dispatch {
     }
 }
 
-/// The part of an image that is served, and how.
+/// The part of an image to serve, and how to serve it.
 #[derive(Clone, Debug)]
 pub struct LoopOptions {
     /// The image: a regular file or a block device.
     pub path: PathBuf,
-    /// Where in the image the device begins, in bytes.
+    /// Offset of the device in the image, in bytes.
     pub offset: u64,
-    /// How much of it is served, in bytes; `None`: up to the end.
+    /// Size of the device, in bytes; `None`: up to the end of the image.
     pub size_limit: Option<u64>,
-    /// The logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES);
-    /// `None`: 512, the block of a block device, or what [`DirectIo::On`] demands.
+    /// The logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES). `None`: 512, or
+    /// more if the image is a block device with larger blocks or [`DirectIo::On`] requires it.
     pub logical_block_bytes: Option<u32>,
-    /// Serve the bytes at the end of a regular file, or of the window, that do not fill a logical
-    /// block: the device has [`QueueLimits::padding_bytes`](blkq::QueueLimits::padding_bytes).
-    /// Else they are left out.
+    /// Serve the bytes at the end of a regular file, or of the window, that do not fill a logical block: the device
+    /// has [`QueueLimits::padding_bytes`](blkq::QueueLimits::padding_bytes). Without this option these bytes are
+    /// not served.
     pub partial_block: bool,
-    /// Around the page cache or through it.
+    /// Whether I/O bypasses the page cache.
     pub direct_io: DirectIo,
-    /// How requests are put to the file.
+    /// How requests are submitted to the file.
     pub dispatch: Dispatch,
     /// Refuse writes, and open the image for reading only.
     pub read_only: bool,
-    /// Share the bytes with others that have this option too, and the kernel.
+    /// Share the bytes with other processes that also set this option, and do not check whether the kernel uses
+    /// them.
     pub shared: bool,
-    /// Serve the bytes as they are, whatever format the image has the magic of.
+    /// Serve the bytes of the file even if the image begins with the magic of another format.
     pub raw: bool,
 }
 
 impl LoopOptions {
-    /// All of the image at `path`, for reading and writing.
+    /// The whole image at `path`, for reading and writing, with the default of every option.
     pub fn new(path: impl Into<PathBuf>) -> LoopOptions {
         LoopOptions {
             path: path.into(),
@@ -123,14 +124,14 @@ impl LoopOptions {
     }
 }
 
-/// A setting of the loop driver that can be changed while I/O runs
+/// A setting of the loop driver that can be changed while the device is in use
 /// ([`Disk::set_driver`](blkq::Disk::set_driver)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum LoopSetting {
-    /// Whether I/O goes around the page cache ([`LoopOptions::direct_io`]).
+    /// Whether I/O bypasses the page cache ([`LoopOptions::direct_io`]).
     DirectIo(DirectIo),
-    /// How requests are put to the file ([`LoopOptions::dispatch`]).
+    /// How requests are submitted to the file ([`LoopOptions::dispatch`]).
     Dispatch(Dispatch),
 }
 
@@ -148,13 +149,16 @@ pub(super) struct Window<'a> {
     pub path: &'a Path,
     pub offset: u64,
     pub logical_block_bytes: u32,
-    /// Whether a part of a sector counts.
+    /// Whether the device may end within a sector.
     pub partial: bool,
 }
 
 impl Window<'_> {
-    /// The size of the device in an image of `file_size` bytes, and how many bytes after it
-    /// do not fill a sector.
+    /// The size of the device in an image of `file_size` bytes, and the number of bytes after it that do not fill a
+    /// sector.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if the window does not fit the image or the sector size.
     pub fn capacity(&self, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
         let (path, offset, logical_block_bytes) =
             (self.path.display(), self.offset, u64::from(self.logical_block_bytes));
@@ -162,8 +166,8 @@ impl Window<'_> {
             let word = shell_word(self.path);
             return Err(invalid(format!("{path} is empty; give it a size with `truncate -s SIZE {word}`")));
         }
-        let there = file_size.saturating_sub(offset);
-        if there == 0 {
+        let available = file_size.saturating_sub(offset);
+        if available == 0 {
             return Err(invalid(format!(
                 "the offset {offset} is beyond the end of {path} ({file_size} bytes); choose a smaller offset"
             )));
@@ -176,49 +180,54 @@ impl Window<'_> {
                     (limit - limit % logical_block_bytes).max(logical_block_bytes)
                 )))
             }
-            Some(limit) if limit > there => Err(invalid(format!(
+            Some(limit) if limit > available => Err(invalid(format!(
                 "{limit} bytes from offset {offset} reach beyond the end of {path} ({file_size} bytes); \
                  choose less, or extend the image"
             ))),
             Some(limit) => Ok((limit, 0)),
-            None if self.partial => Ok((there, 0)),
-            None if there < logical_block_bytes => {
-                let plural = if there == 1 { "" } else { "s" };
+            None if self.partial => Ok((available, 0)),
+            None if available < logical_block_bytes => {
+                let plural = if available == 1 { "" } else { "s" };
                 let smaller = if logical_block_bytes > LOGICAL_BLOCK_SIZES[0] as u64 {
                     ", or use a smaller sector size"
                 } else {
                     ""
                 };
                 Err(invalid(format!(
-                    "{path} has only {there} byte{plural} from offset {offset}, less than a sector of {logical_block_bytes}; extend it{smaller}"
+                    "{path} has only {available} byte{plural} from offset {offset}, less than a sector of {logical_block_bytes}; extend it{smaller}"
                 )))
             }
-            None => Ok((there - there % logical_block_bytes, there % logical_block_bytes)),
+            None => Ok((available - available % logical_block_bytes, available % logical_block_bytes)),
         }
     }
 }
 
-/// The logical block to serve.
+/// The logical block size of the device, in bytes.
 pub(super) fn choose_logical_block(options: &LoopOptions, backing: &Backing) -> Result<u32, Error> {
     if let Some(logical_block_bytes) = options.logical_block_bytes {
         return check_logical_block(logical_block_bytes);
     }
-    let demanded = match &backing.direct {
+    let required = match &backing.direct {
         Ok(align) if options.direct_io == DirectIo::On => align.offset.max(align.memory),
         _ => 512,
     };
-    Ok(demanded.max(backing.logical_block).clamp(512, LOGICAL_BLOCK_MAX_BYTES).next_power_of_two())
+    Ok(required.max(backing.logical_block).clamp(512, LOGICAL_BLOCK_MAX_BYTES).next_power_of_two())
 }
 
-/// How I/O is done in effect.
+/// The I/O mode in effect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Mode {
+    /// The alignment of direct I/O; `None` for buffered I/O.
     pub direct: Option<DirectAlign>,
-    /// Why it is not direct.
+    /// The reason for buffered I/O; empty with direct I/O.
     pub reason: String,
 }
 
-/// How I/O is to be done if `requested` is asked for.
+/// The I/O mode that follows from `requested` and the alignment of the image, which is `possible`.
+///
+/// # Errors
+/// The reason why direct I/O is not possible, if it is required. [`ErrorKind::DirectIoSector`] and
+/// [`ErrorKind::DirectIoOffset`] carry the values that the caller needs for a hint.
 pub(crate) fn choose_mode(
     requested: DirectIo,
     possible: &Result<DirectAlign, String>,
@@ -229,14 +238,13 @@ pub(crate) fn choose_mode(
     if requested == DirectIo::Off {
         return Ok(Mode { direct: None, reason: "as requested".to_owned() });
     }
-    // The obstacle, and its kind with the facts of a cure.
     let (reason, kind) = match possible {
         Err(why) => (why.clone(), ErrorKind::NoDirectIo),
         Ok(align) if align.memory > 4096 || align.offset > LOGICAL_BLOCK_MAX_BYTES => {
-            let demanded = align.memory.max(align.offset);
-            (format!("it requires an alignment of {demanded} bytes"), ErrorKind::NoDirectIo)
+            let required = align.memory.max(align.offset);
+            (format!("it requires an alignment of {required} bytes"), ErrorKind::NoDirectIo)
         }
-        // Each piece of memory must be a multiple of the alignment, and may be one sector long.
+        // A segment may be as short as one sector, and must be a multiple of the alignment.
         Ok(align) if logical_block_bytes < align.offset.max(align.memory) => (
             format!(
                 "it requires an alignment of {} bytes, and the sector size is {logical_block_bytes}",
@@ -263,7 +271,6 @@ pub(crate) fn choose_mode(
     Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display())))
 }
 
-/// An error of kind [`ErrorKind::Invalid`].
 pub(super) fn invalid(message: String) -> Error {
     Error::new(ErrorKind::Invalid, message)
 }

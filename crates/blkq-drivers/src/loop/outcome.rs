@@ -1,4 +1,4 @@
-//! The meaning of a ring's completion for the requests of its call.
+//! Interprets the result of a completed call: the requests complete, or the call continues or is repeated.
 
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{BioFlags, DriverContext, IoResult, Operation, Status, Tag};
@@ -8,18 +8,18 @@ use super::image::Image;
 use super::progress::Progress;
 use super::shared::Shared;
 
-/// Attempts after which an operation fails.
+/// Consecutive attempts without progress after which an operation fails. It bounds the retries of a file system that
+/// returns EAGAIN or empty transfers forever.
 const ATTEMPTS_MAX: u64 = 64;
 
-/// The meaning of a ring's completion.
 pub(super) enum Outcome {
-    /// The requests have completed.
+    /// All requests of the call complete with this result.
     Completed(IoResult),
-    /// There is more to do.
+    /// The rest of the call must be submitted.
     Unfinished,
 }
 
-/// Takes the result of a call for `tags`.
+/// Interprets `result`, which the ring returned for the call of the requests `tags`.
 pub(super) fn of(
     image: &Image,
     shared: &Shared,
@@ -51,25 +51,26 @@ pub(super) fn of(
         }
         return Outcome::Completed(Ok(()));
     }
-    // A remainder that continues through the page cache was not asked for at once.
+    // A request that reaches the tail takes two calls; ending at the boundary is not a short transfer.
     if !has_tail || reached < image.tail().until(cx.request(tags[0]), progress.done) {
         counters.short_transfer();
     }
-    // Direct I/O can continue only at a multiple of its unit: an odd rest is done again.
+    // Direct I/O can continue only at a multiple of its alignment, so the bytes beyond the last multiple are
+    // transferred again.
     let done = reached - reached % image.align();
     if done > progress.done {
         Progress { done, attempts: 0 }.store(cx.pdu(tags[0]));
         return Outcome::Unfinished;
     }
     match (operation, result) {
-        // The file has become shorter than the device.
+        // A read without progress means that the file has become shorter than the device.
         (Operation::Read, _) => Outcome::Completed(Err(Status::Io)),
         (_, 0) => Outcome::Completed(Err(Status::NoSpace)),
         _ => again(counters, cx, tags[0], progress, Status::Io),
     }
 }
 
-/// An attempt that came to nothing: there is another one, or the request completes as `spent`.
+/// Repeats a call that made no progress; once [`ATTEMPTS_MAX`] is reached it fails with `spent`.
 fn again(
     counters: &QueueCounters,
     cx: &mut DriverContext<'_>,
@@ -83,8 +84,8 @@ fn again(
     if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Completed(Err(spent)) }
 }
 
-/// The completion of a flush. Pages that could not be written count as clean from then on, and
-/// the next fdatasync knows nothing of them: once one has failed, none can be believed.
+/// The result of a flush. After a failed write-back the kernel marks the pages as clean, and the next fdatasync(2)
+/// succeeds without them. So once a flush has failed, all later ones fail, too.
 fn flushed(image: &Image, shared: &Shared, result: i32) -> IoResult {
     let lost = &shared.writeback_failed;
     if result < 0 {
@@ -110,7 +111,7 @@ fn without_data(
     }
     let progress = Progress::load(cx.pdu(tag));
     if progress.done > 0 {
-        // The file may have become shorter than the device.
+        // This was the read of `Image::end_entry`: if it is short, the file has become shorter than the device.
         let zeroed = result >= 0 && result as u64 == end_unit;
         let status = if result < 0 { Status::from_errno(-result) } else { Status::Io };
         return Outcome::Completed(if zeroed { Ok(()) } else { Err(status) });
@@ -125,17 +126,17 @@ fn without_data(
     let status = Status::from_errno(-result);
     let by_command = operation == Operation::Discard && shared.discard_by_command.load(Relaxed);
     if by_command && matches!(status, Status::NotSupported | Status::Invalid) {
-        // A kernel before 6.12: there is the slower way through fallocate.
+        // Kernels before 6.12 do not have the command. Discards use the slower fallocate(2) from now on.
         shared.discard_by_command.store(false, Relaxed);
         return Outcome::Unfinished;
     }
     if status == Status::NotSupported {
-        let able = match operation {
+        let supported = match operation {
             Operation::Discard => &shared.discards,
             _ if flags.contains(BioFlags::NO_UNMAP) => &shared.zeroes_no_unmap,
             _ => &shared.zeroes,
         };
-        able.store(false, Relaxed);
+        supported.store(false, Relaxed);
         cx.limits_changed();
     }
     Outcome::Completed(Err(status))

@@ -1,16 +1,16 @@
-//! The driver's words of a request: how far the call is that does it.
+//! The layout of the two words that the driver has in each request.
 
-/// The progress of a call, kept in the driver's words of its first request.
+/// The progress of a call, stored in the words of its first request.
 #[derive(Clone, Copy)]
 pub(super) struct Progress {
-    /// Bytes transferred.
+    /// Bytes that were transferred.
     pub done: u64,
-    /// Attempts in a row that came to nothing.
+    /// Consecutive attempts without progress.
     pub attempts: u64,
 }
 
-/// Words of a request: bytes done; attempts, and above them the next request of the same
-/// call, plus one.
+/// The first word is `done`. The second word has the attempts below this bit, and above it one more than the tag
+/// of the next request of the same call, or 0 for the last request.
 pub(super) const NEXT_SHIFT: u32 = 32;
 
 impl Progress {

@@ -1,9 +1,8 @@
 //! The data path: one queue of a loop device on one ring.
 //!
-//! Requests that may run at once go to the ring as they come. Others (see [`Turns`]) wait
-//! in a FIFO for their turn; adjacent writes that wait are issued as one. Writes that the
-//! kernel does one at a time anyway are issued before the ones in front have completed, so that
-//! its worker takes one after the other without waking this thread in between.
+//! Requests that may run concurrently are submitted immediately. Requests that take turns (see [`Turns`]) wait in a
+//! FIFO, and adjacent writes that wait are submitted as one call. Where the kernel executes writes one at a time,
+//! several calls are submitted ahead, so that its worker continues with the next write without waking this thread.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -23,53 +22,52 @@ use super::outcome::{self, Outcome};
 use super::progress::{NEXT_SHIFT, Progress};
 use super::shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
 
-/// Bytes of a call that writes several requests: as many as one request may have.
+/// Largest call that writes several requests, in bytes: no larger than one request may be.
 const GROUP_BYTES: u64 = REQUEST_MAX_BYTES as u64;
-/// Calls in flight up to which more follow: enough to keep the kernel's worker busy until
-/// they do. Requests that wait meanwhile may be joined.
+/// More calls are submitted only when at most this number is in flight. That keeps the kernel's worker busy, and
+/// requests that wait in between can be joined.
 const CALLS_LOW: usize = 16;
-/// Calls in a row after which a queue hands the writer's token to one that waits for it.
+/// Number of calls after which a queue passes the writer token to a queue that waits for it.
 const TOKEN_TURNS: u32 = 16;
-/// How often a queue polls whether it has the token, should no wake-up reach it (a thread
-/// that polls its queue itself sleeps where none does), in nanoseconds.
+/// How often a waiting queue checks whether it has the token, in nanoseconds. Usually a wake-up comes first, but a
+/// thread that polls its queue itself may sleep where no wake-up reaches it.
 const TOKEN_POLL_NS: u64 = 1_000_000;
-/// Attempts that would have blocked or were interrupted before a worker of the kernel
-/// gets the operation.
+/// Attempts that would have blocked or were interrupted before the operation is left to a worker thread of the
+/// kernel (IOSQE_ASYNC), which can block.
 const ATTEMPTS_INLINE: u64 = 4;
-/// Marks the completion of what waited for its turn; below it is the tag.
+/// Flag of the payload of a call that took its turn. The bits below are the tag of its first request.
 const IN_TURN: u64 = 1 << 16;
 
 /// A call in flight that took its turn.
 struct Call {
     first: Tag,
     operation: Operation,
-    /// The bytes of the device.
+    /// In bytes of the device.
     range: Range<u64>,
 }
 
-/// How the queue stands with the writer's token.
+/// Whether the queue has the writer token.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Token {
     No,
-    /// Waits; polls again at that time.
+    /// The queue waits, and checks again at this time, in nanoseconds.
     Waiting(u64),
-    /// Has it, for that many calls so far.
+    /// The queue has the token, and has begun this number of calls with it.
     Yes(u32),
 }
 
-/// One queue of a loop device.
 pub(super) struct LoopQueue {
     shared: Arc<Shared>,
     index: u16,
     image: Image,
     read_only: bool,
     turns: Turns,
-    /// Requests waiting for their turn, in order.
+    /// Requests that wait for their turn, in order of arrival.
     waiting: VecDeque<Tag>,
-    /// The calls whose turn it is, in no order, and how many there may be.
+    /// The calls in flight that took their turn, in no order; at most `calls_max`.
     calls: Vec<Call>,
     calls_max: usize,
-    /// The requests of the call at hand.
+    /// Empty between uses; a list of requests that is kept to avoid an allocation for each call.
     group: Vec<Tag>,
     token: Token,
     in_flight: u32,
@@ -103,7 +101,8 @@ impl LoopQueue {
         })
     }
 
-    /// Whether a discard has no whole unit of the block device: it is advice.
+    /// Whether a discard contains no whole unit of the block device. It then completes without doing anything,
+    /// because a discard is only advice.
     fn discards_nothing(&self, request: &Request) -> bool {
         self.shared.discard_range(request.offset(), self.image.bytes(request)).is_empty()
     }
@@ -116,7 +115,7 @@ impl LoopQueue {
         }
     }
 
-    /// Counts requests that begin, then submits them.
+    /// Counts the requests of a new call, and submits the call.
     fn begin(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
         let operation = cx.request(tags[0]).operation();
         self.in_flight += 1;
@@ -146,7 +145,7 @@ impl LoopQueue {
         self.submit(cx, tags, in_turn);
     }
 
-    /// Submits what `tags`, adjacent in this order, still have to do.
+    /// Submits the rest of the call that consists of the requests `tags`, which are adjacent in this order.
     fn submit(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
         let first = tags[0];
         let progress = Progress::load(cx.pdu(first));
@@ -154,9 +153,9 @@ impl LoopQueue {
         let entry =
             if progress.attempts > ATTEMPTS_INLINE { entry.flags(squeue::Flags::ASYNC) } else { entry };
         let payload = u64::from(first.0) | if in_turn { IN_TURN } else { 0 };
-        // SAFETY: the memory of a request in flight is kept valid by the block layer; the
-        // argument arrays and the registered file live as long as this queue, which is dropped
-        // only when nothing is in flight (see `drop`).
+        // SAFETY: the block layer keeps the memory of a request in flight valid. The argument arrays and the
+        // registered file stay valid until this queue is dropped, with nothing in flight, or are leaked (see
+        // `drop`).
         unsafe { cx.push(entry, payload) }
     }
 
@@ -184,7 +183,7 @@ impl LoopQueue {
         }
     }
 
-    /// Begins what waits for its turn, as far as it has come.
+    /// Begins waiting requests as far as the limits on calls in flight and the writer token allow.
     fn take_turn(&mut self, cx: &mut DriverContext<'_>) {
         if self.calls.len() > CALLS_LOW.min(self.calls_max - 1) {
             return;
@@ -206,13 +205,13 @@ impl LoopQueue {
         }
     }
 
-    /// Whether it is another queue's turn to write.
+    /// Whether this queue has had its share of the token and another queue waits for it.
     fn is_unfair(&self) -> bool {
         matches!(self.token, Token::Yes(calls) if calls >= TOKEN_TURNS) && self.shared.writer.is_wanted()
     }
 
-    /// Whether the call that begins with `tag` may be in flight together with those that are:
-    /// all of them write, and not to the same place.
+    /// Whether a call that begins with `tag` may be in flight together with those that are. Several calls may be in
+    /// flight only if all of them write and no two overlap, so that overlapping writes complete in order.
     fn may_begin(&self, cx: &DriverContext<'_>, tag: Tag) -> bool {
         if self.calls.is_empty() {
             return true;
@@ -247,7 +246,7 @@ impl LoopQueue {
         }
     }
 
-    /// Adds the writes to `tags` that come next and continue where it ends.
+    /// Moves waiting writes that directly continue the last request of `tags` from the FIFO to `tags`.
     fn join_adjacent(&mut self, cx: &DriverContext<'_>, tags: &mut Vec<Tag>) {
         let joinable = |tag: Tag| {
             let request = cx.request(tag);
@@ -276,14 +275,14 @@ impl LoopQueue {
     }
 }
 
-// SAFETY: a request completes when the ring has completed the one entry that is in flight for it,
-// or before there is one.
+// SAFETY: a request completes when the ring has completed the one entry in flight for it, or before there is one.
 unsafe impl DriverQueue for LoopQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         for &tag in tags {
             let request = cx.request(tag);
             let operation = request.operation();
-            // The kernel writes zeroes where the block device cannot do it, and does not report it.
+            // If the block device cannot zero a range, the kernel writes zeroes itself and does not report that. So
+            // a fast answer cannot be promised.
             let maybe_slow = operation == Operation::WriteZeroes
                 && self.shared.block_device
                 && request.flags().contains(BioFlags::NO_UNMAP | BioFlags::NO_FALLBACK);
@@ -364,7 +363,8 @@ unsafe impl DriverQueue for LoopQueue {
         self.read_only = settings.read_only;
         self.turns = settings.turns;
         self.calls_max = settings.calls_max;
-        // The old file is the same image, opened for reading: it stays in use as such.
+        // If the new file cannot be registered, the queue keeps the old one, which is the same image opened for
+        // reading only.
         self.read_only |= self.image.reload(settings, cx).is_err();
     }
 
@@ -379,12 +379,12 @@ impl Drop for LoopQueue {
     fn drop(&mut self) {
         match self.token {
             Token::Yes(_) => self.release_token(),
-            // Handed over after all: pass it on.
+            // The token arrived before the withdrawal, so it must be passed on.
             Token::Waiting(_) if !self.shared.writer.withdraw(self.index) => self.release_token(),
             _ => {}
         }
         if self.in_flight > 0 {
-            // Dropped before its requests completed, on the way out of a panic.
+            // Requests are still in flight because the thread panicked, and the kernel may use their memory.
             self.image.leak();
         }
     }

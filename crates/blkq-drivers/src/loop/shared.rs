@@ -1,4 +1,4 @@
-//! The state that a loop device and its queues share: the image, and how it is used.
+//! The state that a loop device shares with its queues.
 
 use std::fs::File;
 use std::ops::Range;
@@ -14,71 +14,74 @@ use super::options::{DirectIo, Dispatch, Mode};
 use super::tail::TailSettings;
 use super::writer::{QUEUES_MAX, WriterToken};
 
-/// Largest read or write, as of the kernel's loop driver (2560 sectors).
+/// Largest read or write, in bytes: 2560 sectors, as in the kernel's loop driver.
 pub(super) const REQUEST_MAX_BYTES: u32 = 2560 << 9;
-/// Segments of a request.
+/// Largest number of segments of a request. Each tag has room for the arguments of one vectored call of that
+/// length.
 pub(super) const SEGMENTS_MAX: u16 = 128;
-/// Calls in flight that take turns, where the kernel does one at a time: as many as another
-/// queue may have to wait for.
+/// Largest number of calls in flight where the kernel executes them one after the other. Another queue that
+/// waits for the writer token waits for all of them.
 pub(super) const CALLS_MAX: usize = 32;
 
-/// The requests that take turns on the file.
+/// The requests that wait until no other is at the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Turns {
-    /// Nothing: direct I/O.
+    /// No request waits: direct I/O.
     None,
-    /// Writes of any kind, across all queues: buffered.
+    /// Writes, discards and write zeroes, across all queues: buffered I/O, because a file admits one writer at a
+    /// time.
     Writes,
-    /// Everything: serial dispatch.
+    /// Every request: serial dispatch.
     All,
 }
 
 /// The state that the device and its queues share.
 pub(super) struct Shared {
-    /// Where in the file the device begins.
+    /// Offset of the device in the file, in bytes.
     pub offset: u64,
     pub logical_block_bytes: u32,
-    /// The unit in which discards are passed on, in bytes: the sector of a block device, if that of this device is
-    /// smaller, else 1.
+    /// Discards are narrowed to whole units of this many bytes: the logical block of a block device if that is
+    /// larger than the device's sector, else 1.
     pub discard_unit: u64,
-    /// In what the page cache reads and writes, in bytes: a power of two.
+    /// The unit in which the page cache reads and writes, in bytes: a power of two.
     pub cache_unit: u64,
     pub block_device: bool,
-    /// The image once more, for syncs alone: a failed write-back is reported once to each
-    /// open file, and an error that a FUA write got must not be missed by a flush.
+    /// The image, opened a second time and used only for syncs. The kernel reports a failed write-back once to
+    /// each open file, so an error that a FUA write has received is still reported to the next flush.
     pub synced: File,
     pub state: Mutex<State>,
-    /// Apart from what the queues that do not write read.
+    /// On a cache line of its own, because queues that only read use the fields around it.
     pub writer: CachePadded<WriterToken>,
     pub wakes: [OnceLock<Arc<dyn Wake>>; QUEUES_MAX as usize],
     pub counters: Arc<LoopCounters>,
-    /// Discards go to the block device itself instead of through fallocate.
+    /// Discards use BLOCK_URING_CMD_DISCARD (Linux 6.12) instead of fallocate(2).
     pub discard_by_command: AtomicBool,
-    /// A sync of the page cache failed: what was to be durable may not be, for good.
+    /// A sync of the page cache has failed. Never reset: pages that could not be written count as clean, and are
+    /// lost.
     pub writeback_failed: AtomicBool,
-    /// Operations that the file system turned out not to do become false for good.
+    /// The operations that the file system supports. One that fails as unsupported becomes false and stays so.
     pub discards: AtomicBool,
     pub zeroes: AtomicBool,
     pub zeroes_no_unmap: AtomicBool,
 }
 
-/// The state that live changes change.
+/// The part of the state that changes while the device is in use.
 pub(super) struct State {
     pub file: Arc<File>,
-    /// Whether it is open for writing.
+    /// Whether `file` is open for writing. It may be while the device is read-only.
     pub writable: bool,
     pub requested: DirectIo,
     pub mode: Mode,
     pub dispatch: Dispatch,
     pub read_only: bool,
     pub size_limit: Option<u64>,
-    /// Of the device, in bytes.
+    /// Size of the device, in bytes.
     pub size: u64,
-    /// The image through the page cache, if the device may end within a sector.
+    /// The image, opened a second time without direct I/O, if the device may end within a sector.
     pub tail: Option<Arc<File>>,
 }
 
-/// The part of the state that a queue needs.
+/// The settings that a queue copies when it is opened, and again after each change.
 pub(super) struct QueueSettings {
     pub file: Arc<File>,
     pub align: u64,
@@ -97,8 +100,8 @@ impl Shared {
             (Dispatch::Concurrent, None) => Turns::Writes,
             (Dispatch::Concurrent, Some(_)) => Turns::None,
         };
-        // The writes of one ring to a regular file through the page cache have one worker in the
-        // kernel, which does one after the other: they may be queued there. Else they are here.
+        // io_uring executes the buffered writes of one ring to a regular file one after the other on one worker
+        // (IO_WQ_HASHED), so several can be submitted. In all other cases the driver queues them itself.
         let queued_in_kernel = turns == Turns::Writes && !self.block_device;
         let direct_unit = state.mode.direct.is_some().then_some(self.cache_unit);
         let logical_block_bytes = u64::from(self.logical_block_bytes);
@@ -119,7 +122,8 @@ impl Shared {
         }
     }
 
-    /// The whole units of a discard of `bytes` from byte `offset` of the device on, as bytes of the file; maybe none.
+    /// The part of a discard that consists of whole units, as a range of the file; it may be empty. `offset` is in
+    /// bytes of the device.
     pub fn discard_range(&self, offset: u64, bytes: u64) -> Range<u64> {
         let start = self.offset + offset;
         let end = start + bytes;

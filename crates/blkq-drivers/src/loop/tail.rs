@@ -1,10 +1,14 @@
-//! The end of a device whose size is not whole sectors: its last sector is there in part.
+//! The end of a device whose size is not a multiple of the sector size.
 //!
-//! The block layer transfers whole sectors. Here the file's end is put in: what is beyond it reads
-//! as zeroes, and is never written, so that the file does not grow. Direct I/O cannot transfer a
-//! part of a sector: then the last page of the file is read and written through the page cache,
-//! always and as a whole, since the kernel keeps the two apart by pages. A request that begins
-//! before that page is done in two calls, one after the other.
+//! The block layer transfers whole sectors. This module cuts transfers at the end of the file: bytes beyond it read
+//! as zeroes and are never written, so the file does not grow.
+//!
+//! Direct I/O cannot transfer a part of a sector. With direct I/O the last page of the device is therefore always
+//! read and written through the page cache. No direct I/O ever touches that page, because the kernel keeps the page
+//! cache and direct I/O coherent by whole pages only. A request that begins before that page takes two calls, one
+//! after the other.
+//!
+//! A request *reaches the tail* if it extends beyond [`TailSettings::begin`].
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -13,20 +17,21 @@ use std::sync::Arc;
 
 use blkq::{DriverContext, Error, FileSlot, Registrar, Request, Segment, Tag};
 
-/// The end of a device, as its state has it.
+/// The settings of the tail that follow from the state of the device.
 #[derive(Clone)]
 pub(super) struct TailSettings {
-    /// Where calls have to be cut, in bytes of the device; `u64::MAX` if its size is whole sectors.
+    /// Offset at which calls must be cut, in bytes of the device; `u64::MAX` if the size is a multiple of the
+    /// sector size.
     pub begin: u64,
-    /// The device's size in bytes.
+    /// Size of the device, in bytes.
     pub size: u64,
-    /// The image through the page cache, if the device may have a partial sector.
+    /// The image, opened without direct I/O, if the device may end within a sector.
     pub file: Option<Arc<File>>,
 }
 
 impl TailSettings {
-    /// Of a device of `size` bytes from byte `offset` of the file on. With direct I/O the unit of the
-    /// page cache is `direct_unit` bytes, a power of two.
+    /// The settings for a device of `size` bytes that begins at byte `offset` of the file. `direct_unit` is `None`
+    /// for buffered I/O, else the unit of the page cache in bytes, a power of two.
     pub fn new(
         size: u64,
         logical_block_bytes: u64,
@@ -43,7 +48,7 @@ impl TailSettings {
     }
 }
 
-/// The end of a device on one ring.
+/// The tail of a device on one ring.
 pub(super) struct Tail {
     settings: TailSettings,
     direct: bool,
@@ -51,16 +56,16 @@ pub(super) struct Tail {
 }
 
 impl Tail {
-    /// Registers what it needs. `direct` is whether the rest of the device bypasses the page cache.
+    /// Registers the buffered file with the ring. `direct` says whether the rest of the device uses direct I/O.
     pub fn open(settings: TailSettings, direct: bool, ring: &mut Registrar<'_>) -> Result<Tail, Error> {
         let slot = settings.file.as_ref().map(|file| ring.register_file(file.as_fd())).transpose()?;
         Ok(Tail { settings, direct, slot })
     }
 
-    /// Takes over new settings.
+    /// Applies new settings.
     ///
     /// # Errors
-    /// If its file cannot be registered; the old one stays.
+    /// The ring's error if the file cannot be registered. The old file stays registered, but the new size applies.
     pub fn reload(
         &mut self,
         settings: TailSettings,
@@ -73,7 +78,7 @@ impl Tail {
         };
         if let Some(mut ring) = ring.filter(|_| !same) {
             let new = Tail::open(settings.clone(), direct, &mut ring);
-            // The size is the new one in any case.
+            // The new size applies even if the registration has failed.
             (self.settings.begin, self.settings.size) = (settings.begin, settings.size);
             self.direct = direct;
             let mut old = std::mem::replace(self, new?);
@@ -84,31 +89,30 @@ impl Tail {
         Ok(())
     }
 
-    /// Takes its file off the ring.
     pub fn close(&mut self, ring: &mut Registrar<'_>) {
         if let Some(slot) = &mut self.slot {
             ring.unregister_file(slot);
         }
     }
 
-    /// Whether what fdatasync does not write back is lost with direct I/O too.
+    /// Whether writes to the tail go through the page cache although the device uses direct I/O.
     pub fn is_cached(&self) -> bool {
         self.slot.is_some()
     }
 
-    /// Whether `request` is about it.
+    /// Whether `request` reaches the tail.
     #[inline]
-    pub fn has(&self, request: &Request) -> bool {
+    pub fn is_reached_by(&self, request: &Request) -> bool {
         request.offset() + request.bytes() > self.settings.begin
     }
 
-    /// The bytes of `request`, which is about it, that the device has.
+    /// The number of bytes of `request` that are within the device. The request must reach the tail.
     pub fn bytes(&self, request: &Request) -> u64 {
         request.bytes().min(self.settings.size.saturating_sub(request.offset()))
     }
 
-    /// The end of the call that continues `request`, which is about it, from byte `done` on, in
-    /// bytes of the request.
+    /// The end of the call that continues `request` at byte `done`, in bytes of the request. The request must reach
+    /// the tail.
     pub fn until(&self, request: &Request, done: u64) -> u64 {
         if self.is_apart(request, done) {
             self.bytes(request)
@@ -117,7 +121,7 @@ impl Tail {
         }
     }
 
-    /// The file for that call, if it is not that of the device.
+    /// The buffered file, if the call that continues `request` at byte `done` must use it.
     pub fn slot(&self, request: &Request, done: u64) -> Option<&FileSlot> {
         self.slot.as_ref().filter(|_| self.direct && self.is_apart(request, done))
     }
@@ -126,7 +130,7 @@ impl Tail {
         !self.direct || request.offset() + done >= self.settings.begin
     }
 
-    /// Zeroes the memory of a read, which is about it, behind the bytes that the device has.
+    /// Zeroes the memory of a read beyond the end of the device. The request must reach the tail.
     pub fn clear_padding(&self, cx: &DriverContext<'_>, tag: Tag) {
         let mut keep = self.bytes(cx.request(tag));
         cx.for_each_segment(tag, |segment| {
@@ -139,8 +143,8 @@ impl Tail {
     }
 }
 
-/// Shortens a call that has memory in the first `count` of `iovecs` by `excess` bytes, less than all
-/// of it. Returns the new count and the last piece.
+/// Shortens the call whose memory is described by the first `count` of `iovecs`, by `excess` bytes. The call must be
+/// longer than that. Returns the new count, and the last segment.
 pub(super) fn cut(
     iovecs: &mut [MaybeUninit<libc::iovec>],
     mut count: usize,

@@ -1,17 +1,17 @@
-//! The writer's token: of all queues of a device, one at a time writes to the file.
+//! The writer token: only the queue that has it writes to the file.
 //!
-//! One word: the top bit that the token is taken, the others which queues wait
-//! for it. A holder that has finished passes the token to the next queue in turn, so that nobody
-//! is overtaken twice and there is no moment in which a wake-up can be lost.
+//! The token is one atomic word. The top bit means that the token is taken, and bit N that queue N waits for it.
+//! The holder passes the token to the next waiting queue in round-robin order, so no queue is overtaken twice.
+//! Because registering as a waiter, releasing and passing on are each one change of the same word, no wake-up
+//! can be lost.
 
 use blkq::sync::atomic::AtomicU64;
 use blkq::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-/// Queues that can share a token.
+/// Largest number of queues that can share a token: one bit each, beside [`TAKEN`].
 pub(super) const QUEUES_MAX: u16 = 63;
 const TAKEN: u64 = 1 << 63;
 
-/// See the module.
 pub(super) struct WriterToken {
     word: AtomicU64,
 }
@@ -21,30 +21,32 @@ impl WriterToken {
         WriterToken { word: AtomicU64::new(0) }
     }
 
-    /// Takes the token for `queue`, or notes that it waits for it: then
-    /// [`WriterToken::was_handed_to`] returns when it has it.
+    /// Takes the token for `queue` and returns true, or registers the queue as a waiter and returns false. A waiter
+    /// polls [`WriterToken::was_handed_to`].
     pub fn acquire(&self, queue: u16) -> bool {
         let before = self.update(|word| if word & TAKEN == 0 { word | TAKEN } else { word | 1 << queue });
         before & TAKEN == 0
     }
 
-    /// Whether `queue`, which waits, has the token now.
+    /// Whether the waiting `queue` has the token now.
     pub fn was_handed_to(&self, queue: u16) -> bool {
+        // Acquire: pairs with the release of the queue that passed the token on, whose writes happened before.
         self.word.load(Acquire) & (1 << queue) == 0
     }
 
     /// Whether a queue waits for the token.
     pub fn is_wanted(&self) -> bool {
+        // Relaxed: a hint for fairness; a stale value delays the hand-over by one call.
         self.word.load(Relaxed) & !TAKEN != 0
     }
 
-    /// Releases the token of `queue`. If another queue waited, that one now has
-    /// it, and is to be woken.
+    /// Releases the token of `queue`. Returns the queue that has it now, if one was waiting: the caller must wake
+    /// that queue.
     #[must_use]
     pub fn release(&self, queue: u16) -> Option<u16> {
         let next = |word: u64| {
             let waiting = word & !TAKEN;
-            // In turn: the first one above this queue, or else the first one.
+            // Round robin: the first waiting queue above this one, else the first of all.
             let above = waiting & (u64::MAX << queue << 1);
             let turn = if above != 0 { above } else { waiting };
             (turn != 0).then(|| turn.trailing_zeros() as u16)
@@ -56,14 +58,16 @@ impl WriterToken {
         next(before)
     }
 
-    /// Stops the waiting of `queue`. `false`: it had been handed the token, and has it.
+    /// Stops the wait of `queue`. Returns false if the queue was handed the token before: it must release it.
     #[must_use]
     pub fn withdraw(&self, queue: u16) -> bool {
         self.update(|word| word & !(1 << queue)) & (1 << queue) != 0
     }
 
-    /// Changes the word; what it was before is returned.
+    /// Changes the word, and returns its previous value.
     fn update(&self, change: impl Fn(u64) -> u64) -> u64 {
+        // AcqRel: a queue that gets the token sees the state of the one that released it. Relaxed for the first
+        // load and for a failed exchange: only a successful exchange counts.
         let mut before = self.word.load(Relaxed);
         loop {
             match self.word.compare_exchange_weak(before, change(before), AcqRel, Relaxed) {
@@ -79,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn passes_round_and_is_free_at_last() {
+    fn the_token_goes_round_all_waiters_and_is_free_afterwards() {
         let token = WriterToken::new();
         assert!(token.acquire(5) && !token.is_wanted());
         for queue in [2, 62, 0] {
@@ -117,16 +121,16 @@ mod model {
     }
 
     impl Shared {
-        /// One write as a queue does it: take the token or wait for the kick.
+        /// Makes one write as a queue does: takes the token, or waits until it is handed over.
         fn write(&self, queue: u16) {
             if !self.token.acquire(queue) {
-                // Loom wakes without a reason, too, and fails the model if none ever comes.
+                // Loom also wakes spuriously, and fails the model if no wake-up ever comes.
                 while !self.token.was_handed_to(queue) {
                     self.kicks[queue as usize].wait();
                 }
             }
-            // Loom fails the model if two threads are in here at once, or if the writes
-            // of one are not visible to the next.
+            // Loom fails the model if two threads are here at the same time, or if a thread does not see the
+            // writes of the one before.
             self.file.with_mut(|count| {
                 // SAFETY: the token makes the access exclusive; loom checks that it does.
                 unsafe { *count += 1 }
