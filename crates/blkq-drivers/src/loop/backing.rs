@@ -163,7 +163,7 @@ pub(crate) fn size(file: &File, path: &Path) -> Result<u64, Error> {
         .map_err(|e| Error::system(format!("cannot find the size of {}", path.display()), e))
 }
 
-/// The creation time of the file, in nanoseconds; 0 if the file system does not record it. It tells a file apart from
+/// The creation time of the file, in nanoseconds; 0 if the file system does not record it. It distinguishes a file from
 /// a later one that has got the same inode number.
 pub(crate) fn birth(file: &File) -> u64 {
     let stat = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();

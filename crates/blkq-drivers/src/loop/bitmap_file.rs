@@ -1,5 +1,5 @@
-//! The dirty bitmaps of a raw image, in a file beside it: `IMAGE.bitmaps`, of the format of `bitmap_format`. Another
-//! file of that name is never written to: it may be anybody's image.
+//! The file `IMAGE.bitmaps` beside a raw image, which stores its dirty bitmaps in the format of `bitmap_format`. A file
+//! of that name with other content is never written to, because it may be an image.
 
 use std::fs::File;
 use std::io;
@@ -18,15 +18,14 @@ use super::bitmap_format::{
 use super::fingerprint::ImageFingerprint;
 use super::lock::{self, LockKind};
 
-/// The file with the bitmaps of an image.
+/// An open and locked bitmap file.
 pub(super) struct BitmapFile {
     file: File,
     path: PathBuf,
-    /// The slot of the file that counts.
+    /// The number of the current slot.
     slot: SlotNumber,
 }
 
-/// The place of the file for `image`.
 fn path_for(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();
     path.push(".bitmaps");
@@ -34,10 +33,11 @@ fn path_for(image: &Path) -> PathBuf {
 }
 
 impl BitmapFile {
-    /// Opens that of `image`, if there is one, and locks it.
+    /// Opens and locks the bitmap file of `image`. `None` if it does not exist.
     ///
     /// # Errors
-    /// If it cannot be opened, is no regular file, is in use, or is no file of bitmaps.
+    /// [`ErrorKind::Invalid`] if it is not a regular file, [`ErrorKind::Format`] if it is not a bitmap file,
+    /// [`ErrorKind::Busy`] if it is in use, and the errors of open(2).
     pub fn open(image: &Path, read_only: bool) -> Result<Option<BitmapFile>, Error> {
         let path = path_for(image);
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
@@ -47,7 +47,7 @@ impl BitmapFile {
                 let opened = BitmapFile::of_open(file, path, read_only)?;
                 opened.check_magic().map(|()| Some(opened))
             }
-            // Nor is there one of a name that is too long.
+            // A file whose name would be too long cannot exist.
             Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
                 Ok(None)
             }
@@ -55,7 +55,7 @@ impl BitmapFile {
         }
     }
 
-    /// That of `image`, open for reading and writing, which it locks.
+    /// Takes `file`, the bitmap file of `image`, which is open for reading and writing, and locks it.
     ///
     /// # Errors
     /// As [`BitmapFile::open`].
@@ -64,10 +64,10 @@ impl BitmapFile {
         opened.check_magic().map(|()| opened)
     }
 
-    /// The new one of `image`, which is open and empty.
+    /// Takes `file`, a new bitmap file of `image`, which is open and empty, and locks it.
     ///
     /// # Errors
-    /// If it is not, or is in use.
+    /// [`ErrorKind::Invalid`] if it is not empty or not a regular file, [`ErrorKind::Busy`] if it is in use.
     pub fn new(file: File, image: &Path) -> Result<BitmapFile, Error> {
         let created = BitmapFile::of_open(file, path_for(image), false)?;
         match created.file.metadata() {
@@ -88,12 +88,12 @@ impl BitmapFile {
             let message = format!("{} is not a regular file", opened.path.display());
             return Err(Error::new(ErrorKind::Invalid, message).with_cure("remove it"));
         }
-        // As an image: it may be one.
+        // Locked as an image is, because the file may be an image that is in use.
         lock::acquire(&opened.file, &opened.path, &lock::WHOLE_FILE, LockKind::of(read_only, false), false)?;
         Ok(opened)
     }
 
-    /// Rejects a file that is not empty, and does not begin as one with bitmaps.
+    /// Rejects a file that is not empty and does not begin with the magic.
     fn check_magic(&self) -> Result<(), Error> {
         let mut magic = [0; MAGIC.len()];
         let bytes = self.file.read_at(&mut magic, 0).map_err(|e| self.failed("read", e))?;
@@ -104,11 +104,11 @@ impl BitmapFile {
         Err(Error::new(ErrorKind::Format, message))
     }
 
-    /// Loads the bitmaps of the image that is as `fingerprint` says. If it was written to since, or is open for writing as
-    /// far as the file says, they are inconsistent.
+    /// Loads the bitmaps. They are inconsistent if the image no longer has the `fingerprint` with which they were saved,
+    /// or if they are still marked as in use.
     ///
     /// # Errors
-    /// [`ErrorKind::Format`] if it is damaged; that of the file.
+    /// [`ErrorKind::Format`] if the file is damaged or has an unknown version; its I/O errors.
     pub fn load(&mut self, fingerprint: ImageFingerprint) -> Result<Vec<Bitmap>, Error> {
         let bytes = self.file.metadata().map_err(|e| self.failed("read", e))?.len();
         if bytes == 0 {
@@ -129,18 +129,18 @@ impl BitmapFile {
         Ok(bitmaps)
     }
 
-    /// Whether it has a name still.
+    /// Whether the file still has a name.
     ///
     /// # Errors
-    /// That of the file.
+    /// Returns the I/O error of the file.
     pub fn is_linked(&self) -> Result<bool, Error> {
         self.file.metadata().map(|metadata| metadata.nlink() > 0).map_err(|e| self.failed("read", e))
     }
 
-    /// Rejects another file than this one.
+    /// Checks that `other` is the same file.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if `other` is one.
+    /// [`ErrorKind::Invalid`] if it is another file.
     pub fn check_same(&self, other: &File) -> Result<(), Error> {
         let identity = |file: &File| file.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
         match (identity(&self.file), identity(other)) {
@@ -156,13 +156,15 @@ impl BitmapFile {
         }
     }
 
-    /// Reserves the space for `bitmaps` of the image that is as `fingerprint` says, on file systems that can.
+    /// Reserves space for `bitmaps`, so that they can be saved later even if the file system is full by then. File
+    /// systems without preallocation reserve nothing.
     ///
     /// # Errors
-    /// That of the file, which has no room for them; the bitmaps in it stay.
+    /// Returns the I/O error of the file, for example if the file system is full. The content of the file stays.
     pub fn reserve(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if self.slot == 0 {
-            // If this process is killed, zeroes alone are no file with bitmaps.
+            // The magic is written before the file grows. Otherwise, if this process were killed here, the file
+            // would contain only zeroes and be rejected as another file.
             self.mark(&[], fingerprint)?;
         }
         let bytes = file_bytes(bitmaps.iter().copied());
@@ -172,18 +174,18 @@ impl BitmapFile {
         }
     }
 
-    /// Names `bitmaps`, and no others, as in use, durably: the image is about to be written to.
+    /// Records durably that exactly `bitmaps` exist and are in use. This must precede the first write to the image.
     ///
     /// # Errors
-    /// That of the file.
+    /// Returns the I/O error of the file.
     pub fn mark(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         self.run(mark_steps(bitmaps, fingerprint, self.slot))
     }
 
-    /// Writes the bitmaps of the image that is as `fingerprint` says, durably. They are marked as in use.
+    /// Saves the bitmaps durably, with the `fingerprint` of the image. They must be marked as in use.
     ///
     /// # Errors
-    /// That of the file; they stay marked then.
+    /// Returns the I/O error of the file. The bitmaps stay marked as in use then, and so become inconsistent.
     pub fn store(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if bitmaps.is_empty() {
             self.slot = 0;
@@ -193,7 +195,7 @@ impl BitmapFile {
         self.run(store_steps(bitmaps, fingerprint, self.slot))
     }
 
-    /// Writes the next slot.
+    /// Runs the steps that write the next slot.
     fn run(&mut self, steps: Vec<Step>) -> Result<(), Error> {
         for step in steps {
             let done = match step {
@@ -232,7 +234,7 @@ mod tests {
     const FINGERPRINT: ImageFingerprint = ImageFingerprint { size: 1 << 20, modified: (7, 8), inode: 9 };
 
     #[test]
-    fn a_kill_before_the_first_bitmap_is_named_leaves_none() {
+    fn a_kill_before_the_first_bitmap_is_marked_leaves_no_bitmaps() {
         let image = std::env::temp_dir().join(format!("blkq-bitmap-file-{}", std::process::id()));
         let path = path_for(&image);
         let mut file = BitmapFile::new(File::create_new(&path).unwrap(), &image).unwrap();

@@ -1,22 +1,25 @@
-//! The format of the file with the dirty bitmaps of a raw image. Two slots have the names of the bitmaps, and are
-//! written in turn: the sound one with the greater number counts. So a power loss leaves one of the two, and with it
-//! the names. Behind the slots are the bits, which are written while the slot that counts says that there are none.
-//! The next slot has their checksums: a power loss may leave it without them.
+//! The format of the file with the dirty bitmaps of a raw image.
 //!
-//! All numbers are little-endian. Of a slot, which begins at byte 0 or 73,728:
+//! The file has two slots with the names of the bitmaps, which are written in turn. The valid slot with the higher number
+//! is the current one. So a power loss during a write leaves at least one valid slot, and with it the names.
 //!
-//! | bytes | what |
+//! The bits follow the slots. They are written while the current slot is marked as in use, which means that it has no
+//! bits. The next slot contains their checksums, so that bits which a power loss has damaged are detected.
+//!
+//! All numbers are little-endian. The slots begin at bytes 0 and 73,728. A slot consists of:
+//!
+//! | bytes | content |
 //! |---|---|
 //! | 8 | `blkqbmap` |
 //! | 4, 4 | version, 3; flags: 1 while the image is open for writing, and then there are no bits |
 //! | 8 | number of the slot |
-//! | 8, 8, 8, 8 | size of the device in bytes; when the image was last written to, seconds and nanoseconds; its inode |
-//! | 4, 4, 8 | number of bitmaps; bytes of the slot; their checksum, FNV-1a of 64 bits with zeroes here |
-//! | 2, 1, 1, 4 | of each bitmap: bytes of the name, bits of the granularity, state, zeroes |
-//! | 8, 8 | bytes of its bits, which are behind those of the bitmap before; their checksum |
-//! | | the name |
+//! | 8, 8, 8, 8 | the fingerprint: size of the device in bytes; modification time in seconds and nanoseconds; inode |
+//! | 4, 4, 8 | number of bitmaps; bytes of the slot; 64-bit FNV-1a checksum of the slot with zeroes in this field |
+//! | 2, 1, 1, 4 | for each bitmap: bytes of its name, base-2 logarithm of its granularity, state, zeroes |
+//! | 8, 8 | bytes of its bits; their checksum |
+//! | | its name |
 //!
-//! The bits begin at byte 147,456, the lowest of each byte first.
+//! The bits of the bitmaps begin at byte 147,456, one bitmap after the other, the lowest bit of each byte first.
 
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 
@@ -28,40 +31,40 @@ const FLAG_IN_USE: u32 = 1;
 const HEADER_BYTES: usize = 72;
 const CHECKSUM_AT: usize = 64;
 const ENTRY_BYTES: usize = 24;
-/// Bytes from one slot to the next.
+/// Distance between the slots, in bytes: room for the largest number of bitmaps with the longest names.
 const SLOT_BYTES: usize = 72 << 10;
 const _: () = assert!(HEADER_BYTES + BITMAPS_MAX * (ENTRY_BYTES + NAME_MAX_BYTES) <= SLOT_BYTES);
-/// Where the bits begin.
 const BITS_AT: usize = 2 * SLOT_BYTES;
-/// Longest file that is read.
+/// Size of the longest valid file, in bytes. A longer file is damaged, and is not read into memory.
 pub(super) const FILE_MAX_BYTES: u64 = BITS_AT as u64 + MEMORY_MAX_BYTES;
-/// The states of a bitmap, by their number in the file.
+/// The states of a bitmap, indexed by their number in the file.
 const STATES: [BitmapState; 3] = [BitmapState::Recording, BitmapState::Disabled, BitmapState::Inconsistent];
 
-/// The slot that counts: its number, which also says which of the two it is. 0: there is none.
+/// The number of a slot. Odd numbers are in the slot at byte 0, even ones in the other. 0: there is no slot yet.
 pub(super) type SlotNumber = u64;
 
-/// A step in which a file is written.
+/// A step of writing the file.
 #[derive(PartialEq, Eq, Debug)]
 pub(super) enum Step {
-    /// Writes at a byte of the file.
+    /// Writes these bytes at this offset.
     Write(u64, Vec<u8>),
-    /// Makes all that was written durable.
+    /// Makes all previous writes durable.
     Sync,
 }
 
-/// The bytes of a file that has the bits of `bitmaps`.
+/// The size of a file with the bits of `bitmaps`, in bytes.
 pub(super) fn file_bytes<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> u64 {
     BITS_AT as u64 + bitmaps.map(|bitmap| bytes_for(bitmap.size(), bitmap.granularity())).sum::<u64>()
 }
 
-/// The steps that name `bitmaps` as in use, in the slot after `last`.
+/// The steps that write the slot after `last`, with `bitmaps` marked as in use.
 pub(super) fn mark_steps(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Step> {
     let entries: Vec<(&Bitmap, Vec<u8>)> = bitmaps.iter().map(|bitmap| (*bitmap, Vec::new())).collect();
     vec![slot_step(&entries, fingerprint, FLAG_IN_USE, last + 1), Step::Sync]
 }
 
-/// The steps that keep `bitmaps` with their bits, in the slot after `last`, which has them as in use.
+/// The steps that write the bits of `bitmaps`, and then the slot after `last` with their checksums. In the slot `last`
+/// the bitmaps are marked as in use.
 pub(super) fn store_steps(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, last: SlotNumber) -> Vec<Step> {
     let entries: Vec<(&Bitmap, Vec<u8>)> =
         bitmaps.iter().map(|bitmap| (*bitmap, bitmap.to_bytes())).collect();
@@ -77,7 +80,6 @@ pub(super) fn store_steps(bitmaps: &[&Bitmap], fingerprint: ImageFingerprint, la
     steps
 }
 
-/// The step that writes a slot.
 fn slot_step(
     entries: &[(&Bitmap, Vec<u8>)],
     fingerprint: ImageFingerprint,
@@ -109,11 +111,13 @@ fn slot_step(
     Step::Write((1 - number % 2) * SLOT_BYTES as u64, bytes)
 }
 
-/// The bitmaps in a file, of an image that is as `now` says, and the slot that counts; `None` if it is damaged. If the
-/// image was written to since they were kept, or is open for writing as far as the file says, they are inconsistent; so
-/// is one whose bits are not there.
+/// Parses the content of a bitmap file. `now` is the present fingerprint of the image. Returns the bitmaps and the number
+/// of the current slot, or `None` if the file is damaged.
+///
+/// All bitmaps are inconsistent if the image has another fingerprint than when they were saved, or if they are marked as
+/// in use. A bitmap whose bits are missing or have another checksum is inconsistent, too.
 pub(super) fn parse(bytes: &[u8], now: ImageFingerprint) -> Option<(Vec<Bitmap>, SlotNumber)> {
-    let slots = [0, SLOT_BYTES].map(|at| Slot::find(bytes.get(at..)?));
+    let slots = [0, SLOT_BYTES].map(|at| Slot::parse(bytes.get(at..)?));
     let slot = slots.into_iter().flatten().max_by_key(|slot| slot.number)?;
     let is_consistent = slot.flags & FLAG_IN_USE == 0 && slot.fingerprint == now;
     let (mut bitmaps, mut rest, mut bits_at) = (Vec::new(), slot.entries, BITS_AT as u64);
@@ -143,7 +147,7 @@ pub(super) fn parse(bytes: &[u8], now: ImageFingerprint) -> Option<(Vec<Bitmap>,
     rest.is_empty().then_some((bitmaps, slot.number))
 }
 
-/// A slot that was written to its end.
+/// A complete slot with a valid checksum.
 struct Slot<'a> {
     number: SlotNumber,
     flags: u32,
@@ -153,8 +157,8 @@ struct Slot<'a> {
 }
 
 impl Slot<'_> {
-    /// The one that `bytes` begin with.
-    fn find(bytes: &[u8]) -> Option<Slot<'_>> {
+    /// The slot at the beginning of `bytes`, if it is valid.
+    fn parse(bytes: &[u8]) -> Option<Slot<'_>> {
         let header = bytes.first_chunk::<HEADER_BYTES>()?;
         let half = |at: usize| header[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));
         let length = half(CHECKSUM_AT - 4)? as usize;
@@ -165,7 +169,7 @@ impl Slot<'_> {
         if header[..8] != *MAGIC || half(8)? != VERSION || !is_sound || half(56)? > BITMAPS_MAX as u32 {
             return None;
         }
-        // There is one after it.
+        // The next slot needs a higher number.
         number(header, 16)?.checked_add(1)?;
         let modified = (number(header, 32)? as i64, number(header, 40)? as i64);
         Some(Slot {
@@ -182,7 +186,7 @@ fn number(bytes: &[u8], at: usize) -> Option<u64> {
     bytes.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
 }
 
-/// FNV-1a.
+/// The 64-bit FNV-1a hash.
 fn checksum(bytes: &[u8]) -> u64 {
     bytes
         .iter()
@@ -218,7 +222,7 @@ mod tests {
         }
     }
 
-    fn kept(in_use: bool) -> Vec<u8> {
+    fn saved_file(in_use: bool) -> Vec<u8> {
         let bitmaps = bitmaps();
         let all: Vec<&Bitmap> = bitmaps.iter().collect();
         let mut file = Vec::new();
@@ -235,7 +239,7 @@ mod tests {
 
     #[test]
     fn bitmaps_are_read_as_they_were_written() {
-        let (read, slot) = parse(&kept(false), FINGERPRINT).unwrap();
+        let (read, slot) = parse(&saved_file(false), FINGERPRINT).unwrap();
         assert_eq!((facts(&read), slot), (facts(&bitmaps()), 2));
         for (in_use, fingerprint) in [
             (true, FINGERPRINT),
@@ -243,21 +247,21 @@ mod tests {
             (false, ImageFingerprint { modified: (7, 9), ..FINGERPRINT }),
             (false, ImageFingerprint { inode: 10, ..FINGERPRINT }),
         ] {
-            let (read, _) = parse(&kept(in_use), fingerprint).unwrap();
+            let (read, _) = parse(&saved_file(in_use), fingerprint).unwrap();
             let found: Vec<_> = read.iter().map(|bitmap| (bitmap.name(), bitmap.state())).collect();
             assert_eq!(found, [("a", BitmapState::Inconsistent), ("b c", BitmapState::Inconsistent)]);
         }
     }
 
     #[test]
-    fn a_file_that_was_changed_anywhere_has_no_other_bits() {
-        let file = kept(false);
+    fn a_damaged_file_never_has_wrong_bits() {
+        let file = saved_file(false);
         let sound = bitmaps();
         for at in (0..300).chain(SLOT_BYTES - 8..SLOT_BYTES + 300).chain(BITS_AT - 8..file.len()) {
             let mut changed = file.clone();
             changed[at] ^= 0x10;
             for bytes in [&file[..at], &changed] {
-                // The slot that counts may be the one before, which has them as in use.
+                // The current slot may be the one before, in which the bitmaps are marked as in use.
                 let Some((read, _)) = parse(bytes, FINGERPRINT) else { continue };
                 assert_eq!(read.len(), sound.len(), "at {at}");
                 for (read, sound) in read.iter().zip(&sound) {
@@ -278,7 +282,7 @@ mod tests {
             let (mut durable, mut slot) = (Vec::new(), 0);
             let mut before: Vec<Bitmap> = Vec::new();
             for round in 0..6 {
-                // So many that a slot has several sectors.
+                // Up to 40 bitmaps, so that a slot takes several sectors.
                 let count = random.below(40) as usize;
                 let bitmaps: Vec<Bitmap> = (0..count)
                     .map(|number| {

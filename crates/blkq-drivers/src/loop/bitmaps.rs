@@ -1,4 +1,4 @@
-//! Keeping the dirty bitmaps of a raw image beside it.
+//! Loads and saves the persistent dirty bitmaps of a raw image.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,12 +14,13 @@ use super::fingerprint::ImageFingerprint;
 use super::options::LoopOptions;
 use super::shared::Shared;
 
-/// Where the bitmaps of an image are kept: the file that has them, if there is one, or why they cannot be kept.
+/// Where the bitmaps of an image are stored: the bitmap file, `None` if it does not exist yet, or the reason why this
+/// image cannot have one.
 pub(super) type Place = Result<Mutex<Option<Box<BitmapFile>>>, &'static str>;
 
 const BLOCK_DEVICE: &str = "it is a block device";
 
-/// Opens the file with the bitmaps of an image. One that cannot be used has none, and is left as it is: a warning.
+/// Opens the bitmap file of an image. If it cannot be used, it is left unchanged, and a warning is returned.
 pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<String>) {
     let reasons = [
         (backing.block_device, BLOCK_DEVICE),
@@ -35,11 +36,11 @@ pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<S
     }
 }
 
-/// Takes `file`, which may have bitmaps of an image with a device of `size` bytes, and marks these as in use: the
-/// image is about to be written to. One that cannot be used is left as it is: a warning.
+/// Takes `file`, the open bitmap file of an image that a device of `size` bytes will write to, and marks its bitmaps as
+/// in use. If the file cannot be used, it is left unchanged, and a warning is returned.
 ///
 /// # Errors
-/// That of writing to it.
+/// Returns the I/O error of the bitmap file.
 pub(super) fn take(
     file: Option<File>,
     backing: &Backing,
@@ -61,7 +62,7 @@ pub(super) fn take(
     }
 }
 
-/// The image whose bitmaps they are.
+/// An image and its bitmap file.
 pub(super) struct Image<'a> {
     pub shared: &'a Shared,
     pub path: &'a Path,
@@ -75,8 +76,8 @@ impl Image<'_> {
             .map_err(|e| Error::system(format!("cannot read {}", self.path.display()), e))
     }
 
-    /// The fingerprint of an image that was written to for the last time: it outlives a power loss, and no write by others
-    /// gives the image the same.
+    /// The fingerprint after the last write to the image. The image is durable when it is taken, so the fingerprint stays
+    /// valid after a power loss, and a later write by another program changes it.
     fn final_fingerprint(&self) -> Result<ImageFingerprint, Error> {
         let image = locked(&self.shared.state).file.clone();
         image.sync_all().map_err(|e| Error::system(format!("cannot flush {}", self.path.display()), e))?;
@@ -89,11 +90,11 @@ impl Image<'_> {
         locked(&self.shared.state).writable
     }
 
-    /// Loads the bitmaps that are kept beside the image, and marks them as in use there if it is open for writing.
-    /// Returns warnings, too.
+    /// Loads the saved bitmaps, and marks them as in use in their file if the image is open for writing. Also returns
+    /// warnings. A damaged file is left unchanged; it leads to a warning, and no bitmaps.
     ///
     /// # Errors
-    /// Those of the files. A damaged one is none: there are no bitmaps then, and a warning, and it stays as it is.
+    /// Returns the I/O errors of the image and of the bitmap file.
     pub fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
         let Ok(place) = self.bitmaps else { return Ok((Vec::new(), Vec::new())) };
         let mut place = locked(place);
@@ -121,16 +122,17 @@ impl Image<'_> {
             warnings
                 .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
         } else if bitmaps.is_empty() {
-            // The image may get others once it is open for writing.
+            // Releases the file, so that `check_reopen` allows the image to be opened for writing later.
             *place = None;
         }
         Ok((bitmaps, warnings))
     }
 
-    /// Checks whether the image may be opened for writing now, if it is not: its bitmaps would not be marked as in use.
+    /// Checks whether an image that was opened read-only may become writable. Its bitmaps were not marked as in use when
+    /// they were loaded, so it must not have any.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if it has some.
+    /// [`ErrorKind::Unsupported`] if the image has bitmaps.
     pub fn check_reopen(&self) -> Result<(), Error> {
         if !self.is_writable() && self.bitmaps.as_ref().is_ok_and(|place| locked(place).is_some()) {
             let message = format!(
@@ -142,10 +144,10 @@ impl Image<'_> {
         Ok(())
     }
 
-    /// Has the file name `bitmaps`, and no others, as in use, with room for their bits.
+    /// Records in the bitmap file that exactly `bitmaps` exist and are in use, and reserves space for their bits.
     ///
     /// # Errors
-    /// That of the file, which has those that it had then.
+    /// Returns the I/O error of the bitmap file, whose content stays.
     pub fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         let Ok(place) = self.bitmaps else { return Ok(()) };
         let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
@@ -157,10 +159,11 @@ impl Image<'_> {
         Ok(())
     }
 
-    /// Checks whether there is a place for bitmaps.
+    /// Checks whether bitmaps can be saved.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if the image can have none, [`ErrorKind::NotFound`] if there is no file for them.
+    /// [`ErrorKind::Unsupported`] if the image cannot have persistent bitmaps, [`ErrorKind::NotFound`] if it has no
+    /// bitmap file, or the file was removed.
     pub fn check_bitmaps(&self) -> Result<(), Error> {
         let refused = |kind, why: &str| {
             Err(Error::new(kind, format!("{} cannot store dirty bitmaps: {why}", self.path.display())))
@@ -178,10 +181,11 @@ impl Image<'_> {
         }
     }
 
-    /// Has the bitmaps kept in `file`, which is new, unless there is one that was not removed.
+    /// Uses the new `file` for the bitmaps. If the image already has a bitmap file, `file` must be that one.
     ///
     /// # Errors
-    /// As [`Image::check_bitmaps`], and if the file is not a new one.
+    /// The errors of [`Image::check_bitmaps`], and [`ErrorKind::Invalid`] if `file` is neither new nor the present
+    /// bitmap file.
     pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
         match (self.check_bitmaps(), self.bitmaps) {
             (Err(error), Ok(place)) if error.kind() == ErrorKind::NotFound => {
@@ -193,10 +197,10 @@ impl Image<'_> {
         }
     }
 
-    /// Writes the bitmaps beside the image, durably. Nothing is written to the image meanwhile, nor afterwards.
+    /// Saves the bitmaps durably. The image must not be written to during this call or afterwards.
     ///
     /// # Errors
-    /// That of the file; the bitmaps that it has stay marked as in use then.
+    /// Returns the I/O error of the image or of the bitmap file, in which the bitmaps stay marked as in use.
     pub fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
         let Ok(place) = self.bitmaps else { return Ok(()) };
         let mut place = locked(place);
@@ -205,7 +209,7 @@ impl Image<'_> {
             let fingerprint =
                 if bitmaps.is_empty() { self.fingerprint()? } else { self.final_fingerprint()? };
             file.store(&all, fingerprint)?;
-            // Others may read it from now on.
+            // Releases the lock, so that other processes can read the file.
             *place = None;
         }
         Ok(())

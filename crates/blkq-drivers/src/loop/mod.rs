@@ -395,8 +395,8 @@ impl Driver for LoopDevice {
 
     fn limits(&self) -> QueueLimits {
         let state = locked(&self.shared.state);
-        // Relaxed, as for all flags of what the file system supports: each stands alone and only ever becomes
-        // false. A stale value costs one more failed attempt.
+        // Relaxed, as for all flags of what the file system supports: each flag is independent and only ever
+        // becomes false. A stale value costs one more failed attempt.
         let max_bytes = |supported: &AtomicBool| {
             if supported.load(Relaxed) && !state.read_only { DISCARD_MAX_BYTES } else { 0 }
         };

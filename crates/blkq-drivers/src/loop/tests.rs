@@ -1,6 +1,6 @@
-//! Tests of the loop driver on real files: those under the system's temporary directory
-//! need a file system with direct I/O, holes and FALLOC_FL_ZERO_RANGE (ext4, xfs), and some
-//! need root for mounting. A missing one is a failure, not a reason to skip.
+//! Tests of the loop driver on real files. The system's temporary directory must be on a file system with direct I/O,
+//! holes and FALLOC_FL_ZERO_RANGE (ext4, xfs), and some tests need root to mount file systems. If one of these is
+//! missing, the tests fail instead of being skipped.
 
 mod control;
 mod data;
@@ -17,7 +17,7 @@ use blkq::testing::harness::{Harness, filled, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
-/// A directory of one test, removed with it.
+/// A directory of one test, which is removed at its end.
 struct Directory {
     path: PathBuf,
     mounted: bool,
@@ -36,12 +36,11 @@ impl Directory {
         Directory { path, mounted: false }
     }
 
-    /// A tmpfs of its own.
     fn tmpfs(options: &str) -> Directory {
         Directory::mount(&["-t", "tmpfs", "-o", options, "blkq-test"])
     }
 
-    /// A new file system of type `kind` with blocks of `block_bytes`, one of mke2fs(8).
+    /// A new file system made by mke2fs(8), of type `kind` with blocks of `block_bytes`.
     fn ext(kind: &str, block_bytes: u32) -> Directory {
         let parent = Directory::new();
         let image = parent.image(32 * MIB);
@@ -62,7 +61,7 @@ impl Directory {
         self.path.join(name)
     }
 
-    /// A sparse image.
+    /// A sparse file of `bytes` bytes.
     fn image(&self, bytes: u64) -> PathBuf {
         let path = self.file("image");
         File::create(&path).unwrap().set_len(bytes).unwrap();
@@ -84,7 +83,7 @@ impl Drop for Directory {
 /// and write-back fails.
 pub(crate) struct FullDisk {
     high: Directory,
-    /// Unmounted last.
+    /// Dropped after `high`, because fields are dropped in this order and `high` is mounted on a file in it.
     low: Directory,
 }
 
@@ -102,7 +101,7 @@ impl FullDisk {
         FullDisk { high, low }
     }
 
-    /// A file of 16 MiB that has its blocks.
+    /// A file of 16 MiB whose blocks are allocated.
     pub fn image(&self) -> PathBuf {
         let path = self.high.file("image");
         let file = File::create(&path).unwrap();
@@ -111,10 +110,10 @@ impl FullDisk {
         path
     }
 
-    /// From now on nothing that is written reaches the disk.
+    /// Fills the tmpfs, so that no further write reaches the disk.
     pub fn fill(&self) {
         run("fallocate", &["-d", self.low.file("store").to_str().unwrap()]);
-        // No room for anything: the ballast itself completes with an error.
+        // The ballast is larger than the free space, so writing it fails after filling all of it.
         let full = std::fs::write(self.low.file("ballast"), vec![1; 80 << 20]);
         assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
     }
@@ -149,7 +148,7 @@ fn fact(device: &LoopDevice, name: &str) -> String {
     device.describe().into_iter().find(|(key, _)| *key == name).unwrap().1
 }
 
-/// Pages of the image in the page cache, and those of them that are dirty or being written.
+/// The number of pages of the image in the page cache, and how many of them are dirty or under write-back.
 fn cached(path: &Path) -> (u64, u64) {
     #[repr(C)]
     struct Range(u64, u64);

@@ -1,4 +1,4 @@
-//! Live changes, sizes, extents, block devices.
+//! Tests of live changes, resizes, extents and block devices.
 
 use blkq::bitmap::{Bitmap, BitmapState, BitmapStore};
 use blkq::{BioFlags, Operation, Status};
@@ -29,7 +29,7 @@ fn direct_io_is_switched_without_losing_a_byte() {
         }
     }
     drop(device);
-    // The switch is one of the open file, not only one of what is shown.
+    // The switch changes the flag of the open file, not only the reported mode.
     let device = open(&path, DirectIo::Off);
     let mut h = Harness::open(&device).unwrap();
     device.set(&LoopSetting::DirectIo(DirectIo::On)).unwrap();
@@ -47,7 +47,7 @@ fn settings_are_checked() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
-    // Of another driver.
+    // A setting of another driver.
     let foreign = FaultSpec::default();
     assert_eq!(device.prepare_set(&foreign).unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(device.set(&foreign).unwrap_err().to_string(), "the loop driver has no setting fault");
@@ -83,7 +83,7 @@ fn prepare_direct_io(device: &LoopDevice, mode: DirectIo) {
 
 // Contract: live-changes
 #[test]
-fn what_the_page_cache_holds_is_written_before_the_freeze() {
+fn dirty_pages_are_written_before_the_freeze() {
     let directory = Directory::new();
     let path = directory.image(16 * MIB);
     type Prepare = fn(&LoopDevice);
@@ -100,7 +100,7 @@ fn what_the_page_cache_holds_is_written_before_the_freeze() {
         assert!(cached(&path).1 > 0, "nothing is dirty");
         prepare(&device);
         assert_eq!(cached(&path).1, 0, "{what}");
-        // Nothing has changed yet.
+        // The preparation has not changed the settings.
         assert_eq!(
             (fact(&device, "direct-io-requested").as_str(), device.limits().read_only),
             ("off", false)
@@ -129,7 +129,7 @@ fn dispatch_changes_how_many_run_at_once() {
 
 // Contract: live-changes
 #[test]
-fn read_only_is_switched_both_ways_from_either_beginning() {
+fn read_only_is_switched_on_and_off_from_either_start() {
     for read_only in [false, true] {
         let directory = Directory::new();
         let path = directory.image(MIB);
@@ -143,7 +143,7 @@ fn read_only_is_switched_both_ways_from_either_beginning() {
             assert_eq!((limits.read_only, limits.write_cache), (on, !on));
             let write = h.write(0, vec![filled(512, 1)]);
             assert_eq!(h.run(write).0, result);
-            // The lock follows.
+            // The lock follows the setting: another reader is admitted only while the device is read-only.
             let reader = LoopDevice::open(&LoopOptions { read_only: true, ..LoopOptions::new(&path) });
             assert_eq!(reader.is_ok(), on);
         }
@@ -167,7 +167,7 @@ fn the_size_follows_the_file_or_the_file_the_size() {
     assert_eq!(capacity(), 2 * MIB - 4096);
     device.resize(Some(65536)).unwrap();
     assert_eq!((capacity(), std::fs::metadata(&path).unwrap().len()), (65536, 2 * MIB + 100));
-    // A part that is no longer served is no longer locked.
+    // Bytes that are no longer served are no longer locked.
     let tail = LoopOptions { offset: 4096 + 65536, size_limit: Some(512), ..LoopOptions::new(&path) };
     let other = LoopDevice::open(&tail).unwrap();
     assert_eq!(device.resize(Some(MIB)).unwrap_err().kind(), ErrorKind::Busy);
@@ -247,7 +247,7 @@ fn a_truncated_image_has_no_hole_beyond_its_end() {
         assert_eq!(h.run(write).0, Ok(()));
         assert_eq!(device.extents(0..MIB, 9).unwrap(), [data(65536), hole(MIB - 65536)]);
         let truncate = |bytes| File::options().write(true).open(&path).unwrap().set_len(bytes).unwrap();
-        // Within a sector of a hole: the sector cannot be read.
+        // The new end is within a sector of a hole. That sector can no longer be read, so it is not a hole.
         truncate(offset + 131_072 + 700);
         assert_eq!(device.extents(0..MIB, 9).unwrap(), [data(65536), hole(66048), data(MIB - 131_584)]);
         assert_eq!(device.extents(0..MIB, 2).unwrap(), [data(65536), hole(66048)]);
@@ -255,7 +255,7 @@ fn a_truncated_image_has_no_hole_beyond_its_end() {
         assert_eq!(device.extents(131_584..MIB, 9).unwrap(), [data(MIB - 131_584)]);
         let read = h.read(131_584, &[512]);
         assert_eq!(h.run(read).0, Err(Status::Io));
-        // Before the device begins.
+        // The new end is before the beginning of the device.
         truncate(offset / 2);
         assert_eq!(device.extents(0..MIB, 9).unwrap(), [data(MIB)]);
     }
@@ -270,7 +270,7 @@ fn a_switch_to_writing_that_fails_leaves_a_readers_lock() {
         let reader = |offset| LoopOptions { offset, read_only: true, ..options(&path, DirectIo::Off) };
         let device = LoopDevice::open(&LoopOptions { read_only: opened_read_only, ..reader(0) }).unwrap();
         device.set_read_only(true).unwrap();
-        // It overlaps the second half only.
+        // This reader conflicts only in the second half of the range.
         let other = LoopDevice::open(&reader(MIB / 2)).unwrap();
         assert_eq!(device.set_read_only(false).unwrap_err().kind(), ErrorKind::Busy);
         assert!(device.limits().read_only);
@@ -323,14 +323,15 @@ fn a_block_device_is_served_with_its_own_discard() {
         let before = allocated(&block.image);
         let discard = h.bare(Operation::Discard, BioFlags::empty(), 65536, 65536);
         assert_eq!(h.run(discard).0, Ok(()));
-        assert!(device.shared.discard_by_command.load(Relaxed), "by the command, not by the way round it");
+        assert!(device.shared.discard_by_command.load(Relaxed), "discards use the command, not fallocate");
         assert!(allocated(&block.image) <= before - 65536);
         for flags in [BioFlags::NO_UNMAP, BioFlags::empty()] {
             let zeroes = h.bare(Operation::WriteZeroes, flags, 131072, 65536);
             assert_eq!(h.run(zeroes).0, Ok(()));
         }
         assert_eq!(h.read_back(131072, 65536), vec![0; 65536]);
-        // Whether zeroes would be written is the kernel's secret: a fast answer is no.
+        // The kernel does not report whether it would write the zeroes itself, so the driver must not promise to
+        // be fast.
         let fast = h.bare(Operation::WriteZeroes, BioFlags::NO_UNMAP | BioFlags::NO_FALLBACK, 131072, 65536);
         assert_eq!(h.run(fast).0, Err(Status::NotSupported));
         let fast = h.bare(Operation::WriteZeroes, BioFlags::NO_FALLBACK, 131072, 65536);
@@ -338,18 +339,18 @@ fn a_block_device_is_served_with_its_own_discard() {
         assert!(device.limits().max_write_zeroes_no_unmap_bytes > 0, "all others still work");
         assert_eq!(device.extents(0..MIB, 9).unwrap(), [Extent { length: MIB, hole: false, zero: false }]);
         if direct_io == DirectIo::On {
-            // A request that no layer above lets through fails, and the device lives on.
+            // A misaligned request, which the layers above never let through, fails, and the device still works.
             let misaligned = h.read(0, &[4096]);
             h.set_pdu(misaligned, [100, 0]);
             assert_eq!(h.run(misaligned).0, Err(Status::Invalid));
-            // Short transfers that end within a sector: the kernel's own answer to the first
-            // attempt is dropped, the odd one put in its place.
+            // Short transfers that end within a sector: the kernel's completion of the first attempt is dropped and
+            // replaced by an injected one of an odd length.
             for (short, expected) in [(700, Ok(())), (512, Ok(())), (200, Err(Status::Io))] {
                 let read = h.read(0, &[4096]);
                 h.start(&[read]);
                 h.swallow += 1;
                 h.inject(u64::from(read.0), short);
-                // The memory is the kernel's until it has answered.
+                // The kernel may write to the memory until its completion has arrived.
                 while h.swallow > 0 {
                     h.turn();
                 }
@@ -374,7 +375,7 @@ fn a_block_device_is_served_with_its_own_discard() {
 }
 
 #[test]
-fn the_sector_follows_the_block_of_a_block_device() {
+fn the_sector_size_follows_the_block_of_a_block_device() {
     let block = BlockDevice::new(4 * MIB, 4096);
     let device = open(&block.node, DirectIo::Auto);
     assert_eq!(device.limits().logical_block_bytes, 4096);

@@ -1,4 +1,4 @@
-//! The data path.
+//! Tests of the data path: transfers, flushes, discards, ordering and errors.
 
 use blkq::{BioFlags, Operation, Status, Tag};
 
@@ -13,7 +13,7 @@ fn modes() -> [(DirectIo, Dispatch); 4] {
 
 // Contract: data
 #[test]
-fn what_is_written_is_in_the_file_and_read_back_in_every_mode() {
+fn written_data_is_in_the_file_and_read_back_in_every_mode() {
     for (direct_io, dispatch) in modes() {
         let directory = Directory::new();
         let path = directory.image(4 * MIB);
@@ -82,8 +82,8 @@ fn registered_memory_is_used_in_place() {
 
 // Contract: complete
 #[test]
-fn a_transfer_goes_on_in_the_middle_of_a_segment() {
-    // As after a short transfer: the first bytes count as done, and must not be touched.
+fn a_transfer_continues_in_the_middle_of_a_segment() {
+    // The state after a short transfer: the first `done` bytes were transferred, and must not be touched again.
     for (direct_io, done) in [(DirectIo::Off, 700), (DirectIo::Off, 4096), (DirectIo::On, 1024)] {
         let directory = Directory::new();
         let path = directory.image(MIB);
@@ -107,7 +107,7 @@ fn a_transfer_goes_on_in_the_middle_of_a_segment() {
 
 // Contract: complete
 #[test]
-fn more_segments_than_a_call_takes_are_done_in_several() {
+fn more_segments_than_fit_into_a_call_take_several_calls() {
     for (direct_io, dispatch) in modes() {
         let directory = Directory::new();
         let path = directory.image(MIB);
@@ -145,7 +145,7 @@ fn reading_past_a_truncated_file_is_an_error_not_zeroes() {
 
 // Contract: complete
 #[test]
-fn a_full_file_system_is_said_to_be_full() {
+fn a_full_file_system_is_reported_as_no_space() {
     let directory = Directory::tmpfs("size=64k");
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
@@ -155,7 +155,7 @@ fn a_full_file_system_is_said_to_be_full() {
     let large = h.write(4096, vec![pattern(128 << 10, 2), pattern(128 << 10, 3)]);
     assert_eq!(h.run(large).0, Err(Status::NoSpace));
     assert!(device.counters().snapshot().short_transfers > 0, "it wrote what fits first");
-    assert_eq!(h.read_back(0, 4096), pattern(4096, 1).to_vec(), "the device lives on");
+    assert_eq!(h.read_back(0, 4096), pattern(4096, 1).to_vec(), "the device still works");
 }
 
 #[test]
@@ -169,9 +169,9 @@ fn waiting_adjacent_writes_are_one_call_and_others_are_not() {
     tags.push(h.build(Operation::Write, BioFlags::NO_MERGE, 36864, 0, vec![pattern(4096, 9)]));
     tags.push(h.write(40960, vec![pattern(4096, 10)]));
     tags.push(h.write(65536, vec![pattern(4096, 11)]));
-    // To the same place: the later one must win.
+    // Two writes to the same offset: the later one must win.
     tags.push(h.write(65536, vec![pattern(4096, 12)]));
-    // In two batches, of which the first has not been committed.
+    // In two batches, and the first is not committed before the second arrives.
     assert_eq!(h.queue(&tags[..3]), blkq::Taken::All);
     h.start(&tags[3..]);
     for tag in tags {
@@ -188,7 +188,7 @@ fn waiting_adjacent_writes_are_one_call_and_others_are_not() {
 
 // Contract: data
 #[test]
-fn an_error_of_joined_writes_reaches_each_of_them() {
+fn an_error_of_joined_writes_fails_each_of_them() {
     let directory = Directory::tmpfs("size=16k");
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
@@ -224,7 +224,7 @@ fn flush_and_fua_leave_nothing_dirty() {
 
 // Contract: no-unmap
 #[test]
-fn discard_frees_and_no_unmap_keeps() {
+fn discard_frees_blocks_and_no_unmap_keeps_them() {
     for direct_io in [DirectIo::Off, DirectIo::On] {
         let directory = Directory::new();
         let path = directory.image(4 * MIB);
@@ -276,7 +276,7 @@ fn write_zeroes_past_the_end_of_a_truncated_file_is_an_error() {
                 assert_eq!(h.run(zeroes).0, result, "{direct_io:?} {dispatch:?} {flags:?} {offset}+{bytes}");
             }
         }
-        // A trim is advice.
+        // A discard beyond the end succeeds, because it is only advice.
         let discard = h.bare(Operation::Discard, PLAIN, MIB / 2, 4096);
         assert_eq!(h.run(discard).0, Ok(()));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 65536 + 512);
@@ -285,7 +285,7 @@ fn write_zeroes_past_the_end_of_a_truncated_file_is_an_error() {
 
 #[test]
 fn an_unsupported_operation_is_reported_once_then_not_offered() {
-    // tmpfs punches holes and does not know FALLOC_FL_ZERO_RANGE.
+    // tmpfs supports punching holes, but not FALLOC_FL_ZERO_RANGE.
     let directory = Directory::tmpfs("size=4m");
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
@@ -311,7 +311,7 @@ fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
         let mut h = Harness::open(&device).unwrap();
         let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
         h.start(&[flush]);
-        // The answer of the kernel that comes after this one is dropped.
+        // The kernel's own completion, which follows the injected one, is dropped.
         h.inject(u64::from(flush.0), -libc::EIO);
         h.swallow = 1;
         assert_eq!(h.wait(flush).0, Err(Status::Io));
@@ -325,7 +325,7 @@ fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
 
 // Contract: durability
 #[test]
-fn what_was_lost_is_not_forgotten_by_a_live_change() {
+fn a_failed_sync_fails_later_live_changes() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     for (direct_io, lost) in [(DirectIo::Off, true), (DirectIo::On, false)] {
@@ -339,7 +339,8 @@ fn what_was_lost_is_not_forgotten_by_a_live_change() {
         while h.swallow > 0 {
             h.turn();
         }
-        // Afterwards a flush would be answered well: without asking, or by a file that forgot.
+        // After the change a flush would succeed: a read-only device need not sync, and with direct I/O nothing is
+        // cached. So the change itself must fail.
         let want = lost.then_some(ErrorKind::Lost);
         assert_eq!(device.set_read_only(true).err().map(|e| e.kind()), want, "read-only");
         let on = LoopSetting::DirectIo(DirectIo::On);
@@ -347,10 +348,9 @@ fn what_was_lost_is_not_forgotten_by_a_live_change() {
     }
 }
 
-/// A file system on a device that runs full behind its back: written pages cannot be kept.
 // Contract: durability
 #[test]
-fn lost_pages_that_a_fua_write_reports_flushes_report_too() {
+fn a_write_back_error_reported_to_a_fua_write_fails_flushes_too() {
     let disk = FullDisk::new();
     let path = disk.image();
     let device = open(&path, DirectIo::Off);
@@ -360,7 +360,7 @@ fn lost_pages_that_a_fua_write_reports_flushes_report_too() {
     disk.fill();
     let lost = h.write(4 * MIB, vec![pattern(MIB as usize, 1)]);
     assert_eq!(h.run(lost).0, Ok(()));
-    // Another process has the pages written back, in vain.
+    // A sync through another open file attempts the write-back, which fails.
     assert!(File::open(&path).unwrap().sync_data().is_err());
     let fua = h.build(Operation::Write, BioFlags::FUA, 0, 0, vec![filled(4096, 2)]);
     assert!(h.run(fua).0.is_err(), "the kernel reports it to this open file");
@@ -370,7 +370,7 @@ fn lost_pages_that_a_fua_write_reports_flushes_report_too() {
 
 // Contract: complete
 #[test]
-fn interruptions_are_made_again_but_not_for_ever() {
+fn interrupted_calls_are_repeated_but_not_forever() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Off);
@@ -383,8 +383,8 @@ fn interruptions_are_made_again_but_not_for_ever() {
             h.inject(u64::from(read.0), -errno);
             assert!(!h.has_completed(read));
         }
-        // Each of them was submitted again; the kernel's answers to those before the last
-        // one stand for the interruptions.
+        // Each injected interruption made the driver submit the call again. All kernel completions but the last are
+        // dropped, because the injected ones replace them.
         h.swallow = times;
         assert_eq!(h.wait(read), (Ok(()), vec![0; 4096]));
         assert_eq!(device.counters().snapshot().retries - before, times as u64);
@@ -421,7 +421,7 @@ fn reads_run_together_and_serial_dispatch_does_one_at_a_time() {
 }
 
 #[test]
-fn serial_dispatch_has_one_call_in_flight_whatever_it_does() {
+fn serial_dispatch_has_one_call_of_any_kind_in_flight() {
     for (direct_io, dispatch) in modes() {
         let directory = Directory::new();
         let path = directory.image(4 * MIB);
@@ -490,7 +490,7 @@ fn the_writer_hands_over_and_kicks() {
     second.start(&[theirs]);
     second.turn();
     assert!(!second.has_completed(theirs) && kicks.0.load(Relaxed) == 0);
-    // The first queue has much to write, and yet lets the second one in.
+    // The first queue still has writes waiting when it passes the token to the second one.
     while kicks.0.load(Relaxed) == 0 {
         first.turn();
     }
@@ -500,7 +500,7 @@ fn the_writer_hands_over_and_kicks() {
         assert_eq!(first.wait(tag).0, Ok(()));
     }
     assert_eq!(device.counters().snapshot().writers_max, 1);
-    // A queue that is closed while it has or awaits the token leaves no queue waiting.
+    // Closing a queue that has the token or waits for it leaves no other queue waiting.
     let theirs = second.write(2 * MIB, vec![filled(4096, 3)]);
     second.start(&[theirs]);
     assert_eq!(second.wait(theirs).0, Ok(()));
@@ -516,8 +516,8 @@ fn writes_to_the_same_place_are_done_in_order() {
         let path = directory.image(MIB);
         let device = LoopDevice::open(&LoopOptions { dispatch, ..options(&path, DirectIo::Off) }).unwrap();
         let mut h = Harness::open(&device).unwrap();
-        // Neighbours in time are apart in place, so that several are at the file at once;
-        // each overlaps some that came before.
+        // Successive writes do not overlap, so that several are in flight together, but each overlaps some
+        // earlier ones.
         let place = |i: u8| u64::from(i) * 7 % 31 * 2048;
         let tags: Vec<Tag> = (0..60).map(|i| h.write(place(i), vec![filled(4096, i + 1)])).collect();
         h.start(&tags);
@@ -553,14 +553,14 @@ fn writes_to_a_read_only_device_are_refused() {
 }
 
 #[test]
-fn a_request_that_hangs_says_how_far_it_is() {
+fn the_state_of_a_hanging_request_has_its_progress() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device =
         LoopDevice::open(&LoopOptions { dispatch: Dispatch::Serial, ..LoopOptions::new(&path) }).unwrap();
     let mut harness = Harness::open(&device).unwrap();
     let (first, second) = (harness.read(0, &[8192]), harness.read(65536, &[4096]));
-    // Nothing is submitted to the kernel before the ring turns.
+    // The entries reach the kernel only when the ring turns, which happens in `wait`.
     harness.start(&[first, second]);
     assert_eq!(harness.state(first), "in the kernel's io_uring");
     assert_eq!(harness.state(second), "in the driver, waiting for its turn at the file");

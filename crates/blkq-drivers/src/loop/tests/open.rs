@@ -1,4 +1,4 @@
-//! Opening: errors, sizes, locks.
+//! Tests of opening an image: errors, sizes, I/O modes and locks.
 
 use super::*;
 use std::os::unix::fs::OpenOptionsExt;
@@ -6,7 +6,7 @@ use std::os::unix::net::UnixListener;
 
 // Contract: direct-io
 #[test]
-fn each_error_has_what_why_and_the_cure() {
+fn each_error_has_the_reason_and_a_hint() {
     let directory = Directory::new();
     let path = directory.image(10_000);
     let given = LoopOptions::new(&path);
@@ -44,7 +44,7 @@ fn each_error_has_what_why_and_the_cure() {
 }
 
 #[test]
-fn what_is_no_image_is_rejected_and_a_pipe_does_not_hang() {
+fn files_that_are_not_images_are_rejected_and_a_pipe_does_not_hang() {
     let directory = Directory::new();
     let fifo = directory.file("fifo");
     run("mkfifo", &[fifo.to_str().unwrap()]);
@@ -77,7 +77,7 @@ fn what_is_no_image_is_rejected_and_a_pipe_does_not_hang() {
 }
 
 #[test]
-fn an_image_that_cannot_be_written_fails_with_the_cure() {
+fn an_image_that_cannot_be_written_fails_with_a_hint() {
     let directory = Directory::tmpfs("size=1m");
     let path = directory.image(65536);
     run("mount", &["-o", "remount,ro", directory.path.to_str().unwrap()]);
@@ -136,12 +136,12 @@ fn a_file_that_the_kernel_swaps_to_is_refused() {
 }
 
 #[test]
-fn an_image_that_its_user_may_not_open_fails_with_the_cure() {
+fn an_image_without_permission_fails_with_a_hint() {
     let directory = Directory::new();
     let path = directory.image(65536);
     run("chmod", &["000", path.to_str().unwrap()]);
     run("chmod", &["755", directory.path.to_str().unwrap()]);
-    // In a thread of its own, with its own identity and without root's capabilities.
+    // In a separate thread, which drops its user id and with it root's capabilities.
     let refused = std::thread::spawn(move || {
         // SAFETY: the system call changes the credentials of this thread only.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
@@ -153,7 +153,7 @@ fn an_image_that_its_user_may_not_open_fails_with_the_cure() {
 }
 
 #[test]
-fn the_tail_that_fills_no_sector_is_left_out_and_named() {
+fn a_partial_last_sector_is_not_served_and_a_warning_names_it() {
     let directory = Directory::new();
     let path = directory.image(10_000);
     let device = open(&path, DirectIo::Off);
@@ -172,14 +172,14 @@ fn the_tail_that_fills_no_sector_is_left_out_and_named() {
 
 // Contract: direct-io
 #[test]
-fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
+fn the_io_mode_follows_from_the_option_and_the_alignment() {
     let align = |offset, assumed| Ok(DirectAlign { memory: 512, offset, assumed });
     let path = Path::new("image");
     let mode = |requested, possible: &Result<_, _>, sector, offset| {
         choose_mode(requested, possible, path, sector, offset).map(|mode| mode.direct.is_some())
     };
     let (on, off, auto) = (DirectIo::On, DirectIo::Off, DirectIo::Auto);
-    // A sector is the shortest piece of memory.
+    // A segment may be as short as a sector, so memory alignment limits the sector size as well.
     let fussy = Ok(DirectAlign { memory: 4096, offset: 512, assumed: false });
     assert!(mode(on, &fussy, 4096, 512).unwrap());
     assert!(mode(auto, &align(512, false), 512, 512).unwrap());
@@ -207,7 +207,7 @@ fn the_mode_follows_from_what_is_asked_and_what_is_demanded() {
 
 // Contract: direct-io
 #[test]
-fn direct_io_on_raises_the_sector_to_what_is_demanded() {
+fn direct_io_on_raises_the_sector_size_to_the_alignment() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let mut backing = Backing::open(&path, false).unwrap();
@@ -222,7 +222,7 @@ fn direct_io_on_raises_the_sector_to_what_is_demanded() {
 
 // Contract: direct-io
 #[test]
-fn auto_says_why_it_is_buffered() {
+fn direct_io_auto_reports_why_it_is_buffered() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let device = open(&path, DirectIo::Auto);
@@ -235,7 +235,7 @@ fn auto_says_why_it_is_buffered() {
     assert_eq!(fact(&device, "direct-io"), "off");
     assert!(!fact(&device, "direct-io-reason").is_empty());
     assert_eq!(device.warnings(), ["direct I/O is off: tmpfs stores files only in the page cache"]);
-    // There is none to be had, though the kernel lets the flag be set; and a warning vanishes with its cause.
+    // The kernel lets O_DIRECT be set on tmpfs, but the driver refuses it. The warning disappears with its cause.
     device.set(&LoopSetting::DirectIo(DirectIo::Off)).unwrap();
     let on = LoopSetting::DirectIo(DirectIo::On);
     assert_eq!(device.prepare_set(&on).unwrap_err().kind(), ErrorKind::NoDirectIo);
@@ -247,7 +247,7 @@ fn auto_says_why_it_is_buffered() {
 // Contract: direct-io
 #[test]
 fn files_without_extents_have_no_direct_io() {
-    // A file of ext2 or ext3, as the kernel's one driver for all three has it.
+    // The kernel serves ext2 and ext3 with its ext4 driver; their files have no extents.
     for kind in ["ext2", "ext3"] {
         let directory = Directory::ext(kind, 1024);
         let path = directory.image(MIB);
@@ -285,7 +285,7 @@ fn overlapping_attaches_are_refused_unless_shared() {
         assert_eq!(LoopDevice::open(&overlapping).err().unwrap().kind(), ErrorKind::Busy);
     }
     let other = LoopDevice::open(&window(half, half, false, false)).unwrap();
-    // A queue keeps the file open, and the ring may: the lock is released with the device.
+    // A queue and its ring may keep the file open, but the lock is released when the device is dropped.
     let harness = Harness::open(&writer).unwrap();
     drop(writer);
     let reader = LoopDevice::open(&window(0, half, true, false)).unwrap();
@@ -297,7 +297,7 @@ fn overlapping_attaches_are_refused_unless_shared() {
     drop(harness);
 }
 
-/// A loop device of the kernel's, detached when this is dropped.
+/// A loop device of the kernel, which is detached when this value is dropped.
 struct KernelLoop(String);
 
 impl KernelLoop {
@@ -308,7 +308,7 @@ impl KernelLoop {
 
 impl Drop for KernelLoop {
     fn drop(&mut self) {
-        // The kernel keeps this for the next user of the device.
+        // The read-only flag would stay for the next user of the loop device.
         run("blockdev", &["--setrw", &self.0]);
         run("losetup", &["-d", &self.0]);
     }
@@ -323,7 +323,7 @@ fn is_claimed(options: &LoopOptions, reason: &str) {
 
 // Contract: exclusive
 #[test]
-fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
+fn bytes_used_by_a_kernel_loop_device_are_refused_unless_shared() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     let shown = path.to_str().unwrap();
@@ -336,7 +336,7 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     for (offset, size_limit) in [(0, Some(65536)), (131_072, None)] {
         LoopDevice::open(&LoopOptions { offset, size_limit, ..given.clone() }).unwrap();
     }
-    // By other names too: a link, and none in sight.
+    // The conflict is found under other names, too: a symbolic link, a hard link, and after the first name is removed.
     let (hard, link) = (directory.file("hard"), directory.file("link"));
     std::fs::hard_link(&path, &hard).unwrap();
     std::os::unix::fs::symlink(&path, &link).unwrap();
@@ -346,7 +346,7 @@ fn what_the_kernels_loop_driver_has_is_refused_unless_shared() {
     is_claimed(&LoopOptions::new(&hard), &reason);
     std::fs::rename(&hard, &path).unwrap();
     drop(kernel);
-    // Readers do each other no harm.
+    // A reader may use the bytes together with a read-only loop device.
     let _kernel = KernelLoop::set_up(&["--read-only", shown]);
     LoopDevice::open(&LoopOptions { read_only: true, ..given.clone() }).unwrap();
     is_claimed(&given, "the kernel's loop device ");
@@ -378,7 +378,7 @@ fn a_mounted_or_claimed_block_device_is_refused_unless_shared() {
 
 // Contract: exclusive
 #[test]
-fn another_format_is_rejected_unless_its_bytes_are_asked_for() {
+fn another_format_is_rejected_unless_raw_is_set() {
     let directory = Directory::new();
     let path = directory.image(MIB);
     for (at, magic, format) in [(0, &b"QFI\xfb"[..], "qcow2"), (MIB - 512, b"conectix", "VHD")] {
@@ -388,14 +388,14 @@ fn another_format_is_rejected_unless_its_bytes_are_asked_for() {
             let given = LoopOptions { direct_io, ..LoopOptions::new(&path) };
             assert!(refusal(&given).ends_with(&format!("is a {format} image, not raw data")));
             assert_eq!(LoopDevice::open(&given).err().unwrap().kind(), ErrorKind::Format);
-            // A window of it is in the same danger.
+            // A window of the image is rejected as well.
             refusal(&LoopOptions { offset: 4096, size_limit: Some(4096), ..given.clone() });
             refusal(&LoopOptions { read_only: true, ..given.clone() });
             LoopDevice::open(&LoopOptions { raw: true, ..given }).unwrap();
         }
         file.write_all_at(&[0; 8], at).unwrap();
     }
-    // Probing it leaves no lock and nothing in the page cache.
+    // Opening leaves no pages in the page cache.
     run("sync", &[path.to_str().unwrap()]);
     File::open(&path)
         .and_then(|file| Ok(rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?))

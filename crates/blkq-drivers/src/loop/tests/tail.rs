@@ -1,4 +1,4 @@
-//! Devices whose size is no multiple of their sector.
+//! Tests of devices whose size is not a multiple of their sector size.
 
 use blkq::{BioFlags, IoBuffer, Operation, Status};
 
@@ -8,7 +8,7 @@ fn partial(path: &Path, direct_io: DirectIo, sector: u32) -> LoopOptions {
     LoopOptions { partial_block: true, logical_block_bytes: Some(sector), ..options(path, direct_io) }
 }
 
-/// A request of `operation` of so many bytes, in pieces of memory of `sector` bytes or more.
+/// Copies `data` into two segments of memory, or one if it is short. Each has at least `sector` bytes.
 fn pieces(data: &[u8], sector: usize) -> Vec<IoBuffer> {
     let half = (data.len() / 2).next_multiple_of(sector).min(data.len());
     let (head, tail) = data.split_at(half);
@@ -23,8 +23,8 @@ fn pieces(data: &[u8], sector: usize) -> Vec<IoBuffer> {
         .collect()
 }
 
-/// Every size and mode: what is written is in the file up to its end, which stays; what is beyond
-/// reads as zeroes, whatever was written there.
+/// Covers every combination of size, sector size and mode. Written data is in the file up to its end, which does not
+/// move. Bytes beyond the end read as zeroes, even if they were written.
 // Contract: durability
 #[test]
 fn the_last_bytes_are_served_and_the_file_stays_as_long() {
@@ -49,7 +49,7 @@ fn the_last_bytes_are_served_and_the_file_stays_as_long() {
         let mut h = Harness::open(&device).unwrap();
         assert_eq!(h.read_back(0, capacity as usize), model, "{what}");
         for round in 0..12u64 {
-            // Always up to the end, from further and further ahead.
+            // Each write reaches the end of the device, and each is twice as long as the one before.
             let offset = capacity - (sector << round).min(capacity);
             let data = pattern((capacity - offset) as usize, round + 100);
             let flags = if round % 2 == 0 { BioFlags::FUA } else { BioFlags::empty() };
@@ -87,7 +87,7 @@ fn the_last_bytes_are_served_and_the_file_stays_as_long() {
     }
 }
 
-/// The rest of the file behind a window is neither shown nor changed.
+/// The rest of the file after a window is neither readable nor changed.
 #[test]
 fn a_window_up_to_the_middle_of_a_sector_hides_the_rest() {
     for direct_io in [DirectIo::Off, DirectIo::On] {
@@ -137,7 +137,7 @@ fn a_file_that_lost_its_last_bytes_is_an_error() {
 }
 
 #[test]
-fn the_size_follows_and_is_any_number_of_bytes() {
+fn a_resize_may_set_any_number_of_bytes() {
     for direct_io in [DirectIo::Off, DirectIo::On] {
         let directory = Directory::new();
         let path = directory.image(10_000);
@@ -173,7 +173,7 @@ fn the_size_follows_and_is_any_number_of_bytes() {
 }
 
 #[test]
-fn without_being_asked_to_the_last_bytes_are_left_out() {
+fn without_the_option_a_partial_last_sector_is_not_served() {
     let directory = Directory::new();
     let path = directory.image(10_000);
     let device = open(&path, DirectIo::Off);
