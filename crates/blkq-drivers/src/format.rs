@@ -1,13 +1,13 @@
-//! The formats of images.
+//! The image formats that can be chosen.
 
-/// The meaning of the bytes of an image.
+/// How to interpret the bytes of an image file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ImageFormat {
-    /// Those of the device, unless the image has the magic of another format, which is an error.
+    /// As raw data, unless the image has the magic of another format, which is an error.
     #[default]
     Checked,
-    /// Those of the device, whatever magic the image has.
+    /// As raw data, even if the image has the magic of another format.
     Raw,
-    /// A qcow2 image.
+    /// As a qcow2 image, QEMU's format.
     Qcow2,
 }

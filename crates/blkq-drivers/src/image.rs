@@ -1,4 +1,5 @@
-//! The image of a device: its identity, its size, and the images over and behind it.
+//! The image of a device: its identity, its sizes, and the steps by which a device switches to another image, for
+//! external snapshots and commits.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -11,25 +12,25 @@ use crate::r#loop::{LoopDevice, backing};
 use crate::qcow2::{CommitSource, OverlayBase, Qcow2, Target};
 use crate::rbd::{Rbd, RbdSpec};
 
-/// The unit of `st_blocks`, in bytes.
+/// The unit of `st_blocks` in stat(2), in bytes.
 const BLOCK_BYTES: u64 = 512;
 
 /// A device that was opened.
 pub struct Opened {
-    /// The device.
+    /// The driver of the device, for the block layer.
     pub driver: Arc<dyn Driver>,
-    /// Its image, if it has one.
+    /// The image of the device; `None` for a driver without one, such as `ram`.
     pub image: Option<Arc<dyn Image>>,
 }
 
 impl Opened {
-    /// A device with an image.
+    /// Wraps the driver of a device that has an image.
     pub fn with_image<D: Driver + Image + 'static>(device: D) -> Opened {
         let device = Arc::new(device);
         Opened { driver: device.clone(), image: Some(device) }
     }
 
-    /// A device without one.
+    /// Wraps the driver of a device that has no image.
     pub fn without_image(device: impl Driver + 'static) -> Opened {
         Opened { driver: Arc::new(device), image: None }
     }
@@ -44,15 +45,15 @@ impl From<Target> for Opened {
     }
 }
 
-/// Which image it is, under any name.
+/// The identity of an image, which does not depend on its path.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum ImageId {
-    /// A file or block device: the numbers of its file system's device and of its inode.
+    /// A file, or the node of a block device.
     File {
-        /// Of the file system.
+        /// The device number of the file system (`st_dev`).
         dev: u64,
-        /// Of the file.
+        /// The inode number (`st_ino`).
         ino: u64,
     },
     /// An image in a Ceph cluster.
@@ -62,45 +63,45 @@ pub enum ImageId {
 /// The sizes of an image, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Usage {
-    /// Of the device.
+    /// Size of the device.
     pub virtual_bytes: u64,
-    /// The space that is allocated for the image, without that of its backing files.
+    /// Space that is allocated for the image, without its backing files.
     pub allocated_bytes: u64,
-    /// From the beginning of the file to its end, with its holes.
+    /// Length of the file, holes included.
     pub file_bytes: u64,
 }
 
-/// An image that a driver serves. Each call may block: control threads make them, and never an engine.
+/// An image that a driver serves. Every method may block, so only control threads may call them, and never an engine.
 pub trait Image: Send + Sync {
-    /// Which image it is.
+    /// The identity of the image. It stays the same for the life of the driver.
     fn identity(&self) -> ImageId;
 
-    /// The sizes of the image as they are now.
+    /// The current sizes of the image.
     ///
     /// # Errors
-    /// Those of the file, or of the cluster.
+    /// Returns the I/O error of the file, or the error of the cluster.
     fn usage(&self) -> Result<Usage, Error>;
 
-    /// The image as the backing file of an overlay ([`Qcow2::over`]), with all that was written made durable. The disk is
+    /// The image as the backing file of an overlay ([`Qcow2::over`]), after all writes were made durable. The disk must be
     /// frozen.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if it can have no overlay, such as a part of an image, or one that is read-only;
-    /// [`ErrorKind::FaultInjection`] while faults are injected; those of the files.
+    /// [`ErrorKind::Unsupported`] if the image cannot become a backing file, for example because only a part of it is
+    /// served or it is read-only; [`ErrorKind::FaultInjection`] while faults are injected; the I/O errors of the files.
     fn overlay_base(&self) -> Result<OverlayBase, Error>;
 
-    /// The image as one that can be committed into its backing file.
+    /// The image as the overlay of a block commit, which copies it into its backing file.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if it has none, or that cannot take its clusters; [`ErrorKind::FaultInjection`] while
-    /// faults are injected.
+    /// [`ErrorKind::Unsupported`] if the image has no backing file, or that cannot store its clusters;
+    /// [`ErrorKind::FaultInjection`] while faults are injected.
     fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error>;
 
-    /// Leaves the image to another driver, which only reads it: closes its journal, and makes its lock one of a reader.
-    /// The disk has that driver instead of the image's.
+    /// Leaves the image to another driver, which only reads it: closes the journal, and converts the lock to a reader's.
+    /// The disk must already use the other driver.
     ///
     /// # Errors
-    /// As [`Image::overlay_base`], and that of writing what is in memory of it. Its lock is one of a reader then, too.
+    /// The errors of [`Image::overlay_base`], and the I/O error of flushing metadata. The lock is converted even then.
     fn supersede(&self) -> Result<(), Error>;
 }
 
@@ -174,8 +175,8 @@ impl Image for Rbd {
     }
 }
 
-/// The image of a device in which faults are injected. The fault driver keeps the driver that it wraps, and so the image
-/// stays the same.
+/// The image of a device in which faults are injected. The fault driver cannot exchange the driver that it wraps, so the
+/// device cannot switch to another image.
 pub(crate) struct FaultImage(pub(crate) Arc<dyn Image>);
 
 impl FaultImage {
@@ -209,13 +210,13 @@ impl Image for FaultImage {
     }
 }
 
-/// The error of an overlay of a device that can have none, called `driver`.
+/// The error for a device of the driver `driver` whose image cannot become a backing file.
 pub fn no_overlay(driver: &str) -> Error {
     let message = format!("a {driver} device cannot be the backing file of an image");
     Error::new(ErrorKind::Unsupported, message)
 }
 
-/// The error of a commit of a device without a backing file, called `driver`.
+/// The error for a commit of a device of the driver `driver`, which has no backing file.
 pub fn no_backing_file(driver: &str) -> Error {
     Error::new(ErrorKind::Unsupported, format!("a {driver} device has no backing file"))
 }
@@ -224,7 +225,7 @@ fn usage_of(file: &File, path: &Path, virtual_bytes: u64) -> Result<Usage, Error
     let file_bytes = backing::size(file, path)?;
     let metadata =
         file.metadata().map_err(|e| Error::system(format!("cannot inspect {}", path.display()), e))?;
-    // A block device reports no blocks, and all of it is there.
+    // `st_blocks` of a block device is 0, and all of its space is allocated.
     let allocated_bytes = match metadata.is_file() {
         true => metadata.blocks() * BLOCK_BYTES,
         false => file_bytes,
@@ -245,7 +246,7 @@ mod tests {
         result.err().map(|error| error.kind())
     }
 
-    /// A file with 1 MiB of data and 1 MiB of a hole, under a name that no other test has.
+    /// A file with 1 MiB of data and a hole of 1 MiB, whose name no other test uses.
     fn image(name: &str) -> std::path::PathBuf {
         let path = std::env::temp_dir().join(format!("blkq-image-{name}-{}", std::process::id()));
         std::fs::write(&path, vec![1; 1 << 20]).unwrap();

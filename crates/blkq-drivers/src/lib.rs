@@ -1,9 +1,9 @@
-//! The drivers of blkq that need an image or another driver, and the way to open one by its name: [`open`].
+//! The drivers of blkq that need an image or wrap another driver. [`open`] opens a driver by its name.
 //!
-//! - [`loop`](mod@r#loop): a file or block device through io_uring, around the page cache or through it.
-//! - [`qcow2`]: an image of QEMU's format, with its backing files.
+//! - [`loop`](mod@r#loop): a raw image in a file or on a block device, through io_uring, with direct I/O or buffered.
+//! - [`qcow2`]: an image in QEMU's qcow2 format, with its backing files.
 //! - [`rbd`]: an image in a Ceph cluster.
-//! - [`model`] and [`fault`], for tests: a device that is slow on purpose, and one that injects faults into another.
+//! - [`model`] and [`fault`], for tests: a device with configured delays, and a device that injects faults into another.
 //!
 //! The block layer, and the drivers [`null`](blkq::drivers::null) and [`ram`](blkq::drivers::ram), are in crate
 //! [`blkq`].

@@ -1,4 +1,4 @@
-//! The text of an image and the driver that it names, and the one list of drivers: [`open`].
+//! Parses the text that names an image or a driver, and opens the driver. [`open`] is the only list of drivers.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -18,16 +18,16 @@ use crate::qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
 use crate::rbd::{Rbd, RbdOptions, RbdSpec};
 use crate::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
 
-/// The device to attach, as it is written on the command line.
+/// The driver and the image of a device, parsed from text such as `disk.img` or `ram:1G`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DriverSpec {
-    /// `null:SIZE`: stores nothing; the size in bytes.
+    /// `null:SIZE`: a device that stores nothing. The size is in bytes.
     Null(u64),
-    /// `ram:SIZE`: in memory; the size in bytes.
+    /// `ram:SIZE`: a device in memory. The size is in bytes.
     Ram(u64),
-    /// `rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]`: in a Ceph cluster.
+    /// `rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]`: an image in a Ceph cluster.
     Rbd(RbdSpec),
-    /// Anything else: the path of an image. One that is called `null:...` is written `./null:...`.
+    /// Any other text is the path of an image file. A file whose name begins with `null:` is written `./null:...`.
     Image(PathBuf),
 }
 
@@ -45,66 +45,67 @@ impl FromStr for DriverSpec {
     }
 }
 
-/// The format that the image at `path` has the magic of, as people call it; `None` for raw data.
+/// The name of the format whose magic the image at `path` contains, such as `qcow2` or `VHD`; `None` for raw data.
 ///
 /// # Errors
-/// If the image cannot be opened for reading.
+/// The error of opening the image for reading.
 pub fn detect_format(path: &Path) -> Result<Option<&'static str>, Error> {
     let backing = Backing::open(path, true)?;
     let size = backing::size(&backing.file, &backing.path)?;
     Ok(format::detect(&backing.file, size))
 }
 
-/// How a driver is to be opened. An option that a driver does not have is an error.
+/// The options of all drivers. An option that the chosen driver does not have is an error.
 #[derive(Clone, Debug, Default)]
 pub struct DriverOptions {
-    /// Where in the image the device begins, in bytes.
+    /// Offset of the device in the image, in bytes.
     pub offset: u64,
     /// Size of the device in bytes; `None`: up to the end of the image.
     pub size_limit: Option<u64>,
-    /// Logical block in bytes, one of [`LOGICAL_BLOCK_SIZES`]; `None`: chosen by the driver.
+    /// Logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`]; `None`: the driver chooses it.
     pub logical_block_bytes: Option<u32>,
     /// Serve the end of an image that does not fill a logical block
     /// ([`LoopOptions::partial_block`]).
     pub partial_block: bool,
     /// Whether I/O bypasses the page cache.
     pub direct_io: DirectIo,
-    /// How requests are put to the file.
+    /// How requests are submitted to the file.
     pub dispatch: Dispatch,
-    /// Open the image for reading only. Drivers without an image leave it to the disk
-    /// ([`DiskBuilder::read_only`](blkq::DiskBuilder::read_only)), which can be changed.
+    /// Open the image for reading only. Drivers without an image ignore this; use
+    /// [`DiskBuilder::read_only`](blkq::DiskBuilder::read_only) for them.
     pub read_only: bool,
-    /// Let others use the same bytes of the image.
+    /// Allow other processes to use the same bytes of the image.
     pub shared: bool,
-    /// Complete a write only when it is not lost with this process, where the driver can: for clients that go on
-    /// with the next process, and do not notice that this one was killed.
+    /// Complete a write only when it survives a kill of this process, if the driver supports that. For exports whose
+    /// clients continue with the next process and do not notice that this one was killed.
     pub write_through: bool,
-    /// The size of a device in use, whose clients do not know that the image has grown: a larger image is served up to
-    /// there.
+    /// The size of a device that is in use, in bytes. If the image is larger by now, the device keeps this size, because
+    /// its clients do not know the new one.
     pub device_bytes: Option<u64>,
-    /// The meaning of the bytes of the image.
+    /// The format of the image.
     pub format: ImageFormat,
     /// The backing files that a qcow2 image may have.
     pub backing_chain: BackingChain,
-    /// The directory in which what completed on a qcow2 image survives this process ([`Qcow2Options::journals`]).
+    /// The directory of the journals, with which completed writes to a qcow2 image survive a kill of this process
+    /// ([`Qcow2Options::journals`]).
     pub journals: Option<Arc<Journals>>,
-    /// The configuration of a Ceph cluster ([`RbdOptions::conf`]).
+    /// The configuration file of the Ceph cluster ([`RbdOptions::conf`]).
     pub ceph_conf: Option<PathBuf>,
-    /// The keyring of Ceph's user ([`RbdOptions::keyring`]).
+    /// The keyring of the Ceph user ([`RbdOptions::keyring`]).
     pub ceph_keyring: Option<PathBuf>,
-    /// The name of Ceph's user ([`RbdOptions::user`]).
+    /// The name of the Ceph user ([`RbdOptions::user`]).
     pub ceph_user: Option<String>,
-    /// The [`owner`](blkq::Driver::owner) of a process that served the same before and has exited.
+    /// The [`owner`](blkq::Driver::owner) of a process that served the same image before and has exited.
     pub predecessor: Option<String>,
-    /// Faults to inject.
+    /// The faults to inject; `None`: the device is not wrapped by the fault driver.
     pub fault: Option<FaultSpec>,
 }
 
-/// Opens the driver that `spec` names: the list of drivers. [`Driver::warnings`](blkq::Driver::warnings) has what the user
-/// should know about how it was opened.
+/// Opens the driver that `spec` names. Afterwards [`Driver::warnings`](blkq::Driver::warnings) returns what the user should
+/// know about how it was opened.
 ///
 /// # Errors
-/// One line: what is wrong, why, and the cure.
+/// The errors of the driver, each one line. [`ErrorKind::Invalid`] for an option that the driver does not have.
 pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
     let opened = open_plain(spec, options)?;
     let driver = &opened.driver;
@@ -117,11 +118,11 @@ pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error>
     Ok(Opened { driver, image })
 }
 
-/// Checks whether [`open`] with the same arguments could succeed once the process that uses the image has released
-/// it. Nothing is written: the image is opened for reading only, and its journal is not looked for.
+/// Checks whether [`open`] with the same arguments could succeed after the process that uses the image has released it.
+/// Nothing is written: the image is opened for reading only, and its journal is not opened.
 ///
 /// # Errors
-/// As [`open`], but for [`ErrorKind::Busy`].
+/// The errors of [`open`], except [`ErrorKind::Busy`].
 pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
     if let DriverSpec::Image(path) = spec
         && !options.read_only
@@ -192,13 +193,13 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
     }
 }
 
-/// The sector size for a driver without an image, which has no use for most options.
+/// The sector size of a driver without an image file, after a check of the other options.
 fn memory_block(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
     refuse_file_options(driver, options)?;
     check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))
 }
 
-/// Rejects options that mean nothing for a driver without a file.
+/// Rejects options that have no meaning for a driver without an image file.
 fn refuse_file_options(driver: &str, options: &DriverOptions) -> Result<(), Error> {
     let refused = [
         ("an offset", options.offset != 0),
@@ -213,7 +214,7 @@ fn refuse_file_options(driver: &str, options: &DriverOptions) -> Result<(), Erro
     Ok(())
 }
 
-/// Rejects options that mean nothing for an image whose bytes are not those of the device.
+/// Rejects options that have no meaning for an image whose file offsets differ from those of the device.
 fn refuse_window(driver: &str, options: &DriverOptions) -> Result<(), Error> {
     let refused = [
         ("an offset", options.offset != 0),
@@ -267,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn opens_each_driver_and_rejects_what_does_not_fit() {
+    fn each_driver_opens_and_rejects_options_it_does_not_have() {
         let options =
             DriverOptions { logical_block_bytes: Some(4096), read_only: true, ..Default::default() };
         for spec in [DriverSpec::Null(1 << 20), DriverSpec::Ram(1 << 20)] {

@@ -1,5 +1,5 @@
-//! A driver in a package of its own: a file behind io_uring, as docs/driver.md explains it. It depends on `blkq`
-//! alone. `cargo run -p blkq-example-driver`
+//! A driver in a separate package that depends only on `blkq`: it serves a file through io_uring. docs/driver.md explains
+//! it step by step. To run it: `cargo run -p blkq-example-driver`
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -11,7 +11,6 @@ use blkq::{
     OpenContext, Operation, QueueLimits, Sector, Status, Tag, Taken,
 };
 
-/// The device.
 struct FileDevice {
     file: Arc<File>,
     capacity_bytes: u64,
@@ -22,13 +21,13 @@ impl Driver for FileDevice {
         "file"
     }
 
-    // The queue never sees anything that is not declared here.
+    // The queue receives only requests that fit the limits declared here.
     fn limits(&self) -> QueueLimits {
         QueueLimits {
             capacity_bytes: self.capacity_bytes,
-            max_segments: 1,   // no vectored calls, and so no merging
-            write_cache: true, // a write may be lost until a flush: let flushes come
-            fua: false,        // the layer sends a flush after each write with FUA
+            max_segments: 1,   // no vectored calls, and therefore no merging
+            write_cache: true, // a write may be lost until a flush, so the device needs flushes
+            fua: false,        // the layer sends a flush after each write with FUA instead
             ..QueueLimits::default()
         }
     }
@@ -37,7 +36,7 @@ impl Driver for FileDevice {
         true
     }
 
-    // On the thread that will use the queue.
+    // Called on the thread that will use the queue.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let mut ring =
             cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the file driver needs a ring"))?;
@@ -51,13 +50,12 @@ impl Driver for FileDevice {
     }
 }
 
-/// A queue of it.
 struct FileQueue {
     slot: FileSlot,
 }
 
 impl FileQueue {
-    /// Submits what of the request is not done; the request's own words count that.
+    /// Submits the rest of the request. Its first driver word counts the bytes already transferred.
     fn submit(&self, cx: &mut DriverContext<'_>, tag: Tag) {
         let done = cx.pdu(tag)[0];
         let mut memory = std::ptr::null_mut();
@@ -68,11 +66,11 @@ impl FileQueue {
         let entry = match request.operation() {
             Operation::Read => opcode::Read::new(file, memory, left).offset(offset).build(),
             Operation::Write => opcode::Write::new(file, memory, left).offset(offset).build(),
-            // A flush: discards and write zeroes are not declared.
+            // Only a flush is left, because the limits declare no discards and no write zeroes.
             _ => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
         };
-        // SAFETY: the block layer keeps the memory of a request valid until it completes, and
-        // the file stays registered until `close`.
+        // SAFETY: the block layer keeps the memory of a request valid until the request completes,
+        // and the file stays registered until `close`.
         unsafe { cx.push(entry, u64::from(tag.0)) }
     }
 }
@@ -94,7 +92,7 @@ unsafe impl DriverQueue for FileQueue {
             (0, Operation::Read) => Err(Status::Io), // the file has become shorter
             (0, _) => Err(Status::NoSpace),
             _ => {
-                // A short transfer: never the submitter's affair.
+                // After a short transfer the driver continues: a submitter never sees one.
                 cx.pdu(tag)[0] = done;
                 return self.submit(cx, tag);
             }

@@ -1,4 +1,4 @@
-//! The drivers that need no image: [`null`], the shortest one, and [`ram`].
+//! The drivers without an image: [`null`], which is also the template for new drivers, and [`ram`].
 
 pub mod null;
 pub mod ram;

@@ -1,12 +1,13 @@
-//! The null driver: a device that stores nothing, for measuring the block layer itself, and as
-//! the example that a new driver begins from.
+//! The null driver: a device that stores nothing. It measures the block layer itself, and is the template for a new
+//! driver.
 //!
-//! A driver is two types. The *device* ([`Null`]) is shared by all threads: it declares what
-//! it can do ([`Driver::limits`]) and opens queues. A *queue* belongs to one thread, so that
-//! its fields need no lock. The block layer offers it requests in batches; each request that
-//! it takes it completes exactly once. To write a driver of your own: copy this file, do your
-//! I/O in [`DriverQueue::queue_requests`], and add the driver to the list in `spec.rs` of crate `blkq-drivers`.
-//! One that completes later, or is busy, is the driver `model` of that crate.
+//! A driver consists of two types. The *device* ([`Null`]) is shared by all threads: it declares what it supports
+//! ([`Driver::limits`]) and opens queues. A *queue* belongs to one thread, so its fields need no lock. The block layer
+//! offers requests to the queue in batches, and the queue must complete each request that it takes exactly once.
+//!
+//! To write a driver, copy this file, do the I/O in [`DriverQueue::queue_requests`], and add the driver to the list in
+//! `spec.rs` of crate `blkq-drivers`. The driver `model` of that crate shows how to complete requests later and how to
+//! be busy.
 
 use crate::bio::Operation;
 use crate::driver::{Driver, DriverContext, DriverQueue, OpenContext, Taken};
@@ -17,16 +18,16 @@ use crate::tags::Tag;
 /// The options of a null device.
 #[derive(Clone, Debug)]
 pub struct NullOptions {
-    /// Size, logical block, largest request, and whether the device has a write cache,
-    /// does FUA, discards and writes zeroes, is read-only: passed on as they are.
+    /// The limits of the device, which the driver declares unchanged. Any limits that do not contradict each other are
+    /// possible.
     pub limits: QueueLimits,
-    /// Reads fill their memory with zeroes. Without it they leave the memory as it was,
-    /// which is faster, and must not be exported: it would show old memory to clients.
+    /// Whether reads fill their memory with zeroes. If not, they leave the memory unchanged, which is faster. Such a
+    /// device must not be exported, because clients would read old memory of this process.
     pub zero_reads: bool,
 }
 
 impl NullOptions {
-    /// A device of `capacity_bytes` that does every operation and has no write cache.
+    /// A device of `capacity_bytes` bytes that supports every operation and has no write cache.
     pub fn new(capacity_bytes: u64) -> NullOptions {
         let limits = QueueLimits {
             capacity_bytes,
@@ -35,7 +36,7 @@ impl NullOptions {
             discard_zeroes: true,
             max_write_zeroes_bytes: 1 << 30,
             max_write_zeroes_no_unmap_bytes: 1 << 30,
-            // Only counts for callers that set `write_cache` too.
+            // Has an effect only if the caller sets `write_cache` as well.
             fua: true,
             ..QueueLimits::default()
         };
@@ -43,11 +44,11 @@ impl NullOptions {
     }
 }
 
-/// The device.
+/// A device that stores nothing.
 pub struct Null(NullOptions);
 
 impl Null {
-    /// A null device.
+    /// Makes a null device with these options.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the limits contradict each other.
@@ -62,28 +63,26 @@ impl Driver for Null {
         "null"
     }
 
-    // Asked for when the disk is made and after each change, on any thread. The block layer
-    // splits, emulates or rejects whatever the device cannot do: the queue need not check.
+    // Called on any thread, when the disk is made and after each change. The block layer splits, emulates or rejects
+    // whatever the device does not support, so the queue need not check requests.
     fn limits(&self) -> QueueLimits {
         self.0.limits.clone()
     }
 
-    // Runs on the thread that will use the queue. Everything the data path needs is
-    // allocated here. A driver that does I/O would declare `uses_ring` and register its
-    // files with the context's ring now.
+    // Called on the thread that will use the queue. Allocate everything that the data path needs here. A driver that
+    // does I/O declares `uses_ring` and registers its files with the ring of the context here.
     fn open_queue(&self, _cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         Ok(Box::new(NullQueue { zero_reads: self.0.zero_reads }))
     }
 }
 
-/// One queue of it.
 struct NullQueue {
     zero_reads: bool,
 }
 
-// SAFETY: only this thread uses the memory of a request, and before it completes.
+// SAFETY: only this thread uses the memory of a request, and only before the request completes.
 unsafe impl DriverQueue for NullQueue {
-    // The heart of a driver. Requests that are not taken are requeued, in order.
+    // Called with each batch of requests. Requests that are not taken are requeued in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         if self.zero_reads {
             zero_reads(cx, tags);
@@ -93,13 +92,13 @@ unsafe impl DriverQueue for NullQueue {
     }
 }
 
-// A function of its own, so that a device without zeroed reads does not pay for what it needs.
+// Not inlined, so that a device without `zero_reads` does not pay for saving the registers that this loop needs.
 #[inline(never)]
 fn zero_reads(cx: &DriverContext<'_>, tags: &[Tag]) {
     for &tag in tags {
         if cx.request(tag).operation() == Operation::Read {
             cx.for_each_segment(tag, |segment| {
-                // SAFETY: the memory of a read in flight is valid and the device's to fill.
+                // SAFETY: the memory of a read in flight is valid, and only the driver may write to it.
                 unsafe { segment.ptr.write_bytes(0, segment.len as usize) }
             });
         }
@@ -113,7 +112,7 @@ mod tests {
     use crate::testing::harness::Harness;
 
     #[test]
-    fn completes_at_once_and_reads_zeroes() {
+    fn requests_complete_immediately_and_reads_return_zeroes() {
         let mut h = Harness::open(&Null::new(NullOptions::new(1 << 30)).unwrap()).unwrap();
         let tag = h.read(0, &[4096]);
         h.start(&[tag]);
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_may_leave_memory_alone() {
+    fn without_zero_reads_the_memory_stays_unchanged() {
         let options = NullOptions { zero_reads: false, ..NullOptions::new(1 << 30) };
         let mut h = Harness::open(&Null::new(options).unwrap()).unwrap();
         assert_eq!(h.read_back(0, 512), vec![0xEE; 512]);

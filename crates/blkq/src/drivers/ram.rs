@@ -1,20 +1,18 @@
-//! The RAM driver: a device whose bytes live in this process's memory and are freed with it.
+//! The RAM driver: a device whose content is in the memory of this process and is lost with it.
 //!
-//! The medium is one anonymous mapping as large as the device, which the kernel backs
-//! with a page when it is first written: sparse without a table of our own, and without
-//! a lock among the queues. Discard frees pages; they read as zeroes
-//! from then on.
+//! The medium is one anonymous mapping of the size of the device. The kernel allocates a page at the first write to it.
+//! So the device is sparse without a table, and its queues need no lock. A discard frees pages, which read as zeroes
+//! afterwards.
 //!
-//! Requests that overlap in place and time give a mix of both contents, as two writes in
-//! flight to a disk may. To keep that defined for the compiler the medium is only ever
-//! accessed as whole words that others may access too, relaxed atomics or copied in assembly; so is the
-//! memory of requests, which a guest may share.
+//! Overlapping requests that are in flight together leave a mix of both contents, as on a disk. To keep such races
+//! defined for the compiler, the medium and the memory of requests, which a guest may share, are accessed only in whole
+//! words: by relaxed atomics, or by assembly.
 
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
-// Not `crate::sync`: these are the medium's bytes, of which no model checker has a twin.
+// Not `crate::sync`: the atomics are placed on bytes of the mapping, which the types of the model checkers cannot be.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::bio::{BioFlags, Operation};
@@ -27,25 +25,24 @@ use crate::limits::QueueLimits;
 use crate::tags::Tag;
 use std::sync::Arc;
 
-/// Largest request that frees pages or fills memory: the kernel needs up to 1 ms for it, and the engine's thread waits.
+/// Largest request that frees pages or zeroes memory, in bytes. The kernel needs up to 1 ms for that size, during which the
+/// engine's thread waits.
 const FILL_MAX_BYTES: u64 = 4 << 20;
-/// Bytes of a word of the medium.
+/// Size of a word of the medium, in bytes.
 const WORD: usize = size_of::<u64>();
 
-/// A device in memory.
+/// A device whose content is in the memory of this process.
 pub struct Ram {
     medium: Arc<Medium>,
     limits: QueueLimits,
 }
 
 impl Ram {
-    /// A device of `capacity_bytes`, all zeroes, with logical blocks of
-    /// `logical_block_bytes`.
+    /// A device of `capacity_bytes` bytes, all zeroes, with logical blocks of `logical_block_bytes` bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the capacity is 0 or no multiple
-    /// of the block, [`ErrorKind::System`](crate::ErrorKind::System) if the kernel does not
-    /// give that much address space.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the capacity is 0 or not a multiple of the block size,
+    /// [`ErrorKind::System`](crate::ErrorKind::System) if the kernel cannot reserve that much address space.
     pub fn new(capacity_bytes: u64, logical_block_bytes: u32, read_only: bool) -> Result<Ram, Error> {
         let page = rustix::param::page_size() as u32;
         let limits = QueueLimits {
@@ -91,12 +88,11 @@ impl Driver for Ram {
     }
 }
 
-/// One queue of it; it has no state of its own.
 struct RamQueue {
     medium: Arc<Medium>,
 }
 
-// SAFETY: only this thread uses the memory of a request, and before it completes.
+// SAFETY: only this thread uses the memory of a request, and only before the request completes.
 unsafe impl DriverQueue for RamQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         let mut until_ns = None;
@@ -130,7 +126,7 @@ impl RamQueue {
                     if len > place.len() || !(len | segment.ptr.addr()).is_multiple_of(WORD) {
                         result = Err(Status::Invalid);
                     } else if operation == Operation::Read {
-                        // SAFETY: the memory of a read in flight is valid and ours to fill.
+                        // SAFETY: the memory of a read in flight is valid, and only the driver may write to it.
                         unsafe { self.medium.read(place.start, segment) }
                     } else {
                         // SAFETY: the memory of a write in flight is valid.
@@ -148,17 +144,17 @@ impl RamQueue {
     }
 }
 
-/// The bytes of the device.
+/// The mapping that contains the bytes of the device.
 struct Medium {
     base: NonNull<u8>,
     bytes: usize,
     page: usize,
-    /// The kernel's page table of this process, opened while files may still be opened. `None`
-    /// without a /proc: then nothing is known of holes.
+    /// /proc/self/pagemap, opened before this process is confined and can no longer open files. `None` if it cannot be
+    /// opened; then holes are not reported.
     pagemap: Option<File>,
 }
 
-// SAFETY: the mapping belongs to the value alone, and its bytes are accessed only as atomics.
+// SAFETY: only this value refers to the mapping, and its bytes are accessed only as atomics.
 unsafe impl Send for Medium {}
 // SAFETY: as above.
 unsafe impl Sync for Medium {}
@@ -180,8 +176,8 @@ impl Medium {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }.map_err(fail)?;
-        // Huge pages would turn each stray 4 KiB write into 2 MiB of memory. Kernels
-        // without them return an error, which is as good.
+        // With huge pages each isolated write of 4 KiB would allocate 2 MiB. Kernels without huge pages return an
+        // error, which can be ignored.
         // SAFETY: the advice changes no content, and the range is the mapping just made.
         let _ = unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) };
         let base = NonNull::new(base.cast()).ok_or_else(|| fail(rustix::io::Errno::NOMEM))?;
@@ -189,23 +185,23 @@ impl Medium {
         Ok(Medium { base, bytes, page: rustix::param::page_size(), pagemap })
     }
 
-    /// The range as indices, if it is inside and made of whole words.
+    /// The range as indices, if it is within the medium and consists of whole words.
     fn range(&self, offset: u64, bytes: u64) -> Option<Range<usize>> {
         let start = usize::try_from(offset).ok()?;
         let end = start.checked_add(usize::try_from(bytes).ok()?)?;
         (end <= self.bytes && start.is_multiple_of(WORD) && end.is_multiple_of(WORD)).then_some(start..end)
     }
 
-    /// The words of a range that [`Medium::range`] has found good.
+    /// The words of a range that [`Medium::range`] has returned.
     #[inline]
     fn words(&self, range: Range<usize>) -> &[AtomicU64] {
         assert!(range.end <= self.bytes && range.start.is_multiple_of(WORD));
-        // SAFETY: inside the mapping, which outlives the borrow; aligned; accessed only as
-        // atomics. The kernel's work in `discard` is a store of zeroes by another thread.
+        // SAFETY: the range is aligned and within the mapping, which outlives the borrow, and is accessed only as
+        // atomics. What the kernel does in `discard` is equivalent to a store of zeroes by another thread.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start).cast(), range.len() / WORD) }
     }
 
-    /// Copies what begins at byte `at` into `segment`, whole words only.
+    /// Copies the bytes from offset `at` into `segment`, in whole words.
     ///
     /// # Safety
     /// The segment must be valid for writing, and aligned to a word.
@@ -215,22 +211,22 @@ impl Medium {
         unsafe { copy_words(segment.ptr.cast(), words.as_ptr().cast(), words.len()) }
     }
 
-    /// Copies `segment` to byte `at` and on, whole words only.
+    /// Copies `segment` to the bytes from offset `at`, in whole words.
     ///
     /// # Safety
     /// The segment must be valid for reading, and aligned to a word.
     unsafe fn write(&self, at: usize, segment: Segment) {
         let words = self.words(at..at + segment.len as usize);
-        // SAFETY: as in `read`. The words are atomics, which may be written through a shared borrow.
+        // SAFETY: as in `read`. The words are atomics, so they may be written through a shared borrow.
         unsafe { copy_words(words.as_ptr().cast_mut().cast(), segment.ptr.cast(), words.len()) }
     }
 
-    /// Fills with zeroes, keeping the pages.
+    /// Fills a range with zeroes, and keeps its pages allocated.
     fn zero(&self, range: Range<usize>) {
         self.words(range).iter().for_each(|word| word.store(0, Relaxed));
     }
 
-    /// Fills with zeroes, giving whole pages back to the kernel.
+    /// Fills a range with zeroes, and frees the whole pages in it.
     fn discard(&self, range: Range<usize>) {
         use rustix::mm::{Advice, madvise};
         let first = range.start.next_multiple_of(self.page);
@@ -244,15 +240,15 @@ impl Medium {
         let released =
             unsafe { madvise(self.base.as_ptr().add(first).cast(), last - first, Advice::LinuxDontNeed) };
         if released.is_err() {
-            // Memory locked by mlockall cannot be freed.
+            // The kernel cannot free memory that is locked with mlockall(2).
             self.zero(first..last);
         }
     }
 
-    /// The state of `range` by the kernel's page table, at most `max` extents. Pages that
-    /// were swapped out count as data, and so do pages of zeroes that were read.
+    /// The extents of `range` according to the kernel's page table, at most `max`. Pages that were swapped out count as
+    /// data, and so do pages that were only read, which the kernel maps to its zero page.
     fn extents(&self, range: Range<u64>, max: usize) -> std::io::Result<Vec<Extent>> {
-        /// Bits of an entry of /proc/self/pagemap: present, or swapped out.
+        // Bits 62 (swapped) and 63 (present) of an entry of /proc/self/pagemap.
         const POPULATED: u64 = 3 << 62;
         let pagemap = self.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
         let page = self.page as u64;
@@ -282,15 +278,15 @@ impl Medium {
     }
 }
 
-/// Copies `count` words. Others may access both places meanwhile, a guest its memory and other I/O of it
-/// the medium: each word that they see, and each that is copied, is whole.
+/// Copies `count` words. Other threads and guests may access both places concurrently. Each word that they see, and each
+/// word that is copied, is either old or new, and never torn.
 ///
 /// # Safety
-/// Both places must be valid for that many words, and aligned to them.
+/// Both places must be valid for `count` words, and aligned to a word.
 #[cfg(target_arch = "x86_64")]
 unsafe fn copy_words(to: *mut u64, from: *const u64, count: usize) {
-    // The processor moves whole cache lines where it can, and the compiler knows nothing of the
-    // accesses, so that they are no data race to it.
+    // The processor moves whole cache lines where possible. The compiler does not see the accesses, so for it they are
+    // no data race.
     // SAFETY: the caller's promise. The direction flag is clear, as it is at the entry of any asm.
     unsafe {
         std::arch::asm!(
@@ -301,14 +297,14 @@ unsafe fn copy_words(to: *mut u64, from: *const u64, count: usize) {
     }
 }
 
-/// The same, word by word.
+/// Copies `count` words with relaxed atomics, for processors without the instruction above.
 ///
 /// # Safety
-/// As above.
+/// Both places must be valid for `count` words, and aligned to a word.
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn copy_words(to: *mut u64, from: *const u64, count: usize) {
     for index in 0..count {
-        // SAFETY: the caller's promise; atomic, as others may access the same words.
+        // SAFETY: the caller's promise. The accesses are atomic, because others may access the same words.
         let (to, from) =
             unsafe { (AtomicU64::from_ptr(to.add(index)), AtomicU64::from_ptr(from.add(index).cast_mut())) };
         to.store(from.load(Relaxed), Relaxed);
@@ -317,7 +313,7 @@ unsafe fn copy_words(to: *mut u64, from: *const u64, count: usize) {
 
 impl Drop for Medium {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new`, and nothing borrows it any more.
+        // SAFETY: the mapping was made in `new`, and no borrow of it is left.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -329,7 +325,7 @@ mod tests {
     use crate::testing::harness::{Harness, filled, pattern};
 
     #[test]
-    fn keeps_what_is_written_through_several_segments() {
+    fn data_written_in_several_segments_is_read_back() {
         let ram = Ram::new(1 << 40, 512, false).unwrap();
         let mut h = Harness::open(&ram).unwrap();
         let offset = (1 << 39) - 1024;
@@ -347,7 +343,7 @@ mod tests {
 
     // Contract: no-unmap
     #[test]
-    fn discard_zeroes_all_and_frees_whole_pages_no_unmap_frees_none() {
+    fn discard_zeroes_all_and_frees_whole_pages_but_no_unmap_none() {
         let ram = Ram::new(1 << 30, 512, false).unwrap();
         let mut h = Harness::open(&ram).unwrap();
         let tag = h.write(0, vec![filled(64 << 10, 7)]);
