@@ -1,23 +1,23 @@
-//! The parts of an image that are allocated: the cluster knows them by object, and where the image has no
-//! `fast-diff`, within each.
+//! Converts the allocated ranges of an image, which the cluster reports, to extents. With the feature `fast-diff` the
+//! cluster reports whole objects from a map, and without it ranges within objects, which requires a query of each object.
 
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
 
 use blkq::Extent;
 
-/// Bytes of an image that are asked about at a time: without `fast-diff` each object of them is.
+/// Largest range of one query, in bytes. It bounds the number of objects that are queried without `fast-diff`.
 pub const WINDOW_BYTES: u64 = 1 << 30;
 
-/// The argument of [`found`]: the allocated parts, in any order.
+/// The allocated ranges in bytes of the image, in any order.
 pub type Allocated = Vec<Range<u64>>;
 
-/// Called by `rbd_diff_iterate2` for each part that is not a hole.
+/// The callback of `rbd_diff_iterate2`, which is called for each range. `exists` is 0 for a range without data.
 ///
 /// # Safety
-/// `argument` is an [`Allocated`], which the caller has borrowed to it.
+/// `argument` must point to an [`Allocated`] that nothing else uses during the call.
 pub unsafe extern "C" fn found(offset: u64, bytes: usize, exists: c_int, argument: *mut c_void) -> c_int {
-    // SAFETY: as promised.
+    // SAFETY: the caller's promise.
     let allocated = unsafe { &mut *argument.cast::<Allocated>() };
     if exists != 0 {
         allocated.push(offset..offset.saturating_add(bytes as u64));
@@ -25,12 +25,12 @@ pub unsafe extern "C" fn found(offset: u64, bytes: usize, exists: c_int, argumen
     0
 }
 
-/// A range of which nothing is known.
+/// The extents of a range about which nothing is known: data.
 pub fn unknown(range: &Range<u64>) -> Vec<Extent> {
     vec![Extent { length: range.end - range.start, hole: false, zero: false }]
 }
 
-/// The first `max` extents of `range`, of which these parts are allocated.
+/// The first `max` extents of `range`, in which the ranges `allocated` are data and all else is a hole.
 pub fn describe(range: Range<u64>, mut allocated: Allocated, max: usize) -> Vec<Extent> {
     allocated.sort_unstable_by_key(|part| part.start);
     let mut extents: Vec<Extent> = Vec::new();
@@ -60,7 +60,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn extents_are_those_of_the_bytes(
+        fn extents_agree_with_a_model_byte_by_byte(
             range in (0u64..64, 1u64..64).prop_map(|(start, length)| start..start + length),
             parts in proptest::collection::vec((0u64..128, 0usize..16, 0..2), 0..12),
             max in 1usize..8,

@@ -1,5 +1,5 @@
-//! An open image: the connection to its cluster, its pool and itself, closed in the opposite order. Each
-//! call here waits for the cluster, and is made on the image's own thread (`thread.rs`).
+//! An open image, with the connection to its cluster and its pool, which are closed in the opposite order. Every call
+//! here may wait for the cluster, so all of them run on the thread of the image (`thread.rs`).
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
@@ -17,53 +17,53 @@ use super::library::{self, Handle, ImageInfo, ImageSetting, Library, Watcher};
 use super::library::{EVENT_TYPE_EVENTFD, FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, LOCK_MODE_EXCLUSIVE};
 use super::options::RbdOptions;
 
-/// Settings of Ceph's client that are not the user's, as others would block the thread that submits. The depth of
-/// the queue is a limit of what is in flight already.
+/// Settings of the Ceph client that override those of the user, because other values would block the thread that
+/// submits. The first two remove librados' limits on requests in flight, which the depth of the queue limits already.
 const SETTINGS: [(&CStr, &CStr); 3] = [
     (c"objecter_inflight_ops", c"0"),
     (c"objecter_inflight_op_bytes", c"0"),
-    // Else the thread that submits does librbd's work, and takes its locks.
+    // Otherwise the submitting thread would do librbd's work and take its locks.
     (c"rbd_non_blocking_aio", c"true"),
 ];
-/// librbd's cache. Its policy `writethrough` would do for writes, but has reads cached too, which goes wrong for an
-/// image that other clients write.
+/// The setting for librbd's cache. The policy `writethrough` would be enough for writes, but it also caches reads, which
+/// become stale if other clients write to the image.
 const CACHE: &CStr = c"rbd_cache";
-/// The least discard that has an effect, and its default in bytes.
+/// The setting for the smallest discard that has an effect, and its default in bytes.
 const DISCARD_GRANULARITY: (&CStr, u32) = (c"rbd_discard_granularity_bytes", 65536);
-/// Settings that an image has, of which one more makes a longer list.
+/// First length of the list of an image's settings. If there are more, the call is repeated with a longer list.
 const SETTINGS_OF_IMAGE: usize = 128;
-/// Clients that have an image open, of which one more makes a longer list.
+/// First length of the list of clients that have an image open. If there are more, the call is repeated with a longer
+/// list.
 const WATCHERS: usize = 16;
 
-/// How an image is kept from other writers.
+/// The protection of an image against other writers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lock {
-    /// It is read, or shared on purpose.
+    /// No lock was taken, because the image is only read or is shared.
     None,
-    /// It has no exclusive lock that could be taken.
+    /// The image does not have the feature `exclusive-lock`.
     Missing,
-    /// Its exclusive lock is held, and not passed to other clients.
+    /// This client holds the exclusive lock, and does not pass it to other clients.
     Held,
 }
 
-/// The facts of an image when it was opened.
+/// The facts about an image when it was opened.
 #[derive(Clone, Debug)]
 pub struct Facts {
-    /// Bytes of the image.
+    /// Size of the image, in bytes.
     pub size: u64,
-    /// Bytes of an object.
+    /// Size of an object, in bytes.
     pub object_size: u64,
-    /// Bytes that lie in one object until the next one follows.
+    /// Number of consecutive bytes in one object, after which the next object of the stripe follows.
     pub stripe_unit: u64,
-    /// Objects that are written in turn.
+    /// Number of objects in a stripe.
     pub stripe_count: u64,
-    /// The least discard that has an effect, in bytes.
+    /// The smallest discard that has an effect, in bytes.
     pub discard_granularity: u32,
-    /// How it is kept from other writers.
     pub lock: Lock,
-    /// Whether librbd has a cache for it, as far as that is known.
+    /// Whether librbd caches the image; `None` if that is unknown.
     pub cached: Option<bool>,
-    /// The address by which the cluster knows this client, if it has the lock.
+    /// The address under which the cluster lists this client as owner of the lock, if it holds the lock.
     pub owner: Option<String>,
 }
 
@@ -75,13 +75,13 @@ struct Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // SAFETY: made by `rados_create2`, and shut down once; what used it is closed.
+        // SAFETY: made by `rados_create2`, and shut down once. The pool and the image that used it are closed.
         unsafe { (self.library.rados_shutdown)(self.handle) }
         library::CLIENTS.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-/// A pool of it.
+/// An open pool of a cluster.
 struct Pool {
     library: &'static Library,
     handle: Handle,
@@ -94,29 +94,28 @@ impl Drop for Pool {
     }
 }
 
-/// An open image.
 pub struct Image {
     library: &'static Library,
     handle: Handle,
-    /// The notification of changes of the image, and its argument.
+    /// The registration for changes of the image, and the argument of its callback.
     watch: Option<(u64, *const OwnedFd)>,
-    /// librbd writes to it for each I/O that has completed.
+    /// An eventfd, to which librbd writes for each completed I/O.
     completed: Arc<OwnedFd>,
+    // Dropped after the image is closed, in this order.
     _pool: Pool,
     _cluster: Cluster,
 }
 
-// SAFETY: librbd's handles may be used by any thread, and the argument of the notification is only freed.
+// SAFETY: librbd's handles may be used by any thread, and the argument of the callback is not accessed here but only freed.
 unsafe impl Send for Image {}
 
-/// The handle of an open image, and what the data path needs of it.
+/// The parts of an open image that the data path needs.
 #[derive(Clone)]
 pub struct Submission {
-    /// The functions.
     pub library: &'static Library,
-    /// The image, open for as long as its [`ImageThread`](super::thread::ImageThread).
+    /// The handle of the image, which is open until its [`ImageThread`](super::thread::ImageThread) closes it.
     pub image: Handle,
-    /// Readable when I/O has completed.
+    /// An eventfd, which is readable when I/O has completed.
     pub completed: Arc<OwnedFd>,
 }
 
@@ -126,11 +125,12 @@ unsafe impl Send for Submission {}
 unsafe impl Sync for Submission {}
 
 impl Image {
-    /// Opens the image of `options`, and takes its lock; `step` is called with what is done next, which
-    /// may take for ever. `changed` is written to when the image may have changed its size.
+    /// Opens the image of `options`, and takes its exclusive lock. `step` is called with the name of each step before it,
+    /// because any step may block forever. The eventfd `changed` becomes readable when the size of the image may have
+    /// changed.
     ///
     /// # Errors
-    /// The step that failed, why, and the cure.
+    /// [`ErrorKind::Busy`] if another client holds the lock; else the step that failed, and the reason.
     pub fn open(
         options: &RbdOptions,
         changed: Arc<OwnedFd>,
@@ -146,7 +146,7 @@ impl Image {
         check(connected, || format!("cannot connect to the cluster as {}", options.client())).map_err(
             |e| e.with_cure("check the configuration, the user's keyring, and that the monitors are running"),
         )?;
-        // Monitors have settings for their clients, which come with the connection.
+        // Read after the connection, because the monitors have settings for their clients.
         let discard_granularity = cluster.number(DISCARD_GRANULARITY.0).unwrap_or(DISCARD_GRANULARITY.1);
         step("opening the pool");
         let pool = Pool::open(&cluster, options)?;
@@ -164,22 +164,22 @@ impl Image {
         let lock = image.take_lock(options, step)?;
         step("reading its size");
         if spec.snapshot().is_none() {
-            // Before, so that no change comes in between.
+            // Before the size is read, so that no later change is missed.
             image.watch(changed)?;
         }
         let mut facts = image.facts(options, discard_granularity, lock)?;
         if lock == Lock::Held {
-            // Without it a successor waits.
+            // Without the address, a successor has to wait until the cluster drops the lock.
             facts.owner = image.lock_owner().ok().flatten();
         }
         Ok((image, facts))
     }
 
-    /// The parts of `range` that are allocated, here or in the image that this is a clone of; whole objects where the
-    /// image has a map of them. Asks the cluster, after what librbd has cached is written.
+    /// The allocated parts of `range`, those of the parent image included if this is a clone. With the feature `fast-diff`
+    /// they are whole objects. librbd flushes its cache before it queries the cluster.
     ///
     /// # Errors
-    /// The cluster's.
+    /// Returns the error of the cluster.
     pub fn allocated(&self, range: Range<u64>) -> Result<Allocated, Error> {
         let what = || "cannot read the extents of the image".to_owned();
         let (mut features, mut allocated) = (0, Allocated::new());
@@ -187,7 +187,7 @@ impl Image {
         check(unsafe { (self.library.rbd_get_features)(self.handle, &mut features) }, what)?;
         let whole_object = u8::from(features & FEATURE_FAST_DIFF != 0);
         let (library, length) = (self.library, range.end - range.start);
-        // SAFETY: the image is open, and the list is borrowed to the function until the call returns.
+        // SAFETY: the image is open, and only the callback uses the list until the call returns.
         let result = unsafe {
             (library.rbd_diff_iterate2)(
                 self.handle,
@@ -204,15 +204,14 @@ impl Image {
         Ok(allocated)
     }
 
-    /// For the data path.
     pub fn submission(&self) -> Submission {
         Submission { library: self.library, image: self.handle, completed: self.completed.clone() }
     }
 
-    /// The image's size in bytes, as it is now.
+    /// The current size of the image, in bytes.
     ///
     /// # Errors
-    /// The cluster's.
+    /// Returns the error of the cluster.
     pub fn size(&self) -> Result<u64, Error> {
         let mut size = 0;
         // SAFETY: the image is open.
@@ -224,9 +223,9 @@ impl Image {
 
     fn facts(&self, options: &RbdOptions, discard_granularity: u32, lock: Lock) -> Result<Facts, Error> {
         let what = || format!("cannot read the layout of rbd:{}", options.spec);
-        // SAFETY: zeroes are such a structure.
+        // SAFETY: all fields are integers or arrays of them, for which zeroes are valid.
         let mut info: ImageInfo = unsafe { std::mem::zeroed() };
-        // SAFETY: the image is open, and the call has the size of the structure.
+        // SAFETY: the image is open, and the call is given the size of the structure.
         check(unsafe { (self.library.rbd_stat)(self.handle, &mut info, size_of::<ImageInfo>()) }, what)?;
         let (mut stripe_unit, mut stripe_count) = (0, 0);
         // SAFETY: the image is open.
@@ -247,12 +246,13 @@ impl Image {
         })
     }
 
-    /// A setting of the image: its own in the cluster, else its pool's, else that of the configuration.
+    /// The value of a setting that is in force for the image. A setting of the image takes precedence over one of its pool,
+    /// and that over the configuration.
     fn setting(&self, name: &CStr) -> Option<String> {
         let mut count = c_int::try_from(SETTINGS_OF_IMAGE).ok()?;
         loop {
             let room = count;
-            // SAFETY: zeroes are such structures.
+            // SAFETY: the fields are integers and raw pointers, for which zeroes are valid.
             let mut settings: Vec<ImageSetting> = (0..room).map(|_| unsafe { std::mem::zeroed() }).collect();
             // SAFETY: the image is open, and there is room for as many as `count` says.
             let result = unsafe {
@@ -261,7 +261,7 @@ impl Image {
             match result {
                 0 => {
                     let listed = &mut settings[..usize::try_from(count.min(room)).ok()?];
-                    // SAFETY: the call has made two texts for each.
+                    // SAFETY: the call has set name and value of each listed setting to C strings.
                     let value = listed.iter().find_map(|setting| unsafe {
                         let found = CStr::from_ptr(setting.name) == name;
                         found.then(|| CStr::from_ptr(setting.value).to_string_lossy().into_owned())
@@ -276,9 +276,9 @@ impl Image {
         }
     }
 
-    /// Takes the exclusive lock of an image that is to be written, for as long as it is open: librbd then
-    /// does not pass it to a client that asks for it. The lock of a client that has the image open
-    /// is left to it; one that died has its lock broken, and is kept from writing by the cluster.
+    /// Takes the exclusive lock of an image that will be written, until the image is closed. A lock taken explicitly is not
+    /// passed to a client that requests it. If another client has the lock and still has the image open, this fails. If
+    /// the owner of the lock no longer has the image open, librbd breaks its lock, and the cluster blocklists that client.
     fn take_lock(&self, options: &RbdOptions, step: &dyn Fn(&'static str)) -> Result<Lock, Error> {
         if options.reads_only() || options.shared {
             return Ok(Lock::None);
@@ -301,8 +301,9 @@ impl Image {
         {
             step("breaking the lock of the previous process");
             let address = text(address.as_bytes())?;
-            // Where the user may not do that, the cluster notices in its own time.
-            // SAFETY: the image is open, and the address a text.
+            // The result is ignored: if the Ceph user may not break locks, the lock is free only once the cluster has
+            // noticed that its owner exited.
+            // SAFETY: the image is open, and the address is a C string.
             unsafe { (self.library.rbd_lock_break)(self.handle, LOCK_MODE_EXCLUSIVE, address.as_ptr()) };
             locked_by = owner()?;
         }
@@ -317,7 +318,7 @@ impl Image {
         // SAFETY: the image is open.
         match unsafe { (self.library.rbd_lock_acquire)(self.handle, LOCK_MODE_EXCLUSIVE) } {
             0 => Ok(Lock::Held),
-            // Another client was faster, and keeps it.
+            // Another client has taken the lock since the check, and does not release it.
             errno if [-libc::EROFS, -libc::EBUSY, -libc::EAGAIN].contains(&errno) => {
                 let message = format!("rbd:{spec} is locked by another client");
                 Err(Error::new(ErrorKind::Busy, message))
@@ -326,7 +327,7 @@ impl Image {
         }
     }
 
-    /// The address of the client that has the exclusive lock, alive or not.
+    /// The address of the client that has the exclusive lock, even if that client was killed.
     fn lock_owner(&self) -> Result<Option<String>, c_int> {
         let (mut mode, mut owner, mut count) = (0, std::ptr::null_mut(), 1);
         // SAFETY: the image is open, and there is room for as many owners as `count` says.
@@ -335,7 +336,7 @@ impl Image {
         match result {
             0 if count == 0 || owner.is_null() => Ok(None),
             0 => {
-                // SAFETY: the call has made a text, which is freed once, by its library.
+                // SAFETY: the call has returned a C string, which is freed once, by the library that allocated it.
                 unsafe {
                     let text = CStr::from_ptr(owner).to_string_lossy().into_owned();
                     (self.library.rbd_lock_get_owners_cleanup)(&mut owner, count);
@@ -347,12 +348,12 @@ impl Image {
         }
     }
 
-    /// The addresses of the clients that have the image open, as far as the cluster knows.
+    /// The addresses of the clients that have the image open. A killed client stays in this list for up to 30 seconds.
     fn clients(&self) -> Result<Vec<String>, c_int> {
         let mut count = WATCHERS;
         loop {
             let room = count;
-            // SAFETY: zeroes are such structures.
+            // SAFETY: the fields are integers and raw pointers, for which zeroes are valid.
             let mut watchers: Vec<Watcher> = (0..room).map(|_| unsafe { std::mem::zeroed() }).collect();
             // SAFETY: the image is open, and there is room for as many as `count` says.
             let result =
@@ -360,7 +361,7 @@ impl Image {
             match result {
                 0 => {
                     let listed = &mut watchers[..count.min(room)];
-                    // SAFETY: the call has made a text for each.
+                    // SAFETY: the call has set the address of each listed client to a C string.
                     let address = |watcher: &Watcher| unsafe { CStr::from_ptr(watcher.address) };
                     let addresses = listed
                         .iter()
@@ -376,10 +377,10 @@ impl Image {
         }
     }
 
-    /// Has `changed` written to whenever the image may have another size.
+    /// Registers for changes of the image: the eventfd `changed` becomes readable whenever its size may have changed.
     fn watch(&mut self, changed: Arc<OwnedFd>) -> Result<(), Error> {
         let (mut watch, argument) = (0, Arc::into_raw(changed));
-        // SAFETY: the image is open, and the argument is freed only once nothing is notified any more.
+        // SAFETY: the image is open, and the argument is freed only after the registration has ended.
         let result = unsafe {
             (self.library.rbd_update_watch)(
                 self.handle,
@@ -389,7 +390,7 @@ impl Image {
             )
         };
         check(result, || "cannot watch the image for changes".to_owned()).inspect_err(|_| {
-            // SAFETY: nothing has it: it was not registered.
+            // SAFETY: the registration has failed, so librbd does not have the argument.
             drop(unsafe { Arc::from_raw(argument) });
         })?;
         self.watch = Some((watch, argument));
@@ -400,45 +401,44 @@ impl Image {
 impl Drop for Image {
     fn drop(&mut self) {
         if let Some((watch, argument)) = self.watch {
-            // SAFETY: registered, and unregistered once.
+            // SAFETY: the watch is registered, and is unregistered once.
             let result = unsafe { (self.library.rbd_update_unwatch)(self.handle, watch) };
             if result == 0 {
-                // SAFETY: the call has waited for notifications that are on their way.
+                // SAFETY: the call has waited for callbacks that were running, and no further one begins.
                 drop(unsafe { Arc::from_raw(argument) });
             }
         }
-        // It releases the lock too. A failure leaves nothing that could be done.
-        // SAFETY: open, closed once, and without I/O in flight.
+        // Closing the image also releases the lock. The result is ignored, because nothing can be done about a failure.
+        // SAFETY: the image is open, is closed once, and has no I/O in flight.
         unsafe { (self.library.rbd_close)(self.handle) };
     }
 }
 
-/// Called on threads of librbd, which must not wait.
+/// The callback of `rbd_update_watch`. It runs on a thread of librbd, so it must not block.
 unsafe extern "C" fn image_changed(argument: *mut c_void) {
     // SAFETY: the argument of `rbd_update_watch`, a reference that lives until after the last call.
     let changed = unsafe { &*(argument as *const OwnedFd) };
     notify(changed);
 }
 
-/// Makes the eventfd readable.
 pub fn notify(event: &OwnedFd) {
-    // It fails only when the counter is at its end, and then it is readable.
+    // The write fails only if the counter of the eventfd is at its maximum, and then the eventfd is readable anyway.
     let _ = rustix::io::write(event.as_fd(), &1u64.to_ne_bytes());
 }
 
 impl Cluster {
-    /// A client that is not connected yet, with the configuration of `options`.
+    /// Makes a client with the configuration of `options`, which is not connected yet.
     fn create(library: &'static Library, options: &RbdOptions) -> Result<Cluster, Error> {
         let client = text(options.client().as_bytes())?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the names are texts, which are copied.
+        // SAFETY: the names are C strings, which the call copies.
         let created = unsafe { (library.rados_create2)(&mut handle, c"ceph".as_ptr(), client.as_ptr(), 0) };
         check(created, || format!("cannot create the Ceph client {}", options.client()))?;
         library::CLIENTS.fetch_add(1, Ordering::SeqCst);
         let cluster = Cluster { library, handle };
         let file = options.conf.as_ref().map(|path| text(path.as_os_str().as_bytes())).transpose()?;
         let path = file.as_ref().map_or(std::ptr::null(), |file| file.as_ptr());
-        // SAFETY: the handle is not connected, and the path a text or null.
+        // SAFETY: the handle is not connected, and the path is a C string or null.
         check(unsafe { (library.rados_conf_read_file)(handle, path) }, || {
             let name = options.conf.as_ref().map(|path| path.display().to_string());
             format!("cannot read the Ceph configuration {}", name.as_deref().unwrap_or("/etc/ceph/ceph.conf"))
@@ -460,46 +460,46 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The number that a setting has, if it has one.
+    /// The value of a numeric setting, if it is set.
     fn number(&self, name: &CStr) -> Option<u32> {
         let mut value: [c_char; 32] = [0; 32];
-        // SAFETY: the call writes as many bytes as there are, with a zero at the end.
+        // SAFETY: the call writes at most as many bytes as it is given, with a zero at the end.
         let result = unsafe {
             (self.library.rados_conf_get)(self.handle, name.as_ptr(), value.as_mut_ptr(), value.len())
         };
-        // SAFETY: it has written a text.
+        // SAFETY: the call has succeeded, so the buffer contains a C string.
         (result == 0).then(|| unsafe { CStr::from_ptr(value.as_ptr()) }.to_str().ok()?.parse().ok())?
     }
 }
 
 impl Pool {
-    /// The pool and namespace of `options`.
+    /// Opens the pool and the namespace of `options`.
     fn open(cluster: &Cluster, options: &RbdOptions) -> Result<Pool, Error> {
         let (library, spec) = (cluster.library, &options.spec);
         let name = text(spec.pool().as_bytes())?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the cluster is connected, and the name a text.
+        // SAFETY: the cluster is connected, and the name is a C string.
         let created = unsafe { (library.rados_ioctx_create)(cluster.handle, name.as_ptr(), &mut handle) };
         check(created, || format!("cannot open the pool {} of rbd:{spec}", spec.pool()))?;
         let pool = Pool { library, handle };
         if let Some(namespace) = spec.namespace() {
             let name = text(namespace.as_bytes())?;
-            // SAFETY: the name is a text, which is copied.
+            // SAFETY: the name is a C string, which the call copies.
             unsafe { (library.rados_ioctx_set_namespace)(handle, name.as_ptr()) };
         }
         Ok(pool)
     }
 }
 
-/// Opens the image itself. One that is only read is opened as one that is written, so that its size is
-/// watched, unless the user may not do that.
+/// Opens the image itself. An image that will only be read is opened for writing as well, because librbd reports changes of
+/// the size only then. If the Ceph user may not do that, it is opened read-only.
 fn open_image(library: &'static Library, pool: &Pool, options: &RbdOptions) -> Result<Handle, Error> {
     let spec = &options.spec;
     let image = text(spec.image().as_bytes())?;
     let snapshot = spec.snapshot().map(|name| text(name.as_bytes())).transpose()?;
     let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());
     let mut handle = std::ptr::null_mut();
-    // SAFETY: the pool is open, and the names are texts or null.
+    // SAFETY: the pool is open, and the names are C strings or null.
     let mut open = |open: OpenCall| unsafe { open(pool.handle, image.as_ptr(), &mut handle, snapshot) };
     let opened = match open(if snapshot.is_null() { library.rbd_open } else { library.rbd_open_read_only }) {
         errno if options.read_only && [-libc::EPERM, -libc::EACCES].contains(&errno) => {
@@ -513,13 +513,12 @@ fn open_image(library: &'static Library, pool: &Pool, options: &RbdOptions) -> R
 
 type OpenCall = unsafe extern "C" fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
 
-/// Whether Ceph takes the text of a setting as no.
+/// Whether Ceph reads this value of a boolean setting as false.
 pub(super) fn is_false(value: &str) -> bool {
     let value = value.trim();
     value.eq_ignore_ascii_case("false") || value.parse() == Ok(0)
 }
 
-/// An argument for C.
 fn text(bytes: &[u8]) -> Result<CString, Error> {
     CString::new(bytes).map_err(|_| Error::new(ErrorKind::Invalid, "a name contains a zero byte"))
 }

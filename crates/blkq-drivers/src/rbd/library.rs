@@ -1,5 +1,5 @@
-//! Ceph's libraries, loaded when the first image is opened: a program that uses none needs neither
-//! of them. The declarations are those of rados/librados.h and rbd/librbd.h of Ceph 15 and later.
+//! Ceph's libraries. They are loaded when the first RBD image is opened, so a program that opens none does not need them
+//! installed. The declarations follow rados/librados.h and rbd/librbd.h of Ceph 15 and later.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -7,30 +7,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blkq::{Error, ErrorKind};
 
-/// `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t`: each is a pointer to what only the
-/// libraries know.
+/// `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t`, which are opaque pointers.
 pub type Handle = *mut c_void;
 
-/// `EVENT_TYPE_EVENTFD`.
 pub const EVENT_TYPE_EVENTFD: c_int = 2;
-/// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`: the range stays allocated.
+/// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`: the zeroed range stays allocated.
 pub const WRITE_ZEROES_THICK: c_int = 1;
-/// `RBD_LOCK_MODE_EXCLUSIVE`, of an enumeration.
+/// `RBD_LOCK_MODE_EXCLUSIVE`, the first value of an enumeration.
 pub const LOCK_MODE_EXCLUSIVE: c_int = 0;
-/// `RBD_FEATURE_EXCLUSIVE_LOCK`.
 pub const FEATURE_EXCLUSIVE_LOCK: u64 = 1 << 2;
 
-/// `RBD_FEATURE_FAST_DIFF`: the cluster has a map of the objects that there are.
+/// `RBD_FEATURE_FAST_DIFF`: the cluster has a map of the objects that exist.
 pub const FEATURE_FAST_DIFF: u64 = 1 << 4;
 
-/// `rbd_image_info_t`.
+// `rbd_image_info_t`
 #[repr(C)]
 pub struct ImageInfo {
-    /// Bytes of the image.
     pub size: u64,
-    /// Bytes of an object.
     pub object_size: u64,
-    /// Objects that the image has at most.
     pub objects: u64,
     order: c_int,
     block_name_prefix: [c_char; 24],
@@ -39,32 +33,29 @@ pub struct ImageInfo {
 }
 const _: () = assert!(size_of::<ImageInfo>() == 160 && std::mem::offset_of!(ImageInfo, parent_pool) == 56);
 
-/// `rbd_image_watcher_t`.
+// `rbd_image_watcher_t`
 #[repr(C)]
 pub struct Watcher {
-    /// The address of a client that has the image open.
     pub address: *mut c_char,
     id: i64,
     cookie: u64,
 }
 const _: () = assert!(size_of::<Watcher>() == 24);
 
-/// `rbd_config_option_t`.
+// `rbd_config_option_t`
 #[repr(C)]
 pub struct ImageSetting {
-    /// The name of a setting, and its value.
     pub name: *mut c_char,
-    /// As above.
     pub value: *mut c_char,
     source: c_int,
 }
 const _: () = assert!(size_of::<ImageSetting>() == 24);
-// An argument of the vectored calls, and the number that a handle's argument carries.
+// The layout that vectored calls expect, and that the argument of a completion can carry a number.
 const _: () = assert!(size_of::<libc::iovec>() == 16 && size_of::<Handle>() == size_of::<usize>());
 
 macro_rules! libraries {
     ($($file:literal { $($name:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* })*) => {
-        /// The functions that are called, by the names that they have in C.
+        /// The functions that this driver calls, under their names in C.
         #[allow(missing_docs, reason = "each is documented in its header")]
         pub struct Library {
             $($(pub $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*)*
@@ -135,10 +126,10 @@ libraries! {
 }
 
 impl Library {
-    /// The libraries, loaded by the first call, for as long as the process.
+    /// The libraries. The first call loads them, and they stay loaded until the process exits.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if they are not there, or older than Ceph 15.
+    /// [`ErrorKind::Unsupported`] if a library is missing or older than Ceph 15.
     pub fn get() -> Result<&'static Library, Error> {
         static LIBRARY: OnceLock<Library> = OnceLock::new();
         if let Some(library) = LIBRARY.get() {
@@ -151,10 +142,9 @@ impl Library {
         }))
     }
 
-    /// The version of librbd.
     pub fn version(&self) -> String {
         let [mut major, mut minor, mut extra] = [0; 3];
-        // SAFETY: the function writes to each of these.
+        // SAFETY: the function writes one integer to each of these.
         unsafe { (self.rbd_version)(&mut major, &mut minor, &mut extra) };
         format!("{major}.{minor}.{extra}")
     }
@@ -169,7 +159,7 @@ struct Loaded {
 impl Loaded {
     fn open(name: &'static str) -> Result<Loaded, Error> {
         let file = std::ffi::CString::new(name).expect("the name has no zero byte");
-        // SAFETY: the initialisers of Ceph's libraries run, which are made for any program.
+        // SAFETY: loading runs the initialisers of Ceph's libraries, which any program may run.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
             let message =
@@ -181,7 +171,7 @@ impl Loaded {
 
     fn symbol(&self, name: &str) -> Result<Handle, Error> {
         let symbol = std::ffi::CString::new(name).expect("the name has no zero byte");
-        // SAFETY: the library is loaded, and stays so.
+        // SAFETY: the library is loaded, and is never unloaded.
         let address = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
         if address.is_null() {
             let message = format!(
@@ -194,33 +184,34 @@ impl Loaded {
     }
 }
 
-/// Clients of clusters that have not been shut down: they may have threads.
+/// The number of Ceph clients that were not shut down, and may therefore have running threads.
 pub static CLIENTS: AtomicUsize = AtomicUsize::new(0);
 
-/// Has a process that exits while it has [`CLIENTS`] do so without the destructors of the libraries, which must not
-/// run while their threads do: a dead cluster keeps an image, and so its threads, from being closed, and a process
-/// may exit with images open. Any other exits as usual: what it registered to be called then is not ours to omit.
+/// Lets the process exit without running exit handlers while there are [`CLIENTS`]. The destructors of Ceph's libraries must
+/// not run while their threads do, and those threads stay if the cluster does not answer or images are still open. A process
+/// without clients exits as usual, because its own exit handlers must run.
 fn exit_without_destructors() {
     #[cfg(target_env = "gnu")]
     {
         unsafe extern "C" {
             fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
         }
-        extern "C" fn exit_at_once(status: c_int, _: *mut c_void) {
+        extern "C" fn exit_immediately(status: c_int, _: *mut c_void) {
             if CLIENTS.load(Ordering::SeqCst) > 0 {
-                // SAFETY: returns to nobody. The standard library has written what it had to before.
+                // SAFETY: the function does not return. The standard library has flushed its buffers before.
                 unsafe { libc::_exit(status) }
             }
         }
-        // The libraries are loaded, and the function that was registered last runs first.
-        // SAFETY: a function of the C library, with one that may be called at any time.
-        unsafe { on_exit(exit_at_once, std::ptr::null_mut()) };
+        // Handlers run in the reverse order of their registration. The libraries have registered theirs while they were
+        // loaded, so this one runs before them.
+        // SAFETY: a function of the C library, given a function that may be called at any time.
+        unsafe { on_exit(exit_immediately, std::ptr::null_mut()) };
     }
 }
 
-/// Why the last call of the loader failed on this thread.
+/// The reason why the last call of the dynamic loader on this thread failed.
 fn last_error() -> String {
-    // SAFETY: the loader's own text, or null, until its next call on this thread.
+    // SAFETY: the result is null or a C string that is valid until the next call of the loader on this thread.
     unsafe {
         let text = libc::dlerror();
         if text.is_null() {
@@ -236,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_named_with_its_cure() {
+    fn a_missing_library_is_named_with_a_hint() {
         let error = Loaded::open("libblkq-missing.so.1").err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         let text = error.to_string();
@@ -247,15 +238,15 @@ mod tests {
 
     #[test]
     #[cfg(target_env = "gnu")]
-    fn only_a_process_with_an_open_image_exits_at_once() {
-        const AT_ONCE: c_int = 3;
+    fn only_a_process_with_an_open_image_skips_exit_handlers() {
+        const SKIPPED: c_int = 3;
         const AS_USUAL: c_int = 7;
         extern "C" fn registered_before() {
-            // SAFETY: returns to nobody.
+            // SAFETY: the function does not return.
             unsafe { libc::_exit(AS_USUAL) }
         }
         let status = |clients| {
-            // SAFETY: the child calls functions of the C library that need none of the other threads.
+            // SAFETY: the child calls only functions of the C library that do not depend on other threads.
             let child = unsafe { libc::fork() };
             if child == 0 {
                 CLIENTS.store(clients, Ordering::SeqCst);
@@ -263,7 +254,7 @@ mod tests {
                 unsafe {
                     libc::atexit(registered_before);
                     exit_without_destructors();
-                    libc::exit(AT_ONCE)
+                    libc::exit(SKIPPED)
                 }
             }
             let mut status = 0;
@@ -271,7 +262,7 @@ mod tests {
             assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
             libc::WEXITSTATUS(status)
         };
-        assert_eq!(status(1), AT_ONCE);
+        assert_eq!(status(1), SKIPPED);
         assert_eq!(status(0), AS_USUAL);
     }
 }

@@ -1,7 +1,11 @@
-//! The RBD driver: an image in a Ceph cluster, over the library that Ceph maintains.
+//! The RBD driver: an image in a Ceph cluster, accessed through librbd, Ceph's own library.
 //!
-//! `spec` is an image's name, `options` what may be asked for, `library` Ceph's functions, `image` opens
-//! and closes, on the thread of `thread`, `queue` is the data path, `outcome` what comes back.
+//! - `spec`: the name of an image. `options`: the options of the driver.
+//! - `library`: the functions of Ceph's libraries, which are loaded when they are needed.
+//! - `image`: opens, inspects and closes an image. Its calls may block for any time, so they run on the thread of
+//!   `thread`.
+//! - `queue`: the data path. `outcome`: the results of librbd as statuses. `extents`: allocated ranges.
+//!   `shared`: the parts that the device shares with its queue.
 
 mod extents;
 mod image;
@@ -33,19 +37,20 @@ use shared::{SEGMENTS_MAX, Shared};
 pub use spec::RbdSpec;
 use thread::ImageThread;
 
-/// Largest read or write request in bytes, and the largest that is zeroes to be written: the usual object.
+/// Largest read or write, in bytes, and the largest request for which zeroes are really written: the default size of
+/// an object.
 const REQUEST_MAX_BYTES: u64 = 4 << 20;
 /// Largest discard and write zeroes in bytes.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-/// The unit in which OSDs store, unless they are set otherwise, in bytes.
+/// The default allocation unit of an OSD, in bytes.
 const PHYSICAL_BLOCK_BYTES: u32 = 4096;
-/// How long the cluster may take to return an image's size.
+/// How long a resize or a query of the sizes waits for the cluster.
 const SIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the cluster may take to return the extents of a range.
+/// How long a query of extents waits for the cluster. After that the range counts as data.
 const EXTENTS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Loads Ceph's libraries, for a process that cannot do it later.
+/// Loads Ceph's libraries. A process calls this before it is confined, because it cannot load them afterwards.
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] if they are missing or too old.
@@ -59,20 +64,21 @@ pub struct Rbd {
     options: RbdOptions,
     facts: Facts,
     logical_block_bytes: u32,
-    /// Bytes of the device: whole logical blocks.
+    /// Size of the device in bytes, a multiple of the logical block size.
     capacity: AtomicU64,
-    /// Written to by the image when it may have changed its size.
+    /// An eventfd. librbd's watch makes it readable when the size of the image may have changed.
     changed: Arc<OwnedFd>,
-    /// Whether the cluster is asked for extents.
+    /// A query of extents has not been answered yet. Only one may be pending, because each takes a job of the image's
+    /// thread, and a cluster that does not respond would let them pile up.
     querying: Arc<AtomicBool>,
 }
 
 impl Rbd {
-    /// Opens an image. Waits for the cluster, for at most a minute.
+    /// Opens an image. Waits at most one minute for the cluster.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] without Ceph's libraries, [`ErrorKind::Busy`] if another client has the image's
-    /// exclusive lock, and what the cluster reports.
+    /// [`ErrorKind::Unsupported`] without Ceph's libraries, [`ErrorKind::Busy`] if another client has the exclusive lock
+    /// of the image, [`ErrorKind::System`] if the cluster does not answer, and the errors that the cluster reports.
     pub fn open(options: &RbdOptions) -> Result<Rbd, Error> {
         let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
         load()?;
@@ -94,15 +100,14 @@ impl Rbd {
         })
     }
 
-    /// The name of the image.
     pub(crate) fn spec(&self) -> &RbdSpec {
         &self.options.spec
     }
 
-    /// The size of the image, and the bytes that are allocated for it, here or in the image that it is a clone of.
+    /// The size of the image, and the number of allocated bytes, those of its parent image included if it is a clone.
     ///
     /// # Errors
-    /// The cluster's, or that it does not answer.
+    /// The error of the cluster; [`ErrorKind::System`] if the cluster does not answer.
     pub(crate) fn sizes(&self) -> Result<(u64, u64), Error> {
         let ask = |image: &Image| {
             let size = image.size()?;
@@ -112,10 +117,10 @@ impl Rbd {
         self.shared.image.call(SIZE_TIMEOUT, ask, || {})
     }
 
-    /// The size of the image, as it is now, in whole logical blocks.
+    /// The current size of the image, rounded down to whole logical blocks.
     fn size_now(&self) -> Result<u64, Error> {
         let changed = self.changed.clone();
-        // The change that was asked about is to be taken over when the cluster answers.
+        // If the cluster answers too late, the eventfd announces the change again, so that it is not missed.
         let late = move || image::notify(&changed);
         let size = self.shared.image.call(SIZE_TIMEOUT, |image| image.size(), late)?;
         Ok(size - size % u64::from(self.logical_block_bytes))
@@ -130,9 +135,10 @@ impl Driver for Rbd {
     fn limits(&self) -> QueueLimits {
         let Facts { object_size, stripe_unit, stripe_count, discard_granularity, .. } = self.facts;
         let writes = !self.options.reads_only();
-        let most = |bytes: u64| if writes { bytes } else { 0 };
+        let max_bytes = |bytes: u64| if writes { bytes } else { 0 };
         let block = self.logical_block_bytes;
-        // A request of one object is one operation of one OSD, and completes when that does.
+        // Requests are split at objects: a request within one object is a single operation of one OSD, and does not wait
+        // for others.
         let chunk = u32::try_from(object_size).unwrap_or(0);
         let chunk_bytes = if stripe_count <= 1 && chunk.is_multiple_of(block) { chunk } else { 0 };
         QueueLimits {
@@ -143,11 +149,11 @@ impl Driver for Rbd {
             max_request_bytes: REQUEST_MAX_BYTES as u32,
             max_segments: SEGMENTS_MAX,
             chunk_bytes,
-            max_discard_bytes: most(DISCARD_MAX_BYTES),
+            max_discard_bytes: max_bytes(DISCARD_MAX_BYTES),
             discard_granularity: discard_granularity.max(block),
-            max_write_zeroes_bytes: most(DISCARD_MAX_BYTES),
-            max_write_zeroes_no_unmap_bytes: most(REQUEST_MAX_BYTES),
-            // librbd has a cache of its own, and completes writes that are in it.
+            max_write_zeroes_bytes: max_bytes(DISCARD_MAX_BYTES),
+            max_write_zeroes_no_unmap_bytes: max_bytes(REQUEST_MAX_BYTES),
+            // librbd has a write-back cache, and completes writes that are only in this cache.
             write_cache: writes,
             read_only: !writes,
             ..QueueLimits::default()
@@ -158,7 +164,7 @@ impl Driver for Rbd {
         true
     }
 
-    /// One: librbd hands out the completions of an image, and not of a thread.
+    /// One queue: librbd delivers the completions of an image to whichever thread asks, not to the thread that submitted.
     fn queues_max(&self) -> usize {
         1
     }
@@ -167,11 +173,11 @@ impl Driver for Rbd {
         Ok(Box::new(RbdQueue::open(self.shared.clone(), cx.tags, cx.ring)?))
     }
 
-    /// Data, where the cluster does not answer soon: then nothing is known.
+    /// If the cluster does not answer in time, the range is reported as data, which is always a correct answer.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         let window = range.start..range.end.min(range.start.saturating_add(extents::WINDOW_BYTES));
         if self.querying.swap(true, Relaxed) {
-            // The query before still waits.
+            // The previous query has not been answered.
             return Ok(extents::unknown(&range));
         }
         let (asked, querying) = (window.clone(), self.querying.clone());
@@ -217,7 +223,8 @@ impl Driver for Rbd {
     }
 
     unsafe fn release(&self) -> Result<(), Error> {
-        // SAFETY: without requests the queue calls nothing of the image.
+        // SAFETY: the caller promises that no request is in flight or will follow, so the queue calls no function of
+        // the image.
         match unsafe { self.shared.image.close() } {
             true => Ok(()),
             false => Err(Error::new(ErrorKind::System, "the cluster does not answer")),

@@ -1,12 +1,14 @@
-//! How librbd's results become statuses, and what people are to know of them.
+//! Converts the results of librbd to statuses, and remembers the reasons why all further I/O fails.
 
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{IoResult, Operation, Status};
 
-/// The reasons for which an image is lost to this client until it is attached anew.
+/// The reasons why this client can no longer use the image. Each stays until the image is attached again.
+///
+/// The flags are relaxed: each is set once and only reported to the user, and no other memory depends on it.
 pub struct Losses {
-    /// Whether this client has the image's lock, which another takes from it by force only.
+    /// This client has taken the exclusive lock of the image. Another client can take it only by force.
     locked: bool,
     excluded: AtomicBool,
     unlocked: AtomicBool,
@@ -14,13 +16,13 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// Of a client that has the image's lock if it is `locked`.
+    /// No losses. `locked` says whether this client has taken the exclusive lock.
     pub fn new(locked: bool) -> Losses {
         let no = || AtomicBool::new(false);
         Losses { locked, excluded: no(), unlocked: no(), removed: no() }
     }
 
-    /// One line for each.
+    /// One line for the user for each loss.
     pub fn describe(&self) -> impl Iterator<Item = &'static str> {
         let reasons = [
             (
@@ -36,11 +38,11 @@ impl Losses {
         reasons.into_iter().filter(|(lost, _)| lost.load(Relaxed)).map(|(_, reason)| reason)
     }
 
-    /// The result of an operation for which librbd returned `value`: the bytes of a read, or a negative
-    /// errno. `bytes` is what was asked for.
+    /// The result of an operation of `bytes` bytes for which librbd returned `value`: the number of bytes of a read, or a
+    /// negative errno.
     pub fn result(&self, operation: Operation, bytes: u64, value: i64) -> IoResult {
         match value {
-            // The image has become shorter than the device: never less than was asked for.
+            // A short read means that the image has become shorter than the device.
             0.. if operation == Operation::Read && (value as u64) < bytes => Err(Status::Io),
             0.. => Ok(()),
             _ => Err(self.status(operation, i32::try_from(-value).unwrap_or(libc::EIO))),
@@ -50,12 +52,13 @@ impl Losses {
     #[cold]
     fn status(&self, operation: Operation, errno: i32) -> Status {
         match errno {
-            // Ceph's EBLOCKLISTED.
+            // Ceph defines EBLOCKLISTED as ESHUTDOWN.
             libc::ESHUTDOWN => {
                 self.excluded.store(true, Relaxed);
                 Status::Offline
             }
-            // Else another client has the lock just now, and may pass it on later.
+            // Only a lock that this client took can be lost. If it was left to other clients, one of them has it now and
+            // may release it later.
             libc::EROFS if self.locked => {
                 self.unlocked.store(true, Relaxed);
                 Status::Offline
@@ -64,10 +67,11 @@ impl Losses {
                 self.removed.store(true, Relaxed);
                 Status::Offline
             }
-            // The user's capabilities do not include it.
+            // The capabilities of the Ceph user do not permit the operation.
             libc::EPERM | libc::EACCES if operation == Operation::Read => Status::Io,
             libc::EACCES => Status::ReadOnly,
-            // Beyond the end of an image that has become shorter: the request was within the device.
+            // The request is beyond the end of an image that has become shorter. It was within the device, so it is no
+            // invalid request of the client.
             libc::EINVAL => Status::Io,
             errno => Status::from_errno(errno),
         }
@@ -91,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_are_explained_and_other_errors_are_not() {
+    fn losses_are_described_and_other_errors_are_not() {
         for operation in OPERATIONS {
             for errno in [libc::ESHUTDOWN, libc::EROFS, libc::ENOENT] {
                 assert_eq!(result(operation, -i64::from(errno)), (Err(Status::Offline), 1), "{errno}");

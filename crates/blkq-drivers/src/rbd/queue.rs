@@ -1,5 +1,5 @@
-//! The data path: the one queue of an image. Requests are librbd's asynchronous calls; librbd writes to an
-//! eventfd when they have completed, which the queue's ring polls, and the queue then fetches all that have.
+//! The data path: the only queue of an image. Each request becomes an asynchronous call of librbd. librbd writes to an
+//! eventfd when calls complete, the ring of the queue polls that eventfd, and the queue then fetches all completions.
 
 use std::borrow::Cow;
 use std::mem::MaybeUninit;
@@ -16,29 +16,28 @@ use io_uring::{opcode, types};
 use super::library::{Handle, WRITE_ZEROES_THICK};
 use super::shared::{SEGMENTS_MAX, Shared};
 
-/// How often completions are fetched while the ring does not poll, in nanoseconds.
+/// How often completions are fetched while the ring cannot poll the eventfd, in nanoseconds.
 const FETCH_INTERVAL_NS: u64 = 1_000_000;
 
-/// The queue of an image.
 pub struct RbdQueue {
     shared: Arc<Shared>,
-    /// Arguments of the vectored calls in flight, which librbd reads until they complete: [`SEGMENTS_MAX`] for
-    /// each tag. Not initialised, so that what is never used takes no memory.
+    /// Arguments of the vectored calls in flight, which librbd reads until they complete: [`SEGMENTS_MAX`] for each tag.
+    /// The array stays uninitialised, so that the kernel allocates no pages for tags that are never used.
     iovecs: Box<[MaybeUninit<libc::iovec>]>,
-    /// Room for the completions of all tags.
+    /// The target of a fetch, with room for the completions of all tags.
     fetched: Box<[Handle]>,
     in_flight: usize,
     /// Whether the ring polls the eventfd.
     polled: bool,
-    /// When to fetch next, if the ring could not poll.
+    /// When to fetch next and try to poll again, after the ring could not poll.
     fetch_ns: Option<u64>,
 }
 
 impl RbdQueue {
-    /// For `tags` requests at a time.
+    /// Opens the queue for up to `tags` requests in flight.
     ///
     /// # Errors
-    /// If the kernel cannot poll on a ring.
+    /// [`ErrorKind::Invalid`] without a ring; an error if the kernel does not support IORING_OP_POLL_ADD.
     pub fn open(shared: Arc<Shared>, tags: usize, ring: Option<Registrar<'_>>) -> Result<RbdQueue, Error> {
         let ring = ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the rbd driver needs an io_uring"))?;
         ring.require(&[("IORING_OP_POLL_ADD", opcode::PollAdd::CODE)])?;
@@ -52,13 +51,12 @@ impl RbdQueue {
         })
     }
 
-    /// Has the ring poll for completions, from now on. The eventfd is never read: each write to it completes
-    /// the poll once more.
+    /// Submits a multishot poll of the eventfd. The eventfd is never read: each write to it completes the poll again.
     fn poll_completions(&mut self, cx: &mut DriverContext<'_>) {
         let fd = types::Fd(self.shared.image.submission().completed.as_raw_fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build();
         self.polled = true;
-        // SAFETY: the descriptor is open for as long as this queue, and no memory is passed.
+        // SAFETY: the descriptor is open while this queue exists, and no memory is passed.
         unsafe { cx.push(entry, 0) }
     }
 
@@ -70,7 +68,7 @@ impl RbdQueue {
         let (offset, bytes) = (request.offset(), request.bytes());
         let no_unmap = flags.contains(BioFlags::NO_UNMAP);
         if operation == Operation::WriteZeroes && no_unmap && flags.contains(BioFlags::NO_FALLBACK) {
-            // Zeroes are written, and no faster than by a write.
+            // librbd writes these zeroes, which is no faster than a write, and the flag demands a fast way.
             return Err(Status::NotSupported);
         }
         let count = match operation {
@@ -80,13 +78,13 @@ impl RbdQueue {
         let iovecs = self.iovecs[tag.index() * usize::from(SEGMENTS_MAX)..].as_ptr().cast();
         let argument = std::ptr::without_provenance_mut(tag.index());
         let mut completion = std::ptr::null_mut();
-        // SAFETY: nothing is called back, and the argument is a number.
+        // SAFETY: there is no callback, and the argument is a number that nothing dereferences.
         let created = unsafe { (library.rbd_aio_create_completion)(argument, None, &mut completion) };
         if created < 0 {
             return Err(Status::Resource);
         }
-        // SAFETY: image and completion are alive. The block layer keeps the memory of the request, and this
-        // queue its arguments, until it completes, which is when librbd has handed the completion back.
+        // SAFETY: the image is open, and the completion was just made. The block layer keeps the memory of the request,
+        // and this queue keeps the arguments, until the request completes, which is when librbd returns the completion.
         let submitted = unsafe {
             match operation {
                 Operation::Read => (library.rbd_aio_readv)(image, iovecs, count, offset, completion),
@@ -100,7 +98,7 @@ impl RbdQueue {
             }
         };
         if submitted < 0 {
-            // SAFETY: it was not taken, and will not be handed back.
+            // SAFETY: librbd did not accept the call, so it will not return the completion.
             unsafe { (library.rbd_aio_release)(completion) };
             return self.shared.losses.result(operation, bytes, i64::from(submitted));
         }
@@ -108,7 +106,7 @@ impl RbdQueue {
         Ok(())
     }
 
-    /// Writes the request's memory down as arguments of a call; returns how many there are.
+    /// Fills in the arguments of a vectored call, and returns their number.
     fn gather(&mut self, cx: &DriverContext<'_>, tag: Tag) -> i32 {
         let room = usize::from(SEGMENTS_MAX);
         let iovecs = &mut self.iovecs[tag.index() * room..][..room];
@@ -120,19 +118,19 @@ impl RbdQueue {
         count as i32
     }
 
-    /// Completes what librbd has completed.
+    /// Completes all requests that librbd has completed.
     fn fetch(&mut self, cx: &mut DriverContext<'_>) {
         let submission = self.shared.image.submission();
         let library = submission.library;
         while self.in_flight > 0 {
             let room = self.in_flight.min(self.fetched.len());
-            // SAFETY: the image is open, and there is room for so many.
+            // SAFETY: the image is open, and the list has `room` entries.
             let count = unsafe {
                 (library.rbd_poll_io_events)(submission.image, self.fetched.as_mut_ptr(), room as i32)
             };
             let Ok(count @ 1..) = usize::try_from(count) else { return };
             for &completion in &self.fetched[..count] {
-                // SAFETY: handed back once, and released once.
+                // SAFETY: librbd returns each completion once, and it is released once.
                 let (tag, value) = unsafe {
                     let tag = (library.rbd_aio_get_arg)(completion).addr();
                     let value = (library.rbd_aio_get_return_value)(completion);
@@ -148,7 +146,7 @@ impl RbdQueue {
     }
 }
 
-// SAFETY: a request completes when librbd has handed its one completion back, or before it took one.
+// SAFETY: a request completes when librbd has returned its only completion, or if librbd did not accept the call.
 unsafe impl DriverQueue for RbdQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         if !self.polled && self.fetch_ns.is_none() {
@@ -163,13 +161,13 @@ unsafe impl DriverQueue for RbdQueue {
     }
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
-        // Completions are fetched by `poll`, once per turn.
+        // This entry only wakes the queue. `poll` fetches the completions, once per turn.
         if cqe.more() {
             return;
         }
         self.polled = false;
         if cqe.result < 0 {
-            // Out of memory, for one. Tried again with what comes next.
+            // The kernel ended the poll, for example because it is out of memory. `poll` submits it again later.
             self.fetch_ns = Some(monotonic_ns() + FETCH_INTERVAL_NS);
         } else {
             self.poll_completions(cx);
@@ -196,8 +194,8 @@ unsafe impl DriverQueue for RbdQueue {
 impl Drop for RbdQueue {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Dropped before its requests completed, on the way out of a panic: librbd reads these, and
-            // has the image open.
+            // Requests are still in flight because the thread panicked. librbd may read the arguments, and needs the
+            // image open.
             std::mem::forget(std::mem::take(&mut self.iovecs));
             std::mem::forget(self.shared.clone());
         }

@@ -1,18 +1,14 @@
-//! The parts of a device that its queue uses too.
+//! The parts of a device that it shares with its queue.
 
 use super::outcome::Losses;
 use super::spec::RbdSpec;
 use super::thread::ImageThread;
 
-/// Most segments of a request: a merged one is one vectored call.
+/// Largest number of segments of a request: each request is one vectored call of librbd.
 pub const SEGMENTS_MAX: u16 = 128;
 
-/// The parts that the queue uses too.
 pub struct Shared {
-    /// The image's name.
     pub spec: RbdSpec,
-    /// The open image.
     pub image: ImageThread,
-    /// Why it is lost, if it is.
     pub losses: Losses,
 }

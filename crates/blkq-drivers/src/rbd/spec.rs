@@ -1,4 +1,4 @@
-//! The name of an image: `POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]`, as Ceph's own `rbd` command has it.
+//! The name of an RBD image: `POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]`, as in Ceph's `rbd` command.
 
 use std::ffi::CString;
 use std::fmt;
@@ -6,8 +6,8 @@ use std::str::FromStr;
 
 use blkq::{Error, ErrorKind};
 
-/// The name of an image in a cluster, or of a snapshot of it. No part is empty or contains a slash,
-/// and none but the pool an `@`.
+/// The name of an image in a cluster, or of one of its snapshots. No part is empty or contains a slash, and only the
+/// name of the pool may contain an `@`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RbdSpec {
     pool: String,
@@ -17,22 +17,22 @@ pub struct RbdSpec {
 }
 
 impl RbdSpec {
-    /// The pool.
+    /// The name of the pool.
     pub fn pool(&self) -> &str {
         &self.pool
     }
 
-    /// The namespace within the pool, if it is not the pool's own.
+    /// The namespace within the pool; `None` for the default namespace.
     pub fn namespace(&self) -> Option<&str> {
         self.namespace.as_deref()
     }
 
-    /// The image.
+    /// The name of the image within its namespace.
     pub fn image(&self) -> &str {
         &self.image
     }
 
-    /// The snapshot, if it is one: it is never written to.
+    /// The snapshot, if the name has one. A snapshot is read-only.
     pub fn snapshot(&self) -> Option<&str> {
         self.snapshot.as_deref()
     }
@@ -75,7 +75,7 @@ impl FromStr for RbdSpec {
     }
 }
 
-/// As it is read.
+/// Formats the name as [`FromStr`] parses it.
 impl fmt::Display for RbdSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let RbdSpec { pool, namespace, image, snapshot } = self;
@@ -121,7 +121,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_name_that_is_understood_reads_back(text in "[a-c@/\0. ]{0,12}|\\PC{0,12}") {
+        fn a_name_that_parses_is_formatted_as_the_same_text(text in "[a-c@/\0. ]{0,12}|\\PC{0,12}") {
             if let Ok(spec) = text.parse::<RbdSpec>() {
                 prop_assert_eq!(spec.to_string(), text);
                 prop_assert!(!spec.image.contains(['@', '/']) && !spec.image.is_empty());
@@ -129,7 +129,7 @@ mod tests {
         }
 
         #[test]
-        fn every_combination_of_parts_reads_back(
+        fn every_combination_of_parts_parses_as_formatted(
             pool in "[^/\0]{1,8}",
             namespace in proptest::option::of("[^/@\0]{1,8}"),
             image in "[^/@\0]{1,8}",

@@ -3,7 +3,7 @@ use blkq::{BioFlags, Operation, Status};
 use super::*;
 use blkq::testing::harness::{Harness, pattern};
 
-/// The image of a test cluster, `POOL/IMAGE`, whose configuration is in `CEPH_CONF`.
+/// Names the variable with the image of a test cluster, as `POOL/IMAGE`. `CEPH_CONF` names the cluster's configuration.
 const IMAGE_VARIABLE: &str = "BLKQ_TEST_RBD_IMAGE";
 
 fn options(spec: &str) -> RbdOptions {
@@ -26,13 +26,13 @@ fn bad_options_are_rejected_without_a_cluster() {
     assert_eq!(Rbd::open(&odd).err().unwrap().kind(), ErrorKind::Invalid);
     let nowhere = RbdOptions { conf: Some("/nonexistent/ceph.conf".into()), ..options("p/i") };
     let error = Rbd::open(&nowhere).err().unwrap();
-    // Without the libraries, they are what is missing.
+    // On a machine without Ceph's libraries the error names these instead.
     let text = error.to_string();
     assert!(text.contains("/nonexistent/ceph.conf") || error.kind() == ErrorKind::Unsupported, "{text}");
 }
 
 #[test]
-fn a_setting_that_ceph_takes_as_no_is_seen() {
+fn values_that_ceph_reads_as_false_are_recognised() {
     for (value, off) in
         [("false", true), ("False", true), ("0", true), (" 0 ", true), ("true", false), ("1", false)]
     {
@@ -40,20 +40,20 @@ fn a_setting_that_ceph_takes_as_no_is_seen() {
     }
 }
 
-/// The image of the test cluster. Its content is lost.
+/// The image of the test cluster. The tests overwrite its content.
 fn image() -> RbdOptions {
     options(&std::env::var(IMAGE_VARIABLE).expect("it names an image (docs/internals/testing.md)"))
 }
 
 #[test]
 #[ignore = "needs a cluster"]
-fn data_comes_back_through_a_cluster() {
+fn written_data_is_read_back_from_a_cluster() {
     let device = Rbd::open(&image()).unwrap();
     let limits = device.limits();
     limits.validate().unwrap();
     assert!(limits.write_cache && !limits.fua && !limits.read_only, "{limits:?}");
     let mut h = Harness::open(&device).unwrap();
-    // Merged: several pieces, of different lengths.
+    // A merged write, with several segments of different lengths.
     let (first, second) = (pattern(4096, 1), pattern(1024, 2));
     let expected = [&first[..], &second[..]].concat();
     let write = h.write(8192, vec![first, second]);
@@ -83,7 +83,7 @@ fn data_comes_back_through_a_cluster() {
 
 #[test]
 #[ignore = "needs a cluster"]
-fn many_requests_are_in_flight_at_once() {
+fn many_requests_are_in_flight_together() {
     let device = Rbd::open(&image()).unwrap();
     let mut h = Harness::open(&device).unwrap();
     let writes: Vec<_> = (0..32).map(|i| h.write(i << 12, vec![pattern(4096, 100 + i)])).collect();
@@ -99,7 +99,7 @@ fn many_requests_are_in_flight_at_once() {
 
 #[test]
 #[ignore = "needs a cluster"]
-fn an_image_that_is_locked_is_refused_and_read() {
+fn a_locked_image_is_refused_to_writers_but_not_to_readers() {
     let first = Rbd::open(&image()).unwrap();
     assert!(first.describe().contains(&("exclusive-lock", "held".to_owned())));
     let refused = Rbd::open(&image()).err().unwrap();
@@ -107,7 +107,7 @@ fn an_image_that_is_locked_is_refused_and_read() {
     assert!(refused.to_string().contains("locked by the client at"), "{refused}");
     let reader = Rbd::open(&RbdOptions { read_only: true, ..image() }).unwrap();
     assert!(reader.limits().read_only);
-    // The refused one has not taken it.
+    // The refused client has not taken the lock.
     let mut h = Harness::open(&first).unwrap();
     let write = h.write(0, vec![pattern(4096, 9)]);
     assert_eq!(h.run(write).0, Ok(()));
@@ -116,13 +116,13 @@ fn an_image_that_is_locked_is_refused_and_read() {
     assert_eq!(h.run(flush).0, Ok(()));
     assert_eq!(r.read_back(0, 4096), pattern(4096, 9).to_vec());
     drop((h, first));
-    // Released with it.
+    // The lock was released with the first device.
     drop(Rbd::open(&image()).unwrap());
 }
 
 #[test]
 #[ignore = "needs a cluster"]
-fn what_the_cluster_does_not_have_is_named() {
+fn a_missing_pool_or_image_is_named() {
     let why = |spec: &str| Rbd::open(&options(spec)).err().unwrap();
     let pool = image().spec.pool().to_owned();
     for (spec, named) in
@@ -136,7 +136,7 @@ fn what_the_cluster_does_not_have_is_named() {
 
 #[test]
 #[ignore = "needs a cluster"]
-fn a_size_that_the_image_does_not_have_is_refused() {
+fn a_size_larger_than_the_image_is_refused() {
     let device = Rbd::open(&image()).unwrap();
     let bytes = device.limits().capacity_bytes;
     assert_eq!(device.prepare_resize(None).unwrap(), bytes);
@@ -147,7 +147,7 @@ fn a_size_that_the_image_does_not_have_is_refused() {
 
 #[test]
 #[ignore = "needs a cluster"]
-fn librbd_has_no_cache_where_writes_go_through() {
+fn write_through_disables_the_cache_of_librbd() {
     let cache = |write_through| {
         let device = Rbd::open(&RbdOptions { write_through, ..image() }).unwrap();
         assert_eq!(device.warnings(), Vec::<String>::new());

@@ -1,8 +1,8 @@
-//! The thread that opens an image, asks the cluster about it, and closes it. Each of these may wait for
-//! the cluster for ever: others wait for this thread, and not for ever.
+//! The thread that opens an image, queries the cluster, and closes the image. Each of these calls may block forever if
+//! the cluster does not respond. Other threads wait for this thread with a timeout instead of calling librbd themselves.
 //!
-//! The data path never comes here. The model checkers do not either, and so the primitives are those of the
-//! standard library.
+//! The data path never waits for this thread. No model checker runs this code, so it uses the primitives of the standard
+//! library.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -15,35 +15,36 @@ use blkq::{Error, ErrorKind};
 use super::image::{Facts, Image, Submission};
 use super::options::RbdOptions;
 
-/// How long opening an image may take: a client that died keeps its lock for 30 seconds.
+/// How long opening an image may take. It covers the 30 seconds after which Ceph drops the lock of a killed client.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long closing may take, which writes what librbd has cached and releases the lock.
+/// How long closing an image may take. librbd flushes its cache and releases the lock in that time.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Stack of the thread.
+/// Size of the thread's stack, in bytes. Calls of librbd run on it.
 const STACK_BYTES: usize = 2 << 20;
 
 type Job = Box<dyn FnOnce(&Image) + Send>;
 
-/// The thread of an open image, which is closed when this is dropped.
+/// The thread of an open image. Dropping this value closes the image.
 pub struct ImageThread {
     submission: Submission,
-    /// `None` once the image is to be closed.
+    /// Jobs for the thread. `None` after a close was requested: without a sender the thread leaves its loop.
     jobs: Mutex<Option<Sender<Job>>>,
-    /// Disconnected once the image is closed.
+    /// Nothing is ever sent. The channel disconnects when the thread has closed the image.
     closed: Mutex<Receiver<()>>,
 }
 
-/// How far the thread has come with opening.
+/// The progress of opening an image, as the thread reports it.
 enum Opening {
     Step(&'static str),
     Opened(Result<(Submission, Facts), Error>),
 }
 
 impl ImageThread {
-    /// Opens the image of `options`; `changed` is written to when it may have changed its size.
+    /// Starts the thread and opens the image of `options`. The eventfd `changed` becomes readable when the size of the
+    /// image may have changed.
     ///
     /// # Errors
-    /// Those of [`Image::open`], and [`ErrorKind::System`] if the cluster does not answer within a minute.
+    /// The errors of [`Image::open`], and [`ErrorKind::System`] if the cluster does not answer within a minute.
     pub fn open(options: &RbdOptions, changed: Arc<OwnedFd>) -> Result<(ImageThread, Facts), Error> {
         let (progress, opening) = channel();
         let (jobs, queue) = channel::<Job>();
@@ -51,9 +52,9 @@ impl ImageThread {
         let spec = options.spec.to_string();
         let options = options.clone();
         let body = move || {
-            // Dropped last of all, also by a panic.
+            // Declared first, so dropped last, after the image; also if this thread panics.
             let _closing = closing;
-            // It fails once the caller has stopped waiting; then the image is closed at once.
+            // Sending fails once the caller has stopped waiting. The image is then closed as soon as it is open.
             let step = |step| _ = progress.send(Opening::Step(step));
             match Image::open(&options, changed, &step) {
                 Ok((image, facts)) => {
@@ -77,13 +78,13 @@ impl ImageThread {
             match opening.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(Opening::Step(step)) => at = step,
                 Ok(Opening::Opened(opened)) => {
-                    // Where opening failed, what was open is closed before the reason is known.
+                    // If opening has failed, the thread has already closed everything again.
                     let (submission, facts) = opened?;
                     let (jobs, closed) = (Mutex::new(Some(jobs)), Mutex::new(closed));
                     return Ok((ImageThread { submission, jobs, closed }, facts));
                 }
                 Err(RecvTimeoutError::Timeout) => {
-                    // The thread is left as it is, and closes the image if the cluster answers.
+                    // The thread keeps waiting, and closes the image if the cluster ever answers.
                     let message = format!(
                         "rbd:{spec}: the cluster did not answer within {} seconds while {at}; check that its monitors and OSDs are running and reachable",
                         OPEN_TIMEOUT.as_secs()
@@ -97,26 +98,26 @@ impl ImageThread {
         }
     }
 
-    /// Closes the image, and returns whether it is closed: the cluster may not answer.
+    /// Closes the image. Returns false if the cluster does not answer in time, so that the image is still open.
     ///
     /// # Safety
-    /// The [`Submission`]s are used no more.
+    /// No [`Submission`] of the image may be used during or after this call.
     pub unsafe fn close(&self) -> bool {
         drop(locked(&self.jobs).take());
-        // A thread that waits for ever is left as it is, and what it uses stays open until the process exits.
+        // A thread that blocks forever is not stopped. The image stays open until the process exits.
         locked(&self.closed).recv_timeout(CLOSE_TIMEOUT) != Err(RecvTimeoutError::Timeout)
     }
 
-    /// For the data path: the image is open for as long as this, unless it is closed before.
+    /// The handle for the data path. It is valid while this value exists, unless [`ImageThread::close`] is called.
     pub fn submission(&self) -> &Submission {
         &self.submission
     }
 
-    /// Has the thread call `job`, and waits for what that returns, but no longer than `timeout`. `late` is called
-    /// where it returns when nobody waits any more.
+    /// Runs `job` on the thread, and waits for its result for at most `timeout`. If the job finishes later, the thread
+    /// drops the result and calls `late`.
     ///
     /// # Errors
-    /// That of the job, or that the cluster did not answer.
+    /// The error of the job; [`ErrorKind::System`] if the cluster did not answer in time.
     pub fn call<R: Send + 'static>(
         &self,
         timeout: Duration,
@@ -129,7 +130,7 @@ impl ImageThread {
                 late();
             }
         });
-        // It fails only if the thread has exited, which the next lines see.
+        // Sending fails only if the thread has exited. Then `receiver` is disconnected.
         let _ = locked(&self.jobs).as_ref().map(|jobs| jobs.send(job));
         receiver.recv_timeout(timeout).unwrap_or_else(|_| {
             let message = format!("the cluster did not answer within {} seconds", timeout.as_secs());
@@ -144,7 +145,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Drop for ImageThread {
     fn drop(&mut self) {
-        // SAFETY: who has a `Submission` has borrowed it from this.
+        // SAFETY: a queue that uses the `Submission` shares the owner of this value, so there is no such queue now.
         unsafe { self.close() };
     }
 }
