@@ -1,5 +1,5 @@
-//! The faults that were injected, recorded for each thread of a simulated world, so that its model can expect exactly
-//! what a rule did and nothing else.
+//! Records the injected faults for each thread of a simulated world, so that the model of the world expects exactly these
+//! faults.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -13,40 +13,40 @@ thread_local! {
     static INJECTIONS: RefCell<Vec<Injection>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A request, and what happens to it.
+/// A request that a rule has hit, and the effect.
 #[derive(Clone, Debug)]
 pub struct Hit {
     /// The request's queue and tag, until it has completed.
     pub request: (u16, u16),
-    /// Of the effects all but delays.
+    /// The effect; delays are not recorded.
     pub effect: Effect,
-    /// Of a short or torn transfer the bytes that are done; of a misdirected one where it goes,
-    /// in bytes of the device; of a corrupted one the bit, counted from its beginning; else 0.
+    /// For a short or torn transfer, the number of bytes that are transferred. For a misdirected one, its new offset in bytes
+    /// of the device. For a corrupted one, the number of the flipped bit, counted from the beginning of the request. Else 0.
     pub at: u64,
-    /// The requested operation.
+    /// The operation of the request.
     pub operation: Operation,
-    /// Whether for good.
+    /// Whether the request has the flag FUA.
     pub fua: bool,
-    /// Where, in bytes of the device.
+    /// Offset of the request in bytes of the device.
     pub offset: u64,
-    /// How much.
+    /// Length of the request in bytes.
     pub bytes: u64,
     /// The data to write; empty for all but writes.
     pub data: Vec<u8>,
 }
 
-/// The fault that was injected.
+/// An event of the fault driver.
 #[derive(Clone, Debug)]
 pub enum Injection {
-    /// A request is hit.
+    /// A rule has hit a request.
     Hit(Hit),
     /// The request of this queue with this tag has completed in the wrapped driver.
     Completed((u16, u16), IoResult),
-    /// A rule with this trigger file hit a request, at that time.
+    /// A rule with this trigger file has hit a request at this time, in nanoseconds of the monotonic clock.
     Armed(PathBuf, u64),
 }
 
-/// The faults injected on this thread since the last call.
+/// The events recorded on this thread since the last call.
 pub fn take_injections() -> Vec<Injection> {
     INJECTIONS.take()
 }
@@ -59,7 +59,7 @@ fn request_of(cx: &DriverContext<'_>, tag: Tag) -> (u16, u16) {
     (cx.owner(), tag.index() as u16)
 }
 
-/// `effect` happens to a request; `at` is as in [`Hit`].
+/// Records that `effect` applies to a request. See [`Hit::at`] for `at`.
 pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
     let request = cx.request(tag);
     let mut data = Vec::new();
@@ -82,14 +82,14 @@ pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
     }));
 }
 
-/// The wrapped queue is done with a request.
+/// Records that the wrapped queue has completed a request, if a fault applies to it.
 pub(super) fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
         record(Injection::Completed(request_of(cx, tag), result));
     }
 }
 
-/// `rule` hits a request.
+/// Records a hit of `rule`, if it has a trigger file.
 pub(super) fn armed(rule: &Rule) {
     if let Some(file) = &rule.file {
         record(Injection::Armed(file.clone(), monotonic_ns()));

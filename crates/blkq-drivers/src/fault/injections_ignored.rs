@@ -1,5 +1,4 @@
-//! Outside of a simulated world nobody checks the faults that were injected: the verbs of
-//! `injections.rs`, empty.
+//! The functions of `injections.rs` without effect: outside of a simulated world no model checks the injected faults.
 
 use blkq::{DriverContext, IoResult, Tag};
 

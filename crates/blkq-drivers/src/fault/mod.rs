@@ -1,10 +1,9 @@
-//! The fault driver: wraps any other and injects the faults of a spec, from a seed, so
-//! that they are the same in each run. For testing what is above a block device.
+//! The fault driver: wraps another driver and injects the faults of a spec, to test the software above a block device.
+//! The faults follow from a seed, so they repeat in each run.
 //!
-//! It keeps requests of its own, with the tags of those it was given, and offers them to
-//! the wrapped queue: shorter, elsewhere, with other memory, or later. So the wrapped
-//! driver sees ordinary requests within its limits, and what it does with them is real.
-//! It allocates for every request; nobody measures speed through it.
+//! For each request it makes a second request with the same tag and offers that to the wrapped queue: shorter, at another
+//! place, with other memory, or later. So the wrapped driver receives ordinary requests within its limits. The fault driver
+//! allocates memory for every request, so it is not meant for measuring speed.
 
 #[cfg(simulation)]
 mod injections;
@@ -35,28 +34,28 @@ use queue::FaultQueue;
 use rules::{Rules, Shared};
 pub use spec::{Effect, FaultSpec, Rule};
 
-/// A device in which things go wrong.
+/// A device that injects faults into the I/O of another driver.
 pub struct Fault {
     shared: Arc<Shared>,
 }
 
 impl Fault {
-    /// Wraps `inner`. Without a seed in `spec` one is taken from the clock.
+    /// Wraps `inner`. If `spec` has no seed, the seed is taken from the clock.
     ///
     /// # Errors
-    /// None now; opening a queue fails if the thread that polls for trigger files cannot be started.
+    /// Never fails at present. Opening a queue fails if the thread that polls for trigger files cannot be started.
     pub fn new(inner: Arc<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
         let rules = Mutex::new(Rules::new(spec));
         let (generation, wakes) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
         Ok(Fault { shared: Arc::new(Shared { inner, rules, generation, wakes }) })
     }
 
-    /// The seed in force: with it the faults come again.
+    /// The seed in force. The same seed and the same requests lead to the same faults.
     pub fn seed(&self) -> u64 {
         self.shared.rules().seed
     }
 
-    /// How many requests each rule has hit.
+    /// The number of requests that each rule has hit, in the order of the rules.
     pub fn hits(&self) -> Vec<u64> {
         self.shared.rules().states.iter().map(|state| state.hits.load(Relaxed)).collect()
     }
@@ -68,7 +67,7 @@ impl Driver for Fault {
     }
 
     fn limits(&self) -> QueueLimits {
-        // Some faults read the data.
+        // Some faults read or change the data, which is not possible in pages of the kernel.
         QueueLimits { kernel_pages: false, ..self.shared.inner.limits() }
     }
 
@@ -103,17 +102,20 @@ impl Driver for Fault {
         }
     }
 
-    /// Takes a new [`FaultSpec`]; with an empty one nothing goes wrong any more. Stuck requests go on.
+    /// Applies a new [`FaultSpec`], or a setting of the wrapped driver. An empty spec ends the injection of faults. Delayed
+    /// and stuck requests continue without a fault.
     fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         let Some(spec) = setting.downcast_ref::<FaultSpec>() else {
             return self.shared.inner.set(setting);
         };
         let rules = Rules::new(spec.clone());
-        // Without queues the thread that opens the first one does it: an engine may be confined.
+        // Without open queues, the thread that opens the first queue starts the polling. A thread inherits the confinement
+        // of its creator, and the engine's must apply.
         if !lock(&self.shared.wakes).is_empty() {
             rules.watch()?;
         }
         *lock(&self.shared.rules) = rules;
+        // Release: a queue that sees the new generation also sees the new rules.
         self.shared.generation.fetch_add(1, Release);
         lock(&self.shared.wakes).values().for_each(|queue| queue.wake());
         Ok(())
@@ -148,7 +150,8 @@ impl Driver for Fault {
     }
 
     unsafe fn release(&self) -> Result<(), Error> {
-        // SAFETY: the caller's promise, and a queue of a fault has the requests of one queue behind it.
+        // SAFETY: the caller promises that no request is in flight. A fault queue sends requests to its wrapped queue only
+        // on behalf of its own requests.
         unsafe { self.shared.inner.release() }
     }
 

@@ -1,5 +1,4 @@
-//! A queue of the fault driver: what happens to each request, and the requests of its own
-//! that the wrapped queue sees.
+//! A queue of the fault driver: decides what happens to each request, and makes the requests for the wrapped queue.
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -18,15 +17,14 @@ use super::injections;
 use super::rules::{RuleState, Rules, Shared};
 use super::spec::{Effect, Rule};
 
-/// When requests that the wrapped queue was too busy for are reissued, in nanoseconds
-/// (BLK_MQ_RESOURCE_DELAY is 3 ms).
+/// Delay before requests are reissued that the wrapped queue was too busy to take, in nanoseconds (BLK_MQ_RESOURCE_DELAY of
+/// the kernel is 3 ms).
 const AGAIN_NS: u64 = 3_000_000;
-/// The 99th percentile of the normal distribution.
+/// The 99th percentile of the standard normal distribution.
 const Z99: f64 = 2.326_347_874_040_841;
 
-/// One queue.
 pub(super) struct FaultQueue {
-    /// Its requests have one bio each.
+    /// The queue of the wrapped driver. Each of its requests has one bio.
     inner: WrappedQueue,
     shared: Arc<Shared>,
     rules: Arc<Rules>,
@@ -35,9 +33,9 @@ pub(super) struct FaultQueue {
     random: Random,
     limits: QueueLimits,
     plans: Box<[Plan]>,
-    /// Requests that begin, or complete, later.
+    /// Delayed and stuck requests, with the time in nanoseconds at which they begin or complete.
     timers: BinaryHeap<Reverse<(u64, Tag)>>,
-    /// Built, and not taken by the wrapped queue, which was busy.
+    /// Prepared requests that the wrapped queue has not taken.
     requeued: VecDeque<Tag>,
     again_ns: u64,
 }
@@ -46,9 +44,9 @@ pub(super) struct FaultQueue {
 #[derive(Default)]
 struct Plan {
     effect: Option<Effect>,
-    /// The length of the part that the wrapped queue does, in bytes from the request's start.
+    /// The number of bytes, from the beginning of the request, that the wrapped queue transfers.
     bytes: u64,
-    /// The altered copy of what is written.
+    /// The corrupted copy of the data to write.
     altered: Option<IoBuffer>,
 }
 
@@ -71,8 +69,9 @@ impl FaultQueue {
         }
     }
 
-    /// Takes new rules over; what waits under the old ones continues as if there had been none.
+    /// Applies changed rules. Returns the delayed and stuck requests, which must continue without a fault.
     fn reload_rules(&mut self) -> Vec<Tag> {
+        // Acquire: pairs with the release after the rules were replaced.
         let generation = self.shared.generation.load(Acquire);
         if generation == self.generation {
             return Vec::new();
@@ -87,7 +86,7 @@ impl FaultQueue {
         waiting
     }
 
-    /// Decides what happens to a request; nanoseconds for which it waits first.
+    /// Decides what happens to a request. Returns the time in nanoseconds for which it must wait first.
     fn plan(&mut self, cx: &DriverContext<'_>, tag: Tag) -> u64 {
         let request = cx.request(tag);
         let (mut effect, mut wait_ns) = (None, 0u64);
@@ -116,7 +115,9 @@ impl FaultQueue {
         wait_ns
     }
 
-    /// Whether `rule` is about this request, and chance and the counts agree.
+    /// Whether `rule` hits this request: it matches, and its `after`, `rate` and `count` allow a hit.
+    ///
+    /// The counters are relaxed: each is changed by atomic read-modify-write operations and protects no other memory.
     fn hits(&mut self, rule: &Rule, state: &RuleState, request: &Request) -> bool {
         let (from, to) = (request.offset(), request.offset() + request.bytes());
         let touches = from < rule.range.end && rule.range.start < to;
@@ -132,31 +133,31 @@ impl FaultQueue {
         state.hits.fetch_update(Relaxed, Relaxed, |hits| (hits < rule.count).then_some(hits + 1)).is_ok()
     }
 
-    /// Begins requests: completes those that the wrapped queue is not to see, and offers it the others.
+    /// Begins requests: completes those that must not reach the wrapped queue, and offers it the others.
     fn begin(&mut self, cx: &mut DriverContext<'_>, tags: impl IntoIterator<Item = Tag>) {
         for tag in tags {
             let effect = self.plans[tag.index()].effect;
-            let at_once = match effect {
+            let immediate_result = match effect {
                 Some(Effect::Error(status)) => Some(Err(status)),
                 Some(Effect::Stuck(_)) => Some(Err(Status::Timeout)),
                 Some(Effect::Lose) => Some(Ok(())),
                 Some(Effect::Panic) => panic!("a fault rule injected this panic"),
                 _ => None,
             };
-            if let (Some(effect), Some(result)) = (effect, at_once) {
+            if let (Some(effect), Some(result)) = (effect, immediate_result) {
                 injections::hit(cx, tag, effect, 0);
                 cx.complete(tag, result);
             } else if self.build(cx, tag, effect) {
                 self.requeued.push_back(tag);
             } else {
-                // Nothing at all is left of it.
+                // A short or torn transfer of 0 bytes: nothing reaches the wrapped queue.
                 self.complete(cx, tag, Ok(()));
             }
         }
         self.offer(cx);
     }
 
-    /// Makes the request that stands for `tag`; false if it would be empty.
+    /// Prepares the request of the wrapped queue for `tag`. Returns false if that request would be empty.
     fn build(&mut self, cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>) -> bool {
         let request = cx.request(tag);
         let operation = request.operation();
@@ -172,7 +173,7 @@ impl FaultQueue {
                 }
             }
             Some(Effect::Misdirect) => {
-                sector = self.elsewhere(sector, bytes);
+                sector = self.misdirected_sector(sector, bytes);
                 injections::hit(cx, tag, Effect::Misdirect, sector.bytes());
             }
             _ => {}
@@ -183,14 +184,16 @@ impl FaultQueue {
             let bit = self.alter(tag, &mut segments);
             injections::hit(cx, tag, Effect::Corrupt, bit);
         }
-        // SAFETY: the segments are those of this queue's request, or of the plan's copy, which both stay until the wrapped
-        // queue has completed its own. That has none with this tag yet, as this one is begun once.
+        // SAFETY: the segments belong to this queue's request or to the copy in its plan. Both stay valid until the wrapped
+        // queue has completed its request. The wrapped queue has no other request with this tag, because a request begins
+        // only once.
         unsafe { self.inner.prepare(cx, tag, sector, bytes, &segments) };
         true
     }
 
-    /// Another place for `bytes`, on the same side of boundaries that requests must not cross.
-    fn elsewhere(&mut self, sector: Sector, bytes: u64) -> Sector {
+    /// Another sector for a request of `bytes` bytes, at the same offset within a chunk, so that the request crosses no
+    /// boundary that it must not cross.
+    fn misdirected_sector(&mut self, sector: Sector, bytes: u64) -> Sector {
         let unit = u64::from(self.limits.chunk_bytes.max(self.limits.logical_block_bytes));
         let within = sector.bytes() % unit;
         let units = self.limits.capacity_bytes.saturating_sub(within + bytes) / unit + 1;
@@ -199,15 +202,15 @@ impl FaultQueue {
         Sector((other * unit + within) >> SECTOR_SHIFT)
     }
 
-    /// Writes from a copy in which one bit is turned round, which it returns; the pieces stay as
-    /// they are.
+    /// Replaces the data to write by a copy in which one bit is flipped. Returns the number of that bit. The lengths of the
+    /// segments stay the same.
     fn alter(&mut self, tag: Tag, segments: &mut [Segment]) -> u64 {
         let length: usize = segments.iter().map(|segment| segment.len as usize).sum();
         let mut copy = IoBuffer::zeroed(length);
         let base = copy.as_mut_ptr();
         let mut at = 0;
         for segment in segments.iter_mut() {
-            // SAFETY: the memory of a write in flight is valid, and the copy is as long as all of it.
+            // SAFETY: the memory of a write in flight is valid, and the copy is as long as all segments together.
             unsafe { base.add(at).copy_from_nonoverlapping(segment.ptr, segment.len as usize) };
             *segment = Segment::new(base.wrapping_add(at), segment.len);
             at += segment.len as usize;
@@ -218,7 +221,7 @@ impl FaultQueue {
         bit
     }
 
-    /// Offers the wrapped queue what is built and waits.
+    /// Offers the prepared requests to the wrapped queue.
     fn offer(&mut self, cx: &mut DriverContext<'_>) {
         if !self.requeued.is_empty() {
             let tags: Vec<Tag> = self.requeued.drain(..).collect();
@@ -230,14 +233,14 @@ impl FaultQueue {
         self.complete_inner(cx);
     }
 
-    /// Completes the requests whose stand-ins have completed.
+    /// Completes the requests that the wrapped queue has completed.
     fn complete_inner(&mut self, cx: &mut DriverContext<'_>) {
         for (tag, result) in self.inner.take_completed() {
             self.complete(cx, tag, result);
         }
     }
 
-    /// Completes a request, of which the beginning was done with `result`.
+    /// Completes a request after the wrapped queue has completed its part with `result`, and applies effects on reads.
     fn complete(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
         let plan = std::mem::take(&mut self.plans[tag.index()]);
         injections::completed(cx, tag, plan.effect, result);
@@ -246,7 +249,7 @@ impl FaultQueue {
         let result = match (result, plan.effect) {
             (Ok(()), Some(Effect::Short(status))) => Err(status),
             (Ok(()), Some(Effect::Torn)) if read => {
-                // Not the old content of the memory: that may be another client's.
+                // The rest is zeroed, because the old content of the memory may be data of another client.
                 alter_read(cx, tag, plan.bytes, bytes, |byte| *byte = 0);
                 Ok(())
             }
@@ -262,21 +265,22 @@ impl FaultQueue {
     }
 }
 
-/// Changes the bytes `from` to `to` of what a read has brought.
+/// Changes the bytes `from` to `to` of the data that a read has returned.
 fn alter_read(cx: &DriverContext<'_>, tag: Tag, from: u64, to: u64, change: impl Fn(&mut u8)) {
     let mut at = 0;
     cx.for_each_segment(tag, |segment| {
         let length = u64::from(segment.len);
         for byte in from.max(at)..to.min(at + length) {
-            // SAFETY: inside the segment; the memory of a read in flight is valid and the device's.
+            // SAFETY: the byte is within the segment. The memory of a read in flight is valid, and only the driver may
+            // write to it.
             change(unsafe { &mut *segment.ptr.add((byte - at) as usize) });
         }
         at += length;
     });
 }
 
-// SAFETY: a request completes when that which stands for it has, or before there is one. The
-// wrapped queue gets the requests of this queue and the completions that it submitted, each once.
+// SAFETY: a request completes when its request in the wrapped queue has completed, or before that was made. The wrapped
+// queue receives each request, and each completion of its submissions, once.
 unsafe impl DriverQueue for FaultQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         let released = self.reload_rules();
@@ -357,25 +361,27 @@ unsafe impl DriverQueue for FaultQueue {
 impl Drop for FaultQueue {
     fn drop(&mut self) {
         if !self.inner.is_idle() {
-            // As in the loop driver: the kernel may still write from the altered copies.
+            // Requests are still in flight because the thread panicked, and the kernel may still read the corrupted
+            // copies.
             std::mem::forget(std::mem::take(&mut self.plans));
         }
     }
 }
 
 fn seed_of(rules: &Rules, index: u16) -> u64 {
-    // Queues of one device draw different numbers.
+    // Each queue of a device needs its own sequence of random numbers.
     rules.seed.wrapping_add(u64::from(index) << 32)
 }
 
-/// The mean, or a number of the log-normal distribution of that mean and 99th percentile.
+/// A delay in nanoseconds: the mean itself, or, with a 99th percentile, a random number of the log-normal distribution with
+/// this mean and percentile.
 pub(super) fn delay_ns(mean_ns: u64, p99_ns: Option<u64>, random: &mut Random) -> u64 {
     let Some(p99_ns) = p99_ns else { return mean_ns };
     // p99 = exp(mu + Z99 sigma) and mean = exp(mu + sigma^2 / 2), solved for sigma.
     let by_mean = (p99_ns as f64 / mean_ns as f64).ln();
     let sigma = Z99 - (Z99 * Z99 - 2.0 * by_mean).max(0.0).sqrt();
     let mu = (mean_ns as f64).ln() - sigma * sigma / 2.0;
-    // Box and Muller.
+    // The Box-Muller transform.
     let (radius, angle) = (random.unit(), random.unit());
     let normal = (-2.0 * (1.0 - radius).ln()).sqrt() * (std::f64::consts::TAU * angle).cos();
     (mu + sigma * normal).exp() as u64

@@ -1,4 +1,4 @@
-//! The rules in force, which a device and its queues share, and their trigger files.
+//! The rules in force, which the device shares with its queues, and the polling for their trigger files.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,34 +15,34 @@ use super::spec::{FaultSpec, Rule};
 /// How often the trigger files of the rules are polled.
 const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The state that the queues and the device share.
+/// The state that the device shares with its queues.
 pub(super) struct Shared {
     pub inner: Arc<dyn Driver>,
     pub rules: Mutex<Arc<Rules>>,
-    /// Raised when the rules change, so that queues check without taking the lock.
+    /// Increased after each change of the rules, so that queues detect a change without the lock.
     pub generation: AtomicU64,
-    /// Of each queue, by its index.
+    /// The wakes of the open queues, by index.
     pub wakes: Mutex<BTreeMap<u16, Arc<dyn Wake>>>,
 }
 
-/// The rules in force.
 pub(super) struct Rules {
     pub spec: FaultSpec,
     pub seed: u64,
     pub states: Vec<RuleState>,
-    /// Whether there is a thread that polls for the files.
+    /// A thread that polls for the trigger files was started.
     pub watched: AtomicBool,
-    /// When that was, in the simulated world, which has no such thread.
+    /// The time of the last poll, in the simulated world, which has no such thread.
     #[cfg(simulation)]
     pub polled_ns: AtomicU64,
 }
 
-/// How far a rule has come.
+/// The state of a rule.
 pub(super) struct RuleState {
-    /// Its file exists, or it needs none.
+    /// The trigger file of the rule exists, or the rule has none. Relaxed: the flag protects no other memory.
     pub armed: AtomicBool,
-    /// Requests that it was about, and those that chance and the counts let it hit.
+    /// The number of requests that matched the rule's operations and range while it was armed.
     pub matched: AtomicU64,
+    /// The number of requests that the rule has hit.
     pub hits: AtomicU64,
 }
 
@@ -72,7 +72,6 @@ impl Rules {
         })
     }
 
-    /// Checks for the trigger files.
     fn poll_files(&self) {
         for (rule, state) in self.spec.rules.iter().zip(&self.states) {
             if let Some(file) = &rule.file {
@@ -81,7 +80,7 @@ impl Rules {
         }
     }
 
-    /// The work of the thread, as often as the thread does it.
+    /// Polls for the trigger files if [`FILES_INTERVAL`] has passed, in place of the thread.
     #[cfg(simulation)]
     pub fn poll_files_when_due(&self) {
         let now_ns = blkq::clock::monotonic_ns();
@@ -91,14 +90,14 @@ impl Rules {
         }
     }
 
-    /// Polls for the files of the rules from now on, on a thread that is the caller's: a confined
-    /// one makes a confined one.
+    /// Starts the thread that polls for the trigger files, unless it was started before or no rule has such a file. A thread
+    /// inherits the confinement of its creator, so the caller decides which files the new thread can see.
     pub fn watch(self: &Arc<Rules>) -> Result<(), Error> {
         let needless = cfg!(simulation) || self.spec.rules.iter().all(|rule| rule.file.is_none());
         if needless || self.watched.swap(true, Relaxed) {
             return Ok(());
         }
-        // Checking for a file may block, and an engine thread must not.
+        // Checking whether a file exists may block, and an engine thread must not block.
         let watched = Arc::downgrade(self);
         std::thread::Builder::new()
             .name("blkq-fault".to_owned())
@@ -115,7 +114,7 @@ fn exists(file: &Path) -> bool {
     file.exists()
 }
 
-/// Polls for the files until the rules are dropped.
+/// Polls for the trigger files until the rules are dropped.
 fn watch(rules: &Weak<Rules>) {
     while let Some(rules) = rules.upgrade() {
         rules.poll_files();

@@ -1,4 +1,4 @@
-//! The syntax of faults: `error=EIO,op=write,rate=1%;delay=2ms,p99=20ms`.
+//! Parses fault specs such as `error=EIO,op=write,rate=1%;delay=2ms,p99=20ms`.
 
 use std::fmt;
 use std::ops::Range;
@@ -8,47 +8,47 @@ use std::str::FromStr;
 use blkq::units::{parse_bytes, parse_duration_ns};
 use blkq::{DriverSetting, Error, ErrorKind, Operation, Status};
 
-/// How long a stuck request stays by default: the kernel's time limit of a
-/// request (BLK_DEFAULT_SG_TIMEOUT is 60 s, that of blk-mq drivers 30 s).
+/// The default time for which a request is stuck, in nanoseconds: the kernel's default timeout of blk-mq requests, 30 s.
 const STUCK_NS: u64 = 30_000_000_000;
-/// A p99 that a log-normal distribution of that mean can have is at most so many times the mean.
+/// Largest ratio of the 99th percentile to the mean: a log-normal distribution cannot have a ratio above exp(2.326^2 / 2),
+/// which is 14.97.
 const P99_BY_MEAN_MAX: u64 = 14;
 
-/// A spec without rules.
+/// The text of a spec without rules.
 const NONE: &str = "none";
 
 /// The effect of a fault on a request.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Effect {
-    /// It completes with this status, and nothing was done.
+    /// The request fails with this status and transfers nothing.
     Error(Status),
-    /// A part from its beginning is done, then it completes with this status. Reads and writes.
+    /// The first part of the request is transferred, and it fails with this status. Applies to reads and writes.
     Short(Status),
-    /// A part from its beginning is done, and it completes without an error; the rest of a read is zeroes.
+    /// Only the first part of the request is transferred, and it succeeds. The rest of a read is zeroes. Applies to reads and
+    /// writes.
     Torn,
-    /// It is done at another place, and completes without an error. Reads and writes.
+    /// The request is executed at another offset, and succeeds. Applies to reads and writes.
     Misdirect,
-    /// One bit of its data is turned round, and it completes without an error. Reads and writes.
+    /// One bit of the data is flipped, and the request succeeds. Applies to reads and writes.
     Corrupt,
-    /// Nothing is done, and it completes without an error. Not reads.
+    /// The request is not executed, and succeeds. Applies to all operations except reads.
     Lose,
-    /// It begins later: by `mean_ns` always, or log-normally distributed with a mean and
-    /// a 99th percentile.
+    /// The request begins later: after `mean_ns`, or after a time with a log-normal distribution.
     Delay {
-        /// Mean, in nanoseconds.
+        /// The mean delay, in nanoseconds.
         mean_ns: u64,
-        /// 99th percentile, in nanoseconds.
+        /// The 99th percentile of the delay, in nanoseconds; `None`: each delay is `mean_ns`.
         p99_ns: Option<u64>,
     },
-    /// It stays for so many nanoseconds, then completes with [`Status::Timeout`], and nothing
-    /// was done. A change of the rules lets it go on.
+    /// The request stays in the driver for this number of nanoseconds, and then fails with [`Status::Timeout`] without being
+    /// executed. If the rules change before, the request continues without a fault.
     Stuck(u64),
     /// The thread of the queue panics.
     Panic,
 }
 
 impl Effect {
-    /// The name in a spec.
+    /// The name of the effect in a spec.
     pub fn name(self) -> &'static str {
         match self {
             Effect::Error(_) => "error",
@@ -63,7 +63,7 @@ impl Effect {
         }
     }
 
-    /// Whether it can happen to this operation.
+    /// Whether the effect applies to this operation.
     pub fn concerns(self, operation: Operation) -> bool {
         match self {
             Effect::Error(_) | Effect::Delay { .. } | Effect::Stuck(_) | Effect::Panic => true,
@@ -76,33 +76,33 @@ impl Effect {
 /// A fault, and the requests that it hits.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Rule {
-    /// What.
+    /// The effect on the requests that the rule hits.
     pub effect: Effect,
-    /// To which operations, by their numbers.
+    /// The operations that the rule applies to, indexed by [`Operation`].
     pub operations: [bool; Operation::COUNT],
-    /// To requests that touch these bytes of the device. Flushes touch none, and are meant anyway.
+    /// The rule applies to requests that overlap this range, in bytes of the device, and to flushes.
     pub range: Range<u64>,
-    /// To this share of them, 0 to 1.
+    /// The probability of a hit, from 0 to 1.
     pub rate: f64,
-    /// Not to the first so many.
+    /// The number of matching requests at the beginning that are not hit.
     pub after: u64,
-    /// At most so often.
+    /// The largest number of requests that are hit.
     pub count: u64,
-    /// Only while this file exists; an absolute path.
+    /// The trigger file, as an absolute path: the rule applies only while this file exists.
     pub file: Option<PathBuf>,
 }
 
-/// All that goes wrong with a device; by default nothing.
+/// The faults of a device. The default has no rules and injects nothing.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct FaultSpec {
-    /// Where chance begins: the same seed and the same requests have the same faults.
+    /// The seed of the random numbers; `None`: it is taken from the clock. The same seed and the same requests lead to the same
+    /// faults.
     pub seed: Option<u64>,
-    /// The rules. Delays add up; of the other effects that hit a request the first counts.
+    /// The rules. If several rules hit a request, their delays add up, and of the other effects the first one applies.
     pub rules: Vec<Rule>,
     text: String,
 }
 
-/// The faults that are injected from now on.
 impl DriverSetting for FaultSpec {
     fn name(&self) -> &'static str {
         "fault"
@@ -119,7 +119,7 @@ fn invalid(message: String) -> Error {
     Error::new(ErrorKind::Invalid, message)
 }
 
-/// The errors that have a status of their own.
+/// The names of errors in a spec, and their statuses.
 const ERRNO: [(&str, Status); 16] = [
     ("EIO", Status::Io),
     ("ENOSPC", Status::NoSpace),
@@ -152,14 +152,14 @@ fn parse_number(what: &str, text: &str) -> Result<u64, Error> {
     number.ok_or_else(|| invalid(format!("{what} must be a whole number below 2^64, not {text:?}")))
 }
 
-/// A time with its unit, in nanoseconds: `500us`, `20ms`, `10s`.
+/// Parses a time with its unit, such as `500us`, `20ms` or `10s`, to nanoseconds.
 fn parse_time_ns(text: &str) -> Result<u64, Error> {
     Some(parse_duration_ns(text)?)
         .filter(|ns| *ns > 0 && *ns <= 3_600_000_000_000)
         .ok_or_else(|| invalid(format!("a time must be more than 0 and at most 1 hour, not {text}")))
 }
 
-/// A share: `0.01`, `1%`, `1/100`.
+/// Parses a probability, such as `0.01`, `1%` or `1/100`.
 fn parse_rate(text: &str) -> Result<f64, Error> {
     let number = |text: &str| {
         let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
@@ -241,7 +241,7 @@ impl FromStr for Rule {
                 "rate" => rule.rate = parse_rate(value)?,
                 "after" => rule.after = parse_number(key, value)?,
                 "count" => rule.count = parse_number(key, value)?,
-                // A daemon polls for it from a directory of its own.
+                // The working directory of a daemon is not that of the user, so a relative path would not work.
                 "file" if value.starts_with('/') => rule.file = Some(value.into()),
                 "file" => return Err(invalid(format!("file must be an absolute path, not {value:?}"))),
                 "p99" => rule.effect = with_p99(effect, parse_time_ns(value)?)?,
@@ -269,7 +269,7 @@ fn with_p99(effect: Effect, p99_ns: u64) -> Result<Effect, Error> {
 impl FromStr for FaultSpec {
     type Err = Error;
 
-    /// Rules and `seed=N`, separated by `;`. `none` is the default.
+    /// Parses rules and at most one `seed=N`, separated by `;`. `none` is a spec without rules.
     fn from_str(text: &str) -> Result<FaultSpec, Error> {
         if text == NONE {
             return Ok(FaultSpec::default());
@@ -292,7 +292,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_spec_says_what_happens_to_whom() {
+    fn a_spec_parses_to_its_rules() {
         let spec: FaultSpec =
             "seed=7; error=ENOSPC,op=write+discard,rate=1/4,range=1M-2M,after=3,count=2,file=/tmp/on; stuck"
                 .parse()
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_rejected_in_one_line() {
+    fn invalid_specs_are_rejected_in_one_line() {
         for bad in [
             "",
             ";",
