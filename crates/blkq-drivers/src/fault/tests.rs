@@ -51,7 +51,7 @@ fn read(h: &mut Harness, offset: u64) -> (blkq::IoResult, Vec<u8>) {
 }
 
 #[test]
-fn without_rules_it_is_the_device_below() {
+fn without_rules_the_device_behaves_as_the_wrapped_one() {
     let (device, mut h) = open("none");
     let expected = fill(&device, &mut h, "none");
     assert_eq!(read(&mut h, 512), (Ok(()), expected[512..512 + 8192].to_vec()));
@@ -63,7 +63,7 @@ fn without_rules_it_is_the_device_below() {
 }
 
 #[test]
-fn an_error_hits_what_it_is_about_and_nothing_is_done() {
+fn an_error_rule_fails_matching_requests_without_executing_them() {
     let (device, mut h) = open("none");
     let spec = "error=ENOSPC,op=write,range=64K-128K,after=1,count=2";
     let expected = fill(&device, &mut h, spec);
@@ -81,7 +81,7 @@ fn an_error_hits_what_it_is_about_and_nothing_is_done() {
 }
 
 #[test]
-fn the_same_seed_has_the_same_faults() {
+fn the_same_seed_leads_to_the_same_faults() {
     let run = |seed: u64| {
         let (_, mut h) = open(&format!("seed={seed};error=EIO,rate=30%"));
         (0..200).map(|n| write(&mut h, n * 512, 1).is_err()).collect::<Vec<_>>()
@@ -121,7 +121,7 @@ fn a_short_transfer_fails_and_a_torn_one_does_not() {
 }
 
 #[test]
-fn a_misdirected_write_lands_elsewhere_and_inside() {
+fn a_misdirected_write_changes_another_place_of_the_device() {
     let (device, mut h) = open("none");
     let expected = fill(&device, &mut h, "seed=1;misdirect,op=write");
     assert_eq!(write(&mut h, 4096, 0xAA), Ok(()));
@@ -173,7 +173,7 @@ fn on_a_device_that_shrank_misdirected_writes_stay_inside() {
 }
 
 #[test]
-fn corruption_turns_one_bit_and_leaves_the_callers_memory_alone() {
+fn corruption_flips_one_bit_but_not_in_the_callers_memory() {
     let (device, mut h) = open("none");
     let expected = fill(&device, &mut h, "corrupt,op=read");
     let different = |now: &[u8], expected: &[u8]| -> u32 {
@@ -218,7 +218,7 @@ fn delays_wait_for_their_time_and_add_up() {
 }
 
 #[test]
-fn delays_have_the_mean_and_the_percentile_asked_for() {
+fn delays_have_the_requested_mean_and_percentile() {
     let mut random = Random::new(1);
     let mut delays: Vec<u64> =
         (0..100_000).map(|_| super::queue::delay_ns(1_000_000, Some(5_000_000), &mut random)).collect();
@@ -249,7 +249,7 @@ fn stuck_requests_complete_in_time_or_when_the_rules_change() {
 }
 
 #[test]
-fn a_rule_with_a_file_holds_while_the_file_exists() {
+fn a_rule_with_a_file_applies_while_the_file_exists() {
     let directory = std::env::temp_dir().join(format!("blkq-fault-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
     let file = directory.join("on");
@@ -266,7 +266,7 @@ fn a_rule_with_a_file_holds_while_the_file_exists() {
 }
 
 #[test]
-fn what_the_device_below_is_too_busy_for_is_reissued() {
+fn requests_that_a_busy_wrapped_device_rejects_are_reissued() {
     let mut options = ModelOptions::new(SIZE);
     options.busy_resource_every = 3;
     let device = Fault::new(Arc::new(Model::new(options).unwrap()), "none".parse().unwrap()).unwrap();
@@ -278,7 +278,7 @@ fn what_the_device_below_is_too_busy_for_is_reissued() {
     }
 }
 
-/// Takes one request at a time, and submits it in `commit`.
+/// A driver that takes one request at a time, and submits it in `commit`.
 struct OneByOne {
     accepted: Option<Tag>,
     is_submitted: bool,
@@ -314,7 +314,7 @@ unsafe impl DriverQueue for OneByOne {
 
     fn commit(&mut self, cx: &mut DriverContext<'_>) {
         if self.accepted.is_some() && !std::mem::replace(&mut self.is_submitted, true) {
-            // SAFETY: it has no memory.
+            // SAFETY: a NOP uses no memory.
             unsafe { cx.push(io_uring::opcode::Nop::new().build(), 0) };
         }
     }
@@ -326,7 +326,7 @@ unsafe impl DriverQueue for OneByOne {
 }
 
 #[test]
-fn what_is_offered_after_a_completion_is_committed() {
+fn requests_offered_after_a_completion_are_committed() {
     let device = OneByOne { accepted: None, is_submitted: false };
     let device = Fault::new(Arc::new(device), "none".parse().unwrap()).unwrap();
     let mut h = Harness::open(&device).unwrap();

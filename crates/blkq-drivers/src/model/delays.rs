@@ -1,4 +1,4 @@
-//! How a model device is slow on purpose, and its counters.
+//! The timing models of a model device, and its counters.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -11,40 +11,40 @@ use blkq::sync::atomic::AtomicU64;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{DriverContext, Operation, Tag};
 
-/// When a request completes.
+/// When a request of a model device completes.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum ModelCompletion {
-    /// Before [`DriverQueue::queue_requests`](blkq::DriverQueue::queue_requests) returns.
+    /// Before the call of [`DriverQueue::queue_requests`](blkq::DriverQueue::queue_requests) returns.
     #[default]
     Immediate,
-    /// That many nanoseconds after it was taken.
+    /// This number of nanoseconds after the driver has taken the request.
     Timer(u64),
-    /// After a random number of nanoseconds out of a range, the same series for the same seed.
+    /// After a random time from a range in nanoseconds. The second value is the seed: the same seed leads to the same times.
     Random(RangeInclusive<u64>, u64),
-    /// When a disk with one arm has done it, one request after the other.
+    /// When a disk with one arm would complete it. Such a disk executes one request after the other.
     Disk(SeekModel),
-    /// When a disk with a limited rate has done it, which it begins in order.
+    /// When a disk with a limited rate would complete it. Such a disk begins requests in order.
     RateLimited(RateModel),
 }
 
-/// The cost of taking a request, for the engine thread: a bad driver, on purpose
-/// (what BLK_MQ_F_BLOCKING announces in the kernel).
+/// How long the driver blocks the engine's thread for each request. It models a badly written driver, or one that would need
+/// BLK_MQ_F_BLOCKING in the kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum ModelBlocking {
-    /// Nothing.
+    /// The driver does not block.
     #[default]
     Never,
-    /// That many nanoseconds of CPU per request.
+    /// The driver uses the processor for this number of nanoseconds per request.
     Spin(u64),
-    /// That many nanoseconds of sleep per request.
+    /// The driver sleeps for this number of nanoseconds per request.
     Sleep(u64),
 }
 
 impl ModelBlocking {
     #[inline]
-    pub(super) fn hold_up(self) {
+    pub(super) fn block(self) {
         match self {
             ModelBlocking::Never => {}
             ModelBlocking::Spin(ns) => {
@@ -58,15 +58,14 @@ impl ModelBlocking {
     }
 }
 
-/// A disk with one arm, which does one request at a time: a seek that grows with the
-/// distance (none where the last request ended), half a rotation after each seek, then
-/// the transfer. Enough to make merging and the order of requests matter as they do on
-/// such a disk.
+/// A disk with one arm, which executes one request at a time. A request costs a seek that grows with the distance, half a
+/// rotation after the seek, and the transfer. A request that continues the last one needs no seek. The model is accurate enough
+/// to make merging and the order of requests matter as on a real disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SeekModel {
-    /// Seek to the neighbouring track, in nanoseconds.
+    /// The shortest seek, to the neighbouring track, in nanoseconds.
     pub seek_min_ns: u64,
-    /// Seek over the whole disk, in nanoseconds; between the two it grows with the distance.
+    /// The longest seek, over the whole disk, in nanoseconds. Between the two, the time grows linearly with the distance.
     pub seek_max_ns: u64,
     /// Half a rotation, in nanoseconds.
     pub rotation_half_ns: u64,
@@ -90,8 +89,8 @@ impl Default for SeekModel {
 }
 
 impl SeekModel {
-    /// Nanoseconds of a request of `bytes` at `offset` after one that ended at `head`, on
-    /// a disk of `capacity` bytes.
+    /// The time in nanoseconds of a request of `bytes` bytes at `offset`, after a request that ended at `head`, on a disk of
+    /// `capacity` bytes.
     pub fn cost_ns(&self, head: u64, offset: u64, bytes: u64, capacity: u64) -> u64 {
         let ratio = |count: u64, whole: u64, of: u64| {
             (u128::from(count) * u128::from(of) / u128::from(whole.max(1))) as u64
@@ -105,25 +104,26 @@ impl SeekModel {
     }
 }
 
-/// A disk whose rate its provider limits, as those of clouds are: requests take tokens from a bucket, in order, and
-/// wait for the next refill when there are none. At the ceiling most of that is done right after a refill, and the
-/// rest waits for the next.
+/// A disk whose rate the provider limits, as cloud disks are. Requests take tokens from a bucket in order, and wait for the next
+/// refill if the bucket is empty. When more requests arrive than the rate allows, most of them complete in a burst right after
+/// a refill, and the rest waits for the next one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RateModel {
-    /// Requests per second; 0 for no limit of them.
+    /// Requests per second; 0: no limit.
     pub iops: u64,
-    /// Bytes per second; 0 for no limit of them.
+    /// Bytes per second; 0: no limit.
     pub bytes_per_second: u64,
-    /// The bucket is refilled this often, in nanoseconds, from 1.
+    /// The interval between refills, in nanoseconds; at least 1.
     pub refill_ns: u64,
-    /// It takes so many nanoseconds of its rate, and at least a refill: the burst after an idle time.
+    /// The capacity of the bucket, as the time in nanoseconds in which the rates fill it; at least one refill. It bounds the
+    /// burst after an idle time.
     pub burst_ns: u64,
-    /// The time of a request that has its tokens, in nanoseconds; any number of them at once.
+    /// The time of a request after it has got its tokens, in nanoseconds. Any number of requests may be in service together.
     pub service_ns: u64,
 }
 
 impl Default for RateModel {
-    /// A disk of 10,000 I/Os per second and 200 us, whose bucket is refilled every 50 ms.
+    /// A disk with 10,000 I/Os per second and a service time of 200 us, whose bucket is refilled every 50 ms.
     fn default() -> RateModel {
         RateModel {
             iops: 10_000,
@@ -135,19 +135,19 @@ impl Default for RateModel {
     }
 }
 
-/// The bucket of such a disk.
+/// The token bucket of a [`RateModel`].
 #[derive(Clone, Debug)]
 pub struct RateBucket {
     model: RateModel,
-    /// I/Os and bytes; less than none after a request that took more than there was.
+    /// Tokens for I/Os and for bytes. They are negative after a request that took more than there were.
     tokens: [f64; 2],
     refilled_ns: Option<u64>,
-    /// When the last request began.
+    /// The time at which the last request began.
     begun_ns: u64,
 }
 
 impl RateBucket {
-    /// A bucket that is full.
+    /// A full bucket with the rates of `model`.
     pub fn new(model: RateModel) -> RateBucket {
         let refill_ns = model.refill_ns.max(1);
         let mut bucket = RateBucket {
@@ -160,7 +160,7 @@ impl RateBucket {
         bucket
     }
 
-    /// Changes the rates, from the next refill on.
+    /// Changes the rates, in I/Os and bytes per second. The new rates apply from the next refill.
     pub fn set_rates(&mut self, iops: u64, bytes_per_second: u64) {
         (self.model.iops, self.model.bytes_per_second) = (iops, bytes_per_second);
     }
@@ -183,14 +183,15 @@ impl RateBucket {
         }
     }
 
-    /// One token is enough for a request of any size: the next waits for what it took too much.
+    /// Whether a request must wait for a refill. One token is enough for a request of any size; the next request waits until
+    /// the debt is paid.
     fn lacks_tokens(&self) -> bool {
         let rates = [self.model.iops, self.model.bytes_per_second];
         self.tokens.iter().zip(rates).any(|(tokens, rate)| rate > 0 && *tokens <= 0.0)
     }
 
-    /// When a request of `bytes` that comes at `now_ns` completes, in nanoseconds of the same clock. Requests come
-    /// in order.
+    /// The time at which a request of `bytes` bytes that arrives at `now_ns` completes, in nanoseconds of the same clock. The
+    /// calls must be in the order of arrival.
     pub fn due_ns(&mut self, now_ns: u64, bytes: u64) -> u64 {
         let mut begin_ns = now_ns.max(self.begun_ns);
         self.refill(begin_ns);
@@ -213,7 +214,7 @@ enum Rule {
     RateLimited(RateBucket),
 }
 
-/// The requests that wait for their time.
+/// The requests in flight, with their completion times.
 pub(super) struct Delays {
     rule: Rule,
     waiting: BinaryHeap<Reverse<(u64, Tag)>>,
@@ -239,7 +240,7 @@ impl Delays {
         matches!(self.rule, Rule::Immediate)
     }
 
-    /// Puts `tag` aside until its time. Whether the arm of a modelled disk had to move.
+    /// Adds `tag` with the completion time that follows from the model. Returns whether the arm of a modelled disk had to move.
     pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> bool {
         let now = cx.now_ns();
         let mut seeks = false;
@@ -252,7 +253,7 @@ impl Delays {
                 let request = cx.request(tag);
                 let begin = now.max(*busy_until_ns);
                 let cost = match request.operation() {
-                    // The arm stays where it is.
+                    // These operations do not move the arm.
                     Operation::Flush | Operation::Discard => model.command_ns,
                     _ => {
                         let (offset, bytes) = (request.offset(), request.bytes());
@@ -270,13 +271,13 @@ impl Delays {
         seeks
     }
 
-    /// When the next request is due.
+    /// The earliest completion time, in nanoseconds.
     #[inline]
     pub fn earliest_ns(&self) -> Option<u64> {
         self.waiting.peek().map(|Reverse((due, _))| *due)
     }
 
-    /// Takes a request that is due.
+    /// Removes and returns a request that is due at `now`, if there is one.
     pub fn take_due(&mut self, now: u64) -> Option<Tag> {
         match self.waiting.peek() {
             Some(Reverse((due, _))) if *due <= now => self.waiting.pop().map(|Reverse((_, tag))| tag),
@@ -285,28 +286,29 @@ impl Delays {
     }
 }
 
-/// The counters of the queues of a model device. Each queue's thread alone writes its own.
+/// The counters of a queue of a model device, or the sum over all queues. Only the thread of the queue writes its counters, and
+/// all accesses are relaxed.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct ModelCounters {
-    /// Calls of `queue_requests`.
+    /// The number of calls of [`queue_requests`](blkq::DriverQueue::queue_requests).
     pub batches: AtomicU64,
-    /// Requests taken.
+    /// The number of requests that the driver has taken.
     pub requests: AtomicU64,
-    /// Most requests taken by one call.
+    /// The largest number of requests taken by one call.
     pub batch_max: AtomicU64,
-    /// Flushes among the requests.
+    /// The number of flushes among the requests.
     pub flushes: AtomicU64,
-    /// Bytes of all requests.
+    /// The sum of the lengths of all requests, in bytes.
     pub bytes: AtomicU64,
-    /// Requests not taken for the time being.
+    /// The number of times that the device was busy and did not take a request.
     pub busy: AtomicU64,
-    /// Requests for which the arm of a modelled disk had to move.
+    /// The number of requests for which the arm of a modelled disk had to move.
     pub seeks: AtomicU64,
 }
 
 impl ModelCounters {
-    /// Adds to a counter that nobody else writes: no locked instruction.
+    /// Adds to a counter that only this thread writes, so no atomic read-modify-write is needed.
     #[inline]
     pub(super) fn raise(counter: &AtomicU64, by: u64) {
         counter.store(counter.load(Relaxed) + by, Relaxed);
@@ -352,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn one_merged_write_beats_its_parts_on_the_model() {
+    fn one_merged_write_costs_less_than_its_parts() {
         let model = SeekModel::default();
         let merged = model.cost_ns(0, 1 << 20, 128 << 10, 1 << 30);
         let scattered: u64 = (0..32).map(|i| model.cost_ns(0, (1 << 20) + i * 4096, 4096, 1 << 30)).sum();

@@ -1,6 +1,6 @@
-//! The model driver: a device that stores nothing and is slow, or busy, on purpose:
-//! timers, random delays, a disk with one arm, a disk of limited rate, blocking. For measuring and testing what the
-//! block layer does above such a device.
+//! The model driver: a device that stores nothing and is slow or busy as configured. It models fixed and random delays, a disk
+//! with one arm, a disk with a limited rate, and drivers that block. It serves to measure and test the block layer above such
+//! a device.
 
 mod delays;
 
@@ -21,26 +21,25 @@ pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, RateBucket, Rate
 /// The options of a model device.
 #[derive(Clone, Debug)]
 pub struct ModelOptions {
-    /// Size, logical block, largest request, and whether the device has a write cache,
-    /// does FUA, discards and writes zeroes, is read-only: passed on as they are.
+    /// The limits of the device, which the driver declares unchanged.
     pub limits: QueueLimits,
     /// When requests complete.
     pub completion: ModelCompletion,
-    /// The cost of taking a request.
+    /// How long the driver blocks the engine's thread for each request.
     pub blocking: ModelBlocking,
-    /// Every so many requests, one is turned back with [`Busy::Resource`] and so requeued; 0: never.
+    /// One request in this number is not taken, with [`Busy::Resource`], and so requeued; 0: all are taken.
     pub busy_resource_every: u32,
-    /// The same with [`Busy::UntilCompletion`], if a completion is due; 0: never.
+    /// One request in this number is not taken, with [`Busy::UntilCompletion`], if a completion is due; 0: all are taken.
     pub busy_until_completion_every: u32,
-    /// Reads fill their memory with zeroes. Without it they leave the memory as it was,
-    /// which is faster, and must not be exported: it would show old memory to clients.
+    /// Whether reads fill their memory with zeroes. If not, they leave the memory unchanged, which is faster. Such a device
+    /// must not be exported, because clients would read old memory of this process.
     pub zero_reads: bool,
 }
 
 impl ModelOptions {
-    /// A device of `capacity_bytes` that completes at once, and can do everything.
+    /// A device of `capacity_bytes` bytes that supports every operation and completes requests immediately.
     pub fn new(capacity_bytes: u64) -> ModelOptions {
-        // It can do all that the null device can.
+        // The same limits as those of the null device.
         let NullOptions { limits, zero_reads } = NullOptions::new(capacity_bytes);
         ModelOptions {
             limits,
@@ -53,15 +52,15 @@ impl ModelOptions {
     }
 }
 
-/// The device.
+/// A device that stores nothing and has the configured timing.
 pub struct Model {
     options: ModelOptions,
-    /// The counters of each queue: written by its thread alone, summed when they are read.
+    /// The counters of each queue. Only the thread of the queue writes them, and a reader adds them up.
     counters: Mutex<Vec<Arc<ModelCounters>>>,
 }
 
 impl Model {
-    /// A model device.
+    /// Makes a model device with these options.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] if the limits contradict each other.
@@ -83,15 +82,10 @@ impl Driver for Model {
         "model"
     }
 
-    // Asked for once; the block layer then splits, emulates or rejects whatever the
-    // device cannot do, so that the queue below need not check anything.
     fn limits(&self) -> QueueLimits {
         self.options.limits.clone()
     }
 
-    // Runs on the thread that will use the queue. Everything the data path needs is
-    // allocated here. A driver that does I/O would declare `uses_ring` and register its
-    // files with `ring` now.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         let mut queues = lock(&self.counters);
         if matches!(self.options.completion, ModelCompletion::Disk(_) | ModelCompletion::RateLimited(_))
@@ -111,7 +105,6 @@ impl Driver for Model {
         Ok(Box::new(ModelQueue { options, plain, delays, counters, seen: 0 }))
     }
 
-    // The facts that `blkq show` prints.
     fn describe(&self) -> Vec<(&'static str, String)> {
         let counters = self.counters();
         vec![
@@ -126,20 +119,18 @@ impl Driver for Model {
     }
 }
 
-/// One queue of it.
 struct ModelQueue {
     options: ModelOptions,
-    /// None of the options that cost time for each request is in use.
+    /// No option is in use that costs time for each request.
     plain: bool,
     delays: Delays,
     counters: Arc<ModelCounters>,
-    /// Requests offered, for the injections.
+    /// The number of requests that were offered, for [`ModelQueue::busy`].
     seen: u64,
 }
 
-// SAFETY: only this thread uses the memory of a request, and before it completes.
+// SAFETY: only this thread uses the memory of a request, and only before the request completes.
 unsafe impl DriverQueue for ModelQueue {
-    // The heart of a driver. Requests that are not taken are requeued, in order.
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         if self.plain && self.delays.is_immediate() {
             let (mut bytes, mut flushes) = (0, 0);
@@ -162,10 +153,10 @@ unsafe impl DriverQueue for ModelQueue {
                     (taken, count) = (Taken::First(index, busy), index);
                     break;
                 }
-                self.options.blocking.hold_up();
+                self.options.blocking.block();
                 if request.operation() == Operation::Read && self.options.zero_reads {
                     cx.for_each_segment(tag, |segment| {
-                        // SAFETY: the memory of a read in flight is valid and the device's to fill.
+                        // SAFETY: the memory of a read in flight is valid, and only the driver may write to it.
                         unsafe { segment.ptr.write_bytes(0, segment.len as usize) }
                     });
                 }
@@ -182,10 +173,10 @@ unsafe impl DriverQueue for ModelQueue {
         taken
     }
 
-    // Called once per turn and at the deadline at the latest: here complete the requests that had to wait.
+    // Called once per turn, and at the deadline at the latest. Completes the requests that are due.
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         if self.delays.earliest_ns().is_some() {
-            // Not the queue's clock: a cached reading would keep what is due waiting.
+            // Not the queue's cached time, with which requests that are due now would wait for the next turn.
             let now = monotonic_ns();
             while let Some(tag) = self.delays.take_due(now) {
                 cx.complete(tag, Ok(()));
@@ -199,13 +190,13 @@ unsafe impl DriverQueue for ModelQueue {
 }
 
 impl ModelQueue {
-    /// Whether the device is busy for the next request.
+    /// Whether the device is too busy to take the next request.
     #[inline]
     fn busy(&mut self) -> Option<Busy> {
         let options = &self.options;
         self.seen += 1;
         let hits = |every: u32| every != 0 && self.seen.is_multiple_of(u64::from(every));
-        // "Until a completion" is a promise, to be given only while one is to come.
+        // `UntilCompletion` promises that a completion will follow, so it requires a request in flight.
         let busy = if hits(options.busy_until_completion_every) && self.delays.earliest_ns().is_some() {
             Busy::UntilCompletion
         } else if hits(options.busy_resource_every) {

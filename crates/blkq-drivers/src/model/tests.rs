@@ -10,7 +10,7 @@ fn device(change: impl FnOnce(&mut ModelOptions)) -> Model {
 }
 
 #[test]
-fn completes_at_once_and_counts() {
+fn requests_complete_immediately_and_are_counted() {
     let model = device(|_| {});
     let mut h = Harness::open(&model).unwrap();
     let tags = [h.read(0, &[4096]), h.write(4096, vec![filled(512, 1), filled(512, 2)])];
@@ -26,13 +26,13 @@ fn completes_at_once_and_counts() {
 }
 
 #[test]
-fn reads_may_leave_memory_alone() {
+fn without_zero_reads_the_memory_stays_unchanged() {
     let mut h = Harness::open(&device(|o| o.zero_reads = false)).unwrap();
     assert_eq!(h.read_back(0, 512), vec![0xEE; 512]);
 }
 
 #[test]
-fn a_timer_delays() {
+fn a_timer_delays_the_completion() {
     let mut h = Harness::open(&device(|o| o.completion = ModelCompletion::Timer(3_000_000))).unwrap();
     let tag = h.read(0, &[512]);
     let begin = monotonic_ns();
@@ -119,7 +119,7 @@ fn busy_requests_are_requeued_and_complete_once() {
 }
 
 #[test]
-fn a_blocking_device_holds_up_its_thread() {
+fn a_blocking_device_blocks_its_thread() {
     for blocking in [ModelBlocking::Spin(2_000_000), ModelBlocking::Sleep(2_000_000)] {
         let mut h = Harness::open(&device(|o| o.blocking = blocking)).unwrap();
         let tag = h.read(0, &[512]);
@@ -130,7 +130,7 @@ fn a_blocking_device_holds_up_its_thread() {
 }
 
 #[test]
-fn nonsense_limits_are_rejected() {
+fn contradictory_limits_are_rejected() {
     let mut options = ModelOptions::new(1000);
     assert_eq!(Model::new(options.clone()).err().unwrap().kind(), ErrorKind::Invalid);
     options.limits.capacity_bytes = 1024;
