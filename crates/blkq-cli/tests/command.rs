@@ -481,7 +481,10 @@ fn a_daemon_whose_sockets_were_removed_is_named() {
     for words in [&["list"][..], &["detach", "r"]] {
         let output = place.run(words);
         let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
-        assert!(text.contains(&format!("control socket was removed, `kill {pid}` detaches the device")), "{text}");
+        assert!(
+            text.contains(&format!("control socket was removed, `kill {pid}` detaches the device")),
+            "{text}"
+        );
     }
     signal(pid, Signal::TERM);
     wait_until("it is detached", || place.files().is_empty());

@@ -257,9 +257,12 @@ fn a_file_that_is_attached_is_applied() {
 fn a_service_that_cannot_start_reports_why() {
     let place =
         configured("service-bad", &[("data.toml", "image = \"/none.img\"\n"), ("bad.toml", "queues = 0\n")]);
-    for (name, why) in
-        [("data", "No such file"), ("bad", "bad.toml:1: "), ("none", "No such file"), ("../x", "is not a valid device name")]
-    {
+    for (name, why) in [
+        ("data", "No such file"),
+        ("bad", "bad.toml:1: "),
+        ("none", "No such file"),
+        ("../x", "is not a valid device name"),
+    ] {
         let output = run(&place, &["service", name]);
         let line = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1));

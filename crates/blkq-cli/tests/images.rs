@@ -397,7 +397,10 @@ fn a_setting_that_there_is_not_says_which_there_are() {
     assert!(why.contains("depth must be 1 to 256") && !why.contains("--depth"), "{why}");
     assert!(place.refused(&["set", "ram", "depth=x"]).contains("a number of at least 1, not \"x\""));
     let why = place.refused(&["resize", "ram", "2M"]);
-    assert!(why.ends_with("cannot be resized; detach the device and attach it with another size\n"), "{why:?}");
+    assert!(
+        why.ends_with("cannot be resized; detach the device and attach it with another size\n"),
+        "{why:?}"
+    );
     // Each that is named can be set to what it is.
     let shown = place.json(&["show", "disk.img", "--json"]);
     let listed = line.split("choose one of ").nth(1).unwrap().split(';').next().unwrap();

@@ -592,7 +592,7 @@ impl Drop for LoopDevice {
         if self.superseded.load(Relaxed) {
             return;
         }
-        // A ring may keep the file open after the device is gone, and the locks are released only with it.
+        // A ring may keep the file open after the device was removed, and the locks are released only with it.
         lock::release_all(&locked(&self.shared.state).file);
     }
 }

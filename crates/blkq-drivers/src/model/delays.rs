@@ -89,7 +89,7 @@ impl Default for SeekModel {
 }
 
 impl SeekModel {
-    /// The time in nanoseconds of a request of `bytes` bytes at `offset`, after a request that ended at `head`, on a disk of
+    /// The time in nanoseconds of a request of `bytes` bytes at `offset`, after one that completed at `head`, on a disk of
     /// `capacity` bytes.
     pub fn cost_ns(&self, head: u64, offset: u64, bytes: u64, capacity: u64) -> u64 {
         let ratio = |count: u64, whole: u64, of: u64| {

@@ -197,7 +197,7 @@ impl Medium {
     fn words(&self, range: Range<usize>) -> &[AtomicU64] {
         assert!(range.end <= self.bytes && range.start.is_multiple_of(WORD));
         // SAFETY: the range is aligned and within the mapping, which outlives the borrow, and is accessed only as
-        // atomics. What the kernel does in `discard` is equivalent to a store of zeroes by another thread.
+        // atomics. The effect of `discard` is equivalent to a store of zeroes by another thread.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start).cast(), range.len() / WORD) }
     }
 
