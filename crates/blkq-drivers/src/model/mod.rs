@@ -39,7 +39,7 @@ pub struct ModelOptions {
 impl ModelOptions {
     /// A device of `capacity_bytes` bytes that supports every operation and completes requests immediately.
     pub fn new(capacity_bytes: u64) -> ModelOptions {
-        // The same limits as those of the null device.
+        // All that the null device supports.
         let NullOptions { limits, zero_reads } = NullOptions::new(capacity_bytes);
         ModelOptions {
             limits,

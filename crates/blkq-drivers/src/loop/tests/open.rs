@@ -44,7 +44,7 @@ fn each_error_has_the_reason_and_a_hint() {
 }
 
 #[test]
-fn files_that_are_not_images_are_rejected_and_a_pipe_does_not_hang() {
+fn files_that_are_no_images_are_rejected_without_hanging() {
     let directory = Directory::new();
     let fifo = directory.file("fifo");
     run("mkfifo", &[fifo.to_str().unwrap()]);
