@@ -1,5 +1,5 @@
 //! `--hang-warning`: logs requests that are in flight for too long and engines that do not answer, once each,
-//! and again when they complete or answer.
+//! and again when they complete or answer. The same thread logs held requests and failed I/O.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -13,9 +13,10 @@ use std::time::Duration;
 use blkq::clock::monotonic_ns;
 use blkq::engine::HangScanReply;
 use blkq::hang::{Hang, HangCompletion, HangScan, Place};
-use blkq::{Disk, EngineHandle, PeriodicThread, Wakeup};
+use blkq::{Disk, EngineHandle, Failures, PeriodicThread, Wakeup};
 
 use crate::failure::Outcome;
+use crate::io_errors::IoErrorLog;
 
 pub const DEFAULT: &str = "30";
 /// The longest and the shortest time in seconds.
@@ -25,9 +26,8 @@ const SECONDS_MIN: f64 = 0.1;
 /// below.
 const SCANS: u32 = 8;
 const INTERVAL_MIN: Duration = Duration::from_millis(50);
-const INTERVAL_MAX: Duration = Duration::from_secs(5);
-/// How often the number of held requests is checked if there are no scans.
-const HELD_INTERVAL: Duration = Duration::from_secs(2);
+/// Maximum time between two checks for held and failed requests.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum time between two lines about held requests.
 const HELD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the watcher waits for an engine's answer before it continues with the next engine.
@@ -127,6 +127,7 @@ struct Watcher {
     logged_held: bool,
     /// Earliest time of the next line about held requests.
     log_held_from_ns: u64,
+    io_errors: IoErrorLog,
 }
 
 /// Returns the time in nanoseconds: the monotonic clock, or a clock that a test controls.
@@ -143,21 +144,23 @@ struct Watched {
     stalled: bool,
     /// Number of hung requests in the engine's last answer.
     hung: u64,
+    /// Number of failed requests of the queue when the last scan was requested.
+    failed: u64,
 }
 
 impl Watcher {
     fn new(disk: Arc<Disk>, engines: Vec<EngineHandle>, counters: HangCounters, now_ns: Clock) -> Watcher {
         let watched = engines.into_iter().enumerate().map(|(queue, engine)| Watched::new(queue, engine));
         let queues = watched.collect();
-        Watcher { disk, queues, counters, now_ns, logged_held: false, log_held_from_ns: 0 }
+        let io_errors = IoErrorLog::default();
+        Watcher { disk, queues, counters, now_ns, logged_held: false, log_held_from_ns: 0, io_errors }
     }
 
     /// The time until the next scan.
     fn interval(&self) -> Duration {
         match self.counters.limit() {
-            // Held requests are reported even if there are no hang warnings.
-            Duration::ZERO => HELD_INTERVAL,
-            limit => (limit / SCANS).clamp(INTERVAL_MIN, INTERVAL_MAX),
+            Duration::ZERO => CHECK_INTERVAL,
+            limit => (limit / SCANS).clamp(INTERVAL_MIN, CHECK_INTERVAL),
         }
     }
 
@@ -171,9 +174,8 @@ impl Watcher {
             Wakeup::Called => {}
             Wakeup::Due => {
                 self.check_held(log);
-                if !limit.is_zero() {
-                    self.scan(limit.as_nanos() as u64, log);
-                }
+                self.scan(if limit.is_zero() { u64::MAX } else { limit.as_nanos() as u64 }, log);
+                self.io_errors.write((self.now_ns)(), log);
             }
         }
         self.interval()
@@ -201,16 +203,19 @@ impl Watcher {
     }
 
     fn scan(&mut self, limit_ns: u64, log: &dyn Fn(&str)) {
-        let Watcher { disk, queues, counters, now_ns: clock, .. } = self;
+        let Watcher { disk, queues, counters, now_ns: clock, io_errors, .. } = self;
         for watched in queues.iter_mut() {
             if watched.asked.is_none() {
-                if watched.hung == 0 && disk.has_nothing_to_scan(watched.queue) {
+                let failed = disk.failed_requests(watched.queue);
+                let may_hang = limit_ns < u64::MAX && !disk.has_nothing_to_scan(watched.queue);
+                if watched.hung == 0 && watched.failed == failed && !may_hang {
                     continue;
                 }
+                watched.failed = failed;
                 let now_ns = clock();
                 watched.asked = Some((watched.engine.scan_for_hangs(now_ns, limit_ns), now_ns));
             }
-            watched.take_reply(disk, limit_ns, clock, &counters.stalls, log);
+            io_errors.add(watched.take_reply(disk, limit_ns, clock, &counters.stalls, log));
         }
     }
 }
@@ -218,7 +223,7 @@ impl Watcher {
 impl Watched {
     fn new(queue: usize, engine: EngineHandle) -> Watched {
         let status = thread_status(&format!("blkq-queue-{queue}"));
-        Watched { queue, engine, status, asked: None, stalled: false, hung: 0 }
+        Watched { queue, engine, status, asked: None, stalled: false, hung: 0, failed: 0 }
     }
 
     /// Handles the engine's answer, if it has arrived.
@@ -229,8 +234,8 @@ impl Watched {
         now_ns: &dyn Fn() -> u64,
         stalls: &AtomicU64,
         log: &dyn Fn(&str),
-    ) {
-        let Some((reply, asked_ns)) = &self.asked else { return };
+    ) -> Failures {
+        let Some((reply, asked_ns)) = &self.asked else { return Failures::default() };
         let answer = match self.stalled {
             // An earlier scan has already waited for this answer.
             true => reply.try_recv(),
@@ -249,6 +254,7 @@ impl Watched {
                 self.hung = scan.hung;
                 self.asked = None;
                 log_scan(disk, queue, &scan, limit_ns, log);
+                return scan.failures;
             }
             Err(TryRecvError::Empty) if age_ns > limit_ns && !self.stalled => {
                 self.stalled = true;
@@ -260,6 +266,7 @@ impl Watched {
             Err(TryRecvError::Empty) => {}
             Err(TryRecvError::Disconnected) => (self.asked, self.hung) = (None, 0),
         }
+        Failures::default()
     }
 }
 
@@ -489,7 +496,8 @@ mod tests {
         };
         let count = |scans: &Scans| scans.lines.with("held").len();
         let writer = hold();
-        scans.scan();
+        let error = scans.wait("I/O error: write at sector 16, 8 sectors: no space left");
+        assert!(error.ends_with("; client: a thread of this process"), "{error}");
         assert_eq!(scans.lines.with("held: 1 request has failed and is held").len(), 1);
         fail(writer);
         scans.scan();

@@ -33,6 +33,7 @@ mod file_id;
 pub mod group;
 pub mod hangs;
 pub mod info;
+mod io_errors;
 pub mod launch;
 pub mod lock_holders;
 pub mod log;

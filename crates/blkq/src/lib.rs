@@ -115,6 +115,7 @@ pub mod trace;
 pub mod units;
 mod wrapped;
 
+pub use queue::failures::{FailedIo, Failures};
 pub use queue::hang;
 pub use remote::gate;
 

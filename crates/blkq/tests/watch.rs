@@ -287,8 +287,8 @@ unsafe impl Source for Sleeper {
         let wait: Box<std::sync::mpsc::Receiver<()>> = wait.downcast().unwrap();
         let _ = wait.recv();
     }
-    fn client_of(&self, mark: u64) -> Option<String> {
-        Some(format!("sleeper {mark}"))
+    fn write_client(&self, mark: u64, text: &mut dyn std::fmt::Write) -> std::fmt::Result {
+        write!(text, "sleeper {mark}")
     }
     fn stop(&mut self, _: &mut SourceContext<'_>, _: bool) {}
     fn is_stopped(&self) -> bool {

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
+use std::fmt;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -410,11 +411,12 @@ unsafe impl Source for NbdSource {
         if self.ready.is_empty() { self.timers_ns() } else { Some(0) }
     }
 
-    fn client_of(&self, user_data: u64) -> Option<String> {
-        let request = self.shared.request_of(user_data)?;
-        let connection = self.connections.get(request.connection as usize)?.as_ref()?;
+    fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
+        let Some(request) = self.shared.request_of(user_data) else { return Ok(()) };
+        let connection = self.connections.get(request.connection as usize).and_then(Option::as_ref);
+        let Some(connection) = connection else { return Ok(()) };
         let (id, peer) = connection.status().id_and_peer();
-        Some(format!("nbd client {id} ({peer}), cookie {:#x}", request.to.cookie))
+        write!(text, "nbd client {id} ({peer}), cookie {:#x}", request.to.cookie)
     }
 
     fn is_abandoned(&self, user_data: u64) -> bool {

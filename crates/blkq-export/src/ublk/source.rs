@@ -13,6 +13,7 @@
 mod tests;
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
@@ -558,9 +559,10 @@ unsafe impl Source for QueueSource {
         }
     }
 
-    fn client_of(&self, user_data: u64) -> Option<String> {
-        let Slot { tag, .. } = self.slots.get(usize::try_from(user_data).ok()?)?;
-        Some(format!("the kernel's block device (queue {}, tag {tag})", self.options.queue))
+    fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
+        let slot = usize::try_from(user_data).ok().and_then(|index| self.slots.get(index));
+        let Some(Slot { tag, .. }) = slot else { return Ok(()) };
+        write!(text, "the kernel's block device (queue {}, tag {tag})", self.options.queue)
     }
 
     fn is_abandoned(&self, _user_data: u64) -> bool {

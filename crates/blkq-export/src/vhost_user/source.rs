@@ -4,6 +4,7 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
+use std::fmt;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -546,10 +547,11 @@ unsafe impl Source for VringSource {
         poll_ns.into_iter().chain(idle_ns).min()
     }
 
-    fn client_of(&self, mark: u64) -> Option<String> {
+    fn write_client(&self, mark: u64, text: &mut dyn fmt::Write) -> fmt::Result {
         let VringStart { status, peer, .. } = &self.start;
-        let descriptor = self.slots.get(mark)?.head.index;
-        Some(format!("vhost-user front end ({peer}), ring {}, descriptor {descriptor}", status.index))
+        let Some(slot) = self.slots.get(mark) else { return Ok(()) };
+        let descriptor = slot.head.index;
+        write!(text, "vhost-user front end ({peer}), ring {}, descriptor {descriptor}", status.index)
     }
 
     fn is_abandoned(&self, _user_data: u64) -> bool {

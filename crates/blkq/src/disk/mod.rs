@@ -210,6 +210,11 @@ impl Disk {
         [Direction::Read, Direction::Write].map(|direction| self.gate.waiting(direction))
     }
 
+    /// Number of requests of queue `index` that have failed or were held.
+    pub fn failed_requests(&self, index: usize) -> u64 {
+        self.queues[index].stats.failed_requests()
+    }
+
     /// Whether a scan of queue `index` for hangs ([`hang`](crate::queue::hang)) can be skipped: the queue has
     /// no requests, and no bios that a freeze, a lack of tags or held writes keep from becoming requests.
     pub fn has_nothing_to_scan(&self, index: usize) -> bool {

@@ -160,6 +160,7 @@ impl LocalQueue {
     /// ([`monotonic_ns`](crate::clock::monotonic_ns)), and the previously reported I/O that has completed
     /// since: see [`hang`](crate::queue::hang).
     pub fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
+        self.queue.name_failed(|user_data, text| _ = write!(text, "user_data {user_data}"));
         let mut scan = self.queue.scan_for_hangs(now_ns, limit_ns);
         for hang in &mut scan.hangs {
             hang.client =

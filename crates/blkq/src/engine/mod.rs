@@ -206,13 +206,17 @@ impl Engine {
 
     fn scan_for_hangs(&mut self, now_ns: u64, limit_ns: u64) -> HangScan {
         let mut all = HangScan::default();
-        for queue in &mut self.queues {
+        let Engine { queues, sources, .. } = self;
+        for queue in queues {
+            queue.name_failed(|user_data, text| sources.write_client(Token(user_data), text));
             let mut scan = queue.scan_for_hangs(now_ns, limit_ns);
             for hang in &mut scan.hangs {
                 // A bio without `user_data` is waited for by a thread, whose name the queue has recorded as
                 // the client.
                 let Some(user_data) = hang.user_data else { continue };
-                hang.client = self.sources.client_of(Token(user_data));
+                let mut client = String::new();
+                sources.write_client(Token(user_data), &mut client);
+                hang.client = (!client.is_empty()).then_some(client);
             }
             all.add(scan);
         }

@@ -41,7 +41,9 @@ impl Engine {
     /// Passes completed bios to the sources that submitted them.
     fn deliver(&mut self) {
         for index in 0..self.queues.len() {
-            let mut completed = std::mem::take(self.queues[index].completions_mut());
+            let Engine { queues, sources, .. } = self;
+            queues[index].name_failed(|user_data, text| sources.write_client(Token(user_data), text));
+            let mut completed = std::mem::take(queues[index].completions_mut());
             for completion in completed.drain(..) {
                 let (sources, parts) = self.split();
                 sources.on_bio(completion, parts);

@@ -2,6 +2,7 @@
 //! reach a source.
 
 use std::any::Any;
+use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use io_uring::{squeue, types};
@@ -63,10 +64,15 @@ pub unsafe trait Source {
         None
     }
 
-    /// Describes the client of the bio in flight that was submitted with `user_data`, for messages to people.
-    fn client_of(&self, user_data: u64) -> Option<String> {
-        let _ = user_data;
-        None
+    /// Writes a description of the client that submitted the bio with `user_data`, whose completion the source
+    /// has not received yet. Writes nothing if the client is unknown. Must not allocate.
+    ///
+    /// # Errors
+    ///
+    /// Returns the errors of `text`.
+    fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
+        let _ = (user_data, text);
+        Ok(())
     }
 
     /// Whether no client waits for the bio in flight that was submitted with `user_data`. If such a bio is

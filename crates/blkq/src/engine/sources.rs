@@ -1,5 +1,7 @@
 //! The sources of an engine: those that it serves, and those that are being stopped.
 
+use std::fmt;
+
 use crate::bio::Completion;
 use crate::error::Error;
 use crate::queue::Queue;
@@ -126,10 +128,13 @@ impl Sources {
         }
     }
 
-    /// Describes the client of the bio that was submitted under `token`, for messages to people.
-    pub fn client_of(&self, token: Token) -> Option<String> {
+    /// Writes the client of the bio that was submitted under `token`, as [`Source::write_client`] does.
+    pub fn write_client(&self, token: Token, text: &mut dyn fmt::Write) {
         let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
-        self.attached.get(index)?.as_ref()?.source.client_of(token.payload())
+        if let Some(Some(attached)) = self.attached.get(index) {
+            // The buffer may truncate the name.
+            let _ = attached.source.write_client(token.payload(), text);
+        }
     }
 
     /// Whether no client waits for the bio that was submitted under `token`.

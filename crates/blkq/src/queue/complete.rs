@@ -9,6 +9,7 @@ use crate::stats::Counter;
 use crate::tags::Tag;
 
 use super::Queue;
+use super::scan::THREAD;
 
 impl Queue {
     /// Completes the requests that the driver has finished. The batch shares one clock reading, one return of
@@ -116,7 +117,7 @@ impl Queue {
             self.tags.freed().push(tag);
         }
         if result.is_err() || operation == Operation::Flush {
-            return self.complete_request_slow(operation, first, result);
+            return self.complete_request_slow(tag, operation, first, result);
         }
         let mut index = first;
         loop {
@@ -136,10 +137,11 @@ impl Queue {
     }
 
     #[cold]
-    fn complete_request_slow(&mut self, operation: Operation, first: u32, result: IoResult) {
+    fn complete_request_slow(&mut self, tag: Tag, operation: Operation, first: u32, result: IoResult) {
         let mut index = first;
         if let Err(status) = result {
             self.stats.failed(operation.into(), status);
+            self.note_failure(tag, first, status);
         }
         if operation == Operation::Flush {
             return self.complete_flush(result);
@@ -149,6 +151,19 @@ impl Queue {
             self.complete_bio(index, result);
             index = next;
         }
+    }
+
+    /// Records the failure of request `tag`, whose first bio is `first`, for the watcher.
+    #[cold]
+    pub(super) fn note_failure(&mut self, tag: Tag, first: u32, status: Status) {
+        // Clients try operations that a device may not support, and fall back to others.
+        if status == Status::NotSupported {
+            return;
+        }
+        let bio = if first == NIL { self.flush.running().front().copied() } else { Some(first) };
+        let root = bio.map(|bio| self.in_flight.bios().root_of(bio));
+        let user_data = root.and_then(|root| self.in_flight[root].owner_user_data());
+        self.failures.note(&self.in_flight[tag], status, user_data.ok_or(THREAD));
     }
 
     /// Completes bio `index`, or its current step: the bio continues if it has further steps.

@@ -18,6 +18,7 @@ use crate::request::{NIL, Request};
 use crate::sector::Sector;
 use crate::tags::Tag;
 
+use super::failures::Failures;
 use super::in_flight::InFlight;
 
 /// The number of hanging requests of a queue that are reported one by one, until they complete. The others
@@ -151,6 +152,8 @@ pub struct HangScan {
     pub hung: u64,
     /// Hangs that were reported before and have completed since.
     pub completed: Vec<HangCompletion>,
+    /// Requests that failed since the last scan, however long they took.
+    pub failures: Failures,
 }
 
 impl HangScan {
@@ -160,6 +163,7 @@ impl HangScan {
         self.more += other.more;
         self.hung += other.hung;
         self.completed.extend(other.completed);
+        self.failures.add(other.failures);
     }
 }
 

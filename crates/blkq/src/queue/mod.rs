@@ -28,6 +28,7 @@ mod completions;
 mod device_time;
 mod disk_view;
 mod dispatch;
+pub mod failures;
 mod fast_limits;
 mod flush;
 pub mod hang;
@@ -65,6 +66,7 @@ use crate::tags::Tag;
 use completions::Completions;
 use disk_view::DiskView;
 use dispatch::Dispatch;
+use failures::FailureNotes;
 use flush::FlushMachine;
 use hang::HangTracker;
 use hold::Hold;
@@ -96,6 +98,7 @@ pub(crate) struct Queue {
     clock: Clock,
     stats: StatsWriter,
     hang_tracker: HangTracker,
+    failures: FailureNotes,
     /// The driver's queue is wrapped in a [`TrackedQueue`](tracked::TrackedQueue), which sets bits of dirty
     /// bitmaps.
     is_tracked: bool,
@@ -143,6 +146,7 @@ impl Queue {
             clock: Clock::new(view.settings().clock),
             stats: StatsWriter::over(shared.stats.clone()),
             hang_tracker: HangTracker::default(),
+            failures: FailureNotes::default(),
             is_tracked,
             disk: view,
             _claim: claim,

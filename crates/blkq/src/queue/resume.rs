@@ -47,6 +47,12 @@ impl Queue {
             return;
         }
         let tags: Vec<Tag> = hold.held().skip(held_before).collect();
+        for &tag in &tags {
+            if let Some(status) = self.hold.status(tag) {
+                self.in_flight.fill_plain(tag);
+                self.note_failure(tag, self.in_flight[tag].first_bio, status);
+            }
+        }
         self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.requests(EventKind::Requeue, &tags, self.in_flight.requests(), &mut self.clock);

@@ -1,11 +1,16 @@
 //! Scans a queue for requests that hang, for [`hang`](super::hang).
 
+use std::fmt::Write;
+
 use crate::request::{NIL, RequestState};
 use crate::stats::Counter;
 use crate::tags::Tag;
 
 use super::Queue;
 use super::hang::{Hang, HangScan, HungIo, Place};
+
+/// The client of a bio that no source submitted.
+pub(super) const THREAD: &str = "a thread of this process";
 
 struct Scan {
     now_ns: u64,
@@ -59,9 +64,19 @@ impl Queue {
         }
         let mut found = scan.found;
         found.completed = self.hang_tracker.finish_scan(now_ns);
+        found.failures = self.failures.take();
         self.stats.count(Counter::Hangs, scan.new);
         self.stats.hung(found.hung);
         found
+    }
+
+    /// Calls `name` to write the client of the first failed request, unless its client is known. `name` receives
+    /// the `user_data` of a bio whose completion the queue's owner has not taken yet.
+    #[inline]
+    pub(crate) fn name_failed(&mut self, name: impl FnOnce(u64, &mut dyn Write)) {
+        if self.failures.lacks_name() {
+            self.failures.name(name);
+        }
     }
 
     fn scan_request(&mut self, tag: Tag, scan: &mut Scan) {
@@ -173,7 +188,7 @@ impl Queue {
         let root = self.in_flight.bios().root_of(bio);
         match self.in_flight[root].owner_user_data() {
             Some(user_data) => (Some(user_data), None),
-            None => (None, Some("a thread of this process".to_owned())),
+            None => (None, Some(THREAD.to_owned())),
         }
     }
 

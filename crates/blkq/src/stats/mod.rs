@@ -255,6 +255,12 @@ impl QueueStats {
         self.held.load(Relaxed)
     }
 
+    /// Number of requests that completed with an error or were held after an error.
+    pub fn failed_requests(&self) -> u64 {
+        let failed: u64 = self.errors.iter().flatten().map(|count| count.load(Relaxed)).sum();
+        failed + self.counters[Counter::HeldRequests as usize].load(Relaxed)
+    }
+
     fn snapshot_at(&self, busy: u64, now_ns: u64) -> StatsSnapshot {
         let load = |counters: &[AtomicU64], values: &mut [u64]| {
             for (counter, value) in counters.iter().zip(values) {
