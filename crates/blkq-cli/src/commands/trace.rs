@@ -37,10 +37,9 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(500);
 
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Without --follow, --output and --chrome, the trace is written to standard output: as lines if that
-is a terminal, otherwise as one binary stream. Ctrl-C (SIGINT) stops the trace. A summary on
-standard error states how many events were recorded, and how many were overwritten before they were
-read.
+Without --output and --chrome, the trace is written to standard output, one event per line. Ctrl-C
+(SIGINT) stops the trace. A summary on standard error states how many events were recorded, and how
+many were overwritten before they were read.
 
 The events are those of blktrace(8). A queue of the device takes the role of a CPU, and a client
 (`nbd 3`, `vring 0`) that of a process.
@@ -60,13 +59,14 @@ Examples:
   blkq trace disk.img
   blkq trace disk.img --filter 'op=write,latency>10ms'
   blkq trace disk.img --output /tmp/run --for 10 && blkparse -i /tmp/run
-  blkq trace disk.img | blkparse -i -
+  blkq trace disk.img | grep ' C '
+  blkq trace disk.img --output - | blkparse -i -
   blkq trace disk.img --chrome trace.json --for 5     # for ui.perfetto.dev")]
 pub struct Args {
     /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// Write the events to standard output, one per line
+    /// Write the events to standard output, one per line, in addition to --output or --chrome
     #[arg(long)]
     follow: bool,
     /// Write binary files for blkparse(1), PREFIX.blktrace.N for each queue
@@ -181,12 +181,10 @@ impl Args {
 
     fn outputs(&self, is_stream: bool, start: &TraceStart<'_>) -> Outcome<Vec<Output>> {
         let mut outputs = Vec::new();
-        let by_default = !self.follow && self.output.is_none() && self.chrome.is_none();
-        let is_terminal = std::io::stdout().is_terminal();
-        if self.follow || by_default && is_terminal {
+        if self.follow || self.output.is_none() && self.chrome.is_none() {
             outputs.push(Output::lines(start));
         }
-        if is_stream || by_default && !is_terminal {
+        if is_stream {
             outputs.push(Output::stream(start));
         } else if let Some(place) = &self.output {
             outputs.push(Output::files(place, start)?);
