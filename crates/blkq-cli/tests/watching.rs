@@ -6,10 +6,11 @@ mod place;
 
 use blkq::testing::{assert_stays, wait_until};
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use exposition::{Exposition, check};
@@ -310,4 +311,64 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
         let _held = TcpStream::connect(address).unwrap();
         place.done(&["detach", "ram"]);
     });
+}
+
+// Contract: errors
+#[test]
+fn a_failed_write_is_logged_with_its_client() {
+    let place = Place::new("failed");
+    let words = ["attach", "ram:1M", "--hang-warning", "0", "--fault", "error=EIO,op=write"];
+    let uri = String::from_utf8(place.run(&words).stdout).unwrap();
+    let mut client = session(&uri, "ram");
+    for number in 0..3 {
+        request(&mut client, 1, 0xabc + number, 8192, 4096);
+        assert_eq!(reply(&mut client, 0), (5, 0xabc + number));
+    }
+    wait_until("a line", || !lines_with(&place, "I/O error: ").is_empty());
+    let line = lines_with(&place, "I/O error: ").remove(0);
+    let client = format!("; client: nbd client 1 (pid {}, uid ", std::process::id());
+    assert!(line.contains(" I/O error: write at sector 16, 8 sectors: ") && line.contains(&client), "{line}");
+    assert!(line.contains("cookie 0xabc"), "{line}");
+    let printed = place.done(&["log", "ram"]);
+    assert!(printed.contains(&line) && printed.ends_with('\n'), "{printed}");
+}
+
+#[test]
+fn a_log_is_followed_until_the_device_is_detached() {
+    let place = Place::new("follow");
+    place.done(&["attach", "ram:1M"]);
+    let mut follow = place.command(&["log", "ram", "--follow"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(follow.stdout.take().unwrap()).lines();
+    assert!(lines.next().unwrap().unwrap().contains(" Serving "));
+    place.done(&["set", "ram", "depth=4"]);
+    assert!(lines.next().unwrap().unwrap().ends_with(" set depth=4"));
+    place.done(&["detach", "ram"]);
+    assert_eq!((follow.wait().unwrap().code(), lines.filter(Result::is_err).count()), (Some(0), 0));
+    assert!(place.refused(&["log", "ram"]).contains("ram: no such device"));
+    let mut foreground = place.command(&["attach", "ram:1M", "--foreground"]).spawn().unwrap();
+    wait_until("it is served", || place.run(&["show", "ram"]).status.success());
+    assert!(place.refused(&["log", "ram"]).contains("writes its log to standard error"));
+    place.done(&["detach", "ram"]);
+    foreground.wait().unwrap();
+}
+
+#[test]
+fn a_trace_to_a_pipe_is_text() {
+    let place = Place::new("trace-text");
+    let uri = place.done(&["attach", "ram:1M"]);
+    let mut client = session(&uri, "ram");
+    for (words, is_text) in [(&["trace", "ram"][..], true), (&["trace", "ram", "--output", "-"], false)] {
+        let traced = || log(&place, "ram").matches(" traced by ").count();
+        let before = traced();
+        let mut trace = place.command(words);
+        let trace = trace.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        wait_until("it is traced", || traced() > before);
+        request(&mut client, 1, 1, 8192, 4096);
+        assert_eq!(reply(&mut client, 0), (0, 1));
+        signal(trace.id().try_into().unwrap(), rustix::process::Signal::INT);
+        let output = trace.wait_with_output().unwrap().stdout;
+        let lines = String::from_utf8_lossy(&output);
+        assert_eq!(lines.lines().any(|line| line.contains(" C W") && line.contains(" 16 + 8")), is_text);
+        assert_eq!(output.contains(&0), !is_text);
+    }
 }

@@ -19,6 +19,7 @@ pub mod features;
 pub mod generate;
 pub mod group;
 pub mod list;
+pub mod log;
 pub mod losetup;
 mod recorded_image;
 pub mod recover;
@@ -94,6 +95,8 @@ pub enum Command {
     Stat(stat::Args),
     /// Show the activity of all devices, live
     Top(top::Args),
+    /// Print the log of a device's daemon
+    Log(log::Args),
     /// Trace each I/O of a device through the block layer
     Trace(trace::Args),
     /// Change settings of a device in use
@@ -155,6 +158,7 @@ impl Command {
             Command::Show(args) => args.run(),
             Command::Stat(args) => args.run(Cli::command),
             Command::Top(args) => args.run(),
+            Command::Log(args) => args.run().map(done),
             Command::Trace(args) => args.run(),
             Command::Set(args) => args.run().map(done),
             Command::Group(args) => args.run().map(done),

@@ -1,0 +1,198 @@
+//! `blkq log`: the log of a device's daemon.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::completion;
+use crate::devices::{Entry, device_parser, inspect, named};
+use crate::failure::{Failure, Outcome};
+use crate::print;
+use crate::state::StateDir;
+
+/// How often a log is checked for new lines.
+const INTERVAL: Duration = Duration::from_millis(200);
+/// Bytes that are read and printed at a time: more than the daemon leaves in a log.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Options of `log`.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Prints the log of the daemon, oldest line first. A daemon that runs in the foreground, such as one
+of a service, has no log of its own: it writes to standard error, so see the log of the service
+manager (journalctl -u blkq@NAME).
+
+Examples:
+  blkq log disk.img
+  blkq log disk.img --follow
+  blkq log disk.img | grep 'I/O error'")]
+pub struct Args {
+    /// The device, by its name, image, URI or node in /dev
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
+    name: String,
+    /// Continue to print lines as the daemon writes them, until the device is detached or Ctrl-C
+    #[arg(long, short)]
+    follow: bool,
+}
+
+impl Args {
+    /// Prints the log.
+    ///
+    /// # Errors
+    /// If there is no such device, or it has no log of its own.
+    pub fn run(self) -> Outcome {
+        let dir = StateDir::locate()?;
+        let name = named(&dir, &self.name)?;
+        let path = dir.file(&name, ".log");
+        let failed = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
+        let mut log = match LogReader::open(&path) {
+            Ok(log) => log,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(no_log(&dir, &name)),
+            Err(e) => return Err(failed(e)),
+        };
+        loop {
+            log.print().map_err(failed)?;
+            if !self.follow || is_stdout_closed(INTERVAL) {
+                return Ok(());
+            }
+            if let Some(next) = log.successor(&path).map_err(failed)? {
+                log.print().map_err(failed)?;
+                match next {
+                    Successor::New(next) => log = next,
+                    Successor::Removed => return Ok(()),
+                }
+            }
+        }
+    }
+}
+
+fn no_log(dir: &StateDir, name: &str) -> Failure {
+    match inspect(dir, name) {
+        Ok(Some(Entry::Device(info))) if info.log.is_none() => Failure::new(format!(
+            "{name}: the daemon (process {}) writes its log to standard error; for a service, run journalctl -u \
+             blkq@{name}",
+            info.pid
+        )),
+        Ok(Some(Entry::Silent { error, .. })) => Failure::new(format!("{name}: no log: {error}")),
+        Err(failure) => failure,
+        _ => Failure::new(format!("{name}: the daemon has left no log")),
+    }
+}
+
+/// Waits for `time`, or until the reader of standard output closes it: whether it did.
+fn is_stdout_closed(time: Duration) -> bool {
+    let stdout = rustix::stdio::stdout();
+    // Without events: poll(2) reports errors and hang-ups of a descriptor in any case.
+    let mut fds = [PollFd::new(&stdout, PollFlags::empty())];
+    // A signal ends this process.
+    poll(&mut fds, Timespec::try_from(time).ok().as_ref()).is_ok_and(|ready| ready > 0)
+}
+
+/// The file that is at the path of a log, if it is another one.
+enum Successor {
+    /// The log of the next daemon of that name.
+    New(LogReader),
+    /// None, because the device was detached.
+    Removed,
+}
+
+/// A log that is read as it grows.
+struct LogReader {
+    file: File,
+    offset: u64,
+    /// The last line that was read, to find the place in a log whose older half was dropped.
+    last_line: String,
+}
+
+impl LogReader {
+    fn open(path: &Path) -> io::Result<LogReader> {
+        Ok(LogReader { file: File::open(path)?, offset: 0, last_line: String::new() })
+    }
+
+    /// Prints the lines since the last call.
+    fn print(&mut self) -> io::Result<()> {
+        loop {
+            let text = self.read()?;
+            if text.is_empty() {
+                return Ok(());
+            }
+            print(&text).map_err(io::Error::other)?;
+        }
+    }
+
+    /// The whole lines since the last call, without control characters: a daemon must not write to the terminal of the
+    /// user.
+    fn read(&mut self) -> io::Result<String> {
+        let is_shortened = self.file.metadata()?.len() < self.offset;
+        if is_shortened {
+            self.offset = 0;
+        }
+        let mut bytes = vec![0; PIECE_BYTES];
+        let count = self.file.read_at(&mut bytes, self.offset)?;
+        bytes.truncate(count);
+        bytes.truncate(bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1));
+        self.offset += bytes.len() as u64;
+        let text = String::from_utf8_lossy(&bytes);
+        let mut lines: Vec<&str> = text.lines().collect();
+        if is_shortened && let Some(last) = lines.iter().rposition(|line| *line == self.last_line) {
+            lines.drain(..=last);
+        }
+        if let Some(last) = lines.last() {
+            self.last_line = (*last).to_owned();
+        }
+        Ok(lines.iter().map(|line| line.replace(char::is_control, "?") + "\n").collect())
+    }
+
+    /// The file at `path`, if it is not the one that is read.
+    fn successor(&self, path: &Path) -> io::Result<Option<Successor>> {
+        let next = match LogReader::open(path) {
+            Ok(next) => next,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(Successor::Removed)),
+            Err(e) => return Err(e),
+        };
+        let id = |file: &File| file.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
+        Ok((id(&self.file)? != id(&next.file)?).then_some(Successor::New(next)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Write;
+
+    use super::*;
+    use crate::state::tests::scratch;
+
+    #[test]
+    fn each_line_of_a_growing_log_is_read_once() {
+        let dir = scratch("log-follow");
+        let path = dir.file("a", ".log");
+        let mut file = File::options().create(true).append(true).open(&path).unwrap();
+        let mut log = LogReader::open(&path).unwrap();
+        assert_eq!(log.read().unwrap(), "");
+        file.write_all(b"one\ntwo\x1b[2J\nthr").unwrap();
+        assert_eq!(log.read().unwrap(), "one\ntwo?[2J\n");
+        file.write_all(b"ee\nfour\n").unwrap();
+        assert_eq!(log.read().unwrap(), "three\nfour\n");
+        // Its older half is dropped, and a line follows.
+        file.set_len(0).unwrap();
+        file.write_all(b"three\nfour\nfive\n").unwrap();
+        assert_eq!(log.read().unwrap(), "five\n");
+        file.set_len(0).unwrap();
+        file.write_all(b"six\n").unwrap();
+        assert_eq!(log.read().unwrap(), "six\n", "nothing of what was read is left");
+        assert!(log.successor(&path).unwrap().is_none());
+        // The device is attached again, and detached.
+        fs::rename(&path, dir.file("a", ".log.1")).unwrap();
+        fs::write(&path, "next\n").unwrap();
+        let Some(Successor::New(mut next)) = log.successor(&path).unwrap() else { panic!("a new log") };
+        assert_eq!((log.read().unwrap(), next.read().unwrap()), (String::new(), "next\n".to_owned()));
+        fs::remove_file(&path).unwrap();
+        assert!(matches!(next.successor(&path).unwrap(), Some(Successor::Removed)));
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+}
