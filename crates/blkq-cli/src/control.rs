@@ -57,6 +57,9 @@ pub enum Request {
     Resize {
         /// The new size in bytes; `None` for the current size of the image.
         size: Option<u64>,
+        /// Number of bytes by which the device grows; `size` is then absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        grow_by: Option<u64>,
         /// Shrink the device even if it is in use.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         force: bool,
@@ -249,7 +252,19 @@ fn call_with<T: DeserializeOwned>(
             }
             Ok(Called::Answered(value))
         }
-        Reply::Error(message) => Err(Failure::new(message)),
+        Reply::Error(message) => Err(refused(name, &message)),
+    }
+}
+
+/// Makes the failure for an error `message` of the daemon of `name`. A daemon of an older version does not know
+/// all requests.
+fn refused(name: &str, message: &str) -> Failure {
+    match message.starts_with("malformed request: unknown ") {
+        true => Failure::new(format!(
+            "{name}: the daemon is older than this program and cannot do this; run `blkq upgrade {name}`, or detach \
+             the device and attach it again"
+        )),
+        false => Failure::new(message),
     }
 }
 

@@ -37,6 +37,10 @@ fn shrinking_spares_clients_unless_forced() {
     assert_eq!(shown("size"), 16 << 20);
     assert_eq!(place.done(&["resize", "d", "--force"]), "2M\n");
     assert_eq!(place.done(&["resize", "d", "1M", "--force"]), "1M\n");
+    assert_eq!(place.done(&["resize", "d", "+3M"]), "4M\n");
+    assert_eq!(place.done(&["resize", "d", "+0"]), "4M\n");
+    assert!(place.refused(&["resize", "d", "+7E"]).contains("resize d: "));
+    assert_eq!(place.done(&["resize", "d", "1M", "--force"]), "1M\n");
     // Without clients it is free, and they can connect afterwards.
     drop(connected);
     wait_for_clients(0);

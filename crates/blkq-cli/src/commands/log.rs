@@ -1,4 +1,4 @@
-//! `blkq log`: the log of a device's daemon.
+//! `blkq log`: prints the log of a device's daemon.
 
 use std::fs::File;
 use std::io;
@@ -16,15 +16,14 @@ use crate::state::StateDir;
 
 /// How often a log is checked for new lines.
 const INTERVAL: Duration = Duration::from_millis(200);
-/// Bytes that are read and printed at a time: more than the daemon leaves in a log.
+/// Number of bytes that are read and printed together: more than the daemon keeps in a log.
 const PIECE_BYTES: usize = 1 << 20;
 
 /// Options of `log`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints the log of the daemon, oldest line first. A daemon that runs in the foreground, such as one
-of a service, has no log of its own: it writes to standard error, so see the log of the service
-manager (journalctl -u blkq@NAME).
+of a service, writes its log to standard error: for a service, run journalctl -u blkq@NAME.
 
 Examples:
   blkq log disk.img
@@ -43,7 +42,8 @@ impl Args {
     /// Prints the log.
     ///
     /// # Errors
-    /// If there is no such device, or it has no log of its own.
+    ///
+    /// Fails if there is no such device, or if its daemon writes no log file.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
@@ -73,38 +73,38 @@ impl Args {
 fn no_log(dir: &StateDir, name: &str) -> Failure {
     match inspect(dir, name) {
         Ok(Some(Entry::Device(info))) if info.log.is_none() => Failure::new(format!(
-            "{name}: the daemon (process {}) writes its log to standard error; for a service, run journalctl -u \
-             blkq@{name}",
+            "{name}: the daemon (pid {}) writes its log to standard error; for a service, run `journalctl -u \
+             blkq@{name}`",
             info.pid
         )),
         Ok(Some(Entry::Silent { error, .. })) => Failure::new(format!("{name}: no log: {error}")),
         Err(failure) => failure,
-        _ => Failure::new(format!("{name}: the daemon has left no log")),
+        _ => Failure::new(format!("{name}: there is no log")),
     }
 }
 
-/// Waits for `time`, or until the reader of standard output closes it: whether it did.
+/// Waits for `time`, or until the reader of standard output closes it. Returns whether the reader closed it.
 fn is_stdout_closed(time: Duration) -> bool {
     let stdout = rustix::stdio::stdout();
-    // Without events: poll(2) reports errors and hang-ups of a descriptor in any case.
+    // poll(2) reports errors and hang-ups of a descriptor even if no events are requested.
     let mut fds = [PollFd::new(&stdout, PollFlags::empty())];
-    // A signal ends this process.
+    // A signal terminates this process.
     poll(&mut fds, Timespec::try_from(time).ok().as_ref()).is_ok_and(|ready| ready > 0)
 }
 
-/// The file that is at the path of a log, if it is another one.
+/// What replaced the log file that is being read.
 enum Successor {
     /// The log of the next daemon of that name.
     New(LogReader),
-    /// None, because the device was detached.
+    /// Nothing: the device was detached.
     Removed,
 }
 
-/// A log that is read as it grows.
+/// Reads a log as it grows.
 struct LogReader {
     file: File,
     offset: u64,
-    /// The last line that was read, to find the place in a log whose older half was dropped.
+    /// The last line that was read, to find it again when the daemon has dropped the older half of the log.
     last_line: String,
 }
 
@@ -113,7 +113,7 @@ impl LogReader {
         Ok(LogReader { file: File::open(path)?, offset: 0, last_line: String::new() })
     }
 
-    /// Prints the lines since the last call.
+    /// Prints the lines that were added since the last call.
     fn print(&mut self) -> io::Result<()> {
         loop {
             let text = self.read()?;
@@ -124,8 +124,8 @@ impl LogReader {
         }
     }
 
-    /// The whole lines since the last call, without control characters: a daemon must not write to the terminal of the
-    /// user.
+    /// Returns the complete lines that were added since the last call. Replaces control characters, so that a log
+    /// cannot control the terminal.
     fn read(&mut self) -> io::Result<String> {
         let is_shortened = self.file.metadata()?.len() < self.offset;
         if is_shortened {
@@ -147,7 +147,7 @@ impl LogReader {
         Ok(lines.iter().map(|line| line.replace(char::is_control, "?") + "\n").collect())
     }
 
-    /// The file at `path`, if it is not the one that is read.
+    /// Checks whether the file at `path` is another one than the file that is being read.
     fn successor(&self, path: &Path) -> io::Result<Option<Successor>> {
         let next = match LogReader::open(path) {
             Ok(next) => next,
@@ -178,13 +178,13 @@ mod tests {
         assert_eq!(log.read().unwrap(), "one\ntwo?[2J\n");
         file.write_all(b"ee\nfour\n").unwrap();
         assert_eq!(log.read().unwrap(), "three\nfour\n");
-        // Its older half is dropped, and a line follows.
+        // The daemon drops the older half of the log and adds a line.
         file.set_len(0).unwrap();
         file.write_all(b"three\nfour\nfive\n").unwrap();
         assert_eq!(log.read().unwrap(), "five\n");
         file.set_len(0).unwrap();
         file.write_all(b"six\n").unwrap();
-        assert_eq!(log.read().unwrap(), "six\n", "nothing of what was read is left");
+        assert_eq!(log.read().unwrap(), "six\n", "no line that was read remains");
         assert!(log.successor(&path).unwrap().is_none());
         // The device is attached again, and detached.
         fs::rename(&path, dir.file("a", ".log.1")).unwrap();

@@ -8,6 +8,7 @@ use crate::control::{Request, ask};
 use crate::devices::{device_parser, named};
 use crate::failure::Outcome;
 use crate::print;
+use crate::serve::NewSize;
 use crate::state::StateDir;
 use blkq::units::format_bytes;
 
@@ -19,14 +20,15 @@ device is mounted or open, it shrinks only with --force, and I/O beyond the new 
 
 Examples:
   truncate -s 20G disk.img && blkq resize disk.img
-  blkq resize disk.img 10G")]
+  blkq resize disk.img 10G
+  blkq resize disk.img +10G             # 10 GiB more than the device has")]
 pub struct Args {
     /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// The new size [default: the size that the image has now]
-    #[arg(value_parser = parse_bytes)]
-    size: Option<u64>,
+    /// The new size, or a + and the size by which the device grows [default: the size that the image has now]
+    #[arg(value_parser = parse_size, value_name = "[+]SIZE")]
+    size: Option<NewSize>,
     /// Shrink the device even if clients are connected or the block device is in use
     #[arg(long)]
     force: bool,
@@ -37,20 +39,27 @@ impl Args {
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
-        let size = resize(&dir, &name, self.size, self.force)
+        let size = resize(&dir, &name, self.size.unwrap_or(NewSize::OfImage), self.force)
             .map_err(|e| e.during(format_args!("resize {}", self.name)))?;
         print(&format!("{}\n", format_bytes(size)))
     }
 }
 
-/// Changes the size of the device `name` to `size` bytes; `None` means the present size of its image. Returns
-/// the new size in bytes.
+/// Parses a size, or a plus sign and the number of bytes by which the device grows.
+fn parse_size(text: &str) -> Result<NewSize, blkq::Error> {
+    match text.strip_prefix('+') {
+        Some(more) => parse_bytes(more).map(NewSize::LargerBy),
+        None => parse_bytes(text).map(NewSize::Bytes),
+    }
+}
+
+/// Changes the size of the device `name` to `new`. Returns the new size in bytes.
 ///
 /// # Errors
 ///
 /// Fails if the image does not allow this size, or if the device would shrink while it is in use and `force`
 /// is false.
-pub fn resize(dir: &StateDir, name: &str, size: Option<u64>, force: bool) -> Outcome<u64> {
+pub fn resize(dir: &StateDir, name: &str, new: NewSize, force: bool) -> Outcome<u64> {
     // The daemon is confined and does not see which processes have the block device open, so this command
     // checks that. The daemon only uses the result if the device would shrink.
     let user = if force {
@@ -58,5 +67,10 @@ pub fn resize(dir: &StateDir, name: &str, size: Option<u64>, force: bool) -> Out
     } else {
         check_unopened(&ask(dir, name, &Request::Show {})?).err().map(|failure| failure.to_string())
     };
-    ask(dir, name, &Request::Resize { size, force, user })
+    let (size, grow_by) = match new {
+        NewSize::OfImage => (None, None),
+        NewSize::Bytes(bytes) => (Some(bytes), None),
+        NewSize::LargerBy(bytes) => (None, Some(bytes)),
+    };
+    ask(dir, name, &Request::Resize { size, grow_by, force, user })
 }

@@ -12,8 +12,14 @@ fn requests_survive_encoding_and_parsing() {
         Request::Show {},
         Request::Stat {},
         Request::Set { settings: vec![("depth".into(), "64".into())] },
-        Request::Resize { size: None, force: false, user: None },
-        Request::Resize { size: Some(1 << 40), force: true, user: Some("process 1 (a)".into()) },
+        Request::Resize { size: None, grow_by: None, force: false, user: None },
+        Request::Resize {
+            size: Some(1 << 40),
+            grow_by: None,
+            force: true,
+            user: Some("process 1 (a)".into()),
+        },
+        Request::Resize { size: None, grow_by: Some(512), force: false, user: None },
         Request::Resume { fail: true },
         Request::Bitmaps {},
         Request::BitmapFile {},
@@ -40,9 +46,19 @@ fn requests_survive_encoding_and_parsing() {
     );
     // Clients and daemons of older versions do not have the newer fields.
     let line = br#"{"command":"resize","size":512}"#;
-    let resize = Request::Resize { size: Some(512), force: false, user: None };
+    let resize = Request::Resize { size: Some(512), grow_by: None, force: false, user: None };
     assert_eq!(parse_request(line).unwrap(), resize);
     assert_eq!(serde_json::to_vec(&resize).unwrap(), line);
+}
+
+#[test]
+fn the_hint_for_a_daemon_of_an_older_program_is_upgrade() {
+    for line in [&br#"{"command":"join-hands"}"#[..], br#"{"command":"resize","size":1,"shape":2}"#] {
+        let unknown = parse_request(line).unwrap_err().to_string();
+        let why = refused("a", &unknown).to_string();
+        assert!(why.contains("is older than this program") && why.contains("`blkq upgrade a`"), "{unknown}: {why}");
+    }
+    assert_eq!(refused("a", "it is busy").to_string(), "it is busy");
 }
 
 #[test]

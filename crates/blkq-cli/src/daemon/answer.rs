@@ -15,7 +15,7 @@ use super::trace::serve_trace;
 use crate::control::{BegunCommit, LINE_BYTES_MAX, LINE_TIMEOUT, Request, parse_request, reply_line};
 use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
-use blkq::units::format_bytes;
+use crate::serve::NewSize;
 
 /// Maximum number of commands that are executed at the same time; more are rejected.
 const ANSWERING_MAX: usize = 16;
@@ -53,12 +53,15 @@ fn serve(shared: &Shared, stream: UnixStream) {
         Request::Show {} => reply_line(shared.device().info()),
         Request::Stat {} => reply_line(Ok(shared.device().statistics())),
         Request::Set { settings } => reply_line(shared.set(&settings).inspect_err(refused)),
-        Request::Resize { size, force, user } => {
-            log::line(&size.map_or("resize to the size of the image".to_owned(), |bytes| {
-                format!("resize to {} ({bytes} bytes)", format_bytes(bytes))
-            }));
+        Request::Resize { size, grow_by, force, user } => {
+            let new = match (size, grow_by) {
+                (_, Some(bytes)) => NewSize::LargerBy(bytes),
+                (Some(bytes), None) => NewSize::Bytes(bytes),
+                (None, None) => NewSize::OfImage,
+            };
+            log::line(&format!("resize {new}"));
             let open = shared.stage().check();
-            let resize = || shared.device().resize(size, force, user);
+            let resize = || shared.device().resize(new, force, user);
             reply_line(open.and_then(|()| resize()).inspect_err(refused))
         }
         Request::Resume { fail } => {

@@ -19,6 +19,7 @@ mod opened;
 mod persistent_bitmaps;
 mod preflight;
 mod rejections;
+mod resize;
 mod running;
 mod sandbox;
 mod saved_settings;
@@ -57,6 +58,7 @@ use saved_settings::DeviceSettings;
 pub use image::find_format;
 pub use open::FLUSHES_IGNORED;
 pub use preflight::{check_successor, check_take_over};
+pub use resize::NewSize;
 pub use settings::Change;
 
 /// A device that is served until it is stopped.
@@ -188,7 +190,7 @@ impl Device {
         }
         drop(running);
         // A smaller size is forced: the data beyond the end of the image is already gone.
-        self.resize(None, true, None).map(Some)
+        self.resize(NewSize::OfImage, true, None).map(Some)
     }
 
     /// Returns why the block device lost a tag, if it has. Then only another daemon can answer the requests
@@ -250,14 +252,14 @@ impl Device {
         })
     }
 
-    /// Changes the size of the device to `bytes`, or to the size of the image. Returns the new size in bytes.
+    /// Changes the size of the device to `new`. Returns the new size in bytes.
     /// Unless `force` is set, a device that is in use cannot shrink; `user` is a user of the block device
     /// that the client has found, for which a confined daemon cannot look.
     ///
     /// # Errors
     ///
     /// Fails if the device cannot have that size, or is in use; then names the user.
-    pub fn resize(&self, bytes: Option<u64>, force: bool, user: Option<String>) -> Outcome<u64> {
+    pub fn resize(&self, new: NewSize, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
         // This keeps other changes away until the new size is in effect: another resize, which could make
         // this a shrink, and a block commit.
@@ -268,6 +270,7 @@ impl Device {
             ublk.check_resizable().map_err(|e| Failure::of(e, ErrorKind::Unsupported, again))?;
         }
         let before = running.disk.limits().size_bytes();
+        let bytes = new.bytes(before)?;
         let other = "detach the device and attach it with another size";
         let prepared = running.disk.prepare_resize(bytes);
         let after = prepared.map_err(|e| Failure::of(e, ErrorKind::Unsupported, other))?;

@@ -25,6 +25,7 @@ use crate::failure::{EXIT_FAILED, Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::launch::warn;
 use crate::options::{AttachOptions, SectorSize};
+use crate::serve::NewSize;
 use crate::settings::Setting;
 use crate::state::StateDir;
 use crate::usage;
@@ -238,7 +239,7 @@ impl Args {
             Action::Change(device) => self.change(&dir, device),
             Action::SetCapacity(device) => {
                 let name = existing(&dir, device)?.name;
-                resize::resize(&dir, &name, None, false)
+                resize::resize(&dir, &name, NewSize::OfImage, false)
                     .map(|_| ExitCode::SUCCESS)
                     .map_err(|e| e.during(format_args!("set capacity of {name}")))
             }
