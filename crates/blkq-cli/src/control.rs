@@ -5,10 +5,12 @@ mod dialogue;
 
 pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX, Snapshotted};
 
+use std::ffi::OsStr;
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
@@ -24,6 +26,7 @@ use crate::complain;
 use crate::failure::{Failure, Outcome};
 use crate::info::ClientInfo;
 use crate::options::Record;
+use crate::similar::closest;
 use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
 
@@ -458,7 +461,13 @@ pub fn ask_if_there<T: DeserializeOwned>(
 }
 
 pub fn no_such_device(name: &str) -> Failure {
-    Failure::new(format!("{name}: no such device; `blkq list` shows all devices"))
+    let names = StateDir::locate().and_then(|dir| dir.names()).unwrap_or_default();
+    let file = Path::new(name).file_name().and_then(OsStr::to_str).unwrap_or(name);
+    let similar = match closest(file, names) {
+        Some(similar) => format!("did you mean {similar}? "),
+        None => String::new(),
+    };
+    Failure::new(format!("{name}: no such device; {similar}`blkq list` shows all devices"))
 }
 
 /// The message about a dead daemon whose stale files were just removed.

@@ -25,6 +25,7 @@ use rustix::io::Errno;
 use crate::failure::{Failure, Outcome};
 use crate::options::parse_group_name;
 use crate::record_lock::{is_byte_locked, lock_byte};
+use crate::similar::did_you_mean;
 use crate::state::StateDir;
 
 pub use keeper::{GroupWatch, Keeper};
@@ -112,7 +113,10 @@ fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Ou
     let path = path(dir, name);
     let failed = |e: io::Error| match e.kind() {
         io::ErrorKind::NotFound => {
-            Failure::new(format!("there is no group {name}; create it with `blkq group set {name} LIMITS`"))
+            let similar = did_you_mean(name, names(dir).unwrap_or_default());
+            Failure::new(format!(
+                "there is no group {name}{similar}; create it with `blkq group set {name} LIMITS`"
+            ))
         }
         _ => Failure::new(format!("group {name}: {}: {e}", path.display())),
     };

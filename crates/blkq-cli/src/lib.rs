@@ -47,6 +47,7 @@ pub mod serve;
 mod session;
 pub mod settings;
 pub mod signals;
+mod similar;
 pub mod state;
 pub mod statistics;
 pub mod systemd;

@@ -6,6 +6,8 @@ use std::fmt::Display;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
+use crate::similar::distance;
+
 /// Options of losetup(8) and qemu-nbd(8), with the tip that replaces clap's suggestion.
 const OTHERS: [(&[&str], &str); 20] = [
     (&["-r", "--ro", "--readonly", "--read_only"], "to refuse writes: --read-only"),
@@ -92,22 +94,6 @@ fn is_similar(word: &str, other: &str) -> bool {
     has_part || distance(word, other) <= word.len().max(other.len()) / 3
 }
 
-/// The Levenshtein distance: the smallest number of letters to insert, remove or replace to turn one word
-/// into the other.
-fn distance(one: &str, other: &str) -> usize {
-    let other: Vec<char> = other.chars().collect();
-    let mut row: Vec<usize> = (0..=other.len()).collect();
-    for (above, letter) in one.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], above + 1);
-        for at in 0..other.len() {
-            let replaced = diagonal + usize::from(letter != other[at]);
-            diagonal = row[at + 1];
-            row[at + 1] = replaced.min(row[at] + 1).min(diagonal + 1);
-        }
-    }
-    row[other.len()]
-}
-
 #[cfg(test)]
 mod tests {
     use clap::{CommandFactory, Parser};
@@ -157,7 +143,6 @@ mod tests {
             let text = explained(&["attach", "x.img", word]);
             assert!(!text.contains("similar") && !text.contains("--group"), "{text}");
         }
-        assert_eq!((distance("kitten", "sitting"), distance("", "ab"), distance("ab", "ab")), (3, 2, 0));
     }
 
     #[test]
