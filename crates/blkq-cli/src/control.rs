@@ -83,6 +83,9 @@ pub enum Request {
     BitmapFile {},
     /// Change the dirty bitmaps.
     Bitmap { change: BitmapChange },
+    /// Make the device a member of a group. The file of the group, which a confined daemon must not open, comes
+    /// with the next step ([`Dialogue`]).
+    JoinGroup { group: String },
     /// Change settings and reload the certificates: all of it, or nothing.
     Apply { settings: Vec<(String, String)> },
     /// Reload the certificates, for new connections. Does nothing if there are none.

@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -83,6 +83,20 @@ pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
 }
 
 fn boot_id() -> Outcome<[u64; 2]> {
+    static READ: OnceLock<[u64; 2]> = OnceLock::new();
+    match READ.get() {
+        Some(id) => Ok(*id),
+        None => read_boot_id().map(|id| *READ.get_or_init(|| id)),
+    }
+}
+
+/// Reads what a daemon needs to join a group after it is confined.
+pub fn prepare() {
+    // If this fails, joining a group fails too and reports the error.
+    let _ = boot_id();
+}
+
+fn read_boot_id() -> Outcome<[u64; 2]> {
     let text = fs::read_to_string(BOOT_ID).map_err(|e| Failure::new(format!("{BOOT_ID}: {e}")))?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
     let id = u128::from_str_radix(&digits, 16).map_err(|e| Failure::new(format!("{BOOT_ID}: {e}")))?;
@@ -108,8 +122,8 @@ fn lock_whole(file: &File, name: &str, is_exclusive: bool) -> Outcome {
     }
 }
 
-/// Opens and locks the file of a group. If `make` is set, creates it if it does not exist.
-fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Outcome<File> {
+/// Opens the file of a group. If `make` is set, creates it if it does not exist.
+fn open(dir: &StateDir, name: &str, make: bool) -> Outcome<File> {
     let path = path(dir, name);
     let failed = |e: io::Error| match e.kind() {
         io::ErrorKind::NotFound => {
@@ -121,19 +135,40 @@ fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Ou
         _ => Failure::new(format!("group {name}: {}: {e}", path.display())),
     };
     let flags = (OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK).bits() as i32;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(make).mode(0o600).custom_flags(flags);
+    let file = options.open(&path).map_err(failed)?;
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(Failure::new(format!("group {name}: {} is not a file; remove it", path.display())));
+    }
+    Ok(file)
+}
+
+/// Locks the file of a group. Returns whether the file still has a name: it may have been removed before the lock
+/// was acquired.
+fn lock_named(file: &File, name: &str, is_exclusive: bool) -> Outcome<bool> {
+    lock_whole(file, name, is_exclusive)?;
+    let links = file.metadata().map(|metadata| metadata.nlink());
+    links.map(|links| links > 0).map_err(|e| Failure::new(format!("group {name}: {e}")))
+}
+
+/// Opens and locks the file of a group. If `make` is set, creates it if it does not exist.
+fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Outcome<File> {
     loop {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(make).mode(0o600).custom_flags(flags);
-        let file = options.open(&path).map_err(failed)?;
-        if !file.metadata().map_err(failed)?.is_file() {
-            return Err(Failure::new(format!("group {name}: {} is not a file; remove it", path.display())));
-        }
-        lock_whole(&file, name, is_exclusive)?;
-        // The file may have been removed before the lock was acquired.
-        if file.metadata().map_err(failed)?.nlink() > 0 {
+        let file = open(dir, name, make)?;
+        if lock_named(&file, name, is_exclusive)? {
             return Ok(file);
         }
     }
+}
+
+/// Opens the file of the group `name` for a confined daemon, which must not open it ([`Joined::over`]).
+///
+/// # Errors
+///
+/// Fails if there is no such group.
+pub fn open_for_daemon(dir: &StateDir, name: &str) -> Outcome<File> {
+    open(dir, name, false)
 }
 
 fn unlock(file: &File) {
@@ -256,7 +291,25 @@ impl Joined {
     ///
     /// As [`GroupFile::open`]; also fails if the group has no free slot.
     pub fn open(dir: &StateDir, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
-        let file = open_locked(dir, name, false, true)?;
+        Joined::in_locked(open_locked(dir, name, false, true)?, name, device, weight)
+    }
+
+    /// Joins the group whose file another process has opened ([`open_for_daemon`]).
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`Joined::open`] does, and if the group was removed meanwhile.
+    pub fn over(file: File, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
+        if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+            return Err(Failure::new(format!("group {name}: not a file")));
+        }
+        match lock_named(&file, name, true)? {
+            true => Joined::in_locked(file, name, device, weight),
+            false => Err(Failure::new(format!("the group {name} was removed meanwhile"))),
+        }
+    }
+
+    fn in_locked(file: File, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
         let (GroupFile { name, file, group, mapping }, _) = GroupFile::over(name, file)?;
         let boot = boot_id()?;
         if !group.is_of(boot) {
@@ -276,9 +329,30 @@ impl Joined {
     pub fn keeper(&self, member: &Member) -> Keeper {
         Keeper::new(self, member)
     }
+}
 
-    pub fn name(&self) -> &str {
-        &self.name
+/// The group of a device, which can change while the device is served.
+#[derive(Clone)]
+pub struct Membership(Arc<Mutex<Option<Joined>>>);
+
+impl Membership {
+    /// Creates the membership of a device that has joined this group, or no group.
+    pub fn new(joined: Option<Joined>) -> Membership {
+        Membership(Arc::new(Mutex::new(joined)))
+    }
+
+    /// The name of the group.
+    pub fn group(&self) -> Option<String> {
+        self.lock().as_ref().map(|joined| joined.name.clone())
+    }
+
+    /// Replaces the group. The slot in the previous group becomes free.
+    pub fn replace(&self, joined: Option<Joined>) {
+        *self.lock() = joined;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Joined>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -15,7 +15,8 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch};
 
 use crate::failure::{Failure, Outcome};
 use crate::hangs;
-use crate::options::AttachOptions;
+use crate::options::{AttachOptions, parse_group_name};
+use crate::similar::closest;
 
 /// A setting with its new value.
 #[derive(Clone, PartialEq, Debug)]
@@ -35,6 +36,8 @@ pub enum Setting {
     /// Whether I/O is submitted to the kernel before the end of a batch.
     EarlySubmission(bool),
     Fault(FaultSpec),
+    /// The group that shares its limits with the device.
+    Group(Option<String>),
     /// The time in flight after which a request is logged; zero for never.
     HangWarning(Duration),
     /// Whether I/O is counted and timed.
@@ -62,6 +65,21 @@ pub enum Of {
     /// Devices that were attached with --fault.
     Faults,
     Groups,
+    /// Devices with an NBD export. The key is valid for all devices; the daemon checks whether there is an export.
+    Nbd,
+}
+
+impl Of {
+    /// Describes the devices for the help text; empty for all devices.
+    pub fn text(self) -> &'static str {
+        match self {
+            Of::All => "",
+            Of::Images => "devices of image files",
+            Of::Faults => "devices attached with --fault",
+            Of::Groups => "devices in a group",
+            Of::Nbd => "NBD exports",
+        }
+    }
 }
 
 /// A key of `blkq set`.
@@ -70,29 +88,39 @@ pub struct Key {
     pub name: &'static str,
     /// The devices that have this setting.
     pub of: Of,
-    read: fn(&'static str, &str) -> Outcome<Setting>,
+    /// The values, for the help text.
+    pub values: &'static str,
+    read: Read,
 }
 
+/// Parses the value of the key with this name.
+type Read = fn(&'static str, &str) -> Outcome<Setting>;
+
 /// The keys, sorted by name.
-pub static KEYS: [Key; 18] = [
-    Key::all("autoclear", |key, text| switch(key, text).map(Setting::Autoclear)),
-    Key::all("batching", |key, text| switch(key, text).map(Setting::Batching)),
-    Key::all("clock", |_, text| Ok(Setting::Clock(text.parse()?))),
-    Key::all("depth", |_, text| depth(text).map(Setting::Depth)),
-    Key::new("direct-io", Of::Images, |_, text| Ok(Setting::DirectIo(text.parse()?))),
-    Key::new("dispatch", Of::Images, |_, text| Ok(Setting::Dispatch(text.parse()?))),
-    Key::all("early-submission", |key, text| switch(key, text).map(Setting::EarlySubmission)),
-    Key::new("fault", Of::Faults, |_, text| Ok(Setting::Fault(text.parse()?))),
-    Key::all("hang-warning", |_, text| hangs::parse(text).map(Setting::HangWarning).map_err(Failure::new)),
-    Key::all("iostats", |key, text| switch(key, text).map(Setting::Iostats)),
-    Key::all("limit", |_, text| Ok(Setting::Limit(text.parse()?))),
-    Key::all("merge", |key, text| switch(key, text).map(Setting::Merge)),
-    Key::all("on-error", |_, text| Ok(Setting::OnError(text.parse()?))),
-    Key::all("read-only", |key, text| switch(key, text).map(Setting::ReadOnly)),
-    Key::all("receive-backoff", |key, text| switch(key, text).map(Setting::ReceiveBackoff)),
-    Key::all("scheduler", |_, text| Ok(Setting::Scheduler(text.parse()?))),
-    Key::all("split-reads", |key, text| switch(key, text).map(Setting::SplitReads)),
-    Key::new("weight", Of::Groups, |_, text| weight(text).map(Setting::Weight)),
+pub static KEYS: [Key; 19] = [
+    Key::all("autoclear", "on, off", |key, text| switch(key, text).map(Setting::Autoclear)),
+    Key::all("batching", "on, off", |key, text| switch(key, text).map(Setting::Batching)),
+    Key::all("clock", "cached, precise", |_, text| Ok(Setting::Clock(text.parse()?))),
+    Key::all("depth", "1 to the --depth of attach", |_, text| depth(text).map(Setting::Depth)),
+    Key::new("direct-io", Of::Images, "on, off, auto", |_, text| Ok(Setting::DirectIo(text.parse()?))),
+    Key::new("dispatch", Of::Images, "concurrent, serial", |_, text| Ok(Setting::Dispatch(text.parse()?))),
+    Key::all("early-submission", "on, off", |key, text| switch(key, text).map(Setting::EarlySubmission)),
+    Key::new("fault", Of::Faults, "RULES, none", |_, text| Ok(Setting::Fault(text.parse()?))),
+    Key::all("group", "GROUP, none", |_, text| group(text).map(Setting::Group)),
+    Key::all("hang-warning", "SECONDS, 0 for never", |_, text| {
+        hangs::parse(text).map(Setting::HangWarning).map_err(Failure::new)
+    }),
+    Key::all("iostats", "on, off", |key, text| switch(key, text).map(Setting::Iostats)),
+    Key::all("limit", "LIMITS, auto, none", |_, text| Ok(Setting::Limit(text.parse()?))),
+    Key::all("merge", "on, off", |key, text| switch(key, text).map(Setting::Merge)),
+    Key::all("on-error", "report, hold, hold-enospc", |_, text| Ok(Setting::OnError(text.parse()?))),
+    Key::all("read-only", "on, off", |key, text| switch(key, text).map(Setting::ReadOnly)),
+    Key::new("receive-backoff", Of::Nbd, "on, off", |key, text| {
+        switch(key, text).map(Setting::ReceiveBackoff)
+    }),
+    Key::all("scheduler", "none, mq-deadline, kyber", |_, text| Ok(Setting::Scheduler(text.parse()?))),
+    Key::new("split-reads", Of::Nbd, "on, off", |key, text| switch(key, text).map(Setting::SplitReads)),
+    Key::new("weight", Of::Groups, "1 to 10000", |_, text| weight(text).map(Setting::Weight)),
 ];
 
 /// Settings that are still accepted and ignored, for one release after their removal.
@@ -103,12 +131,12 @@ pub fn is_removed(key: &str) -> bool {
 }
 
 impl Key {
-    const fn new(name: &'static str, of: Of, read: fn(&'static str, &str) -> Outcome<Setting>) -> Key {
-        Key { name, of, read }
+    const fn new(name: &'static str, of: Of, values: &'static str, read: Read) -> Key {
+        Key { name, of, values, read }
     }
 
-    const fn all(name: &'static str, read: fn(&'static str, &str) -> Outcome<Setting>) -> Key {
-        Key::new(name, Of::All, read)
+    const fn all(name: &'static str, values: &'static str, read: Read) -> Key {
+        Key::new(name, Of::All, values, read)
     }
 
     pub fn find(name: &str) -> Option<&'static Key> {
@@ -136,6 +164,7 @@ impl Setting {
             Setting::Dispatch(_) => "dispatch",
             Setting::EarlySubmission(_) => "early-submission",
             Setting::Fault(_) => "fault",
+            Setting::Group(_) => "group",
             Setting::HangWarning(_) => "hang-warning",
             Setting::Iostats(_) => "iostats",
             Setting::Limit(_) => "limit",
@@ -165,6 +194,7 @@ impl Setting {
             Setting::DirectIo(mode) => mode.name().to_owned(),
             Setting::Dispatch(dispatch) => dispatch.name().to_owned(),
             Setting::Fault(spec) => spec.to_string(),
+            Setting::Group(group) => group.as_deref().unwrap_or(NO_GROUP).to_owned(),
             Setting::HangWarning(limit) => limit.as_secs_f64().to_string(),
             Setting::Limit(limits) => limits.to_string(),
             Setting::OnError(policy) => policy.to_string(),
@@ -180,7 +210,7 @@ impl Setting {
 }
 
 /// Options of `attach` with a value that cannot be changed later.
-const FIXED: [&str; 32] = [
+const FIXED: [&str; 31] = [
     "backing-chain",
     "ceph-conf",
     "ceph-keyring",
@@ -190,7 +220,6 @@ const FIXED: [&str; 32] = [
     "export-name",
     "fault",
     "format",
-    "group",
     "handshake-timeout",
     "insecure",
     "listen",
@@ -233,9 +262,16 @@ impl SettingGroups {
         }
     }
 
+    /// Records that the setting `key` has been changed to this value.
+    pub fn note(&mut self, key: &str, value: &str) {
+        if key == "group" {
+            self.in_group = value != NO_GROUP;
+        }
+    }
+
     fn group(self, of: Of) -> bool {
         match of {
-            Of::All => true,
+            Of::All | Of::Nbd => true,
             Of::Images => self.image,
             Of::Faults => self.faults,
             Of::Groups => self.in_group,
@@ -267,7 +303,7 @@ impl SettingGroups {
                 "it is for image files, and this device has none".to_owned()
             }
             _ if known.is_some_and(|known| known.of == Of::Groups) => {
-                "it is for devices in a group; detach the device and attach it with --group".to_owned()
+                "it is for devices in a group; join a group first, with group=NAME".to_owned()
             }
             _ if FIXED.contains(&key) => {
                 format!("it is fixed at attach; detach the device and attach it with --{key}")
@@ -275,6 +311,9 @@ impl SettingGroups {
             _ => {
                 let names: Vec<&str> =
                     KEYS.iter().filter(|key| self.group(key.of)).map(|key| key.name).collect();
+                if let Some(similar) = closest(key, &names) {
+                    return Failure::new(format!("no such setting; did you mean {similar}?"));
+                }
                 format!(
                     "choose one of {}; use `blkq resize` to change the size, and attach the device again to change anything else",
                     names.join(", ")
@@ -290,6 +329,16 @@ fn switch(key: &str, text: &str) -> Outcome<bool> {
         "on" => Ok(true),
         "off" => Ok(false),
         _ => Err(Failure::new(format!("{key} must be on or off, not {text:?}"))),
+    }
+}
+
+/// The value of `group` for a device that is in no group.
+pub const NO_GROUP: &str = "none";
+
+fn group(text: &str) -> Outcome<Option<String>> {
+    match text {
+        NO_GROUP => Ok(None),
+        _ => parse_group_name(text).map(Some).map_err(Failure::new),
     }
 }
 
@@ -322,6 +371,7 @@ mod tests {
             "dispatch" => &["concurrent", "serial"],
             "fault" => &["none", "seed=7; error=ENOSPC,op=write,rate=1%"],
             "limit" => &["none", "auto", "read-iops=500,burst=2000x10s,bps=1M,iops-size=16K"],
+            "group" => &["none", "gold"],
             "weight" => &["1", "10000"],
             "on-error" => &["report", "hold", "hold-enospc"],
             "hang-warning" => &["0", "0.1", "0.3", "5", "86400"],
@@ -339,7 +389,8 @@ mod tests {
                 let setting = key.read(text).unwrap();
                 assert_eq!(setting.to_text(), (key.name.to_owned(), (*text).to_owned()));
             }
-            for bad in ["", "maybe", "-1", "ON", "on "] {
+            let are_names = key.name == "group";
+            for bad in ["", "maybe", "-1", "ON", "on "].iter().filter(|bad| !are_names || bad.len() < 2) {
                 let why = key.read(bad).unwrap_err().to_string();
                 assert!(!why.is_empty() && why.len() < 200, "{why}");
             }

@@ -223,3 +223,83 @@ fn a_device_with_long_options_attaches_reports_and_detaches() {
     place.done(&["detach", "ram"]);
     assert!(place.files().is_empty());
 }
+
+#[test]
+fn a_mistyped_name_gets_a_suggestion() {
+    let place = Place::new("similar");
+    place.done(&["attach", "ram:1M", "--name", "disk.img"]);
+    place.done(&["group", "set", "gold", "iops=100"]);
+    for (words, hint) in [
+        (&["show", "dsk.img"][..], "dsk.img: no such device; did you mean disk.img?"),
+        (&["set", "disk.img", "read_only=on"], "no such setting; did you mean read-only?"),
+        (&["set", "disk.img", "readonly=on"], "no such setting; did you mean read-only?"),
+        (&["set", "disk.img", "group=glod"], "there is no group glod; did you mean gold?"),
+        (&["attach", "ram:1M", "--group", "golt"], "there is no group golt; did you mean gold?"),
+    ] {
+        let line = place.refused(words);
+        assert!(line.contains(hint), "{words:?}: {line}");
+    }
+    assert!(!place.refused(&["show", "other"]).contains("did you mean"));
+}
+
+// Contract: live-changes
+#[test]
+fn the_settings_of_all_devices_are_changed_together() {
+    let place = Place::new("set-all");
+    let image = place.image("a", 1 << 20);
+    place.done(&["attach", &image]);
+    place.done(&["attach", "ram:1M"]);
+    let setting = |name: &str, key: &str| place.json(&["show", name, "--json"])["settings"][key].clone();
+    place.done(&["set", "--all", "depth=4", "hang-warning=7"]);
+    for name in ["a", "ram"] {
+        assert_eq!((setting(name, "depth"), setting(name, "hang-warning")), (4.into(), 7.into()));
+    }
+    // A device without an image does not prevent the change of the other device.
+    let line = place.refused(&["set", "--all", "dispatch=serial"]);
+    assert!(line.starts_with("blkq: set ram: dispatch=serial: no such setting"), "{line}");
+    assert_eq!(setting("a", "dispatch"), "serial");
+    assert_eq!(place.run(&["set", "--all", "depth"]).status.code(), Some(2));
+    assert_eq!(place.run(&["set", "a"]).status.code(), Some(2));
+    let help = place.done(&["set", "--help"]);
+    for line in
+        ["  depth             1 to the --depth", "  weight            1 to 10000  (only devices in a group)"]
+    {
+        assert!(help.contains(line), "{help}");
+    }
+}
+
+// Contract: live-changes
+#[test]
+fn a_device_joins_and_leaves_groups_while_it_is_served() {
+    let place = Place::new("set-group");
+    let image = place.image("a", 1 << 20);
+    place.done(&["attach", &image]);
+    place.done(&["group", "set", "one", "iops=100"]);
+    place.done(&["group", "set", "two", "iops=200"]);
+    let group = || place.json(&["show", "a", "--json"])["settings"]["group"].clone();
+    let members = |name: &str| {
+        place.done(&["group", "list"]).lines().any(|line| line.starts_with(name) && line.contains(" a"))
+    };
+    assert!(place.refused(&["set", "a", "weight=3"]).contains("join a group first, with group=NAME"));
+    place.done(&["set", "a", "group=one", "weight=3"]);
+    assert_eq!(group(), "one");
+    assert!(members("one"));
+    assert!(place.refused(&["group", "remove", "one"]).contains("has members"));
+    place.done(&["set", "a", "group=two"]);
+    assert_eq!((group(), members("one"), members("two")), ("two".into(), false, true));
+    place.done(&["group", "remove", "one"]);
+    // The next daemon joins the same group.
+    kill(place.pid("a"));
+    place.done(&["recover", "a"]);
+    assert_eq!(
+        (group(), place.json(&["show", "a", "--json"])["settings"]["weight"].clone()),
+        ("two".into(), 3.into())
+    );
+    assert!(place.refused(&["set", "a", "limit=auto"]).contains("group"));
+    place.done(&["set", "a", "group=none"]);
+    assert!(group().is_null());
+    place.done(&["group", "remove", "two"]);
+    place.done(&["set", "a", "limit=auto"]);
+    place.done(&["group", "set", "three", "iops=1"]);
+    assert!(place.refused(&["set", "a", "group=three"]).contains("limit=auto cannot be in a group"));
+}

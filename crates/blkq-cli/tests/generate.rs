@@ -80,14 +80,14 @@ fn manuals_and_completions_come_from_the_command_line() {
     let listed = listed.split(';').next().unwrap().split(", ").map(|key| format!("{key}="));
     let mut keys = completed("blkq set disk.img ''");
     // The weight is for devices of a group.
-    keys.retain(|key| key != "--help" && key != "weight=");
+    keys.retain(|key| !key.starts_with("--") && key != "weight=");
     keys.sort();
     assert_eq!(keys, listed.collect::<Vec<_>>());
     let info = place.json(&["show", "disk.img", "--json"]);
     for key in keys {
         let value = match (key.as_str(), &info["settings"][key.trim_end_matches('=')]) {
             ("direct-io=", _) => "auto".to_owned(),
-            ("fault=", _) => "none".to_owned(),
+            ("fault=" | "group=", _) => "none".to_owned(),
             (_, Value::Bool(true)) => "on".to_owned(),
             (_, Value::String(value)) => value.clone(),
             (_, Value::Number(value)) => value.to_string(),

@@ -407,6 +407,7 @@ fn a_setting_that_there_is_not_says_which_there_are() {
     for setting in listed.split(", ") {
         let value = match &shown["settings"][setting] {
             serde_json::Value::Bool(on) => if *on { "on" } else { "off" }.to_owned(),
+            serde_json::Value::Null if setting == "group" => "none".to_owned(),
             serde_json::Value::Null => "off".to_owned(),
             serde_json::Value::String(text) => text.clone(),
             number => number.to_string(),

@@ -160,7 +160,7 @@ impl Command {
             Command::Top(args) => args.run(),
             Command::Log(args) => args.run().map(done),
             Command::Trace(args) => args.run(),
-            Command::Set(args) => args.run().map(done),
+            Command::Set(args) => args.run(Cli::command),
             Command::Group(args) => args.run().map(done),
             Command::Resize(args) => args.run().map(done),
             Command::Snapshot(args) => args.run().map(done),

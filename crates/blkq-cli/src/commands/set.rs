@@ -1,17 +1,56 @@
 //! `blkq set`: changes settings of a device in use.
 
+use std::os::fd::AsFd;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+
 use crate::completion;
-use crate::control::{Request, ask};
+use crate::control::{Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
-use crate::failure::Outcome;
+use crate::failure::{Failure, Outcome, for_each};
+use crate::group::open_for_daemon;
+use crate::options::parse_group_name;
+use crate::settings::{KEYS, Key, NO_GROUP};
 use crate::state::StateDir;
+use crate::usage::exit;
 
 #[derive(clap::Args, Debug)]
-#[command(after_help = "\
+#[command(
+    override_usage = "blkq set <DEVICE> <KEY=VALUE>...\n       blkq set --all <KEY=VALUE>...",
+    after_help = after_help()
+)]
+pub struct Args {
+    /// The device, by its name, image, URI or node in /dev
+    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
+    name: String,
+    /// The settings to change, in this order, up to the first that fails
+    #[arg(required_unless_present = "all", value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]
+    settings: Vec<(String, String)>,
+    /// Change the settings of all devices
+    ///
+    /// Devices that do not have the setting are reported, and the other devices are changed.
+    #[arg(long)]
+    all: bool,
+}
+
+fn after_help() -> String {
+    let line = |key: &Key| {
+        let of = key.of.text();
+        let of = if of.is_empty() { String::new() } else { format!("  (only {of})") };
+        format!("  {:<18}{}{of}\n", key.name, key.values)
+    };
+    let keys: String = KEYS.iter().map(line).collect();
+    format!("{INTRODUCTION}\nSettings and their values:\n{keys}\n{EXAMPLES}")
+}
+
+const INTRODUCTION: &str = "\
 No request in flight is lost. New I/O waits while the image, its mode or the queues change.
 `blkq show DEVICE` lists the settings. Each corresponds to the option of `blkq attach` with its
 name; merge=off, for example, corresponds to --no-merge.
+";
 
+const EXAMPLES: &str = "\
 Examples:
   blkq set disk.img direct-io=on
   blkq set disk.img scheduler=mq-deadline depth=64
@@ -20,15 +59,9 @@ Examples:
   blkq set disk.img limit=read-iops=500,bps=100M
   blkq set disk.img hang-warning=5      # seconds; 0 turns it off
   blkq set disk.img receive-backoff=off
-  blkq set disk.img fault=none          # for a device attached with --fault")]
-pub struct Args {
-    /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    name: String,
-    /// The settings to change, in this order, up to the first that fails
-    #[arg(required = true, value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]
-    settings: Vec<(String, String)>,
-}
+  blkq set disk.img group=gold          # share the limits of a group; group=none leaves it
+  blkq set --all hang-warning=10
+  blkq set disk.img fault=none          # for a device attached with --fault";
 
 /// Parses `KEY=VALUE`. Neither part may be empty.
 pub fn parse_setting(text: &str) -> Result<(String, String), String> {
@@ -39,12 +72,44 @@ pub fn parse_setting(text: &str) -> Result<(String, String), String> {
 }
 
 impl Args {
-    /// Makes the changes, in order. The first one that is refused ends the command; the changes before it
-    /// stay.
-    pub fn run(self) -> Outcome {
+    /// Makes the changes, in order. The first one that is refused ends the command, or with `--all` the changes
+    /// of that device; the changes before it stay.
+    ///
+    /// # Errors
+    ///
+    /// Returns the refusal.
+    pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
-        let request = Request::Set { settings: self.settings };
-        let name = named(&dir, &self.name)?;
-        ask::<()>(&dir, &name, &request).map_err(|e| e.during(format_args!("set {}", self.name)))
+        let Args { name: word, mut settings, all } = self;
+        if all {
+            // With --all, the first word is a setting and not a device.
+            let first = parse_setting(&word);
+            let first = first.unwrap_or_else(|rule| exit(command(), "set", ErrorKind::ValueValidation, rule));
+            settings.insert(0, first);
+            return for_each(&dir.names()?, |name| set(&dir, name, &settings, name));
+        }
+        let name = named(&dir, &word)?;
+        set(&dir, &name, &settings, &word).map(|()| ExitCode::SUCCESS)
     }
+}
+
+/// Changes the settings of the device `name`, which the user called `word`, in the given order.
+fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) -> Outcome {
+    let is_group = |(key, value): &(String, String)| key == "group" && value != NO_GROUP;
+    let changed =
+        settings.chunk_by(|one, next| !is_group(one) && !is_group(next)).try_for_each(|some| match some {
+            [join @ (_, group)] if is_group(join) => join_group(dir, name, group),
+            _ => ask::<()>(dir, name, &Request::Set { settings: some.to_vec() }),
+        });
+    changed.map_err(|e| e.during(format_args!("set {word}")))
+}
+
+/// Makes the device `name` join a group. Sends the file of the group, which a confined daemon must not open.
+fn join_group(dir: &StateDir, name: &str, group: &str) -> Outcome {
+    let during = |e: Failure| e.during(format_args!("group={group}"));
+    let group = parse_group_name(group).map_err(|rule| during(Failure::new(rule)))?;
+    let file = open_for_daemon(dir, &group).map_err(during)?;
+    let request = Request::JoinGroup { group: group.clone() };
+    let joined = Dialogue::begin(dir, name, &request).and_then(|dialogue| dialogue.step(&[file.as_fd()])?);
+    joined.map_err(during)
 }

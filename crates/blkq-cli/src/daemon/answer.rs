@@ -82,6 +82,12 @@ fn serve(shared: &Shared, stream: UnixStream) {
             let open = shared.stage().check();
             reply_line(file.and_then(|file| open.and_then(|()| shared.device().set_bitmap_file(file))))
         }
+        Request::JoinGroup { group } => {
+            log::line(&format!("set group={group}"));
+            answer(&stream, &reply_line(Ok(())));
+            let file = receive_file(&stream);
+            reply_line(file.and_then(|file| shared.join_group(&group, file)).inspect_err(refused))
+        }
         Request::Bitmap { change } => {
             log::line(&format!("bitmap: {change}"));
             let open = shared.stage().check();

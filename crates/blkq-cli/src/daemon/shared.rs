@@ -12,6 +12,7 @@ use rustix::process::Uid;
 
 use crate::failure::{Failure, Outcome};
 use crate::info::DaemonState;
+use crate::options::parse_group_name;
 use crate::serve::{Change, Device};
 use crate::settings::{Setting, is_removed};
 use crate::signals::Signal;
@@ -346,6 +347,13 @@ impl Shared {
     pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {
         self.stage().check()?;
         self.save(self.change(settings), "set, but not saved")
+    }
+
+    /// Makes the device a member of the group whose open file is `file`.
+    pub(super) fn join_group(&self, group: &str, file: File) -> Outcome {
+        self.stage().check()?;
+        let group = parse_group_name(group).map_err(Failure::new)?;
+        self.save(self.device.join_group(&group, file), "joined, but not saved")
     }
 
     /// Changes all settings whose value differs, and reloads the certificates: all of it, or nothing.

@@ -320,6 +320,8 @@ pub fn parse_ceph_user(text: &str) -> Result<String, String> {
 pub fn parse_group_name(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     match text.len() {
+        // `blkq set` has it for no group.
+        _ if text == "none" => Err("a group cannot have the name none".to_owned()),
         1..=64 if text.chars().all(allowed) && text.starts_with(|c: char| c.is_ascii_alphanumeric()) => {
             Ok(text.to_owned())
         }

@@ -88,6 +88,22 @@ impl BackgroundThreads {
         Ok(())
     }
 
+    /// Stops the thread that watches the group of the device.
+    pub(super) fn stop_group(&mut self) {
+        self.group = None;
+    }
+
+    /// Starts a thread that watches the group that the device has joined.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the thread cannot be started.
+    pub(super) fn watch_group(&mut self, mut watch: GroupWatch) -> Outcome {
+        watch.start(log::line)?;
+        self.group = Some(watch);
+        Ok(())
+    }
+
     /// The warning about the address of the metrics endpoint, if there is one.
     pub(super) fn warning(&self) -> Option<&str> {
         self.metrics.as_ref()?.warning()

@@ -9,7 +9,7 @@ use super::persistent_bitmaps::PersistentBitmaps;
 use super::saved_settings::SavedSettings;
 use crate::confine;
 use crate::failure::{Failure, Outcome};
-use crate::group::{GroupWatch, Joined};
+use crate::group::{self, GroupWatch, Joined};
 use crate::log;
 use crate::options::AttachOptions;
 use crate::state::Claim;
@@ -66,6 +66,8 @@ impl ServedDisk {
     /// Joins the group of `options`, if there is one. The group's file must not be inherited by a child
     /// process: a lock on it would then survive this process.
     fn join_group(&mut self, options: &AttachOptions, claim: &Claim, is_successor: bool) -> Outcome {
+        // The device may join a group later, when the daemon is confined.
+        group::prepare();
         let Some(group) = &options.group else { return Ok(()) };
         let weight = options.weight.unwrap_or(WEIGHT_DEFAULT);
         match Joined::open(claim.dir(), group, claim.name(), weight) {

@@ -91,7 +91,7 @@ impl Device {
             Ceiling::Unknown => Some(("ceiling", "not found yet".to_owned())),
             Ceiling::Found(limits) => Some(("ceiling", limits.to_string())),
         };
-        let group = self.attached.group_name().map(|group| ("group", group.to_owned()));
+        let group = self.group.group().map(|group| ("group", group));
         let ublk = ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
         let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
         let register_memory = register_memory.map(|_| ("register-memory", registered_memory(front_end)));

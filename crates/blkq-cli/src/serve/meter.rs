@@ -8,6 +8,7 @@ use blkq::throttle::{Ceiling, RateLimits};
 use blkq_export::nbd::{NbdCounters, NbdServer};
 
 use super::running::Running;
+use crate::group::Membership;
 use crate::hangs::{HangCounters, HangWatch};
 use crate::metrics::Sample;
 use crate::statistics::{Gate, Nbd, QueueSums, Statistics, Throttle, VhostUser};
@@ -19,12 +20,11 @@ pub struct Meter {
     opened_ns: u64,
     running: Weak<Running>,
     hangs: HangCounters,
-    group: Option<String>,
+    group: Membership,
 }
 
 impl Meter {
-    pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch, group: Option<&str>) -> Meter {
-        let group = group.map(str::to_owned);
+    pub(super) fn new(name: &str, running: &Arc<Running>, hangs: &HangWatch, group: Membership) -> Meter {
         let (running, hangs) = (Arc::downgrade(running), hangs.counters());
         Meter { name: name.to_owned(), opened_ns: monotonic_ns(), running, hangs, group }
     }
@@ -64,7 +64,7 @@ impl Meter {
                 Ceiling::Unknown => "auto".to_owned(),
                 Ceiling::Found(ceiling) => format!("auto ({ceiling})"),
             },
-            group: self.group.clone(),
+            group: self.group.group(),
             group_limits: member
                 .as_ref()
                 .and_then(|member| member.group().limits())

@@ -12,6 +12,7 @@ mod facts;
 mod flush;
 mod image;
 mod listen;
+mod membership;
 mod memory_limits;
 mod meter;
 mod open;
@@ -39,7 +40,7 @@ use blkq_export::nbd::{PreparedCertificates, TlsCertificates};
 
 use crate::autoclear::Autoclear;
 use crate::failure::{Failure, Outcome};
-use crate::group::Joined;
+use crate::group::Membership;
 use crate::info::DaemonState;
 use crate::options::Record;
 use crate::statistics::Statistics;
@@ -71,6 +72,7 @@ pub struct Device {
     events: Events,
     autoclear: Autoclear,
     settings: DeviceSettings,
+    group: Membership,
     certificates: Option<TlsCertificates>,
     journals: Option<Arc<Journals>>,
     sandbox: Sandbox,
@@ -93,14 +95,6 @@ struct Attached {
     fallback: Option<Failure>,
     partscan: bool,
     flushes_ignored: bool,
-    /// The group of which the device is a member.
-    group: Option<Joined>,
-}
-
-impl Attached {
-    fn group_name(&self) -> Option<&str> {
-        self.group.as_ref().map(Joined::name)
-    }
 }
 
 #[derive(Clone)]

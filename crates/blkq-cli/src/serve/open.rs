@@ -27,6 +27,7 @@ use super::servers::{ServerContext, Servers};
 use super::{Attached, Device, Served};
 use crate::autoclear::Autoclear;
 use crate::failure::{Failure, Outcome};
+use crate::group::Membership;
 use crate::info::{DaemonState, StateFile};
 use crate::lock_holders;
 use crate::metrics::Endpoint;
@@ -242,10 +243,10 @@ impl Device {
             fallback: None,
             partscan: options.partscan.wanted || running.ublk.is_some() && !options.partscan.refused,
             flushes_ignored: options.unsafe_flush_ignore,
-            group,
         };
+        let group = Membership::new(group);
         Ok(Device {
-            meter: Meter::new(claim.name(), &running, background.hangs(), attached.group_name()),
+            meter: Meter::new(claim.name(), &running, background.hangs(), group.clone()),
             attached,
             served: Mutex::new(served),
             running: Mutex::new(Some(running)),
@@ -253,6 +254,7 @@ impl Device {
             events,
             autoclear,
             settings,
+            group,
             certificates,
             journals,
             sandbox: Sandbox::new(options.sandbox.then_some(needs)),

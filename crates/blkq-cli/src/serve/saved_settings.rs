@@ -12,7 +12,8 @@ use crate::settings::{Setting, SettingGroups, is_removed};
 
 /// The settings that a device has, and those that were changed since it was attached.
 pub(super) struct DeviceSettings {
-    groups: SettingGroups,
+    /// Changes when the device joins or leaves a group.
+    groups: Mutex<SettingGroups>,
     /// The last value of each changed setting, as in the state file. The lock must not be held while waiting
     /// for anything, because reports take it.
     changed: Mutex<Vec<(String, String)>>,
@@ -22,12 +23,14 @@ impl DeviceSettings {
     /// The settings of a device with `options`, of which a previous daemon has `changed` some.
     pub(super) fn new(options: &AttachOptions, mut changed: Vec<(String, String)>) -> DeviceSettings {
         changed.retain(|(key, _)| !is_removed(key));
-        DeviceSettings { groups: SettingGroups::new(options), changed: Mutex::new(changed) }
+        let mut groups = SettingGroups::new(options);
+        changed.iter().for_each(|(key, value)| groups.note(key, value));
+        DeviceSettings { groups: Mutex::new(groups), changed: Mutex::new(changed) }
     }
 
     /// The changed settings, parsed, for a daemon that restores them.
     pub(super) fn saved(&self) -> SavedSettings {
-        SavedSettings::read(self.groups, &self.lock())
+        SavedSettings::read(self.groups(), &self.lock())
     }
 
     pub(super) fn changed(&self) -> Vec<(String, String)> {
@@ -40,14 +43,21 @@ impl DeviceSettings {
     ///
     /// Lists the settings that the device has if there is none named `key`, or the values that it accepts.
     pub(super) fn read(&self, key: &str, value: &str) -> Outcome<Setting> {
-        self.groups.read(key, value)
+        self.groups().read(key, value)
     }
 
     /// Records `text` as the changed value of the setting `key`. `None` records that it is unchanged.
     pub(super) fn replace(&self, key: &str, text: Option<(String, String)>) {
+        if let Some((key, value)) = &text {
+            self.groups.lock().unwrap_or_else(PoisonError::into_inner).note(key, value);
+        }
         let mut changed = self.lock();
         changed.retain(|(other, _)| other != key);
         changed.extend(text);
+    }
+
+    fn groups(&self) -> SettingGroups {
+        *self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<(String, String)>> {
@@ -86,6 +96,10 @@ impl SavedSettings {
             let mut changed = options.clone();
             match &setting {
                 Setting::Autoclear(on) => changed.autoclear = *on,
+                Setting::Group(group) => {
+                    changed.group.clone_from(group);
+                    changed.weight = changed.weight.filter(|_| group.is_some());
+                }
                 Setting::HangWarning(limit) => changed.hang_warning = *limit,
                 Setting::Limit(mode) => changed.limit = *mode,
                 Setting::ReceiveBackoff(on) => changed.receive_backoff = *on,
@@ -162,6 +176,7 @@ pub(super) fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
         Setting::Dispatch(dispatch) => disk.set_driver(&LoopSetting::Dispatch(*dispatch)),
         Setting::Fault(spec) => disk.set_driver(spec),
         Setting::Autoclear(_)
+        | Setting::Group(_)
         | Setting::HangWarning(_)
         | Setting::ReceiveBackoff(_)
         | Setting::SplitReads(_) => Ok(()),

@@ -45,6 +45,7 @@ impl Device {
                 }
                 self.autoclear.set(*on);
             }
+            Setting::Group(None) => return self.leave_group(&running),
             Setting::ReceiveBackoff(on) => running.servers.switches.receive_backoff.store(*on, Relaxed),
             Setting::SplitReads(on) => running.servers.switches.split_reads.store(*on, Relaxed),
             Setting::ReadOnly(on) => {
@@ -127,6 +128,11 @@ fn check(running: &Running, setting: &Setting) -> Outcome {
     match setting {
         Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
             Err(Failure::new("limit=auto is not possible for a device in a group"))
+        }
+        // `blkq set` sends another request to join a group, with the file of the group.
+        Setting::Group(Some(group)) => {
+            let name = running.disk.name();
+            Err(Failure::new(format!("only `blkq set {name} group={group}` can change the group")))
         }
         Setting::ReceiveBackoff(_) | Setting::SplitReads(_) if running.servers.nbd.is_empty() => {
             Err(Failure::new("this setting applies only to NBD, and the device is not served over NBD"))

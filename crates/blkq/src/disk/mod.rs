@@ -327,6 +327,12 @@ impl Disk {
         self.wake_queues();
     }
 
+    /// Removes the disk from its group, if it is in one.
+    pub fn leave_group(&self) {
+        self.throttle.remove_member();
+        self.wake_queues();
+    }
+
     /// The disk's membership in a group.
     pub fn group_member(&self) -> Option<Arc<Member>> {
         self.throttle.get().member().cloned()

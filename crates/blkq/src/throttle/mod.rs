@@ -161,6 +161,12 @@ impl ThrottleControl {
         self.generation.fetch_add(1, SeqCst);
     }
 
+    /// Removes the disk from its group. The caller must wake the queues.
+    pub fn remove_member(&self) {
+        lock(&self.throttle).member = None;
+        self.generation.fetch_add(1, SeqCst);
+    }
+
     /// The number of changes so far.
     pub fn generation(&self) -> u64 {
         self.generation.load(SeqCst)

@@ -1,0 +1,73 @@
+//! Lets a device join and leave groups while it is served.
+
+use std::fs::File;
+
+use blkq::Disk;
+use blkq::throttle::{Ceiling, WEIGHT_DEFAULT};
+
+use super::Device;
+use super::running::{Running, stopping};
+use crate::failure::{Failure, Outcome};
+use crate::group::{GroupWatch, Joined};
+use crate::settings::Setting;
+
+impl Device {
+    /// Makes the device a member of the group `name`, whose open file is `file`. The device leaves its previous
+    /// group and keeps its weight.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the group cannot be joined, or if the device has `limit=auto`.
+    pub fn join_group(&self, name: &str, file: File) -> Outcome {
+        let running = self.running()?;
+        let _changing = self.begin_change();
+        check_no_ceiling(&running.disk)?;
+        let weight = running.disk.group_member().map_or(WEIGHT_DEFAULT, |member| member.weight());
+        let (joined, member) = Joined::over(file, name, &self.attached.name, weight)?;
+        let watch = GroupWatch::new(joined.keeper(&member), running.disk.clone());
+        let mut background = self.background();
+        let background = background.as_mut().ok_or_else(stopping)?;
+        // The thread repairs its own group with the member of the disk, so both must be of the same group.
+        background.stop_group();
+        running.disk.join_group(member);
+        self.group.replace(Some(joined));
+        if let Err(failure) = background.watch_group(watch) {
+            self.remove_from_group(&running);
+            return Err(Failure::new(format!("{failure}; the device is now in no group")));
+        }
+        self.note_group(Some(name.to_owned()));
+        Ok(())
+    }
+
+    /// Removes the device from its group, if it is in one.
+    pub(super) fn leave_group(&self, running: &Running) -> Outcome {
+        self.background().as_mut().ok_or_else(stopping)?.stop_group();
+        self.remove_from_group(running);
+        self.note_group(None);
+        Ok(())
+    }
+
+    fn remove_from_group(&self, running: &Running) {
+        running.disk.leave_group();
+        self.group.replace(None);
+    }
+
+    /// Records the group for the next daemon of the device, which joins it.
+    fn note_group(&self, group: Option<String>) {
+        if group.is_none() {
+            self.settings.replace("weight", None);
+        }
+        let setting = Setting::Group(group);
+        self.settings.replace(setting.key(), Some(setting.to_text()));
+    }
+}
+
+/// Refuses a device that measures its own limits.
+fn check_no_ceiling(disk: &Disk) -> Outcome {
+    match disk.ceiling() {
+        Ceiling::NotSearched => Ok(()),
+        _ => Err(Failure::new(
+            "a device with limit=auto cannot be in a group; set limit=none or another limit first",
+        )),
+    }
+}
