@@ -343,7 +343,7 @@ fn options_that_mean_nothing_are_rejected() {
         (&["--export", "nbd", "--threads-per-queue", "2"], "--threads-per-queue is for ublk"),
         (&["--export", "ublk", "--max-connections", "3"], "--max-connections is for NBD"),
         (&["--export", "ublk", "--handshake-timeout", "3"], "--handshake-timeout is for NBD"),
-        (&["--export", "ublk", "--tls-certificates", "/"], "TLS is for NBD"),
+        (&["--export", "ublk", "--tls-certificates", "/"], "--tls-certificates is for NBD"),
         (&["--export", "ublk", "--insecure"], "--insecure is for NBD"),
         (&["--offset", "512"], "--offset is for image files, and ram:1M is not one"),
         (&["--size-limit", "512"], "--size-limit is for image files"),

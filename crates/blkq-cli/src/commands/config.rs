@@ -29,13 +29,13 @@ Examples:
 pub struct Args {
     /// The action to take
     action: Action,
-    /// The configuration files [default: all *.toml files in /etc/blkq]
+    /// The configuration files [default: all *.toml files in /etc/blkq, and the file defaults there]
     files: Vec<PathBuf>,
 }
 
 #[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Action {
-    /// Report the mistakes in the files
+    /// Report the mistakes in the files, and what keeps `attach` from serving them on this machine
     Check,
     /// Set the settings of the attached devices to those in the files, as far as `blkq set` can change them,
     /// and read the certificates again
@@ -71,11 +71,7 @@ impl Args {
         }
         let mut code = ExitCode::SUCCESS;
         for path in &files {
-            let faults = match ConfigFile::read(path) {
-                Ok(file) => file.options().err().into_iter().collect(),
-                Err(faults) => faults,
-            };
-            for fault in faults {
+            for fault in ConfigFile::faults(path) {
                 complain(&fault.failure(path));
                 code = ExitCode::from(EXIT_FAILED);
             }

@@ -20,9 +20,10 @@ use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Format, image_text};
+use crate::serve::{Obstacle, obstacles};
 use crate::settings::SettingGroups;
 use crate::state::check_name;
-use words::Words;
+use words::{Parsed, Words};
 
 pub use fault::Fault;
 
@@ -61,8 +62,7 @@ impl ConfigFile {
     pub fn read(path: &Path) -> Result<ConfigFile, Vec<Fault>> {
         let whole = |text: String| vec![Fault { line: 0, text }];
         let text = read_text(path).map_err(|e| whole(e.to_string()))?;
-        let keys = words::parse(&text)?;
-        let file = ConfigFile { path: path.to_owned(), keys };
+        let file = ConfigFile { path: path.to_owned(), keys: words::parse(&text).all()? };
         check_name(&file.name())
             .map_err(|rule| whole(format!("{:?} is not a valid device name: {rule}", file.name())))?;
         Ok(file)
@@ -121,21 +121,88 @@ impl ConfigFile {
 
     /// The options of the device. Checks the rules between them.
     pub fn attach_options(&self) -> Result<AttachOptions, Fault> {
+        let options = self.unchecked_options()?;
+        options.check().map(|()| options).map_err(|failure| self.fault_of(&failure))
+    }
+
+    /// The options of the device. Does not check the rules between them.
+    fn unchecked_options(&self) -> Result<AttachOptions, Fault> {
         if !self.has_image() {
             return Err(self.no_image());
         }
         let words = self.keys.iter().flat_map(|key| key.words.iter().cloned());
         let all = self.implied_name().into_iter().chain(words);
-        let options = words::options(all).and_then(|options| match options.check() {
-            Ok(()) => Ok(options),
-            Err(failure) => Err(failure.to_string()),
-        });
-        options.map_err(|text| Fault { line: self.line_of(&text), text })
+        words::options(all).map_err(|text| Fault { line: self.line_of(&text), text })
+    }
+
+    fn fault_of(&self, mistake: &Failure) -> Fault {
+        let text = mistake.to_string();
+        Fault { line: self.line_of(&text), text }
+    }
+
+    /// Returns all mistakes in the file at `path`, in the order of the lines: invalid keys and values, violated rules
+    /// between options and for services, and reasons for which `attach` would refuse the device on this machine.
+    pub fn faults(path: &Path) -> Vec<Fault> {
+        let text = match read_text(path) {
+            Ok(text) => text,
+            Err(e) => return vec![Fault { line: 0, text: e.to_string() }],
+        };
+        let Parsed { keys, mut faults, faulty } = words::parse(&text);
+        if keys.is_empty() && !faults.is_empty() {
+            return faults;
+        }
+        let file = ConfigFile { path: path.to_owned(), keys };
+        // A mistake that names an invalid key may only be a consequence of the invalid key.
+        let meant: Vec<String> = faulty.iter().filter_map(|key| words::similar_to(key)).collect();
+        let follows = |text: &str| {
+            let mut keys = faulty.iter().chain(&meant);
+            keys.any(|key| {
+                text.contains(&format!("--{key}"))
+                    || text.strip_prefix(key.as_str()).is_some_and(|rest| rest.starts_with([':', ' ']))
+            })
+        };
+        let options = match check_name(&file.name()) {
+            Err(rule) => {
+                Err(Fault { line: 0, text: format!("{:?} is not a valid device name: {rule}", file.name()) })
+            }
+            Ok(()) => file.unchecked_options(),
+        };
+        match options {
+            Ok(options) => {
+                faults.extend(file.faults_together(options).into_iter().filter(|it| !follows(&it.text)))
+            }
+            Err(_) if faulty.iter().chain(&meant).any(|key| key == words::IMAGE) => {}
+            Err(fault) => faults.push(fault),
+        }
+        faults.sort_by_key(|fault| fault.line);
+        faults
+    }
+
+    /// Returns the mistakes in options that are each valid.
+    fn faults_together(&self, mut options: AttachOptions) -> Vec<Fault> {
+        let mut faults: Vec<Fault> =
+            options.mistakes().iter().map(|mistake| self.fault_of(mistake)).collect();
+        faults.extend(self.faults_of_service(&mut options));
+        // A relative path is already reported, and would be another file for a service.
+        let relative = options.paths_mut().into_iter().filter(|(_, path)| path.is_relative());
+        let relative: Vec<&str> = relative.map(|(key, _)| key).collect();
+        for Obstacle { option, failure } in obstacles(&options) {
+            if !relative.contains(&option) {
+                let line = self.find(option).map_or(0, |key| key.line);
+                faults.push(Fault { line, text: format!("{option}: {failure}") });
+            }
+        }
+        faults
     }
 
     /// Rejects options whose meaning depends on the directory in which a service is started, or on the
     /// content of the image.
     fn check_for_service(&self, mut options: AttachOptions) -> Result<AttachOptions, Fault> {
+        self.faults_of_service(&mut options).into_iter().next().map_or(Ok(options), Err)
+    }
+
+    fn faults_of_service(&self, options: &mut AttachOptions) -> Vec<Fault> {
+        let mut faults = Vec::new();
         let fault = |key: &str, text: String| Fault { line: self.line_of(&format!("--{key}")), text };
         let stem = self.path.file_stem().unwrap_or_default();
         if OsStr::new(&self.name()) != stem {
@@ -144,29 +211,31 @@ impl ConfigFile {
                 self.name(),
                 stem.display()
             );
-            return Err(fault("name", text));
+            faults.push(fault("name", text));
         }
         if options.format == Some(Format::Auto) {
             let text = "format must be raw or qcow2, not auto, so that a service always opens the image the same way";
-            let text = text.to_owned();
-            return Err(fault("format", text));
+            faults.push(fault("format", text.to_owned()));
         }
-        let relative = options.paths_mut().into_iter().find(|(_, path)| path.is_relative());
-        let relative = relative.map(|(key, path)| {
+        let relative = options.paths_mut().into_iter().filter(|(_, path)| path.is_relative());
+        faults.extend(relative.map(|(key, path)| {
             fault(
                 key,
                 format!("{key}: the path {} must be absolute, because services run in /", path.display()),
             )
-        });
-        relative.map_or(Ok(options), Err)
+        }));
+        faults
     }
 
     /// The line of the first option that `text` names, as `--KEY`; 0 if there is none.
     fn line_of(&self, text: &str) -> usize {
         let options = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
         let mut names = options.filter_map(|word| word.strip_prefix("--"));
-        let line = |name: &str| self.keys.iter().find(|key| key.key == name).map(|key| key.line);
-        names.find_map(line).unwrap_or(0)
+        names.find_map(|name| self.find(name)).map_or(0, |key| key.line)
+    }
+
+    fn find(&self, name: &str) -> Option<&Words> {
+        self.keys.iter().find(|key| key.key == name)
     }
 }
 

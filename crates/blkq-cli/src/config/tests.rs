@@ -77,7 +77,7 @@ fn every_option_of_attach_is_a_key() {
         let samples = SAMPLES.iter().map(|(value, word)| ((*value).to_owned(), *word));
         let values = is_switch.then(|| ("true".to_owned(), "")).into_iter().chain(named).chain(samples);
         let read = |(value, word): (String, &str)| {
-            words::parse(&format!("{key} = {value}\n")).ok().map(|keys| (keys, word.to_owned()))
+            words::parse(&format!("{key} = {value}\n")).all().ok().map(|keys| (keys, word.to_owned()))
         };
         let (keys, word) = values.into_iter().find_map(read).unwrap_or_else(|| panic!("no sample for {key}"));
         let expected = match (key, is_switch) {

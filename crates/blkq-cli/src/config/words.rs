@@ -8,6 +8,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::fault::Fault;
 use crate::options::{AttachOptions, REMOVED};
+use crate::similar::closest;
 
 /// The key of the image, which is the only argument that is not an option. This is also its ID in clap.
 pub const IMAGE: &str = "image";
@@ -96,12 +97,29 @@ fn range_of(key: &str) -> Option<(String, String)> {
     Some((first.to_owned(), last.to_owned()))
 }
 
-/// The keys of `text`, in the order of their lines.
-///
-/// # Errors
-///
-/// Returns all mistakes that concern single lines, in the order of the lines.
-pub fn parse(text: &str) -> Result<Vec<Words>, Vec<Fault>> {
+/// The keys of a text, and the mistakes in it.
+pub struct Parsed {
+    /// The valid keys, in the order of their lines.
+    pub keys: Vec<Words>,
+    /// All mistakes that concern single lines, in the order of the lines.
+    pub faults: Vec<Fault>,
+    /// The keys that have a mistake.
+    pub faulty: Vec<String>,
+}
+
+impl Parsed {
+    /// Returns the keys.
+    ///
+    /// # Errors
+    ///
+    /// Returns all mistakes, if there are any.
+    pub fn all(self) -> Result<Vec<Words>, Vec<Fault>> {
+        if self.faults.is_empty() { Ok(self.keys) } else { Err(self.faults) }
+    }
+}
+
+/// Parses the keys of `text`.
+pub fn parse(text: &str) -> Parsed {
     let line =
         |at: usize| 1 + text.as_bytes()[..at.min(text.len())].iter().filter(|byte| **byte == b'\n').count();
     let (table, errors) = DeTable::parse_recoverable(text);
@@ -115,20 +133,23 @@ pub fn parse(text: &str) -> Result<Vec<Words>, Vec<Fault>> {
     // If the text is not valid TOML, the keys that the parser has recovered may not be what the user meant.
     if !faults.is_empty() {
         faults.sort_by_key(|fault| fault.line);
-        return Err(faults);
+        return Parsed { keys: Vec::new(), faults, faulty: Vec::new() };
     }
     let command = command();
-    let mut keys = Vec::new();
+    let (mut keys, mut faulty) = (Vec::new(), Vec::new());
     for (key, value) in table.get_ref() {
         let at = line(key.span().start);
         match words_of(&command, key.get_ref(), value.get_ref()) {
             Ok((id, words)) => keys.push(Words { key: key.get_ref().to_string(), line: at, id, words }),
-            Err(text) => faults.push(Fault { line: at, text }),
+            Err(text) => {
+                faults.push(Fault { line: at, text });
+                faulty.push(key.get_ref().to_string());
+            }
         }
     }
     faults.sort_by_key(|fault| fault.line);
     keys.sort_by_key(|key| key.line);
-    if faults.is_empty() { Ok(keys) } else { Err(faults) }
+    Parsed { keys, faults, faulty }
 }
 
 /// The argument with the name `key`, and its words with `value`.
@@ -173,16 +194,24 @@ fn word(key: &str, value: &DeValue) -> Result<String, String> {
 }
 
 fn unknown(key: &str) -> String {
-    let similar = command().try_get_matches_from([format!("--{key}")]).err().and_then(|error| {
-        match error.get(ContextKind::SuggestedArg) {
-            Some(ContextValue::String(option)) => Some(option.trim_start_matches('-').to_owned()),
-            _ => None,
-        }
-    });
-    match similar {
+    match similar_to(key) {
         Some(similar) => format!("unknown key {key:?}; a similar key is {similar}"),
         None => format!(
             "unknown key {key:?}; the keys are image and the long options of `blkq attach`, without the dashes"
         ),
+    }
+}
+
+/// The key that the user may have meant with the unknown `key`.
+pub fn similar_to(key: &str) -> Option<String> {
+    let command = command();
+    let keys = command.get_arguments().filter_map(Arg::get_long).chain([IMAGE]);
+    if let Some(similar) = closest(key, keys) {
+        return Some(similar.to_owned());
+    }
+    // Clap also suggests options that contain the word.
+    match command.try_get_matches_from([format!("--{key}")]).err()?.get(ContextKind::SuggestedArg) {
+        Some(ContextValue::String(option)) => Some(option.trim_start_matches('-').to_owned()),
+        _ => None,
     }
 }

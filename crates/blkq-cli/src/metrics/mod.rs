@@ -13,6 +13,7 @@ pub mod fuzzing {
     pub use super::http::{Asked, HEAD_BYTES_MAX, Rejection, parse};
 }
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -37,6 +38,13 @@ pub struct Endpoint {
     thread: Option<JoinHandle<()>>,
 }
 
+/// The failure for an address that other machines can reach.
+pub fn exposed(address: &SocketAddr) -> Failure {
+    Failure::new(format!(
+        "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or use --insecure"
+    ))
+}
+
 impl Endpoint {
     /// Listens. Requests are answered only after [`Endpoint::start`]. Refuses an address that other machines
     /// can reach unless `insecure` is set, because the metrics show how busy the device is.
@@ -49,9 +57,7 @@ impl Endpoint {
         let listener = listen.listen().map_err(|e| during(e.into()))?;
         let public = listener.tcp_address().filter(|address| !address.ip().is_loopback());
         if let (Some(address), false) = (public, insecure) {
-            return Err(during(Failure::new(format!(
-                "other machines can read {address}; listen on 127.0.0.1 or a unix socket, or use --insecure"
-            ))));
+            return Err(during(exposed(&address)));
         }
         let warning = public.map(|address| {
             format!("every machine that can reach {address} can read the metrics of the device")

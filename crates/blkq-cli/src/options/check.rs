@@ -17,39 +17,51 @@ impl AttachOptions {
     ///
     /// # Errors
     ///
-    /// Names the option and the reason, with a hint.
+    /// Names the first invalid option and the reason, with a hint.
     pub fn check(&self) -> Outcome {
-        self.check_ranges()?;
-        if !self.exports.is_empty() {
-            let asked = |export| self.exports.contains(&export);
-            self.check_exports(asked(Export::Nbd), asked(Export::Ublk))?;
-        }
-        if self.vhost_socket.is_some() && !self.exports.contains(&Export::VhostUserBlk) {
-            return Err(Failure::new(
-                "--vhost-socket is for vhost-user-blk; add --export vhost-user-blk, or omit it",
-            ));
-        }
-        if self.register_memory && !self.exports.contains(&Export::VhostUserBlk) {
-            return Err(Failure::new(
-                "--register-memory is for vhost-user-blk; add --export vhost-user-blk, or omit it",
-            ));
-        }
-        self.check_image()?;
+        self.mistakes().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// Returns all mistakes in the options, regardless of the image and the kernel, with hints.
+    pub fn mistakes(&self) -> Vec<Failure> {
+        let asked = |export| self.exports.contains(&export);
         let is_unix = |address: &Address| matches!(address, Address::Unix(_));
         let has_socket = self.vhost_socket.is_some() || self.listen.iter().any(is_unix);
-        if (self.socket_mode.is_some() || self.socket_group.is_some()) && !has_socket {
-            return Err(Failure::new(
+        let of_vhost = [
+            (
+                self.vhost_socket.is_some(),
+                "--vhost-socket is for vhost-user-blk; add --export vhost-user-blk, or omit it",
+            ),
+            (
+                self.register_memory,
+                "--register-memory is for vhost-user-blk; add --export vhost-user-blk, or omit it",
+            ),
+        ];
+        let of_sockets = [
+            (
+                (self.socket_mode.is_some() || self.socket_group.is_some()) && !has_socket,
                 "--socket-mode and --socket-group apply to the sockets of --listen unix:PATH and --vhost-socket; add one of these options, with a path outside of the state directory, which only its owner can enter",
-            ));
+            ),
+            (
+                matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none(),
+                "--tls needs certificates; add --tls-certificates DIR (docs/nbd.md)",
+            ),
+        ];
+        let made = |(_, text): &(bool, &str)| Failure::new(text);
+        let mut mistakes = self.invalid_values();
+        if !self.exports.is_empty() {
+            mistakes.extend(self.mistakes_of_exports(asked(Export::Nbd), asked(Export::Ublk)));
         }
-        if matches!(self.tls, Some(Tls::On | Tls::Require)) && self.tls_certificates.is_none() {
-            return Err(Failure::new("--tls needs certificates; add --tls-certificates DIR (docs/nbd.md)"));
+        if !asked(Export::VhostUserBlk) {
+            mistakes.extend(of_vhost.iter().filter(|(given, _)| *given).map(made));
         }
-        Ok(())
+        mistakes.extend(self.mistakes_of_image());
+        mistakes.extend(of_sockets.iter().filter(|(wrong, _)| *wrong).map(made));
+        mistakes
     }
 
     /// Checks numbers and names. The command line rejects the same ones, but a state file may contain them.
-    fn check_ranges(&self) -> Outcome {
+    fn invalid_values(&self) -> Vec<Failure> {
         let numbers = [
             ("--queues", QUEUES, Some(self.queues)),
             ("--threads-per-queue", QUEUES, Some(self.threads_per_queue)),
@@ -58,31 +70,32 @@ impl AttachOptions {
             ("--max-connections", CONNECTIONS, self.max_connections),
             ("--handshake-timeout", HANDSHAKE_TIMEOUT_S, self.handshake_timeout),
         ];
+        let mut mistakes = Vec::new();
         for (option, range, number) in numbers {
             if let Some(number) = number.filter(|number| !range.contains(number)) {
                 let (least, most) = range.into_inner();
-                return Err(Failure::new(format!("{option} must be {least} to {most}, not {number}")));
+                mistakes.push(Failure::new(format!("{option} must be {least} to {most}, not {number}")));
             }
         }
         if let Some(weight) = self.weight.filter(|weight| !(1..=WEIGHT_MAX).contains(weight)) {
-            return Err(Failure::new(format!("--weight must be 1 to {WEIGHT_MAX}, not {weight}")));
+            mistakes.push(Failure::new(format!("--weight must be 1 to {WEIGHT_MAX}, not {weight}")));
         }
         match &self.group {
             Some(_) if self.limit == LimitMode::Auto => {
-                return Err(Failure::new(
+                mistakes.push(Failure::new(
                     "--limit auto is not possible in a group; omit --group, or set fixed limits",
                 ));
             }
-            Some(name) => parse_group_name(name).map(drop).map_err(Failure::new)?,
+            Some(name) => mistakes.extend(parse_group_name(name).err().map(Failure::new)),
             None if self.weight.is_some() => {
-                return Err(Failure::new("--weight has no effect without a group; add --group, or omit it"));
+                mistakes.push(Failure::new("--weight has no effect without a group; add --group, or omit it"));
             }
             None => {}
         }
-        match &self.export_name {
-            Some(name) => parse_export_name(name).map(drop).map_err(Failure::new),
-            None => Ok(()),
+        if let Some(name) = &self.export_name {
+            mistakes.extend(parse_export_name(name).err().map(Failure::new));
         }
+        mistakes
     }
 
     /// Rejects options that have no effect on the given exports.
@@ -91,18 +104,24 @@ impl AttachOptions {
     ///
     /// Names the option and the reason, with a hint.
     pub fn check_exports(&self, nbd: bool, ublk: bool) -> Outcome {
+        self.mistakes_of_exports(nbd, ublk).into_iter().next().map_or(Ok(()), Err)
+    }
+
+    fn mistakes_of_exports(&self, nbd: bool, ublk: bool) -> Vec<Failure> {
+        let mut mistakes = Vec::new();
         if self.copy != Copying::Auto && !ublk {
-            return Err(Failure::new("--copy is for ublk devices; omit it"));
+            mistakes.push(Failure::new("--copy is for ublk devices; omit it"));
         }
         if self.threads_per_queue != 1 && !ublk {
-            return Err(Failure::new(
+            mistakes.push(Failure::new(
                 "--threads-per-queue is for ublk; omit it, and use --queues for more threads",
             ));
         }
         let tls = self.tls.is_some_and(|tls| tls != Tls::Off) || self.tls_certificates.is_some();
+        let tls_option = if self.tls_certificates.is_some() { "--tls-certificates" } else { "--tls" };
         let of_nbd = [
             (!self.listen.is_empty(), "--listen"),
-            (tls, "TLS"),
+            (tls, tls_option),
             (self.export_name.is_some(), "--export-name"),
             (self.max_connections.is_some(), "--max-connections"),
             (self.handshake_timeout.is_some(), "--handshake-timeout"),
@@ -110,36 +129,43 @@ impl AttachOptions {
             (!self.split_reads, "--no-split-reads"),
             (self.insecure && self.metrics.is_none(), "--insecure"),
         ];
-        match of_nbd.iter().find(|(given, _)| *given && !nbd) {
-            Some((_, option)) => {
-                Err(Failure::new(format!("{option} is for NBD; add --export nbd, or omit it")))
-            }
-            None => Ok(()),
-        }
+        let of_nbd = of_nbd.iter().filter(|(given, _)| *given && !nbd);
+        mistakes.extend(
+            of_nbd.map(|(_, option)| {
+                Failure::new(format!("{option} is for NBD; add --export nbd, or omit it"))
+            }),
+        );
+        mistakes
     }
 
-    /// Rejects options that need an image, or an image of another kind.
-    fn check_image(&self) -> Outcome {
+    /// Checks options that need an image, or an image of another kind.
+    fn mistakes_of_image(&self) -> Vec<Failure> {
+        let mut mistakes = Vec::new();
         let of_ceph = [
             (self.ceph_conf.is_some(), "--ceph-conf"),
             (self.ceph_keyring.is_some(), "--ceph-keyring"),
             (self.ceph_user.is_some(), "--ceph-user"),
         ];
-        if let Some((_, option)) = of_ceph.iter().find(|(given, _)| *given)
-            && !matches!(self.image, DriverSpec::Rbd(_))
-        {
-            return Err(Failure::new(format!("{option} is for rbd:POOL/IMAGE; omit it")));
+        if !matches!(self.image, DriverSpec::Rbd(_)) {
+            let given = of_ceph.iter().filter(|(given, _)| *given);
+            mistakes.extend(
+                given.map(|(_, option)| Failure::new(format!("{option} is for rbd:POOL/IMAGE; omit it"))),
+            );
         }
-        if let Some(user) = &self.ceph_user {
-            parse_ceph_user(user).map_err(|rule| Failure::new(format!("--ceph-user: {rule}")))?;
+        if let Some(Err(rule)) = self.ceph_user.as_deref().map(parse_ceph_user) {
+            mistakes.push(Failure::new(format!("--ceph-user: {rule}")));
         }
         match &self.image {
             DriverSpec::Image(path) if path.as_os_str().is_empty() => {
-                return Err(Failure::new("the path of the image is empty"));
+                mistakes.push(Failure::new("the path of the image is empty"));
+                return mistakes;
             }
-            DriverSpec::Image(_) => return self.check_format(),
+            DriverSpec::Image(_) => {
+                mistakes.extend(self.mistakes_of_format());
+                return mistakes;
+            }
             DriverSpec::Rbd(_) if self.queues > 1 || self.threads_per_queue > 1 => {
-                return Err(Failure::new(
+                mistakes.push(Failure::new(
                     "an RBD image is served with one queue and one thread; omit --queues and --threads-per-queue",
                 ));
             }
@@ -155,21 +181,22 @@ impl AttachOptions {
             (self.format.is_some(), "--format"),
             (self.backing_chain != Backing::default(), "--backing-chain"),
         ];
-        match of_images.iter().find(|(given, _)| *given) {
-            Some((_, option)) => Err(Failure::new(format!(
+        let given = of_images.iter().filter(|(given, _)| *given);
+        mistakes.extend(given.map(|(_, option)| {
+            Failure::new(format!(
                 "{option} is for image files, and {} is not one; omit it",
                 image_text(&self.image)
-            ))),
-            None => Ok(()),
-        }
+            ))
+        }));
+        mistakes
     }
 
-    /// Rejects options that apply only to raw images, or only to qcow2 images.
-    fn check_format(&self) -> Outcome {
+    /// Checks options that apply only to raw images, or only to qcow2 images.
+    fn mistakes_of_format(&self) -> Vec<Failure> {
         if !matches!(self.format, Some(Format::Qcow2 | Format::Auto)) {
             return match self.backing_chain == Backing::default() {
-                true => Ok(()),
-                false => Err(Failure::new("--backing-chain is for qcow2; add --format qcow2, or omit it")),
+                true => Vec::new(),
+                false => vec![Failure::new("--backing-chain is for qcow2; add --format qcow2, or omit it")],
             };
         }
         let of_raw = [
@@ -177,16 +204,16 @@ impl AttachOptions {
             (self.size_limit.is_some(), "--size-limit"),
             (self.dispatch == Dispatch::Serial, "--dispatch serial"),
         ];
-        if let Some((_, option)) =
-            of_raw.iter().find(|(given, _)| *given && self.format == Some(Format::Qcow2))
-        {
-            return Err(Failure::new(format!("{option} is for raw images, not qcow2; omit it")));
-        }
-        if self.format == Some(Format::Qcow2) && (self.queues > 1 || self.threads_per_queue > 1) {
-            return Err(Failure::new(
+        let is_qcow2 = self.format == Some(Format::Qcow2);
+        let given = of_raw.iter().filter(|(given, _)| *given && is_qcow2);
+        let mut mistakes: Vec<Failure> = given
+            .map(|(_, option)| Failure::new(format!("{option} is for raw images, not qcow2; omit it")))
+            .collect();
+        if is_qcow2 && (self.queues > 1 || self.threads_per_queue > 1) {
+            mistakes.push(Failure::new(
                 "a qcow2 image is served with one queue and one thread; attach the device without --queues and --threads-per-queue",
             ));
         }
-        Ok(())
+        mistakes
     }
 }

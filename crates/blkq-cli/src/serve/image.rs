@@ -141,6 +141,14 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
              systems on the same bytes destroy each other"
                 .to_owned()
         }
+        _ => return format_refusal(error, options),
+    };
+    Failure::new(format!("{error}{hint}"))
+}
+
+/// The failure of opening an image that is not in use, with a hint.
+pub(super) fn format_refusal(error: blkq::Error, options: &AttachOptions) -> Failure {
+    let hint = match error.kind() {
         ErrorKind::Format if options.format == Some(Format::Qcow2) => return error.into(),
         ErrorKind::Format if has_qcow2(&options.image) => {
             "; attach with --format qcow2 to serve its guest data, \

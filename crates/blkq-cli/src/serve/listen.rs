@@ -1,5 +1,6 @@
 //! The addresses on which a device is served, TLS, and warnings about who can connect.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
@@ -71,6 +72,13 @@ pub(super) fn no_server(error: blkq::Error) -> Failure {
         )),
         _ => error.into(),
     }
+}
+
+/// The failure of [`no_server`] for `address`, if no server listens there yet.
+pub(super) fn exposed(address: &SocketAddr) -> Failure {
+    let message =
+        format!("other machines can connect to {address} and could read and change the device without TLS");
+    no_server(blkq::Error::new(ErrorKind::Exposed, message))
 }
 
 /// The TLS options of the NBD servers.

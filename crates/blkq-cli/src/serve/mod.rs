@@ -17,6 +17,7 @@ mod memory_limits;
 mod meter;
 mod open;
 mod opened;
+mod obstacles;
 mod persistent_bitmaps;
 mod preflight;
 mod rejections;
@@ -58,6 +59,7 @@ use saved_settings::DeviceSettings;
 
 pub use image::find_format;
 pub use open::FLUSHES_IGNORED;
+pub use obstacles::{Obstacle, obstacles};
 pub use preflight::{check_successor, check_take_over};
 pub use resize::NewSize;
 pub use settings::Change;

@@ -121,6 +121,13 @@ impl Listen {
         Ok(Listener { socket, listen_address })
     }
 
+    /// Returns the address if other machines can connect to it; none if the host name cannot be resolved.
+    pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
+        let Listen::Tcp(host, port) = self else { return None };
+        let mut addresses = (host.as_str(), *port).to_socket_addrs().ok()?;
+        addresses.find(|address| !is_loopback(address))
+    }
+
     pub(super) fn open(self, access: SocketAccess) -> Result<Opened, Error> {
         match self {
             Listen::Unix(path) => listen_unix(path, access),
