@@ -269,3 +269,84 @@ fn a_service_that_cannot_start_reports_why() {
         assert!(line.starts_with(&format!("blkq: service {name}: ")) && line.contains(why), "{line}");
     }
 }
+
+/// Runs `config check`, which must fail, and returns the printed lines without the directory of the files.
+fn mistakes(place: &Place) -> Vec<String> {
+    let output = run(place, &["config", "check"]);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    let prefix = format!("blkq: {}/", place.dir.join("c").display());
+    errors.lines().map(|line| line.strip_prefix(&prefix).unwrap().to_owned()).collect()
+}
+
+#[test]
+fn check_reports_all_that_attach_would_refuse() {
+    let place = configured("config-attach", &[]);
+    let write = |name: &str, text: &str| fs::write(place.dir.join("c").join(name), text).unwrap();
+    let qcow2 = place.dir.join("a.qcow2").display().to_string();
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &qcow2, "1M"]).status().unwrap();
+    assert!(made.success());
+    write(
+        "a.toml",
+        "image = \"/none/disk.img\"\nexport = \"nbd\"\nlisten = [\"tcp:0.0.0.0:10809\", \"unix:/none/s\"]\n\
+         group = \"none-such\"\nregister-memory = true\ndepht = 3\n",
+    );
+    write("b.toml", &format!("image = \"{qcow2}\"\nexport = \"nbd\"\ntls-certificates = \"/none/tls\"\n"));
+    write("c.toml", "depth = \"many\"\nweight = 3\nlisten = \"tcp:0.0.0.0:10809\"\ntsl = \"require\"\n");
+    write("defaults", "depth = 3\n");
+    let lines = mistakes(&place);
+    let expected = [
+        "defaults: line 1: depth: the only key of this file is export",
+        "a.toml:1: image: ",
+        "a.toml:3: listen: other machines can connect to 0.0.0.0:10809",
+        "a.toml:3: listen: the directory /none does not exist",
+        "a.toml:4: group: there is no group none-such",
+        "a.toml:5: --register-memory is for vhost-user-blk",
+        "a.toml:6: unknown key \"depht\"; a similar key is depth",
+        "b.toml:1: image: ",
+        "b.toml:3: tls-certificates: ",
+        "c.toml:0: there is no image",
+        "c.toml:1: ",
+        "c.toml:4: unknown key \"tsl\"; a similar key is tls",
+    ];
+    let expected = expected.map(|text| text.replace("c.toml:0: ", "c.toml: "));
+    assert_eq!(lines.len(), expected.len(), "{lines:#?}");
+    for (line, text) in lines.iter().zip(&expected) {
+        assert!(line.starts_with(text), "{line}, not {text}");
+    }
+    assert!(lines[7].contains("--format qcow2"), "{}", lines[7]);
+    // A device in use causes no complaint.
+    fs::remove_file(place.dir.join("c/defaults")).unwrap();
+    for name in ["a.toml", "b.toml", "c.toml"] {
+        fs::remove_file(place.dir.join("c").join(name)).unwrap();
+    }
+    write("d.toml", &format!("image = \"{qcow2}\"\nformat = \"qcow2\"\nexport = \"nbd\"\n"));
+    let file = place.dir.join("c/d.toml").display().to_string();
+    assert_eq!(printed(run(&place, &["config", "check"])), "");
+    printed(run(&place, &["attach", "--config", &file]));
+    assert_eq!(printed(run(&place, &["config", "check"])), "");
+    place.done(&["detach", "d"]);
+}
+
+#[test]
+fn a_default_export_is_used_where_none_is_asked_for() {
+    let place = configured("config-default", &[("defaults", "export = [\"vhost-user-blk\"]\n")]);
+    let image = place.image("disk.img", 1 << 20);
+    // The place would add exports.
+    let attach = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blkq"));
+        command.args([&["attach", &image, "--name", "d"], words].concat());
+        command.env("BLKQ_STATE_DIR", place.state()).env("BLKQ_CONFIG_DIR", place.dir.join("c"));
+        let exports = printed(command.output().unwrap());
+        place.done(&["detach", "d"]);
+        exports
+    };
+    assert!(attach(&[]).starts_with("vhost-user:"));
+    assert!(attach(&["--export", "nbd"]).starts_with("nbd+unix:"));
+    let listen = format!("unix:{}", place.dir.join("n").display());
+    assert!(attach(&["--listen", &listen]).starts_with("nbd+unix:"), "the default excludes the address");
+    fs::write(place.dir.join("c/defaults"), "export = \"disk\"\n").unwrap();
+    let line = run(&place, &["attach", &image, "--name", "d", "--listen", &listen]);
+    let line = String::from_utf8(line.stderr).unwrap();
+    assert!(line.contains("c/defaults:1: ") && line.contains("disk"), "{line}");
+}

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 
 use crate::complain;
-use crate::config::{ConfigFile, files, first};
+use crate::config::{ConfigFile, check_defaults, files, first};
 use crate::control::{Request, ask};
 use crate::failure::{EXIT_FAILED, Outcome, for_each};
 use crate::settings::SettingGroups;
@@ -65,11 +65,16 @@ impl Args {
     /// Runs the action for each file. Returns the exit code 1 if a file has a mistake or a device refuses a
     /// setting.
     pub fn run(self) -> Outcome<ExitCode> {
-        let files = if self.files.is_empty() { files()? } else { self.files };
+        let are_all = self.files.is_empty();
+        let files = if are_all { files()? } else { self.files };
         if self.action == Action::Apply {
             return for_each(&files, |path| apply(&unescaped(path)));
         }
         let mut code = ExitCode::SUCCESS;
+        if are_all && let Err(failure) = check_defaults() {
+            complain(&failure);
+            code = ExitCode::from(EXIT_FAILED);
+        }
         for path in &files {
             for fault in ConfigFile::faults(path) {
                 complain(&fault.failure(path));

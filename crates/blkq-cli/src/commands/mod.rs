@@ -56,6 +56,7 @@ Environment:
 
 Files:
   /etc/blkq/NAME.toml  options of a device, for `blkq attach --config` and for the service blkq@NAME
+  /etc/blkq/defaults   the default of `attach --export`, as export = \"nbd\"
 
 Files in the state directory:
   NAME.control        socket for commands to the daemon

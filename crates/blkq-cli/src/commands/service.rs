@@ -47,7 +47,7 @@ fn start(name: &str) -> Outcome<Daemon> {
         Found::Remains(remains) => Some(remains.state),
         _ => None,
     };
-    let options = config::named(name);
+    let options = config::named(name).and_then(config::with_defaults);
     let parent = &mut Parent::none();
     let daemon = match (before, options) {
         // The state file contains the attach options, so a mistake in the configuration file does not make

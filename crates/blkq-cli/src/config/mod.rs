@@ -4,6 +4,7 @@
 //! command line ([`words`]), so that files and command lines are parsed by the same definition,
 //! [`AttachOptions`].
 
+mod defaults;
 mod fault;
 mod words;
 
@@ -25,6 +26,7 @@ use crate::settings::SettingGroups;
 use crate::state::check_name;
 use words::{Parsed, Words};
 
+pub use defaults::{check_defaults, with_defaults};
 pub use fault::Fault;
 
 /// The environment variable that replaces [`DIRECTORY`].

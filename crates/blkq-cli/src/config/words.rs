@@ -12,8 +12,8 @@ use crate::similar::closest;
 
 /// The key of the image, which is the only argument that is not an option. This is also its ID in clap.
 pub const IMAGE: &str = "image";
-/// A valid image, to parse another option alone: the command line requires an image.
-const ANY_IMAGE: &str = "null:1M";
+/// A valid image, to parse other options alone: the command line requires an image.
+pub const ANY_IMAGE: &str = "null:1M";
 
 /// A key of the file with its words of the command line.
 #[derive(Debug)]

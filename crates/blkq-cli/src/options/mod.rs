@@ -106,7 +106,8 @@ pub struct AttachOptions {
     /// Choose how to serve the device; may be given several times
     ///
     /// By default, the device is a ublk device if the kernel and your privileges allow it, and is exported over NBD
-    /// otherwise. It is exported over NBD if --listen is given, or if systemd passes sockets.
+    /// otherwise. It is exported over NBD if --listen is given, or if systemd passes sockets. The key `export` of the
+    /// file /etc/blkq/defaults sets another default (docs/service.md).
     #[arg(long = "export", value_enum, value_name = "EXPORT", help_heading = headings::EXPORTS)]
     pub exports: Vec<Export>,
     /// Listen for NBD at unix:PATH or tcp:HOST:PORT; may be given several times [default: the sockets passed by

@@ -15,6 +15,7 @@ use std::process::ExitCode;
 use blkq::units::parse_bytes;
 use clap::{ArgAction, Parser};
 
+use crate::config::with_defaults;
 use crate::daemon::{Daemon, Parent};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
@@ -157,7 +158,7 @@ impl Args {
     /// process.
     pub fn run(self) -> Outcome<ExitCode> {
         let failed = |e| self.options.failed(e);
-        let options = self.options().and_then(find_format).map_err(failed)?;
+        let options = self.options().and_then(with_defaults).and_then(find_format).map_err(failed)?;
         if self.nooverlap && systemd::is_activated() {
             let why =
                 "--nooverlap may reuse a device that does not serve the sockets passed by systemd; omit it";
