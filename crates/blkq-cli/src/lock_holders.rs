@@ -2,6 +2,7 @@
 //! locks on it.
 
 use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use blkq_drivers::DriverSpec;
@@ -10,7 +11,7 @@ use crate::backing::{FileId, Window};
 use crate::failure::{Failure, Outcome};
 use crate::info::StateFile;
 use crate::options::{AttachOptions, Format, image_text};
-use crate::state::{Fate, Found, StateDir};
+use crate::state::{Fate, Found, StateDir, is_process_dying};
 
 /// The processes that hold locks on an image.
 pub struct Holders {
@@ -61,6 +62,27 @@ pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u
 /// Whether a process holds locks on these bytes of the image at `path`, as far as this user can see.
 pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
+}
+
+/// Whether running processes have locked these bytes of the image at `path`, as far as this user can see. A killed
+/// process is not a running one: the kernel releases its locks soon.
+pub fn has_running_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
+    let Some(file) = FileId::of(path) else { return false };
+    each_holder(path, file, Window { offset, size_limit }).any(|pid| !is_process_dying(&pid.to_string()))
+}
+
+/// Whether the block device at `path` is mounted, or part of another block device.
+pub fn is_mounted(path: &Path) -> bool {
+    let Ok(metadata) = fs::metadata(path) else { return false };
+    if !metadata.file_type().is_block_device() {
+        return false;
+    }
+    let (major, minor) = (rustix::fs::major(metadata.rdev()), rustix::fs::minor(metadata.rdev()));
+    let number = format!("{major}:{minor}");
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let holders = fs::read_dir(format!("/sys/dev/block/{number}/holders"));
+    mounts.lines().any(|mount| mount.split(' ').nth(2) == Some(&number))
+        || holders.is_ok_and(|mut holders| holders.next().is_some())
 }
 
 /// Refuses to use the image of `options` for the device `name` if the image belongs to another device that
@@ -125,13 +147,20 @@ fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool 
 /// The processes that hold locks on bytes of `window` of the file. /proc/locks names no owner of an open file
 /// description lock, so the fdinfo of each open file is read instead.
 fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
+    let mut processes: Vec<u32> = each_holder(path, file, window).collect();
+    processes.sort_unstable();
+    processes
+}
+
+/// Returns the processes of [`holders`] one by one, those with the highest process ID first.
+fn each_holder(path: &Path, file: FileId, window: Window) -> impl Iterator<Item = u32> {
     let path = path.canonicalize().unwrap_or_default();
     let own = std::process::id();
     let numbers = |directory: &str| -> Vec<u32> {
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
     };
-    let has_lock = |pid: u32| {
+    let has_lock = move |pid: u32| {
         numbers(&format!("/proc/{pid}/fdinfo")).into_iter().any(|fd| {
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap_or_default();
             let mut locks = info.lines().filter_map(Lock::parse);
@@ -145,7 +174,9 @@ fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
             })
         })
     };
-    numbers("/proc").into_iter().filter(|pid| *pid != own && has_lock(*pid)).collect()
+    let mut processes = numbers("/proc");
+    processes.sort_unstable_by(|a, b| b.cmp(a));
+    processes.into_iter().filter(move |pid| *pid != own && has_lock(*pid))
 }
 
 /// A lock as proc_pid_fdinfo(5) prints it.

@@ -525,3 +525,17 @@ fn a_linked_image_keeps_the_backing_file_that_its_link_finds() {
         place.done(&["detach", "a"]);
     }
 }
+
+// Contract: exclusive
+#[test]
+fn an_attach_waits_for_a_killed_user_of_the_image_only() {
+    let place = Place::new("running-user");
+    let image = place.image("disk.img", 1 << 20);
+    let has_user = || blkq_cli::lock_holders::has_running_holder(image.as_ref(), 0, None);
+    assert!(!has_user());
+    place.done(&["attach", &image, "--name", "a"]);
+    assert!(has_user(), "the attach must not wait for this daemon");
+    assert!(place.refused(&["attach", &image, "--name", "b"]).contains("by the device a"));
+    client::kill_and_wait(place.pid("a"), &[&image]);
+    assert!(!has_user());
+}

@@ -19,6 +19,8 @@ use crate::state::{Claim, DYING_WAIT};
 
 /// How long the kernel may keep the files of a killed daemon open after the process has exited.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
+/// How long to wait for an image that a running process uses: programs such as qemu-img lock it for a moment.
+const RUNNING_WAIT: Duration = Duration::from_millis(20);
 
 /// How long to wait for the lock of an RBD client that was killed: its cluster considers it alive for 30 s.
 const CLIENT_DYING_WAIT: Duration = Duration::from_secs(40);
@@ -92,12 +94,16 @@ pub(super) fn open_driver(
     };
     let mut until = Instant::now() + wait;
     let mut release = Some(RELEASE_WAIT).filter(|_| !wait.is_zero());
+    let mut is_first = true;
     loop {
         let error = match open_confined(options, &driver_options) {
             // Other programs, too, open block devices for a moment to find out whether they are in use.
             Err(error) if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) => error,
             opened => return opened,
         };
+        if std::mem::take(&mut is_first) && is_held_by_running(options, &error) {
+            (until, release) = (until.min(Instant::now() + RUNNING_WAIT), None);
+        }
         if Instant::now() >= until {
             match release.take() {
                 Some(more) if is_held_by_kernel(options, &error) => until = Instant::now() + more,
@@ -105,6 +111,15 @@ pub(super) fn open_driver(
             }
         }
         std::thread::sleep(retry);
+    }
+}
+
+/// Whether a running process uses the image, so that it will not be released soon.
+fn is_held_by_running(options: &AttachOptions, error: &blkq::Error) -> bool {
+    let DriverSpec::Image(path) = &options.image else { return false };
+    match error.kind() {
+        ErrorKind::Claimed => lock_holders::is_mounted(path),
+        _ => lock_holders::has_running_holder(path, options.offset, options.size_limit),
     }
 }
 
