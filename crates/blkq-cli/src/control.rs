@@ -2,20 +2,20 @@
 //! daemon answers with one line and closes the connection. Commands in several steps use a [`Dialogue`].
 
 mod dialogue;
+mod stopped;
 
 pub use dialogue::{BegunCommit, Committed, Dialogue, FILES_MAX, Snapshotted};
 
 use std::ffi::OsStr;
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use blkq_export::peer::Peer;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::retry_on_intr;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recv, recvmsg};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::de::DeserializeOwned;
@@ -29,6 +29,7 @@ use crate::options::Record;
 use crate::similar::closest;
 use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
+use stopped::{Stopped, connect, is_readable, wait_for};
 
 /// Maximum length of a request in bytes, including the newline.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
@@ -214,13 +215,17 @@ fn call_with<T: DeserializeOwned>(
         let of = pid.map(|pid| format!(" (pid {})", pid.as_raw_nonzero())).unwrap_or_default();
         Failure::new(format!("{name}: the daemon{of} {why}; see its log {}", log.display()))
     };
-    let stream = match dir.connect(name, ANSWER_TIMEOUT) {
+    let is_stopped = |e: &io::Error| Stopped::of(e).map(|stopped| Failure::new(format!("{name}: {stopped}")));
+    let stream = match connect(dir, name, ANSWER_TIMEOUT) {
         Ok(stream) => stream,
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
             return Ok(Called::Nobody);
         }
         Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(hangs(None, "does not answer")),
-        Err(e) => return Err(Failure::new(format!("cannot connect to the daemon of {name}: {e}"))),
+        Err(e) => {
+            let other = || Failure::new(format!("cannot connect to the daemon of {name}: {e}"));
+            return Err(is_stopped(&e).unwrap_or_else(other));
+        }
     };
     // The process that listens, as the kernel recorded it. Its exit is observed through the pidfd.
     let pid = Peer::of(&stream).ok().and_then(|peer| peer.pid);
@@ -243,10 +248,12 @@ fn call_with<T: DeserializeOwned>(
         }
         reply => reply,
     };
-    let reply = reply.map_err(|e| match e.kind() {
-        io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, timeouts.forced),
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
-        _ => hangs(pid, &format!("sent no answer ({e})")),
+    let reply = reply.map_err(|e| {
+        is_stopped(&e).unwrap_or_else(|| match e.kind() {
+            io::ErrorKind::TimedOut if stops => not_stopped(dir, name, pid, timeouts.forced),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => hangs(pid, "does not answer"),
+            _ => hangs(pid, &format!("sent no answer ({e})")),
+        })
     })?;
     match reply {
         Reply::Ok(value) => {
@@ -280,7 +287,7 @@ fn refused(name: &str, message: &str) -> Failure {
 ///
 /// Fails if no daemon answers, or if its process is in another PID namespace.
 pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
-    let stream = dir.connect(name, ANSWER_TIMEOUT)?;
+    let stream = connect(dir, name, ANSWER_TIMEOUT)?;
     let peer = Peer::of(&stream)?;
     // A compromised daemon can reply anything, so the reply is not used.
     send(&stream, &Request::Ping {})?;
@@ -304,7 +311,7 @@ fn wait_for_stop(
     mut report: impl FnMut(&str),
 ) -> io::Result<()> {
     let mut reported: Option<bool> = None;
-    while !is_readable(stream, Some(Instant::now() + report_after)) {
+    while !wait_for(stream, Some(Instant::now() + report_after))? {
         let remaining = Remaining::of(dir, name);
         let is_held = matches!(remaining, Remaining::Held(_));
         if reported.is_none_or(|reported_held| is_held && !reported_held) {
@@ -313,7 +320,7 @@ fn wait_for_stop(
         }
         // A forced stop fails held requests, so there is nothing more to report.
         if until.is_some() {
-            return match is_readable(stream, until) {
+            return match wait_for(stream, until)? {
                 true => Ok(()),
                 false => Err(io::ErrorKind::TimedOut.into()),
             };
@@ -408,18 +415,6 @@ fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -
     ))
 }
 
-/// Waits until `fd` is readable, at most until `until`. Returns whether it is readable.
-fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
-    loop {
-        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-        let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
-        match poll(&mut [PollFd::new(fd, PollFlags::IN)], left.as_ref()) {
-            Err(Errno::INTR) => {}
-            polled => return polled != Ok(0),
-        }
-    }
-}
-
 fn is_cut_off(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
@@ -510,6 +505,9 @@ fn receive_with_file<T: DeserializeOwned>(
     let (mut answer, mut file) = (Vec::new(), None);
     let mut piece = vec![0; 4096];
     while answer.last() != Some(&b'\n') && answer.len() < REPLY_BYTES_MAX {
+        if !wait_for(stream, Some(Instant::now() + timeout))? {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         let (seen, _) = retry_on_intr(|| recv(stream, &mut piece[..], RecvFlags::PEEK))?;
         let line = piece[..seen].iter().position(|byte| *byte == b'\n').map_or(seen, |at| at + 1);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

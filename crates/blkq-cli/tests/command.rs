@@ -3,7 +3,7 @@
 
 mod place;
 
-use blkq::testing::wait_until;
+use blkq::testing::{wait_for, wait_until};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -216,18 +216,47 @@ fn list_and_info_of_a_dead_device_change_nothing() {
 #[test]
 fn a_daemon_that_is_killed_while_it_is_asked_has_died() {
     let place = Place::new("asked");
-    place.done(&["attach", "ram:1M", "--name", "a"]);
-    let pid = place.pid("a");
-    signal(pid, rustix::process::Signal::STOP);
-    let mut show = place.command(&["show", "a"]);
-    let show = show.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // The daemon's own socket, and that of the connection which it does not accept.
     let control = place.state().join("a.control").display().to_string();
     let sockets = || std::fs::read_to_string("/proc/net/unix").unwrap().matches(&control).count();
-    wait_until("the command has connected", || sockets() == 2);
-    signal(pid, rustix::process::Signal::KILL);
-    let line = String::from_utf8(show.wait_with_output().unwrap().stderr).unwrap();
+    let line = wait_for("the daemon is killed before the command finds it stopped", || {
+        place.done(&["attach", "ram:1M", "--name", "a"]);
+        let pid = place.pid("a");
+        signal(pid, rustix::process::Signal::STOP);
+        let mut show = place.command(&["show", "a"]);
+        let show = show.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_until("the command has connected", || sockets() == 2);
+        kill(pid);
+        let line = String::from_utf8(show.wait_with_output().unwrap().stderr).unwrap();
+        (!line.contains("is stopped")).then_some(line)
+    });
     assert!(line.contains("the daemon (pid ") && line.contains(" died (last log line: "), "{line}");
+}
+
+// Contract: errors
+#[test]
+fn a_stopped_daemon_is_named_with_the_commands_that_help() {
+    let place = Place::new("stopped");
+    place.done(&["attach", "ram:1M", "--name", "a"]);
+    let pid = place.pid("a");
+    signal(pid, rustix::process::Signal::STOP);
+    let stopped = format!(
+        "the daemon (pid {pid}) is stopped; run `kill -CONT {pid}` to continue it, or `kill -9 {pid}` to end it\n"
+    );
+    place.done(&["group", "set", "g", "iops=100"]);
+    for words in [
+        &["show", "a"][..],
+        &["set", "a", "depth=4"],
+        &["set", "a", "group=g"],
+        &["detach", "a"],
+        &["detach", "a", "--force"],
+    ] {
+        let line = place.refused(words);
+        assert!(line.ends_with(&stopped), "{words:?}: {line}");
+    }
+    assert!(place.done(&["list"]).contains("is stopped"));
+    signal(pid, rustix::process::Signal::CONT);
+    place.done(&["detach", "a"]);
 }
 
 #[test]

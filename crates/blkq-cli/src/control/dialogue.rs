@@ -14,7 +14,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, no_such_device, receive, receive_with_file, send,
+    ANSWER_TIMEOUT, CHANGE_TIMEOUT, Reply, Request, Stopped, connect, no_such_device, receive,
+    receive_with_file, refused, send,
 };
 use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
@@ -77,14 +78,15 @@ impl Dialogue {
         request: &Request,
         timeout: Duration,
     ) -> Outcome<(Dialogue, T, Option<OwnedFd>)> {
-        let stream = dir.connect(name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
+        let stream = connect(dir, name, ANSWER_TIMEOUT).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => no_such_device(name),
+            _ if Stopped::of(&e).is_some() => no_answer(e),
             _ => Failure::new(format!("cannot connect to the daemon of {name}: {e}")),
         })?;
         send(&stream, request).map_err(no_answer)?;
         match receive_with_file(&stream, timeout).map_err(no_answer)? {
             (Reply::Ok(value), file) => Ok((Dialogue { stream }, value, file)),
-            (Reply::Error(message), _) => Err(Failure::new(message)),
+            (Reply::Error(message), _) => Err(refused(name, &message)),
         }
     }
 
@@ -151,5 +153,8 @@ impl AsFd for Dialogue {
 }
 
 fn no_answer(e: io::Error) -> Failure {
-    Failure::new(format!("the daemon sent no answer ({e})"))
+    match Stopped::of(&e) {
+        Some(stopped) => Failure::new(stopped.to_string()),
+        None => Failure::new(format!("the daemon sent no answer ({e})")),
+    }
 }

@@ -10,6 +10,11 @@ use super::StateDir;
 pub const DYING_WAIT: Duration = Duration::from_secs(30);
 
 impl StateDir {
+    /// The process that holds the name, as recorded in its lock file.
+    pub fn holder(&self, name: &str) -> Option<u32> {
+        fs::read_to_string(self.file(name, ".lock")).ok()?.trim().parse().ok()
+    }
+
     /// Whether the daemon of `name` is exiting or was killed, and has not exited yet. It may have I/O in
     /// flight.
     pub(super) fn holder_is_dying(&self, name: &str) -> bool {
@@ -30,6 +35,15 @@ impl StateDir {
 /// kernel has closed all its files.
 pub(super) fn has_exited(pid: u32) -> bool {
     is_exited(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default())
+}
+
+/// Whether a signal has stopped the process. A process that a debugger has stopped does not count.
+pub fn is_process_stopped(pid: u32) -> bool {
+    is_stopped(&fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default())
+}
+
+fn is_stopped(status: &str) -> bool {
+    field(status, "State:").starts_with('T')
 }
 
 fn field<'a>(status: &'a str, name: &str) -> &'a str {
@@ -85,6 +99,8 @@ mod tests {
         let none = "0000000000000000";
         assert!(!is_dying(&status("S (sleeping)", 4, none, none), "") && !is_dying("", ""));
         assert!(!is_dying(&status("T (stopped)", 4, none, "0000000000004200"), ""));
+        assert!(is_stopped(&status("T (stopped)", 4, none, none)));
+        assert!(!is_stopped(&status("t (tracing stop)", 4, none, none)) && !is_stopped(""));
         assert!(is_dying(&status("Z (zombie)", 4, none, none), ""));
         assert!(!is_dying(&status("Z (zombie)", 1, none, "0000000000000100"), ""));
         assert!(is_dying(&status("D (disk sleep)", 4, "0000000000000100", none), ""));

@@ -31,7 +31,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use crate::failure::{Failure, Outcome};
 
 pub use claim::{Claim, Dead, Orphan};
-pub use dying::{DYING_WAIT, is_process_dying};
+pub use dying::{DYING_WAIT, is_process_dying, is_process_stopped};
 pub use files::{OptionsFile, overwrite_state, parse_daemon_state, parse_state};
 pub use remains::{Busy, Fate, Found, Remains};
 

@@ -1,0 +1,97 @@
+//! Detects daemons that a signal (SIGSTOP) has stopped, so that a command reports them instead of waiting.
+
+use std::error::Error;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+use std::{fmt, io};
+
+use blkq_export::peer::Peer;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::state::{StateDir, is_process_stopped};
+
+/// How often the state of a process that does not answer is checked. Two checks in a row must find it stopped.
+const INTERVAL: Duration = Duration::from_millis(200);
+
+/// The error that a daemon is stopped and cannot answer.
+#[derive(Debug)]
+pub(super) struct Stopped {
+    pid: u32,
+}
+
+impl Stopped {
+    /// Returns the error if it is the cause of `error`.
+    pub(super) fn of(error: &io::Error) -> Option<&Stopped> {
+        error.get_ref()?.downcast_ref()
+    }
+}
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pid = self.pid;
+        write!(
+            f,
+            "the daemon (pid {pid}) is stopped; run `kill -CONT {pid}` to continue it, or `kill -9 {pid}` to end it"
+        )
+    }
+}
+
+impl Error for Stopped {}
+
+/// Waits until the stream from a daemon is readable, at most until `until`. Returns whether it is readable.
+///
+/// # Errors
+///
+/// Returns [`Stopped`] if the daemon is stopped.
+pub(super) fn wait_for(stream: &UnixStream, until: Option<Instant>) -> io::Result<bool> {
+    let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
+    let pid = pid.and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
+    let mut was_stopped = false;
+    loop {
+        let next = Instant::now() + INTERVAL;
+        if is_readable(stream, Some(until.map_or(next, |until| until.min(next)))) {
+            return Ok(true);
+        }
+        if until.is_some_and(|until| Instant::now() >= until) {
+            return Ok(false);
+        }
+        let stopped = pid.filter(|pid| is_process_stopped(*pid));
+        if let Some(pid) = stopped.filter(|_| was_stopped) {
+            return Err(io::Error::other(Stopped { pid }));
+        }
+        was_stopped = stopped.is_some();
+    }
+}
+
+/// Waits until `fd` is readable, at most until `until`. Returns whether it is readable.
+pub(super) fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
+        match poll(&mut [PollFd::new(fd, PollFlags::IN)], left.as_ref()) {
+            Err(Errno::INTR) => {}
+            polled => return polled != Ok(0),
+        }
+    }
+}
+
+/// Connects to the daemon of `name`, as [`StateDir::connect`] does.
+///
+/// # Errors
+///
+/// Fails as [`StateDir::connect`] does, and with [`Stopped`] if the daemon is stopped.
+pub(super) fn connect(dir: &StateDir, name: &str, timeout: Duration) -> io::Result<UnixStream> {
+    let is_full =
+        |connected: &io::Result<_>| matches!(connected, Err(e) if e.kind() == io::ErrorKind::TimedOut);
+    // A stopped daemon accepts no connections, and further ones fail when the backlog of its socket is full.
+    let connected = dir.connect(name, timeout.min(2 * INTERVAL));
+    if !is_full(&connected) {
+        return connected;
+    }
+    match dir.holder(name).filter(|pid| is_process_stopped(*pid)) {
+        Some(pid) => Err(io::Error::other(Stopped { pid })),
+        None => dir.connect(name, timeout),
+    }
+}
