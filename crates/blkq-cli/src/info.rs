@@ -139,6 +139,23 @@ impl StateFile {
         self.attach_options.is_some() || self.ublk.as_ref().is_some_and(|ublk| !ublk.words.is_empty())
     }
 
+    /// The attach options of a device that another daemon can serve again after a kill: the device is not a block
+    /// device, and its data is not in the memory of the daemon.
+    ///
+    /// # Errors
+    ///
+    /// Names the option that this program does not understand.
+    pub fn recoverable_options(&self) -> Outcome<Option<AttachOptions>> {
+        let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
+        let mut options = record.read()?;
+        options.name = Some(self.name.clone());
+        // The clients know the address that was chosen for the device.
+        if options.exports.is_empty() {
+            options.exports.push(Export::Nbd);
+        }
+        Ok((!matches!(options.image, DriverSpec::Ram(_))).then_some(options))
+    }
+
     /// The attach options of a device that is served to a virtual machine and is not a block device. Such a
     /// device can be recovered: the front end reconnects to the next daemon, and has the record of the
     /// requests in flight.

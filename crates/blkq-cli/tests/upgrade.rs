@@ -308,3 +308,39 @@ fn the_image_of_a_killed_guest_device_waits_for_its_next_daemon() {
     place.done(&["detach", "d"]);
     place.done(&["attach", &image, "--name", "other", "--export", "nbd"]);
 }
+
+#[test]
+fn dead_devices_are_recovered_with_their_options() {
+    let place = Place::new("recover-dead");
+    let [a, b] = ["a.img", "b.img"].map(|name| place.image(name, 1 << 20));
+    let socket = place.dir.join("v").display().to_string();
+    place.done(&["group", "set", "g", "iops=1000"]);
+    place.done(&["attach", &a, "--name", "a", "--limit", "iops=500", "--depth", "64"]);
+    place.done(&["attach", &b, "--name", "b", "--export", "vhost-user-blk", "--vhost-socket", &socket]);
+    place.done(&["attach", "ram:1M", "--name", "r"]);
+    place.done(&["set", "a", "depth=9", "group=g", "weight=7"]);
+    let shown = |name: &str| {
+        let info = place.json(&["show", name, "--json"]);
+        (info["attach_options"].clone(), info["settings"].clone(), info["exports"].clone())
+    };
+    let before = ["a", "b"].map(shown);
+    assert_eq!(before[0].1["group"], "g");
+    assert!(!place.done(&["list"]).contains("recovered"), "all devices are served");
+    kill_and_wait(place.pid("a"), &[&a]);
+    assert!(place.done(&["list"]).ends_with("\n1 device can be recovered: run `blkq recover a`\n"));
+    assert!(place.refused(&["stat", "a"]).contains("run `blkq recover a` to serve it again"));
+    kill_and_wait(place.pid("b"), &[&b]);
+    kill(place.pid("r"));
+    let list = place.done(&["list"]);
+    assert!(list.ends_with("\n2 devices can be recovered (a, b): run `blkq recover --all`\n"), "{list}");
+    let listed = place.json(&["list", "--json"]);
+    let recoverable = listed.as_array().unwrap().iter().map(|entry| entry["recoverable"].clone());
+    assert_eq!(recoverable.collect::<Vec<_>>(), [json!(true), json!(true), json!(false)]);
+    assert_eq!(place.done(&["recover", "--all"]).lines().count(), 2);
+    assert_eq!(["a", "b"].map(shown), before);
+    assert!(place.refused(&["recover", "r"]).contains("attach the image again"));
+    assert_eq!(place.done(&["recover", "--all"]), "", "nothing is left to recover");
+    place.done(&["set", "a", "group=none"]);
+    assert!(place.refused(&["set", "a", "weight=9"]).contains("group=NAME"));
+    place.done(&["detach", "a", "b"]);
+}

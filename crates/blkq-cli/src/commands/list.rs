@@ -44,7 +44,7 @@ pub struct Args {
     ///
     /// Each object is a device as `blkq show --json` prints it, or contains the columns of --output. If a
     /// daemon does not answer, the object contains only "name" and "error". For a dead device or an orphan,
-    /// it also contains "state", "pid", "image", "exports", "log" and "log_lines". For a configured device,
+    /// it also contains "state", "recoverable", "pid", "image", "exports", "log" and "log_lines". For a configured device,
     /// it contains "name", "state", "image" and "config".
     #[arg(long, conflicts_with = "no_headings")]
     json: bool,
@@ -53,9 +53,10 @@ pub struct Args {
 fn after_help() -> String {
     format!(
         "\
-A device whose daemon has died has the mode `dead`: `blkq show` prints why, and the next
-`blkq attach` with this name, `blkq detach` or --clean removes its stale files. A ublk device
-outlives its daemon and then has the mode `orphan`: run `blkq recover` or `blkq detach`. With
+A device whose daemon has died has the mode `dead`: `blkq show` prints why, `blkq recover` serves
+it again with its options, and the next `blkq attach` with this name, `blkq detach` or --clean
+removes its stale files. A ublk device outlives its daemon and then has the mode `orphan`: run
+`blkq recover` or `blkq detach`. The last line names the devices that can be recovered. With
 --configured, a device that is not attached has the mode `configured`.
 
 --output also accepts the columns of `blkq losetup`.
@@ -91,7 +92,11 @@ impl Args {
         match (self.json, &self.output) {
             (true, None) => print_json(&entries),
             (true, Some(_)) => print_json(&objects(&columns, &entries)),
-            (false, _) => print(&table(&columns, &entries, !self.no_headings)),
+            (false, chosen) => {
+                print(&table(&columns, &entries, !self.no_headings))?;
+                let is_page = chosen.is_none() && !self.no_headings;
+                if is_page { print(&recoverable(&entries)) } else { Ok(()) }
+            }
         }
     }
 
@@ -113,6 +118,24 @@ impl Args {
                 complain(&remains.failure());
                 false
             }
+        }
+    }
+}
+
+/// A line with the devices that `blkq recover` can serve again; empty if there are none.
+fn recoverable(entries: &[Entry]) -> String {
+    let names: Vec<&str> = entries
+        .iter()
+        .filter_map(|entry| match entry {
+            Entry::Remains(remains) if remains.recoverable => Some(remains.name.as_str()),
+            _ => None,
+        })
+        .collect();
+    match &names[..] {
+        [] => String::new(),
+        [name] => format!("1 device can be recovered: run `blkq recover {name}`\n"),
+        names => {
+            format!("{} devices can be recovered ({}): run `blkq recover --all`\n", names.len(), names.join(", "))
         }
     }
 }

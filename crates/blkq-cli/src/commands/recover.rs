@@ -10,7 +10,7 @@ use crate::completion;
 use crate::control::{Called, Request, call, no_such_device};
 use crate::daemon::{Daemon, Parent};
 use crate::devices::{device_parser, named};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, for_each};
 use crate::info::StateFile;
 use crate::launch::{Launched, Program, report};
 use crate::options::AttachOptions;
@@ -21,35 +21,52 @@ use blkq_drivers::DriverSpec;
 #[command(after_help = "\
 A ublk device outlives its daemon: its I/O waits, and is reissued when a new daemon serves the
 device. The front end of a virtual machine's disk (vhost-user-blk) waits too, and connects to the
-new daemon. The new daemon has the options of `blkq attach`, the settings and the size of the old
-one.
+new daemon. NBD clients have lost their connections and must connect again. The new daemon has
+the options of `blkq attach` and the settings of the old one; a ublk device also keeps its size.
+
+A device in memory (ram:SIZE) cannot be recovered: its data was in the daemon.
 
 Examples:
-  blkq list                     # the mode of the device is `orphan`
+  blkq list                     # the mode of the device is `orphan` or `dead`
   blkq recover disk.img
-      /dev/ublkb0")]
+      /dev/ublkb0
+  blkq recover --all")]
 pub struct Args {
     /// The device, by its name, image, URI or node in /dev
-    #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
-    name: String,
+    #[arg(
+        value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE",
+        required_unless_present = "all"
+    )]
+    name: Option<String>,
+    /// Recover all devices whose daemons have died
+    #[arg(long, conflicts_with = "name")]
+    all: bool,
 }
 
 impl Args {
     /// Starts the new daemon. If this fails, the device still waits for a daemon.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
-        let name = named(&dir, &self.name)?;
-        let during = |e: Failure| e.during(format_args!("recover {name}"));
-        // While an upgrade is running, the upgrade itself starts the next daemon.
-        let _lock = dir.lock_upgrade(&name, true).map_err(during)?;
-        let Launched { info, .. } = Program::This.launch_recover(&name).map_err(during)?;
-        report(&info)?;
-        Ok(ExitCode::SUCCESS)
+        if let Some(word) = &self.name {
+            return recover(&dir, &named(&dir, word)?).map(|()| ExitCode::SUCCESS);
+        }
+        for_each(&dir.names()?, |name| match dir.inspect(name)? {
+            Found::Remains(remains) if remains.recoverable => recover(&dir, name),
+            _ => Ok(()),
+        })
     }
 }
 
-/// Takes over the orphan, or the disk of a virtual machine, `name` in this process, which becomes its new
-/// daemon. If `inherited` contains sockets, the daemon listens on these instead of creating its own.
+fn recover(dir: &StateDir, name: &str) -> Outcome {
+    let during = |e: Failure| e.during(format_args!("recover {name}"));
+    // While an upgrade is running, the upgrade itself starts the next daemon.
+    let _lock = dir.lock_upgrade(name, true).map_err(during)?;
+    let Launched { info, .. } = Program::This.launch_recover(name).map_err(during)?;
+    report(&info)
+}
+
+/// Serves the device `name` again in this process, which becomes its new daemon. If `inherited` contains sockets,
+/// the daemon listens on these instead of creating its own.
 ///
 /// # Errors
 ///
@@ -67,7 +84,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     match dir.inspect(name)? {
         Found::Remains(remains) if remains.state == Fate::Dead => {
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };
-            let Some(options) = state.guest_options()? else { return Err(remains.failure()) };
+            let Some(options) = state.recoverable_options()? else { return Err(remains.failure()) };
             return Daemon::succeed(name, &options, state.settings, inherited, parent);
         }
         Found::Remains(_) => {}

@@ -61,7 +61,8 @@ impl Args {
 }
 
 fn page_of_remains(remains: &Remains) -> String {
-    let Remains { name, state, pid, image, file: _, exports, log, log_lines, error: _ } = remains;
+    let Remains { name, state, recoverable: _, pid, image, file: _, exports, log, log_lines, error: _ } =
+        remains;
     let mut rows = vec![["name".to_owned(), name.clone()], ["state".to_owned(), state.name().to_owned()]];
     let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
     row("image", image.clone());

@@ -71,6 +71,8 @@ impl Fate {
 pub struct Remains {
     pub name: String,
     pub state: Fate,
+    /// Whether `blkq recover` can serve the device again.
+    pub recoverable: bool,
     /// Process ID of the daemon that died.
     pub pid: Option<u32>,
     /// Path of the image; empty if the daemon died before it recorded the path.
@@ -114,6 +116,8 @@ impl StateDir {
         let (pid, mut image, mut exports) =
             (state.as_ref().map(|state| state.pid).filter(|pid| *pid != 0).or(owner), None, None);
         let is_guest = state.as_ref().is_some_and(|state| matches!(state.guest_options(), Ok(Some(_))));
+        let mut recoverable =
+            state.as_ref().is_some_and(|state| matches!(state.recoverable_options(), Ok(Some(_))));
         let mut file = None;
         let mut fate = Fate::Dead;
         if let Some(state) = state {
@@ -121,7 +125,7 @@ impl StateDir {
             (image, exports) = (Some(state.image), Some(state.exports));
             let block_device = state.ublk.map(|ublk| ublk.identity().waiting()).transpose()?.flatten();
             if let Some(block_device) = block_device {
-                fate = Fate::Orphan;
+                (fate, recoverable) = (Fate::Orphan, true);
                 // The daemon may have died before it recorded the number of the block device.
                 let paths = exports.get_or_insert_default();
                 if !paths.contains(&block_device.path()) {
@@ -134,12 +138,13 @@ impl StateDir {
         let log_lines = last_lines(&log).unwrap_or_default();
         let error = match fate {
             Fate::Orphan => super::orphan::refusal(name, &exports),
-            Fate::Dead => died(name, pid, log_lines.last().map(String::as_str), is_guest),
+            Fate::Dead => died(name, pid, log_lines.last().map(String::as_str), is_guest, recoverable),
         };
         let state = fate;
         Ok(Found::Remains(Box::new(Remains {
             name: name.to_owned(),
             state,
+            recoverable,
             pid,
             image,
             file,
@@ -183,12 +188,13 @@ enum LockOwner {
     Exited(Option<u32>),
 }
 
-fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool) -> String {
+fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool, recoverable: bool) -> String {
     let process = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
     let why = last_line.map_or("empty log".to_owned(), |line| format!("last log line: {line}"));
-    let hint = match is_guest {
-        true => format!("run `blkq recover {name}` to serve its virtual machine again"),
-        false => "attach the image again".to_owned(),
+    let hint = match (is_guest, recoverable) {
+        (true, _) => format!("run `blkq recover {name}` to serve its virtual machine again"),
+        (false, true) => format!("run `blkq recover {name}` to serve it again with its options and settings"),
+        (false, false) => "attach the image again".to_owned(),
     };
     format!(
         "{name}: the daemon{process} died ({why}); {hint}, or run `blkq detach {name}` to remove its stale files"
