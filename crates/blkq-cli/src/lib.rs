@@ -54,6 +54,7 @@ pub mod systemd;
 pub mod table;
 pub mod timestamp;
 pub mod trace;
+mod uri;
 pub mod usage;
 
 use commands::Cli;

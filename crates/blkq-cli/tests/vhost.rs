@@ -9,6 +9,7 @@ use blkq::testing::{assert_stays, wait_until};
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
 
 use place::*;
 use rustix::fs::MemfdFlags;
@@ -390,4 +391,42 @@ fn hand_over(test: &str, format: &str) {
     assert_eq!(front.run(0, 0, 0, DATA, 4096), 0);
     // A front end does not switch the write cache off again.
     assert_eq!(front.connection.ask(GET_CONFIG, &write_cache(1)).payload[12..], [0]);
+}
+
+#[test]
+fn the_options_of_virtual_machines_are_printed() {
+    let place = Place::new("paste");
+    let image = place.image("disk.img", 1 << 20);
+    place.done(&["attach", &image, "--name", "d", "--export-name", "a,b <c>"]);
+    let socket = place.state().join("d.nbd").display().to_string();
+    let lines = place.done(&["show", "d", "--qemu"]);
+    let expected = format!(
+        "-blockdev 'driver=nbd,node-name=blkq-d,server.type=unix,server.path={socket},export=a,,b <c>,discard=unmap' \\\n\
+         -device virtio-blk-pci,drive=blkq-d\n"
+    );
+    assert_eq!(lines, expected);
+    // A shell and QEMU can parse the lines.
+    let read = format!("set -- {lines}\nqemu-io --image-opts \"$2\" -c 'read -P 0 0 1M'");
+    let read = Command::new("sh").args(["-c", &read]).output().unwrap();
+    assert!(String::from_utf8_lossy(&read.stdout).contains("read 1048576/1048576"), "{read:?}");
+    let element = place.done(&["show", "d", "--libvirt"]);
+    let expected = format!(
+        "<disk type='network' device='disk'>\n  <driver name='qemu' type='raw' discard='unmap'/>\n  \
+         <source protocol='nbd' name='a,b &lt;c&gt;'>\n    <host transport='unix' socket='{socket}'/>\n  \
+         </source>\n  <target dev='vda' bus='virtio'/>\n</disk>\n"
+    );
+    assert_eq!(element, expected);
+
+    place.done(&["attach", "null:1M", "--name", "v", "--export", "vhost-user-blk", "--export", "nbd"]);
+    let socket = place.state().join("v.vhost").display().to_string();
+    let output = place.run(&["show", "v", "--qemu"]);
+    let expected = format!(
+        "-chardev socket,id=blkq-v,path={socket},reconnect-ms=1000 \\\n\
+         -device vhost-user-blk-pci,chardev=blkq-v,num-queues=1\n"
+    );
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+    assert!(String::from_utf8(output.stderr).unwrap().contains("memory-backend-memfd,id=mem,share=on"));
+    let element = place.done(&["show", "v", "--libvirt"]);
+    assert!(element.contains(&format!("<source type='unix' path='{socket}'><reconnect")), "{element}");
+    place.done(&["detach", "--all"]);
 }

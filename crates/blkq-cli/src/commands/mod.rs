@@ -16,6 +16,7 @@ pub mod daemon;
 pub mod detach;
 pub mod doctor;
 pub mod features;
+mod front_ends;
 pub mod generate;
 pub mod group;
 pub mod list;

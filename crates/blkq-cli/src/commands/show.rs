@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use crate::backing::shown_path;
 use crate::columns::Cell;
 use crate::commands::commit::shown_progress;
+use crate::commands::front_ends::{self, memory_hint};
 use crate::completion;
 use crate::control::no_such_device;
 use crate::devices::{Entry, device_parser, inspect, named};
@@ -12,7 +13,7 @@ use crate::failure::{Failure, Outcome, for_each};
 use crate::info::{ClientInfo, DeviceInfo};
 use crate::state::{Remains, StateDir};
 use crate::table::{Align, render};
-use crate::{print, print_json};
+use crate::{complain, print, print_json};
 use blkq::units::format_bytes;
 
 #[derive(clap::Args, Debug)]
@@ -23,7 +24,9 @@ daemon has died, prints the last lines of its log.
 Examples:
   blkq show disk.img
   blkq show ./disk.img /dev/ublkb1
-  blkq show disk.img --json | jq .direct_io")]
+  blkq show disk.img --json | jq .direct_io
+  blkq show disk.img --qemu             # options for QEMU's command line
+  blkq show disk.img --libvirt >disk.xml && virsh attach-device guest disk.xml")]
 pub struct Args {
     /// The devices, each by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE", required = true)]
@@ -31,6 +34,14 @@ pub struct Args {
     /// Print one JSON object per device, each on a line
     #[arg(long)]
     json: bool,
+    /// Print the options with which QEMU uses the device as a disk, over vhost-user or NBD
+    ///
+    /// With TLS, the certificates of the client are expected in /etc/pki/qemu.
+    #[arg(long, conflicts_with = "json")]
+    qemu: bool,
+    /// Print the <disk> element with which a libvirt domain uses the device, over vhost-user or NBD
+    #[arg(long, conflicts_with_all = ["json", "qemu"])]
+    libvirt: bool,
 }
 
 impl Args {
@@ -47,7 +58,14 @@ impl Args {
             pages += 1;
             match entry {
                 Entry::Device(info) if self.json => print_json(&info),
+                Entry::Device(info) if self.qemu => {
+                    let lines = front_ends::qemu(&info)?;
+                    memory_hint(&info).iter().for_each(|hint| complain(&Failure::new(hint)));
+                    print(&lines)
+                }
+                Entry::Device(info) if self.libvirt => print(&front_ends::libvirt(&info)?),
                 Entry::Device(info) => print(&format!("{gap}{}", page(&info))),
+                Entry::Remains(remains) if self.qemu || self.libvirt => Err(remains.failure()),
                 Entry::Remains(remains) => {
                     let page = || format!("{gap}{}", page_of_remains(&remains));
                     if self.json { print_json(&remains) } else { print(&page()) }?;

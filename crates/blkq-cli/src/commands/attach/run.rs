@@ -3,7 +3,6 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
@@ -15,6 +14,7 @@ use crate::info::DeviceInfo;
 use crate::launch::Launched;
 use crate::options::{AttachOptions, Tls};
 use crate::state::StateDir;
+use crate::uri::unescaped;
 
 /// A command that was killed by signal N makes this process exit with 128 + N, as shells do.
 const EXIT_SIGNALLED: i32 = 128;
@@ -235,19 +235,4 @@ fn variables(options: &AttachOptions, info: &DeviceInfo) -> [(&'static str, Opti
         ("device", node.map(Into::into)),
         ("name", Some((&info.name).into())),
     ]
-}
-
-/// Decodes the `%XX` sequences of a path in a URI.
-fn unescaped(text: &str) -> OsString {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, after @ ..] = rest {
-        let digits =
-            after.get(..2).filter(|_| *first == b'%').and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
-            Some(byte) => (bytes.push(byte), rest = &after[2..]),
-            None => (bytes.push(*first), rest = after),
-        };
-    }
-    OsString::from_vec(bytes)
 }

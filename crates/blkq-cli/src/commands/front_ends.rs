@@ -1,0 +1,148 @@
+//! `blkq show --qemu` and `--libvirt`: prints how virtual machines connect to a device.
+
+use std::path::Path;
+
+use blkq::text::shell_word;
+
+use crate::failure::{Failure, Outcome};
+use crate::info::DeviceInfo;
+use crate::uri::{NbdAddress, Place};
+
+/// The directory of the certificates for NBD clients in QEMU's documentation and in libvirt.
+const CLIENT_CERTIFICATES: &str = "/etc/pki/qemu";
+/// Maximum length of a node name in QEMU.
+const NODE_CHARS_MAX: usize = 31;
+
+/// The addresses of the device to which a virtual machine can connect.
+fn places(info: &DeviceInfo) -> Outcome<Vec<Place>> {
+    let places: Vec<Place> = info.exports.iter().filter_map(|export| Place::parse(export)).collect();
+    if places.is_empty() {
+        let name = &info.name;
+        return Err(Failure::new(format!(
+            "{name}: virtual machines cannot connect to this device; attach it with --export vhost-user-blk or --export nbd"
+        )));
+    }
+    Ok(places)
+}
+
+/// The ID of QEMU's objects for the device: letters, digits and `-`, beginning with a letter.
+fn id_of(info: &DeviceInfo) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+    "blkq-".chars().chain(info.name.chars().map(plain)).take(NODE_CHARS_MAX).collect()
+}
+
+fn queues(info: &DeviceInfo) -> &str {
+    let queues = info.settings.iter().find(|(key, _)| key == "queues");
+    queues.map_or("1", |(_, queues)| queues.as_str())
+}
+
+/// Escapes a value of a QEMU option: commas are doubled.
+fn value(text: impl AsRef<Path>) -> String {
+    text.as_ref().to_string_lossy().replace(',', ",,")
+}
+
+/// Options of QEMU's command line for a disk of the device, one per line of a shell command.
+///
+/// # Errors
+///
+/// Fails if the device has no export for virtual machines.
+pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
+    let id = id_of(info);
+    // Only one export is used: two would become two disks with the same data.
+    let places = places(info)?;
+    let vhost = places.iter().find(|place| matches!(place, Place::VhostUser(_)));
+    let mut options: Vec<(&str, String)> = Vec::new();
+    match vhost.unwrap_or(&places[0]) {
+        Place::VhostUser(path) => {
+            let path = value(path);
+            options.push(("-chardev", format!("socket,id={id},path={path},reconnect-ms=1000")));
+            let queues = queues(info);
+            options.push(("-device", format!("vhost-user-blk-pci,chardev={id},num-queues={queues}")));
+        }
+        Place::Nbd { address, tls, export } => {
+            let mut node = match address {
+                NbdAddress::Unix(path) => {
+                    format!("driver=nbd,node-name={id},server.type=unix,server.path={}", value(path))
+                }
+                NbdAddress::Tcp(host, port) => {
+                    format!(
+                        "driver=nbd,node-name={id},server.type=inet,server.host={host},server.port={port}"
+                    )
+                }
+            };
+            if !export.is_empty() {
+                node.push_str(&format!(",export={}", value(export)));
+            }
+            if *tls {
+                let dir = CLIENT_CERTIFICATES;
+                options.push(("-object", format!("tls-creds-x509,id={id}-tls,endpoint=client,dir={dir}")));
+                node.push_str(&format!(",tls-creds={id}-tls"));
+            }
+            let access = if info.read_only { "read-only=on" } else { "discard=unmap" };
+            options.push(("-blockdev", format!("{node},{access}")));
+            options.push(("-device", format!("virtio-blk-pci,drive={id}")));
+        }
+    }
+    let lines: Vec<String> =
+        options.iter().map(|(option, value)| format!("{option} {}", shell_word(value))).collect();
+    Ok(lines.join(" \\\n") + "\n")
+}
+
+/// The hint about the guest's memory for a device that is served over vhost-user.
+pub fn memory_hint(info: &DeviceInfo) -> Option<String> {
+    let is_vhost = info.exports.iter().any(|export| export.starts_with("vhost-user:"));
+    is_vhost.then(|| {
+        let name = &info.name;
+        format!(
+            "{name}: QEMU must share the memory of the guest; add -machine memory-backend=mem -object memory-backend-memfd,id=mem,share=on,size=SIZE, with the SIZE of -m"
+        )
+    })
+}
+
+/// The element of a libvirt domain for a disk of the device.
+///
+/// # Errors
+///
+/// Fails if the device has no export for virtual machines.
+pub fn libvirt(info: &DeviceInfo) -> Outcome<String> {
+    let places = places(info)?;
+    let vhost = places.iter().find(|place| matches!(place, Place::VhostUser(_)));
+    let element = match vhost.unwrap_or(&places[0]) {
+        Place::VhostUser(path) => format!(
+            "<!-- The domain also needs: <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking> -->\n\
+             <disk type='vhostuser' device='disk'>\n  \
+             <driver name='qemu' type='raw' queues='{}'/>\n  \
+             <source type='unix' path='{}'><reconnect enabled='yes' timeout='1'/></source>\n",
+            queues(info),
+            attribute(&path.to_string_lossy()),
+        ),
+        Place::Nbd { address, tls, export } => {
+            let name = match export.is_empty() {
+                true => String::new(),
+                false => format!(" name='{}'", attribute(export)),
+            };
+            let tls = if *tls { " tls='yes'" } else { "" };
+            let host = match address {
+                NbdAddress::Unix(path) => {
+                    format!("transport='unix' socket='{}'", attribute(&path.to_string_lossy()))
+                }
+                NbdAddress::Tcp(host, port) => format!("name='{}' port='{port}'", attribute(host)),
+            };
+            let discard = if info.read_only { "" } else { " discard='unmap'" };
+            let read_only = if info.read_only { "  <readonly/>\n" } else { "" };
+            format!(
+                "<disk type='network' device='disk'>\n  \
+                 <driver name='qemu' type='raw'{discard}/>\n  \
+                 <source protocol='nbd'{name}{tls}>\n    \
+                 <host {host}/>\n  \
+                 </source>\n{read_only}"
+            )
+        }
+    };
+    Ok(format!("{element}  <target dev='vda' bus='virtio'/>\n</disk>\n"))
+}
+
+/// Escapes text for an attribute in XML.
+fn attribute(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('\'', "&apos;")
+}
