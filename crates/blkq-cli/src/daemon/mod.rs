@@ -7,6 +7,7 @@
 mod answer;
 mod commit;
 mod parent;
+mod settings;
 mod shared;
 mod snapshot;
 mod trace;
