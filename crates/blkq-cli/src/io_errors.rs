@@ -63,7 +63,7 @@ mod tests {
     fn one_line_has_the_first_failure_and_the_number_of_the_others() {
         let fault = Some("error=ENOSPC,op=write".parse().unwrap());
         let opened = open(&DriverSpec::Ram(1 << 20), &DriverOptions { fault, ..DriverOptions::default() });
-        let disk: Arc<Disk> = Disk::builder(opened.unwrap()).build().unwrap();
+        let disk: Arc<Disk> = Disk::builder_shared(opened.unwrap().driver).build().unwrap();
         let mut queue = disk.open_queue(0).unwrap();
         let (mut errors, lines) = (IoErrorLog::default(), RefCell::new(Vec::new()));
         let log = |line: &str| lines.borrow_mut().push(line.to_owned());
