@@ -301,7 +301,7 @@ pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
 ///
 /// # Errors
 ///
-/// Returns [`io::ErrorKind::TimedOut`] at `until`.
+/// Returns [`io::ErrorKind::TimedOut`] at `until`, and [`Stopped`] if the daemon is stopped.
 fn wait_for_stop(
     dir: &StateDir,
     name: &str,

@@ -82,6 +82,7 @@ pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
     Ok(names)
 }
 
+/// The ID of this boot. It is read only once, because a confined daemon must not open the file.
 fn boot_id() -> Outcome<[u64; 2]> {
     static READ: OnceLock<[u64; 2]> = OnceLock::new();
     match READ.get() {

@@ -226,7 +226,7 @@ impl Watched {
         Watched { queue, engine, status, asked: None, stalled: false, hung: 0, failed: 0 }
     }
 
-    /// Handles the engine's answer, if it has arrived.
+    /// Handles the engine's answer, if it has arrived. Returns the requests that failed.
     fn take_reply(
         &mut self,
         disk: &Disk,

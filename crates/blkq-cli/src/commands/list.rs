@@ -135,7 +135,11 @@ fn recoverable(entries: &[Entry]) -> String {
         [] => String::new(),
         [name] => format!("1 device can be recovered: run `blkq recover {name}`\n"),
         names => {
-            format!("{} devices can be recovered ({}): run `blkq recover --all`\n", names.len(), names.join(", "))
+            format!(
+                "{} devices can be recovered ({}): run `blkq recover --all`\n",
+                names.len(),
+                names.join(", ")
+            )
         }
     }
 }

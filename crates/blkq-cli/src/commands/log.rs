@@ -92,7 +92,7 @@ fn is_stdout_closed(time: Duration) -> bool {
     poll(&mut fds, Timespec::try_from(time).ok().as_ref()).is_ok_and(|ready| ready > 0)
 }
 
-/// What replaced the log file that is being read.
+/// The replacement of the log file that is being read.
 enum Successor {
     /// The log of the next daemon of that name.
     New(LogReader),

@@ -56,7 +56,10 @@ fn the_hint_for_a_daemon_of_an_older_program_is_upgrade() {
     for line in [&br#"{"command":"join-hands"}"#[..], br#"{"command":"resize","size":1,"shape":2}"#] {
         let unknown = parse_request(line).unwrap_err().to_string();
         let why = refused("a", &unknown).to_string();
-        assert!(why.contains("is older than this program") && why.contains("`blkq upgrade a`"), "{unknown}: {why}");
+        assert!(
+            why.contains("is older than this program") && why.contains("`blkq upgrade a`"),
+            "{unknown}: {why}"
+        );
     }
     assert_eq!(refused("a", "it is busy").to_string(), "it is busy");
 }

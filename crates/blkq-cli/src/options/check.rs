@@ -88,7 +88,8 @@ impl AttachOptions {
             }
             Some(name) => mistakes.extend(parse_group_name(name).err().map(Failure::new)),
             None if self.weight.is_some() => {
-                mistakes.push(Failure::new("--weight has no effect without a group; add --group, or omit it"));
+                mistakes
+                    .push(Failure::new("--weight has no effect without a group; add --group, or omit it"));
             }
             None => {}
         }
