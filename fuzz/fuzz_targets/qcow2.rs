@@ -476,7 +476,7 @@ fn run(images: &Images, data: &[u8]) -> Option<()> {
     let had = top.read_at(&mut head, 0).expect("memory");
     let dirty = model.as_ref().filter(|_| shape.bitmap).map(|_| vec![true; shape.size as usize >> 9]);
     session(images, steps, model, dirty, kind & 0x80 != 0);
-    assert!([bytes_of(behind), bytes_of(raw)] == kept, "a file behind the image changed");
+    assert!([bytes_of(behind), bytes_of(raw)] == kept, "a backing file changed");
     let mut now = [0; 36];
     top.read_at(&mut now, 0).expect("memory");
     // The size and the entries of the L1 table may have changed, because images grow.

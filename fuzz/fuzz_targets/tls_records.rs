@@ -265,7 +265,7 @@ impl Session {
         if self.end == Some(TlsEnd::Closed) && self.received > 0 {
             assert!(self.bye && self.received == self.sent, "cut off in silence");
         }
-        assert!(self.meddled || !self.welcome || self.end != Some(TlsEnd::Broken), "broken by nobody");
+        assert!(self.meddled || !self.welcome || self.end != Some(TlsEnd::Broken), "the connection broke without a cause");
     }
 
     /// Sends `bytes` of an answer, and the other output of the server side, to the client.
@@ -284,7 +284,7 @@ impl Session {
             if tls.unsent().is_empty() && of_server(|| tls.encrypt(&mut answer)).is_err() {
                 // The client aborts the connection.
                 self.end = Some(TlsEnd::Broken);
-                assert!(self.meddled || !self.welcome, "broken by nobody");
+                assert!(self.meddled || !self.welcome, "the connection broke without a cause");
                 return;
             }
             let mut piece = tls.unsent();
@@ -408,7 +408,7 @@ fn take(client: &mut ClientConnection, mut taken: usize, answered: usize) -> usi
                 taken += bytes;
                 assert!(taken <= answered);
             }
-            // The client has no more data.
+            // The client has sent all its data.
             Err(_) => return taken,
         }
     }

@@ -171,7 +171,7 @@ pub struct Effect {
     pub spread: f64,
     /// Whether the effect is larger than its spread.
     pub clear: bool,
-    /// The same ratio as published by the author of the idea.
+    /// This ratio as published by the author of the idea.
     pub published_ratio: Option<f64>,
 }
 

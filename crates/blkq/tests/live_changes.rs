@@ -484,7 +484,7 @@ impl Driver for Unopened {
     }
 
     fn open_queue(&self, _: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
-        Err(Error::new(ErrorKind::System, "no more descriptors"))
+        Err(Error::new(ErrorKind::System, "no descriptors left"))
     }
 }
 
@@ -500,6 +500,6 @@ fn an_open_error_of_a_new_driver_is_reported() {
         drop(exchange);
         assert_eq!(run(&mut queue, write()).result.is_ok(), works);
         let why = disk.broken();
-        assert_eq!(why.as_deref(), (!works).then_some("queue 0: no more descriptors"));
+        assert_eq!(why.as_deref(), (!works).then_some("queue 0: no descriptors left"));
     }
 }

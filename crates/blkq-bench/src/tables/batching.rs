@@ -58,7 +58,7 @@ fn disk_model() -> SeekModel {
     }
 }
 
-/// The same device without and with batching.
+/// A device without and with batching.
 struct Devices {
     off: Arc<Disk>,
     on: Arc<Disk>,

@@ -83,11 +83,13 @@ impl Device {
         self.check_not_changed()
     }
 
-    /// Has all that the image has go to the one behind it, which `files` are, as
-    /// [`open_base`](blkq_drivers::qcow2::open_base) opened it, and which gets that `number` in `NAME.options`, for `client`, and the device go on in that, with its
-    /// dirty bitmaps. Most of it is copied while I/O goes on. `stop` is asked again and again whether to go on. I/O
-    /// waits for the rest, while `last` is asked too, and while `keep` writes the state file. Its value is kept until
-    /// that is over; if there is none, I/O goes on before it is asked again.
+    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps, to the
+    /// backing file.
+    ///
+    /// `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing file is entry `number` of
+    /// `NAME.options`. Most data is copied while I/O continues; between steps, `stop` may cancel the commit. The last
+    /// step holds I/O: `last` may cancel it, or return `None` to let I/O continue before it is called again. Its value
+    /// is dropped when `save` has written the state file.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Live changes, as `blkq set` and `blkq resize` make them, while clients continue; and what the model must know of a
+//! Live changes, as `blkq set` and `blkq resize` make them, while clients continue; and what the model must know about a
 //! change.
 
 use std::cell::RefCell;

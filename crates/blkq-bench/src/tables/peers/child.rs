@@ -120,7 +120,7 @@ impl Child {
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: nobody has waited for the process, so its pid cannot belong to another process.
+        // SAFETY: no thread has waited for the process, so its pid cannot belong to another process.
         unsafe { libc::kill(self.pid, signal) };
     }
 }

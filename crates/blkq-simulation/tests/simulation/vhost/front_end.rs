@@ -323,7 +323,7 @@ impl FrontEnd {
                 self.read_config(world);
             }
             1 => {}
-            // The device does not know of the reset: its record belongs to the previous driver state.
+            // The device was not informed about the reset: its record belongs to the previous driver state.
             _ => {
                 self.record = None;
                 self.share_record(world);
@@ -352,7 +352,7 @@ impl FrontEnd {
             backend.set_nonblocking(false).unwrap();
             backend.set_read_timeout(Some(CLOSE_TIMEOUT)).unwrap();
             let read = backend.read(&mut [0; 12]).expect("the device's own socket is not closed");
-            assert_eq!(read, 0, "a message that nobody asked for");
+            assert_eq!(read, 0, "an unrequested message");
         }
     }
 

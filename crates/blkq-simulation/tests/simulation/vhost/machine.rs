@@ -322,7 +322,7 @@ impl Machine {
         }
     }
 
-    /// The daemon was killed: processes what it has used. `in_flight` reports which heads the record of a ring contains.
+    /// The daemon was killed: processes the buffers that it used. `in_flight` reports which heads the record of a ring contains.
     pub fn killed(&mut self, common: &mut Common, in_flight: impl Fn(usize, u16) -> bool) {
         for index in 0..self.rings.len() {
             self.collect(index, common, true);
