@@ -241,7 +241,9 @@ fn stopping_waits_for_the_io_in_flight() {
     std::thread::scope(|scope| {
         let stop = scope.spawn(|| engine.handle().stop_source(id, true));
         wait_until("the source is asked to stop", || !seen.stops.lock().unwrap().is_empty());
-        assert_stays("it waits for its I/O", || !stop.is_finished() && !seen.dropped.load(Ordering::SeqCst));
+        assert_stays("the source waits for its I/O", || {
+            !stop.is_finished() && !seen.dropped.load(Ordering::SeqCst)
+        });
         device.release(8);
         stop.join().unwrap();
     });
@@ -491,7 +493,7 @@ fn a_flush_behind_data_without_a_tag_lets_the_engine_sleep() {
 
 /// A thread submits a write that makes the driver panic, and waits for it.
 #[test]
-#[ignore = "it aborts: run by a_panic_on_an_engine_aborts_the_process"]
+#[ignore = "aborts the process: run by a_panic_on_an_engine_aborts_the_process"]
 fn an_engine_panics() {
     let ram = blkq::drivers::ram::Ram::new(1 << 20, 512, false).unwrap();
     let fault = blkq_drivers::fault::Fault::new(Arc::new(ram), "panic,op=write".parse().unwrap()).unwrap();

@@ -133,7 +133,7 @@ fn a_steady_stream_of_fua_writes_does_not_delay_a_flush() {
     queue.submit(Bio::flush(1_000_000)).unwrap();
     let mut mark = 0;
     while !flushed {
-        assert!(begin.elapsed() < Duration::from_secs(20), "the flush waits for writes that need none");
+        assert!(begin.elapsed() < Duration::from_secs(20), "the flush waits for later writes");
         while queue.in_flight() < 20 {
             mark += 1;
             queue.submit(write(mark % 1000 * 2, BioFlags::FUA, mark)).unwrap();

@@ -182,7 +182,7 @@ fn a_freeze_fails_immediately_while_requests_are_held() {
         assert!(error.to_string().contains("1 request is held after I/O errors"), "{error}");
     }
     assert_eq!(disk.resize(None).unwrap_err().kind(), ErrorKind::Held);
-    assert!(begin.elapsed() < Duration::from_secs(20), "it does not wait for 30 seconds");
+    assert!(begin.elapsed() < Duration::from_secs(20), "the change waited for 30 seconds");
     // The change also fails if requests are held while the freeze waits for it.
     device.state().bad.clear();
     disk.resume(Resume::Reissue);

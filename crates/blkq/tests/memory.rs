@@ -35,7 +35,7 @@ fn operations_without_data_that_carry_memory_are_rejected() {
             assert_eq!(
                 completion.data.into_buffer().map(|buffer| buffer.len()),
                 Some(512),
-                "it is handed back"
+                "the memory is returned"
             );
             assert_eq!(device.log().len(), seen, "the driver never sees it");
         }

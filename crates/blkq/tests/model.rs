@@ -334,7 +334,7 @@ fn check(setup: Setup, steps: Vec<Step>) {
     state.lose_power();
     for (sector, bytes) in state.current.chunks_exact(512).enumerate() {
         let promised = model.sectors.promised[sector];
-        assert!(model.sectors.may_be(sector, promised, bytes), "sector {sector} lost what was promised");
+        assert!(model.sectors.may_be(sector, promised, bytes), "sector {sector} lost promised data");
     }
 }
 

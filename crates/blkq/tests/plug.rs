@@ -257,7 +257,7 @@ fn a_full_queue_hands_the_bio_back_and_completes_the_rest() {
             Ok(()) => accepted += 1,
             Err(bio) => break bio,
         }
-        assert!(accepted < 1_000_000, "nothing bounds what a queue takes");
+        assert!(accepted < 1_000_000, "a queue accepts an unlimited number of bios");
     };
     assert_eq!(refused.user_data, accepted);
     assert_eq!(refused.data.into_buffer().unwrap()[0], 9);

@@ -318,7 +318,7 @@ fn a_queue_without_a_tag_sleeps_until_another_frees_one() {
         }
         let before = ticks_of("sleeper");
         assert_eq!((results.recv().unwrap(), results.recv().unwrap()), (Ok(()), Ok(())));
-        assert!(ticks_of("sleeper") < before + 10, "it runs all the time");
+        assert!(ticks_of("sleeper") < before + 10, "the thread does not sleep");
     });
 }
 
@@ -580,5 +580,5 @@ fn without_an_owner_a_callback_runs_before_submit_returns() {
         sender.send((result, std::thread::current().id())).unwrap();
     });
     assert_eq!(results.try_recv(), Ok((Err(Status::Offline), here)));
-    assert!(results.try_recv().is_err(), "it is called once");
+    assert!(results.try_recv().is_err(), "the callback is called once");
 }

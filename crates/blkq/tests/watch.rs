@@ -67,7 +67,7 @@ fn a_hung_request_is_reported_once_then_its_completion() {
     assert_eq!((&completion.io, completion.result), (io, Some(Ok(()))));
     assert!(
         completion.age_ns < 20 * SECOND_NS,
-        "its real age, not that of the pretended scan: {}",
+        "the real age, not the one at the time of the simulated scan: {}",
         completion.age_ns
     );
     assert_eq!(
@@ -107,7 +107,7 @@ fn a_bio_without_a_tag_hangs_too_and_is_reported_once() {
     drain(&mut queue);
     let scan = queue.scan_for_hangs(after(31), LIMIT_NS);
     assert_eq!((scan.hung, scan.completed.len()), (0, 3));
-    assert!(scan.completed.iter().all(|done| done.io.tag.is_some()), "they had tags at last");
+    assert!(scan.completed.iter().all(|done| done.io.tag.is_some()), "the bios got tags in the end");
     assert_eq!(disk.stats().counter(Counter::Hangs), 5);
 }
 

@@ -173,7 +173,7 @@ impl Ring {
         }
     }
 
-    /// Adds an entry as [`Ring::push`] does. If a batch of [`EARLY_SUBMISSION_BATCH`] entries was added this
+    /// Adds an entry as [`Ring::push`] does. If a batch of `EARLY_SUBMISSION_BATCH` entries was added this
     /// way, the batch is submitted first, so that the device works on it while the caller prepares the rest.
     ///
     /// # Safety
