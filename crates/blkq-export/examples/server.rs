@@ -10,7 +10,7 @@ use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer};
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let socket = std::env::args().nth(1).ok_or("usage: server SOCKET")?;
 
-    // Any driver can be used: `blkq::drivers::open` opens a driver by its name.
+    // Any driver can be used: `blkq_drivers::open` opens an image by its name.
     let disk = Disk::builder(Box::new(Ram::new(64 << 20, 4096, false)?)).build()?;
     let engine = EngineThread::spawn("queue-0", vec![(disk.clone(), 0)])?;
 

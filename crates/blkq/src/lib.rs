@@ -7,10 +7,9 @@
 //! ([`sched`]); freeze and quiesce; and [`stats`].
 //!
 //! A [`Disk`] is a [`Driver`] with hardware queues. Each queue is owned by one thread, which drives it
-//! without a lock. The included drivers are [`loop`](drivers::loop) (a file or block device through io_uring,
-//! with the page cache or direct I/O), [`ram`](drivers::ram) and [`null`](drivers::null); copy the last one
-//! to start a driver of your own. For tests there are [`model`](drivers::model), a slow device, and
-//! [`fault`](drivers::fault).
+//! without a lock. This crate contains the drivers [`ram`](drivers::ram) and [`null`](drivers::null); copy the
+//! last one to start a driver of your own. The drivers of image files, of images in a Ceph cluster, and of
+//! tests are in the crate `blkq-drivers`.
 //!
 //! # Three ways to submit
 //!
@@ -56,25 +55,12 @@
 //! # }
 //! ```
 //!
-//! The example of [`LocalQueue`] does the same without a second thread. [`drivers::open`] opens an image of
-//! any kind, and [`LoopDevice::open`](drivers::loop::LoopDevice::open) a raw one:
-//!
-//! ```no_run
-//! use blkq::Disk;
-//! use blkq::drivers::r#loop::{LoopDevice, LoopOptions};
-//!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let device = LoopDevice::open(&LoopOptions::new("disk.img"))?;
-//! device.warnings().iter().for_each(|warning| eprintln!("{warning}"));
-//! let mut queue = Disk::builder(Box::new(device)).build()?.open_queue(0)?;
-//! # Ok(())
-//! # }
-//! ```
+//! The example of [`LocalQueue`] does the same without a second thread.
 //!
 //! # Guarantees
 //!
 //! A bio that was accepted completes exactly once, completely or with an error. A bio that was rejected is
-//! returned and does not complete. All guarantees, each with its tests, are in docs/contracts.md;
+//! returned and does not complete. All guarantees, each with its tests, are in docs/internals/contracts.md;
 //! docs/durability.md says which data survives which failure.
 
 mod bio;
