@@ -73,7 +73,7 @@ macro_rules! columns {
     };
 }
 
-/// The columns of `blkq list`; the first [`LIST_DEFAULT`] are printed by default.
+/// The columns of `blkq list`; the first `LIST_DEFAULT` are printed by default.
 pub static LIST: [Column; 9] = columns! {
     Left "NAME" "device name" |info| Cell::Text(info.name.clone());
     Right "SIZE" "size of the device" |info| Cell::Bytes(info.size);

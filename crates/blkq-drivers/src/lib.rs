@@ -1,6 +1,6 @@
 //! The drivers of blkq that need an image or wrap another driver. [`open`] opens a driver by its name.
 //!
-//! - [`loop`](mod@r#loop): a raw image in a file or on a block device, through io_uring, with direct I/O or buffered.
+//! - `loop`: a raw image in a file or on a block device, through io_uring, with direct I/O or buffered.
 //! - [`qcow2`]: an image in QEMU's qcow2 format, with its backing files.
 //! - [`rbd`]: an image in a Ceph cluster.
 //! - [`model`] and [`fault`], for tests: a device with configured delays, and a device that injects faults into another.

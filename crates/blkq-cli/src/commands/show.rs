@@ -39,7 +39,7 @@ pub struct Args {
     /// With TLS, the certificates of the client are expected in /etc/pki/qemu.
     #[arg(long, conflicts_with = "json")]
     qemu: bool,
-    /// Print the <disk> element with which a libvirt domain uses the device, over vhost-user or NBD
+    /// Print the disk element with which a libvirt domain uses the device, over vhost-user or NBD
     #[arg(long, conflicts_with_all = ["json", "qemu"])]
     libvirt: bool,
 }

@@ -2,8 +2,8 @@
 //! becomes the backing file of the overlay and does not change from then on.
 //!
 //! The snapshots of several devices are taken at the same moment, in three steps over their control sockets:
-//! each daemon flushes its device ([`Begun::new`]); each freezes its device and prepares the overlay
-//! ([`Begun::stop`]); when all have done so, each continues with its overlay ([`change_over`]). If this
+//! each daemon flushes its device (`Begun::new`); each freezes its device and prepares the overlay
+//! (`Begun::stop`); when all have done so, each continues with its overlay (`change_over`). If this
 //! command is killed or a step fails, each device whose daemon has not received the last step keeps its old
 //! image.
 

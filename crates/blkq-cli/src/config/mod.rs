@@ -1,7 +1,7 @@
 //! Configuration files: `/etc/blkq/NAME.toml` contains the options of one device, in TOML.
 //!
 //! The keys are `image` and the long names of the options of `attach`. A file is converted to the words of a
-//! command line ([`words`]), so that files and command lines are parsed by the same definition,
+//! command line (`words`), so that files and command lines are parsed by the same definition,
 //! [`AttachOptions`].
 
 mod defaults;

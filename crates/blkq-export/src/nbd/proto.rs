@@ -159,7 +159,7 @@ pub mod option_reply {
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
     /// `NBD_REP_ERR_SHUTDOWN`: the server is shutting down.
     pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
-    /// `NBD_REP_ERR_BLOCK_SIZE_REQD`: the client must request [`info::BLOCK_SIZE`], because the minimum block
+    /// `NBD_REP_ERR_BLOCK_SIZE_REQD`: the client must request `info::BLOCK_SIZE`, because the minimum block
     /// size is above 512 bytes.
     pub const ERR_BLOCK_SIZE_REQD: u32 = 0x8000_0008;
     /// `NBD_REP_ERR_TOO_BIG`: the option exceeds a limit of the server.

@@ -1,7 +1,7 @@
 //! `blkq top`: shows the activity of all devices on the terminal.
 //!
-//! [`sampler`] asks the daemons for their counters; [`devices`] computes the figures of each interval;
-//! [`view`] is the state that keys change; [`draw`] and [`page`] draw it into a buffer; [`terminal`] writes
+//! `sampler` asks the daemons for their counters; `devices` computes the figures of each interval;
+//! `view` is the state that keys change; `draw` and `page` draw it into a buffer; `terminal` writes
 //! the buffer to the terminal.
 
 mod canvas;
