@@ -305,7 +305,7 @@ fn check_reports_all_that_attach_would_refuse() {
         "a.toml:6: unknown key \"depht\"; a similar key is depth",
         "b.toml:1: image: ",
         "b.toml:3: tls-certificates: ",
-        "c.toml:0: there is no image",
+        "c.toml:0: the key image is missing",
         "c.toml:1: ",
         "c.toml:4: unknown key \"tsl\"; a similar key is tls",
     ];
