@@ -208,7 +208,7 @@ fn capabilities_of(needs: &Needs) -> CapabilitySet {
     kept.set(CapabilitySet::SYS_ADMIN, needs.block_device.is_some());
     // The device node may belong to another user and be inaccessible to others.
     kept.set(CapabilitySet::DAC_READ_SEARCH, needs.block_device.is_some());
-    // Without CAP_DAC_OVERRIDE, root has no more access to files of other users than any user.
+    // Without CAP_DAC_OVERRIDE, the permissions of files also apply to root.
     let writable =
         capabilities::all_writable(needs.image.as_ref().map(AsFd::as_fd), directories(&needs.removed));
     kept.set(CapabilitySet::DAC_OVERRIDE, !writable);

@@ -45,7 +45,7 @@ impl BackgroundThreads {
         }
     }
 
-    /// Starts the threads, with no more privileges than the calling thread has.
+    /// Starts the threads. They inherit the privileges of the calling thread.
     ///
     /// # Errors
     ///

@@ -77,7 +77,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// Says why not.
+    /// Fails if the image has no such backing file, or a block commit is in progress already.
     pub fn check_committable(&self) -> Outcome {
         commit_source(&*self.running()?)?;
         self.check_not_changed()

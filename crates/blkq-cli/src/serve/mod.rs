@@ -126,8 +126,8 @@ impl Device {
         self.sandbox.enter(removed)
     }
 
-    /// Starts the threads that scan for hung requests and serve metrics. They have no more privileges than
-    /// the calling thread.
+    /// Starts the threads that scan for hung requests and serve metrics. They inherit the privileges of the
+    /// calling thread.
     ///
     /// # Errors
     ///
