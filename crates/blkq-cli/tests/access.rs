@@ -9,7 +9,7 @@ use std::path::Path;
 
 use place::*;
 
-/// A group that this process may give a file to, by its number.
+/// The number of a group that this process may assign to a file.
 fn group() -> u32 {
     if rustix::process::geteuid().is_root() { 65_534 } else { rustix::process::getegid().as_raw() }
 }
@@ -33,7 +33,7 @@ fn a_socket_has_the_mode_and_the_group_that_were_asked_for() {
         if options[0] == "--socket-group" {
             assert_eq!(found.gid().to_string(), group, "{options:?}");
         }
-        // The state directory stays closed.
+        // The state directory is accessible only to its owner.
         assert_eq!(fs::metadata(place.state()).unwrap().mode() & 0o777, 0o700);
         drop(client(&uri));
         place.done(&["detach", "ram"]);

@@ -1,5 +1,5 @@
-//! `blkq bench` as a user runs it: its documents, its mechanisms, and what it leaves behind.
-//! No speed is asserted: mechanisms are counters.
+//! `blkq bench` as a user runs it: the JSON documents, the counters that prove each mechanism, and files
+//! that must not be left over. No test asserts a speed.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use blkq::testing::wait_until;
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const BENCH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../blkq-bench");
 
-/// A directory on a disk to measure in; direct I/O would fail where the temporary one is memory.
+/// A directory on a disk. The directory of temporary files may be a tmpfs, which has no direct I/O.
 struct Place(PathBuf);
 
 impl Place {
@@ -24,7 +24,7 @@ impl Place {
         Place(place)
     }
 
-    /// The command under test: $BLKQ, or that of this build.
+    /// The command under test: $BLKQ, or the program of this build.
     fn command(&self, words: &[&str]) -> Command {
         let program = std::env::var_os("BLKQ").unwrap_or_else(|| env!("CARGO_BIN_EXE_blkq").into());
         let mut command = Command::new(program);
@@ -43,7 +43,7 @@ impl Place {
         output
     }
 
-    /// The one line with which it failed, before anything was measured.
+    /// Returns the single error line of a command that must fail before it measures anything.
     fn refused(&self, words: &[&str]) -> String {
         let output = self.run(words);
         let line = String::from_utf8(output.stderr).unwrap();
@@ -67,7 +67,7 @@ impl Drop for Place {
     }
 }
 
-/// The errors that the schema finds in a document.
+/// Validates a document against the JSON schema.
 fn against_schema(document: &Value) -> Result<(), String> {
     let (mut schemas, mut compiler) = (boon::Schemas::new(), boon::Compiler::new());
     compiler.set_default_draft(boon::Draft::V2020_12);
@@ -87,7 +87,7 @@ fn array(value: &Value) -> &[Value] {
     value.as_array().unwrap()
 }
 
-/// All mechanisms of all tables: what is claimed, and the counter.
+/// All mechanisms of all tables: the claim, the counter, and whether the claim was seen.
 fn mechanisms(document: &Value) -> Vec<(String, f64, bool)> {
     let of = |table: &Value| array(&table["mechanisms"]).to_vec();
     let mechanisms = array(&document["tables"]).iter().flat_map(of);
@@ -107,8 +107,8 @@ fn all_seen(document: &Value) {
     assert!(unseen.is_empty(), "mechanisms that were not seen: {unseen:#?}");
 }
 
-/// The order of waiting also depends on the other work of the machine at that moment: a
-/// table that does not show its mechanisms is run again, twice at the most.
+/// Other load on the machine may hide a mechanism that depends on the order of waiting: a table that
+/// does not show its mechanisms is run again, at most twice.
 fn all_seen_in_the_end(place: &Place, document: &Value) {
     for table in array(&document["tables"]) {
         let mut alone = serde_json::json!({ "tables": [table] });
@@ -154,7 +154,7 @@ fn a_report_has_its_figures_beside_it_and_keeps_other_pages() {
     assert_eq!(place.files(), ["figures.json", "out"]);
     let json = fs::read(place.0.join("out/page/results.json")).unwrap();
     parse(&json);
-    // By which the next run knows that it may replace them.
+    // The next run recognises by this mark that it may replace the files.
     assert!(json.starts_with(b"{\n  \"schema\": "));
     assert_eq!(json, fs::read(place.0.join("figures.json")).unwrap());
     assert!(fs::read_to_string(place.0.join("out/page/results.csv")).unwrap().starts_with("table,part,"));
@@ -197,7 +197,7 @@ fn an_interrupt_removes_the_file_and_exits_with_130() {
     let words = ["peak", "--quick", "--size", "64M"];
     let mut child = place.command(&words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     wait_until("a file is made", || {
-        assert!(child.try_wait().unwrap().is_none(), "it has exited");
+        assert!(child.try_wait().unwrap().is_none(), "blkq bench has exited");
         !place.files().is_empty()
     });
     // SAFETY: the process is a child that was not waited for.
@@ -209,8 +209,8 @@ fn an_interrupt_removes_the_file_and_exits_with_130() {
     assert_eq!(place.files(), [""; 0]);
 }
 
-/// Two minutes, of which a debug build or a busy machine makes more: `./check` runs it, on the
-/// release build. The report is left in $BLKQ_BENCH_REPORT, if that is set.
+/// Takes two minutes, or more on a debug build or a busy machine: `./check` runs it on the release build.
+/// Writes the report to $BLKQ_BENCH_REPORT, if that is set.
 #[test]
 #[ignore = "long: ./check runs it with the release build"]
 fn every_table_shows_its_mechanism() {
@@ -238,10 +238,10 @@ fn every_table_shows_its_mechanism() {
     assert_eq!(left, [""; 0]);
 }
 
-/// A table, words of its claims, and the least that the counter must be.
+/// A table, words of a claim, and the condition that the counter must meet.
 type Named = (&'static str, &'static [&'static str], fn(f64) -> bool);
 
-/// The claims that must be there, whatever bounds the tables set themselves.
+/// Claims that must exist. Their conditions do not depend on the bounds that the tables set.
 const NAMED: &[Named] = &[
     ("dispatch", &["randread, concurrent: reads in flight"], |reads| reads > 1.0),
     ("dispatch", &["writers at once"], |writers| writers == 1.0),

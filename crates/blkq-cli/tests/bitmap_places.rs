@@ -1,4 +1,4 @@
-//! An image is attached whatever is in the place of its bitmaps, and nothing there is lost.
+//! The file or table of the bitmaps may be unusable: the image is attached nevertheless, and nothing is overwritten.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -11,9 +11,9 @@ use std::process::Command;
 use place::qemu::*;
 use place::*;
 
-const NOBODY: u32 = 65534;
+const UNPRIVILEGED: u32 = 65534;
 
-/// Attaches it as `q`; returns its URI and the warnings.
+/// Attaches `image` as device `q`. Returns the URI and the warnings.
 fn attach(place: &Place, image: &str, options: &[&str]) -> (String, String) {
     let output = place.run(&[&["attach", image, "--export", "nbd", "--name", "q"], options].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -49,16 +49,16 @@ fn anything_in_the_place_of_bitmaps_is_a_warning() {
     place.done(&["detach", "q"]);
 }
 
-/// A place that nobody may use, and the command as nobody.
-fn of_nobody(test: &str) -> (Place, impl Fn(&[&str]) -> (bool, String)) {
+/// A directory that an unprivileged user can write, and a function that runs the command as that user.
+fn unprivileged(test: &str) -> (Place, impl Fn(&[&str]) -> (bool, String)) {
     let place = Place::new(test);
-    chown(&place.dir, None, Some(NOBODY)).unwrap();
+    chown(&place.dir, None, Some(UNPRIVILEGED)).unwrap();
     fs::set_permissions(&place.dir, Permissions::from_mode(0o775)).unwrap();
-    let (program, state) = (place.dir.join("blkq"), place.dir.join("of-nobody"));
+    let (program, state) = (place.dir.join("blkq"), place.dir.join("state-unprivileged"));
     fs::copy(env!("CARGO_BIN_EXE_blkq"), &program).unwrap();
     let run = move |words: &[&str]| {
         let mut command = Command::new(&program);
-        command.args(words).env("BLKQ_STATE_DIR", &state).uid(NOBODY).gid(NOBODY);
+        command.args(words).env("BLKQ_STATE_DIR", &state).uid(UNPRIVILEGED).gid(UNPRIVILEGED);
         let output = command.output().unwrap();
         let text = String::from_utf8(output.stderr).unwrap();
         (output.status.success(), text + &String::from_utf8(output.stdout).unwrap())
@@ -68,14 +68,14 @@ fn of_nobody(test: &str) -> (Place, impl Fn(&[&str]) -> (bool, String)) {
 
 #[test]
 fn a_file_that_may_not_be_read_is_a_warning() {
-    let (place, nobody) = of_nobody("place-denied");
+    let (place, run_unprivileged) = unprivileged("place-denied");
     let image = place.image("d.img", 1 << 20);
     attach(&place, &image, &[]);
     place.done(&["bitmap", "add", "q", "b"]);
     place.done(&["detach", "q"]);
-    let attached = nobody(&["attach", &image, "--read-only", "--export", "nbd", "--name", "q"]);
+    let attached = run_unprivileged(&["attach", &image, "--read-only", "--export", "nbd", "--name", "q"]);
     assert!(attached.0 && attached.1.contains("no dirty bitmaps: cannot open"), "{}", attached.1);
-    assert_eq!(nobody(&["detach", "q"]), (true, String::new()));
+    assert_eq!(run_unprivileged(&["detach", "q"]), (true, String::new()));
     assert_eq!(attach(&place, &image, &["--read-only"]).1, "");
     assert_eq!(state(&place, "q", "b"), "recording");
     place.done(&["detach", "q"]);
@@ -83,16 +83,16 @@ fn a_file_that_may_not_be_read_is_a_warning() {
 
 #[test]
 fn a_writer_that_is_not_the_owner_adds_bitmaps() {
-    let (place, nobody) = of_nobody("place-group");
+    let (place, run_unprivileged) = unprivileged("place-group");
     let image = place.image("d.img", 1 << 20);
-    chown(&image, None, Some(NOBODY)).unwrap();
+    chown(&image, None, Some(UNPRIVILEGED)).unwrap();
     fs::set_permissions(&image, Permissions::from_mode(0o660)).unwrap();
-    let attached = nobody(&["attach", &image, "--export", "nbd", "--name", "q"]);
+    let attached = run_unprivileged(&["attach", &image, "--export", "nbd", "--name", "q"]);
     assert!(attached.0, "{}", attached.1);
-    assert_eq!(nobody(&["bitmap", "add", "q", "b"]), (true, String::new()));
-    assert_eq!(nobody(&["detach", "q"]), (true, String::new()));
+    assert_eq!(run_unprivileged(&["bitmap", "add", "q", "b"]), (true, String::new()));
+    assert_eq!(run_unprivileged(&["detach", "q"]), (true, String::new()));
     let made = fs::metadata(format!("{image}.bitmaps")).unwrap();
-    assert_eq!((made.uid(), made.mode() & 0o777), (NOBODY, 0o600));
+    assert_eq!((made.uid(), made.mode() & 0o777), (UNPRIVILEGED, 0o600));
 }
 
 #[test]
@@ -148,7 +148,7 @@ fn bitmaps_are_kept_in_an_image_with_short_holes() {
     let discards: Vec<String> = (0..200).map(|number| format!("discard {}k 512", number)).collect();
     let discards: Vec<&str> = discards.iter().map(|discard| &discard[..]).collect();
     qemu_io("raw", &uri, &[&["write -P 1 0 200k", "flush"], &discards[..], &["flush"]].concat());
-    // A table of 1 KiB, so two clusters that follow each other.
+    // The bitmap table is 1 KiB long and needs two contiguous clusters.
     place.done(&["bitmap", "add", "q", "b", "--granularity", "512"]);
     qemu_io("raw", &uri, &["write -P 2 128M 512"]);
     place.done(&["detach", "q"]);
@@ -159,7 +159,7 @@ fn bitmaps_are_kept_in_an_image_with_short_holes() {
 #[test]
 fn a_header_without_room_refuses_a_bitmap_at_once() {
     let place = Place::new("place-header");
-    // With a name of 360 bytes the header fills its cluster of 512.
+    // The name of the backing file has 360 bytes, so that the header fills its cluster of 512 bytes.
     let folder = place.dir.join("f".repeat(200));
     fs::create_dir(&folder).unwrap();
     let rest = 360 - folder.to_str().unwrap().len() - 1;

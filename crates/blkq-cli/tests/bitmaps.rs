@@ -1,4 +1,4 @@
-//! Allocation depth and dirty bitmaps over NBD, beside QEMU's programs on the same images.
+//! Allocation depth and dirty bitmaps over NBD, compared with QEMU's programs on the same images.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -62,7 +62,7 @@ fn a_bitmap_of_qemu_gets_the_writes_of_blkq() {
         place.done(&["detach", "q"]);
         run("qemu-img", &["check", "-f", "qcow2", &image]);
         assert_eq!(in_qemu_nbd(&image, "b0"), expected, "{create}");
-        // QEMU goes on with it, and then so does blkq.
+        // QEMU updates the bitmap, and blkq continues with the result.
         qemu_io("qcow2", &image, &["write -P 3 48M 32k"]);
         let attach = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"];
         let uri = place.done(&attach).trim().to_owned();
@@ -115,7 +115,7 @@ fn a_bitmap_of_blkq_is_read_by_qemu() {
     run("qemu-img", &["check", "-f", "qcow2", &image]);
     assert_eq!(in_qemu_nbd(&image, "one two"), coarse);
     assert_eq!(in_qemu_nbd(&image, "fine"), [(10 << 20, 512), (100 << 20, K << 10), grown]);
-    // Read-only, nothing is marked.
+    // A read-only attach does not mark the bitmaps as in use.
     let mut read_only = attach.to_vec();
     read_only.push("--read-only");
     let before = fs::read(&image).unwrap();
@@ -125,7 +125,7 @@ fn a_bitmap_of_blkq_is_read_by_qemu() {
         assert!(place.refused(&[&["bitmap"], &words[..]].concat()).contains("read-only"));
     }
     place.done(&["detach", "q"]);
-    assert!(fs::read(&image).unwrap() == before, "the image is as it was");
+    assert!(fs::read(&image).unwrap() == before, "a read-only attach changed the image");
     place.done(&attach);
     place.done(&["bitmap", "remove", "q", "one two"]);
     place.done(&["bitmap", "remove", "q", "fine"]);
@@ -149,7 +149,7 @@ fn a_snapshot_keeps_bitmaps_in_both_images() {
     qemu_io("raw", &uri, &["write -P 2 2M 64k"]);
     let (before, after) = ([(K << 10, 64 * K)], [(K << 10, 64 * K), (2 << 20, 64 * K)]);
     assert_eq!(dirty(&[&uri], "b0"), after);
-    assert_eq!(in_qemu_nbd(&image, "b0"), before, "as it was, while the device goes on");
+    assert_eq!(in_qemu_nbd(&image, "b0"), before, "the snapshot must not change the bitmap of the old image");
     let read = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "copy", "--read-only"];
     assert_eq!(dirty(&[place.done(&read).trim()], "b0"), before);
     place.done(&["detach", "copy"]);
@@ -170,7 +170,7 @@ fn after_a_kill_a_bitmap_is_inconsistent() {
     let attach = ["attach", &image, "--format", "qcow2", "--export", "nbd", "--name", "q"];
     place.done(&attach);
     kill(place.pid("q"));
-    // Its lock goes a moment later.
+    // -U: the kernel drops the lock of the image some time after the kill.
     assert!(run("qemu-img", &["info", "-U", &image]).contains("in-use"));
     let attached = place.run(&attach);
     let warned = String::from_utf8(attached.stderr).unwrap();
@@ -180,7 +180,7 @@ fn after_a_kill_a_bitmap_is_inconsistent() {
     assert!(!run("nbdinfo", &["--list", &uri]).contains("dirty-bitmap"));
     assert!(place.refused(&["bitmap", "clear", "q", "b0"]).contains("remove it and add it again"));
     place.done(&["detach", "q"]);
-    assert!(run("qemu-img", &["info", &image]).contains("in-use"), "nobody trusts it later either");
+    assert!(run("qemu-img", &["info", &image]).contains("in-use"), "the bitmap must remain marked as in use");
     assert!(place.run(&attach).status.success());
     place.done(&["bitmap", "remove", "q", "b0"]);
     place.done(&["bitmap", "add", "q", "b0"]);
@@ -193,7 +193,7 @@ fn after_a_kill_a_bitmap_is_inconsistent() {
 fn bitmaps_that_are_too_many_stay_in_the_image() {
     let place = Place::new("bitmap-many");
     let image = place.dir.join("d.qcow2").to_str().unwrap().to_owned();
-    // The last sector of 512 bytes is none of the device.
+    // With sectors of 4096 bytes the device does not include the last 512 bytes of the image.
     run("qemu-img", &["create", "-q", "-f", "qcow2", &image, "1049088"]);
     let names: Vec<String> = (0..66).map(|number| format!("b{number:02}")).collect();
     let add: Vec<&str> = ["bitmap", "--add", "-g", "512", &image].into();
@@ -234,10 +234,10 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
     place.done(&["bitmap", "add", "r", "b0"]);
     place.done(&["bitmap", "remove", "r", "b0"]);
     place.done(&["detach", "r"]);
-    assert_eq!(fs::metadata(&file).unwrap().len(), 0, "it has none");
+    assert_eq!(fs::metadata(&file).unwrap().len(), 0, "the file must be empty without bitmaps");
     let uri = attached().0;
     qemu_io("raw", &uri, &["write -P 1 0 64k"]);
-    // As one that was killed on the way leaves it.
+    // A daemon that was killed while it created the file leaves it empty.
     fs::write(&file, "").unwrap();
     place.done(&["bitmap", "add", "r", "b0"]);
     place.done(&["bitmap", "add", "r", "b1", "--granularity", "4K"]);
@@ -267,7 +267,7 @@ fn a_raw_image_has_its_bitmaps_in_a_file_beside_it() {
         assert!(!run("nbdinfo", &["--list", &uri]).contains("dirty-bitmap"));
         place.done(&["detach", "r"]);
     }
-    // A file that is none of blkq's, or not known, stays as it is.
+    // A file that blkq did not write, or of an unknown version, is not changed.
     for (content, why) in [
         (&b"an image"[..], "is not a bitmap file"),
         (b"blkqbmap\x03\0\0\0", "is damaged"),
@@ -342,7 +342,7 @@ fn a_snapshot_of_a_raw_image_leaves_its_bitmaps_beside_it() {
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K), (2 << 20, 64 * K)]);
 }
 
-/// Whether the file beside a raw image is marked as in use: the flags of its later slot.
+/// Whether the bitmap file of a raw image is marked as in use, by the flags of the newer header slot.
 fn is_in_use(file: &[u8]) -> bool {
     let slots = [0, 72 << 10].map(|at| file.get(at..at + 24).filter(|slot| slot.starts_with(b"blkqbmap")));
     let last =
@@ -350,7 +350,7 @@ fn is_in_use(file: &[u8]) -> bool {
     last.is_none_or(|slot| slot[12] & 1 == 1)
 }
 
-/// Whether all bitmaps in an image are marked as in use, or it has none: so that nobody trusts them.
+/// Whether no bitmap of an image is consistent: there are none, or all are marked as in use.
 fn has_none_consistent(format: &str, image: &str) -> bool {
     if format == "raw" {
         return fs::read(format!("{image}.bitmaps")).map_or(true, |file| is_in_use(&file));
@@ -383,14 +383,14 @@ fn bitmaps_go_on_in_the_image_behind() {
             place.done(&["snapshot", "q", "--to", &top]);
             write(128);
             if round == 0 {
-                // The image behind has it still.
+                // The backing file still contains the bitmap.
                 place.done(&["bitmap", "remove", "q", "old"]);
                 place.done(&["bitmap", "add", "q", "b1", "--granularity", "4K"]);
                 qemu_io("raw", &uri, &["write -P 9 7M 4k", "flush"]);
                 expected.push((7 << 20, 64 * K));
             }
             expected.sort_unstable();
-            // Attached anew, the image has bitmaps of its own, which are to be gone from it.
+            // After another attach the overlay contains the bitmaps; the commit must remove them from it.
             if round == 2 {
                 place.done(&["detach", "q"]);
                 assert_eq!(in_qemu_nbd(&top, "b0"), expected);
@@ -400,9 +400,12 @@ fn bitmaps_go_on_in_the_image_behind() {
             assert_eq!(before[0], expected);
             assert_eq!(place.done(&["commit", "q"]), format!("{base}\n"));
             assert_eq!([dirty(&[&uri], "b0"), dirty(&[&uri], "b1")], before, "a copy sets no bit");
-            assert!(has_none_consistent(format, &base), "until it is detached");
+            assert!(
+                has_none_consistent(format, &base),
+                "bitmaps of an attached device must be marked as in use"
+            );
             assert!(!run("qemu-img", &["info", &top]).contains("bitmaps"));
-            // Without the one behind, which is in use.
+            // Checked without the backing file, which is in use.
             let file = serde_json::json!({"driver": "file", "filename": top});
             let alone = serde_json::json!({"driver": "qcow2", "file": file, "backing": null});
             run("qemu-img", &["check", "-q", &format!("json:{alone}")]);
@@ -451,12 +454,12 @@ fn after_a_kill_in_a_commit_no_bitmap_is_trusted() {
             qemu_io("raw", &uri, &["write -P 1 0 48M", "flush"]);
             let pid = place.pid("q");
             if number == 0 {
-                // However slow this machine is: this one is killed in time.
+                // The commit of the first round cannot finish before the kill, even on a slow machine.
                 signal(pid, rustix::process::Signal::STOP);
             }
             let mut command = place.command(&["commit", "q"]);
             let mut command = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-            // Before anything is copied, while it is, at the end, and after it.
+            // The rounds kill the daemon before, during, at the end of, and after the copy.
             match number {
                 7 => assert!(command.wait().unwrap().success()),
                 _ => std::thread::sleep(std::time::Duration::from_millis(number * number * 8)),
@@ -465,7 +468,7 @@ fn after_a_kill_in_a_commit_no_bitmap_is_trusted() {
             let done = command.wait().unwrap().success();
             finished += u64::from(done);
             let is_behind = kept_image(&place, "q") == base;
-            // The image to go on in has none that is consistent; nor has the one behind, once it was written to.
+            // The image to attach next has no consistent bitmap, nor has a backing file that was written.
             let (image, its_format) = if is_behind { (&base, format) } else { (&top, "qcow2") };
             assert!(has_none_consistent(its_format, image), "{number}: in {image}");
             let zeroes = ["-f", format, "-r", "-c", "read -P 0 0 64k", &base];
@@ -500,7 +503,7 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     assert_eq!(dirty(&[uri.trim()], "b0"), [(K << 10, 64 * K)]);
     place.done(&["detach", "q"]);
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);
-    // Beside the image behind is something else.
+    // Another file has the name of the backing file's bitmap file.
     fs::remove_file(&top).unwrap();
     place.image("base", 8 << 20);
     let uri = place.done(&["attach", &base, "--overlay", &top, "--name", "q"]);
@@ -514,10 +517,10 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     qemu_io("raw", uri.trim(), &["write -P 1 1M 64k", "flush"]);
     fs::File::options().write(true).open(&base).unwrap().set_len(16 << 20).unwrap();
     assert!(place.refused(&["commit", "q"]).contains("blkq resize"));
-    assert!(!fs::exists(&file).unwrap(), "it was made for that commit");
+    assert!(!fs::exists(&file).unwrap(), "the refused commit left its bitmap file");
     place.done(&["detach", "q"]);
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);
-    // Nothing has changed what the image behind has.
+    // The refused commits have not changed the backing file.
     let low = path("low");
     for (clusters, size, why) in
         [("cluster_size=64k", "8M", "blkq resize"), ("cluster_size=512", "32M", "its L1 table has room for")]

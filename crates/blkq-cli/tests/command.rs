@@ -36,7 +36,7 @@ fn a_device_lives_from_attach_to_detach() {
     assert!(has_exited(pid));
     assert!(place.files().is_empty());
     assert_eq!(place.json(&["list", "--json"]), Value::Array(Vec::new()));
-    // Nothing stands against the next one: not the name, not the locks on the image.
+    // The name and the locks of the image are free for the next device.
     for _ in 0..5 {
         assert_eq!(place.done(&["attach", &image, "--name", "disk.img"]), uri);
         place.done(&["detach", "disk.img"]);
@@ -93,7 +93,7 @@ fn a_name_that_is_the_image_of_another_device_is_refused() {
     let run = |directory: &str, words: &[&str]| {
         place.command(words).current_dir(place.dir.join(directory)).output().unwrap()
     };
-    // Where the other image is.
+    // In the directory of the other device's image.
     for words in [
         &["resize", "d.img", "2M"][..],
         &["set", "d.img", "depth=4"],
@@ -119,7 +119,7 @@ fn a_name_that_is_the_image_of_another_device_is_refused() {
         (fs::metadata(&first).unwrap().len(), fs::metadata(&second).unwrap().len()),
         (1 << 20, 2 << 20)
     );
-    // Where it is the device's own image, that of none, or no file: the name counts.
+    // The word is the name of a device if the file is this device's image, no device's image, or missing.
     for directory in ["a", "c", "s"] {
         assert!(run(directory, &["resize", "d.img", "3M"]).status.success(), "{directory}");
     }
@@ -127,7 +127,7 @@ fn a_name_that_is_the_image_of_another_device_is_refused() {
         (fs::metadata(&first).unwrap().len(), fs::metadata(&unused).unwrap().len()),
         (3 << 20, 1 << 20)
     );
-    // A killed daemon's image counts as well.
+    // The image of a killed daemon makes the word ambiguous too.
     kill(place.pid("d.img-2"));
     assert!(!run("b", &["detach", "d.img"]).status.success());
     assert!(run("b", &["detach", "./d.img"]).status.success());
@@ -145,10 +145,10 @@ fn a_killed_daemon_stops_nothing() {
     place.done(&["attach", "ram:1M", "--name", "other"]);
     kill(place.pid("disk.img"));
     assert!(place.files().contains(&"disk.img.control".to_owned()));
-    // An attach takes over what it left,
+    // An attach replaces the stale files of the killed daemon.
     place.done(&["attach", &image, "--name", "disk.img", "--listen", &listen]);
     drop(client(&format!("nbd+unix:///?socket={}", custom.display())));
-    // a list that is to clean removes it and reports that.
+    // `blkq list --clean` removes and reports them.
     kill(place.pid("disk.img"));
     let listed = place.run(&["list", "--json", "--clean"]);
     let errors = without_progress(listed.stderr);
@@ -156,7 +156,7 @@ fn a_killed_daemon_stops_nothing() {
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"other".into()));
     assert!(!place.files().iter().any(|file| file.starts_with("disk.img")));
-    // A command that is for the dead one fails, and a detach removes it.
+    // A command for the dead device fails, and a detach removes its files.
     kill(place.pid("other"));
     assert!(place.refused(&["set", "other", "depth=1"]).contains("the daemon (pid "));
     let _ = place.run(&["detach", "other"]);
@@ -164,7 +164,7 @@ fn a_killed_daemon_stops_nothing() {
     assert!(place.refused(&["show", "other"]).contains("no such device"));
 }
 
-/// Names, sizes and times of change of the files in the state directory.
+/// Names, sizes and modification times of the files in the state directory.
 fn state_of(place: &Place) -> Vec<(String, u64, std::time::SystemTime)> {
     let of = |file: String| {
         let metadata = std::fs::symlink_metadata(place.state().join(&file)).unwrap();
@@ -202,7 +202,7 @@ fn list_and_info_of_a_dead_device_change_nothing() {
         place.refused(&["upgrade", "d"]);
     }
     assert_eq!(state_of(&place), before);
-    // An attach that fails does not lose it either, and one that works keeps it once.
+    // A failed attach keeps the old log; a successful one renames it once.
     place.refused(&["attach", "/nowhere", "--name", "d"]);
     let old = || std::fs::read_to_string(place.state().join("d.log.1")).unwrap();
     assert!(old().contains("depth=16"));
@@ -268,7 +268,7 @@ fn a_removed_or_replaced_image_is_reported() {
     for command in [&["list"][..], &["show", "disk.img"]] {
         assert!(place.done(command).contains("disk.img (deleted)"), "{command:?}");
     }
-    // The file that has its name now is another one.
+    // Another file has the name of the image now.
     place.done(&["attach", &image, "--name", "new"]);
 }
 
@@ -284,7 +284,7 @@ fn detach_spares_clients_unless_forced() {
     assert!(place.refused(&["detach", "ram"]).contains("1 client is connected"));
     let refused = place.run(&["detach", "--all"]);
     assert_eq!(refused.status.code(), Some(1));
-    // The failure left everything as it was.
+    // The refused detach has changed nothing.
     drop(client(&uri));
     place.done(&["show", "ram"]);
     place.done(&["detach", "ram", "--force"]);
@@ -324,7 +324,7 @@ fn settings_and_size_change_while_it_is_attached() {
         assert_eq!(place.json(&["show", "d", "--json"])["settings"]["scheduler"], scheduler);
     }
     place.done(&["set", "d", "read-only=off"]);
-    // A changed setting is written for the next daemon.
+    // A changed setting is saved for the next daemon.
     let state = fs::read(place.state().join("d.json")).unwrap();
     let state: Value = serde_json::from_slice(state.split(|byte| *byte == 0).next().unwrap()).unwrap();
     assert_eq!(state["settings"]["depth"], "8", "{state}");
@@ -348,7 +348,7 @@ fn mechanisms_of_nbd_are_settings() {
     assert_eq!((&settings()["receive-backoff"], &settings()["split-reads"]), (&false.into(), &false.into()));
     assert!(place.refused(&["set", "d", "split-reads=maybe"]).contains("split-reads must be on or off"));
     assert_eq!(place.json(&["stat", "d", "--json"])["nbd"]["receive_backoffs"], 0);
-    // Removed: accepted, and neither a setting nor counted.
+    // A removed option is accepted, and is neither a setting nor a counter.
     place.done(&["set", "d", "pacing=off"]);
     assert_eq!(settings().get("pacing"), None);
     assert!(!place.done(&["stat", "d", "--json"]).contains("pac"));
@@ -412,7 +412,7 @@ fn one_device_may_have_several_addresses() {
     stream.read_exact(&mut greeting).unwrap();
     assert_eq!(&greeting, b"NBDMAGIC");
     drop(client(uris[1]));
-    // An address in use fails, and nothing is left of the attempt.
+    // An attach at an address in use fails and leaves no files.
     let before = place.files();
     place.refused(&["attach", "ram:1M", "--listen", &unix, "--name", "two"]);
     place.refused(&["attach", "ram:1M", "--listen", &format!("tcp:{address}"), "--name", "two"]);
@@ -429,7 +429,7 @@ fn what_this_build_lacks_is_refused() {
     let listen = ["--export", "ublk", "--listen", "tcp:localhost:0"];
     assert!(place.refused(&[&["attach", "ram:1M"][..], &listen].concat()).contains("--export nbd"));
     if !Path::new("/dev/ublk-control").exists() {
-        // The doctor has the same hint.
+        // `blkq doctor` prints the same hint.
         let line = place.refused(&["attach", "ram:1M", "--export", "ublk"]);
         let doctor: serde_json::Value =
             serde_json::from_slice(&place.run(&["doctor", "--json"]).stdout).unwrap();
@@ -456,7 +456,7 @@ fn a_device_in_memory_is_not_recovered_or_handed_over() {
     assert!(place.refused(&["recover", "ram"]).contains("the daemon is running"));
     assert!(place.refused(&["upgrade", "ram"]).contains("detach the device"));
     place.done(&["show", "ram"]);
-    // A state file with a block device that the kernel does not know stops no attach.
+    // A state file that names a block device unknown to the kernel does not prevent an attach.
     kill(place.pid("ram"));
     let options = place.state().join("ram.options");
     let mut left: Value = serde_json::from_slice(&fs::read(&options).unwrap()).unwrap();
@@ -518,7 +518,7 @@ fn a_daemon_whose_sockets_were_removed_is_named() {
     wait_until("it is detached", || place.files().is_empty());
 }
 
-/// A daemon that is stopped, and gets the command when it continues.
+/// A daemon is stopped by a signal and receives the command only after SIGCONT.
 #[test]
 fn a_command_that_has_exited_changes_nothing() {
     let place = Place::new("exited");

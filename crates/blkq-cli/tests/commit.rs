@@ -1,4 +1,4 @@
-//! Block commits of devices in use: the image behind gets all, and clients notice nothing.
+//! Block commits of devices in use: the backing file receives all data, and clients see no error.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -26,11 +26,11 @@ fn path(place: &Place, name: &str) -> String {
     place.dir.join(name).to_str().unwrap().to_owned()
 }
 
-/// The bytes of a device in a qcow2 image, as QEMU reads it.
+/// The guest-visible bytes of a qcow2 image, as QEMU reads them.
 fn content(place: &Place, image: &str) -> Vec<u8> {
     let raw = path(place, "content");
     let check = Command::new("qemu-img").args(["check", "-f", "qcow2", image]).output().unwrap();
-    // 3: there are clusters that nothing refers to, after a kill.
+    // Exit code 3: the image has leaked clusters, as after a kill.
     assert!(matches!(check.status.code(), Some(0 | 3)), "{check:?}");
     run("qemu-img", &["convert", "-U", "-f", "qcow2", "-O", "raw", image, &raw]);
     fs::read(raw).unwrap()
@@ -53,7 +53,7 @@ fn a_client_goes_on_in_the_image_behind() {
         place.done(&["snapshot", "d", "--to", &top]);
         client.write(3, 3);
         client.write(300, 4);
-        // One image at a time.
+        // Each commit merges one overlay of the chain.
         for (image, emptied, format) in [(&mid, &top, "qcow2"), (&base, &mid, "loop")] {
             assert_eq!(place.done(&["commit", "d"]), format!("{image}\n"));
             assert_eq!(kept_image(&place, "d"), *image);
@@ -73,7 +73,7 @@ fn a_client_goes_on_in_the_image_behind() {
         place.done(&["detach", "d"]);
         let expected = fs::read(&base).unwrap();
         assert_eq!([1, 2, 3, 300, 5].map(|block| expected[block * BLOCK]), [1, 2, 3, 4, 2]);
-        // The images above show the same, and later data too.
+        // Overlays of the base show the same data, also data that is written later.
         run("qemu-img", &["check", "-q", "-f", "qcow2", &top]);
         assert!(content(&place, &top) == expected && content(&place, &mid) == expected);
         [mid.as_str(), &top].iter().for_each(|image| fs::remove_file(image).unwrap());
@@ -95,12 +95,12 @@ fn writes_go_on_through_snapshots_and_commits() {
     }
     writer.wait(200);
     let expected = writer.finish();
-    // A flush is all that a killed daemon owes.
+    // Only flushed data must survive a killed daemon.
     kill_and_wait(place.pid("d"), &[&base]);
     assert_blocks(&fs::read(base).unwrap(), &expected);
 }
 
-/// An image of `mib` MiB with compressed clusters over `base`, which take their time.
+/// An overlay of `base` with `mib` MiB of compressed clusters, so that its commit takes long.
 fn compressed(place: &Place, base: &str, name: &str, mib: usize) -> String {
     let (raw, image) = (path(place, "data"), path(place, name));
     let data: Vec<u8> = (0..mib << 20).map(|at| (at / BLOCK * 7) as u8 | 1).collect();
@@ -155,7 +155,7 @@ fn a_commit_is_shown_and_stopped_and_keeps_others_away() {
             assert_eq!(kept_image(&place, "d"), image);
             client.flush();
             assert_eq!((client.read(3), client.read(20_000)), (7, before));
-            // Readers of the image behind are welcome again.
+            // Other processes can read the backing file again.
             place.done(&["attach", &base, "--read-only", "--name", "r"]);
             place.done(&["detach", "r"]);
         } else {
@@ -195,8 +195,11 @@ fn a_daemon_killed_in_a_commit_keeps_what_was_flushed() {
         } else {
             kill_and_wait(pid, &[&base]);
         }
-        assert!(content(&place, &image) == expected, "{number}: in the image that was attached");
-        assert!(served == image || fs::read(&base).unwrap() == expected, "{number}: in the one behind");
+        assert!(content(&place, &image) == expected, "{number}: the attached image lacks data");
+        assert!(
+            served == image || fs::read(&base).unwrap() == expected,
+            "{number}: the backing file lacks data"
+        );
     }
 }
 
@@ -224,7 +227,7 @@ fn a_commit_that_cannot_be_changes_nothing() {
     place.done(&["set", "d", "read-only=on"]);
     refused("read-only");
     place.done(&["set", "d", "read-only=off"]);
-    // A client that sends no files.
+    // The client sends no file descriptors.
     let mut stream = UnixStream::connect(place.state().join("d.control")).unwrap();
     let mut reply = [0; 512];
     stream.write_all(b"{\"command\":\"commit\",\"image\":7}\n").unwrap();
@@ -235,14 +238,18 @@ fn a_commit_that_cannot_be_changes_nothing() {
     let text = String::from_utf8_lossy(&reply[..length]);
     assert!(text.contains("did not send the backing file"), "{text}");
     place.done(&["detach", "d"]);
-    // One behind that is longer would show its end again.
+    // A longer backing file would expose its data beyond the end of the overlay.
     fs::File::options().write(true).open(&base).unwrap().set_len(2 << 20).unwrap();
     place.done(&["attach", &top, "--format", "qcow2", "--name", "d"]);
     refused("blkq resize");
     place.done(&["resize", "d", "2M"]);
     place.done(&["resize", "d", "3M"]);
     assert_eq!(place.done(&["commit", "d"]), format!("{base}\n"));
-    assert_eq!(fs::metadata(&base).unwrap().len(), 3 << 20, "it has the size of the device");
+    assert_eq!(
+        fs::metadata(&base).unwrap().len(),
+        3 << 20,
+        "the backing file must have the size of the device"
+    );
     place.done(&["detach", "d"]);
     run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", &base, "-F", "raw", &other]);
     run("qemu-img", &["snapshot", "-c", "s", &other]);
@@ -250,7 +257,7 @@ fn a_commit_that_cannot_be_changes_nothing() {
     refused("internal snapshots");
 }
 
-/// With fewer and fewer descriptors until one of the backing file cannot be duplicated.
+/// Lowers the limit of descriptors until the descriptor of the backing file cannot be duplicated.
 // Contract: exclusive
 #[test]
 fn a_commit_without_descriptors_keeps_the_backing_file_locked() {
@@ -298,16 +305,16 @@ fn a_configuration_with_the_emptied_image_is_reported() {
     let images = (&done["image"], &done["emptied"]);
     assert_eq!(images, (&base.as_str().into(), &top.as_str().into()), "{done}");
     place.done(&["detach", "d"]);
-    // It shows what the other has.
+    // The emptied overlay shows the data of its backing file.
     assert!(run(&["attach", "--config", &config]).status.success());
-    // With a mistake in the file it is not known which image the file names.
+    // A configuration file with a mistake does not show which image it names.
     fs::write(&config, format!("image = {top:?}\nformat = \"auto\"\n")).unwrap();
     let done = run(&["commit", "d"]);
     let line = String::from_utf8(done.stderr).unwrap();
     assert!(done.status.success() && line.contains("has a mistake; if it names"), "{line}");
 }
 
-/// The files that come with a byte.
+/// Receives one byte and the file descriptors that come with it.
 fn receive_files(stream: &UnixStream) -> Vec<fs::File> {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -326,7 +333,7 @@ fn send_file(stream: &UnixStream, bytes: &[u8], file: &fs::File) {
     sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
 }
 
-/// A daemon that sends `victim` as what is to be opened. Returns the files that each commit brings.
+/// A daemon that names `victim` as the backing file to open. Returns the files that each commit sends to it.
 fn liar(socket: &Path, victim: String) -> Receiver<Vec<fs::File>> {
     let listener = UnixListener::bind(socket).unwrap();
     let (sender, brought) = channel();
@@ -369,8 +376,12 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
         (inodes.collect::<Vec<_>>(), String::from_utf8(output.stderr).unwrap())
     };
     let inode = |file: &str| fs::metadata(file).unwrap().ino();
-    assert_eq!(inodes(&["commit", "d"]).0, [inode(&base); 2], "as the header names it, not as it was sent");
-    // It can write to its image, and has that name another file.
+    assert_eq!(
+        inodes(&["commit", "d"]).0,
+        [inode(&base); 2],
+        "the command must open the backing file that the header names"
+    );
+    // The daemon can write its image, and makes the header name another file.
     run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", &victim, &top]);
     let (none, why) = inodes(&["commit", "d"]);
     assert!(none.is_empty() && why.contains("not in its directory") && why.contains("allow"), "{why}");
@@ -378,7 +389,7 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
     run("qemu-img", &["rebase", "-u", "-f", "qcow2", "-b", "", &top]);
     let (none, why) = inodes(&["commit", "d"]);
     assert!(none.is_empty() && why.contains("has no backing file"), "{why}");
-    // It is nothing that could be detached.
+    // There is no device to detach.
     fs::remove_dir_all(place.state()).unwrap();
 }
 

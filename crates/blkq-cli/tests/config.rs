@@ -10,7 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use place::*;
 use serde_json::{Value, json};
 
-/// A directory of configuration files, each with name and text.
+/// A place with configuration files, given as name and text.
 fn configured(test: &str, files: &[(&str, &str)]) -> Place {
     let place = Place::new(test);
     fs::create_dir(place.dir.join("c")).unwrap();
@@ -46,7 +46,7 @@ fn a_device_is_attached_as_its_file_says() {
     let info = place.json(&["show", "data", "--json"]);
     assert_eq!((&info["attach_options"]["options"]["depth"], &info["read_only"]), (&json!(8), &json!(true)));
     assert_eq!(list(), "data  ro  ram:1M\n");
-    // The name is the file's: it is not made unique.
+    // The device has the name of the file, without a suffix that would make it unique.
     assert!(place.refused(&["attach", "--config", &file]).contains("data"));
     assert_eq!(place.done(&["attach", "--config", &file, "--name", "e"]).lines().count(), 1);
     place.done(&["detach", "data"]);
@@ -68,12 +68,12 @@ fn services_come_after_the_mounts_of_their_files() {
     let units = place.dir.join("units");
     let words = ["systemd-generator", units.to_str().unwrap(), "/none", "/none"];
     let output = run(&place, &words);
-    // The mistake is of one device, and the others have their mounts.
+    // A mistake in the file of one device does not affect the mounts of the others.
     assert_eq!(output.status.code(), Some(0));
     assert!(String::from_utf8(output.stderr).unwrap().contains("bad.toml:1"));
     let text = fs::read_to_string(units.join("blkq@data.service.d/50-blkq-mounts.conf")).unwrap();
     assert!(text.ends_with("RequiresMountsFor=\"/srv/a b.img\" \"/net/tls\"\n"), "{text}");
-    // As systemctl escapes the instance.
+    // The instance name is escaped as systemctl does.
     let escaped = r"blkq@a\x2b\xc3\xbc.service.d/50-blkq-mounts.conf";
     assert!(fs::read_to_string(units.join(escaped)).unwrap().contains("/srv/ü.img"));
     assert_eq!(fs::read_dir(&units).unwrap().count(), 2);
@@ -91,7 +91,7 @@ fn a_service_finds_its_device_by_the_escaped_instance() {
     assert_eq!(place.json(&["show", "a+ü", "--json"])["settings"]["depth"], 4);
     place.done(&["detach", "a+ü"]);
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    // A file without an image is named, and not the usage.
+    // The message names the file without an image and shows no usage.
     fs::write(place.dir.join("c/empty.toml"), "depth = 4\n").unwrap();
     let line = place.refused(&["attach", "--config", place.dir.join("c/empty.toml").to_str().unwrap()]);
     assert!(line.contains("empty.toml: the key image is missing; add a line"), "{line}");
@@ -123,7 +123,7 @@ fn every_mistake_of_the_files_is_a_line() {
     let b = place.dir.join("c/b.toml").display().to_string();
     let line = place.refused(&["attach", "--config", &b]);
     assert!(line.contains("b.toml:2: unknown key") && line.contains("` reports all "), "{line}");
-    // It is not left out of the list in silence.
+    // The list reports the file with the mistake.
     let list = printed(run(&place, &["list", "--configured", "-o", "NAME,EXPORT", "--no-headings"]));
     assert!(list.contains("b.toml:2: unknown key"), "{list}");
 }
@@ -141,7 +141,7 @@ fn wait_for_device(place: &Place, child: &mut Child) {
         info["pid"] == pid
     };
     wait_until("the service has its device", || {
-        assert_eq!(child.try_wait().unwrap(), None, "it has exited");
+        assert_eq!(child.try_wait().unwrap(), None, "the service has exited");
         of_child(&place.run(&["show", "data", "--json"]))
     });
 }
@@ -172,7 +172,7 @@ fn a_service_is_upgraded_by_its_manager() {
     let mut upgrade =
         place.command(&["upgrade", "data", "--service"]).stdout(Stdio::piped()).spawn().unwrap();
     wait_until("the old daemon exits", || {
-        assert!(upgrade.try_wait().unwrap().is_none_or(|status| status.success()), "it is not upgraded");
+        assert!(upgrade.try_wait().unwrap().is_none_or(|status| status.success()), "the upgrade failed");
         child.try_wait().unwrap().is_some()
     });
     assert_eq!(child.wait().unwrap().code(), Some(3));
@@ -187,7 +187,7 @@ fn a_service_is_upgraded_by_its_manager() {
     assert!(place.files().is_empty());
 }
 
-/// Of a service of NBD, which nobody takes over; a start that fails in between does not lose them.
+/// The service exports NBD, so that no daemon takes over the device. A failed start in between keeps the settings.
 #[test]
 fn settings_outlive_a_killed_service_until_it_is_stopped() {
     let place = configured("service-killed", &[]);
@@ -219,7 +219,7 @@ fn settings_outlive_a_killed_service_until_it_is_stopped() {
     let mut child = service(&place);
     wait_for_device(&place, &mut child);
     assert_eq!(depth_and_mode(), (json!(16), json!(false)));
-    // Nor does one that is attached by hand have them.
+    // A device attached without the service does not have these settings either.
     place.done(&["set", "data", "depth=9"]);
     child.kill().unwrap();
     child.wait().unwrap();
@@ -233,7 +233,7 @@ fn settings_outlive_a_killed_service_until_it_is_stopped() {
 fn a_file_that_is_attached_is_applied() {
     let place = configured("apply", &[]);
     let image = place.image("disk.img", 1 << 20);
-    // Nothing of it is another device's: all that attach takes can be applied, as often as that is asked for.
+    // Every option of attach can be applied, any number of times, to the device that was attached with it.
     for text in [
         "image = \"ram:1M\"\nexport = \"nbd\"\ndirect-io = \"auto\"\ndispatch = \"concurrent\"\n".to_owned(),
         format!(
@@ -244,7 +244,7 @@ fn a_file_that_is_attached_is_applied() {
         let file = place.dir.join("c/data.toml");
         fs::write(&file, text).unwrap();
         printed(run(&place, &["config", "check"]));
-        // With a warning of the faults.
+        // Not `done`: the command warns of the injected faults.
         assert!(run(&place, &["attach", "--config", &file.display().to_string()]).status.success());
         for _ in 0..2 {
             assert_eq!(printed(run(&place, &["config", "apply"])), "");

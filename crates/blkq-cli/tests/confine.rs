@@ -1,4 +1,4 @@
-//! Actions that a confined thread may not take, tried. Each case runs in a process of its own: the test
+//! Tries actions that confined threads must not take. Each case runs in a separate process: the test
 //! program again, with the name of the case.
 // Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
@@ -28,7 +28,7 @@ fn run(case: &str) -> ExitStatus {
     command.args(["--exact", "in_a_process_of_its_own", "--nocapture", "--ignored"]).env(CASE, case);
     let mut child = command.spawn().unwrap();
     let status = child.wait().unwrap();
-    // A confined process cannot clean up.
+    // The confined process cannot remove its files.
     let _ = fs::remove_dir_all(directory(child.id(), case));
     status
 }
@@ -78,7 +78,7 @@ fn in_a_process_of_its_own() {
         }
         "mount" => {
             confine::control(&Needs::default()).unwrap();
-            // SAFETY: no memory is passed that is not a string.
+            // SAFETY: the only memory passed is a string.
             unsafe { libc::umount2(c"/".as_ptr(), libc::MNT_DETACH) };
         }
         "ring" => {
@@ -109,15 +109,15 @@ fn engine() {
     assert_eq!(errno(UnixStream::pair()), Some(libc::ENOSYS));
     assert_eq!(errno(TcpStream::connect(address)), Some(libc::ENOSYS));
     assert_eq!(errno(Command::new("/bin/true").spawn().map(drop)), Some(libc::ENOSYS));
-    // Its threads have no more than it has.
+    // Threads inherit the restrictions.
     let opened = std::thread::spawn(move || errno(File::open(&files.image)));
     assert_eq!(opened.join().unwrap(), Some(libc::ENOSYS));
-    // And its ring does not open files either, nor does it make sockets or send to addresses.
+    // The ring opens no files, creates no sockets and sends to no addresses either.
     let engine = EngineThread::spawn("engine", vec![(disk.clone(), 0)]).unwrap();
     let (results, received) = channel();
     engine.handle().add_source(move || Box::new(Opener(results))).unwrap();
     assert_eq!([(); 4].map(|()| received.recv()), [Ok(-libc::EACCES); 4]);
-    // It has no fences from the kernel, so that it changes nothing; the device does not stop for that.
+    // A confined engine has no membarrier(2) and cannot change settings; the device still serves requests.
     let changed = disk.clone();
     let _ = std::thread::spawn(move || changed.set(Setting::Merge(false))).join();
     let (done, completed) = channel();
@@ -126,10 +126,10 @@ fn engine() {
     assert_eq!(completed.recv_timeout(Duration::from_secs(60)), Ok(Ok(())));
 }
 
-/// Has the ring of its engine open a file, make a socket, and send by the operations that take an address.
+/// Submits operations that open a file, create a socket, and send to an address.
 struct Opener(Sender<i32>);
 
-// SAFETY: it is the only source of its engine.
+// SAFETY: this is the only source of its engine.
 unsafe impl Source for Opener {
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), blkq::Error> {
         let path = c"/etc/passwd";
@@ -169,26 +169,26 @@ fn control() {
     let state = confine::control(&needs).unwrap();
     assert!(state.no_new_privileges && state.seccomp);
     assert_eq!((state.capabilities.as_str(), state.landlock_abi), ("none", abi));
-    // Its needs are met,
+    // The declared needs are met.
     File::options().read(true).write(true).open(&files.image).unwrap();
     File::options().write(true).truncate(true).open(&files.image).unwrap();
     fs::remove_file(&needs.removed[0]).unwrap();
     disk.set(Setting::Merge(false)).unwrap();
     assert_eq!(errno(UnixStream::pair()), Some(libc::ENOSYS));
-    // and nothing else.
+    // Everything else is denied.
     for path in ["/etc/passwd", "/dev/null", "/proc/self/maps"] {
         assert_eq!(File::open(path).err().unwrap().kind(), ErrorKind::PermissionDenied, "{path}");
     }
     assert_eq!(errno(File::create(files.dir.join("state/new"))), Some(libc::EACCES));
     assert_eq!(errno(fs::remove_file(&files.image)), Some(libc::EACCES));
-    // The next daemon believes these.
+    // The next daemon trusts these files.
     let [options, json] = ["state/x.options", "state/x.json"].map(|name| files.dir.join(name));
     assert_eq!(errno(File::options().write(true).open(&options)), Some(libc::EACCES));
     assert_eq!(errno(fs::rename(&json, &options)), Some(libc::EACCES));
     assert_eq!(errno(fs::hard_link(&json, files.dir.join("state/new"))), Some(libc::ENOSYS));
     let mode = fs::Permissions::from_mode(0o600);
     assert_eq!(errno(fs::set_permissions(&json, mode)), Some(libc::ENOSYS));
-    // Nor are there new sockets.
+    // New sockets are denied too.
     assert_eq!(errno(std::os::unix::net::UnixDatagram::unbound()), Some(libc::ENOSYS));
     assert_eq!(errno(TcpListener::bind("127.0.0.1:0")), Some(libc::ENOSYS));
 }

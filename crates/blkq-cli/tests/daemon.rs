@@ -1,4 +1,4 @@
-//! Daemons on their own: signals, the service manager, the control socket, what they have and need.
+//! Daemons as processes: signals, the service manager, the control socket, descriptors and privileges.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -25,7 +25,7 @@ fn few_open_files_are_enough_and_leave_some_for_commands() {
     assert!(output.status.success(), "{output:?}");
     let uri = String::from_utf8(output.stdout).unwrap();
     assert!(String::from_utf8(output.stderr).unwrap().contains("clients at a time"));
-    // All that it lets in, and more.
+    // More clients than the daemon accepts.
     let address = uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap();
     let crowd: Vec<UnixStream> = (0..180)
         .map(|_| {
@@ -53,7 +53,7 @@ fn signals_stop_a_daemon_in_order() {
     }
 }
 
-/// SIGTERM to a daemon that is being detached is the same wish again, not haste.
+/// SIGTERM during a detach repeats the request to stop; it does not shorten it.
 #[test]
 fn a_signal_during_a_detach_loses_nothing() {
     let place = Place::new("both");
@@ -108,7 +108,7 @@ fn sockets_of_the_service_manager_are_served_and_left_there() {
     let place = Place::new("activated");
     let path = place.dir.join("a.sock");
     let listener = UnixListener::bind(&path).unwrap();
-    // A shell knows the process that it becomes; descriptor 3 is its standard input's copy.
+    // The shell's process ID remains after exec, for LISTEN_PID; descriptor 3 is a copy of standard input.
     let mut command = place.command(&[]);
     let program = command.get_program().to_owned();
     command = Command::new("sh");
@@ -126,7 +126,7 @@ fn sockets_of_the_service_manager_are_served_and_left_there() {
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let mut printed = String::new();
     child.stdout.unwrap().read_to_string(&mut printed).unwrap();
-    assert_eq!(printed, "", "standard output is that of the client that made the socket");
+    assert_eq!(printed, "", "standard output belongs to the client that made the socket");
     assert!(path.exists());
 }
 
@@ -142,7 +142,7 @@ fn the_control_socket_survives_garbage() {
         let answer = place.ask("ram", line);
         assert!(answer.starts_with("{\"error\":\"malformed request") || answer.is_empty(), "{answer}");
     }
-    // Silent clients block no others, however many there are.
+    // Silent clients do not block other clients.
     let idle: Vec<UnixStream> =
         (0..8).map(|_| UnixStream::connect(place.state().join("ram.control")).unwrap()).collect();
     assert_eq!(place.ask("ram", b"{\"command\":\"ping\"}\n"), "{\"ok\":null}\n");
@@ -160,7 +160,7 @@ fn sockets_and_files_are_the_owners_alone() {
     assert_eq!(mode(&place.state()), 0o700);
     assert_eq!(mode(&custom), 0o600);
     for file in place.files() {
-        // The state file is only written through the descriptor that it was made with.
+        // Only the descriptor that created the state file writes it.
         let expected = if file == "ram.json" { 0o400 } else { 0o600 };
         assert_eq!(mode(&place.state().join(&file)), expected, "{file}");
     }
@@ -206,12 +206,12 @@ fn an_idle_daemon_is_small() {
     let status = fs::read_to_string(format!("/proc/{}/status", place.pid("disk.img"))).unwrap();
     let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     let kib: u64 = resident.trim().trim_end_matches(" kB").parse().unwrap();
-    // Debug builds are larger than what is shipped, by their code.
+    // Debug builds contain more code than release builds.
     let most = if cfg!(debug_assertions) { 24 << 10 } else { 8 << 10 };
     assert!(kib <= most, "{kib} KiB");
 }
 
-/// Its description is as long as its options are.
+/// Long options make the description of the device long.
 #[test]
 fn a_device_with_long_options_attaches_reports_and_detaches() {
     let place = Place::new("long");

@@ -30,7 +30,7 @@ fn manuals_and_completions_come_from_the_command_line() {
     }
     let page = fs::read_to_string(place.dir.join("blkq-detach.1")).unwrap();
     assert!(page.contains(".SH DESCRIPTION\nFlush devices and detach them.\n.PP\nReturns when"), "{page}");
-    // Only files of an earlier command are replaced.
+    // Only files that an earlier `blkq generate` wrote are replaced.
     place.done(&["generate", "man", dir]);
     fs::write(place.dir.join("blkq.1"), "notes").unwrap();
     assert!(place.refused(&["generate", "man", dir]).contains("blkq.1: contains other data"));

@@ -1,5 +1,5 @@
-//! A strict reader of Prometheus' exposition format 0.0.4: what any scraper may stumble over,
-//! and the conventions of names, are errors.
+//! A strict parser of the Prometheus exposition format 0.0.4. Everything that a scraper might reject is an error,
+//! and so is a name that breaks the naming conventions.
 #![allow(clippy::unwrap_used, dead_code, reason = "for tests, each of which uses its part")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,7 +22,7 @@ pub struct Family {
 }
 
 impl Family {
-    /// The labels that its samples have besides the device.
+    /// The labels of the samples, without the label of the device.
     pub fn labels(&self) -> BTreeSet<String> {
         let names = self.samples.iter().flat_map(|sample| sample.labels.keys());
         names.filter(|name| !["device", "le"].contains(&name.as_str())).cloned().collect()
@@ -35,7 +35,7 @@ pub struct Exposition {
 }
 
 impl Exposition {
-    /// The value of the only sample of that name that has these labels.
+    /// The value of the sample `name` with `labels`, if there is exactly one.
     pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         let all = self.families.iter().flat_map(|family| &family.samples);
         let has = |sample: &&Sample| {
@@ -49,7 +49,7 @@ impl Exposition {
     }
 }
 
-/// Reads `text`, or returns what is wrong with it.
+/// Parses `text`, or returns a description of the first error.
 pub fn check(text: &str) -> Result<Exposition, String> {
     if !text.ends_with('\n') {
         return Err("the last line has no newline".into());
@@ -102,7 +102,7 @@ pub fn check(text: &str) -> Result<Exposition, String> {
     Ok(exposition)
 }
 
-/// The conventions of names.
+/// Checks the naming conventions of Prometheus.
 fn check_name(name: &str, kind: &str) -> Result<(), String> {
     let has_suffix = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
     let fits = match kind {
@@ -165,7 +165,7 @@ fn number(text: &str) -> Option<f64> {
     }
 }
 
-/// `name{label="value",...} value`; this program always has labels, and no time stamps.
+/// Parses `name{label="value",...} value`. blkq always writes labels, and no timestamps.
 fn parse(line: &str) -> Option<Sample> {
     let (name, mut rest) = line.split_once('{')?;
     let mut labels = Labels::new();
