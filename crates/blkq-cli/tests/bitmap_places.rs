@@ -74,7 +74,7 @@ fn a_file_that_may_not_be_read_is_a_warning() {
     place.done(&["bitmap", "add", "q", "b"]);
     place.done(&["detach", "q"]);
     let attached = run_unprivileged(&["attach", &image, "--read-only", "--export", "nbd", "--name", "q"]);
-    assert!(attached.0 && attached.1.contains("no dirty bitmaps: cannot open"), "{}", attached.1);
+    assert!(attached.0 && attached.1.contains("no dirty bitmaps are loaded: cannot open"), "{}", attached.1);
     assert_eq!(run_unprivileged(&["detach", "q"]), (true, String::new()));
     assert_eq!(attach(&place, &image, &["--read-only"]).1, "");
     assert_eq!(state(&place, "q", "b"), "recording");

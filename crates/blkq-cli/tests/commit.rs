@@ -418,5 +418,9 @@ fn a_commit_into_version_2_warns_of_the_missing_journal() {
     let (line, image) =
         (String::from_utf8(output.stderr).unwrap(), String::from_utf8(output.stdout).unwrap());
     assert_eq!((output.status.code(), image), (Some(0), format!("{base}\n")), "{line}");
-    assert!(line.contains("d: warning: ") && line.contains("of version 2; `qemu-img amend"), "{line}");
+    assert!(
+        line.contains("d: warning: ")
+            && line.contains("of version 2; to convert the image, run `qemu-img amend"),
+        "{line}"
+    );
 }

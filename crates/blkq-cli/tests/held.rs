@@ -35,7 +35,7 @@ fn clients_wait_for_room_and_see_no_error() {
     request(&mut client, 1, 7, 0, 4096);
     wait_for_held(&place, 1);
     request(&mut client, 3, 8, 0, 0);
-    // Reads go on, and the flush waits for the write.
+    // Reads continue, and the flush waits for the write.
     request(&mut client, 0, 9, 65536, 512);
     assert_eq!(reply(&mut client, 512), (0, 9));
 

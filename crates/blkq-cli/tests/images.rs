@@ -27,7 +27,7 @@ impl Drop for KernelLoop {
 }
 
 #[test]
-fn an_image_in_another_format_is_rejected_with_the_cure() {
+fn an_image_in_another_format_is_rejected_with_a_hint() {
     let place = Place::new("format");
     let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
     for (format, kind) in
@@ -40,13 +40,13 @@ fn an_image_in_another_format_is_rejected_with_the_cure() {
             [&["attach"][..], &["attach", "--read-only"], &["attach", "--shared"], &["losetup", "-f"]]
         {
             let line = place.refused(&[words, &[&image]].concat());
-            let cure = match (kind, words[0]) {
+            let hint = match (kind, words[0]) {
                 ("qcow2", "attach") => "attach with --format qcow2",
                 // Which has no such option.
                 ("qcow2", _) => "blkq attach with --format qcow2",
                 _ => "convert it",
             };
-            assert!(line.contains(&format!("is a {kind} image, not raw data; {cure}")), "{line}");
+            assert!(line.contains(&format!("is a {kind} image, not raw data; {hint}")), "{line}");
             assert!(line.contains("attach with --format raw"), "{line}");
         }
         assert_eq!(fs::read(&image).unwrap(), before);
@@ -87,7 +87,7 @@ fn a_created_image_stays_only_with_its_device() {
     }
     assert!(place.refused(&["attach", "ram:1M", "--create", "1M"]).contains("--create creates image files"));
     assert!(place.refused(&["attach", "/dev/null", "--create", "1M"]).contains("already exists"));
-    // The device was there; its command fails later.
+    // The device existed; its command fails later.
     let run = place.run(&["attach", image, "--create", "1M", "--run", "exit 7"]);
     assert_eq!((run.status.code(), path.exists()), (Some(7), true));
 }
@@ -130,12 +130,12 @@ fn attached_elsewhere_says_where() {
     // By a device of another directory, and by any other process.
     let other = Place::new("where-else");
     let line = other.refused(&[&["attach"][..], &window].concat());
-    assert!(line.contains(&format!("elsewhere by process {} (", place.pid("low"))), "{line}");
+    assert!(line.contains(&format!("are locked by process {} (", place.pid("low"))), "{line}");
     assert_eq!(place.run(&["detach", "--all"]).status.code(), Some(0));
     let file = fs::File::options().read(true).write(true).open(&image).unwrap();
     rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let line = place.refused(&["attach", &image]);
-    assert!(line.contains(&format!("elsewhere by process {} (", std::process::id())), "{line}");
+    assert!(line.contains(&format!("is locked by process {} (", std::process::id())), "{line}");
     assert!(line.contains("--shared on both sides"), "{line}");
 }
 
@@ -417,7 +417,7 @@ fn a_setting_that_there_is_not_says_which_there_are() {
 }
 
 #[test]
-fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
+fn errors_have_the_reason_and_the_hint_in_this_order() {
     let place = Place::new("words");
     let image = place.image("disk.img", 1 << 20);
     let tiny = place.image("tiny.img", 1);
@@ -435,7 +435,7 @@ fn errors_have_what_why_and_the_cure_in_this_order_and_once() {
         (&["attach", &image, "--size-limit", "0"], "the size limit must be more than 0"),
         (
             &["attach", &image, "--size-limit", "1000", "--sector-size", "512"],
-            "choose one that is, such as 512",
+            "choose a multiple, such as 512",
         ),
         (
             &["attach", "ram:1000"],

@@ -16,7 +16,7 @@ fn attach(place: &Place) {
     place.done(&["set", "d", "hang-warning=7"]);
 }
 
-/// Waits until a daemon serves the device, which `recover` starts if none is there.
+/// Waits until a daemon serves the device, which `recover` starts if no daemon is running.
 fn check_served(place: &Place, at: usize) {
     let settles =
         ["another process has the device", "of this device is running", "no such device", "does not answer"];
@@ -73,7 +73,7 @@ fn an_attach_is_killed_at_any_step() {
     for at in 0.. {
         let attach = place.command(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
         let killed = kill_at(attach, Victim::Command, at);
-        // Nobody may know of it.
+        // No state may refer to the device.
         wait_until("it is served, or nothing is left", || {
             place.files().is_empty() || place.run(&["show", "d"]).status.success()
         });
@@ -106,7 +106,7 @@ fn write(place: &Place, block: u64, byte: u8) {
 
 /// Kills the daemon, starts the next one, and checks that it serves the image that the last one did.
 fn check_next(place: &Place, at: usize, byte: u8) {
-    // The daemon may go on with what the command began.
+    // The daemon may continue with the operation that the command began.
     wait_until("no commit is under way", || place.json(&["show", "d", "--json"])["commit"].is_null());
     write(place, 2, byte);
     kill(place.pid("d"));

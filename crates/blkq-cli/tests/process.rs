@@ -212,7 +212,7 @@ fn inherit(command: &mut Command, end: &OwnedFd) {
     unsafe { command.pre_exec(inherit) };
 }
 
-/// No process has the writing end any more.
+/// No process holds the writing end.
 fn assert_closed(reader: &OwnedFd, process: &str) {
     assert_eq!(rustix::io::read(reader, &mut [0; 1]), Ok(0), "{process} has the pipe open");
 }

@@ -29,7 +29,7 @@ fn shrinking_spares_clients_unless_forced() {
     drop(client(&uri));
     assert_eq!(place.done(&["resize", "d", "8M"]), "8M\n");
     assert_eq!(place.done(&["resize", "d", "16M"]), "16M\n");
-    // The same with the size of the image.
+    // Also with the size of the image.
     fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
     wait_for_clients(1);
     assert!(place.refused(&["resize", "d"]).contains("shrink from 16M to 2M: 1 client is connected"));

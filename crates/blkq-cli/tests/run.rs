@@ -199,7 +199,7 @@ fn a_parent_that_exits_early_leaves_no_device() {
     assert!(place.files().is_empty());
 }
 
-/// As in a container that a process outside of it entered: the session is nobody's that can be named.
+/// As in a container that a process outside of it entered: the session has no owner that can be named.
 #[test]
 fn a_device_is_served_where_the_session_has_no_number() {
     let place = Place::new("session");
@@ -246,7 +246,7 @@ fn a_pid_file_is_there_as_long_as_the_device() {
     let line = place.refused(&["attach", &image, "--pid-file", &image]);
     assert!(line.contains(&format!("--pid-file {image} is the image of the device")), "{line}");
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
-    // That of a killed daemon is free, and of a link the target counts, where the sandbox lets it be removed.
+    // The pid file of a killed daemon is free, and of a link the target counts, where the sandbox lets it be removed.
     fs::create_dir(place.dir.join("run")).unwrap();
     std::os::unix::fs::symlink("run/pid", &file).unwrap();
     place.done(&["attach", "ram:1M", "--pid-file", path]);

@@ -114,7 +114,7 @@ fn several_devices_have_snapshots_together_or_none() {
     assert_eq!(place.json(&["show", "a", "--json"])["image"], images[0].as_str());
     client.write(1, 2);
     client.flush();
-    assert_eq!(fs::read(&images[0]).unwrap()[BLOCK], 2, "it goes on as it was");
+    assert_eq!(fs::read(&images[0]).unwrap()[BLOCK], 2, "it continues unchanged");
     place.done(&["snapshot", &a, &b]);
     for name in ["a", "b"] {
         assert_eq!(kept_image(&place, name), path(&format!("{name}.1")));
@@ -229,13 +229,13 @@ fn a_killed_daemon_leaves_an_image_with_all_that_was_written() {
     drop(check(&first, "qcow2", [1, 0, 0]));
     place.done(&["detach", "d"]);
     let mut client = check(&base, "raw", [1, 0, 0]);
-    // It has changed over: all that is flushed is there.
+    // It has changed over: all flushed data exists.
     place.done(&["snapshot", "d", "--to", &second]);
     client.write(2, 2);
     client.flush();
     kill_and_wait(place.pid("d"), &[&base, &second]);
     let mut client = check(&second, "qcow2", [1, 2, 0]);
-    // The same from qcow2, whose tables are in memory.
+    // Also from qcow2, whose tables are in memory.
     client.write(3, 3);
     drop(begin_and_kill(&place, &second, &third));
     drop(check(&third, "qcow2", [1, 2, 3]));
@@ -353,7 +353,7 @@ fn a_snapshot_without_a_journal_warns() {
     let place = Place::new("snapshot-journal");
     let (base, new) = (place.image("base.img", 1 << 20), place.dir.join("new"));
     place.done(&["attach", &base, "--name", "d"]);
-    // There is no place for one any more.
+    // No place is left for a journal.
     fs::remove_dir(place.state().join("journals")).unwrap();
     let output = place.run(&["snapshot", "d", "--to", new.to_str().unwrap()]);
     let line = String::from_utf8(output.stderr).unwrap();

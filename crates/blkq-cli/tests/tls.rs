@@ -45,7 +45,7 @@ server = context.wrap_socket(plain, server_hostname="localhost")
 print(server.getpeercert()["subject"][0][0][1])
 "#;
 
-/// A port that the kernel gives to nobody who wants any, and that no test in another process chooses.
+/// A port that the kernel assigns to no process that asks for any port, and that no test in another process chooses.
 fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 10_000 + (std::process::id() % 20_000) as u16;
@@ -67,7 +67,7 @@ impl Place {
         shell.env("BLKQ_STATE_DIR", self.state()).output().unwrap()
     }
 
-    /// The same, which must succeed; what they printed.
+    /// Runs the commands, which must succeed, and returns what they printed.
     fn shell_done(&self, commands: &str) -> String {
         let output = self.shell(commands);
         let [printed, errors] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());

@@ -31,7 +31,7 @@ fn check_settings(place: &Place) {
     let settings = &info["settings"];
     assert_eq!((&info["read_only"], &settings["on-error"]), (&json!(true), &json!("hold")), "{info}");
     assert_eq!((&settings["limit"], &settings["hang-warning"]), (&json!("read-iops=100000"), &json!(7)));
-    // The daemon began with them: nobody has set them since.
+    // The daemon began with them: no command has set them since.
     let log = fs::read_to_string(place.state().join("d.log")).unwrap();
     let served = log.rfind("Serving ").unwrap();
     assert!(!log[served..].contains("set "), "{log}");

@@ -130,7 +130,7 @@ fn a_socket_elsewhere_is_for_its_group() {
     assert!(!fs::exists(path).unwrap());
 }
 
-/// Has a daemon killed under load, and attaches it anew with `options`: each request completes exactly
+/// Has a daemon killed under load, and attaches it again with `options`: each request completes exactly
 /// once.
 fn kill_under_load(test: &str, options: &[&str]) {
     use front_end::{DATA, FEATURES, FrontEnd};
@@ -294,7 +294,7 @@ fn registered_memory_is_shown_and_survives_an_upgrade() {
     assert_eq!(options["register_memory"], true);
 }
 
-/// A daemon without privileges, of a user that may lock as much as the guest has and no more: the ring
+/// A daemon without privileges, of a user that may lock exactly as much as the guest has: the ring
 /// takes some of that, and the kernel refuses.
 #[test]
 fn a_limit_of_locked_memory_is_named_and_serves_all_the_same() {

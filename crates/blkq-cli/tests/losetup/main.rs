@@ -1,4 +1,4 @@
-//! `blkq losetup` and what stands behind it, as users of losetup(8) run it. Some tests carry
+//! `blkq losetup` and the devices that it sets up, as users of losetup(8) run it. Some tests carry
 //! over what LTP (ioctl_loop04 to 07) and blktests (loop/002, 006, 007) check of the kernel's
 //! loop device.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]

@@ -119,7 +119,7 @@ fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     assert!(place.losetup_refused(&["-L", "-f", &image]).contains("these bytes read-only"));
     assert_eq!(place.set_up(&["-L", "-r", &image]), device);
     assert!(place.losetup_refused(&["-L", "-r", "-b", "4096", "-f", &image]).contains("sectors of 512"));
-    // It stays for the users that know of it.
+    // It stays for the users that use it.
     place.done(&["set", &device, "autoclear=on"]);
     assert_eq!(place.column(&device, "AUTOCLEAR"), "1");
     assert_eq!(place.done(&["attach", "--nooverlap", "--read-only", &image]), format!("{device}\n"));

@@ -83,7 +83,7 @@ pub struct RandomWriter {
 }
 
 impl RandomWriter {
-    /// Of a device of so many blocks, all zeroes.
+    /// The model of a device of `blocks` blocks, all zeroes.
     pub fn start(uri: &str, name: &'static str, blocks: u64) -> RandomWriter {
         let (stop, rounds) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (stopped, written, uri) = (stop.clone(), rounds.clone(), uri.to_owned());
@@ -105,7 +105,7 @@ impl RandomWriter {
         RandomWriter { stop, rounds, thread: Some(std::thread::spawn(write)) }
     }
 
-    /// Waits until it has written so many more blocks.
+    /// Waits until the load has written that number of further blocks.
     pub fn wait(&self, blocks: u64) {
         let seen = self.rounds.load(SeqCst);
         let is_finished = || self.thread.as_ref().is_none_or(JoinHandle::is_finished);
@@ -120,7 +120,7 @@ impl RandomWriter {
 }
 
 impl Drop for RandomWriter {
-    /// However the test goes on.
+    /// Stops the load however the test ends.
     fn drop(&mut self) {
         self.stop.store(true, SeqCst);
         if let Some(thread) = self.thread.take() {

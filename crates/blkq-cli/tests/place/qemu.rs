@@ -27,7 +27,7 @@ pub fn dirty(server: &[&str], bitmap: &str) -> Vec<(u64, u64)> {
     extents.map(|extent| (extent["offset"].as_u64().unwrap(), extent["length"].as_u64().unwrap())).collect()
 }
 
-/// The same, by nbdinfo of qemu-nbd.
+/// As above, reported by nbdinfo of qemu-nbd.
 pub fn in_qemu_nbd(image: &str, bitmap: &str) -> Vec<(u64, u64)> {
     dirty(&["--", "[", "qemu-nbd", "-r", "-f", "qcow2", "-B", bitmap, image, "]"], bitmap)
 }
