@@ -11,7 +11,7 @@ use std::process::Command;
 use place::qemu::*;
 use place::*;
 
-const UNPRIVILEGED: u32 = 65534;
+const OTHER_UID: u32 = 65534;
 
 /// Attaches `image` as device `q`. Returns the URI and the warnings.
 fn attach(place: &Place, image: &str, options: &[&str]) -> (String, String) {
@@ -50,15 +50,15 @@ fn anything_in_the_place_of_bitmaps_is_a_warning() {
 }
 
 /// A directory that an unprivileged user can write, and a function that runs the command as that user.
-fn unprivileged(test: &str) -> (Place, impl Fn(&[&str]) -> (bool, String)) {
+fn for_other_user(test: &str) -> (Place, impl Fn(&[&str]) -> (bool, String)) {
     let place = Place::new(test);
-    chown(&place.dir, None, Some(UNPRIVILEGED)).unwrap();
+    chown(&place.dir, None, Some(OTHER_UID)).unwrap();
     fs::set_permissions(&place.dir, Permissions::from_mode(0o775)).unwrap();
-    let (program, state) = (place.dir.join("blkq"), place.dir.join("state-unprivileged"));
+    let (program, state) = (place.dir.join("blkq"), place.dir.join("other-state"));
     fs::copy(env!("CARGO_BIN_EXE_blkq"), &program).unwrap();
     let run = move |words: &[&str]| {
         let mut command = Command::new(&program);
-        command.args(words).env("BLKQ_STATE_DIR", &state).uid(UNPRIVILEGED).gid(UNPRIVILEGED);
+        command.args(words).env("BLKQ_STATE_DIR", &state).uid(OTHER_UID).gid(OTHER_UID);
         let output = command.output().unwrap();
         let text = String::from_utf8(output.stderr).unwrap();
         (output.status.success(), text + &String::from_utf8(output.stdout).unwrap())
@@ -68,14 +68,14 @@ fn unprivileged(test: &str) -> (Place, impl Fn(&[&str]) -> (bool, String)) {
 
 #[test]
 fn a_file_that_may_not_be_read_is_a_warning() {
-    let (place, run_unprivileged) = unprivileged("place-denied");
+    let (place, run_other) = for_other_user("place-denied");
     let image = place.image("d.img", 1 << 20);
     attach(&place, &image, &[]);
     place.done(&["bitmap", "add", "q", "b"]);
     place.done(&["detach", "q"]);
-    let attached = run_unprivileged(&["attach", &image, "--read-only", "--export", "nbd", "--name", "q"]);
+    let attached = run_other(&["attach", &image, "--read-only", "--export", "nbd", "--name", "q"]);
     assert!(attached.0 && attached.1.contains("no dirty bitmaps are loaded: cannot open"), "{}", attached.1);
-    assert_eq!(run_unprivileged(&["detach", "q"]), (true, String::new()));
+    assert_eq!(run_other(&["detach", "q"]), (true, String::new()));
     assert_eq!(attach(&place, &image, &["--read-only"]).1, "");
     assert_eq!(state(&place, "q", "b"), "recording");
     place.done(&["detach", "q"]);
@@ -83,16 +83,16 @@ fn a_file_that_may_not_be_read_is_a_warning() {
 
 #[test]
 fn a_writer_that_is_not_the_owner_adds_bitmaps() {
-    let (place, run_unprivileged) = unprivileged("place-group");
+    let (place, run_other) = for_other_user("place-group");
     let image = place.image("d.img", 1 << 20);
-    chown(&image, None, Some(UNPRIVILEGED)).unwrap();
+    chown(&image, None, Some(OTHER_UID)).unwrap();
     fs::set_permissions(&image, Permissions::from_mode(0o660)).unwrap();
-    let attached = run_unprivileged(&["attach", &image, "--export", "nbd", "--name", "q"]);
+    let attached = run_other(&["attach", &image, "--export", "nbd", "--name", "q"]);
     assert!(attached.0, "{}", attached.1);
-    assert_eq!(run_unprivileged(&["bitmap", "add", "q", "b"]), (true, String::new()));
-    assert_eq!(run_unprivileged(&["detach", "q"]), (true, String::new()));
+    assert_eq!(run_other(&["bitmap", "add", "q", "b"]), (true, String::new()));
+    assert_eq!(run_other(&["detach", "q"]), (true, String::new()));
     let made = fs::metadata(format!("{image}.bitmaps")).unwrap();
-    assert_eq!((made.uid(), made.mode() & 0o777), (UNPRIVILEGED, 0o600));
+    assert_eq!((made.uid(), made.mode() & 0o777), (OTHER_UID, 0o600));
 }
 
 #[test]

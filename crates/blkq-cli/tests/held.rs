@@ -1,4 +1,4 @@
-//! `--on-error`: requests that fail wait for `blkq resume`, and whatever else happens meanwhile.
+//! `--on-error`: failed requests are held until `blkq resume`, and other commands and events meanwhile.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod place;
@@ -63,7 +63,7 @@ fn clients_wait_for_room_and_see_no_error() {
         hang && log().contains("held: 1 request has failed and is held")
     });
 
-    // There is no room yet.
+    // The device still reports a lack of space.
     assert_eq!(place.done(&["resume", "a"]), "1 held request reissued\n");
     wait_until("it is held again", || place.json(&["stat", "a", "--json"])["held"]["requests"] == 2);
     place.done(&["set", "a", "fault=none"]);
@@ -91,7 +91,7 @@ fn held_requests_can_fail_and_the_policy_be_changed() {
     request(&mut client, 1, 2, 0, 512);
     request(&mut client, 1, 3, 8192, 512);
     wait_for_held(&place, 2);
-    // Two at once.
+    // Two requests are held together.
     let both = [place.command(&["resume", "a", "--fail"]), place.command(&["resume", "a"])];
     let both = both.map(|mut command| command.stdout(std::process::Stdio::null()).spawn().unwrap());
     for mut command in both {
@@ -107,7 +107,7 @@ fn held_requests_can_fail_and_the_policy_be_changed() {
     place.done(&["detach", "a"]);
 }
 
-/// A flush of the command itself waits for a write that is reissued, and is held again.
+/// A flush that a command sends waits for a reissued write, which fails and is held again.
 // Contract: errors
 #[test]
 fn a_flush_of_a_command_gives_up_on_held_requests() {
@@ -118,7 +118,7 @@ fn a_flush_of_a_command_gives_up_on_held_requests() {
     wait_for_held(&place, 1);
     place.done(&["set", "a", "fault=stuck=2s,op=write"]);
     place.done(&["resume", "a"]);
-    // It is held again, or still, before this has flushed.
+    // The write is held before the command's flush completes.
     let line = place.refused(&["upgrade", "a"]);
     assert!(line.contains("1 request is held after I/O errors"), "{line}");
     place.done(&["set", "a", "fault=none"]);
@@ -139,7 +139,7 @@ fn clients_that_vanish_and_forced_stops_leave_nothing_held() {
     let mut client = session(&uri, "a");
     request(&mut client, 1, 1, 0, 512);
     wait_for_held(&place, 1);
-    // Resumed later, it could overwrite what its client has written since over another connection.
+    // A write that is resumed later could overwrite newer data of the same client from another connection.
     drop(client);
     wait_for_held(&place, 0);
     wait_until("it has no client", || {
@@ -156,7 +156,7 @@ fn clients_that_vanish_and_forced_stops_leave_nothing_held() {
     client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     client.read_to_end(&mut rest).unwrap();
 
-    // A signal is the same, and a daemon that is killed leaves nothing behind.
+    // A signal fails held requests too, and held requests do not survive a killed daemon.
     for stop in [rustix::process::Signal::TERM, rustix::process::Signal::KILL] {
         let uri = attach(&place, &["--on-error", "hold"]);
         let mut client = session(&uri, "a");

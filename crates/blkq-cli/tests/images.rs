@@ -1,4 +1,4 @@
-//! Images as users have them: in another format, in use elsewhere, called by many names.
+//! Images as users attach them: in other formats, in use by other processes, under several paths.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -17,7 +17,7 @@ fn run(program: &str, words: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
-/// A loop device of the kernel's, detached when this is dropped.
+/// A loop device of the kernel, detached on drop.
 struct KernelLoop(String);
 
 impl Drop for KernelLoop {
@@ -42,7 +42,7 @@ fn an_image_in_another_format_is_rejected_with_a_hint() {
             let line = place.refused(&[words, &[&image]].concat());
             let hint = match (kind, words[0]) {
                 ("qcow2", "attach") => "attach with --format qcow2",
-                // Which has no such option.
+                // `blkq losetup` has no option --format.
                 ("qcow2", _) => "blkq attach with --format qcow2",
                 _ => "convert it",
             };
@@ -50,7 +50,7 @@ fn an_image_in_another_format_is_rejected_with_a_hint() {
             assert!(line.contains("attach with --format raw"), "{line}");
         }
         assert_eq!(fs::read(&image).unwrap(), before);
-        // With a warning where it is no multiple of a sector.
+        // Not `done`: the command warns if the size is not a multiple of the sector size.
         assert!(place.run(&["attach", "--format", "raw", "--name", "raw", &image]).status.success());
         place.done(&["detach", "raw"]);
     }
@@ -71,7 +71,7 @@ fn a_created_image_stays_only_with_its_device() {
     place.done(&["attach", image, "--create", "64M"]);
     assert_eq!(place.json(&["show", "new.img", "--json"])["size"], 64 << 20);
     fs::File::options().write(true).open(&path).unwrap().write_all_at(b"data", 0).unwrap();
-    // It is in use, and would be there without its device, too.
+    // --create fails while the image is in use, and also after its device was detached.
     let used = place.refused(&["attach", image, "--create", "1G", "--name", "other"]);
     assert!(used.contains("new.img: already exists and --create never overwrites"), "{used}");
     place.done(&["detach", "new.img"]);
@@ -127,7 +127,7 @@ fn attached_elsewhere_says_where() {
     let line = place.refused(&[&["attach"][..], &window].concat());
     assert!(line.contains("are locked by the device low; release it there first"), "{line}");
     assert!(place.refused(&["attach", &image]).contains("by the devices high, low;"));
-    // By a device of another directory, and by any other process.
+    // The image is in use by a device of another state directory, then by another process.
     let other = Place::new("where-else");
     let line = other.refused(&[&["attach"][..], &window].concat());
     assert!(line.contains(&format!("are locked by process {} (", place.pid("low"))), "{line}");
@@ -161,7 +161,7 @@ fn paths_reach_neither_the_terminal_nor_a_shell_as_they_are() {
     assert!(place.done(&["snapshot", "a", "--to", to.to_str().unwrap()]).ends_with("/new\\x0a.qcow2\n"));
     place.done(&["detach", "a"]);
 
-    // The command of a hint, run by a shell in the directory of the images.
+    // A shell runs the command of the hint in the directory of the images.
     let follow = |line: &str| {
         let hint = line.split('`').nth(1).unwrap().replace("SIZE", "1M");
         let hint = hint.replace("blkq ", concat!(env!("CARGO_BIN_EXE_blkq"), " "));
@@ -183,7 +183,7 @@ fn paths_reach_neither_the_terminal_nor_a_shell_as_they_are() {
     let qemu_img = |words: &[&str]| run("qemu-img", words);
     qemu_img(&["create", "-q", "-f", "qcow2", &base, "1M"]);
     qemu_img(&["create", "-q", "-f", "qcow2", "-b", &base, "-F", "qcow2", &top]);
-    // Without the extension that has the format of the backing file.
+    // The header lacks the extension for the format of the backing file.
     let mut bytes = fs::read(&top).unwrap();
     let at = bytes.windows(4).position(|window| window == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
     bytes[at..at + 4].copy_from_slice(&[0x11, 0x22, 0x33, 0x44]);
@@ -217,20 +217,20 @@ fn a_device_is_named_by_whatever_its_user_has_in_hand() {
         let output = place.command(&["show", relative]).current_dir(at).output().unwrap();
         assert!(output.status.success(), "{relative}: {output:?}");
     }
-    // Renamed, it is the same image; replaced, what has its name is another.
+    // A renamed image is found by its new name; a new file with the old name is not the image of the device.
     let moved = place.dir.join("moved.img").to_str().unwrap().to_owned();
     fs::rename(&image, &moved).unwrap();
     place.done(&["show", &moved]);
     place.image("disk.img", 1 << 20);
     assert!(place.refused(&["show", &image]).contains("no such device"));
-    // A word that is the name of another device is refused where it is the image.
+    // A word that is both the name of one device and the image of another is refused.
     place.done(&["attach", "ram:1M", "--name", "moved.img"]);
     let show =
         |word: &str| place.command(&["show", "--json", word]).current_dir(&place.dir).output().unwrap();
     assert_eq!(show("moved.img").status.code(), Some(1));
     assert!(String::from_utf8(show("./moved.img").stdout).unwrap().contains("\"data\""));
     assert!(place.done(&["show", "--json", "moved.img"]).contains("\"ram:1M\""));
-    // Which of two, only the user knows.
+    // Two devices have the same image, and the path does not select one.
     place.done(&["detach", "data"]);
     place.done(&["attach", "--name", "low", "--size-limit", "1M", &moved]);
     place.done(&["attach", "--name", "high", "--offset", "1M", &moved]);
@@ -296,7 +296,7 @@ fn a_device_that_cannot_be_reported_is_detached_again() {
         );
         assert!(place.files().is_empty(), "{words:?}");
     }
-    // One that was there before stays.
+    // A directory that existed before the attach is not removed.
     place.done(&["attach", &image]);
     let output = place.command(&["attach", "--nooverlap", &image]).stdout(full()).status().unwrap();
     assert_eq!(output.code(), Some(1));
@@ -385,7 +385,7 @@ fn a_setting_that_there_is_not_says_which_there_are() {
     assert!(place.refused(&["set", "ram", "direct-io=on"]).contains("for image files"));
     assert!(place.refused(&["set", "ram", "size=1M"]).contains("blkq resize"));
     assert!(place.refused(&["set", "ram", "queues=2"]).contains("attach it with --queues"));
-    // The hints are the command's.
+    // The hints use the options of `blkq set`.
     let why = place.refused(&["set", "ram", "depth=9000"]);
     assert!(
         why.contains(
@@ -401,7 +401,7 @@ fn a_setting_that_there_is_not_says_which_there_are() {
         why.ends_with("cannot be resized; detach the device and attach it with another size\n"),
         "{why:?}"
     );
-    // Each that is named can be set to what it is.
+    // Every setting that the message lists can be set to its current value.
     let shown = place.json(&["show", "disk.img", "--json"]);
     let listed = line.split("choose one of ").nth(1).unwrap().split(';').next().unwrap();
     for setting in listed.split(", ") {
@@ -463,7 +463,7 @@ fn errors_have_the_reason_and_the_hint_in_this_order() {
     assert!(place.files().is_empty());
 }
 
-/// The standard output of a command that must succeed, whose last words are not text.
+/// Returns the standard output of a command that must succeed. `paths` may be invalid UTF-8.
 fn done(place: &Place, words: &[&str], paths: &[&OsStr]) -> Vec<u8> {
     let output = place.command(words).args(paths).output().unwrap();
     let errors = without_progress(output.stderr);
@@ -482,7 +482,7 @@ fn an_image_whose_path_is_not_text_is_known_to_every_command() {
     fs::write(&raw, vec![0; 1 << 20]).unwrap();
     let attach = ["attach", "--export", "nbd", "--export", "vhost-user-blk", "--name"];
     done(&place, &[&attach[..], &["a"]].concat(), &[&raw]);
-    // Its file is beside the image.
+    // The bitmap file is in the directory of the image.
     place.done(&["bitmap", "add", "a", "b"]);
     assert!(directory.join("i.img.bitmaps").exists());
     done(&place, &["set"], &[&raw, OsStr::new("merge=off")]);

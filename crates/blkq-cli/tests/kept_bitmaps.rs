@@ -1,4 +1,4 @@
-//! Dirty bitmaps have their names and their room in the image from when they are added on.
+//! Adding a dirty bitmap stores its name and allocates its space in the image immediately.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -8,7 +8,7 @@ use std::fs;
 use place::qemu::*;
 use place::*;
 
-/// Attaches it as `q`; returns its URI and the warnings.
+/// Attaches `image` as device `q`. Returns the URI and the warnings.
 fn attach(place: &Place, image: &str, format: &str) -> (String, String) {
     let output = place.run(&["attach", image, "--format", format, "--export", "nbd", "--name", "q"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -16,7 +16,7 @@ fn attach(place: &Place, image: &str, format: &str) -> (String, String) {
     (text(output.stdout).trim().to_owned(), text(output.stderr))
 }
 
-/// An image of `size` of which QEMU has made a bitmap, if it is qcow2.
+/// Creates an image of `size`; a qcow2 image has a bitmap that QEMU added.
 fn image(place: &Place, format: &str, size: &str) -> String {
     let image = place.dir.join(format!("d.{format}")).to_str().unwrap().to_owned();
     run("qemu-img", &["create", "-q", "-f", format, &image, size]);
@@ -32,7 +32,7 @@ fn states(place: &Place) -> Vec<(String, String)> {
     list.as_array().unwrap().iter().map(|one| (field(one, "name"), field(one, "state"))).collect()
 }
 
-/// Has a device killed after `commands`, and checks that it has these bitmaps then, all inconsistent.
+/// Kills the daemon after `commands`. The image must then contain the bitmaps `expected`, all inconsistent.
 fn kill_after(format: &str, commands: &[&[&str]], expected: &[&str]) {
     let place = Place::new(&format!("kept-kill-{format}"));
     let image = image(&place, format, "8M");
@@ -55,7 +55,7 @@ fn kill_after(format: &str, commands: &[&[&str]], expected: &[&str]) {
     place.done(&["bitmap", "add", "q", "after"]);
     place.done(&["detach", "q"]);
     if format == "qcow2" {
-        // Nothing is left of the room that they had.
+        // Removing the bitmaps has freed their space.
         run("qemu-img", &["check", "-f", "qcow2", &image]);
         assert_eq!(in_qemu_nbd(&image, "after"), []);
     }
@@ -161,7 +161,7 @@ fn bitmaps_are_merged_and_disabled_as_qemu_does() {
     }
 }
 
-/// A file system of its own, of `bytes`.
+/// Mounts a file system of `bytes`, which only this test uses.
 struct Small(Place);
 
 impl Small {
@@ -172,7 +172,6 @@ impl Small {
         Small(place)
     }
 
-    /// Fills it up.
     fn fill(&self) {
         let file = fs::File::create(self.0.dir.join("rest")).unwrap();
         while std::io::Write::write(&mut &file, &[1; 4096]).is_ok() {}
@@ -195,7 +194,7 @@ fn a_full_file_system_refuses_a_bitmap_and_keeps_the_rest() {
         let image = image(place, format, "32G");
         let (uri, _) = attach(place, &image, format);
         qemu_io("raw", &uri, &["write -P 1 0 4M"]);
-        // 8 MiB of bits.
+        // The bitmap needs 8 MiB.
         place.done(&["bitmap", "add", "q", "room", "--granularity", "512"]);
         small.fill();
         for words in [&["bitmap", "add", "q", "more", "--granularity", "512"][..], &["resize", "q", "64G"]] {

@@ -1,4 +1,4 @@
-//! Commands that are killed at each of their steps leave a daemon that serves the device, or what the next one needs.
+//! Kills commands at each of their steps. A daemon must serve the device afterwards, or a new daemon must be able to.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod place;
@@ -9,7 +9,7 @@ use place::killing::{Victim, kill_at};
 use place::{Place, kill};
 use serde_json::json;
 
-/// A virtual machine's disk with settings that were changed since it was attached.
+/// Attaches a disk of a virtual machine and changes its settings.
 fn attach(place: &Place) {
     let image = place.image("image", 1 << 20);
     place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
@@ -90,21 +90,20 @@ fn an_attach_is_killed_at_any_step() {
     }
 }
 
-/// A client of the device over NBD.
 fn connect(place: &Place) -> Client {
     let info = place.json(&["show", "d", "--json"]);
     let mut exports = info["exports"].as_array().unwrap().iter().filter_map(|export| export.as_str());
     Client::new(exports.find(|export| export.starts_with("nbd")).unwrap(), "d")
 }
 
-/// Writes a block, and makes it durable.
+/// Writes a block and flushes.
 fn write(place: &Place, block: u64, byte: u8) {
     let mut client = connect(place);
     client.write(block, byte);
     client.flush();
 }
 
-/// Kills the daemon, starts the next one, and checks that it serves the image that the last one did.
+/// Kills the daemon, starts a new one, and checks that the new daemon serves the same image.
 fn check_next(place: &Place, at: usize, byte: u8) {
     // The daemon may continue with the operation that the command began.
     wait_until("no commit is under way", || place.json(&["show", "d", "--json"])["commit"].is_null());
@@ -137,7 +136,7 @@ fn a_snapshot_is_killed_at_any_step() {
             assert!(at > 3, "{at} steps");
             break;
         }
-        // Chains do not become long.
+        // Commits keep the chain short.
         while place.run(&["commit", "d"]).status.success() {}
     }
     place.done(&["detach", "d"]);

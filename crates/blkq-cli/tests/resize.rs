@@ -24,7 +24,7 @@ fn shrinking_spares_clients_unless_forced() {
     for part in ["resize d: shrink from 8M to 4M: 1 client is connected", "or use --force"] {
         assert!(line.contains(part), "{line}");
     }
-    // The failure left everything as it was.
+    // The refused resize has changed nothing.
     assert_eq!((shown("size"), fs::metadata(&image).unwrap().len()), ((8 << 20).into(), 8 << 20));
     drop(client(&uri));
     assert_eq!(place.done(&["resize", "d", "8M"]), "8M\n");

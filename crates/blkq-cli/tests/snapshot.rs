@@ -223,7 +223,7 @@ fn a_killed_daemon_leaves_an_image_with_all_that_was_written() {
     };
     let mut client = check(&base, "raw", [0; 3]);
     client.write(1, 1);
-    // The new image is there and durable, and the state file is not written yet: either has all.
+    // The new image is durable, and the state file is not written yet: both images contain all data.
     drop(begin_and_kill(&place, &base, &first));
     assert_eq!(fs::read(&base).unwrap()[BLOCK], 1);
     drop(check(&first, "qcow2", [1, 0, 0]));

@@ -1,4 +1,4 @@
-//! Settings, of a new device and of an existing one.
+//! Settings of new and of existing devices.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::place::*;
 use super::{info, io, size};
 
-/// LTP ioctl_loop04, blktests loop/007: the size is taken over when asked for, and nothing else.
+/// LTP ioctl_loop04, blktests loop/007: `losetup -c` updates the size and nothing else.
 #[test]
 fn the_capacity_is_read_again_when_the_file_has_grown() {
     let place = Place::new("l-size");
@@ -29,7 +29,7 @@ fn the_capacity_is_read_again_when_the_file_has_grown() {
     assert!(place.losetup_refused(&["-c", "nothing"]).contains("no such device"));
 }
 
-/// LTP ioctl_loop05: on a live device, with nothing lost on the way.
+/// LTP ioctl_loop05: direct I/O is switched on a device in use without loss of data.
 #[test]
 fn direct_io_is_switched_on_a_live_device() {
     let place = Place::new("l-direct");
@@ -46,7 +46,7 @@ fn direct_io_is_switched_on_a_live_device() {
         assert_eq!(place.column(&device, "DIO"), *on);
         assert!(io(&uri, &format!("read -P {} 0 64k", number + 1)), "{option}");
     }
-    // From the start; a device without a file rejects it.
+    // Direct I/O can be set at attach; a device without a file rejects it.
     let other = place.image("other.img", 1 << 20);
     let device = place.set_up(&["--direct-io=on", &other]);
     assert_eq!(place.column(&device, "DIO"), "1");
@@ -76,7 +76,7 @@ fn sector_sizes_are_powers_of_two_up_to_a_page() {
         let line = place.losetup_refused(&["-f", "-b", bytes, &image]);
         assert!(line.contains("512, 1024, 2048 or 4096"), "{line}");
     }
-    // A device in use keeps the one it has.
+    // The sector size of a device in use cannot be changed.
     let device = place.set_up(&["-b", "2048", &image]);
     assert_eq!(place.losetup(&["-b", "2048", &device]), "");
     assert!(place.losetup_refused(&["-b", "512", &device]).contains("attach the file with -b 512"));
@@ -104,14 +104,14 @@ fn the_size_limit_is_kept() {
     let mut after = [1; 512];
     file.read_exact_at(&mut after, 4096 + (512 << 10)).unwrap();
     assert_eq!(after, [0; 512]);
-    // It limits a file that has grown, nothing in one that is too short, and again after that.
+    // The limit applies to a grown file, not to a shorter one, and again once that file has grown.
     for (length, expected) in [(4u64 << 20, 512u64 << 10), (256 << 10, 252 << 10), (1 << 20, 512 << 10)] {
         file.set_len(length).unwrap();
         place.losetup(&["-c", &device]);
         assert_eq!(size(&uri), expected);
     }
     place.losetup(&["-d", &device]);
-    // None at all.
+    // 0 means no limit.
     let device = place.set_up(&["--sizelimit", "0", &image]);
     assert_eq!((size(&place.uri(&device)), place.column(&device, "SIZELIMIT")), (1 << 20, "0".to_owned()));
     place.losetup(&["-d", &device]);

@@ -15,7 +15,7 @@ fn autoclear_detaches_a_device_with_its_last_client() {
     let image = place.image("disk.img", 1 << 20);
     let uri = place.done(&["attach", &image, "--autoclear"]).trim().to_owned();
     let pid = place.pid("disk.img");
-    // A command that only lists is no client.
+    // A command that lists devices is not a client.
     drop(client(&uri));
     wait_until("it is disconnected", || {
         place.json(&["show", "disk.img", "--json"])["clients"].as_array().unwrap().is_empty()
@@ -26,7 +26,7 @@ fn autoclear_detaches_a_device_with_its_last_client() {
     let mut written = [0; 512];
     fs::File::open(&image).unwrap().read_exact_at(&mut written, 0).unwrap();
     assert_eq!(written, [3; 512]);
-    // Switched on with a client there, it waits for that; switched off, nothing happens.
+    // Switched on while a client is connected, autoclear waits for its exit; switched off again, the device remains.
     let uri = place.done(&["attach", &image]).trim().to_owned();
     let pid = place.pid("disk.img");
     let hold = format!(
@@ -48,7 +48,7 @@ fn autoclear_detaches_a_device_with_its_last_client() {
     drop(client.stdin.take());
     client.wait().unwrap();
     wait_until("the device detaches", || has_exited(pid) && place.files().is_empty());
-    // Without it a device outlives its clients.
+    // Without autoclear a device outlives its clients.
     let uri = place.done(&["attach", &image]).trim().to_owned();
     assert!(io(&uri, "read -P 3 0 64k"));
     place.done(&["show", "disk.img"]);

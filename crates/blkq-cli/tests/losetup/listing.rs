@@ -1,4 +1,4 @@
-//! Listings, and how a device is found.
+//! Listings, and how losetup finds a device.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -79,7 +79,7 @@ fn columns_are_those_of_the_original_and_of_blkq_list() {
     assert_eq!((object.len(), &object["maj:min"], &object["back-ino"]), (17, &Value::Null, &inode.into()));
     assert_eq!(place.losetup(&["-n", "-O", "+EXPORT"]).split_whitespace().count(), 9);
     assert!(place.losetup_refused(&["-O", "NAME,FOO"]).contains("unknown column FOO"));
-    // blkq's own list has them too.
+    // `blkq list` has these columns too.
     assert_eq!(
         place.done(&["list", "-O", "name,OFFSET,EXPORT", "--no-headings"]),
         format!("data  0  {}\n", place.uri("data"))
@@ -112,12 +112,12 @@ fn a_device_is_found_by_its_file_whatever_that_is_called() {
         assert_eq!(place.losetup(&["-j", path]).lines().count(), 2);
     }
     assert_eq!(place.json(&["list", "--json", "--backing", &other]).as_array().unwrap().len(), 1);
-    // Renamed, it is found and shown by its new name.
+    // A renamed image is found and shown by its new name.
     let moved = place.dir.join("moved.img");
     fs::rename(&image, &moved).unwrap();
     assert_eq!(names(&["--backing", moved.to_str().unwrap()]), [low.clone(), high]);
     assert_eq!(place.column(&low, "BACK-FILE"), moved.to_str().unwrap());
-    // The file that now has the old name is another one; where there is none, the name counts.
+    // A new file with the old name is not the image of the device; without such a file the recorded name is used.
     let new = place.image("disk.img", 1 << 20);
     assert!(names(&["--backing", &new]).is_empty());
     fs::remove_file(&new).unwrap();

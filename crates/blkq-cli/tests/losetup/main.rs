@@ -18,12 +18,12 @@ use std::process::{Command, Output};
 use place::*;
 
 impl Place {
-    /// The output of `blkq losetup` when it succeeds without a warning.
+    /// Returns the output of a `blkq losetup` that must succeed without a warning.
     fn losetup(&self, words: &[&str]) -> String {
         self.done(&[&["losetup"], words].concat())
     }
 
-    /// Its one line when it fails.
+    /// Returns the error line of a `blkq losetup` that must fail.
     fn losetup_refused(&self, words: &[&str]) -> String {
         self.refused(&[&["losetup"], words].concat())
     }
@@ -42,7 +42,7 @@ impl Place {
         self.losetup(&["-n", "-O", column, device]).trim().to_owned()
     }
 
-    /// Several commands at the same moment.
+    /// Runs several commands simultaneously.
     fn at_once(&self, lines: &[Vec<&str>]) -> Vec<Output> {
         let start = |words: &Vec<&str>| {
             let mut command = self.command(words);
@@ -68,7 +68,7 @@ fn size(uri: &str) -> u64 {
     info(&["--size", uri]).parse().unwrap()
 }
 
-/// Whether qemu-io does `command`; a read with a pattern fails if there is another.
+/// Whether qemu-io succeeds with `command`. A read with a pattern fails if the data differs.
 fn io(uri: &str, command: &str) -> bool {
     let output = tool("qemu-io", &["-f", "raw", "-c", command, uri]);
     let text =

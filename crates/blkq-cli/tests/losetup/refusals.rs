@@ -1,4 +1,4 @@
-//! Options that mean nothing here, and daemons that do not answer.
+//! Options of losetup(8) that blkq rejects, and daemons that do not answer.
 
 use super::place::*;
 use super::stdout;
@@ -41,7 +41,7 @@ fn what_has_no_meaning_here_is_rejected_in_one_line() {
         assert_eq!(place.run(&[&["losetup"], words].concat()).status.code(), Some(2), "{words:?}");
     }
     assert!(place.files().is_empty());
-    // A file is a file, also if it is called as a driver is; and a name that is given is taken.
+    // An existing file with the name of a driver is attached as a file, and a given device name is used.
     let odd = place.image("null:1M", 1 << 20);
     let mut command = place.command(&["losetup", "-f", "--show", "null:1M"]);
     assert!(stdout(&command.current_dir(&place.dir).output().unwrap()).ends_with("/null_1M.nbd\n"));
@@ -58,7 +58,7 @@ fn partition_scan_is_kept_and_over_nbd_left_to_the_client() {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(stdout(&output), format!("{}\n", place.uri("disk.img")));
     assert!(text.contains("whose client scans for partitions"), "{text}");
-    // Hints have the names that losetup gives the options.
+    // Hints use the names of losetup's options.
     assert!(text.contains("use --offset and --sizelimit") && !text.contains("--size-limit"), "{text}");
     let _client = client(&place.uri("disk.img"));
     let line = place.losetup_refused(&["-d", &place.uri("disk.img")]);

@@ -1,4 +1,4 @@
-//! Attaching at the same moment, and what overlaps.
+//! Simultaneous attaches, and overlapping devices.
 
 use blkq::testing::wait_until;
 use std::fs;
@@ -12,7 +12,7 @@ fn attaching_at_the_same_moment_never_collides() {
     let place = Place::new("l-race");
     let images: Vec<String> =
         (0..20).map(|n| place.image(&format!("{n}/disk.img").replace('/', "-"), 1 << 20)).collect();
-    // Twenty images of one file name in twenty directories.
+    // Twenty images with the same file name in twenty directories.
     let same_named: Vec<String> = (0..20)
         .map(|n| {
             fs::create_dir(place.dir.join(n.to_string())).unwrap();
@@ -30,12 +30,16 @@ fn attaching_at_the_same_moment_never_collides() {
         names.dedup();
         assert_eq!(names.len(), 20);
         for (path, output) in paths.iter().zip(&outputs) {
-            assert_eq!(place.column(stdout(output).trim(), "BACK-FILE"), *path, "each has its own");
+            assert_eq!(
+                place.column(stdout(output).trim(), "BACK-FILE"),
+                *path,
+                "each device must have its own image"
+            );
         }
         place.losetup(&["-D"]);
         assert!(place.files().is_empty());
     }
-    // One image: one gets it, the others are refused.
+    // One image: one attach succeeds, the others are refused.
     let image = &images[0];
     let outputs = place.at_once(&vec![vec!["losetup", "-f", "--show", image]; 20]);
     let (done, refused): (Vec<_>, Vec<_>) = outputs.iter().partition(|output| output.status.success());
@@ -44,8 +48,8 @@ fn attaching_at_the_same_moment_never_collides() {
         assert!(String::from_utf8_lossy(&output.stderr).contains("is in use"));
     }
     place.losetup(&["-D"]);
-    // One image and --nooverlap: all get the same device. Also for reading only, where no lock
-    // keeps them apart, and also if others ask without it.
+    // One image and --nooverlap: all commands return the same device. That includes read-only attaches, which
+    // no lock excludes, and attaches by others without --nooverlap.
     for access in ["--direct-io=off", "-r"] {
         let outputs = place.at_once(&vec![vec!["losetup", "-L", access, "-f", "--show", image]; 20]);
         assert!(
@@ -66,7 +70,7 @@ fn attaching_at_the_same_moment_never_collides() {
         assert!(refused || stdout(output) == device, "{device}: {output:?}");
     }
     place.losetup(&["-D"]);
-    // Shared by all, with a name for each.
+    // With --shared each attach gets a device with its own name.
     let outputs = place.at_once(&vec![vec!["attach", image, "--shared"]; 20]);
     assert!(outputs.iter().all(|output| output.status.success()));
     assert_eq!(place.losetup(&["-a"]).lines().count(), 20);
@@ -83,7 +87,7 @@ fn nooverlap_holds_while_the_device_is_detached_repeatedly() {
                 scope.spawn(|| {
                     for _ in 0..8 {
                         let device = place.set_up(&["-L", access, &image]);
-                        // Another process may have done it.
+                        // Another process may have detached the device.
                         let output = place.run(&["losetup", "-d", &device]);
                         let text = String::from_utf8_lossy(&output.stderr).into_owned();
                         let detached = ["no such device", "stopping", "sent no answer"];
@@ -114,7 +118,7 @@ fn nooverlap_reuses_what_is_the_same_and_refuses_what_overlaps() {
     let beside = place.set_up(&["-L", "-o", "2M", &image]);
     assert_ne!(beside, device);
     place.losetup(&["-D"]);
-    // As the original: a writer does not get a read-only device.
+    // As in losetup(8), a writer does not get a read-only device.
     let device = place.set_up(&["-L", "-r", &image]);
     assert!(place.losetup_refused(&["-L", "-f", &image]).contains("these bytes read-only"));
     assert_eq!(place.set_up(&["-L", "-r", &image]), device);

@@ -1,4 +1,4 @@
-//! A client that writes blocks of one byte, and what tests of images need besides.
+//! NBD clients that write blocks filled with one byte value, and helpers for tests of images.
 
 use blkq::testing::wait_until;
 use std::fs;
@@ -20,8 +20,8 @@ pub fn run(program: &str, words: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
-/// Kills the daemon `pid`, which has `images`. The kernel lets go of a ring's files, and their locks, only some time
-/// after the process has exited.
+/// Kills the daemon `pid` and waits until `images` are unlocked. The kernel releases the files of a ring, and their
+/// locks, only some time after the process has exited.
 pub fn kill_and_wait(pid: i32, images: &[&str]) {
     kill(pid);
     for image in images {
@@ -30,7 +30,7 @@ pub fn kill_and_wait(pid: i32, images: &[&str]) {
     }
 }
 
-/// Whether no other open file has a lock on it.
+/// Whether no other open file description locks the file.
 pub fn is_free(file: &fs::File) -> bool {
     let (l_type, l_whence) = (libc::F_WRLCK as libc::c_short, libc::SEEK_SET as libc::c_short);
     let mut lock = libc::flock { l_type, l_whence, l_start: 0, l_len: 0, l_pid: 0 };
@@ -39,7 +39,7 @@ pub fn is_free(file: &fs::File) -> bool {
     i32::from(lock.l_type) == libc::F_UNLCK
 }
 
-/// A client with one request at a time, of blocks that are all one byte.
+/// A client with one request in flight. Each block is filled with one byte value.
 pub struct Client {
     pub stream: UnixStream,
 }
@@ -75,7 +75,7 @@ impl Client {
     }
 }
 
-/// A client that writes random blocks, and reads others back, until it is stopped.
+/// A client that writes random blocks and reads others back until it is stopped.
 pub struct RandomWriter {
     stop: Arc<AtomicBool>,
     rounds: Arc<AtomicU64>,
@@ -112,7 +112,7 @@ impl RandomWriter {
         wait_until("the writer writes", || self.rounds.load(SeqCst) > seen + blocks || is_finished());
     }
 
-    /// Stops it after a flush. Returns the byte of each block.
+    /// Flushes and stops the client. Returns the byte value of each block.
     pub fn finish(mut self) -> Vec<u8> {
         self.stop.store(true, SeqCst);
         self.thread.take().unwrap().join().unwrap()
@@ -129,14 +129,14 @@ impl Drop for RandomWriter {
     }
 }
 
-/// Fails unless each block of `found` is the byte that `expected` has for it.
+/// Panics unless each block of `found` is filled with its byte value of `expected`.
 pub fn assert_blocks(found: &[u8], expected: &[u8]) {
     for (block, byte) in expected.iter().enumerate() {
         assert_eq!(found[block * BLOCK..][..BLOCK], [*byte; BLOCK], "block {block}");
     }
 }
 
-/// A file of the state directory, as JSON.
+/// Parses a JSON file of the state directory.
 pub fn state(place: &Place, file: &str) -> serde_json::Value {
     serde_json::from_slice(&fs::read(place.state().join(file)).unwrap()).unwrap()
 }
@@ -149,7 +149,7 @@ pub fn kept_image(place: &Place, name: &str) -> String {
     image.unwrap()["path"].as_str().unwrap().to_owned()
 }
 
-/// Records an image for the next daemon, as a command does. Returns its number.
+/// Records an image for the next daemon, as a command does. Returns the number of the record.
 pub fn record_image(place: &Place, name: &str, path: &str, options: &serde_json::Value) -> usize {
     let mut file = state(place, &format!("{name}.options"));
     let images = file["images"].as_array_mut().unwrap();
@@ -159,7 +159,7 @@ pub fn record_image(place: &Place, name: &str, path: &str, options: &serde_json:
     number
 }
 
-/// The state of a device, to be there again after its daemon.
+/// The state files of a device, to be restored after its daemon has removed them.
 pub struct KeptState(Vec<(std::path::PathBuf, Vec<u8>, fs::Permissions)>);
 
 pub fn keep_state(place: &Place, name: &str) -> KeptState {

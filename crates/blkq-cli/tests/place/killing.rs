@@ -1,14 +1,14 @@
-//! Kills a command at each of its steps: the system calls that another process can notice.
+//! Kills a command at each of its steps. A step is a system call whose effect another process can observe.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-/// The process of a command that is killed.
+/// Which process of a command is killed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Victim {
-    /// The one that the user starts.
+    /// The process that the user starts.
     Command,
-    /// The one that it forks to hand a device over.
+    /// The process that the command forks to hand a device over.
     Owner,
 }
 
@@ -35,7 +35,7 @@ const STEPS: [i64; 19] = [
     libc::SYS_exit_group,
 ];
 
-/// Files of the system, which a program opens as it starts.
+/// System files that a program opens when it starts. Opening them is not a step.
 const OPENED_AT_START: [&str; 4] = ["/etc/", "/lib", "/usr/", "/sys/"];
 
 fn ptrace(request: libc::c_uint, pid: i32, data: usize) -> i64 {
@@ -43,7 +43,7 @@ fn ptrace(request: libc::c_uint, pid: i32, data: usize) -> i64 {
     unsafe { libc::ptrace(request, pid, 0, data) }
 }
 
-/// Waits for the next stop of a traced process. Returns it, and its status.
+/// Waits for the next stop of a traced process. Returns the process and its wait status.
 fn next_stop() -> (i32, i32) {
     let mut status = 0;
     // SAFETY: the status lives through the call. Only this thread has children that it traces.
@@ -54,7 +54,7 @@ fn next_stop() -> (i32, i32) {
 
 /// Whether the process is about to make a system call of [`STEPS`].
 fn is_step(pid: i32) -> bool {
-    // SAFETY: zeroes are such a structure, and the call has its size.
+    // SAFETY: zeroes are a valid value of the structure, and the call gets its size.
     let info = unsafe {
         let mut info: libc::ptrace_syscall_info = std::mem::zeroed();
         let size = size_of_val(&info);
@@ -64,7 +64,7 @@ fn is_step(pid: i32) -> bool {
     if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY {
         return false;
     }
-    // SAFETY: it is the entry of a call.
+    // SAFETY: the process is stopped at the entry of a system call.
     let entry = unsafe { info.u.entry };
     let number = entry.nr as i64;
     if number == libc::SYS_openat {
@@ -94,7 +94,7 @@ pub fn kill_at(mut command: Command, victim: Victim, at: usize) -> bool {
     loop {
         let (pid, status) = next_stop();
         if libc::WIFEXITED(status) || libc::WIFSIGNALED(status) {
-            // Both were waited for: a victim that was forked is its parent's child.
+            // Both processes were waited for: the parent waits for a forked victim.
             if pid == first {
                 return Some(pid) != target && steps > at;
             }
@@ -110,7 +110,7 @@ pub fn kill_at(mut command: Command, victim: Victim, at: usize) -> bool {
         if Some(pid) == target && signal == libc::SIGTRAP | 0x80 && is_step(pid) {
             steps += 1;
             if steps > at {
-                // SAFETY: the process is traced, so the number is its own.
+                // SAFETY: the process is traced, so that its number cannot be reused.
                 unsafe { libc::kill(pid, libc::SIGKILL) };
                 if pid == first {
                     child.wait().unwrap();
@@ -123,7 +123,7 @@ pub fn kill_at(mut command: Command, victim: Victim, at: usize) -> bool {
         let delivered = if is_signal { signal as usize } else { 0 };
         match Some(pid) == target {
             true => ptrace(libc::PTRACE_SYSCALL, pid, delivered),
-            // Daemons that it starts, and those that only wait for the victim.
+            // Daemons that the command starts, and processes that only wait for the victim, continue.
             false if pid != first => ptrace(libc::PTRACE_DETACH, pid, delivered),
             false => ptrace(libc::PTRACE_CONT, pid, delivered),
         };
