@@ -265,7 +265,10 @@ impl Session {
         if self.end == Some(TlsEnd::Closed) && self.received > 0 {
             assert!(self.bye && self.received == self.sent, "cut off in silence");
         }
-        assert!(self.meddled || !self.welcome || self.end != Some(TlsEnd::Broken), "the connection broke without a cause");
+        assert!(
+            self.meddled || !self.welcome || self.end != Some(TlsEnd::Broken),
+            "the connection broke without a cause"
+        );
     }
 
     /// Sends `bytes` of an answer, and the other output of the server side, to the client.
