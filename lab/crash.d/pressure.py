@@ -46,7 +46,7 @@ def verify(server, model):
 
 
 def work(load, writes, depth=16):
-    """Runs the load until `count` more writes have completed."""
+    """Runs the load until `writes` more writes have completed."""
     before = load.answered["write"]
     load.run(depth, lambda: load.answered["write"] >= before + writes)
 

@@ -110,7 +110,7 @@ unpack_kernel() { # RELEASE DIRECTORY
     boot_modules "$release" "$directory"
 }
 
-# Prints busybox and the modules for the boot, in the order in which they are loaded.
+# Creates $directory/initramfs.cpio: busybox, the modules for the boot, and modules/order with their order.
 boot_modules() { # RELEASE DIRECTORY
     local release=$1 directory=$2 tree=$2/initramfs module file
     mkdir -p "$tree"/{bin,modules,dev,proc,sys,lower,upper,root}

@@ -222,7 +222,7 @@ fn pipe() -> (OwnedFd, OwnedFd) {
     pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).unwrap()
 }
 
-/// The descriptors of a process beyond the standard ones.
+/// The targets of all descriptors of a process.
 fn descriptors(pid: i32) -> Vec<String> {
     let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let target = |fd: fs::DirEntry| fs::read_link(fd.path()).unwrap_or_default();
@@ -239,7 +239,7 @@ fn a_daemon_inherits_no_descriptors() {
     assert!(attach.stdout(Stdio::null()).status().unwrap().success());
     drop(writer);
     assert_closed(&reader, "the daemon");
-    // Of files: the image and the log, each twice at most; nothing of this process.
+    // Of files, the daemon has only the image and those in its state directory open.
     let open = descriptors(place.pid("d"));
     let known = [image.as_str(), "/dev/null", "/proc/", "anon_inode:", "socket:", "pipe:"];
     let state = place.state().display().to_string();

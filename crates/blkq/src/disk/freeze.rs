@@ -35,10 +35,10 @@ const DISPATCHING: u32 = 1 << 1;
 #[derive(Debug)]
 pub struct DiskControl {
     /// The number of freezes in force or starting. Read by every owner, and rarely written.
-    /// The number of quiesces in force or starting.
     frozen: AtomicU32,
-    /// The number of freezes that were lifted.
+    /// The number of quiesces in force or starting.
     quiesced: AtomicU32,
+    /// The number of freezes that were lifted.
     generation: AtomicU64,
     /// Orders marks and stop words. The owner's side is the cheap one.
     fence: AsymmetricFence,

@@ -35,8 +35,8 @@ struct Device {
     /// Requests that the driver has taken.
     in_driver: Plain,
     /// A freeze is in force.
-    /// A quiesce is in force.
     frozen: Plain,
+    /// A quiesce is in force.
     quiesced: Plain,
 }
 

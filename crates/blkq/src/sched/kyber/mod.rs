@@ -83,8 +83,8 @@ struct Domain {
     held: VecDeque<Tag>,
     in_flight: u32,
     /// The number of tokens: requests that may be in the driver now.
-    /// The largest number of tokens.
     depth: u32,
+    /// The largest number of tokens.
     depth_max: u32,
     /// Largest number of requests in a batch.
     batch: u32,

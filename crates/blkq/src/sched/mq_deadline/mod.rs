@@ -28,8 +28,8 @@ struct Entry {
     sector: Sector,
     inserted_ns: u64,
     /// The request before it in the order of arrival.
-    /// The request after it in the order of arrival.
     previous: u32,
+    /// The request after it in the order of arrival.
     next: u32,
     direction: usize,
     held: bool,
