@@ -135,7 +135,7 @@ fn attached_elsewhere_says_where() {
     let file = fs::File::options().read(true).write(true).open(&image).unwrap();
     rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let line = place.refused(&["attach", &image]);
-    assert!(line.contains(&format!("is locked by process {} (", std::process::id())), "{line}");
+    assert!(line.contains(&format!("are locked by process {} (", std::process::id())), "{line}");
     assert!(line.contains("--shared on both sides"), "{line}");
 }
 

@@ -179,7 +179,7 @@ fn the_log_says_why_a_client_was_turned_away() {
     };
     let client = |directory: &str| format!("nbdinfo 'nbds://localhost:{port}/?tls-certificates={directory}'");
     place.shell_done("mkdir none; cp client/ca-cert.pem none");
-    logged(&client("none"), "turned away: TLS: the client sent no certificate");
+    logged(&client("none"), "TLS: the client sent no certificate");
     // A stranger's certificate, of an authority by the same name.
     place.shell_done(
         "mkdir other; cp client/ca-cert.pem other; cd other
@@ -197,7 +197,7 @@ fn the_log_says_why_a_client_was_turned_away() {
     // One that does not trust the server.
     let wary = SUBJECT.replace("ca/ca-cert.pem", "other/c");
     logged(&format!("python3 -c '{wary}' {port}"), "the client sent the alert UnknownCA");
-    logged(&format!("nbdinfo nbd://localhost:{port}"), "it did not ask for TLS");
+    logged(&format!("nbdinfo nbd://localhost:{port}"), "the client did not request TLS");
     let garbage = "import socket, sys
 plain = socket.create_connection((\"localhost\", int(sys.argv[1])))
 plain.sendall(bytes(3) + b\"\\3garbage instead of an option\")
