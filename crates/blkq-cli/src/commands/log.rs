@@ -63,6 +63,8 @@ impl Args {
                 log.print().map_err(failed)?;
                 match next {
                     Successor::New(next) => log = next,
+                    // The next daemon of the device creates its log when it is ready.
+                    Successor::Removed if dir.file(&name, ".lock").exists() => {}
                     Successor::Removed => return Ok(()),
                 }
             }

@@ -78,14 +78,16 @@ impl ConfigFile {
 
     /// The keys that `blkq set` can change, with their values, for a device that has the settings of
     /// `groups`. The other keys are left out: attach accepts an option that does not apply to the device if
-    /// its value changes nothing, but `blkq set` refuses it.
+    /// its value changes nothing, but `blkq set` refuses it. The group is left out, too: it may have been changed
+    /// live, an older daemon cannot change it, and one setting that is refused would keep all others from
+    /// being applied.
     pub fn settings(&self, groups: SettingGroups) -> Vec<(String, String)> {
         // A key with the value false has no words. `autoclear = false` means autoclear=off, `no-merge =
         // false` means merge=on.
         let unset = self.keys.iter().filter(|key| key.words.is_empty()).filter_map(|key| {
             let (key, value) =
                 key.key.strip_prefix("no-").map_or((key.key.as_str(), "off"), |key| (key, "on"));
-            groups.has(key).then(|| (key.to_owned(), value.to_owned()))
+            (key != "group" && groups.has(key)).then(|| (key.to_owned(), value.to_owned()))
         });
         let setting = |word: &String| {
             let word = word.strip_prefix("--")?;
@@ -94,7 +96,7 @@ impl ConfigFile {
                 (None, Some(key)) => (key, "off"),
                 (None, None) => (word, "on"),
             };
-            groups.has(key).then(|| (key.to_owned(), value.to_owned()))
+            (key != "group" && groups.has(key)).then(|| (key.to_owned(), value.to_owned()))
         };
         self.keys.iter().flat_map(|key| &key.words).filter_map(setting).chain(unset).collect()
     }

@@ -33,6 +33,7 @@ impl Device {
         self.group.replace(Some(joined));
         if let Err(failure) = background.watch_group(watch) {
             self.remove_from_group(&running);
+            self.note_group(None);
             return Err(Failure::new(format!("{failure}; the device is now in no group")));
         }
         self.note_group(Some(name.to_owned()));

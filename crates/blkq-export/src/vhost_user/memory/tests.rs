@@ -74,9 +74,9 @@ fn invalid_regions_are_rejected() {
     let file = file(0x10000);
     let one = |start, length, offset| vec![region(start, USER_OFFSET, length, &file, offset)];
     assert!(refusal(one(0, 0, 0)).contains("0 bytes"));
-    assert!(refusal(one(0, 0x10001, 0)).contains("the file has 65536 bytes"));
-    assert!(refusal(one(0, 0x1000, 0xf001)).contains("needs 65537"));
-    assert!(refusal(one(0, i64::MAX as u64, 1)).contains("not a region"));
+    assert!(refusal(one(0, 0x10001, 0)).contains("end of the file (65536 bytes)"));
+    assert!(refusal(one(0, 0x1000, 0xf001)).contains("ends at byte 65537"));
+    assert!(refusal(one(0, i64::MAX as u64, 1)).contains("is not valid"));
     assert!(refusal(one(u64::MAX, 1, 0)).contains("guest address"));
     assert!(refusal(one(u64::MAX - 0xfff, 0x1000, 0)).contains("guest address"));
     let user = vec![region(0, u64::MAX - 10, 0x1000, &file, 0)];
