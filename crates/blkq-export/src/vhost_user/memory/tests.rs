@@ -99,7 +99,7 @@ fn descriptors_that_are_not_memory_are_rejected() {
     }
     let proc = File::open("/proc/self/maps").unwrap();
     let refused = refusal(vec![region(0, 0, 1, &proc, 0)]);
-    assert!(refused.contains("the file has 0 bytes"), "{refused}");
+    assert!(refused.contains("end of the file (0 bytes)"), "{refused}");
     // A file that cannot be mapped for writing.
     let sealed = file(0x1000);
     fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
