@@ -316,13 +316,9 @@ const NOTICED_BY_MACHINES: [(Defect, &[&str]); 7] = [
 const TAMPERS_NOTICED: [(Tamper, &[&str]); 5] = [
     (
         Tamper::ForgetsInFlight,
-        &[
-            "requests are not answered",
-            "in flight in a stopped ring",
-            "available again while it is in flight",
-        ],
+        &["requests are not answered", "in flight in a stopped ring", "made available while it is in flight"],
     ),
-    (Tamper::CompletesTwice, &["used, and not available", "used with status 255"]),
+    (Tamper::CompletesTwice, &["used without being available", "used with status 255"]),
     (Tamper::UsedBeforeData, &["a read brought what cannot be"]),
     (Tamper::StrayByte, &["memory that is not the device's has changed"]),
     (Tamper::WritesAfterStop, &["memory that is not the device's has changed"]),
