@@ -172,8 +172,8 @@ impl NbdServer {
     pub fn begin_stop(&self, force: bool) -> Result<StoppingServer<'_>, Error> {
         if force {
             self.registry.close();
-        } else if !self.registry.close_if_empty() {
-            let message = match self.connection_count() {
+        } else if let Err(clients) = self.registry.close_if_empty() {
+            let message = match clients {
                 1 => "1 client is connected".to_owned(),
                 count => format!("{count} clients are connected"),
             };

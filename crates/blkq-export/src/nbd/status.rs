@@ -204,17 +204,27 @@ struct Connections {
     closed: NbdCounters,
 }
 
+/// Mask of the number of open connections in [`Registry::admission`].
+const OPEN: u64 = u32::MAX as u64;
+/// One [`Paused`] guard in [`Registry::admission`]. While one exists, no connections are admitted.
+const PAUSE: u64 = 1 << 32;
+/// Flag in [`Registry::admission`]: no more connections are admitted, because the server is stopping.
+const CLOSED: u64 = 1 << 63;
+
+/// The number of open connections in a value of [`Registry::admission`].
+fn open_in(admission: u64) -> usize {
+    (admission & OPEN) as usize
+}
+
 /// The connections of a server, shared by its engines and its owner.
 pub(super) struct Registry {
     /// Held to add or remove a connection and to copy the list, never while the thread waits for anything.
     /// Engines lock it only when a connection opens or closes.
     connections: Mutex<Connections>,
-    /// Connections that were admitted and have not closed.
-    open: AtomicUsize,
-    /// No more connections are admitted, because the server is stopping.
-    closed: AtomicBool,
-    /// No connections are admitted while this is above 0: the number of [`Paused`] guards.
-    paused: AtomicUsize,
+    /// The number of connections that were admitted and have not closed ([`OPEN`]), the number of [`Paused`]
+    /// guards ([`PAUSE`]), and whether the server is stopping ([`CLOSED`]). They are one word, so that
+    /// an attempt to stop or pause the server that fails, because clients are connected, rejects no client.
+    admission: AtomicU64,
     /// Statistics, as are the two counters below: relaxed accesses suffice.
     accepted: AtomicU64,
     refused: AtomicU64,
@@ -233,7 +243,7 @@ pub struct Paused<'a>(&'a Registry);
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
-        self.0.paused.fetch_sub(1, Ordering::SeqCst);
+        self.0.admission.fetch_sub(PAUSE, Ordering::SeqCst);
     }
 }
 
@@ -241,9 +251,7 @@ impl Registry {
     pub fn new(idle_event: Option<Arc<OwnedFd>>, rejection_event: Option<Arc<OwnedFd>>) -> Registry {
         Registry {
             connections: Mutex::default(),
-            open: AtomicUsize::new(0),
-            closed: AtomicBool::new(false),
-            paused: AtomicUsize::new(0),
+            admission: AtomicU64::new(0),
             accepted: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             receive_backoffs: AtomicU64::new(0),
@@ -261,21 +269,18 @@ impl Registry {
     /// Decides whether one more connection is accepted. If so, it counts as open until
     /// [`Registry::unregister`] or [`Registry::reject_admitted`] is called.
     pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
-        // SeqCst: this increments `open` before it loads `closed` and `paused`; `close_if_empty` and
-        // `pause_if_empty` change these before they load `open`. So at least one side sees the change of the
-        // other.
-        let before = self.open.fetch_add(1, Ordering::SeqCst);
-        let admitted = before < connections_max
-            && !self.closed.load(Ordering::SeqCst)
-            && self.paused.load(Ordering::SeqCst) == 0;
-        if !admitted {
-            self.open.fetch_sub(1, Ordering::SeqCst);
+        let admit = |admission: u64| {
+            let is_accepting = admission & !OPEN == 0;
+            (is_accepting && open_in(admission) < connections_max).then_some(admission + 1)
+        };
+        let admitted = self.admission.fetch_update(Ordering::SeqCst, Ordering::SeqCst, admit);
+        if let Err(admission) = admitted {
             self.refused.fetch_add(1, Ordering::Relaxed);
+            if open_in(admission) >= connections_max {
+                self.rejections.push(Reason::TooMany(connections_max), peer);
+            }
         }
-        if before >= connections_max {
-            self.rejections.push(Reason::TooMany(connections_max), peer);
-        }
-        admitted
+        admitted.is_ok()
     }
 
     /// Rejects a connection that [`Registry::admit`] has counted.
@@ -286,7 +291,7 @@ impl Registry {
 
     /// Counts one open connection less, and signals the idle event if it was the last one.
     fn leave(&self) {
-        let last = self.open.fetch_sub(1, Ordering::SeqCst) == 1;
+        let last = open_in(self.admission.fetch_sub(1, Ordering::SeqCst)) == 1;
         if last
             && let Some(event) = &self.idle_event
             && self.served.load(Ordering::SeqCst)
@@ -333,29 +338,34 @@ impl Registry {
         self.leave();
     }
 
-    /// Stops admitting clients. Returns false, and changes nothing, if a client is connected.
-    pub fn close_if_empty(&self) -> bool {
-        self.closed.store(true, Ordering::SeqCst);
-        let empty = self.open() == 0;
-        self.closed.store(empty, Ordering::SeqCst);
-        empty
+    /// Changes `admission` as `change` says if no client is connected. Otherwise returns the number of
+    /// clients, and changes nothing.
+    fn change_if_empty(&self, change: impl Fn(u64) -> u64) -> Result<(), usize> {
+        let change = |admission| (open_in(admission) == 0).then(|| change(admission));
+        let changed = self.admission.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change);
+        changed.map(|_| ()).map_err(open_in)
+    }
+
+    /// Stops admitting clients.
+    ///
+    /// # Errors
+    /// Returns the number of connected clients, and changes nothing, if a client is connected.
+    pub fn close_if_empty(&self) -> Result<(), usize> {
+        self.change_if_empty(|admission| admission | CLOSED)
     }
 
     /// Stops admitting clients until the returned guard is dropped. Returns `None`, and changes nothing, if a
     /// client is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
-        self.paused.fetch_add(1, Ordering::SeqCst);
-        // Dropping the guard undoes the increment.
-        let paused = Paused(self);
-        (self.open() == 0).then_some(paused)
+        self.change_if_empty(|admission| admission + PAUSE).ok().map(|()| Paused(self))
     }
 
     pub fn close(&self) {
-        self.closed.store(true, Ordering::SeqCst);
+        self.admission.fetch_or(CLOSED, Ordering::SeqCst);
     }
 
     pub fn open(&self) -> usize {
-        self.open.load(Ordering::SeqCst)
+        open_in(self.admission.load(Ordering::SeqCst))
     }
 
     /// Adds the receive back-offs of one turn of an engine.
@@ -427,5 +437,20 @@ mod tests {
         registry.close();
         drop(paused);
         assert!(!admit(), "the server was closed meanwhile");
+    }
+
+    #[test]
+    fn a_stop_without_force_fails_while_clients_are_connected_and_changes_nothing() {
+        let registry = Registry::new(None, None);
+        let admit = || registry.admit(9, String::new);
+        assert!(admit() && registry.close_if_empty() == Err(1));
+        assert!(admit(), "the server was not closed");
+        registry.close();
+        assert_eq!(registry.close_if_empty(), Err(2));
+        assert!(!admit(), "the forced stop continues");
+        registry.reject_admitted();
+        registry.reject_admitted();
+        assert!(registry.close_if_empty() == Ok(()) && !admit());
+        assert_eq!(registry.open(), 0);
     }
 }
