@@ -76,7 +76,8 @@ impl Mapping {
     ///
     /// # Errors
     /// Returns [`ErrorKind::Invalid`] if the file ends before the region does, is not a regular file, or is
-    /// on a file system whose page faults may block for ever; [`ErrorKind::System`] if a system call fails.
+    /// on a file system whose page faults may block for ever; [`ErrorKind::System`] if a system call fails or
+    /// too many mappings exist.
     pub fn new(file: BorrowedFd<'_>, offset: u64, length: u64) -> Result<Mapping, Error> {
         let status = fstat(file).map_err(failed("cannot examine the file"))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {

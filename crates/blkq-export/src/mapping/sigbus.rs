@@ -77,7 +77,7 @@ impl Guard {
     /// call installs the handler.
     ///
     /// # Errors
-    /// Returns [`ErrorKind::Invalid`] if the table is full, or the error of sigaction(2).
+    /// Returns [`ErrorKind::System`] if the table is full, or the error of sigaction(2).
     pub fn new(start: usize, bytes: usize, page: usize) -> Result<Guard, Error> {
         install()?;
         // Acquire pairs with the release in `Guard::release`: the former owner has cleared the slot.
@@ -86,7 +86,7 @@ impl Guard {
         };
         let Some(slot) = TABLE.iter().find(free) else {
             let message = format!("shared memory: all {SLOTS} regions that can be mapped are in use");
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(Error::new(ErrorKind::System, message));
         };
         slot.set(start, bytes, page);
         Ok(Guard { slot })
