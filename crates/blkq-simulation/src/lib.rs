@@ -1,9 +1,13 @@
-//! The simulated world of the whole-system test. It exists in builds with `--cfg simulation`; in others this crate is
-//! empty. The world consists of a kernel that executes submitted operations in random order, a file that can lose unsynced
-//! writes, and a clock that the test advances. The block layer, the loop driver, the engine and the servers are those of
-//! production.
+//! The simulated world of the whole-system test. It exists in builds with `--cfg simulation`; in others this
+//! crate is empty. The world consists of a kernel that executes submitted operations in random order, a file
+//! that can lose unsynced writes, and a clock that the test advances. The block layer, the loop driver, the
+//! engine and the servers are those of production.
 //!
 //! Each thread has one world, which is determined by its seed. `lab/simulate` runs the tests.
+
+// Nothing outside of this workspace uses this library. Its items are documented where that helps a
+// maintainer.
+#![allow(missing_docs)]
 
 #[cfg(simulation)]
 mod file;
