@@ -1,5 +1,6 @@
-//! The record of a split ring. Each head has a mark and a counter. The heads that were used last are linked
-//! in a list, for a device that is killed after it has published them and before it has removed their marks.
+//! The record of a split ring. Each head has a mark, which says that it is in flight, and a counter. The heads
+//! of the last batch form a list: if the daemon is killed after it published the batch and before it cleared
+//! the marks, the next daemon clears them.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -44,8 +45,8 @@ impl SplitInflight {
             SplitInflight { area, counter: 0, last_batch: 0, batch: Vec::with_capacity(usize::from(size)) };
         match version {
             0 => {
-                // If the driver has used the ring before, a recorded index of 0 would later be taken for an
-                // unfinished batch.
+                // The ring may already be in use. With a recorded index of 0, `recover` would take the
+                // difference for an unfinished batch.
                 this.area.store_u16(USED_INDEX, used, Relaxed);
                 this.area.store_u16(COUNT, size, Relaxed);
                 this.area.store_u16(VERSION, 1, Release);
@@ -61,8 +62,8 @@ impl SplitInflight {
             return Err(RingError::Inflight { what: "the ring has another size" });
         }
         self.last_batch = self.area.load_u16(LAST_BATCH, Relaxed);
-        // The driver sees `used`, and the record has the index before the last batch, so the difference is
-        // the length of that batch. The list is followed to that length only; its end names any head.
+        // `used` minus the recorded index is the length of a batch that was published and not cleared. The
+        // list has no terminator, and its last NEXT is stale, so it is followed for that length only.
         let shown = used.wrapping_sub(self.area.load_u16(USED_INDEX, Relaxed));
         if shown <= size {
             let mut head = self.last_batch;
@@ -103,7 +104,7 @@ impl SplitInflight {
         self.batch.push(head);
     }
 
-    /// Records that the driver sees the batch. `used` is the used index that it sees.
+    /// Clears the marks of the batch. Must be called after `used`, the new used index, was published.
     #[inline]
     pub fn commit(&mut self, used: u16) {
         for head in self.batch.drain(..) {

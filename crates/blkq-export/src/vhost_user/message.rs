@@ -129,6 +129,7 @@ pub struct Header {
 }
 
 impl Header {
+    /// Parses a header that a front end sent.
     ///
     /// # Errors
     /// A refusal of a version other than 1, of a reply, and of a payload of more than [`PAYLOAD_MAX_BYTES`].

@@ -11,14 +11,11 @@ use super::abi::feature;
 use super::inflight::InflightRegion;
 use super::memory::GuestMemory;
 use super::message::{Refusal, VringAddresses, refuse};
-use super::ring::{Ring, RingSpec};
+use super::ring::{RING_SIZE_MAX, Ring, RingSpec};
 use super::shared::Shared;
 use super::source::{CallChanged, VringSource, VringStart};
 use super::status::{Event, RingStatus};
 use super::untrusted_fd::{CallFile, UntrustedFd};
-
-/// Most descriptors of a ring (virtio 1.2, 2.7 and 2.8).
-const SIZE_MAX: u32 = 1 << 15;
 
 /// The values that all rings of a device have in common when they are started.
 pub struct RingContext {
@@ -105,7 +102,7 @@ impl Vring {
             return Ok(());
         }
         self.refuse_if_served("size")?;
-        if !(1..=SIZE_MAX).contains(&size) {
+        if !(1..=u32::from(RING_SIZE_MAX)).contains(&size) {
             return Err(refuse(format!("a ring cannot have {size} descriptors")));
         }
         self.size = size;
