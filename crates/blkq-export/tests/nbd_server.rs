@@ -190,7 +190,6 @@ fn requests_that_complete_together_are_all_answered() {
         let requests: Vec<u8> = requests.flatten().collect();
         std::io::Write::write_all(&mut client.stream, &requests).unwrap();
     };
-    // After enough rounds, the pacing gives the device half of the requests at a time.
     for round in 0..30 {
         ask(&mut client, round);
         let mut cookies: Vec<u64> = (0..DEPTH).map(|_| client.reply(|_| 4096).cookie).collect();

@@ -102,7 +102,7 @@ pub enum Next {
 enum State {
     ClientFlags,
     Options,
-    /// The given number of bytes is left of an option that is skipped.
+    /// This number of bytes of a rejected option must still be discarded.
     Skip(usize),
     Over,
 }
