@@ -99,7 +99,7 @@ fn rule(u: &mut Unstructured<'_>) -> Result<(String, Rule)> {
     Ok((text, rule))
 }
 
-/// The text of a spec with `rules` and `seed`.
+/// Generates rules and a seed, checks that their text is parsed into the same, and returns the spec.
 fn spec(u: &mut Unstructured<'_>) -> Result<FaultSpec> {
     let seed: Option<u64> = u.arbitrary()?;
     let rules: Vec<(String, Rule)> = (0..u.int_in_range(1..=4)?).map(|_| rule(u)).collect::<Result<_>>()?;

@@ -285,7 +285,7 @@ impl Session {
         self.answered += bytes;
         loop {
             if tls.unsent().is_empty() && of_server(|| tls.encrypt(&mut answer)).is_err() {
-                // The client aborts the connection.
+                // The TLS session of the server has failed.
                 self.end = Some(TlsEnd::Broken);
                 assert!(self.meddled || !self.welcome, "the connection broke without a cause");
                 return;
@@ -411,7 +411,7 @@ fn take(client: &mut ClientConnection, mut taken: usize, answered: usize) -> usi
                 taken += bytes;
                 assert!(taken <= answered);
             }
-            // The client has sent all its data.
+            // No decrypted bytes are left for now, or the connection has ended.
             Err(_) => return taken,
         }
     }

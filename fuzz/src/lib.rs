@@ -85,7 +85,7 @@ fn value(u: &mut Unstructured<'_>, argument: &Arg) -> Result<String> {
     })
 }
 
-/// Whether the word is neither an option nor `--`.
+/// Turns `value` into a word that is neither an option nor `--`.
 fn positional(value: &str) -> String {
     value.trim_start_matches('-').to_owned()
 }

@@ -46,7 +46,7 @@ enum Attached {
     Nothing,
     Event,
     Memory,
-    /// The payload is shorter than its header says.
+    /// A memfd that is shorter than the message says.
     Little,
     Socket,
     Null,
