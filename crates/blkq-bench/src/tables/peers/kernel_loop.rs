@@ -38,7 +38,8 @@ const _: () = assert!(size_of::<LoopConfig>() == 304);
 /// Maximum number of attempts: another process may attach the free device first.
 const TRIES: usize = 16;
 
-/// A loop device. LO_FLAGS_AUTOCLEAR detaches it with its last user, also if this process is killed.
+/// A loop device. Because of LO_FLAGS_AUTOCLEAR, the kernel detaches it on the last close, even if this process
+/// is killed.
 pub struct KernelLoop {
     path: PathBuf,
     _device: File,
@@ -81,7 +82,12 @@ impl KernelLoop {
             }
             let does = std::fs::read_to_string(format!("/sys/block/loop{number}/loop/dio"))?;
             if (does.trim() == "1") != direct {
-                return Err(format!("{}: direct I/O is {}", path.display(), does.trim()).into());
+                let (wanted, found) = if direct { ("on", "off") } else { ("off", "on") };
+                return Err(format!(
+                    "{}: direct I/O must be {wanted} for this measurement, but the kernel set it {found}",
+                    path.display()
+                )
+                .into());
             }
             return Ok(KernelLoop { path, _device: device });
         }
