@@ -84,9 +84,9 @@ pub fn evict(file: &File) -> Result {
     Ok(())
 }
 
-/// Evicts the file at `path`, runs `measure`, which uses the file, and adds the cached bytes before and after the
-/// run, and the growth per I/O. Dirty pages that `measure` leaves are written back after the run, so that the next
-/// case does not pay for them.
+/// Runs `measure` with a cold page cache: evicts the file at `path` first. Adds to the run the cached bytes before
+/// and after it, and their growth per I/O. Dirty pages that `measure` leaves are written back after the run, so
+/// that the next case does not pay for them.
 ///
 /// # Errors
 /// Returns an error if the file cannot be evicted, or the error of `measure`.

@@ -16,8 +16,9 @@ pub struct Progress {
     /// Time spent on work that is not part of the planned runs.
     aside: Duration,
     shown: Option<Instant>,
-    /// Seconds of the planned runs, and of those that are done.
+    /// Planned duration of all runs.
     planned_seconds: f64,
+    /// Planned duration of the finished runs.
     over_seconds: f64,
 }
 
@@ -82,7 +83,7 @@ impl Progress {
         }
     }
 
-    /// Estimates the time left: the rest takes as long, relative to its plan, as the part that is done.
+    /// Estimates the time left: scales the remaining planned time by the ratio of actual to planned time so far.
     fn remaining(&self) -> String {
         let left = self.planned_seconds - self.over_seconds;
         let pace = if self.over_seconds > KNOWN_AFTER_SECONDS {

@@ -22,7 +22,7 @@ const FILE_BYTES_MIN: u64 = 64 << 20;
 /// Measures the chosen tables, prints each of them as soon as it is measured, and writes the outputs.
 ///
 /// # Errors
-/// Returns one line with the measurement or file that failed.
+/// Returns a one-line error that names the measurement or file that failed.
 pub fn run(arguments: &Arguments) -> Result<Results> {
     let bytes = arguments.size.unwrap_or(if arguments.quick { FILE_BYTES_QUICK } else { FILE_BYTES });
     if bytes < FILE_BYTES_MIN || !bytes.is_multiple_of(1 << 20) {
@@ -52,7 +52,7 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
         machine: Machine::describe(),
         tables: Vec::new(),
     };
-    // The file is created first, so that an error of it is not reported after minutes of measuring.
+    // The file is created first, so that a failure to create it is reported immediately.
     if arguments.what.needs_file() {
         bench.file()?;
     }

@@ -1,4 +1,4 @@
-//! Values that both the text and the page derive from a table.
+//! What both the text output and the HTML page compute from a table.
 
 use crate::metric::{Metric, group_thousands};
 use crate::result::{Comparison, Curve, Effect, Expected, Published, PublishedRow, Table};
@@ -24,8 +24,7 @@ pub fn headline(table: &Table) -> Option<Headline<'_>> {
     effects(table).find(|found| found.effect.published_ratio.is_some()).or_else(|| effects(table).next())
 }
 
-/// The published rows, each with the measured effect that is compared with it: the effect whose published ratio is the
-/// ratio of the row.
+/// Pairs each published row with its measured counterpart: the effect whose published ratio is that of the row.
 pub fn published_beside<'a>(
     table: &'a Table,
     published: &'a Published,
@@ -98,7 +97,7 @@ pub fn exact(value: f64) -> String {
     group_thousands(&value.to_string())
 }
 
-/// The relation and the value of a bound.
+/// The comparison operator and the number of `expected`.
 pub fn bound(expected: Expected) -> (&'static str, f64) {
     match expected {
         Expected::AtLeast(bound) => (">=", bound),

@@ -68,13 +68,17 @@ pub struct File {
     cache: Pages,
     /// First page and length of each read-ahead in flight.
     reading: VecDeque<(u64, u64)>,
-    /// The end of the read-ahead window, its length in pages, and the page whose use triggers the next read-ahead.
+    /// The page after the read-ahead window.
     window_end: u64,
+    /// Length of the read-ahead window, in pages.
     window: u64,
+    /// The page whose use triggers the next read-ahead.
     marker: Option<u64>,
+    /// The page that was read last.
     previous: Option<u64>,
-    /// Dirty pages that the current write-back pass must still write, in ascending order; and the writes in flight.
+    /// Dirty pages that the current write-back pass must still write, in ascending order.
     pass: VecDeque<u64>,
+    /// Number of writes in flight.
     writes: usize,
     sender: Sender<Completed>,
     completed: Receiver<Completed>,

@@ -1,4 +1,4 @@
-//! A bounded page cache.
+//! The page cache of the modelled file system: a fixed number of pages with clock replacement.
 
 use std::collections::{BTreeSet, HashMap};
 

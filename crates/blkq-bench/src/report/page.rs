@@ -226,7 +226,7 @@ fn comparison(comparison: &Comparison) -> String {
         html_table(&rows)
     );
     if !comparison.effects.is_empty() {
-        let mut rows = vec![row(&["Effect", "of", "ratio", "published"])];
+        let mut rows = vec![row(&["Comparison", "metric", "measured ratio", "published ratio"])];
         rows.extend(comparison.effects.iter().map(|effect| {
             let published = effect.published_ratio.map(|ratio| format!("\u{d7}{}", summary::ratio(ratio)));
             let mut cells = row(&[
@@ -274,10 +274,11 @@ const READING: &str = "\
 <h2>How to read this</h2>
 <p>The cases of a comparison take turns (A B A B ...), so that a disturbance of the machine affects all of them. \
 Figures are medians of the rounds; the range below, and the whiskers in the plots, go from the smallest to the \
-largest round. A ratio is feature / base, the median of the ratios of each round. \u{b1} is the spread of these \
-ratios: the square root of the largest / the smallest. A ratio marked with ~ is within its spread and shows no \
+largest round. A ratio is feature / base: the median over the rounds. \u{b1} is its spread: the square root of \
+(largest ratio / smallest ratio), minus 1. A ratio marked with ~ is within its spread and shows no \
 clear effect: measure longer, or on a quieter machine.</p>
-<p>A mechanism is a counter, which does not depend on the speed of the machine: it shows why a figure is what it is. \
+<p>A mechanism is checked with a counter, such as clock readings per I/O, which does not depend on the speed of the \
+machine: it shows whether the feature works as claimed. \
 A target is a figure that blkq should reach. Published figures were measured on the machines of their authors: \
 compare ratios and directions.</p>
 </section>

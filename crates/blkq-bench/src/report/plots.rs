@@ -39,7 +39,7 @@ fn figure(title: &str, svg: &str, legend: &str) -> String {
     format!("<figure><figcaption>{}</figcaption>{legend}\n{svg}</figure>\n", escape(title))
 }
 
-/// The metrics of the effects, or the first metric if there are no effects.
+/// The metrics for which ratios were computed; without any, the first metric.
 fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
     let mut metrics: Vec<Metric> = Vec::new();
     for effect in &comparison.effects {
@@ -84,7 +84,7 @@ fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> Stri
         .svg()
 }
 
-/// Whether other cases are compared with this case, and this case with no other.
+/// Whether `case` is the base of a ratio of `metric`, and never the feature.
 fn is_base(comparison: &Comparison, case: &Case, metric: Metric) -> bool {
     let mut effects = comparison.effects.iter().filter(|effect| effect.metric == metric);
     let is_feature = effects.clone().any(|effect| effect.feature == case.name);

@@ -310,8 +310,8 @@ fn notes() -> Vec<String> {
         format!(
             "the modelled disk has one arm: a request takes a seek that grows with the distance, half a rotation and the \
              transfer, in the order of arrival; it is a disk with 7200 rpm and 150 MB/s, \
-             {DISK_SPEED} times faster, so multiply its latencies and divide its rates by {DISK_SPEED}. It \
-             has no cache, no read-ahead and no elevator, as the disk of 2003 had: ratios of sequential \
+             {DISK_SPEED} times faster, so multiply its latencies and divide its rates by {DISK_SPEED}. \
+             Unlike the disk of 2003, it has no cache, no read-ahead and no elevator: ratios of sequential \
              streams are larger here"
         ),
         "nothing merged: neighbours that merge in a submitter's software queue use one request together, so that a \

@@ -92,13 +92,13 @@ fn notes() -> Vec<String> {
         "batches of 1 gain nothing: the clock is read once at submission and once at completion, cached or not"
             .into(),
         format!(
-            "age max: the longest time from a cached reading to the next one, which is an upper bound for the age of a \
- time stamp. A reading after which the queue was idle or its thread slept is not counted, because nothing \
- reads the clock then. A reading is dropped with its plug, with its batch of completions and after \
- {CLOCK_USES_MAX} uses, but no hook reports that the thread was preempted: ages of milliseconds are \
- time slices of other threads"
+            "age max: the longest time between a cached reading and the next one, which is an upper bound for the \
+             error of a time stamp. Readings before the thread sleeps or the queue is idle are not counted. A \
+             cached reading is dropped when the plug is flushed, after each batch of completions and after \
+             {CLOCK_USES_MAX} uses, but not when the thread is preempted: ages of milliseconds are time slices of \
+             other threads"
         ),
-        "without statistics no time stamps are taken, precise or cached, so one case represents both".into(),
+        "without iostats the clock is not read in either mode, so one case represents both".into(),
     ]
     .into()
 }

@@ -15,13 +15,13 @@ use crate::result::{Case, Comparison, Curve, Expected, Point, Published, Publish
 use crate::{Result, What};
 
 const DEPTH: usize = 64;
-/// File size / the largest part that random reads use, so that the rest of the file stays cold.
+/// Random reads use at most 1 / `READ_SHARE` of the file, so that the rest stays cold.
 const READ_SHARE: u64 = 4;
-/// File size / the part that writes use; and the minimum number of blocks, because a shorter run could not be
-/// measured.
+/// Writes use 1 / `WRITE_SHARE` of the file.
 const WRITE_SHARE: u64 = 8;
+/// Minimum number of blocks that writes use, because a shorter run could not be measured.
 const WRITES_MIN: u64 = (64 << 20) / 4096;
-/// Published figures: name, base, feature.
+/// Published IOPS: pattern, before, and with concurrent dispatch.
 const PUBLISHED: [(&str, f64, f64); 4] = [
     ("randread", 1740.0, 25_318.0),
     ("read", 42_196.0, 51_771.0),
@@ -224,11 +224,13 @@ const NOTES: [&str; 7] = [
      pages are written back after the run, outside of the measured time",
     "serial, unmerged is the base of the published figures: one executor, which does one bio after another; serial and \
      concurrent differ in --dispatch only, and both merge in the plug",
-    "both do one write at a time: serial waits for each write before it submits the next, concurrent queues up to 32 in \
-     the kernel, which does one after another, so that this thread is not woken for each",
+    "both write to the file with one write at a time: serial submits a write when the previous one has completed; \
+     concurrent submits up to 32 writes, which the kernel executes one after another, so that the thread is not \
+     woken after each",
     "raw io_uring resubmits completed I/Os with one call, as the block layer does; one by one uses a call for each I/O, \
      so that a read need not wait until the kernel has submitted the reads after it, which can be faster",
     "one thread is pread or pwrite in a loop: an executor without a block layer",
-    "threads work like the workers of the kernel's loop device: each free thread takes the next block; concurrent has as \
-     many reads in flight, issued in order by one thread, so that read-ahead works and no thread is woken for each read",
+    "threads work like the workers of the kernel's loop device: each free thread takes the next block; concurrent \
+     keeps the same number of reads in flight, but one thread issues them in order, so that read-ahead works and no \
+     thread is woken for each read",
 ];

@@ -1,4 +1,4 @@
-//! Table `layout`: words that different threads write, on separate cache lines compared with shared lines.
+//! Table `layout`: the cost of false sharing. Compares blkq with a build without padding to cache lines.
 
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ impl Processors {
     }
 }
 
-/// A pattern, and its published IOPS on shared and on separate cache lines.
+/// A workload, and its published IOPS before and after alignment to cache lines.
 struct Row {
     name: &'static str,
     pattern: Pattern,
@@ -162,13 +162,13 @@ fn notes() -> Vec<String> {
             "padded is blkq; shared is a second build of its sources without padding to cache lines. {SUBMITTERS} \
  threads, {DEPTH} I/Os in flight each, on all processors"
         ),
-        "these words share lines without padding: the marks by which the owners of queues and a freeze see each other (two \
- atomic writes for each batch of 32), the gate's counters and the settings, the locks of software queues. \
- Statistics do not share lines in either build: those of one queue are larger than a line"
+        "these words share lines without padding: the flags with which the owner of a queue and a freeze \
+         synchronise (two atomic writes for each batch of 32), the gate's counters and the settings, the locks of \
+         software queues. Statistics do not share lines in either build: those of one queue are larger than a line"
             .into(),
         "on one processor no line is taken from another processor: padding can only cost there".into(),
-        "published together with it: 55 % (randwrite) to 92 % (reads) fewer context switches, because faster \
- submission finds completions in batches; a null device has no such waits"
+        "the same publication reports 55 % (randwrite) to 92 % (reads) fewer context switches, because faster \
+         submission finds completions in batches. A null device completes immediately, so there is nothing to compare"
             .into(),
     ]
     .into()

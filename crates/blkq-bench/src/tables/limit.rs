@@ -1,5 +1,5 @@
-//! Table `limit`: no limit, compared with a limit that finds the device's ceiling, on a modelled disk whose provider limits
-//! its rate, and on the file.
+//! Table `limit`: `--limit auto` compared with no limit, on a model of a cloud disk, whose provider limits the
+//! rate, and on the file.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -99,9 +99,11 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     table.target("the file: throughput, limit / no limit", iops, Expected::AtLeast(0.97));
     table.comparisons.push(comparison);
     notes.push(match found {
-        true => "the file: a ceiling was found, because the disk answers several times as fast at a slightly lower \
-                 rate; the limit is active"
-            .into(),
+        true => {
+            "the file: a ceiling was found, because latency falls several times when the rate is slightly \
+             lower; the limit is active"
+                .into()
+        }
         false => "the file: no ceiling was found, so there is no limit".into(),
     });
     table.notes = notes;

@@ -14,7 +14,7 @@ pub mod feature {
     pub const MQ: u64 = 1 << 12;
     pub const DISCARD: u64 = 1 << 13;
     pub const WRITE_ZEROES: u64 = 1 << 14;
-    /// VIRTIO_F_INDIRECT_DESC: chains may be in separate tables of descriptors.
+    /// VIRTIO_F_INDIRECT_DESC: the driver may use indirect descriptor tables.
     pub const INDIRECT: u64 = 1 << 28;
     /// VIRTIO_F_EVENT_IDX: each side publishes the ring index at which it needs a notification.
     pub const EVENT_IDX: u64 = 1 << 29;

@@ -1,4 +1,4 @@
-//! The measurement on a build of the same sources without padding.
+//! `side.rs` over `blkq_shared_layout`, a build of blkq's sources without padding to cache lines.
 
 pub use blkq_shared_layout as library;
 

@@ -91,8 +91,8 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
         let mut cases = visits(&[&OURS, &QEMU_NBD], &full, *job);
         cases.push(case(BLKQ, |length| RAW.visit(place, job, length)));
         let mut comparison = bench.compare_at(pace, job.title, cases)?;
-        state(&mut comparison, table, QEMU_NBD.name, 1.5);
-        state(&mut comparison, table, BLKQ, 0.9);
+        add_ratios(&mut comparison, table, QEMU_NBD.name, 1.5);
+        add_ratios(&mut comparison, table, BLKQ, 0.9);
         comparisons.push(comparison);
     }
     if pace.quick {
@@ -104,19 +104,20 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> R
         let [ours, theirs] = [&OURS, &QEMU_NBD].map(|peer| {
             let (images, empty) = (&images, &empty);
             case(peer.name, move |length| {
-                images.empty()?;
+                images.recreate_empty()?;
                 peer.visit(empty, &ALLOCATING, length)
             })
         });
         let mut comparison = bench.compare_at(pace, ALLOCATING.title, vec![ours, theirs])?;
-        state(&mut comparison, table, QEMU_NBD.name, 1.2);
+        add_ratios(&mut comparison, table, QEMU_NBD.name, 1.2);
         comparisons.push(comparison);
     }
     Ok(comparisons)
 }
 
-/// Adds the effects of blkq relative to `base`, and the target `wanted` for the IOPS.
-fn state(comparison: &mut Comparison, table: &mut Table, base: &str, wanted: f64) {
+/// Adds the ratios blkq / `base` for IOPS and processor time, and the target that the ratio of the IOPS is at
+/// least `wanted`.
+fn add_ratios(comparison: &mut Comparison, table: &mut Table, base: &str, wanted: f64) {
     for metric in [Metric::Iops, Metric::ServerCpuNsPerIo] {
         comparison.effect(format!("{} relative to {base}", OURS.name), base, OURS.name, metric, None);
     }
@@ -156,7 +157,7 @@ impl Images {
     }
 
     /// Creates the empty image, replacing the previous one.
-    fn empty(&self) -> Result {
+    fn recreate_empty(&self) -> Result {
         qemu_img(&["create", "-q", "-f", "qcow2"], &[&self.empty], &[&EMPTY_BYTES.to_string()])
     }
 }

@@ -1,5 +1,5 @@
-//! vhost-user-blk servers, and what they are compared with, all with a client in this process: io_uring on a file, or the
-//! front end in [`crate::vhost`], which behaves to a server like a virtual machine.
+//! Measures vhost-user-blk servers with the front end in [`crate::vhost`], which a server cannot tell from a virtual
+//! machine. The bases are io_uring on the file and on a loop device, also from this process.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -39,7 +39,7 @@ impl Job {
     }
 }
 
-/// The main workload, and the one of the null devices.
+/// The main workload. Null devices are measured with it too.
 pub(super) const RANDOM: Job = Job {
     title: "vhost-user-blk, 4 KiB random read, depth 64",
     pattern: Pattern::Random,
@@ -81,7 +81,7 @@ enum Way {
     Server { words: &'static str, socket: &'static str, queues: usize },
 }
 
-/// A server, or what a server is compared with.
+/// A vhost-user-blk server, or one of the bases.
 pub(super) struct Server {
     pub name: &'static str,
     package: &'static str,
@@ -162,7 +162,8 @@ impl Server {
         Server { name, package: "", way: Way::Server { words, socket: "state/disk.vhost", queues: 1 } }
     }
 
-    /// Whether `job` is measured here: one call per I/O is only the base for the gain of merging.
+    /// Whether `job` is measured. io_uring with one call per I/O is measured with sequential jobs only, as the base
+    /// for the gain of merging.
     fn takes(&self, job: &Job) -> bool {
         !matches!(self.way, Way::Raw { one_by_one: true }) || job.pattern == Pattern::Sequential
     }
