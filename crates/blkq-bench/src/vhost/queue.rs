@@ -108,9 +108,11 @@ pub struct Queue {
     event_idx: bool,
     kick: OwnedFd,
     call: OwnedFd,
-    /// Next entry of the available ring; its index that was last published; and next entry of the used ring.
+    /// Next entry of the available ring.
     available: u16,
+    /// The index of the available ring that was last published.
     published: u16,
+    /// Next entry of the used ring.
     used: u16,
     in_flight: Vec<bool>,
 }
