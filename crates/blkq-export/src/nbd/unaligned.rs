@@ -133,9 +133,9 @@ pub(super) struct Unaligned {
     /// not served.
     member: Option<Member>,
     writes: Slots<OrderedInFlight>,
-    /// Writes that have no entry in the lock yet, and tickets to release there: both wait until the table of
-    /// the lock is free.
+    /// Writes that have no entry in the lock yet. They wait until the table of the lock is free.
     arrived: VecDeque<u32>,
+    /// Tickets that are released when the table of the lock is free.
     released: Vec<u64>,
     /// Writes that can begin with and without an entry in the lock. Kept for their capacity.
     granted: Vec<u32>,
