@@ -171,11 +171,13 @@ struct Session {
     /// Records on the way to the server; the start of the first may have arrived.
     wire: VecDeque<Vec<u8>>,
     meddled: bool,
-    /// Number of bytes that the client sent, and that the server decrypted.
+    /// Number of bytes that the client sent.
     sent: usize,
+    /// Number of bytes that the server decrypted.
     received: usize,
-    /// Number of bytes that the server sent as answers, and that the client decrypted.
+    /// Number of bytes that the server sent as answers.
     answered: usize,
+    /// Number of bytes that the client decrypted.
     taken: usize,
     rekeys: usize,
     bye: bool,
