@@ -136,8 +136,9 @@ pub(crate) struct Kernel {
     pub executed: u64,
     pub digest: u64,
     pending: Vec<Pending>,
-    /// Number of times that pages were dropped, and how many of these each open file has reported (errseq_t).
+    /// Number of times that pages were dropped (errseq_t).
     dropped: u64,
+    /// How many of these each open file has reported.
     reported: BTreeMap<i32, u64>,
     /// The number for files that were opened since the process started: earlier errors are not reported to them.
     reported_before: u64,

@@ -197,8 +197,9 @@ pub struct Client {
     /// Whether the server's greeting was received.
     greeted: bool,
     ready: bool,
-    /// Size and flags of the device, as the server reported them.
+    /// Size of the device, as the server reported it.
     sectors: u64,
+    /// The transmission flags that the server reported.
     flags: TransmissionFlags,
     outstanding: BTreeMap<u64, Outstanding>,
     pub closed: bool,

@@ -42,8 +42,9 @@ const EXPORTS: [&str; 2] = ["disk", "second"];
 /// How the device is attached.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Initial and maximum size of the image.
+    /// Initial size of the image.
     sectors: u64,
+    /// Maximum size of the image.
     sectors_max: u64,
     options: LoopOptions,
     depth: u16,
@@ -144,14 +145,17 @@ pub struct Seen {
     /// Changes with a freeze that began while requests waited for a limit.
     pub limited_freezes: u64,
     pub exchanges: u64,
-    /// Requests that limits admitted, and requests that had to wait.
+    /// Requests that limits admitted.
     pub admitted: u64,
+    /// Requests that had to wait.
     pub throttled: u64,
     /// Limits that a search of the ceiling has set.
     pub found: u64,
-    /// Highest number of held requests; requests that resumes reissued and failed.
+    /// Highest number of held requests.
     pub held: u64,
+    /// Requests that resumes reissued.
     pub reissued: u64,
+    /// Requests that resumes failed.
     pub failed: u64,
     /// Whether requests were held with each scheduler of [`SchedulerKind::ALL`].
     pub held_with: [bool; SchedulerKind::ALL.len()],

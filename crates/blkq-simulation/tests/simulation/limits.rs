@@ -152,8 +152,9 @@ pub struct Limited {
     search: Option<(CeilingSearch, u64)>,
     own: Account,
     common: Account,
-    /// Requests admitted in this life, and whether some bypassed the limits.
+    /// Requests admitted in this life.
     admitted_now: u64,
+    /// Whether requests may have bypassed the limits in this life.
     exempt: bool,
     /// Since when requests wait although no limit is exhausted.
     idle_since_ns: Option<u64>,

@@ -59,8 +59,9 @@ pub struct Seen {
     pub image_losses: u64,
     pub machine_kills: u64,
     pub power_losses: u64,
-    /// Requests that were in flight when a daemon was killed, and completed later; and those of descriptor 0.
+    /// Requests that were in flight when a daemon was killed, and completed later.
     pub recovered: u64,
+    /// Those of them whose chain begins at descriptor 0.
     pub recovered_first: u64,
     pub stops: u64,
     pub resets: u64,

@@ -161,8 +161,9 @@ pub struct Machine {
     pub guest: Guest,
     pub rings: Vec<Ring>,
     slots: Vec<u64>,
-    /// Size of the device in sectors, as in its configuration; and whether it supports discards.
+    /// Size of the device in sectors, as in its configuration.
     pub sectors: u64,
+    /// Whether the device supports discards.
     pub discards: bool,
     /// Whether the write cache is enabled.
     pub cache: History<bool>,

@@ -27,8 +27,9 @@ pub struct Wiring {
     pub indirect: bool,
     /// Whether the front end keeps a record of requests in flight.
     pub inflight: bool,
-    /// Whether the driver negotiates flushes, and switching the write cache.
+    /// Whether the driver negotiates flushes.
     pub flushes: bool,
+    /// Whether the driver negotiates switching the write cache.
     pub switches: bool,
 }
 
