@@ -71,6 +71,11 @@ impl Hold {
         self.held.iter().map(|(tag, _)| *tag)
     }
 
+    /// The held requests from index `first` on, each with its error.
+    pub fn held_from(&self, first: usize) -> impl Iterator<Item = (Tag, Status)> + '_ {
+        self.held.range(first..).copied()
+    }
+
     pub fn len(&self) -> usize {
         self.held.len()
     }

@@ -1,7 +1,7 @@
 //! Holds requests that failed, and resumes them: they are reissued, or they complete with their errors.
 
 use crate::disk::Resume;
-use crate::error::IoResult;
+use crate::error::{IoResult, Status};
 use crate::request::NIL;
 use crate::ring::Ring;
 use crate::stats::Counter;
@@ -46,13 +46,12 @@ impl Queue {
         if count == 0 {
             return;
         }
-        let tags: Vec<Tag> = hold.held().skip(held_before).collect();
-        for &tag in &tags {
-            if let Some(status) = self.hold.status(tag) {
-                self.in_flight.fill_plain(tag);
-                self.note_failure(tag, self.in_flight[tag].first_bio, status);
-            }
+        let failed: Vec<(Tag, Status)> = hold.held_from(held_before).collect();
+        for &(tag, status) in &failed {
+            self.in_flight.fill_plain(tag);
+            self.note_failure(tag, self.in_flight[tag].first_bio, status);
         }
+        let tags: Vec<Tag> = failed.iter().map(|(tag, _)| *tag).collect();
         self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {
             tracer.requests(EventKind::Requeue, &tags, self.in_flight.requests(), &mut self.clock);
