@@ -301,6 +301,19 @@ fn an_unsupported_operation_is_reported_once_then_not_offered() {
     assert_eq!(h.run(zeroes).0, Ok(()));
 }
 
+/// Lets a flush complete with `EIO`, as if the kernel had failed the sync.
+fn fail_a_flush(h: &mut Harness) {
+    let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
+    h.start(&[flush]);
+    // The kernel's own completion, which follows the injected one, is dropped.
+    h.inject(u64::from(flush.0), -libc::EIO);
+    h.swallow = 1;
+    assert_eq!(h.wait(flush).0, Err(Status::Io));
+    while h.swallow > 0 {
+        h.turn();
+    }
+}
+
 // Contract: durability
 #[test]
 fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
@@ -309,15 +322,7 @@ fn once_a_sync_of_the_page_cache_failed_no_flush_succeeds() {
     for (direct_io, later) in [(DirectIo::Off, Err(Status::Io)), (DirectIo::On, Ok(()))] {
         let device = open(&path, direct_io);
         let mut h = Harness::open(&device).unwrap();
-        let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
-        h.start(&[flush]);
-        // The kernel's own completion, which follows the injected one, is dropped.
-        h.inject(u64::from(flush.0), -libc::EIO);
-        h.swallow = 1;
-        assert_eq!(h.wait(flush).0, Err(Status::Io));
-        while h.swallow > 0 {
-            h.turn();
-        }
+        fail_a_flush(&mut h);
         let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
         assert_eq!(h.run(flush).0, later);
     }
@@ -331,14 +336,7 @@ fn a_failed_sync_fails_later_live_changes() {
     for (direct_io, lost) in [(DirectIo::Off, true), (DirectIo::On, false)] {
         let device = open(&path, direct_io);
         let mut h = Harness::open(&device).unwrap();
-        let flush = h.bare(Operation::Flush, BioFlags::empty(), 0, 0);
-        h.start(&[flush]);
-        h.inject(u64::from(flush.0), -libc::EIO);
-        h.swallow = 1;
-        assert_eq!(h.wait(flush).0, Err(Status::Io));
-        while h.swallow > 0 {
-            h.turn();
-        }
+        fail_a_flush(&mut h);
         // After the change a flush would succeed: a read-only device need not sync, and with direct I/O nothing is
         // cached. So the change itself must fail.
         let want = lost.then_some(ErrorKind::Lost);
