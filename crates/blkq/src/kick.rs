@@ -24,7 +24,6 @@ pub trait Wake: Send + Sync {
     fn wake(&self);
 }
 
-///
 /// Lets other threads wake the owner of a queue.
 ///
 /// Another thread makes its work visible and then calls [`kick`](Kick::kick). The owner calls
@@ -146,7 +145,7 @@ impl Event {
         use rustix::event::{EventfdFlags, eventfd};
         eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map(Event)
-            .map_err(|e| Error::system("cannot make an eventfd", e))
+            .map_err(|e| Error::system("cannot create an eventfd", e))
     }
 
     fn write(&self) {

@@ -449,7 +449,7 @@ impl Driver for Qcow2 {
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         extents::of_chain(&self.shared, &self.files, range, max)
-            .map_err(|e| Error::system(format!("cannot find the holes of {}", self.path.display()), e))
+            .map_err(|e| Error::system(format!("cannot read the extents of {}", self.path.display()), e))
     }
 
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
