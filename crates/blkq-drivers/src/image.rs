@@ -93,8 +93,8 @@ pub trait Image: Send + Sync {
     /// The image as the overlay of a block commit, which copies it into its backing file.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if the image has no backing file, or that cannot store its clusters;
-    /// [`ErrorKind::FaultInjection`] while faults are injected.
+    /// [`ErrorKind::Unsupported`] if the image has no backing file, is read-only or contains internal snapshots, or if
+    /// its backing file was deleted; [`ErrorKind::FaultInjection`] while faults are injected.
     fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error>;
 
     /// Leaves the image to another driver, which only reads it: closes the journal, and converts the lock to a reader's.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use crate::error::{Error, ErrorKind};
 
 /// The number of times that a cached reading is used at most: as often as a plug for several queues has
-/// requests (the kernel's blk_plug_max_rq_count). A user-space thread is not notified when it was scheduled out, so the age of a reading is
-/// bounded by this count, and by plug flushes and waits.
+/// requests (the kernel's blk_plug_max_rq_count). A user-space thread is not notified when it was scheduled
+/// out, so the age of a reading is bounded by this count, and by plug flushes and waits.
 pub const CLOCK_USES_MAX: u32 = 64;
 
 /// How time stamps are taken.

@@ -170,14 +170,14 @@ pub trait Driver: Send + Sync {
         Vec::new()
     }
 
-    /// Names and values for `show`, in order: `direct-io`, `backing-file` and so on.
+    /// Properties of the device for its users, as names and values in order: `direct-io`, `backing-file` and so on.
     fn describe(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
 }
 
 impl dyn Driver + '_ {
-    /// The place where dirty bitmaps are kept with the image.
+    /// The place where dirty bitmaps are saved with the image.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the device has none.

@@ -181,7 +181,6 @@ impl QueueLimits {
     }
 
     /// Whether `offset` and `length` (bytes) are whole blocks inside the device.
-    /// The unit of both is bytes.
     ///
     /// # Errors
     /// [`Status::Invalid`] if not.

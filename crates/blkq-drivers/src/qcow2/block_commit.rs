@@ -159,8 +159,9 @@ pub struct BlockCommit {
 impl BlockCommit {
     /// Counts the bytes to copy in this pass, for [`BlockCommit::progress`]. Copies nothing.
     ///
-    /// # Errors The I/O error of a table of the overlay, or the error of `check_cancelled`, which is called
-    /// before each lookup to check for cancellation.
+    /// # Errors
+    /// The I/O error of a table of the overlay, or the error of `check_cancelled`, which is called before each
+    /// lookup.
     pub fn count<E: From<Error>>(&mut self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let mut bytes = 0;
         while let Some(range) = self.next_allocated(check_cancelled)? {
@@ -208,8 +209,9 @@ impl BlockCommit {
     /// Syncs the base on a helper thread, and checks for cancellation while it runs. The sync of the target,
     /// which follows and cannot be cancelled, then has little to write.
     ///
-    /// # Errors The error of the sync, or the error of `check_cancelled`. In the second case the helper
-    /// thread is left running.
+    /// # Errors
+    /// The error of the sync, or the error of `check_cancelled`. In the second case the helper thread is left
+    /// running.
     fn sync_base<E: From<Error>>(&self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
@@ -310,8 +312,9 @@ impl BlockCommit {
     /// whatever is written to the base. Then calls `save_state`, to record that the device uses the base, and
     /// returns the base. The disk must be frozen.
     ///
-    /// # Errors The I/O error of one of the two images, or the error of `save_state`. The device keeps using
-    /// the overlay, whose tables are restored.
+    /// # Errors
+    /// The I/O error of one of the two images, or the error of `save_state`. The device keeps using the
+    /// overlay, whose tables are restored.
     pub fn finish<E: From<Error>>(
         &mut self,
         save_state: impl FnOnce() -> Result<(), E>,

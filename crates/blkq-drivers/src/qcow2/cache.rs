@@ -8,7 +8,7 @@ use super::header::u64_at;
 /// Size of the cache in bytes: enough L2 slices for 64 GiB of a device with clusters of 64 KiB.
 pub(super) const CACHE_BYTES: usize = 8 << 20;
 pub(super) const SLICE_MAX_BYTES: u64 = 4096;
-/// The dirty slices should be written as soon as one of `DIRTY_PART` slices is dirty.
+/// The dirty slices should be written once they are `1 / DIRTY_PART` of all slices.
 const DIRTY_PART: usize = 4;
 
 /// Identifies a slice: the layer of the chain, and the byte of its file.

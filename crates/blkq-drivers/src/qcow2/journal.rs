@@ -472,7 +472,8 @@ pub(super) fn find_ignored(
 }
 
 /// Rejects the image at `path` as the backing file of the image `overlay` if it lacks writes that its journal
-/// has: applying them later would change the backing file under the overlay. `tag` is the tag in its header.
+/// has: applying them later would change the backing file under the overlay. Writes of a commit of `overlay`
+/// itself are no reason, because the overlay still has their data. `tag` is the tag in the image's header.
 ///
 /// # Errors
 /// As [`find`], and [`lacking`].

@@ -59,7 +59,6 @@ pub(super) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) 
 ///
 /// # Errors
 /// As [`read`].
-/// As [`read`].
 pub(super) async fn read_device(
     env: &Env,
     first: usize,

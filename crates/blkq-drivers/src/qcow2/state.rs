@@ -82,8 +82,9 @@ pub(super) enum Found {
 /// The state of the active image that only a writer needs.
 pub(super) struct Writer {
     pub refcount_table: Vec<u64>,
-    /// Entries of the refcount table and of the L1 table that are newer than in the file.
+    /// Entries of the refcount table that are newer than in the file.
     pub refcount_table_dirty: BTreeSet<usize>,
+    /// Entries of the L1 table that are newer than in the file.
     pub l1_dirty: BTreeSet<usize>,
     /// No cluster of the file before this one is free.
     pub next_free: u64,
@@ -490,8 +491,9 @@ impl State {
 
     /// Whether a task may begin to change tables.
     ///
-    /// # Errors [`NotReady::FlushFirst`] if the metadata should be flushed first; [`NotReady::Busy`] if too
-    /// many tasks are changing tables.
+    /// # Errors
+    /// [`NotReady::FlushFirst`] if the metadata should be flushed first; [`NotReady::Busy`] if too many tasks
+    /// are changing tables.
     pub fn may_change(&self) -> Result<(), NotReady> {
         if self.is_crowded() {
             return Err(NotReady::FlushFirst);

@@ -303,7 +303,6 @@ impl fmt::Debug for IoBuffer {
 /// bytes of a segment can therefore change between two accesses, and a driver must not create references to
 /// them: it passes their address to the kernel, or copies them through raw pointers and then uses only the
 /// copy for checks and computations.
-/// with is the copy.
 pub unsafe trait SegmentOwner: Any + Send {
     /// The memory, in the order of the bytes on the device.
     fn segments(&self) -> &[Segment];

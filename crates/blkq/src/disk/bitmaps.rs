@@ -24,10 +24,10 @@ impl Disk {
         self.bitmaps.list()
     }
 
-    /// Makes `file` the file that stores the bitmaps, as `bitmaps::set_file` does.
+    /// Makes `file` the file that stores the bitmaps, as `BitmapStore::set_file` does.
     ///
     /// # Errors
-    /// The errors of `bitmaps::set_file`, and [`ErrorKind::Unsupported`] after [`Disk::close_bitmaps`].
+    /// The errors of `BitmapStore::set_file`, and [`ErrorKind::Unsupported`] after [`Disk::close_bitmaps`].
     pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.check_bitmaps_open()?;
@@ -40,7 +40,7 @@ impl Disk {
     /// # Errors
     /// [`ErrorKind::Invalid`] if the name is in use, or name or granularity are invalid;
     /// [`ErrorKind::Unsupported`] if the disk is read-only, or after [`Disk::close_bitmaps`];
-    /// [`ErrorKind::Busy`] as for [`Disk::set`]; the errors of `bitmaps::reserve`.
+    /// [`ErrorKind::Busy`] as for [`Disk::set`]; the errors of `BitmapStore::reserve`.
     pub fn add_bitmap(&self, name: &str, granularity: u64) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.check_changeable("a bitmap would stay empty")?;
@@ -50,7 +50,7 @@ impl Disk {
 
     /// Adds bitmaps that were loaded from the image. Bitmaps for which there is no room are left out, and
     /// their errors returned. From now on the names of all bitmaps are saved in the image
-    /// (`bitmaps::reserve`).
+    /// (`BitmapStore::reserve`).
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] as for [`Disk::set`].
@@ -75,7 +75,7 @@ impl Disk {
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is no such bitmap; [`ErrorKind::Unsupported`] if the disk is
     /// read-only, or after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] as for [`Disk::set`]; the errors of
-    /// `bitmaps::reserve`.
+    /// `BitmapStore::reserve`.
     pub fn remove_bitmap(&self, name: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.find_bitmap(name)?;

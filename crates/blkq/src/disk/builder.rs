@@ -168,7 +168,7 @@ impl Disk {
         Disk::builder_shared(driver.into())
     }
 
-    /// Begins to make a disk of `driver`, which has other users: those of its image.
+    /// Starts to build a disk with `driver`, which the caller keeps using too, for example as an image.
     pub fn builder_shared(driver: Arc<dyn Driver>) -> DiskBuilder {
         DiskBuilder {
             name: driver.name().to_string(),

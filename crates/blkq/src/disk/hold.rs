@@ -88,8 +88,9 @@ pub(crate) struct HoldControl {
     policy: AtomicU8,
     /// While this is on, all errors are reported regardless of the policy.
     reporting: NestedSwitch,
-    /// The number of resumes so far: reissues, failures.
+    /// The number of resumes so far that reissued the held requests.
     reissues: AtomicU64,
+    /// The number of resumes so far that failed the held requests.
     failures: AtomicU64,
     /// For each queue the sum of both numbers that it has applied.
     followed: Box<[AtomicU64]>,

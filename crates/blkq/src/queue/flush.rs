@@ -17,8 +17,8 @@ const PENDING_NS_MAX: u64 = 5_000_000_000;
 pub(super) struct FlushMachine {
     tag: Tag,
     /// Bios that wait for the next flush.
-    /// Bios that the flush in flight serves.
     pending: VecDeque<u32>,
+    /// Bios that the flush in flight serves.
     running: VecDeque<u32>,
     in_flight: bool,
     /// Flush sequences whose data step is in flight. They will need a flush soon, so the next flush waits for

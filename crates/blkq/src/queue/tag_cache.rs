@@ -166,7 +166,7 @@ impl TagCache {
         Some(set.may_get(in_use) && !set.is_waiting(waiter))
     }
 
-    /// Whether the queue waits for a batch of freed tags, which other requests will complete.
+    /// Whether the queue waits until requests in flight have freed a batch of tags.
     #[cfg(simulation)]
     pub fn waits_for_batch(&self) -> bool {
         self.shared

@@ -41,6 +41,7 @@ impl<'a> Registrar<'a> {
 
     /// Removes a file from the table and leaves `slot` empty. Operations in flight keep the file open. If a
     /// slot is dropped instead, the file stays in the table until the ring is dropped.
+    ///
     /// # Panics
     /// If the slot is empty, or belongs to another ring.
     pub fn unregister_file(&mut self, slot: &mut FileSlot) {

@@ -403,9 +403,9 @@ impl Ring {
         self.kernel_buffers.len() as u16
     }
 
-    /// Keeps `count` slots of the table of registered buffers for the kernel to fill; the first
     /// Reserves `count` slots of the table of registered buffers for the kernel to fill, until the ring is
     /// dropped. Returns the first of them.
+    ///
     /// # Errors
     /// [`ErrorKind::System`] if fewer slots are left.
     pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
