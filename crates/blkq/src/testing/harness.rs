@@ -323,7 +323,7 @@ pub fn filled(length: usize, value: u8) -> IoBuffer {
     buffer
 }
 
-/// Fills a buffer with bytes that depend on their position and on `seed`.
+/// A buffer of random bytes, which depend on `seed`.
 pub fn pattern(length: usize, seed: u64) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     Random::new(seed).fill(&mut buffer);
