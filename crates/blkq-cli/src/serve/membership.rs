@@ -9,7 +9,6 @@ use super::Device;
 use super::running::{Running, stopping};
 use crate::failure::{Failure, Outcome};
 use crate::group::{GroupWatch, Joined};
-use crate::settings::Setting;
 
 impl Device {
     /// Makes the device a member of the group `name`, whose open file is `file`. The device leaves its previous
@@ -33,10 +32,10 @@ impl Device {
         self.group.replace(Some(joined));
         if let Err(failure) = background.watch_group(watch) {
             self.remove_from_group(&running);
-            self.note_group(None);
+            self.settings.note_group(None);
             return Err(Failure::new(format!("{failure}; the device is now in no group")));
         }
-        self.note_group(Some(name.to_owned()));
+        self.settings.note_group(Some((name, weight)));
         Ok(())
     }
 
@@ -44,22 +43,13 @@ impl Device {
     pub(super) fn leave_group(&self, running: &Running) -> Outcome {
         self.background().as_mut().ok_or_else(stopping)?.stop_group();
         self.remove_from_group(running);
-        self.note_group(None);
+        self.settings.note_group(None);
         Ok(())
     }
 
     fn remove_from_group(&self, running: &Running) {
         running.disk.leave_group();
         self.group.replace(None);
-    }
-
-    /// Records the group for the next daemon of the device, which joins it.
-    fn note_group(&self, group: Option<String>) {
-        if group.is_none() {
-            self.settings.replace("weight", None);
-        }
-        let setting = Setting::Group(group);
-        self.settings.replace(setting.key(), Some(setting.to_text()));
     }
 }
 

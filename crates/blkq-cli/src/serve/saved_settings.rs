@@ -56,6 +56,14 @@ impl DeviceSettings {
         changed.extend(text);
     }
 
+    /// Records the group of the device and its weight there for the next daemon, which joins the group. The
+    /// weight of the attach options must not apply to a group that was joined later.
+    pub(super) fn note_group(&self, group: Option<(&str, u32)>) {
+        self.replace("weight", group.map(|(_, weight)| Setting::Weight(weight).to_text()));
+        let setting = Setting::Group(group.map(|(name, _)| name.to_owned()));
+        self.replace(setting.key(), Some(setting.to_text()));
+    }
+
     fn groups(&self) -> SettingGroups {
         *self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -214,5 +222,24 @@ mod tests {
             let (limit, left, warnings) = put(words, value);
             assert_eq!((limit.as_str(), left.as_str(), warnings), (value, "limit depth", Vec::new()));
         }
+    }
+
+    #[test]
+    fn a_group_that_was_joined_later_is_restored_with_its_weight() {
+        let attached = options(&["ram:1M", "--export", "nbd", "--group", "gold", "--weight", "50"]);
+        let restored = |settings: &DeviceSettings| {
+            let mut options = attached.clone();
+            let mut saved = DeviceSettings::new(&attached, settings.changed()).saved();
+            saved.apply_to(&mut options);
+            let left: Vec<_> = saved.settings.iter().map(Setting::to_text).collect();
+            (options.group, options.weight, left, saved.warnings)
+        };
+        let text = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        let settings = DeviceSettings::new(&attached, Vec::new());
+        settings.note_group(None);
+        assert_eq!(restored(&settings), (None, None, vec![text("group", "none")], Vec::new()));
+        settings.note_group(Some(("silver", 100)));
+        let left = vec![text("weight", "100"), text("group", "silver")];
+        assert_eq!(restored(&settings), (Some("silver".to_owned()), Some(50), left, Vec::new()));
     }
 }
