@@ -64,11 +64,18 @@ pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
 }
 
-/// Whether running processes have locked these bytes of the image at `path`, as far as this user can see. A killed
-/// process is not a running one: the kernel releases its locks soon.
-pub fn has_running_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
+/// The processes of the recorded daemons of `dir`.
+pub fn daemons(dir: &StateDir) -> Vec<u32> {
+    let names = dir.names().unwrap_or_default();
+    names.iter().filter_map(|name| Some(dir.read_state(name)?.pid)).collect()
+}
+
+/// Whether one of `processes` is running and has locked these bytes of the image at `path`, as far as this user can
+/// see. A killed process is not a running one: the kernel releases its locks soon.
+pub fn has_running_holder(processes: &[u32], path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     let Some(file) = FileId::of(path) else { return false };
-    each_holder(path, file, Window { offset, size_limit }).any(|pid| !is_process_dying(&pid.to_string()))
+    each_holder(path, file, Window { offset, size_limit })
+        .any(|pid| processes.contains(&pid) && !is_process_dying(&pid.to_string()))
 }
 
 /// Whether the block device at `path` is mounted, or part of another block device.

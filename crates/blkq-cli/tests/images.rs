@@ -531,11 +531,12 @@ fn a_linked_image_keeps_the_backing_file_that_its_link_finds() {
 fn an_attach_waits_for_a_killed_user_of_the_image_only() {
     let place = Place::new("running-user");
     let image = place.image("disk.img", 1 << 20);
-    let has_user = || blkq_cli::lock_holders::has_running_holder(image.as_ref(), 0, None);
-    assert!(!has_user());
     place.done(&["attach", &image, "--name", "a"]);
-    assert!(has_user(), "the attach must not wait for this daemon");
+    let daemon = u32::try_from(place.pid("a")).unwrap();
+    let has_user = |process| blkq_cli::lock_holders::has_running_holder(&[process], image.as_ref(), 0, None);
+    assert!(has_user(daemon), "the attach must not wait for this daemon");
+    assert!(!has_user(std::process::id()), "another program may release the image soon");
     assert!(place.refused(&["attach", &image, "--name", "b"]).contains("by the device a"));
     client::kill_and_wait(place.pid("a"), &[&image]);
-    assert!(!has_user());
+    assert!(!has_user(daemon));
 }

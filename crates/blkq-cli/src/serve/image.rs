@@ -15,12 +15,13 @@ use crate::confine;
 use crate::failure::{Failure, Outcome};
 use crate::lock_holders;
 use crate::options::{AttachOptions, Export, Format, find_ceph_files, image_text};
-use crate::state::{Claim, DYING_WAIT};
+use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long the kernel may keep the files of a killed daemon open after the process has exited.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
-/// How long to wait for an image that a running process uses: programs such as qemu-img lock it for a moment.
-const RUNNING_WAIT: Duration = Duration::from_millis(20);
+/// How long to wait for an image that another device serves. Other programs, for example qemu-img, may lock an image
+/// only for a moment, so that the full wait applies to them.
+const SERVED_WAIT: Duration = Duration::from_millis(20);
 
 /// How long to wait for the lock of an RBD client that was killed: its cluster considers it alive for 30 s.
 const CLIENT_DYING_WAIT: Duration = Duration::from_secs(40);
@@ -75,8 +76,10 @@ fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Res
 
 /// Opens the driver. If the image is in use, tries again for up to `wait`, because the kernel closes the
 /// files of a killed daemon only some time after the process has exited. `predecessor` identifies that daemon
-/// to the storage of the image. `device_bytes` is the size of the device that is taken over.
+/// to the storage of the image. `device_bytes` is the size of the device that is taken over. The devices of `dir` may
+/// use the image.
 pub(super) fn open_driver(
+    dir: &StateDir,
     options: &AttachOptions,
     ublk: bool,
     device_bytes: Option<u64>,
@@ -101,8 +104,8 @@ pub(super) fn open_driver(
             Err(error) if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Claimed) => error,
             opened => return opened,
         };
-        if std::mem::take(&mut is_first) && is_held_by_running(options, &error) {
-            (until, release) = (until.min(Instant::now() + RUNNING_WAIT), None);
+        if std::mem::take(&mut is_first) && is_held_by_device(dir, options, &error) {
+            (until, release) = (until.min(Instant::now() + SERVED_WAIT), None);
         }
         if Instant::now() >= until {
             match release.take() {
@@ -114,12 +117,15 @@ pub(super) fn open_driver(
     }
 }
 
-/// Whether a running process uses the image, so that it will not be released soon.
-fn is_held_by_running(options: &AttachOptions, error: &blkq::Error) -> bool {
+/// Whether a device serves the image, or a file system on it is mounted, so that it will not be released soon.
+fn is_held_by_device(dir: &StateDir, options: &AttachOptions, error: &blkq::Error) -> bool {
     let DriverSpec::Image(path) = &options.image else { return false };
     match error.kind() {
         ErrorKind::Claimed => lock_holders::is_mounted(path),
-        _ => lock_holders::has_running_holder(path, options.offset, options.size_limit),
+        _ => {
+            let daemons = lock_holders::daemons(dir);
+            lock_holders::has_running_holder(&daemons, path, options.offset, options.size_limit)
+        }
     }
 }
 
@@ -318,6 +324,7 @@ pub(super) fn image_name(image: &DriverSpec) -> String {
 mod tests {
     use super::*;
     use crate::options::tests::options;
+    use crate::state::tests::scratch;
 
     /// This process holds the lock, and does not count itself. So it looks like a lock that the kernel has
     /// not released yet.
@@ -327,7 +334,8 @@ mod tests {
         let file = std::fs::File::create(&path).unwrap();
         file.set_len(1 << 20).unwrap();
         let options = options(&[path.to_str().unwrap(), "--export", "nbd", "--format", "raw"]);
-        let open = |wait| open_driver(&options, false, None, wait, None, None);
+        let dir = scratch("released");
+        let open = |wait| open_driver(&dir, &options, false, None, wait, None, None);
         let holder = open(Duration::ZERO).unwrap();
         assert_eq!(open(Duration::ZERO).err().unwrap().kind(), ErrorKind::Busy);
         let release = std::thread::spawn(move || {
@@ -338,6 +346,7 @@ mod tests {
         open(Duration::from_millis(1)).unwrap();
         release.join().unwrap();
         std::fs::remove_file(path).unwrap();
+        std::fs::remove_dir_all(dir.path()).unwrap();
     }
 
     #[test]

@@ -69,7 +69,7 @@ impl Device {
         check()?;
         let open = |journals| {
             let predecessor = claim.owner_before(&image_name(&options.image));
-            let opened = open_driver(options, exports.ublk, None, wait, predecessor, journals);
+            let opened = open_driver(claim.dir(), options, exports.ublk, None, wait, predecessor, journals);
             let opened = opened.map_err(|error| refusal(error, options, claim))?;
             check().map(|()| opened)
         };
@@ -149,7 +149,15 @@ impl Device {
             };
         let predecessor = state.owner;
         let open = |journals| {
-            let opened = open_driver(&options, true, Some(bytes), DYING_WAIT, predecessor.clone(), journals);
+            let opened = open_driver(
+                claim.dir(),
+                &options,
+                true,
+                Some(bytes),
+                DYING_WAIT,
+                predecessor.clone(),
+                journals,
+            );
             opened.map_err(|error| refusal(error, &options, claim))
         };
         let sockets = Sockets { nbd: listen, vhost: vhost_address(&options, claim)? };

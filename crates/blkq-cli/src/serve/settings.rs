@@ -184,7 +184,7 @@ mod tests {
         // A setting that was removed is dropped without a warning.
         saved.retain(|(key, _)| !is_removed(key));
         let claim = dir.claim("saved").unwrap();
-        let open = |_| Ok(open_driver(&options, false, None, Duration::ZERO, None, None)?);
+        let open = |_| Ok(open_driver(claim.dir(), &options, false, None, Duration::ZERO, None, None)?);
         let sockets = Sockets::default();
         let served = Served { image: String::new(), number: 0, attach_options: None };
         let settings = saved.clone();
@@ -247,7 +247,7 @@ mod tests {
         let options = options(&["ram:1M", "--export", "nbd", "--no-sandbox", "--group", "g"]);
         let claim = dir.claim("groupless").unwrap();
         let serve = |is_successor| {
-            let open = |_| Ok(open_driver(&options, false, None, Duration::ZERO, None, None)?);
+            let open = |_| Ok(open_driver(claim.dir(), &options, false, None, Duration::ZERO, None, None)?);
             let attach = |_: &_, _: &[_], _, _| Ok(None);
             let sockets = Sockets::default();
             let served = Served { image: String::new(), number: 0, attach_options: None };
