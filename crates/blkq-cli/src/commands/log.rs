@@ -108,11 +108,14 @@ struct LogReader {
     offset: u64,
     /// The last line that was read, to find it again when the daemon has dropped the older half of the log.
     last_line: String,
+    /// Whether the daemon has dropped lines since `last_line` was read. The daemon empties the file before it
+    /// writes the lines that it keeps.
+    is_shortened: bool,
 }
 
 impl LogReader {
     fn open(path: &Path) -> io::Result<LogReader> {
-        Ok(LogReader { file: File::open(path)?, offset: 0, last_line: String::new() })
+        Ok(LogReader { file: File::open(path)?, offset: 0, last_line: String::new(), is_shortened: false })
     }
 
     /// Prints the lines that were added since the last call.
@@ -129,9 +132,8 @@ impl LogReader {
     /// Returns the complete lines that were added since the last call. Replaces control characters, so that a log
     /// cannot control the terminal.
     fn read(&mut self) -> io::Result<String> {
-        let is_shortened = self.file.metadata()?.len() < self.offset;
-        if is_shortened {
-            self.offset = 0;
+        if self.file.metadata()?.len() < self.offset {
+            (self.offset, self.is_shortened) = (0, true);
         }
         let mut bytes = vec![0; PIECE_BYTES];
         let count = self.file.read_at(&mut bytes, self.offset)?;
@@ -140,12 +142,13 @@ impl LogReader {
         self.offset += bytes.len() as u64;
         let text = String::from_utf8_lossy(&bytes);
         let mut lines: Vec<&str> = text.lines().collect();
-        if is_shortened && let Some(last) = lines.iter().rposition(|line| *line == self.last_line) {
+        let Some(newest) = lines.last().map(|line| (*line).to_owned()) else { return Ok(String::new()) };
+        if std::mem::take(&mut self.is_shortened)
+            && let Some(last) = lines.iter().rposition(|line| *line == self.last_line)
+        {
             lines.drain(..=last);
         }
-        if let Some(last) = lines.last() {
-            self.last_line = (*last).to_owned();
-        }
+        self.last_line = newest;
         Ok(lines.iter().map(|line| line.replace(char::is_control, "?") + "\n").collect())
     }
 
@@ -185,8 +188,12 @@ mod tests {
         file.write_all(b"three\nfour\nfive\n").unwrap();
         assert_eq!(log.read().unwrap(), "five\n");
         file.set_len(0).unwrap();
-        file.write_all(b"six\n").unwrap();
-        assert_eq!(log.read().unwrap(), "six\n", "no line that was read remains");
+        assert_eq!(log.read().unwrap(), "", "the lines that the daemon keeps are not written yet");
+        file.write_all(b"four\nfive\nsix\n").unwrap();
+        assert_eq!(log.read().unwrap(), "six\n");
+        file.set_len(0).unwrap();
+        file.write_all(b"seven\n").unwrap();
+        assert_eq!(log.read().unwrap(), "seven\n", "no line that was read remains");
         assert!(log.successor(&path).unwrap().is_none());
         // The device is attached again, and detached.
         fs::rename(&path, dir.file("a", ".log.1")).unwrap();
