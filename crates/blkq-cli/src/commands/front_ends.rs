@@ -25,10 +25,23 @@ fn places(info: &DeviceInfo) -> Outcome<Vec<Place>> {
     Ok(places)
 }
 
-/// The ID of QEMU's objects for the device: letters, digits and `-`, beginning with a letter.
-fn id_of(info: &DeviceInfo) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
-    "blkq-".chars().chain(info.name.chars().map(plain)).take(NODE_CHARS_MAX).collect()
+/// The ID of QEMU's objects for the device `name`: letters, digits and `-`, beginning with a letter. If the
+/// name must be changed for that, a hash of the name keeps the IDs of different devices apart.
+fn id_of(name: &str) -> String {
+    const PREFIX: &str = "blkq-";
+    let room = NODE_CHARS_MAX - PREFIX.len();
+    let plain: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    if plain == name && plain.len() <= room {
+        return format!("{PREFIX}{plain}");
+    }
+    let hash = format!("-{:08x}", fnv1a(name));
+    let kept: String = plain.chars().take(room - hash.len()).collect();
+    format!("{PREFIX}{kept}{hash}")
+}
+
+/// The 32-bit FNV-1a hash.
+fn fnv1a(text: &str) -> u32 {
+    text.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
 fn queues(info: &DeviceInfo) -> &str {
@@ -47,7 +60,7 @@ fn value(text: impl AsRef<Path>) -> String {
 ///
 /// Fails if the device has no export for virtual machines.
 pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
-    let id = id_of(info);
+    let id = id_of(&info.name);
     // Only one export is used: two would become two disks with the same data.
     let places = places(info)?;
     let vhost = places.iter().find(|place| matches!(place, Place::VhostUser(_)));
@@ -151,4 +164,28 @@ fn attribute(text: &str) -> String {
         .replace('\t', "&#9;")
         .replace('\n', "&#10;")
         .replace('\r', "&#13;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn different_devices_have_different_ids() {
+        let names = [
+            "vm1",
+            "disk.img",
+            "disk-img",
+            "disk_img",
+            "a-name-of-26-characters-ab",
+            "a-name-of-26-characters-abc",
+        ];
+        let ids = names.map(id_of);
+        assert_eq!((ids[0].as_str(), ids[2].as_str()), ("blkq-vm1", "blkq-disk-img"));
+        assert_eq!((ids[4].as_str(), fnv1a("a")), ("blkq-a-name-of-26-characters-ab", 0xe40c_292c));
+        for (at, id) in ids.iter().enumerate() {
+            assert!(id.len() <= NODE_CHARS_MAX && !ids[..at].contains(id), "{id}");
+            assert!(id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-'), "{id}");
+        }
+    }
 }
