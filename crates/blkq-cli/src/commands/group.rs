@@ -10,7 +10,7 @@ use crate::commands::stat::rates;
 use crate::control::{Called, Request, call};
 use crate::failure::Outcome;
 use crate::group::{GroupFile, names};
-use crate::options::parse_group_name;
+use crate::options::{parse_group_name, parse_new_group_name};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 use crate::table::{Align, render};
@@ -46,7 +46,7 @@ enum Command {
     /// Set the limits of a group, which may be in use; create it if it does not exist
     Set {
         /// The name of the group
-        #[arg(value_parser = parse_group_name)]
+        #[arg(value_parser = parse_new_group_name)]
         name: String,
         /// The limits, KEY=RATE,... as for `blkq attach --limit`; none removes all limits
         #[arg(value_parser = str::parse::<RateLimits>)]

@@ -5,7 +5,7 @@ use std::fs::File;
 use super::shared::{Shared, Stage};
 use crate::failure::{Failure, Outcome};
 use crate::log;
-use crate::options::parse_group_name;
+use crate::options::parse_new_group_name;
 use crate::serve::Change;
 use crate::settings::{Setting, is_removed};
 
@@ -18,7 +18,7 @@ impl Shared {
     /// Makes the device a member of the group whose open file is `file`.
     pub(super) fn join_group(&self, group: &str, file: File) -> Outcome {
         self.stage().check()?;
-        let group = parse_group_name(group).map_err(Failure::new)?;
+        let group = parse_new_group_name(group).map_err(Failure::new)?;
         self.save(self.device().join_group(&group, file), "joined, but not saved")
     }
 

@@ -31,7 +31,7 @@ use crate::hangs;
 pub use record::Record;
 pub use values::{
     Address, Backing, Copying, Export, Format, PartitionScan, Scheduler, SectorSize, Tls, image_text,
-    parse_group_name, parse_listen,
+    parse_group_name, parse_listen, parse_new_group_name,
 };
 use values::{
     CLOCK, DIRECT_IO, DISPATCH, IMAGE_HELP, ON_ERROR, one_of, parse_ceph_user, parse_export_name, parse_image,
@@ -262,7 +262,7 @@ pub struct AttachOptions {
     #[serde(default, with = "json", skip_serializing_if = "LimitMode::is_none")]
     pub limit: LimitMode,
     /// Share the limits of this group; create it with `blkq group set`
-    #[arg(long, value_name = "NAME", value_parser = parse_group_name, help_heading = headings::LIMITS)]
+    #[arg(long, value_name = "NAME", value_parser = parse_new_group_name, help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Set the weight of the device in its group, relative to the other members [default: 100]

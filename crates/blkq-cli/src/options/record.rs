@@ -144,6 +144,14 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_group_that_an_older_program_named_none_is_read() {
+        let mut record = Record::new(&options(&["d.img", "--group=g"])).unwrap();
+        record.options["group"] = json!("none");
+        assert_eq!(record.read().map(|options| options.group), Ok(Some("none".to_owned())));
+        assert!(super::super::parse_new_group_name("none").is_err());
+    }
+
     /// Older programs require the key, and an upgrade may fall back to one.
     #[test]
     fn a_removed_option_is_written_for_older_programs() {

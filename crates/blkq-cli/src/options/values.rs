@@ -312,6 +312,19 @@ pub fn parse_ceph_user(text: &str) -> Result<String, String> {
     }
 }
 
+/// As [`parse_group_name`], for a device that joins the group from now on, or for a group that is created: `blkq set`
+/// uses the name `none` for no group. Older versions had groups of that name.
+///
+/// # Errors
+///
+/// Returns the rule that `text` breaks.
+pub fn parse_new_group_name(text: &str) -> Result<String, String> {
+    match text {
+        "none" => Err("a group cannot have the name none".to_owned()),
+        _ => parse_group_name(text),
+    }
+}
+
 /// Checks the name of a group: ASCII letters, digits and `. _ -`, beginning with a letter or a digit.
 ///
 /// # Errors
@@ -320,8 +333,6 @@ pub fn parse_ceph_user(text: &str) -> Result<String, String> {
 pub fn parse_group_name(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     match text.len() {
-        // `blkq set` has it for no group.
-        _ if text == "none" => Err("a group cannot have the name none".to_owned()),
         1..=64 if text.chars().all(allowed) && text.starts_with(|c: char| c.is_ascii_alphanumeric()) => {
             Ok(text.to_owned())
         }
