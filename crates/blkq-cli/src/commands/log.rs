@@ -51,7 +51,13 @@ impl Args {
         let failed = |e: io::Error| Failure::new(format!("{}: {e}", path.display()));
         let mut log = match LogReader::open(&path) {
             Ok(log) => log,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(no_log(&dir, &name)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => match inspect(&dir, &name) {
+                // The next daemon failed to start, and has renamed the log.
+                Ok(Some(Entry::Remains(remains))) if remains.log != path => {
+                    LogReader::open(&remains.log).map_err(failed)?
+                }
+                found => return Err(no_log(&name, found)),
+            },
             Err(e) => return Err(failed(e)),
         };
         loop {
@@ -72,8 +78,8 @@ impl Args {
     }
 }
 
-fn no_log(dir: &StateDir, name: &str) -> Failure {
-    match inspect(dir, name) {
+fn no_log(name: &str, found: Outcome<Option<Entry>>) -> Failure {
+    match found {
         Ok(Some(Entry::Device(info))) if info.log.is_none() => Failure::new(format!(
             "{name}: the daemon (pid {}) writes its log to standard error; for a service, run `journalctl -u \
              blkq@{name}`",

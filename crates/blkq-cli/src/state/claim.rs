@@ -132,7 +132,7 @@ impl StateDir {
     ///
     /// Fails if the directory cannot be written.
     pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
-        let last_line = last_lines(&self.file(name, ".log")).ok().and_then(|mut lines| lines.pop());
+        let last_line = last_lines(&self.last_log(name)).ok().and_then(|mut lines| lines.pop());
         Ok(match Claim::take(self, name, Taker::Cleaner)? {
             Attempt::Claim(_claim) => Dead::Cleared(last_line.unwrap_or_default()),
             Attempt::Orphan(orphan) => Dead::Orphan(orphan),
@@ -443,6 +443,25 @@ mod tests {
         assert_eq!(files(&dir), ["ab.nbd"]);
         assert!(matches!(dir.inspect("a"), Ok(Found::Nothing)));
         assert!(matches!(dir.clear_dead("a"), Ok(Dead::No)));
+        fs::remove_dir_all(&dir.0).unwrap();
+    }
+
+    #[test]
+    fn the_log_of_a_dead_daemon_is_shown_after_a_failed_recovery() {
+        let dir = scratch("recovery-log");
+        for suffix in [".lock", ".log"] {
+            fs::write(dir.file("a", suffix), "what happened\n").unwrap();
+        }
+        let state = serde_json::json!({"name": "a", "pid": 7, "image": "/i", "exports": [], "settings": {}});
+        fs::write(dir.file("a", ".json"), state.to_string()).unwrap();
+        drop(dir.claim_for_successor("a").unwrap());
+        assert_eq!(files(&dir), ["a.json", "a.lock", "a.log.1"]);
+        let Ok(Found::Remains(remains)) = dir.inspect("a") else { panic!("it is dead") };
+        assert_eq!(
+            (remains.log_lines.join(" "), remains.log),
+            ("what happened".to_owned(), dir.file("a", OLD_LOG))
+        );
+        assert!(matches!(dir.clear_dead("a"), Ok(Dead::Cleared(last)) if last == "what happened"));
         fs::remove_dir_all(&dir.0).unwrap();
     }
 

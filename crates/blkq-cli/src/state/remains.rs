@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::StateDir;
 use super::dying::has_exited;
+use super::{OLD_LOG, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::file_id::FileId;
 
@@ -134,7 +134,7 @@ impl StateDir {
             }
         }
         let (image, exports) = (image.unwrap_or_default(), exports.unwrap_or_default());
-        let log = self.file(name, ".log");
+        let log = self.last_log(name);
         let log_lines = last_lines(&log).unwrap_or_default();
         let error = match fate {
             Fate::Orphan => super::orphan::refusal(name, &exports),
@@ -153,6 +153,13 @@ impl StateDir {
             log_lines,
             error,
         })))
+    }
+
+    /// The log of the last daemon of `name`, which died. If the next daemon failed to start, the log already has its
+    /// other name.
+    pub(super) fn last_log(&self, name: &str) -> PathBuf {
+        let [log, old] = [".log", OLD_LOG].map(|suffix| self.file(name, suffix));
+        if !log.exists() && old.exists() { old } else { log }
     }
 
     /// Finds out who has the lock of `name`. `owns` checks whether a process runs and has the lock file open.
