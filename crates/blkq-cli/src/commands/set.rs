@@ -110,6 +110,6 @@ fn join_group(dir: &StateDir, name: &str, group: &str) -> Outcome {
     let group = parse_group_name(group).map_err(|rule| during(Failure::new(rule)))?;
     let file = open_for_daemon(dir, &group).map_err(during)?;
     let request = Request::JoinGroup { group: group.clone() };
-    let joined = Dialogue::begin(dir, name, &request).and_then(|dialogue| dialogue.step(&[file.as_fd()])?);
-    joined.map_err(during)
+    let dialogue = Dialogue::begin(dir, name, &request)?;
+    dialogue.step(&[file.as_fd()])?.map_err(during)
 }
