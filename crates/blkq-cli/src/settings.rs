@@ -8,6 +8,7 @@ use std::time::Duration;
 use blkq::ClockMode;
 use blkq::ErrorPolicy;
 use blkq::SchedulerKind;
+use blkq::disk::DEPTH_MAX;
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
 use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
@@ -348,12 +349,10 @@ fn weight(text: &str) -> Outcome<u32> {
         .ok_or_else(|| Failure::new(format!("weight must be a number from 1 to {WEIGHT_MAX}, not {text:?}")))
 }
 
-/// Only the lower limit is checked here. The disk knows its largest depth.
+/// Checks the limits of all disks. The largest depth of a disk may be lower, which the disk itself checks.
 fn depth(text: &str) -> Outcome<u16> {
-    let depth = text.parse().ok().filter(|depth: &u64| *depth > 0);
-    depth
-        .map(|depth| u16::try_from(depth).unwrap_or(u16::MAX))
-        .ok_or_else(|| Failure::new(format!("depth must be a number of at least 1, not {text:?}")))
+    let depth = text.parse().ok().filter(|depth| (1..=DEPTH_MAX).contains(depth));
+    depth.ok_or_else(|| Failure::new(format!("depth must be a number from 1 to {DEPTH_MAX}, not {text:?}")))
 }
 
 #[cfg(test)]
@@ -396,6 +395,8 @@ mod tests {
             }
         }
         assert!(Key::find("colour").is_none());
+        let why = Key::find("depth").unwrap().read("99999").unwrap_err().to_string();
+        assert_eq!(why, "depth must be a number from 1 to 10240, not \"99999\"");
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use blkq::disk::DEPTH_MAX;
 use blkq::{Disk, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
 
@@ -146,11 +145,10 @@ pub(super) fn check_depth(disk: &Disk, depth: u16) -> Outcome {
     if depth <= disk.depth_max() {
         return Ok(());
     }
-    let more = match depth {
-        ..=DEPTH_MAX => format!("; to use {depth}, detach the device and attach it with --depth {depth}"),
-        _ => String::new(),
-    };
-    Err(Failure::new(format!("depth must be 1 to {}, not {depth}{more}", disk.depth_max())))
+    Err(Failure::new(format!(
+        "depth must be 1 to {}, not {depth}; to use {depth}, detach the device and attach it with --depth {depth}",
+        disk.depth_max()
+    )))
 }
 
 /// Changes a setting of the disk or its driver. Does nothing for settings that the daemon implements.
