@@ -22,7 +22,8 @@ pub enum Entry {
     Remains(Box<Remains>),
     /// The device is configured but not attached.
     Configured(Box<Configured>),
-    /// The daemon does not answer, or the configuration file is malformed.
+    /// The daemon does not answer, or the configuration file is malformed. `error` does not begin with the name of the
+    /// device.
     Silent {
         name: String,
         error: String,
@@ -50,7 +51,10 @@ pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     for name in dir.names()? {
         match inspect(dir, &name) {
             Ok(entry) => entries.extend(entry),
-            Err(failure) => entries.push(Entry::Silent { name, error: failure.to_string() }),
+            Err(failure) => {
+                let error = failure.without_object(&name).to_owned();
+                entries.push(Entry::Silent { name, error });
+            }
         }
     }
     Ok(entries)

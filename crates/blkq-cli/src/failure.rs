@@ -63,6 +63,12 @@ impl Failure {
         Failure::new(format!("{what}: {why}"))
     }
 
+    /// The line without the object with which it begins, if that is `object`, for a place that names the object itself.
+    pub fn without_object(&self, object: &str) -> &str {
+        let why = self.line.strip_prefix(object).and_then(|rest| rest.strip_prefix(": "));
+        why.unwrap_or(&self.line)
+    }
+
     /// The failure of a command with the option --force, if the device is in use.
     pub fn unless_forced(error: blkq::Error) -> Failure {
         match error.kind() {
@@ -157,6 +163,9 @@ mod tests {
         assert_eq!(of("data: no", "data"), "data: no");
         assert_eq!(of("b: no", "commit ab"), "commit ab: b: no");
         assert_eq!(of("--create: no", "attach a"), "attach a: --create: no");
+        let failure = Failure::new("a: the daemon does not answer");
+        assert_eq!(failure.without_object("a"), "the daemon does not answer");
+        assert_eq!(failure.without_object("b"), "a: the daemon does not answer");
     }
 
     #[test]
