@@ -50,9 +50,12 @@ impl Args {
         if let Some(word) = &self.name {
             return recover(&dir, &named(&dir, word)?).map(|()| ExitCode::SUCCESS);
         }
-        for_each(&dir.names()?, |name| match dir.inspect(name)? {
-            Found::Remains(remains) if remains.recoverable => recover(&dir, name),
-            _ => Ok(()),
+        for_each(&dir.names()?, |name| {
+            dir.wait_for_dying(name);
+            match dir.inspect(name)? {
+                Found::Remains(remains) if remains.recoverable => recover(&dir, name),
+                _ => Ok(()),
+            }
         })
     }
 }
