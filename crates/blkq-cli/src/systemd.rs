@@ -29,7 +29,7 @@ pub fn is_activated() -> bool {
 ///
 /// # Errors
 ///
-/// Fails if `LISTEN_FDS` is not the number of open descriptors.
+/// Fails if `LISTEN_FDS` is not a number, or if one of its descriptors is not open.
 pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
     if !is_activated() {
         return Ok(Vec::new());

@@ -132,7 +132,7 @@ const MORE: &[Call] = &[
     call!(SYS_ftruncate),
     // For the modification time of a raw image, which is stored with its bitmaps.
     call!(SYS_fsync).seldom(),
-    // For repairing the file of a group.
+    // For joining a group, and for repairing its file.
     call!(SYS_flock).seldom(),
     // For a freeze.
     call!(SYS_membarrier),

@@ -76,8 +76,8 @@ fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Res
 
 /// Opens the driver. If the image is in use, tries again for up to `wait`, because the kernel closes the
 /// files of a killed daemon only some time after the process has exited. `predecessor` identifies that daemon
-/// to the storage of the image. `device_bytes` is the size of the device that is taken over. The devices of `dir` may
-/// use the image.
+/// to the storage of the image. `device_bytes` is the size of the device that is taken over. `dir` is the state
+/// directory whose devices may serve the image.
 pub(super) fn open_driver(
     dir: &StateDir,
     options: &AttachOptions,

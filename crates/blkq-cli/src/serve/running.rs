@@ -39,7 +39,8 @@ impl Running {
         self.image.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The image, which no other change exchanges.
+    /// The image of the driver, if it has one. Changes of the device replace it, so a caller that needs it to stay must
+    /// exclude them.
     pub(super) fn image(&self) -> Option<Arc<dyn Image>> {
         self.locked_image().clone()
     }
@@ -47,6 +48,7 @@ impl Running {
     /// Exchanges the driver in the freeze of `exchange`, and the image with it.
     ///
     /// # Errors
+    ///
     /// As [`Exchange::replace`]; nothing has changed then.
     pub(super) fn replace(&self, exchange: &Exchange<'_>, next: Opened) -> Outcome {
         exchange.replace(next.driver)?;
