@@ -129,6 +129,7 @@ fn each_mistake_is_reported_with_its_line() {
         ("image = \"null:1M\"\ndepht = 3\n\nread-only = 1\n", "2 depth, 4 must be true or false"),
         ("image = \"null:1M\"\ndepth = 0\nqueues = \"x\"\n", "2 1 to 10240, 3 number from 1 to"),
         ("image = \"null:1M\"\ndepth = \"many\"\n", "2 of depth: must be a number from 1 to 10240"),
+        ("image = \"null:1M\"\nweight = 0\n", "2 of weight: must be a number from 1 to 10000"),
         ("image = \"null:1M\"\nscheduler = \"x\"\n", "2 mq-deadline or kyber"),
         ("image = \"null:1M\"\n[depth]\n", "2 table"),
         ("image = \"null:1M\"\ndepth = 99999999999999999999999\n", "2 too large"),

@@ -68,8 +68,7 @@ fn first_line(error: &clap::Error) -> String {
     line.strip_prefix("error: ").unwrap_or(line).to_owned()
 }
 
-/// Describes an invalid value of `key`. Clap's own text would name an option of the command line, and for
-/// numbers the error of Rust's parser.
+/// Describes an invalid value of `key`. Clap's own text would name an option of the command line.
 fn invalid_value(key: &str, error: &clap::Error) -> String {
     let given = match error.get(ContextKind::InvalidValue) {
         Some(ContextValue::String(given)) => given.as_str(),
@@ -80,21 +79,10 @@ fn invalid_value(key: &str, error: &clap::Error) -> String {
     {
         return format!("{key} must be {} or {last}, not {given:?}", names.join(", "));
     }
-    match (error.source(), range_of(key)) {
-        (_, Some((first, last))) => format!("{key} must be a number from {first} to {last}, not {given:?}"),
-        (Some(why), None) => format!("{given:?} is not a valid value of {key}: {why}"),
-        (None, None) => first_line(error),
+    match error.source() {
+        Some(why) => format!("{given:?} is not a valid value of {key}: {why}"),
+        None => first_line(error),
     }
-}
-
-/// The smallest and the largest value of an option whose value is a number. The parser of the option states
-/// them when it refuses a number that no option accepts.
-fn range_of(key: &str) -> Option<(String, String)> {
-    let words = [ANY_IMAGE.to_owned(), format!("--{key}={}", i64::MAX)];
-    let why = parsed(words.into_iter()).err()?.source()?.to_string();
-    let (_, range) = why.split_once(" is not in ")?;
-    let (first, last) = range.split_once("..=")?;
-    Some((first.to_owned(), last.to_owned()))
 }
 
 /// The keys of a text, and the mistakes in it.

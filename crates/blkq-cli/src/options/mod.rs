@@ -8,8 +8,10 @@ mod record;
 mod values;
 
 use std::ffi::OsString;
+use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
@@ -266,7 +268,7 @@ pub struct AttachOptions {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Set the weight of the device in its group, relative to the other members [default: 100]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(WEIGHT_MAX)), help_heading = headings::LIMITS)]
+    #[arg(long, value_name = "N", value_parser = in_range(1..=WEIGHT_MAX), help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight: Option<u32>,
 
@@ -467,8 +469,11 @@ fn is_one(number: &u16) -> bool {
 }
 
 /// Unlike clap's own parser, this one names the range for a text that is not a number, too.
-fn in_range(range: RangeInclusive<u16>) -> impl TypedValueParser<Value = u16> {
-    move |text: &str| match text.parse() {
+fn in_range<T>(range: RangeInclusive<T>) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
+{
+    move |text: &str| match text.parse::<T>() {
         Ok(number) if range.contains(&number) => Ok(number),
         _ => Err(format!("must be a number from {} to {}", range.start(), range.end())),
     }
