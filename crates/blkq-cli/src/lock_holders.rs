@@ -74,8 +74,8 @@ pub fn daemons(dir: &StateDir) -> Vec<u32> {
 /// see. A killed process is not a running one: the kernel releases its locks soon.
 pub fn has_running_holder(processes: &[u32], path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     let Some(file) = FileId::of(path) else { return false };
-    each_holder(path, file, Window { offset, size_limit })
-        .any(|pid| processes.contains(&pid) && !is_process_dying(&pid.to_string()))
+    let is_holder = holder_check(path, file, Window { offset, size_limit });
+    processes.iter().any(|pid| is_holder(*pid) && !is_process_dying(&pid.to_string()))
 }
 
 /// Whether the block device at `path` is mounted, or part of another block device.
@@ -151,22 +151,20 @@ fn excludes(a: &AttachOptions, file: Option<FileId>, b: &AttachOptions) -> bool 
     same && !(a.shared && b.shared || a.read_only && b.read_only)
 }
 
-/// The processes that hold locks on bytes of `window` of the file. /proc/locks names no owner of an open file
-/// description lock, so the fdinfo of each open file is read instead.
+/// The other processes that hold locks on bytes of `window` of the file, sorted.
 fn holders(path: &Path, file: FileId, window: Window) -> Vec<u32> {
-    let mut processes: Vec<u32> = each_holder(path, file, window).collect();
+    let mut processes = numbers("/proc");
+    let is_holder = holder_check(path, file, window);
+    processes.retain(|pid| is_holder(*pid));
     processes.sort_unstable();
     processes
 }
 
-/// Returns the processes of [`holders`] one by one, those with the highest process ID first.
-fn each_holder(path: &Path, file: FileId, window: Window) -> impl Iterator<Item = u32> {
+/// Returns a function that checks whether a process, which is not this one, holds a lock on bytes of `window` of the
+/// file. /proc/locks names no owner of an open file description lock, so the fdinfo of each open file is read instead.
+fn holder_check(path: &Path, file: FileId, window: Window) -> impl Fn(u32) -> bool {
     let path = path.canonicalize().unwrap_or_default();
     let own = std::process::id();
-    let numbers = |directory: &str| -> Vec<u32> {
-        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
-    };
     let has_lock = move |pid: u32| {
         numbers(&format!("/proc/{pid}/fdinfo")).into_iter().any(|fd| {
             let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap_or_default();
@@ -181,9 +179,13 @@ fn each_holder(path: &Path, file: FileId, window: Window) -> impl Iterator<Item 
             })
         })
     };
-    let mut processes = numbers("/proc");
-    processes.sort_unstable_by(|a, b| b.cmp(a));
-    processes.into_iter().filter(move |pid| *pid != own && has_lock(*pid))
+    move |pid| pid != own && has_lock(pid)
+}
+
+/// The names of the files in `directory` that are numbers.
+fn numbers(directory: &str) -> Vec<u32> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 /// A lock as proc_pid_fdinfo(5) prints it.
