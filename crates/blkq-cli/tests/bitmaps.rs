@@ -361,7 +361,7 @@ fn has_none_consistent(format: &str, image: &str) -> bool {
 
 // Contract: bitmaps
 #[test]
-fn bitmaps_go_on_in_the_image_behind() {
+fn bitmaps_continue_in_the_backing_file_after_a_commit() {
     for format in ["raw", "qcow2"] {
         let place = Place::new(&format!("bitmap-commit-{format}"));
         let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();

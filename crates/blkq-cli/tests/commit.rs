@@ -38,7 +38,7 @@ fn content(place: &Place, image: &str) -> Vec<u8> {
 
 // Contract: data
 #[test]
-fn a_client_goes_on_in_the_image_behind() {
+fn a_client_continues_in_the_backing_file_after_a_commit() {
     let place = Place::new("commit");
     let (base, mid, top) = (place.image("base.img", 8 << 20), path(&place, "mid"), path(&place, "top"));
     for sandbox in [true, false] {
@@ -82,7 +82,7 @@ fn a_client_goes_on_in_the_image_behind() {
 
 // Contract: live-changes
 #[test]
-fn writes_go_on_through_snapshots_and_commits() {
+fn writes_continue_during_snapshots_and_commits() {
     let place = Place::new("commit-load");
     let (base, top) = (place.image("base.img", 16 << 20), path(&place, "top"));
     let uri = place.done(&["attach", &base, "--name", "d"]);
@@ -394,7 +394,7 @@ fn a_daemon_that_lies_gets_no_other_file_opened() {
 }
 
 #[test]
-fn a_daemon_takes_no_other_file_than_that_behind() {
+fn a_daemon_commits_only_into_its_backing_file() {
     let place = Place::new("commit-changed");
     let (base, top) = (place.image("base", 1 << 20), path(&place, "top"));
     let moved = place.image("moved", 1 << 20);

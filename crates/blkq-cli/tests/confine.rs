@@ -194,7 +194,7 @@ fn control() {
 }
 
 #[test]
-fn an_engine_opens_nothing_and_talks_to_nobody() {
+fn a_confined_engine_opens_no_files_and_makes_no_sockets() {
     assert!(run("engine").success());
 }
 

@@ -93,7 +93,7 @@ fn a_created_image_stays_only_with_its_device() {
 }
 
 #[test]
-fn what_the_kernel_has_is_refused_unless_shared() {
+fn an_image_that_the_kernel_uses_is_refused_unless_shared() {
     let place = Place::new("claimed");
     let image = place.image("disk.img", 16 << 20);
     run("mkfs.ext4", &["-q", "-F", &image]);

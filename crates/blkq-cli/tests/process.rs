@@ -106,7 +106,7 @@ fn deaf(command: &mut Command) {
 }
 
 #[test]
-fn inherited_masks_and_nohup_keep_no_signal_from_a_daemon() {
+fn a_daemon_ignores_inherited_signal_masks_and_nohup() {
     let place = Place::new("deaf");
     for stop in [Signal::TERM, Signal::INT] {
         let mut command = place.command(&["attach", "ram:1M"]);
@@ -262,7 +262,7 @@ fn activated(place: &Place, path: &Path, words: &[&str]) -> Command {
 }
 
 #[test]
-fn a_server_of_an_inherited_socket_makes_its_image() {
+fn socket_activation_with_create_creates_the_image() {
     let place = Place::new("create-sd");
     let (path, image) = (place.dir.join("a.sock"), place.dir.join("new.img"));
     let words = [image.to_str().unwrap(), "--create=1M"];
@@ -299,7 +299,7 @@ fn a_server_of_an_inherited_socket_has_no_other_descriptors() {
 }
 
 #[test]
-fn a_log_that_nobody_reads_holds_nobody_up() {
+fn a_full_log_pipe_does_not_block_the_daemon() {
     let place = Place::new("unread");
     let (_reader, writer) = rustix::pipe::pipe().unwrap();
     let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
@@ -318,7 +318,7 @@ fn a_log_that_nobody_reads_holds_nobody_up() {
 }
 
 #[test]
-fn a_server_that_accepts_nobody_holds_no_attach_up() {
+fn attach_does_not_block_on_a_socket_with_a_full_backlog() {
     let place = Place::new("backlog");
     let path = std::env::temp_dir().join(format!("blkq-backlog-{}", std::process::id()));
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();

@@ -14,7 +14,7 @@ use place::*;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 #[test]
-fn a_client_goes_on_in_each_new_image() {
+fn a_client_continues_in_each_new_overlay() {
     let place = Place::new("snapshot");
     let path = |name: &str| place.dir.join(name).to_str().unwrap().to_owned();
     let base = place.image("base.img", 8 << 20);
@@ -72,7 +72,7 @@ fn a_client_goes_on_in_each_new_image() {
 
 // Contract: live-changes
 #[test]
-fn writes_go_on_through_snapshots_and_none_is_lost() {
+fn writes_continue_during_snapshots_and_none_is_lost() {
     let place = Place::new("snapshot-load");
     let base = place.image("base.img", 16 << 20);
     let uri = place.done(&["attach", &base, "--name", "d"]);

@@ -52,7 +52,7 @@ fn a_new_daemon_begins_with_the_settings_of_the_old_one() {
 }
 
 #[test]
-fn a_new_daemon_searches_the_ceiling_anew() {
+fn a_new_daemon_searches_the_ceiling_again() {
     let place = Place::new("upgrade-auto");
     attach(&place);
     place.done(&["set", "d", "limit=auto"]);

@@ -197,7 +197,7 @@ fn requests_in_registered_memory_survive_a_killed_daemon() {
 /// and NBD, and detaches.
 // Contract: bounded-input
 #[test]
-fn a_filled_call_eventfd_blocks_nobody() {
+fn a_full_call_eventfd_does_not_block_the_device() {
     use front_end::{FEATURES, FrontEnd, withstand_refills};
     // Behind the rings.
     const AT: usize = 6 << 20;
