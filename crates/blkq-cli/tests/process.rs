@@ -1,5 +1,5 @@
-//! A daemon as a process: signals, what it inherits, how it is found.
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+//! Process behaviour of the daemon: signals, inherited descriptors, socket activation, its name in ps.
+#![allow(clippy::unwrap_used, reason = "a test")]
 
 mod place;
 
@@ -16,8 +16,8 @@ use std::time::Duration;
 use place::*;
 use rustix::process::Signal;
 
-/// Numbers and names of the threads of a process, without those that are the kernel's: they have all
-/// signals blocked.
+/// Numbers and names of the threads of a process, without io_uring workers (`iou-*`), which block all
+/// signals.
 fn threads(pid: i32) -> Vec<(i32, String)> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
     let thread = |task: io::Result<fs::DirEntry>| {
@@ -28,7 +28,7 @@ fn threads(pid: i32) -> Vec<(i32, String)> {
     tasks.filter_map(thread).filter(|(_, name)| !name.starts_with("iou-")).collect()
 }
 
-/// Sends a signal to one thread; that it has exited is no matter.
+/// Sends a signal to one thread. Ignores the error if the thread has exited.
 fn signal_thread(pid: i32, thread: i32, signal: Signal) {
     // SAFETY: only sends a signal, to a child of this process or its child.
     unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, signal.as_raw()) };
@@ -57,7 +57,7 @@ fn a_signal_stops_a_daemon_whichever_thread_gets_it() {
         for index in 0..count() {
             at += 1;
             let pid = place.pid("d");
-            // Threads that answer commands come and go.
+            // The daemon starts and ends control threads, so the list may be shorter now.
             if let Some((thread, name)) = threads(pid).get(index) {
                 signal_thread(pid, *thread, stop);
                 wait_until(&format!("{stop:?} to {name} stops the daemon"), || has_exited(pid));
@@ -78,7 +78,7 @@ fn a_signal_stops_a_daemon_at_any_moment() {
         let pid = i32::try_from(child.id()).unwrap();
         std::thread::sleep(Duration::from_micros(1500 * round));
         let threads = threads(pid);
-        // Another thread each time, from the newest to the first.
+        // Each round signals another thread, the newest first.
         if let Some((thread, _)) = threads.iter().rev().nth(round as usize % threads.len().max(1)) {
             signal_thread(pid, *thread, [Signal::TERM, Signal::INT][round as usize % 2]);
         }
@@ -87,8 +87,8 @@ fn a_signal_stops_a_daemon_at_any_moment() {
     }
 }
 
-/// Has `command` begin with SIGHUP ignored, and all three signals blocked.
-fn deaf(command: &mut Command) {
+/// Makes `command` start with SIGHUP ignored, and with SIGTERM, SIGINT and SIGHUP blocked.
+fn block_signals(command: &mut Command) {
     let ignore = || {
         // SAFETY: calls that may be made between fork and exec; zeroes are an empty set.
         unsafe {
@@ -110,7 +110,7 @@ fn a_daemon_ignores_inherited_signal_masks_and_nohup() {
     let place = Place::new("deaf");
     for stop in [Signal::TERM, Signal::INT] {
         let mut command = place.command(&["attach", "ram:1M"]);
-        deaf(&mut command);
+        block_signals(&mut command);
         assert!(command.stdout(Stdio::null()).status().unwrap().success());
         let pid = place.pid("ram");
         signal(pid, stop);
@@ -125,7 +125,7 @@ fn sighup_stops_no_daemon_whichever_thread_gets_it() {
     let pid = place.pid("d");
     let log = || fs::read_to_string(place.state().join("d.log")).unwrap();
     let reported = |log: &str| log.matches("SIGHUP: no certificates to reload").count();
-    // Threads that answer commands come and go.
+    // Without the threads that answer commands, which may exit at any time.
     let threads = threads(pid).into_iter().filter(|(_, name)| name != "blkq-control");
     for (at, (thread, name)) in threads.enumerate() {
         signal_thread(pid, thread, Signal::HUP);
@@ -148,7 +148,7 @@ fn detach_reports_what_it_waits_for() {
     assert_eq!((lines.len(), detached.status.code()), (2, Some(1)));
 }
 
-/// The panic of an engine: on the thread that has I/O in flight, inside of the sandbox.
+/// The panic is on an engine's thread, with I/O in flight and the sandbox active.
 // Contract: detach
 #[test]
 fn a_panic_aborts_the_daemon_and_is_in_the_log() {
@@ -182,7 +182,7 @@ fn a_panic_aborts_the_daemon_and_is_in_the_log() {
     }
     let shown = String::from_utf8(place.run(&["show", "d"]).stdout).unwrap();
     assert!(shown.contains("state   dead") && shown.contains("a fault rule injected this panic"), "{shown}");
-    // Nothing is in the way of the next one.
+    // The dead daemon left nothing that prevents another attach.
     place.done(&words);
     place.done(&["detach", "d"]);
     assert!(place.files().is_empty());
@@ -198,7 +198,7 @@ fn a_daemon_is_found_by_its_name() {
     assert_eq!(process("cmdline"), "blkq\0daemon\0--\0disk.img\0");
 }
 
-/// Has `command` inherit the pipe's `end` as descriptor 9.
+/// Makes `command` inherit the pipe's `end` as descriptor 9.
 fn inherit(command: &mut Command, end: &OwnedFd) {
     let raw = end.as_raw_fd();
     let inherit = move || {
@@ -212,7 +212,7 @@ fn inherit(command: &mut Command, end: &OwnedFd) {
     unsafe { command.pre_exec(inherit) };
 }
 
-/// No process holds the writing end.
+/// Checks that no process holds the writing end.
 fn assert_closed(reader: &OwnedFd, process: &str) {
     assert_eq!(rustix::io::read(reader, &mut [0; 1]), Ok(0), "{process} has the pipe open");
 }
@@ -248,7 +248,7 @@ fn a_daemon_inherits_no_descriptors() {
     assert!(strange.is_empty(), "{strange:?}");
 }
 
-/// `attach` with `words`, which is handed a socket at `path` as by a service manager.
+/// `blkq attach` with `words` and a listening socket at `path` as descriptor 3 (systemd socket activation).
 fn activated(place: &Place, path: &Path, words: &[&str]) -> Command {
     let mut command = Command::new("sh");
     command
@@ -268,13 +268,13 @@ fn socket_activation_with_create_creates_the_image() {
     let words = [image.to_str().unwrap(), "--create=1M"];
     let mut child = activated(&place, &path, &words).spawn().unwrap();
     drop(client(&format!("nbd+unix:///?socket={}", path.display())));
-    // It has its name still.
+    // The name is in use, so a second attach fails.
     place.refused(&["attach", "ram:1M", "--name", "d"]);
     signal(child.id().try_into().unwrap(), Signal::TERM);
     wait_for_exit(&mut child, "SIGTERM stops it");
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
 
-    // One that is not served is removed again.
+    // If the daemon cannot start, it removes the image that it created.
     fs::remove_file(&image).unwrap();
     fs::remove_file(&path).unwrap();
     let words = [words[0], words[1], "--listen=unix:/nowhere/a.sock"];
@@ -308,9 +308,9 @@ fn a_full_log_pipe_does_not_block_the_daemon() {
     rustix::fs::fcntl_setfl(&writer, flags).unwrap();
     let mut command = place.command(&["attach", "ram:1M", "--foreground", "--name", "d"]);
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::from(writer)).spawn().unwrap();
-    wait_until("the device is there", || place.run(&["show", "d"]).status.success());
+    wait_until("the device is served", || place.run(&["show", "d"]).status.success());
     let pid = i32::try_from(child.id()).unwrap();
-    // Each writes a line.
+    // The daemon logs a line for each signal.
     signal(pid, Signal::HUP);
     signal(pid, Signal::TERM);
     wait_for_exit(&mut child, "SIGTERM stops it");

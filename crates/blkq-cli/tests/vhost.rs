@@ -88,7 +88,7 @@ fn a_virtual_machine_has_the_device() {
     // A second front end is rejected, and the log says so.
     assert!(VhostUser::<VirtioBlkConfig, VirtioBlkReqBuf>::new(path, 0).is_err());
     let log = || fs::read_to_string(place.state().join("d.log")).unwrap_or_default();
-    wait_until("it is logged", || log().contains("rejected vhost-user front end"));
+    wait_until("it is logged", || log().contains("): another front end is connected"));
 
     let info = place.json(&["show", "d", "--json"]);
     let clients = info["clients"].as_array().unwrap();
@@ -193,13 +193,13 @@ fn requests_in_registered_memory_survive_a_killed_daemon() {
     kill_under_load("vhost-kill-reg", &["--register-memory", "--no-sandbox"]);
 }
 
-/// A front end fills its call eventfd and has writes to it wait: the confined daemon serves its other rings
-/// and NBD, and detaches.
+/// A front end fills its call eventfd, so that writes to it block: the confined daemon still serves the other
+/// rings and NBD, and detaches.
 // Contract: bounded-input
 #[test]
 fn a_full_call_eventfd_does_not_block_the_device() {
     use front_end::{FEATURES, FrontEnd, withstand_refills};
-    // Behind the rings.
+    // Memory after the rings.
     const AT: usize = 6 << 20;
     let place = Place::new("vhost-filled");
     let image = place.image("image", 8 << 20);
@@ -219,7 +219,7 @@ fn a_full_call_eventfd_does_not_block_the_device() {
     withstand_refills(&mut front, AT, besides, || _ = place.done(&["detach", "d", "--force"]));
 }
 
-/// Not every ring can have its eventfd then, and a guest with one has it.
+/// The limit of open files leaves no eventfds for all rings; a guest with one ring is served.
 // Contract: bounded-input
 #[test]
 fn few_open_files_are_enough_for_one_ring() {
