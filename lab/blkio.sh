@@ -44,7 +44,6 @@ front_end() {
     disk=$(blkio_disk "${disk#vhost-user:}")
     [[ " $* " != *" -r "* ]] || disk+=,read-only=on
     become_blkio qemu-nbd -t -e 20 "$@" -k "$socket" --image-opts "$disk" >"$SCRATCH/qemu-nbd.log" 2>&1 &
-    # used by scripts that source this file
     # shellcheck disable=SC2034 # used by scripts that source this file
     FRONT_END=$!
     wait_for 10 test -S "$socket"

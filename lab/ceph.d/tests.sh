@@ -536,7 +536,6 @@ system_calls() {
 without_library() {
     local library
     library=$(ldconfig -p | sed -n 's/.*librbd\.so\.1 .* => //p' | head -n 1)
-    # expanded by the inner shell
     # shellcheck disable=SC2016 # expanded by the inner shell
     refused 'librbd' unshare --mount bash -c 'mount --bind /dev/null "$0" && exec "$@"' "$(readlink -f "$library")" \
         "$BLKQ" attach rbd:rbd/any --export nbd --ceph-conf "$CLUSTER/ceph.conf"
@@ -553,7 +552,6 @@ clean_up() {
 }
 
 case_of() { # NAME COMMAND...
-    # PATTERN is meant as a pattern
     # shellcheck disable=SC2053 # ONLY is a pattern
     [[ $1 == $ONLY ]] || return 0
     local code

@@ -1,6 +1,6 @@
 #!/usr/bin/python3
 # Contract: errors
-"""A daemon that lacks a resource while clients with exact records use it: memory, address space,
+"""Deprives a daemon of a resource while a load runs whose data is verified: memory, address space,
 descriptors, processor time, space in its state directory. pressure.py SCRATCH WHAT"""
 
 import errno
@@ -155,7 +155,7 @@ def limited(image, limit):
 
 
 def crowd(server, count):
-    """Connects that number of clients; returns how many are accepted."""
+    """Connects `count` clients; returns how many are accepted."""
     clients, greeted = [], 0
 
     def has_connected():
@@ -185,8 +185,8 @@ def is_shown(server):
 
 
 def descriptors(scratch):
-    """With few descriptors, clients are rejected while some descriptors remain for commands. With none,
-    commands wait without making the daemon spin, and connected clients are served."""
+    """With few descriptors, the daemon rejects clients and keeps some descriptors for commands. With none
+    left, commands wait, the daemon uses no processor time for them, and connected clients are served."""
     image = fresh(scratch)
     server, model = limited(image, 192), Model(BYTES // SECTOR)
     load = Load(model, 1)
@@ -196,8 +196,8 @@ def descriptors(scratch):
     blkq("set", server.name, "depth=64")
     used = max(int(name) for name in os.listdir(f"/proc/{server.pid}/fd")) + 1
     if not 1 < greeted < 180 or used > 180:
-        raise AssertionError(f"{greeted} of 180 clients were let in, {used} descriptors of 192 are used")
-    print(f"    192 descriptors: {greeted} of 180 clients let in, commands are answered")
+        raise AssertionError(f"{greeted} of 180 clients were accepted, {used} descriptors of 192 are used")
+    print(f"    192 descriptors: {greeted} of 180 clients accepted, commands are answered")
 
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (used, used))
     commands = []
@@ -232,7 +232,7 @@ def stopped(scratch):
             os.kill(server.pid, signal.SIGSTOP)
             load.run(16, lambda end=time.monotonic() + 0.3: time.monotonic() > end)
             if number == 0 and options is MODES[0]:
-                # With a time limit, because it does not wait for a stopped daemon.
+                # Must answer although this daemon is stopped; the helper `blkq` has a time limit.
                 if "crash" not in blkq("list"):
                     raise AssertionError("list leaves out a daemon that is stopped")
             os.kill(server.pid, signal.SIGCONT)

@@ -20,7 +20,8 @@ apt_own() { # COMMAND ARGUMENT...: apt-get or apt-cache on the lists of the lab
         -o Acquire::Retries=3 -o APT::Sandbox::User= -o Debug::NoLocking=1 "$@"
 }
 
-# apt_of SUITE COMMAND ARGUMENT...: as if nothing was installed here, in $LAB_CACHE/apt-SUITE
+# apt_of SUITE COMMAND ARGUMENT...: runs apt-get or apt-cache for SUITE in $LAB_CACHE/apt-SUITE, with an empty list
+# of installed packages
 apt_of() {
     local suite=$1 apt=$LAB_CACHE/apt-$1 command=$2
     shift 2
@@ -33,7 +34,7 @@ apt_of() {
         -o APT::Sandbox::User= -o Debug::NoLocking=1 "$@"
 }
 
-# Lists that were updated today.
+# Updates the package lists, at most once a day.
 apt_lists() {
     local apt=$LAB_CACHE/apt suite
     [[ -z $(find "$apt/updated" -mtime -1 2>/dev/null) ]] || return 0
@@ -57,8 +58,8 @@ newest_kernel() { # VERSION
     offered_kernels | awk -v wanted="$1" 'index($0 ".", wanted) == 1 && substr($0, length(wanted) + 1, 1) ~ /[.+-]/' | tail -n 1
 }
 
-# Runs a command that creates the directory given as its last argument, and renames the result to
-# CACHED-NAME only when it is complete; one such command at a time.
+# cached CACHED-NAME COMMAND...: unless $LAB_CACHE/CACHED-NAME exists, runs COMMAND with a temporary directory as its
+# last argument, under a lock, and renames the directory to CACHED-NAME if COMMAND succeeds.
 cached() { # CACHED-NAME COMMAND...
     local name=$1 partial code
     shift
@@ -94,7 +95,7 @@ download_and_unpack() {
     done
 }
 
-# Debian's newer kernels consist of several packages, on which the package of that name depends.
+# In newer releases of Debian, linux-image-RELEASE depends on the packages that contain the modules and the image.
 unpack_kernel() { # RELEASE DIRECTORY
     local release=$1 directory=$2 packages
     packages=$(apt_own apt-cache depends "linux-image-$release" | sed -n "s/^ *Depends: \(linux-.*-$release\)$/\1/p")

@@ -18,7 +18,6 @@ choose() {
 }
 
 chosen_step() { # NAME COMMAND...
-    # PATTERN is meant as a pattern
     # shellcheck disable=SC2053 # ONLY is a pattern
     [[ $1 != $ONLY ]] || step "$@"
 }
