@@ -520,7 +520,7 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     assert!(!fs::exists(&file).unwrap(), "the refused commit left its bitmap file");
     place.done(&["detach", "q"]);
     assert_eq!(in_qemu_nbd(&top, "b0"), [(K << 10, 64 * K)]);
-    // The refused commits have not changed the backing file.
+    // A refused commit does not change the bitmaps of the backing file.
     let low = path("low");
     for (clusters, size, why) in
         [("cluster_size=64k", "8M", "blkq resize"), ("cluster_size=512", "32M", "its L1 table has room for")]

@@ -87,7 +87,7 @@ fn a_created_image_stays_only_with_its_device() {
     }
     assert!(place.refused(&["attach", "ram:1M", "--create", "1M"]).contains("--create creates image files"));
     assert!(place.refused(&["attach", "/dev/null", "--create", "1M"]).contains("already exists"));
-    // The device existed; its command fails later.
+    // The image stays, because the device was attached before the command of --run failed.
     let run = place.run(&["attach", image, "--create", "1M", "--run", "exit 7"]);
     assert_eq!((run.status.code(), path.exists()), (Some(7), true));
 }
@@ -296,7 +296,7 @@ fn a_device_that_cannot_be_reported_is_detached_again() {
         );
         assert!(place.files().is_empty(), "{words:?}");
     }
-    // A directory that existed before the attach is not removed.
+    // A device that existed before the command stays attached.
     place.done(&["attach", &image]);
     let output = place.command(&["attach", "--nooverlap", &image]).stdout(full()).status().unwrap();
     assert_eq!(output.code(), Some(1));

@@ -93,7 +93,7 @@ fn stat_without_names_has_a_line_per_device() {
     assert!(lines[0].ends_with('Z') && lines[0].len() == 24, "{text}");
     assert_eq!((lines[1], lines[2], lines[4]), ("2 devices were idle", "", "2 devices were idle"), "{text}");
     assert_eq!(place.done(&["stat", "0.02", "1", "--verbose"]).lines().count(), 4);
-    // Of several, one that is missing does not hide the others.
+    // A missing device does not hide the reports of the others.
     let output = place.run(&["stat", "busy", "never"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8(output.stdout).unwrap().contains("\nbusy "));
@@ -188,7 +188,7 @@ fn doctor_fails_where_nothing_can_be_served() {
     assert_eq!((&ring["state"], &ring["needed"]), (&Value::from("missing"), &Value::Bool(true)));
     assert!(ring["cure"].as_str().unwrap().contains("seccomp profile"), "{ring}");
 
-    // Certificates that are asked for count.
+    // Certificates that --tls-certificates names must be usable.
     let page = place.run(&["doctor", "--tls-certificates", "/nowhere"]);
     assert_eq!(page.status.code(), Some(1));
     assert!(!place.state().exists(), "nothing is made");

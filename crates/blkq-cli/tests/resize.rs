@@ -1,4 +1,4 @@
-//! A device becomes smaller under its users only if that is asked for.
+//! A device in use shrinks only with --force.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -41,7 +41,7 @@ fn shrinking_spares_clients_unless_forced() {
     assert_eq!(place.done(&["resize", "d", "+0"]), "4M\n");
     assert!(place.refused(&["resize", "d", "+7E"]).contains("resize d: "));
     assert_eq!(place.done(&["resize", "d", "1M", "--force"]), "1M\n");
-    // Without clients it is free, and they can connect afterwards.
+    // Without clients, shrinking needs no --force, and clients can connect afterwards.
     drop(connected);
     wait_for_clients(0);
     assert_eq!(place.done(&["resize", "d", "512K"]), "512K\n");

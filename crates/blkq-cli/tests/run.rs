@@ -23,7 +23,7 @@ fn start(place: &Place, script: &str) -> (Child, BufReader<ChildStdout>) {
     (child, output)
 }
 
-/// The exit code, what more was printed, and what was complained of.
+/// Returns the exit code, the rest of standard output, and standard error.
 fn finish(mut child: Child, mut output: BufReader<ChildStdout>) -> (Option<i32>, String, String) {
     drop(child.stdin.take());
     let (mut printed, mut errors) = (String::new(), String::new());
@@ -45,7 +45,7 @@ fn run_puts_the_device_in_the_environment_and_exits_alike() {
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
     assert!(place.files().is_empty());
 
-    // Without --export it is NBD, which $uri is for.
+    // Without --export the device is exported over NBD, and $uri is set.
     let mut plain = Command::new(env!("CARGO_BIN_EXE_blkq"));
     plain.args(["attach", "ram:1M", "--run", "echo $uri"]).env("BLKQ_STATE_DIR", place.state());
     assert!(String::from_utf8(plain.output().unwrap().stdout).unwrap().starts_with("nbd+unix:///"));
@@ -94,7 +94,7 @@ fn a_signal_is_passed_on_and_the_device_detached_afterwards() {
         assert_eq!(finish(child, output), (Some(3), format!("got {name}\n"), String::new()));
         assert!(place.files().is_empty());
     }
-    // One that it does not catch kills it.
+    // A signal that the command does not catch kills it.
     let (child, output) = start(&place, "echo ready; exec sleep 60");
     signal(child.id().try_into().unwrap(), Signal::TERM);
     assert_eq!(finish(child, output).0, Some(128 + 15));
@@ -112,10 +112,10 @@ fn a_device_detached_before_the_command_exits_is_reported() {
         assert!(errors.starts_with("blkq: ram: the daemon died (signal: 9"), "{errors}");
         assert!(!place.files().iter().any(|file| file.ends_with(".control")), "{:?}", place.files());
     }
-    // Detached on purpose, that is all the same to the command.
+    // A detach on purpose, while the command runs, is reported too.
     let (child, output) = start(&place, "echo ready; read line");
     place.done(&["detach", "ram"]);
-    // Another one of that name is not ours.
+    // A new device with this name is not the device of --run.
     place.done(&["attach", "ram:2M", "--name", "ram"]);
     let (exited, _, errors) = finish(child, output);
     assert!(errors.contains("ram: the device was detached before"), "{errors}");
@@ -183,7 +183,7 @@ fn a_device_exits_with_the_process_that_started_it() {
     child.wait().unwrap();
 }
 
-/// Whenever the parent exits: before blkq begins, while it attaches, or later.
+/// The parent exits before blkq begins, while it attaches, or later.
 #[test]
 fn a_parent_that_exits_early_leaves_no_device() {
     let place = Place::new("orphan");
@@ -199,7 +199,7 @@ fn a_parent_that_exits_early_leaves_no_device() {
     assert!(place.files().is_empty());
 }
 
-/// As in a container that a process outside of it entered: the session has no owner that can be named.
+/// The session leader is outside of the PID namespace, as when a process enters a container: getsid(2) returns 0.
 #[test]
 fn a_device_is_served_where_the_session_has_no_number() {
     let place = Place::new("session");
@@ -226,7 +226,7 @@ fn a_pid_file_is_there_as_long_as_the_device() {
     assert_eq!(read(), place.pid("ram"));
     signal(read(), Signal::TERM);
     wait_until("it is removed", || !file.exists());
-    // A stale one is replaced, also in the foreground and relative to where it is started.
+    // A stale pid file is replaced, also in the foreground and with a path relative to the current directory.
     fs::write(&file, "1\n").unwrap();
     let mut front =
         place.command(&["attach", "ram:1M", "--foreground", "--pid-file", "pid", "--name", "front"]);
@@ -236,7 +236,7 @@ fn a_pid_file_is_there_as_long_as_the_device() {
     place.done(&["detach", "front"]);
     assert!(!file.exists());
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    // One of another device, and what is no pid file, are refused.
+    // The pid file of another device is refused, and so is a file that is not a pid file.
     let image = place.image("disk.img", 1 << 20);
     place.done(&["attach", "ram:1M", "--pid-file", path]);
     let line = place.refused(&["attach", &image, "--pid-file", path]);
@@ -246,7 +246,8 @@ fn a_pid_file_is_there_as_long_as_the_device() {
     let line = place.refused(&["attach", &image, "--pid-file", &image]);
     assert!(line.contains(&format!("--pid-file {image} is the image of the device")), "{line}");
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
-    // The pid file of a killed daemon is free, and of a link the target counts, where the sandbox lets it be removed.
+    // The pid file of a killed daemon is replaced. If the path is a symbolic link, its target is the pid file, which
+    // the confined daemon can remove.
     fs::create_dir(place.dir.join("run")).unwrap();
     std::os::unix::fs::symlink("run/pid", &file).unwrap();
     place.done(&["attach", "ram:1M", "--pid-file", path]);

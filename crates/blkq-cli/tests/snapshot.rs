@@ -1,4 +1,4 @@
-//! Snapshots of devices in use: what they had stays, and their clients notice nothing.
+//! Snapshots of devices in use: the old image keeps its data, and clients see no error.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod place;
@@ -28,7 +28,7 @@ fn a_client_continues_in_each_new_overlay() {
         let images = ["1", "2", "3"].map(&path);
         let mut below = vec![base.clone()];
         for (number, image) in images.iter().enumerate() {
-            // Without the tag of its journal, which is removed.
+            // Without the number in the header that names the journal, which the daemon clears.
             let kept = |path: &String| {
                 let mut bytes = fs::read(path).unwrap();
                 bytes[88..92].fill(0);
@@ -60,7 +60,7 @@ fn a_client_continues_in_each_new_overlay() {
                 serde_json::from_str(&run("qemu-img", &["info", "--output=json", image])).unwrap();
             assert_eq!(info["full-backing-filename"], behind.as_str(), "{info}");
         }
-        // The next daemon finds the same.
+        // The next daemon reads the same data.
         let uri = place.done(&["attach", &images[2], "--format", "qcow2", "--name", "d"]);
         let mut client = Client::new(&uri, "d");
         assert_eq!([1, 2, 3, 10, 11, 12].map(|block| client.read(block)), [1, 4, 0, 2, 3, 4]);
@@ -85,7 +85,7 @@ fn writes_continue_during_snapshots_and_none_is_lost() {
     }
     writer.wait(50);
     let expected = writer.finish();
-    // A flush is all that a killed daemon owes.
+    // Only flushed data must survive a killed daemon.
     kill_and_wait(place.pid("d"), &[&base, &last]);
     let raw = place.dir.join("raw").to_str().unwrap().to_owned();
     run("qemu-img", &["convert", "-U", "-f", "qcow2", "-O", "raw", &last, &raw]);
@@ -122,7 +122,7 @@ fn several_devices_have_snapshots_together_or_none() {
     assert_eq!([0, 1].map(|block| client.read(block)), [1, 2]);
 }
 
-/// Has the device `name` make `path` its next image, and wait.
+/// Begins a snapshot of the device `name` to `path`, and leaves it frozen until the command continues or disconnects.
 fn begin(place: &Place, name: &str, path: &str) -> UnixStream {
     let mut options = place.json(&["show", name, "--json"])["attach_options"].clone();
     options["options"]["image"] = path.into();
@@ -167,7 +167,7 @@ fn a_commit_that_begins_in_a_snapshot_keeps_the_new_image() {
     let files = [fs::File::options().read(true).write(true).open(&base), fs::File::open(&base)];
     let files = files.map(Result::unwrap);
     send_files(&commit, &files.each_ref().map(AsFd::as_fd));
-    // It is past what it checks first.
+    // The commit has passed its first checks.
     commit.set_nonblocking(true).unwrap();
     assert_stays("the commit waits for the snapshot", || commit.read(&mut reply).is_err());
     commit.set_nonblocking(false).unwrap();

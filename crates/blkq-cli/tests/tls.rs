@@ -75,7 +75,7 @@ impl Place {
         printed + &errors
     }
 
-    /// A device over TLS as in the quick start; where it is, and its port.
+    /// Attaches a device over TLS as in the quick start. Returns its URI and its port.
     fn quick_start(&self) -> (String, u16) {
         self.image("disk.img", 1 << 20);
         let port = free_port();
@@ -114,7 +114,7 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
         signal(pid, Signal::HUP);
         wait_until(&format!("the log has {expected}"), || place.log()[before..].contains(expected));
     };
-    // A key that does not fit: all stays as it was.
+    // A key that does not match the certificate changes nothing.
     place.shell_done("cp server/server-key.pem keep; cp client/client-key.pem server/server-key.pem");
     hangup("SIGHUP: the old certificates stay in use: TLS: ");
     assert!(
@@ -123,7 +123,7 @@ fn sighup_reloads_the_certificates_or_keeps_the_old_ones() {
         place.log()
     );
     assert_eq!(served(), "server\n");
-    // A configuration that is applied: neither these nor its settings.
+    // `config apply` then changes neither certificates nor settings.
     let config =
         format!("image = \"{}\"\ndepth = 9\nname = \"disk.img\"\n", place.dir.join("disk.img").display());
     fs::write(place.dir.join("disk.toml"), config).unwrap();
@@ -188,13 +188,13 @@ fn the_log_says_why_a_client_was_turned_away() {
          openssl req -x509 $EC -subj /CN=stranger -CA c -CAkey k -addext basicConstraints=critical,CA:FALSE \\
              -addext extendedKeyUsage=clientAuth -keyout client-key.pem -out client-cert.pem",
     );
-    // GnuTLS keeps back a certificate that the server would not take; Python's ssl does not.
+    // GnuTLS does not send a certificate that the server would reject; Python's ssl does.
     let stranger = SUBJECT.replace("client/client", "other/client") + "server.recv(1)\n";
     logged(
         &format!("python3 -c '{stranger}' {port}"),
         "the client's certificate is not signed by an authority in ca-cert.pem",
     );
-    // One that does not trust the server.
+    // A client that does not trust the server.
     let wary = SUBJECT.replace("ca/ca-cert.pem", "other/c");
     logged(&format!("python3 -c '{wary}' {port}"), "the client sent the alert UnknownCA");
     logged(&format!("nbdinfo nbd://localhost:{port}"), "the client did not request TLS");

@@ -19,7 +19,7 @@ use serde_json::json;
 const SET: [&str; 6] =
     ["set", "d", "read-only=on", "on-error=hold", "limit=read-iops=100000", "hang-warning=7"];
 
-/// A disk of a virtual machine that is not there yet, with settings that were changed since it was attached.
+/// Attaches a disk for a virtual machine that has not connected yet, and changes its settings.
 fn attach(place: &Place) {
     let image = place.image("image", 1 << 20);
     place.done(&["attach", "--name", "d", &image, "--export", "vhost-user-blk"]);
@@ -42,7 +42,7 @@ fn a_new_daemon_begins_with_the_settings_of_the_old_one() {
     let place = Place::new("upgrade");
     attach(&place);
     let old = place.pid("d");
-    // The settings are handed on to the next one, too.
+    // The second upgrade passes the settings on, too.
     for _ in 0..2 {
         place.done(&["upgrade", "d"]);
         check_settings(&place);
@@ -102,7 +102,7 @@ fn the_old_program_serves_again_if_the_service_does_not_start() {
     assert!(line.contains("so the old program serves the device again, outside of the service"), "{line}");
     assert_ne!(place.pid("d"), old);
     check_settings(&place);
-    // A service that starts one after all takes over at the next upgrade.
+    // A service that can start a daemon takes over at the next upgrade.
     let mut upgrade = place.command(&["upgrade", "--service", "d"]);
     let upgrade = upgrade.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     wait_until("it is left", || place.run(&["show", "d"]).status.code() == Some(1));
@@ -186,7 +186,7 @@ fn of_two_upgrades_at_once_none_leaves_the_disk_alone() {
     place.done(&["detach", "d"]);
 }
 
-/// Writes a state file in place, as a daemon does: it stays the same file, with the same mode.
+/// Writes a state file in place, as a daemon does: the inode and the mode stay the same.
 fn overwrite(path: &Path, text: &[u8]) {
     let mode = fs::metadata(path).unwrap().permissions();
     fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();

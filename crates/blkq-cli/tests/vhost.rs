@@ -137,7 +137,7 @@ fn kill_under_load(test: &str, options: &[&str]) {
     let place = Place::new(test);
     let image = place.image("image", 8 << 20);
     let attach = ["attach", "--name", "d", &image, "--export", "vhost-user-blk", "--queues", "2"];
-    // Some complete before the daemon dies, and others do not.
+    // Some requests complete before the daemon is killed, and others do not.
     let slow = [&attach[..], options, &["--fault", "delay=400ms,op=write,rate=50%;seed=3"]].concat();
     // It warns of the faults.
     let attached = || assert!(place.run(&slow).status.success());

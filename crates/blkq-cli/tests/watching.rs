@@ -75,7 +75,7 @@ fn the_warning_is_a_live_setting_and_works_without_statistics() {
     let uri = String::from_utf8(place.run(&words).stdout).unwrap();
     assert_eq!(place.json(&["show", "ram", "--json"])["settings"]["hang-warning"], 0);
     let mut client = session(&uri, "ram");
-    // A device in memory has nothing to flush: reads do.
+    // Flushes of a device in memory do not reach the driver, so reads get stuck instead.
     place.done(&["set", "ram", "fault=stuck,op=read"]);
     request(&mut client, 0, 5, 0, 512);
     assert_stays("the warning is off", || lines_with(&place, "hang:").is_empty());
@@ -146,7 +146,7 @@ fn answer(uri: &str, request: &[u8]) -> String {
 }
 
 fn talk(mut stream: impl Read + Write, request: &[u8], answer: &mut Vec<u8>) {
-    // It may answer and close before it has read everything.
+    // The server may answer and close before it has read everything.
     let _ = stream.write_all(request);
     let _ = stream.read_to_end(answer);
 }
@@ -230,7 +230,7 @@ fn metrics_are_for_this_machine_unless_said_otherwise() {
     let other = place.refused(&["attach", "ram:1M", "--export", "nbd", "--metrics", &taken, "--insecure"]);
     assert!(other.contains("--metrics: cannot listen on"), "{other}");
     assert_eq!(place.json(&["list", "--json"]).as_array().unwrap().len(), 1);
-    // The remains of a killed daemon stop nothing.
+    // The stale socket of a killed daemon does not prevent an attach.
     let at = format!("unix:{}", place.dir.join("m.sock").display());
     place.done(&["attach", "ram:1M", "--name", "k", "--metrics", &at]);
     kill(place.pid("k"));
@@ -271,7 +271,7 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
             begin.elapsed() < SLOW_CLIENT
         });
     };
-    // A client that sends nothing, or too slowly, keeps no other out.
+    // Clients that send nothing, or too slowly, do not block others.
     let mut slow = Vec::new();
     in_time("others are served while slow clients are connected", &mut || {
         slow = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect::<Vec<_>>();
@@ -280,7 +280,7 @@ fn hostile_http_clients_are_shed_and_the_device_is_not_slowed() {
     });
     let page = scrape(&metrics);
     assert!(page.value("blkq_metrics_shed_total", &[]).unwrap() >= 80.0, "84 had no place");
-    // The ones that still have a place have five seconds.
+    // A slow client is disconnected after five seconds, and not earlier.
     let begin = Instant::now();
     let mut late = TcpStream::connect(&address).unwrap();
     late.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

@@ -105,7 +105,7 @@ impl RandomWriter {
         RandomWriter { stop, rounds, thread: Some(std::thread::spawn(write)) }
     }
 
-    /// Waits until the load has written that number of further blocks.
+    /// Waits until the client has written `blocks` more blocks.
     pub fn wait(&self, blocks: u64) {
         let seen = self.rounds.load(SeqCst);
         let is_finished = || self.thread.as_ref().is_none_or(JoinHandle::is_finished);
@@ -120,7 +120,7 @@ impl RandomWriter {
 }
 
 impl Drop for RandomWriter {
-    /// Stops the load however the test ends.
+    /// Stops the client, also when the test panics.
     fn drop(&mut self) {
         self.stop.store(true, SeqCst);
         if let Some(thread) = self.thread.take() {
