@@ -413,7 +413,7 @@ fn take(client: &mut ClientConnection, mut taken: usize, answered: usize) -> usi
                 taken += bytes;
                 assert!(taken <= answered);
             }
-            // No decrypted bytes are left for now, or the connection has ended.
+            // No decrypted bytes are left for now, or the connection is closed.
             Err(_) => return taken,
         }
     }

@@ -1,4 +1,4 @@
-//! What both the text output and the HTML page compute from a table.
+//! Figures that the text output and the HTML page both compute from a table.
 
 use crate::metric::{Metric, group_thousands};
 use crate::result::{Comparison, Curve, Effect, Expected, Published, PublishedRow, Table};

@@ -208,7 +208,7 @@ struct Connections {
 const OPEN: u64 = u32::MAX as u64;
 /// One [`Paused`] guard in [`Registry::admission`]. While one exists, no connections are admitted.
 const PAUSE: u64 = 1 << 32;
-/// Flag in [`Registry::admission`]: no more connections are admitted, because the server is stopping.
+/// Flag in [`Registry::admission`]: connections are no longer admitted, because the server is stopping.
 const CLOSED: u64 = 1 << 63;
 
 /// The number of open connections in a value of [`Registry::admission`].
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_without_force_fails_while_clients_are_connected_and_changes_nothing() {
+    fn a_stop_that_fails_because_of_clients_changes_nothing() {
         let registry = Registry::new(None, None);
         let admit = || registry.admit(9, String::new);
         assert!(admit() && registry.close_if_empty() == Err(1));

@@ -1,5 +1,4 @@
-//! The lives of a device's servers, one after another: the set-up, the faults, the way in which the server stops, and
-//! the checks of the file afterwards.
+//! The lives of a device's servers, one after another: the set-up, the faults, the stop, and the checks of the file.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};

@@ -31,8 +31,8 @@ pub(crate) trait Scheduler: Send {
     /// Called after a bio was merged into the request, which changes its start or its length.
     fn merged(&mut self, tag: Tag, requests: &[Request]);
 
-    /// Finds the queued request that touches `tag` on `side` after a merge there: the request behind it for
-    /// the back, the one before it for the front.
+    /// Finds the queued request that touches `tag` on `side` after a merge there: the request that follows it
+    /// for the back, the one before it for the front.
     fn find_neighbour(&self, requests: &[Request], tag: Tag, side: MergeSide) -> Option<Tag>;
 
     /// Called after `gone`, the neighbour behind `kept`, was merged into `kept`. Both keep the earlier of

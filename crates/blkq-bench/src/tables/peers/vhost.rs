@@ -1,5 +1,5 @@
-//! Measures vhost-user-blk servers with the front end in [`crate::vhost`], which a server cannot tell from a virtual
-//! machine. The bases are io_uring on the file and on a loop device, also from this process.
+//! Measures vhost-user-blk servers with the front end in [`crate::vhost`], which behaves like a virtual machine.
+//! The bases are io_uring on the file and on a loop device, also from this process.
 
 use std::path::Path;
 use std::process::Stdio;

@@ -61,7 +61,7 @@ pub struct Seen {
     pub power_losses: u64,
     /// Requests that were in flight when a daemon was killed, and completed later.
     pub recovered: u64,
-    /// Those of them whose chain begins at descriptor 0.
+    /// The part of `recovered` whose chain begins at descriptor 0.
     pub recovered_first: u64,
     pub stops: u64,
     pub resets: u64,
