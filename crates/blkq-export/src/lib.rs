@@ -26,6 +26,7 @@
 
 mod buffers;
 pub mod client_kind;
+mod counters;
 pub mod mapping;
 pub mod nbd;
 pub mod peer;
@@ -34,3 +35,5 @@ mod sync;
 pub mod ublk;
 pub mod vhost_user;
 mod work;
+
+pub use counters::Counted;

@@ -5,6 +5,7 @@ use std::fmt::{Display, Write};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use blkq::{Counter, StatGroup, Status};
+use blkq_export::Counted;
 
 use crate::statistics::{Nbd, Statistics, VhostUser};
 
@@ -184,56 +185,17 @@ impl Page {
 
     fn vhost_user(&mut self, vhost: &VhostUser) {
         self.gauge("vhost_user_connected", "Virtual machines connected.", vhost.connected);
-        let counters = &vhost.counters;
-        for (name, help, value) in [
-            ("vhost_user_connections", "Front ends accepted.", counters.connections),
-            ("vhost_user_refused_connections", "Front ends refused.", counters.refused_connections),
-            ("vhost_user_violations", "Front ends dropped after a protocol violation.", counters.violations),
-            (
-                "vhost_user_rejected_rings",
-                "Rings stopped because of invalid contents.",
-                counters.rejected_rings,
-            ),
-            ("vhost_user_kicks", "Kicks received from guests.", counters.kicks),
-            ("vhost_user_calls", "Calls sent to guests.", counters.calls),
-            ("vhost_user_requests", "Requests received from guests.", counters.requests),
-            ("vhost_user_errors", "Requests that completed with an error.", counters.errors),
-            ("vhost_user_read_bytes", "Bytes read by guests.", counters.read_bytes),
-            ("vhost_user_written_bytes", "Bytes written by guests.", counters.written_bytes),
-            ("vhost_user_bounced", "Requests copied because of their alignment.", counters.bounced),
-            ("vhost_user_registered", "Requests with data in registered memory.", counters.registered),
-        ] {
-            self.counter(name, help, value);
-        }
+        self.counters("vhost_user", vhost.counters.each());
     }
 
     fn nbd(&mut self, nbd: &Nbd) {
         self.gauge("nbd_connected", "NBD clients connected.", nbd.connected);
-        let counters = &nbd.counters;
-        for (name, help, value) in [
-            ("nbd_connections", "NBD connections accepted.", counters.connections),
-            ("nbd_refused_connections", "NBD connections refused.", counters.refused_connections),
-            ("nbd_violations", "NBD connections closed after a protocol violation.", counters.violations),
-            ("nbd_timeouts", "NBD connections closed after a timeout.", counters.timeouts),
-            ("nbd_requests", "NBD requests received.", counters.requests),
-            ("nbd_errors", "NBD requests answered with an error.", counters.errors),
-            (
-                "nbd_refused_requests",
-                "NBD requests rejected before they became I/Os.",
-                counters.refused_requests,
-            ),
-            ("nbd_read_bytes", "Bytes read by NBD clients.", counters.read_bytes),
-            ("nbd_written_bytes", "Bytes written by NBD clients.", counters.written_bytes),
-            ("nbd_split_reads", "NBD reads served in parts.", counters.split_reads),
-            (
-                "nbd_receive_backoffs",
-                "Receives delayed while the client read replies.",
-                counters.receive_backoffs,
-            ),
-            ("nbd_receives", "Receive operations on the sockets of NBD clients.", counters.receives),
-            ("nbd_sends", "Send operations on the sockets of NBD clients.", counters.sends),
-        ] {
-            self.counter(name, help, value);
+        self.counters("nbd", nbd.counters.each());
+    }
+
+    fn counters(&mut self, export: &str, counters: impl Iterator<Item = Counted>) {
+        for Counted { name, help, value, .. } in counters {
+            self.counter(&format!("{export}_{name}"), help, value);
         }
     }
 

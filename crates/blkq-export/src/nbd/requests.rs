@@ -22,7 +22,7 @@ use super::proto::{Command, CommandFlags, NbdError};
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::shared::EngineShared;
 use super::split::{self, Part, SplitReads};
-use super::status::RequestCounters;
+use super::status::NbdCounters;
 use super::stream::Stream;
 use super::transmission::{Request, Step, Transmission};
 use super::unaligned::{Finished, OrderedWrite};
@@ -56,7 +56,7 @@ pub(super) struct Requests {
     block_mask: u64,
     style: ReplyStyle,
     contexts: ChosenContexts,
-    counters: RequestCounters,
+    counters: NbdCounters,
     incoming: Option<Payload>,
     /// Deadline of the payload; `u64::MAX` if no payload is expected.
     payload_until_ns: u64,
@@ -92,7 +92,7 @@ impl Requests {
             style: session.replies,
             contexts: ChosenContexts { contexts: session.contexts, bitmaps: export.bitmaps.clone() },
             transmission: Transmission::new(session),
-            counters: RequestCounters::default(),
+            counters: NbdCounters::default(),
             incoming: None,
             payload_until_ns: u64::MAX,
             parsed: None,
@@ -103,7 +103,7 @@ impl Requests {
         }
     }
 
-    pub fn counters(&self) -> &RequestCounters {
+    pub fn counters(&self) -> &NbdCounters {
         &self.counters
     }
 

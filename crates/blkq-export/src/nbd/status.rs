@@ -1,11 +1,12 @@
 //! The connections and counters of a server, as its owner reads them.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering::{self, Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
+use crate::counters::counters;
 
 use super::rejections::{Reason, Rejections};
 
@@ -34,154 +35,79 @@ pub struct ConnectionInfo {
     pub in_flight: u64,
 }
 
-/// Counters since the server started, over all its connections, open and closed.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
-pub struct NbdCounters {
-    /// Connections that were accepted, including those that are closed.
-    pub connections: u64,
-    /// Connections that were rejected, because there were too many, there was no memory for another one, or
-    /// the server was stopping.
-    pub refused_connections: u64,
-    /// Connections that were closed because the client broke the protocol.
-    pub violations: u64,
-    /// Connections that were closed because the client did not finish its handshake, send a payload or take
-    /// its replies in time.
-    pub timeouts: u64,
-    /// Requests received in the transmission phase.
-    pub requests: u64,
-    /// Requests that were answered with an error, from the server, the block layer or the device.
-    pub errors: u64,
-    /// Requests that the server rejected before they reached the block layer, because they were malformed,
-    /// not allowed, or outside of the device. They are also counted as errors.
-    pub refused_requests: u64,
-    /// Data of successful reads, in bytes.
-    pub read_bytes: u64,
-    /// Data of successful writes, in bytes.
-    pub written_bytes: u64,
-    /// Reads that were split into parts.
-    #[serde(default)]
-    pub split_reads: u64,
-    /// Receives that were delayed because the client was busy reading replies.
-    #[serde(default)]
-    pub receive_backoffs: u64,
-    /// Receive operations in the transmission phase.
-    #[serde(default)]
-    pub receives: u64,
-    /// Send operations in the transmission phase.
-    #[serde(default)]
-    pub sends: u64,
-}
-
-impl NbdCounters {
-    /// Returns the counters minus those of `earlier`, an earlier state of the same servers.
-    pub fn since(&self, earlier: &NbdCounters) -> NbdCounters {
-        NbdCounters {
-            connections: self.connections.saturating_sub(earlier.connections),
-            refused_connections: self.refused_connections.saturating_sub(earlier.refused_connections),
-            violations: self.violations.saturating_sub(earlier.violations),
-            timeouts: self.timeouts.saturating_sub(earlier.timeouts),
-            requests: self.requests.saturating_sub(earlier.requests),
-            errors: self.errors.saturating_sub(earlier.errors),
-            refused_requests: self.refused_requests.saturating_sub(earlier.refused_requests),
-            read_bytes: self.read_bytes.saturating_sub(earlier.read_bytes),
-            written_bytes: self.written_bytes.saturating_sub(earlier.written_bytes),
-            split_reads: self.split_reads.saturating_sub(earlier.split_reads),
-            receive_backoffs: self.receive_backoffs.saturating_sub(earlier.receive_backoffs),
-            receives: self.receives.saturating_sub(earlier.receives),
-            sends: self.sends.saturating_sub(earlier.sends),
-        }
-    }
-
-    fn add(&mut self, status: &ConnectionStatus) {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        self.violations += get(&status.violations);
-        self.timeouts += get(&status.timeouts);
-        self.requests += get(&status.requests);
-        self.errors += get(&status.errors);
-        self.refused_requests += get(&status.refused_requests);
-        self.read_bytes += get(&status.read_bytes);
-        self.written_bytes += get(&status.written_bytes);
-        self.split_reads += get(&status.split_reads);
-        self.receives += get(&status.receives);
-        self.sends += get(&status.sends);
+counters! {
+    /// Counters since the server started, over all its connections, open and closed.
+    pub struct NbdCounters, published as PublishedCounters {
+        /// Connections that were accepted, including those that are closed.
+        connections: "NBD connections accepted.", row 0 "connections";
+        /// Connections that were rejected, because there were too many, there was no memory for another one, or
+        /// the server was stopping.
+        refused_connections: "NBD connections refused.", row 0 "rejected";
+        /// Connections that were closed because the client broke the protocol.
+        violations: "NBD connections closed after a protocol violation.", row 0 "protocol errors";
+        /// Connections that were closed because the client did not finish its handshake, send a payload or take
+        /// its replies in time.
+        timeouts: "NBD connections closed after a timeout.", row 0 "timeouts";
+        /// Requests received in the transmission phase.
+        requests: "NBD requests received.", row 1 "requests";
+        /// Requests that were answered with an error, from the server, the block layer or the device.
+        errors: "NBD requests answered with an error.", row 1 "errors";
+        /// Requests that the server rejected before they reached the block layer, because they were malformed,
+        /// not allowed, or outside of the device. They are also counted as errors.
+        refused_requests: "NBD requests rejected before they became I/Os.", row 1 "invalid requests";
+        /// Data of successful reads, in bytes.
+        read_bytes: "Bytes read by NBD clients.";
+        /// Data of successful writes, in bytes.
+        written_bytes: "Bytes written by NBD clients.";
+        /// Reads that were split into parts.
+        split_reads: "NBD reads served in parts.", row 2 "split reads";
+        /// Receives that were delayed because the client was busy reading replies.
+        receive_backoffs: "Receives delayed while the client read replies.", row 2 "receive back-offs";
+        /// Receive operations in the transmission phase.
+        receives: "Receive operations on the sockets of NBD clients.", row 2 "receives";
+        /// Send operations in the transmission phase.
+        sends: "Send operations on the sockets of NBD clients.", row 2 "sends";
     }
 }
 
-impl std::ops::AddAssign for NbdCounters {
-    /// Adds the counters of another server.
-    fn add_assign(&mut self, other: NbdCounters) {
-        self.connections += other.connections;
-        self.refused_connections += other.refused_connections;
-        self.violations += other.violations;
-        self.timeouts += other.timeouts;
-        self.requests += other.requests;
-        self.errors += other.errors;
-        self.refused_requests += other.refused_requests;
-        self.read_bytes += other.read_bytes;
-        self.written_bytes += other.written_bytes;
-        self.split_reads += other.split_reads;
-        self.receive_backoffs += other.receive_backoffs;
-        self.receives += other.receives;
-        self.sends += other.sends;
-    }
-}
-
-/// Counters of one connection. Its engine writes them once per turn, other threads only read them. Relaxed
-/// accesses suffice, as each counter is read on its own.
+/// The state of one connection, which other threads read. Relaxed accesses to the counters suffice, as each is
+/// read on its own.
 pub(super) struct ConnectionStatus {
     id: u64,
     peer: String,
     export: OnceLock<String>,
     established: Arc<AtomicUsize>,
     since: Instant,
-    requests: AtomicU64,
-    errors: AtomicU64,
-    refused_requests: AtomicU64,
+    /// The counters of requests, which the engine stores once per turn.
+    published: PublishedCounters,
     violations: AtomicU64,
     timeouts: AtomicU64,
-    read_bytes: AtomicU64,
-    written_bytes: AtomicU64,
-    split_reads: AtomicU64,
-    receives: AtomicU64,
-    sends: AtomicU64,
     in_flight: AtomicU64,
 }
 
-/// Counters that the connection updates for each request, and publishes once per turn.
-#[derive(Default)]
-pub(super) struct RequestCounters {
-    pub requests: u64,
-    pub errors: u64,
-    pub refused_requests: u64,
-    pub read_bytes: u64,
-    pub written_bytes: u64,
-    pub split_reads: u64,
-    pub receives: u64,
-    pub sends: u64,
-}
-
 impl ConnectionStatus {
-    /// Publishes `counters` and the number of requests in flight.
-    pub fn publish(&self, counters: &RequestCounters, in_flight: usize) {
-        self.requests.store(counters.requests, Ordering::Relaxed);
-        self.errors.store(counters.errors, Ordering::Relaxed);
-        self.refused_requests.store(counters.refused_requests, Ordering::Relaxed);
-        self.read_bytes.store(counters.read_bytes, Ordering::Relaxed);
-        self.written_bytes.store(counters.written_bytes, Ordering::Relaxed);
-        self.split_reads.store(counters.split_reads, Ordering::Relaxed);
-        self.receives.store(counters.receives, Ordering::Relaxed);
-        self.sends.store(counters.sends, Ordering::Relaxed);
-        self.in_flight.store(in_flight as u64, Ordering::Relaxed);
+    /// Publishes the counters of requests and the number of requests in flight.
+    pub fn publish(&self, counters: &NbdCounters, in_flight: usize) {
+        self.published.store(counters);
+        self.in_flight.store(in_flight as u64, Relaxed);
+    }
+
+    fn counters(&self) -> NbdCounters {
+        NbdCounters {
+            violations: self.violations.load(Relaxed),
+            timeouts: self.timeouts.load(Relaxed),
+            ..self.published.load()
+        }
     }
 
     /// Counts that the client broke the protocol.
     pub fn count_violation(&self) {
-        self.violations.fetch_add(1, Ordering::Relaxed);
+        self.violations.fetch_add(1, Relaxed);
     }
 
     /// Counts that the client missed a deadline.
     pub fn count_timeout(&self) {
-        self.timeouts.fetch_add(1, Ordering::Relaxed);
+        self.timeouts.fetch_add(1, Relaxed);
     }
 
     /// The number of the connection and the description of its client.
@@ -275,7 +201,7 @@ impl Registry {
         };
         let admitted = self.admission.fetch_update(Ordering::SeqCst, Ordering::SeqCst, admit);
         if let Err(admission) = admitted {
-            self.refused.fetch_add(1, Ordering::Relaxed);
+            self.refused.fetch_add(1, Relaxed);
             if open_in(admission) >= connections_max {
                 self.rejections.push(Reason::TooMany(connections_max), peer);
             }
@@ -285,7 +211,7 @@ impl Registry {
 
     /// Rejects a connection that [`Registry::admit`] has counted.
     pub fn reject_admitted(&self) {
-        self.refused.fetch_add(1, Ordering::Relaxed);
+        self.refused.fetch_add(1, Relaxed);
         self.leave();
     }
 
@@ -303,23 +229,16 @@ impl Registry {
     }
 
     pub fn register(&self, peer: String) -> Arc<ConnectionStatus> {
-        let id = self.accepted.fetch_add(1, Ordering::Relaxed) + 1;
+        let id = self.accepted.fetch_add(1, Relaxed) + 1;
         let status = Arc::new(ConnectionStatus {
             id,
             peer,
             export: OnceLock::new(),
             established: self.established.clone(),
             since: Instant::now(),
-            requests: AtomicU64::new(0),
-            errors: AtomicU64::new(0),
-            refused_requests: AtomicU64::new(0),
+            published: PublishedCounters::default(),
             violations: AtomicU64::new(0),
             timeouts: AtomicU64::new(0),
-            read_bytes: AtomicU64::new(0),
-            written_bytes: AtomicU64::new(0),
-            split_reads: AtomicU64::new(0),
-            receives: AtomicU64::new(0),
-            sends: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         });
         self.connections().open.push(status.clone());
@@ -329,7 +248,7 @@ impl Registry {
     pub fn unregister(&self, status: &Arc<ConnectionStatus>) {
         let mut connections = self.connections();
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
-        connections.closed.add(status);
+        connections.closed += status.counters();
         drop(connections);
         if status.export.get().is_some() {
             self.established.fetch_sub(1, Ordering::SeqCst);
@@ -371,7 +290,7 @@ impl Registry {
     /// Adds the receive back-offs of one turn of an engine.
     pub fn count_backoffs(&self, count: u64) {
         if count > 0 {
-            self.receive_backoffs.fetch_add(count, Ordering::Relaxed);
+            self.receive_backoffs.fetch_add(count, Relaxed);
         }
     }
 
@@ -381,34 +300,36 @@ impl Registry {
     }
 
     pub fn refused(&self) -> u64 {
-        self.refused.load(Ordering::Relaxed)
+        self.refused.load(Relaxed)
     }
 
     /// Counters of all open and closed connections. No counter ever decreases.
     pub fn counters(&self) -> NbdCounters {
         let connections = self.connections();
         let mut sum = connections.closed;
-        connections.open.iter().for_each(|status| sum.add(status));
+        connections.open.iter().for_each(|status| sum += status.counters());
         drop(connections);
-        sum.connections = self.accepted.load(Ordering::Relaxed);
+        sum.connections = self.accepted.load(Relaxed);
         sum.refused_connections = self.refused();
-        sum.receive_backoffs = self.receive_backoffs.load(Ordering::Relaxed);
+        sum.receive_backoffs = self.receive_backoffs.load(Relaxed);
         sum
     }
 
     pub fn list(&self) -> Vec<ConnectionInfo> {
         let connections = self.connections().open.clone();
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let info = |status: &Arc<ConnectionStatus>| ConnectionInfo {
-            id: status.id,
-            peer: status.peer.clone(),
-            export: status.export.get().cloned(),
-            age: status.since.elapsed(),
-            requests: get(&status.requests),
-            errors: get(&status.errors),
-            read_bytes: get(&status.read_bytes),
-            written_bytes: get(&status.written_bytes),
-            in_flight: get(&status.in_flight),
+        let info = |status: &Arc<ConnectionStatus>| {
+            let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = status.counters();
+            ConnectionInfo {
+                id: status.id,
+                peer: status.peer.clone(),
+                export: status.export.get().cloned(),
+                age: status.since.elapsed(),
+                requests,
+                errors,
+                read_bytes,
+                written_bytes,
+                in_flight: status.in_flight.load(Relaxed),
+            }
         };
         connections.iter().map(info).collect()
     }

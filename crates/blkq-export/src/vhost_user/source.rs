@@ -29,7 +29,7 @@ use super::memory::GuestMemory;
 use super::notifier::Notifier;
 use super::request::{Action, BlockRequest, Parser, Range, status_of};
 use super::ring::Ring;
-use super::status::{RingCounters, RingStatus};
+use super::status::{RingStatus, VhostUserCounters};
 use super::wakeup::Wakeup;
 
 // An engine has one queue of the disk.
@@ -102,7 +102,7 @@ pub struct VringSource {
     copies: VecDeque<CopyOut>,
     work: TurnWork,
     idle_since_ns: Option<u64>,
-    counters: RingCounters,
+    counters: VhostUserCounters,
     /// Requests have completed that the guest does not see yet.
     unpublished: bool,
     /// There may be requests for which the driver will not kick.
@@ -132,7 +132,7 @@ impl VringSource {
             copies: VecDeque::new(),
             work: TurnWork::default(),
             idle_since_ns: None,
-            counters: RingCounters::default(),
+            counters: VhostUserCounters::default(),
             unpublished: false,
             may_have_more: true,
             kicks_enabled: false,

@@ -5,8 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
+use crate::counters::counters;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicU32, AtomicU64};
 use crate::sync::{Mutex, MutexGuard, OnceLock};
@@ -17,64 +16,33 @@ use super::event::signal;
 const REPORTED_MAX: u32 = 8;
 const WINDOW: Duration = Duration::from_secs(60);
 
-/// Counters of a device since it was attached, over all of its front ends.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
-pub struct VhostUserCounters {
-    /// Front ends that were admitted.
-    pub connections: u64,
-    /// Front ends that were rejected because another one was connected or the device was stopping.
-    pub refused_connections: u64,
-    /// Front ends that were disconnected because they violated the protocol.
-    pub violations: u64,
-    /// Rings that were stopped, or never started, because of their content.
-    pub rejected_rings: u64,
-    /// Kicks that drivers have sent.
-    pub kicks: u64,
-    /// Calls that were sent to drivers.
-    pub calls: u64,
-    /// Requests that were taken from rings.
-    pub requests: u64,
-    /// Requests that completed with an error or are not supported.
-    pub errors: u64,
-    /// Bytes that guests have read.
-    pub read_bytes: u64,
-    /// Bytes that guests have written.
-    pub written_bytes: u64,
-    /// Requests whose data was copied because the disk does not accept the alignment of the guest's memory.
-    pub bounced: u64,
-    /// Requests whose data is in registered memory, so that the kernel did not pin its pages.
-    #[serde(default)]
-    pub registered: u64,
-}
-
-impl VhostUserCounters {
-    /// The counters minus those at an earlier time.
-    #[must_use]
-    pub fn since(&self, earlier: &VhostUserCounters) -> VhostUserCounters {
-        self.zip(earlier, u64::saturating_sub)
-    }
-
-    fn zip(&self, other: &VhostUserCounters, with: fn(u64, u64) -> u64) -> VhostUserCounters {
-        VhostUserCounters {
-            connections: with(self.connections, other.connections),
-            refused_connections: with(self.refused_connections, other.refused_connections),
-            violations: with(self.violations, other.violations),
-            rejected_rings: with(self.rejected_rings, other.rejected_rings),
-            kicks: with(self.kicks, other.kicks),
-            calls: with(self.calls, other.calls),
-            requests: with(self.requests, other.requests),
-            errors: with(self.errors, other.errors),
-            read_bytes: with(self.read_bytes, other.read_bytes),
-            written_bytes: with(self.written_bytes, other.written_bytes),
-            bounced: with(self.bounced, other.bounced),
-            registered: with(self.registered, other.registered),
-        }
-    }
-}
-
-impl std::ops::AddAssign for VhostUserCounters {
-    fn add_assign(&mut self, other: VhostUserCounters) {
-        *self = self.zip(&other, |one, other| one + other);
+counters! {
+    /// Counters of a device since it was attached, over all of its front ends.
+    pub struct VhostUserCounters, published as PublishedCounters {
+        /// Front ends that were admitted.
+        connections: "Front ends accepted.", row 0 "connections";
+        /// Front ends that were rejected because another one was connected or the device was stopping.
+        refused_connections: "Front ends refused.", row 0 "rejected";
+        /// Front ends that were disconnected because they violated the protocol.
+        violations: "Front ends dropped after a protocol violation.", row 0 "protocol errors";
+        /// Rings that were stopped, or never started, because of their content.
+        rejected_rings: "Rings stopped because of invalid contents.", row 0 "invalid rings";
+        /// Kicks that drivers have sent.
+        kicks: "Kicks received from guests.", row 2 "kicks";
+        /// Calls that were sent to drivers.
+        calls: "Calls sent to guests.", row 2 "calls";
+        /// Requests that were taken from rings.
+        requests: "Requests received from guests.", row 1 "requests";
+        /// Requests that completed with an error or are not supported.
+        errors: "Requests that completed with an error.", row 1 "errors";
+        /// Bytes that guests have read.
+        read_bytes: "Bytes read by guests.";
+        /// Bytes that guests have written.
+        written_bytes: "Bytes written by guests.";
+        /// Requests whose data was copied because the disk does not accept the alignment of the guest's memory.
+        bounced: "Requests copied because of their alignment.", row 1 "copied";
+        /// Requests whose data is in registered memory, so that the kernel did not pin its pages.
+        registered: "Requests with data in registered memory.", row 1 "in registered memory";
     }
 }
 
@@ -159,32 +127,12 @@ pub struct Report {
 pub(super) struct RingStatus {
     pub index: u32,
     pub size: u16,
-    pub kicks: AtomicU64,
-    pub calls: AtomicU64,
-    pub requests: AtomicU64,
-    pub errors: AtomicU64,
-    pub read_bytes: AtomicU64,
-    pub written_bytes: AtomicU64,
-    pub bounced: AtomicU64,
-    pub registered: AtomicU64,
-    pub in_flight: AtomicU64,
+    published: PublishedCounters,
+    in_flight: AtomicU64,
     /// The position at which the ring continues. Valid when its source has stopped.
     pub base: AtomicU32,
     /// Why the ring was rejected.
     pub rejected: OnceLock<String>,
-}
-
-/// The counters of a ring as its source counts them.
-#[derive(Default)]
-pub(super) struct RingCounters {
-    pub kicks: u64,
-    pub calls: u64,
-    pub requests: u64,
-    pub errors: u64,
-    pub read_bytes: u64,
-    pub written_bytes: u64,
-    pub bounced: u64,
-    pub registered: u64,
 }
 
 impl RingStatus {
@@ -193,30 +141,9 @@ impl RingStatus {
     }
 
     /// Stores `counters` and the number of requests in flight for other threads.
-    pub fn publish(&self, counters: &RingCounters, in_flight: usize) {
-        self.kicks.store(counters.kicks, Relaxed);
-        self.calls.store(counters.calls, Relaxed);
-        self.requests.store(counters.requests, Relaxed);
-        self.errors.store(counters.errors, Relaxed);
-        self.read_bytes.store(counters.read_bytes, Relaxed);
-        self.written_bytes.store(counters.written_bytes, Relaxed);
-        self.bounced.store(counters.bounced, Relaxed);
-        self.registered.store(counters.registered, Relaxed);
+    pub fn publish(&self, counters: &VhostUserCounters, in_flight: usize) {
+        self.published.store(counters);
         self.in_flight.store(in_flight as u64, Relaxed);
-    }
-
-    fn counters(&self) -> VhostUserCounters {
-        VhostUserCounters {
-            kicks: self.kicks.load(Relaxed),
-            calls: self.calls.load(Relaxed),
-            requests: self.requests.load(Relaxed),
-            errors: self.errors.load(Relaxed),
-            read_bytes: self.read_bytes.load(Relaxed),
-            written_bytes: self.written_bytes.load(Relaxed),
-            bounced: self.bounced.load(Relaxed),
-            registered: self.registered.load(Relaxed),
-            ..VhostUserCounters::default()
-        }
     }
 
     fn info(&self) -> RingInfo {
@@ -249,7 +176,7 @@ impl FrontEnd {
 
     fn counters(&self) -> VhostUserCounters {
         let mut sum = self.earlier;
-        self.rings.iter().for_each(|ring| sum += ring.counters());
+        self.rings.iter().for_each(|ring| sum += ring.published.load());
         sum
     }
 }
@@ -360,7 +287,7 @@ impl Registry {
         let Some(front_end) = &mut state.front_end else { return };
         if let Some(at) = front_end.rings.iter().position(|other| other.index == ring.index) {
             let before = front_end.rings.remove(at);
-            front_end.earlier += before.counters();
+            front_end.earlier += before.published.load();
         }
         front_end.rings.push(ring.clone());
         front_end.rings.sort_by_key(|ring| ring.index);
@@ -485,7 +412,7 @@ mod tests {
         for (index, requests) in [(0, 5), (1, 7), (0, 2)] {
             let ring = Arc::new(RingStatus::new(index, 4, 0));
             registry.add_ring(&ring);
-            ring.publish(&RingCounters { requests, ..RingCounters::default() }, 1);
+            ring.publish(&VhostUserCounters { requests, ..VhostUserCounters::default() }, 1);
         }
         let front_end = registry.front_end().unwrap();
         assert_eq!((registry.counters().requests, front_end.counters.requests), (14, 14));

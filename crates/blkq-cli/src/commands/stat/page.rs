@@ -2,8 +2,7 @@
 //! exports.
 
 use blkq::StatGroup;
-use blkq_export::nbd::NbdCounters;
-use blkq_export::vhost_user::VhostUserCounters;
+use blkq_export::Counted;
 use serde_json::{Map, Value};
 
 use super::histogram::draw;
@@ -83,8 +82,12 @@ impl Figures {
         let mut rows = self.load_rows(verbose);
         rows.extend(self.queue_rows(verbose));
         rows.extend(self.watch_rows(verbose));
-        rows.extend(nbd.into_iter().flat_map(nbd_rows));
-        rows.extend(vhost.into_iter().flat_map(vhost_rows));
+        if let Some(nbd) = nbd {
+            rows.extend(export_rows::<3>("nbd", nbd.connected, nbd.counters.each()));
+        }
+        if let Some(vhost) = vhost {
+            rows.extend(export_rows::<3>("vhost-user", vhost.connected, vhost.counters.each()));
+        }
         let refused = self.groups().filter(|(_, group)| !group.refused.is_empty());
         rows.extend(
             refused.map(|(name, group)| row("refused", format!("{name} {}", by_status(&group.refused)))),
@@ -177,49 +180,22 @@ fn row(name: &str, text: String) -> Row {
     [name.to_owned(), text]
 }
 
-fn nbd_rows(nbd: &Nbd) -> [Row; 3] {
-    let Nbd { connected, counters } = nbd;
-    let NbdCounters { connections, refused_connections, violations, timeouts, .. } = counters;
-    let NbdCounters { requests, errors, refused_requests, .. } = counters;
-    let NbdCounters { receives, sends, split_reads, receive_backoffs, .. } = counters;
-    [
-        row(
-            "nbd",
-            format!(
-                "{connected} connected, {connections} connections, {refused_connections} rejected, {violations} protocol errors, {timeouts} timeouts"
-            ),
-        ),
-        row(
-            "",
-            format!("{requests} requests, {errors} errors, of which {refused_requests} invalid requests"),
-        ),
-        row(
-            "",
-            format!(
-                "{receives} receives, {sends} sends, {split_reads} split reads, {receive_backoffs} receive back-offs"
-            ),
-        ),
-    ]
-}
-
-fn vhost_rows(vhost: &VhostUser) -> [Row; 2] {
-    let VhostUser { connected, counters } = vhost;
-    let VhostUserCounters { connections, refused_connections, violations, rejected_rings, .. } = counters;
-    let VhostUserCounters { requests, errors, kicks, calls, bounced, registered, .. } = counters;
-    [
-        row(
-            "vhost-user",
-            format!(
-                "{connected} connected, {connections} connections, {refused_connections} rejected, {violations} protocol errors, {rejected_rings} invalid rings"
-            ),
-        ),
-        row(
-            "",
-            format!(
-                "{requests} requests, {errors} errors, {bounced} copied, {registered} in registered memory, {kicks} kicks, {calls} calls"
-            ),
-        ),
-    ]
+/// The rows of an export: the number of connected clients, and the counters in their rows.
+fn export_rows<const ROWS: usize>(
+    export: &str,
+    connected: u64,
+    counters: impl Iterator<Item = Counted>,
+) -> [Row; ROWS] {
+    let mut texts: [Vec<String>; ROWS] = std::array::from_fn(|_| Vec::new());
+    texts[0].push(format!("{connected} connected"));
+    for Counted { row, value, .. } in counters {
+        if let Some((row, label)) = row {
+            texts[row].push(format!("{value} {label}"));
+        }
+    }
+    let names = std::iter::once(export).chain(std::iter::repeat(""));
+    let mut rows = names.zip(texts).map(|(name, texts)| row(name, texts.join(", ")));
+    std::array::from_fn(|_| rows.next().expect("one row per text"))
 }
 
 impl Throttled {
