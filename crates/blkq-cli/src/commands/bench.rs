@@ -1,5 +1,4 @@
-//! `blkq bench`: measures what each mechanism gains on this machine. The benchmarks are in the crate
-//! `blkq_bench`.
+//! `blkq bench`: the benchmarks are in the crate `blkq_bench`.
 
 use crate::failure::{Failure, Outcome};
 

@@ -1,5 +1,4 @@
-//! `blkq bitmap`: dirty bitmaps, which record the parts of a device that were written, for incremental
-//! backups.
+//! `blkq bitmap`: dirty bitmaps, which record the written parts of a device, for incremental backups.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -133,8 +132,8 @@ impl Args {
     }
 }
 
-/// Sends the daemon of a raw image the file for its bitmaps, which is created if it does not exist. The
-/// daemon is confined and cannot open the file itself. A daemon that got the file at attach keeps that one.
+/// Sends the daemon of a raw image the file for its bitmaps, because the daemon is confined and cannot open
+/// it. A daemon that got the file at attach keeps that one.
 fn send_bitmap_file(dir: &StateDir, name: &str) -> Outcome {
     let info: DeviceInfo = ask(dir, name, &Request::Show {})?;
     let options = info.attach_options.as_ref().map(Record::read).transpose()?;

@@ -1,5 +1,4 @@
-//! Opens or creates the file with the dirty bitmaps of a raw image, for a daemon that is confined and cannot
-//! do so itself.
+//! The file with the dirty bitmaps of a raw image. A confined daemon cannot open it itself.
 
 use std::fs::{self, File};
 use std::io;
@@ -9,16 +8,13 @@ use std::path::{Path, PathBuf};
 use super::attach::create::NewImage;
 use crate::failure::{Failure, Outcome};
 
-/// The file `IMAGE.bitmaps`, open for reading and writing.
 pub(super) enum BitmapFile {
     Found(File),
-    /// This command has created the file, and dropping the value removes it, unless [`BitmapFile::keep`] was
-    /// called.
+    /// Created by this command. Dropping removes the file, unless [`BitmapFile::keep`] was called.
     Created(NewImage),
 }
 
 impl BitmapFile {
-    /// Opens the file of `image`; `None` if it does not exist.
     pub(super) fn open(image: &Path) -> Outcome<Option<BitmapFile>> {
         let path = path_for(image);
         // Another user may own the directory: a symbolic link could name any file, and opening a FIFO would
@@ -52,7 +48,6 @@ impl BitmapFile {
         }
     }
 
-    /// Keeps the file, because the daemon uses it now.
     pub(super) fn keep(self) {
         if let BitmapFile::Created(created) = self {
             created.keep();
@@ -67,7 +62,7 @@ fn path_for(image: &Path) -> PathBuf {
 }
 
 /// Gives `file` the owner of the image, because the next daemon of the device may run as another user than
-/// this command. Without the privilege to do so, the file keeps the user of this command as its owner.
+/// this command. Without the privilege to do so, the owner does not change.
 fn give_to_owner(file: &File, image: &Path) {
     let _ = fs::metadata(image).and_then(|owner| fchown(file, Some(owner.uid()), Some(owner.gid())));
 }

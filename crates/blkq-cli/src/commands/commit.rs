@@ -1,8 +1,5 @@
-//! `blkq commit`: merges the active overlay of a device into its backing file, and pivots the device to the
-//! backing file.
-//!
-//! The daemon is confined, so this command opens the backing file and sends it over the control socket. The
-//! daemon does the work; this command waits, prints the progress, and forwards Ctrl-C.
+//! `blkq commit`: merges the active overlay of a device into its backing file. The daemon is confined, so
+//! this command opens the backing file and sends it over the control socket.
 
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
@@ -28,12 +25,10 @@ use crate::signals::{Signal, Signals};
 use crate::state::StateDir;
 use crate::{complain, print_json, print_line};
 
-/// Commits that take less time print no progress.
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
-/// On a terminal, each line of progress overwrites the previous one. A log gets fewer lines.
+/// A log gets fewer lines than a terminal, where each line overwrites the previous one.
 const PROGRESS_INTERVAL_TERMINAL: Duration = Duration::from_secs(1);
 const PROGRESS_INTERVAL_LOG: Duration = Duration::from_secs(10);
-/// The longest wait for the daemon before the progress is checked again.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
 #[derive(clap::Args, Debug)]
@@ -61,10 +56,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Commits the overlay, and prints the image of the device afterwards.
-    ///
-    /// # Errors
-    ///
     /// If this fails, the device still uses the overlay, unless the message says that the outcome is unknown.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
@@ -105,11 +96,9 @@ impl Args {
         if self.json { print_json(&done) } else { print_line(&done.image) }
     }
 
-    /// Opens the backing file, and for a raw backing file also the file of its dirty bitmaps.
-    ///
-    /// The name of the backing file comes from the header of the image that the state file names. The daemon
-    /// is not asked for it: a client may have taken over the confined daemon, and would then choose which
-    /// file this command opens.
+    /// Opens the backing file, and for a raw backing file also the file of its dirty bitmaps. The name of the
+    /// backing file comes from the header of the image that the state file names, not from the daemon: a
+    /// client that has taken over the confined daemon could choose which file this command opens.
     fn open(&self, dir: &StateDir, state: &StateFile) -> Outcome<(OpenedBase, Option<BitmapFile>)> {
         let options = state.attach_options.as_ref().map(Record::read).transpose()?;
         let image = match options.map(|options| options.image) {
@@ -135,8 +124,7 @@ impl Args {
     }
 }
 
-/// Records that the device may have the image `base` from now on, for the daemon that serves the device after
-/// this one.
+/// Records for the next daemon of the device that the device may have the image `base` from now on.
 fn record<'a>(
     dir: &'a StateDir,
     state: &'a StateFile,
@@ -224,8 +212,7 @@ pub fn shown_progress(commit: &CommitInfo) -> String {
 }
 
 /// Warns if the configuration file of the device still names the overlay. The next start of the service would
-/// then write to the overlay again. No data would be lost, but the commit would have been in vain, and a
-/// deleted overlay would make the start fail.
+/// write to the overlay again, or fail if it was deleted.
 fn warn_of_configuration(name: &str, done: &Committed, base: &Path) {
     let configured = match config::image_of(name) {
         Ok(Some(configured)) => configured,

@@ -42,9 +42,8 @@ enum Action {
     Apply,
 }
 
-/// Applies the settings in the file to the attached device, which also reads its certificates again. Settings
-/// that the file does not contain keep their values. If a setting is refused, or the file or a certificate
-/// has a mistake, nothing changes.
+/// Applies the settings in the file to the attached device, which also reads its certificates again. If any
+/// of this fails, nothing changes.
 fn apply(path: &Path) -> Outcome {
     let file = ConfigFile::read(path).map_err(|faults| first(&faults, path))?;
     let options = file.attach_options().map_err(|fault| fault.failure(path))?;
@@ -62,8 +61,6 @@ fn unescaped(path: &Path) -> PathBuf {
 }
 
 impl Args {
-    /// Runs the action for each file. Returns the exit code 1 if a file has a mistake or a device refuses a
-    /// setting.
     pub fn run(self) -> Outcome<ExitCode> {
         let are_all = self.files.is_empty();
         let files = if are_all { files()? } else { self.files };

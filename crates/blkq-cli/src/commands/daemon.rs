@@ -25,12 +25,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Serves the device. When the device is ready, or cannot be served, notifies the process that started
-    /// this one.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the process that started this one has exited.
+    /// Notifies the process that started this one of the outcome. Fails if that process has exited.
     pub fn run(self) -> Outcome<ExitCode> {
         let mut parent = Parent::new()?;
         match self.start(&mut parent) {

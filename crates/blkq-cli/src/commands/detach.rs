@@ -1,6 +1,5 @@
-//! `blkq detach`: detaches devices, and returns when their daemons have exited.
-//!
-//! Also removes the stale files of daemons that were killed, for this command and for others.
+//! `blkq detach`: detaches devices, and returns when their daemons have exited. Also removes the stale files
+//! of daemons that were killed.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -49,8 +48,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Detaches the devices. A device that cannot be detached is reported on standard error, and the others
-    /// are detached nevertheless; the exit code is 1 then.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         if self.all {
@@ -69,18 +66,15 @@ impl Args {
     }
 }
 
-/// The outcome of detaching a device.
 pub enum Detached {
     /// The daemon has detached the device, or the block device of a dead daemon was removed.
     Done,
     /// The daemon had died before, and its stale files were removed.
     WasDead {
-        /// The process of the daemon, if its state file names one.
         pid: Option<u32>,
-        /// The last line of its log, which is removed as well; empty if there was none.
+        /// The last line of the log, which was removed as well; empty if there was none.
         last_line: String,
     },
-    /// There is no such device.
     NotThere,
 }
 
@@ -135,14 +129,13 @@ fn clear(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     }
 }
 
-/// Removes the stale files of the dead daemon of `name`, and its block device. Does nothing if a running
-/// daemon has the name, which another device may have taken in the meantime.
+/// Does nothing if a running daemon has the name, which another device may have taken in the meantime.
 pub fn clear_dead(dir: &StateDir, name: &str) -> Outcome {
     clear(dir, name, true).map(|_| ()).map_err(|e| during(e, name))
 }
 
-/// Refuses a block device that a process has open, and names the processes. The daemon itself only checks
-/// whether the block device is mounted: it is confined and does not see other processes in /proc.
+/// Refuses a block device that a process has open. The daemon only checks whether the block device is
+/// mounted: it is confined and does not see other processes in /proc.
 pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     for device in info.exports.iter().filter(|export| export.starts_with("/dev/")) {
         ublk::check_unopened(device, info.pid).map_err(Failure::unless_forced)?;
@@ -150,10 +143,6 @@ pub fn check_unopened(info: &DeviceInfo) -> Outcome {
     Ok(())
 }
 
-/// Detaches one device. If the daemon had died before, this is reported on standard error.
-///
-/// # Errors
-///
 /// Fails if the device is in use and `force` is false, or if the last flush of the device failed.
 pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     let detached = stop_or_clear(dir, name, force).map_err(|e| during(e, name))?;
@@ -163,7 +152,7 @@ pub fn detach(dir: &StateDir, name: &str, force: bool) -> Outcome<Detached> {
     Ok(detached)
 }
 
-/// A note for the user: the daemon did not stop because of this command, and may not have flushed its data.
+/// The daemon did not stop because of this command, and may not have flushed its data.
 fn stale_files_removed(name: &str, pid: Option<u32>, last_line: &str) -> Failure {
     let pid = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
     let log = if last_line.is_empty() { String::new() } else { format!(" (last log line: {last_line})") };

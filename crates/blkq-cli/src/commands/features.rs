@@ -1,5 +1,4 @@
-//! `blkq features`: lists the kernel features that blkq uses, whether this kernel has them, and what they are
-//! for.
+//! `blkq features`: lists the kernel features that blkq uses, and whether this kernel has them.
 
 use blkq::ring;
 use blkq_export::ublk::{self, ControlDevice};
@@ -40,12 +39,10 @@ const UBLK_FEATURES: [(ublk::Features, &str, &str); 9] = [
 struct Feature {
     name: &'static str,
     available: bool,
-    /// The use that blkq makes of the feature. If the feature is missing and the reason is known, also the
-    /// reason.
+    /// Why blkq uses the feature; if it is missing and the reason is known, also the reason.
     purpose: String,
 }
 
-/// The output of `--json`.
 #[derive(Serialize)]
 struct Features {
     kernel: String,

@@ -13,7 +13,6 @@ const CLIENT_CERTIFICATES: &str = "/etc/pki/qemu";
 /// Maximum length of a node name in QEMU.
 const NODE_CHARS_MAX: usize = 31;
 
-/// The addresses of the device to which a virtual machine can connect.
 fn places(info: &DeviceInfo) -> Outcome<Vec<Place>> {
     let places: Vec<Place> = info.exports.iter().filter_map(|export| Place::parse(export)).collect();
     if places.is_empty() {
@@ -25,8 +24,8 @@ fn places(info: &DeviceInfo) -> Outcome<Vec<Place>> {
     Ok(places)
 }
 
-/// The ID of QEMU's objects for the device `name`: letters, digits and `-`, beginning with a letter. If the
-/// name must be changed for that, a hash of the name keeps the IDs of different devices apart.
+/// The ID of QEMU's objects for the device: letters, digits and `-`, beginning with a letter. If the name
+/// must be changed for that, a hash of it keeps the IDs of different devices apart.
 fn id_of(name: &str) -> String {
     const PREFIX: &str = "blkq-";
     let room = NODE_CHARS_MAX - PREFIX.len();
@@ -39,7 +38,6 @@ fn id_of(name: &str) -> String {
     format!("{PREFIX}{kept}{hash}")
 }
 
-/// The 32-bit FNV-1a hash.
 fn fnv1a(text: &str) -> u32 {
     text.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
@@ -49,16 +47,12 @@ fn queues(info: &DeviceInfo) -> &str {
     queues.map_or("1", |(_, queues)| queues.as_str())
 }
 
-/// Escapes a value of a QEMU option: commas are doubled.
+/// Commas in the value of a QEMU option are doubled.
 fn value(text: impl AsRef<Path>) -> String {
     text.as_ref().to_string_lossy().replace(',', ",,")
 }
 
-/// Options of QEMU's command line for a disk of the device, one per line of a shell command.
-///
-/// # Errors
-///
-/// Fails if the device has no export for virtual machines.
+/// Options for a disk of the device, one per line of a shell command.
 pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
     let id = id_of(&info.name);
     // Only one export is used: two would become two disks with the same data.
@@ -101,7 +95,6 @@ pub fn qemu(info: &DeviceInfo) -> Outcome<String> {
     Ok(lines.join(" \\\n") + "\n")
 }
 
-/// The hint about the guest's memory for a device that is served over vhost-user.
 pub fn memory_hint(info: &DeviceInfo) -> Option<String> {
     let is_vhost = info.exports.iter().any(|export| export.starts_with("vhost-user:"));
     is_vhost.then(|| {
@@ -112,11 +105,6 @@ pub fn memory_hint(info: &DeviceInfo) -> Option<String> {
     })
 }
 
-/// The element of a libvirt domain for a disk of the device.
-///
-/// # Errors
-///
-/// Fails if the device has no export for virtual machines.
 pub fn libvirt(info: &DeviceInfo) -> Outcome<String> {
     let places = places(info)?;
     let vhost = places.iter().find(|place| matches!(place, Place::VhostUser(_)));
@@ -155,7 +143,6 @@ pub fn libvirt(info: &DeviceInfo) -> Outcome<String> {
     Ok(format!("{element}  <target dev='vda' bus='virtio'/>\n</disk>\n"))
 }
 
-/// Escapes text for an attribute in XML.
 fn attribute(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")

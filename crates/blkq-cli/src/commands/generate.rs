@@ -1,5 +1,4 @@
-//! `blkq generate`: writes manual pages and shell completions, which are generated from the definition of the
-//! command line.
+//! `blkq generate`: writes manual pages and shell completions.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -12,8 +11,8 @@ use clap_mangen::Man;
 use crate::completion::VARIABLE;
 use crate::failure::{Failure, Outcome};
 
-/// Headings of sections in the help of a command, after the options. In the help, each heading is on a line
-/// of its own. Each section becomes a section of the manual page.
+/// Headings of sections in the help of a command, after the options. Each becomes a section of the manual
+/// page.
 const HEADINGS: &[&str] = &[
     "Keys:",
     "Events:",
@@ -76,8 +75,7 @@ fn completions(dir: &Path) -> io::Result<()> {
     })
 }
 
-/// Writes a file. Replaces an existing file only if an earlier run has written it: all generated files
-/// contain the name of the command.
+/// Replaces an existing file only if it contains the name of the command, as all generated files do.
 fn write(path: &Path, text: &[u8]) -> io::Result<()> {
     let is_earlier = |head: &[u8]| String::from_utf8_lossy(head).contains("blkq");
     let written = output::create(path, is_earlier).and_then(|mut file| file.write_all(text));
@@ -109,7 +107,6 @@ struct Help {
     sections: Vec<Section>,
 }
 
-/// A heading and the indented lines below it.
 struct Section {
     heading: &'static str,
     lines: Vec<String>,
@@ -144,8 +141,7 @@ impl Section {
         self.heading == "Examples:"
     }
 
-    /// The section in roff(7). Examples are copied unchanged; other lines are terms, each with its
-    /// description.
+    /// Copies examples unchanged. Other lines are terms, each with its description.
     fn rendered(&self) -> String {
         let lines = self.lines.iter().filter(|line| self.is_examples() || !line.is_empty());
         if self.is_examples() {
@@ -163,8 +159,8 @@ impl Section {
     }
 }
 
-/// Writes the manual page of a command. `common` are the sections of the main command that every page
-/// repeats, unless the help of the command has a section with the same heading.
+/// `common` are the sections of the main command that every page repeats, unless the help of the command has
+/// a section with the same heading.
 fn write_page(
     dir: &Path,
     command: &Command,
@@ -211,14 +207,12 @@ fn options(man: &Man) -> io::Result<String> {
     Ok(lines.collect())
 }
 
-/// Makes all letters lower case except the first.
 fn capitalized(word: &str) -> String {
     let mut letters = word.chars();
     let first = letters.next().into_iter();
     first.chain(letters.flat_map(char::to_lowercase)).collect()
 }
 
-/// The body of the section SYNOPSIS: the command with its options and their values.
 fn synopsis(command: &Command) -> String {
     let name = command.get_bin_name().unwrap_or(command.get_name());
     let (positional, options): (Vec<&Arg>, Vec<&Arg>) =
@@ -233,7 +227,6 @@ fn synopsis(command: &Command) -> String {
     format!(".B {}\n{}{command_word}\n", roff(name), words.join("\n"))
 }
 
-/// Escapes `text` as a line of roff(7).
 fn roff(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
     if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }

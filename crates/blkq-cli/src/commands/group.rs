@@ -16,7 +16,6 @@ use crate::statistics::Statistics;
 use crate::table::{Align, render};
 use crate::{print, print_json};
 
-/// The time between the two samples from which the rates are computed.
 const INTERVAL: Duration = Duration::from_millis(500);
 
 #[derive(clap::Args, Debug)]
@@ -70,14 +69,14 @@ struct ListedGroup {
     error: Option<String>,
 }
 
-/// A member of a group. The rates are null if the daemon of the member does not answer.
+/// The rates are null if the daemon of the member does not answer.
 #[derive(Serialize)]
 struct ListedMember {
     name: String,
     weight: u32,
     iops: Option<f64>,
     mb_per_s: Option<f64>,
-    /// Number of requests that wait for a limit now.
+    /// Requests that wait for a limit now.
     throttled: Option<u64>,
 }
 
@@ -95,7 +94,7 @@ impl Args {
     }
 }
 
-/// All groups. If there are members, this takes [`INTERVAL`], because their rates are measured.
+/// Takes [`INTERVAL`] if a group has members, because their rates are measured.
 fn list(dir: &StateDir) -> Outcome<Vec<ListedGroup>> {
     let counters = |name: &str| match call::<Statistics>(dir, name, &Request::Stat {}) {
         Ok(Called::Answered(statistics)) => Some(statistics),

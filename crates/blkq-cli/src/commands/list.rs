@@ -1,5 +1,3 @@
-//! `blkq list`: lists the devices.
-
 use std::path::PathBuf;
 
 use blkq::units::parse_bytes;
@@ -100,8 +98,7 @@ impl Args {
         }
     }
 
-    /// Whether the entry matches --backing and --offset. An entry that may match, but whose image is unknown,
-    /// is reported on standard error and left out.
+    /// An entry that may match, but whose image is unknown, is reported on standard error and omitted.
     fn matches(&self, entry: &Entry) -> bool {
         match (&self.backing, entry) {
             (None, _) => true,
@@ -122,7 +119,6 @@ impl Args {
     }
 }
 
-/// A line with the devices that `blkq recover` can serve again; empty if there are none.
 fn recoverable(entries: &[Entry]) -> String {
     let names: Vec<&str> = entries
         .iter()
@@ -157,12 +153,11 @@ fn clean(dir: &StateDir) -> Outcome {
     Ok(())
 }
 
-/// Whether the device begins at `offset` of its image. `None` matches every device.
 pub fn begins_at(info: &DeviceInfo, offset: Option<u64>) -> bool {
     offset.is_none() || Backing::of(info).map(|backing| backing.window.offset) == offset
 }
 
-/// The value in a column of an entry without a running daemon; `None` if it is unknown.
+/// `None` if the value is unknown.
 fn cell_without_daemon(column: &Column, entry: &Entry) -> Option<String> {
     match (entry, column.name) {
         (_, "NAME") => Some(entry.name().to_owned()),
@@ -199,8 +194,7 @@ fn table(columns: &[&Column], entries: &[Entry], headings: bool) -> String {
     render(columns.iter().map(|column| column.align).collect::<Vec<_>>(), &rows)
 }
 
-/// The entries as JSON objects with the columns as keys. An entry without a running daemon also has the key
-/// `error`.
+/// An entry without a running daemon also has the key `error`.
 fn objects(columns: &[&Column], entries: &[Entry]) -> Vec<Map<String, Value>> {
     let object = |entry: &Entry| {
         let cell = |column: &Column| match entry {

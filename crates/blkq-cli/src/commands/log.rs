@@ -14,9 +14,8 @@ use crate::failure::{Failure, Outcome};
 use crate::print;
 use crate::state::StateDir;
 
-/// How often a log is checked for new lines.
 const INTERVAL: Duration = Duration::from_millis(200);
-/// Number of bytes that are read and printed together: more than the daemon keeps in a log.
+/// More than the daemon keeps in a log.
 const PIECE_BYTES: usize = 1 << 20;
 
 /// Options of `log`.
@@ -39,10 +38,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Prints the log.
-    ///
-    /// # Errors
-    ///
     /// Fails if there is no such device, or if its daemon writes no log file.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
@@ -100,22 +95,18 @@ fn is_stdout_closed(time: Duration) -> bool {
     poll(&mut fds, Timespec::try_from(time).ok().as_ref()).is_ok_and(|ready| ready > 0)
 }
 
-/// The replacement of the log file that is being read.
 enum Successor {
-    /// The log of the next daemon of that name.
     New(LogReader),
-    /// Nothing: the device was detached.
     Removed,
 }
 
-/// Reads a log as it grows.
 struct LogReader {
     file: File,
     offset: u64,
     /// The last line that was read, to find it again when the daemon has dropped the older half of the log.
     last_line: String,
-    /// Whether the daemon has dropped lines since `last_line` was read. The daemon empties the file before it
-    /// writes the lines that it keeps.
+    /// The daemon has dropped lines since `last_line` was read. It empties the file before it writes the
+    /// lines that it keeps.
     is_shortened: bool,
 }
 
@@ -124,7 +115,6 @@ impl LogReader {
         Ok(LogReader { file: File::open(path)?, offset: 0, last_line: String::new(), is_shortened: false })
     }
 
-    /// Prints the lines that were added since the last call.
     fn print(&mut self) -> io::Result<()> {
         loop {
             let text = self.read()?;
@@ -135,8 +125,7 @@ impl LogReader {
         }
     }
 
-    /// Returns the complete lines that were added since the last call. Replaces control characters, so that a log
-    /// cannot control the terminal.
+    /// The complete lines that were added since the last call, without control characters for the terminal.
     fn read(&mut self) -> io::Result<String> {
         if self.file.metadata()?.len() < self.offset {
             (self.offset, self.is_shortened) = (0, true);
@@ -158,7 +147,6 @@ impl LogReader {
         Ok(lines.iter().map(|line| line.replace(char::is_control, "?") + "\n").collect())
     }
 
-    /// Checks whether the file at `path` is another one than the file that is being read.
     fn successor(&self, path: &Path) -> io::Result<Option<Successor>> {
         let next = match LogReader::open(path) {
             Ok(next) => next,

@@ -1,5 +1,3 @@
-//! The command line: one file per subcommand.
-
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -147,11 +145,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Runs the subcommand, and returns the exit code of the process.
-    ///
-    /// # Errors
-    ///
-    /// Returns a failure that names what was refused or failed, the reason, and a hint.
+    /// Fails with a failure that names what was refused or failed, the reason, and a hint.
     pub fn run(self) -> Outcome<ExitCode> {
         let done = |()| ExitCode::SUCCESS;
         match self {

@@ -1,26 +1,22 @@
-//! The record of the image that a device is about to switch to, which the daemon after the present one reads.
-//!
-//! A snapshot or a commit changes the image of a device. If the daemon is killed at that moment, `blkq
-//! recover` needs the attach options for the new image as well as those for the old one.
+//! The record of the image that a device is about to switch to. If the daemon is killed during a snapshot or
+//! a commit, `blkq recover` needs the attach options for the new image as well as those for the old one.
 
 use crate::failure::Outcome;
 use crate::options::Record;
 use crate::state::StateDir;
 
-/// An entry of `NAME.options`. Dropping the value removes the entry, unless [`RecordedImage::keep`] was
-/// called.
+/// An entry of `NAME.options`. Dropping removes the entry, unless [`RecordedImage::keep`] was called.
 #[derive(Debug)]
 pub(super) struct RecordedImage<'a> {
     dir: &'a StateDir,
     name: &'a str,
-    /// The number of the entry. `None` if there is no entry to remove.
+    /// `None` if there is no entry to remove.
     number: Option<u64>,
 }
 
 impl<'a> RecordedImage<'a> {
-    /// Records the image at `path`, and the `options` with which the next daemon of the device `name`
-    /// attaches it. `number` is `None` for daemons of earlier versions, which have no file `NAME.options`:
-    /// then nothing is recorded.
+    /// Records the image at `path`, and the `options` with which the next daemon attaches it. `number` is
+    /// `None` for daemons of earlier versions, which have no file `NAME.options`: then nothing is recorded.
     pub(super) fn add(
         dir: &'a StateDir,
         name: &'a str,
@@ -32,7 +28,7 @@ impl<'a> RecordedImage<'a> {
         Ok(RecordedImage { dir, name, number })
     }
 
-    /// Keeps the entry, because the daemon has switched to the image, or may have done so.
+    /// Called if the daemon has switched to the image, or may have done so.
     pub(super) fn keep(mut self) {
         self.number = None;
     }

@@ -1,5 +1,4 @@
-//! `blkq recover`: starts a new daemon for a block device, or for the disk of a virtual machine, whose daemon
-//! has died.
+//! `blkq recover`: starts a new daemon for a block device or a virtual machine's disk whose daemon has died.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -44,7 +43,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Starts the new daemon. If this fails, the device still waits for a daemon.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         if let Some(word) = &self.name {
@@ -68,12 +66,8 @@ fn recover(dir: &StateDir, name: &str) -> Outcome {
     report(&info)
 }
 
-/// Serves the device `name` again in this process, which becomes its new daemon. If `inherited` contains sockets,
-/// the daemon listens on these instead of creating its own.
-///
-/// # Errors
-///
-/// If this fails, the device still waits for a daemon.
+/// Serves the device `name` again in this process. If `inherited` contains sockets, the daemon listens on
+/// these instead of creating its own. If this fails, the device still waits for a daemon.
 pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
     let dir = StateDir::locate()?;
     if check_name(name).is_err() {
@@ -99,12 +93,8 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     Daemon::recover(&options, orphan, inherited, parent)
 }
 
-/// The options with which the block device of a state file was attached. State files of early versions
-/// contain the words of the command line instead of a record.
-///
-/// # Errors
-///
-/// Fails if the device has no block device, or if this version does not understand its options.
+/// State files of early versions contain the words of the command line instead of a record. Fails if the
+/// device has no block device, or if this version does not understand its options.
 pub fn attach_options(state: &StateFile) -> Outcome<AttachOptions> {
     let Some(ublk) = &state.ublk else { return Err(no_such_device(&state.name)) };
     if let Some(record) = &state.attach_options {

@@ -35,7 +35,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Changes the size, and prints the new size.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;
@@ -45,7 +44,6 @@ impl Args {
     }
 }
 
-/// Parses a size, or a plus sign and the number of bytes by which the device grows.
 fn parse_size(text: &str) -> Result<NewSize, blkq::Error> {
     match text.strip_prefix('+') {
         Some(more) => parse_bytes(more).map(NewSize::LargerBy),
@@ -53,12 +51,7 @@ fn parse_size(text: &str) -> Result<NewSize, blkq::Error> {
     }
 }
 
-/// Changes the size of the device `name` to `new`. Returns the new size in bytes.
-///
-/// # Errors
-///
-/// Fails if the image does not allow this size, or if the device would shrink while it is in use and `force`
-/// is false.
+/// Returns the new size in bytes. Fails if the device would shrink while it is in use and `force` is false.
 pub fn resize(dir: &StateDir, name: &str, new: NewSize, force: bool) -> Outcome<u64> {
     // The daemon is confined and does not see which processes have the block device open, so this command
     // checks that. The daemon only uses the result if the device would shrink.

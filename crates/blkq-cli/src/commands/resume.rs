@@ -28,7 +28,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Resumes the device, and prints the number of requests.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let name = named(&dir, &self.name)?;

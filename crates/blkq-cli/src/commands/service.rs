@@ -26,7 +26,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Serves the device until it is detached.
     pub fn run(self) -> Outcome<ExitCode> {
         // The unit passes its instance name, in which systemd has escaped some characters.
         let name = unescape_instance(&self.name);

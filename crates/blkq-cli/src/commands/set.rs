@@ -72,12 +72,8 @@ pub fn parse_setting(text: &str) -> Result<(String, String), String> {
 }
 
 impl Args {
-    /// Makes the changes, in order. The first one that is refused ends the command, or with `--all` the changes
-    /// of that device; the changes before it stay.
-    ///
-    /// # Errors
-    ///
-    /// Returns the refusal.
+    /// The first change that is refused ends the command, or with `--all` the changes of that device; the
+    /// changes before it stay.
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         let Args { name: word, mut settings, all } = self;
@@ -93,7 +89,7 @@ impl Args {
     }
 }
 
-/// Changes the settings of the device `name`, which the user called `word`, in the given order.
+/// `word` is the name by which the user called the device.
 fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) -> Outcome {
     let is_group = |(key, value): &(String, String)| key == "group" && value != NO_GROUP;
     let changed =
@@ -104,7 +100,7 @@ fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) ->
     changed.map_err(|e| e.during(format_args!("set {word}")))
 }
 
-/// Makes the device `name` join a group. Sends the file of the group, which a confined daemon must not open.
+/// Sends the file of the group, which a confined daemon must not open.
 fn join_group(dir: &StateDir, name: &str, group: &str) -> Outcome {
     let during = |e: Failure| e.during(format_args!("group={group}"));
     let group = parse_group_name(group).map_err(|rule| during(Failure::new(rule)))?;

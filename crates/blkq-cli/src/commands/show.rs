@@ -1,5 +1,3 @@
-//! `blkq show`: prints the properties, clients, settings and warnings of devices.
-
 use std::process::ExitCode;
 
 use crate::backing::shown_path;
@@ -45,8 +43,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Prints a page for each device. A device that cannot be shown is reported on standard error, and makes
-    /// the exit code 1.
     pub fn run(self) -> Outcome<ExitCode> {
         let dir = StateDir::locate()?;
         let mut pages = 0;

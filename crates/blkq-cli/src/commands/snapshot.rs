@@ -3,9 +3,8 @@
 //!
 //! The snapshots of several devices are taken at the same moment, in three steps over their control sockets:
 //! each daemon flushes its device (`Begun::new`); each freezes its device and prepares the overlay
-//! (`Begun::stop`); when all have done so, each continues with its overlay (`change_over`). If this
-//! command is killed or a step fails, each device whose daemon has not received the last step keeps its old
-//! image.
+//! (`Begun::stop`); when all have done so, each continues with its overlay (`change_over`). If this command
+//! is killed or a step fails, each device whose daemon has not received the last step keeps its old image.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -59,16 +58,14 @@ const DELETED: &str = " (deleted)";
 /// A snapshot that was requested and has passed the checks of this command.
 #[derive(Debug)]
 struct Wanted {
-    /// The name of the device.
     name: String,
-    /// The path of the overlay, which does not exist yet.
     path: PathBuf,
     /// The attach options of the device with the overlay as its image.
     options: Record,
 }
 
-/// A snapshot in progress. Dropping the value closes the control socket, so that the device keeps its old
-/// image, and removes the file of the overlay.
+/// A snapshot in progress. Dropping closes the control socket, so that the device keeps its old image, and
+/// removes the file of the overlay.
 struct Begun<'a> {
     wanted: &'a Wanted,
     dialogue: Dialogue,
@@ -77,11 +74,7 @@ struct Begun<'a> {
 }
 
 impl Args {
-    /// Takes the snapshots, and prints the path of each overlay.
-    ///
-    /// # Errors
-    ///
-    /// Returns the last failure; the failures before it are printed on standard error.
+    /// Fails with the last failure; the failures before it are printed on standard error.
     pub fn run(self) -> Outcome {
         let dir = StateDir::locate()?;
         let mut wanted = Vec::new();
@@ -118,7 +111,6 @@ impl Args {
         last.map_or(Ok(()), Err)
     }
 
-    /// The devices as the user named them, each with the path of its overlay.
     fn pairs(&self) -> Outcome<Vec<(String, PathBuf)>> {
         if let Some(file) = &self.to {
             return match &self.devices[..] {
@@ -272,15 +264,14 @@ fn check_not_on_device(info: &DeviceInfo, directory: &Path) -> Outcome {
     }
 }
 
-/// Whether `peer`, as a daemon describes a client (`pid 123, uid 0`), is the process with this number.
+/// `peer` is a client as a daemon describes it: `pid 123, uid 0`.
 fn is_process(peer: &str, pid: &str) -> bool {
     let mut words = peer.split(|c: char| !c.is_ascii_alphanumeric());
     words.any(|word| word == "pid") && words.next() == Some(pid)
 }
 
-/// Refuses a device whose configuration file names the old image, or cannot be read. If the daemon were
-/// killed, the service manager would start the device from this file, and writes would go to the backing file
-/// of the overlay, which corrupts the overlay.
+/// Refuses a device whose configuration file names the old image, or cannot be read. A restart by the service
+/// manager would write to the backing file of the overlay, which corrupts the overlay.
 fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
     let configured = config::image_of(name).map_err(|mistake| {
         Failure::new(format!(
@@ -304,8 +295,7 @@ fn check_configuration(name: &str, image: &Path, new: &Path) -> Outcome {
 type Done<'a> = (&'a Wanted, Outcome<Vec<String>>);
 
 impl<'a> Begun<'a> {
-    /// Creates the file of the overlay, and lets the daemon flush the device. The flush takes most of the
-    /// time, and the device serves I/O meanwhile.
+    /// Creates the file of the overlay, and lets the daemon flush the device, which still serves I/O.
     fn new(dir: &'a StateDir, wanted: &'a Wanted) -> Outcome<Begun<'a>> {
         let Wanted { name, path, options, .. } = wanted;
         let of = |e: Failure| e.during(format_args!("snapshot {name}"));
@@ -344,12 +334,8 @@ impl<'a> Begun<'a> {
     }
 }
 
-/// Freezes the devices one after the other, then lets all of them continue with their overlays. Returns the
-/// outcome of each device.
-///
-/// # Errors
-///
-/// Returns the failure of the first device that cannot be frozen. Then all devices keep their old images.
+/// Freezes the devices one after the other, then lets all of them continue with their overlays. Fails if a
+/// device cannot be frozen; then all devices keep their old images.
 fn change_over(begun: Vec<Begun<'_>>) -> Outcome<Vec<Done<'_>>> {
     begun.iter().try_for_each(Begun::stop)?;
     begun.iter().try_for_each(Begun::check)?;

@@ -1,7 +1,5 @@
 //! `blkq systemd-generator`: orders the services of configured devices after the mounts that contain their
-//! files.
-//!
-//! A systemd generator: see systemd.generator(7).
+//! files. A systemd generator: see systemd.generator(7).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,8 +28,8 @@ pub struct Args {
 }
 
 impl Args {
-    /// Writes a drop-in for each configuration file. A file with a mistake is reported and skipped, so that
-    /// it does not affect other devices. The service of that device reports the mistake again.
+    /// A file with a mistake is reported and skipped, so that it does not affect other devices. The service
+    /// of that device reports the mistake again.
     pub fn run(self) -> Outcome {
         for path in files()? {
             if let Err(failure) = write_drop_in(&path, &self.directory) {
@@ -56,8 +54,7 @@ fn write_drop_in(path: &Path, directory: &Path) -> Outcome {
     written.map_err(|e| Failure::new(format!("{}: {e}", unit.display())))
 }
 
-/// `path` as a quoted word of a unit file. `None` if a unit file cannot contain it: it is not UTF-8, or has
-/// control characters.
+/// `None` if a unit file cannot contain `path`: it is not UTF-8, or has control characters.
 fn quoted(path: &Path) -> Option<String> {
     let text = path.to_str().filter(|text| !text.contains(char::is_control))?;
     Some(format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%")))

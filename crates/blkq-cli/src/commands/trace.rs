@@ -1,7 +1,5 @@
-//! `blkq trace`: traces each I/O of a device through the block layer.
-//!
-//! The daemon writes events into rings in shared memory. This command polls the rings, applies the filter,
-//! and writes the outputs.
+//! `blkq trace`: traces each I/O of a device. The daemon writes events into rings in shared memory, which
+//! this command polls.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -28,10 +26,8 @@ use crate::trace::item::{Item, ItemKind};
 use crate::trace::output::{Output, OutputError, TraceStart};
 use crate::trace::rings::Rings;
 
-/// The interval at which the rings are read. The daemon does not notify this command of new events, because
-/// that would slow the device down.
+/// The daemon does not notify this command of new events, because that would slow the device down.
 const POLL: Duration = Duration::from_millis(5);
-/// Traces that take less time print no progress.
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
 const PROGRESS_EVERY: Duration = Duration::from_millis(500);
 
@@ -102,7 +98,6 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "must be a number of seconds, such as 10 or 0.5".to_owned())
 }
 
-/// The size of the largest ring that fits into `buffer` bytes: a whole number of pages.
 fn ring_bytes_of(buffer: u64) -> Outcome<u64> {
     if !(RING_BYTES_MIN..=MEMORY_MAX_BYTES).contains(&buffer) {
         return Err(Failure::new(format!(
@@ -116,8 +111,6 @@ fn ring_bytes_of(buffer: u64) -> Outcome<u64> {
 }
 
 impl Args {
-    /// Traces the device until a signal arrives, the time of --for is over, or the daemon closes the
-    /// connection.
     pub fn run(self) -> Outcome<ExitCode> {
         let ring_bytes = ring_bytes_of(self.buffer)?;
         let is_stream = self.output.as_deref().is_some_and(|place| place.as_os_str() == "-");
@@ -195,7 +188,6 @@ impl Args {
         Ok(outputs)
     }
 
-    /// Progress is printed on a terminal, unless lines of events are.
     fn shows_progress(&self) -> bool {
         std::io::stderr().is_terminal() && !self.follow && (self.output.is_some() || self.chrome.is_some())
     }
@@ -207,7 +199,7 @@ enum StopReason {
     DaemonExited,
 }
 
-/// A running trace. Items go from the rings through the tracker and the filter to the outputs.
+/// Items go from the rings through the tracker and the filter to the outputs.
 struct Tracing {
     outputs: Vec<Output>,
     tracker: IoTracker,
@@ -299,8 +291,7 @@ impl Tracing {
         self.outputs.iter_mut().try_for_each(|output| output.items(&items))
     }
 
-    /// Writes the remaining items, of I/Os that have not completed, and closes the outputs. Returns the files
-    /// written.
+    /// Writes the remaining items, of I/Os that have not completed. Returns the files written.
     fn finish(&mut self) -> Result<Vec<PathBuf>, OutputError> {
         self.tracker.finish();
         let written = self.write(Vec::new());
@@ -312,8 +303,8 @@ impl Tracing {
     }
 }
 
-/// Starts a thread that waits for signals. The first signal sets the returned flag. The second one exits the
-/// process immediately, because writing the rest of the output may block forever.
+/// The first signal sets the returned flag. The second one exits the process immediately, because writing the
+/// rest of the output may block forever.
 fn stop_on_signals() -> Outcome<Arc<AtomicBool>> {
     let mut signals = Signals::install(&[Signal::Interrupt, Signal::Terminate, Signal::Hangup])?;
     let stop = Arc::new(AtomicBool::new(false));

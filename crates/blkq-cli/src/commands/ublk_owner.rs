@@ -27,8 +27,7 @@ fn parse_kernel_name(name: &str) -> Result<u32, &'static str> {
 }
 
 impl Args {
-    /// Prints the owner, or nothing if the device was created by a privileged process: then the node belongs
-    /// to root.
+    /// Prints nothing if a privileged process created the device: then the node belongs to root.
     pub fn run(self) -> Outcome {
         let failure = |e: blkq::Error| Failure::from(e).during(format_args!("ublk-owner {}", self.device));
         let info =

@@ -1,8 +1,6 @@
-//! `blkq upgrade`: hands a device in use from its daemon to a new daemon, which runs this program.
-//!
-//! The device must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end
-//! tracks requests in flight. The steps are: check whether this program could serve the device; let the old
-//! daemon leave the device and exit; start the new daemon; if that fails, start the old program again.
+//! `blkq upgrade`: hands a device in use from its daemon to a new daemon, which runs this program. The device
+//! must survive without a daemon for a moment: a ublk device, or a vhost-user disk whose front end tracks
+//! requests in flight.
 
 use std::io;
 use std::process::ExitCode;
@@ -59,13 +57,9 @@ pub struct Args {
 }
 
 impl Args {
-    /// Replaces the daemon of the device.
-    ///
-    /// # Errors
-    ///
     /// If this program cannot serve the device, the old daemon refuses to leave it, or another upgrade of it
-    /// is running, the old daemon keeps running. If the new daemon does not start, a daemon of the old
-    /// program is started again.
+    /// is running, the old daemon keeps running. If the new daemon does not start, one of the old program
+    /// does.
     pub fn run(self) -> Outcome<ExitCode> {
         let during = |e: Failure| e.during(format_args!("upgrade {}", self.name));
         let dir = StateDir::locate()?;
@@ -101,17 +95,15 @@ impl Args {
 /// A device that its daemon has left. Its I/O waits for the next daemon.
 struct DeviceWithoutDaemon<'a> {
     name: &'a str,
-    /// The attach options of the disk of a virtual machine. `None` for a block device, whose next daemon
-    /// reads the state file instead.
+    /// The attach options of a virtual machine's disk. `None` for a block device, whose next daemon reads the
+    /// state file instead.
     guest: Option<AttachOptions>,
-    /// The settings that `blkq set` changed.
+    /// The settings that `blkq set` changed, for the next daemon.
     settings: Vec<(String, String)>,
-    /// The program of the old daemon, for the case that the new daemon does not start.
     old: io::Result<Program>,
 }
 
 impl DeviceWithoutDaemon<'_> {
-    /// Lets the daemon of `name` leave the device and exit.
     fn stop_daemon<'a>(
         dir: &StateDir,
         name: &'a str,
@@ -141,7 +133,7 @@ impl DeviceWithoutDaemon<'_> {
         launched.map(|Launched { info, .. }| info)
     }
 
-    /// Starts a daemon of this program. If the daemon does not start, starts a daemon of the old program.
+    /// If the daemon does not start, starts a daemon of the old program.
     fn start(&self) -> Outcome<DeviceInfo> {
         self.launch(&Program::This).map_err(|failure| match self.launch_old() {
             Ok(_) => {
@@ -151,8 +143,7 @@ impl DeviceWithoutDaemon<'_> {
         })
     }
 
-    /// Waits for the daemon that the service manager starts. If there is none after `timeout`, starts a
-    /// daemon of the old program.
+    /// Starts a daemon of the old program if no other daemon serves the device after `timeout`.
     fn started_by_service(
         &self,
         dir: &StateDir,
@@ -206,7 +197,6 @@ impl DeviceWithoutDaemon<'_> {
     }
 }
 
-/// Checks whether this program could serve the block device of `name`, if it has one.
 fn check(dir: &StateDir, name: &str) -> Outcome {
     let Some(state) = dir.read_state(name) else { return Ok(()) };
     let Some(block_device) = &state.ublk else { return Ok(()) };

@@ -28,7 +28,6 @@ impl Attached {
     }
 }
 
-/// Adds to `failure` that the device was detached because it could not be reported.
 pub(super) fn not_reported(failure: Failure) -> Failure {
     Failure::new(format!("{failure}; the device was detached again"))
 }

@@ -1,5 +1,4 @@
-//! Creates image files, for `attach --create`, `attach --overlay`, `blkq snapshot` and the files of dirty
-//! bitmaps.
+//! Creates image files and the files of dirty bitmaps.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -13,15 +12,13 @@ use blkq_drivers::DriverSpec;
 use crate::failure::{Failure, Outcome};
 use crate::options::image_text;
 
-/// Mode of new files. Only the owner may read the content of a disk.
+/// Only the owner may read the content of a disk.
 const MODE: u32 = 0o600;
 
-/// A file that this command has created. Dropping the value removes the file, unless [`NewImage::keep`] was
-/// called.
+/// A file that this command has created. Dropping removes the file, unless [`NewImage::keep`] was called.
 #[derive(Debug)]
 pub struct NewImage {
     path: PathBuf,
-    /// `None` after [`NewImage::keep`].
     file: Option<File>,
 }
 
@@ -49,12 +46,8 @@ impl NewImage {
         NewImage::make(path, exists, fill)
     }
 
-    /// Creates the file at `path`, lets `fill` write it, and makes the file and its name durable. If this
-    /// fails, the file is removed.
-    ///
-    /// # Errors
-    ///
-    /// Fails with the message `exists` if the path exists. No message contains the path: the caller adds it.
+    /// Creates the file at `path`, lets `fill` write it, and makes the file and its name durable, or removes
+    /// it. The error is `exists` if the path exists. No message contains the path: the caller adds it.
     pub fn make(path: &Path, exists: &str, fill: impl FnOnce(&File) -> Outcome) -> Outcome<NewImage> {
         let failure = |e: io::Error| Failure::new(format!("cannot create the file: {e}"));
         let opened = OpenOptions::new().read(true).write(true).create_new(true).mode(MODE).open(path);
@@ -71,7 +64,6 @@ impl NewImage {
         Ok(image)
     }
 
-    /// The open file; `None` after [`NewImage::keep`].
     pub fn file(&self) -> Option<&File> {
         self.file.as_ref()
     }

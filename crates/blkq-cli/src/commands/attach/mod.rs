@@ -1,5 +1,4 @@
-//! `blkq attach`: serves an image as a block device. Each device has its own daemon, which this command
-//! starts.
+//! `blkq attach`: serves an image as a block device. Each device has its own daemon.
 
 mod attached;
 pub mod create;
@@ -110,11 +109,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Parses the words after `attach` on a command line, and checks the options of the device.
-    ///
-    /// # Errors
-    ///
-    /// Returns the first mistake, in one line.
+    /// Parses the words after `attach` on a command line. Fails with the first mistake, in one line.
     pub fn options_from_words(words: &[OsString]) -> Outcome<AttachOptions> {
         #[derive(Parser)]
         struct Line {
@@ -130,8 +125,7 @@ impl Args {
         line.args.options()
     }
 
-    /// Checks the options of the device, and returns them. With --overlay, these are the options for the
-    /// overlay.
+    /// The checked options of the device; with --overlay, those for the overlay.
     pub fn options(&self) -> Outcome<AttachOptions> {
         let mut options = self.options.clone();
         // The command of --run uses $uri, which a block device does not have.
@@ -144,7 +138,6 @@ impl Args {
         }
     }
 
-    /// Creates the image for --create, or the overlay for --overlay.
     fn create(&self) -> Outcome<Option<NewImage>> {
         let image = &self.options.image;
         match (self.create, &self.overlay) {
@@ -154,8 +147,6 @@ impl Args {
         }
     }
 
-    /// Attaches the device: starts the daemon and waits until it is ready, or serves the device in this
-    /// process.
     pub fn run(self) -> Outcome<ExitCode> {
         let failed = |e| self.options.failed(e);
         let options = self.options().and_then(with_defaults).and_then(find_format).map_err(failed)?;
@@ -189,7 +180,6 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Prints the new device for the user, in the requested form.
     fn report(&self, info: &DeviceInfo) -> Outcome {
         if self.json {
             warn(info);
@@ -204,7 +194,6 @@ impl Args {
         report(info)
     }
 
-    /// Serves the device in this process until it is detached.
     fn serve(
         &self,
         options: &AttachOptions,
@@ -224,8 +213,7 @@ impl Args {
     }
 }
 
-/// Starts a daemon for the device, and waits until it is ready. With `nooverlap`, returns the device that
-/// already serves these bytes of the image, if there is one.
+/// With `nooverlap`, returns the device that already serves these bytes of the image, if there is one.
 pub fn attach(options: &AttachOptions, nooverlap: bool) -> Outcome<Attached> {
     let launch = || Program::This.launch_attach(options, false);
     let start = || launch().map(|Launched { info, .. }| info);

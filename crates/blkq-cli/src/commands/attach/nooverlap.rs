@@ -23,7 +23,6 @@ use crate::state::{Fate, StateDir};
 const SETTLE_WAIT: Duration = Duration::from_secs(5);
 const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The result of searching for a device that serves the same bytes.
 enum Found {
     Same(Box<DeviceInfo>),
     Nothing,
@@ -31,12 +30,7 @@ enum Found {
     Unsettled,
 }
 
-/// Returns the device that serves these bytes of the image, or attaches it with `start`.
-///
-/// # Errors
-///
-/// Fails if another device serves some of the bytes, or all of them with other properties, or if `start`
-/// fails.
+/// Fails if another device serves some of the bytes, or all of them with other properties.
 pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) -> Outcome<Attached> {
     let dir = StateDir::locate()?;
     dir.create()?;
@@ -60,8 +54,7 @@ pub fn attach(options: &AttachOptions, start: impl Fn() -> Outcome<DeviceInfo>) 
     }
 }
 
-/// Turns autoclear off, so that the device stays for the user who gets it now. Returns false if the device is
-/// stopping.
+/// Turns autoclear off, so that the device stays for this user. Returns false if the device is stopping.
 fn keep(dir: &StateDir, info: &DeviceInfo) -> bool {
     let settings = vec![Setting::Autoclear(false).to_text()];
     let kept = call::<()>(dir, &info.name, &Request::Set { settings });

@@ -1,5 +1,4 @@
-//! `attach IMAGE --overlay FILE`: creates a qcow2 overlay of an image, and attaches the overlay. The image
-//! does not change.
+//! `attach IMAGE --overlay FILE`: creates a qcow2 overlay of an image, and attaches the overlay.
 
 use std::path::Path;
 
@@ -12,11 +11,6 @@ use crate::failure::{Failure, Outcome};
 use crate::options::{AttachOptions, Format, image_text};
 
 /// The options for the overlay `file`. `options` are those for its backing file.
-///
-/// # Errors
-///
-/// Refuses images that are not files, options that serve a part of the image, and options that qcow2 does not
-/// support.
 pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
     if !matches!(options.image, DriverSpec::Image(_)) {
         let text = image_text(&options.image);
@@ -35,7 +29,6 @@ pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
     options.check().map(|()| options)
 }
 
-/// Creates the overlay `file`, whose backing file is the image of `options`.
 pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
     let DriverSpec::Image(path) = &options.image else {
         return Err(Failure::new("--overlay needs an image file"));
@@ -56,7 +49,6 @@ pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
     NewImage::make(file, exists, fill).map_err(|e| e.during(format_args!("--overlay {}", file.display())))
 }
 
-/// Adds a hint to the error if the format of the image must be given.
 fn refusal(error: Error) -> Failure {
     match error.kind() {
         ErrorKind::Format => {

@@ -1,5 +1,4 @@
-//! `attach --run CMD`: attaches a device, runs a command that uses it, and detaches the device when the
-//! command exits.
+//! `attach --run CMD`: attaches a device, runs a command that uses it, and detaches the device.
 
 use std::ffi::OsString;
 use std::io;
@@ -23,13 +22,8 @@ const EXIT_SIGNALLED: i32 = 128;
 const HANG_UP_WAIT: Duration = Duration::from_secs(1);
 const HANG_UP_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Runs `command` in a shell, with variables that describe the device in its environment, and detaches the
-/// device when the shell has exited. Returns the exit code of the shell; 1 if the command succeeded but the
-/// device failed.
-///
-/// # Errors
-///
-/// Fails if the shell cannot be started. The device is detached in this case, too.
+/// Returns the exit code of the shell; 1 if the command succeeded but the device failed. The device is
+/// detached even if the shell cannot be started.
 pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcome<ExitCode> {
     let Launched { info, mut daemon } = launched;
     let mut device = Device { name: &info.name, daemon: &mut daemon, exited: None, failed: false };
@@ -54,18 +48,15 @@ pub fn run(options: &AttachOptions, command: &str, launched: Launched) -> Outcom
     })
 }
 
-/// The device while the command is running.
 struct Device<'a> {
     name: &'a str,
     daemon: &'a mut Child,
-    /// The exit status of the daemon, once it has exited.
     exited: Option<ExitStatus>,
     /// The daemon died, or the device could not be detached cleanly.
     failed: bool,
 }
 
 impl Device<'_> {
-    /// Reports once if the daemon has exited while the command was running.
     fn check(&mut self) {
         let Ok(Some(status)) = self.daemon.try_wait() else { return };
         if self.exited.replace(status).is_some() {
@@ -79,7 +70,6 @@ impl Device<'_> {
         complain(&Failure::new(format!("{}: {what} before the command of --run exited", self.name)));
     }
 
-    /// Detaches the device, even if it is still in use.
     fn detach(&mut self) {
         let dir = match StateDir::locate() {
             Ok(dir) => dir,
@@ -121,9 +111,8 @@ impl Device<'_> {
     }
 }
 
-/// Runs the command and waits until it has exited. A signal that another process sends to this process is
-/// forwarded to the command. A signal of the terminal, such as that of Ctrl-C, is not: the terminal sends it
-/// to the command, too.
+/// Runs the command and waits until it has exited. Forwards signals that another process sends to this
+/// process. A signal of the terminal, such as that of Ctrl-C, is not forwarded: the command receives it, too.
 fn wait(command: &mut Command, device: &mut Device<'_>) -> io::Result<ExitStatus> {
     let signals = Signals::block()?;
     let before = signals.before;
@@ -171,7 +160,7 @@ impl Signals {
         }
     }
 
-    /// Waits for the next signal. Returns its number, and whether a process sent it, not the kernel.
+    /// Returns the number of the next signal, and whether a process sent it, not the kernel.
     fn wait(&self) -> (libc::c_int, bool) {
         loop {
             // SAFETY: the set is initialized, and zeroes are a valid siginfo_t, which the call overwrites.

@@ -1,5 +1,3 @@
-//! Checks the parts of the machine that blkq uses.
-
 use std::fs;
 use std::path::Path;
 
@@ -26,7 +24,7 @@ const LOCKED_BYTES_PER_DEVICE: u64 = 68 << 10;
 /// The number of open files that a device needs for the highest --max-connections.
 const FILES: u64 = 2048;
 
-/// Runs all checks. Nothing on the machine is changed. `certificates` is the directory of --tls-certificates.
+/// `certificates` is the directory of --tls-certificates.
 pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     let mut findings = vec![
         kernel(&kernel_release()),
@@ -44,12 +42,11 @@ pub fn run_all(certificates: Option<&Path>) -> Vec<Finding> {
     findings
 }
 
-/// The release of the kernel, as `uname -r` prints it.
 pub fn kernel_release() -> String {
     read("/proc/sys/kernel/osrelease")
 }
 
-/// The text of a file in /proc or /sys; empty if the file cannot be read.
+/// Empty if the file cannot be read.
 fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
@@ -143,9 +140,9 @@ fn state_directory() -> Finding {
     .needed()
 }
 
-/// The limit that applies to daemons, which raise their limit as far as the kernel allows. The user ID does
-/// not show how far that is: raising the hard limit needs CAP_SYS_RESOURCE in the initial user namespace,
-/// which root in a container often lacks. So this process raises its own limit.
+/// The limit that applies to daemons, which raise it as far as the kernel allows. Raising the hard limit
+/// needs CAP_SYS_RESOURCE in the initial user namespace, which even root in a container often lacks. So this
+/// process raises its own limit.
 fn locked_memory_limit() -> Option<u64> {
     raise_limits();
     getrlimit(Resource::Memlock).current

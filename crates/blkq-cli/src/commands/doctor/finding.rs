@@ -1,5 +1,3 @@
-//! The result of checking one part of the machine.
-
 use serde::Serialize;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -31,8 +29,7 @@ pub struct Finding {
     #[serde(skip)]
     pub asked: bool,
     pub found: String,
-    /// How to get rid of a restriction: a command, or the page that has the commands. The key in the JSON is
-    /// older than the field's name.
+    /// A command, or the page that has the commands. The key in the JSON is older than the field's name.
     #[serde(rename = "cure")]
     pub hint: Option<String>,
 }

@@ -35,7 +35,6 @@ pub struct Args {
     json: bool,
 }
 
-/// The output of `--json`.
 #[derive(Serialize)]
 struct Page {
     version: &'static str,
@@ -51,7 +50,6 @@ impl Page {
         Page { version: env!("CARGO_PKG_VERSION"), kernel: kernel_release(), works, checks }
     }
 
-    /// Whether a part is missing that the user asked for with an option.
     fn lacks_asked(&self) -> bool {
         self.checks.iter().any(|check| check.asked && check.is_missing())
     }

@@ -2,13 +2,11 @@
 
 use clap::Command;
 
-/// Options of `blkq attach` that have another name in losetup.
 const RENAMED: [(&str, &str); 2] = [("size-limit", "--sizelimit"), ("name", "--loop-ref")];
-/// The commands whose options hints name.
 const COMMANDS: [&str; 2] = ["attach", "detach"];
 
-/// Replaces each option in `text` that losetup lacks: by the name that losetup gives it, or by `blkq attach
-/// OPTION` or `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
+/// Replaces each option in `text` that losetup lacks: by its name in losetup, or by `blkq attach OPTION` or
+/// `blkq detach OPTION`. Text in backquotes is a complete command and is copied unchanged.
 pub(super) fn translated(text: &str, blkq: &Command) -> String {
     let quoted = text.split('`').enumerate();
     let parts = quoted.map(|(at, part)| if at % 2 == 0 { options(part, blkq) } else { part.to_owned() });

@@ -155,7 +155,6 @@ Examples:
     )
 }
 
-/// The action that the options and arguments ask for.
 enum Action<'a> {
     List,
     ListOf(&'a Path),
@@ -204,7 +203,6 @@ impl Args {
         }
     }
 
-    /// Refuses options that do not apply to the action.
     fn check_options(&self, action: &Action) -> Result<(), String> {
         let attach = matches!(action, Action::Attach { .. } | Action::FindUnused);
         let change = matches!(action, Action::Change(_));
@@ -256,8 +254,7 @@ impl Args {
         }
     }
 
-    /// Prints the devices for which `matches` returns true: as a table, or as lines of text if only -a or -j
-    /// is given.
+    /// Prints the matching devices: as a table, or as lines of text if only -a or -j is given.
     fn list(&self, dir: &StateDir, matches: impl Fn(&DeviceInfo) -> bool) -> Outcome<ExitCode> {
         let mut devices = Vec::new();
         for entry in all(dir)? {
@@ -284,8 +281,6 @@ impl Args {
         }
     }
 
-    /// Prints the devices: as a table if `table` is true or an option for tables was given, otherwise as
-    /// lines of text.
     fn print(&self, devices: &[DeviceInfo], table: bool) -> Outcome {
         let style = match (self.json, self.raw) {
             (true, _) => Style::Json,
@@ -383,7 +378,6 @@ impl Args {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Detaches the devices one after the other, and continues after failures.
     fn detach<T: AsRef<OsStr>>(
         &self,
         devices: Vec<T>,
@@ -405,7 +399,6 @@ impl Args {
     }
 }
 
-/// Translates the hints of a failure into options of losetup.
 fn failed(failure: &Failure, command: fn() -> clap::Command) -> Failure {
     Failure::new(translated(&failure.to_string(), &command())).during("losetup")
 }

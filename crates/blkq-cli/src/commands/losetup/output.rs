@@ -1,5 +1,4 @@
-//! Prints devices in the formats of losetup(8): tables and JSON as libsmartcols prints them, and the older
-//! lines of text.
+//! Formats of losetup(8): tables and JSON as libsmartcols prints them, and the older lines of text.
 
 use blkq::text::{escape, escaped, is_control};
 
@@ -10,14 +9,12 @@ use crate::table::render_apart;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Style {
-    /// Aligned columns.
     Table,
     /// Columns separated by one space, with white space in cells escaped.
     Raw,
     Json,
 }
 
-/// The output of `losetup -a` and `losetup -j`: one line of text per device.
 pub fn lines(devices: &[DeviceInfo]) -> String {
     devices.iter().map(line).collect()
 }
@@ -58,8 +55,7 @@ pub fn table(columns: &[&Column], devices: &[DeviceInfo], style: Style, headings
     table[left_out..].to_owned()
 }
 
-/// JSON with the white space of libsmartcols, so that the output can be compared with that of losetup(8) as
-/// text.
+/// White space is that of libsmartcols, so that the output can be compared with that of losetup(8) as text.
 fn json(columns: &[&Column], rows: &[Vec<Cell>]) -> String {
     let member = |(column, cell): (&&Column, &Cell)| {
         format!("         \"{}\": {}", column.name.to_lowercase(), cell.json())

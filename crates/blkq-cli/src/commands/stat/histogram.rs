@@ -9,8 +9,7 @@ const BAR: u64 = 40;
 /// The last bar ends at 2^40 ns, about 18 minutes, and also counts longer latencies.
 const BITS_MAX: u32 = 40;
 
-/// The bars from the shortest latency to the longest. Each is the range in nanoseconds, without its end, and
-/// the number of latencies in it.
+/// From the shortest latency to the longest: the range in nanoseconds, without its end, and the count.
 pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
     let (mut from_ns, mut before) = (0, 0);
     let mut bars = Vec::new();
@@ -24,7 +23,7 @@ pub fn bars(histogram: &Histogram) -> Vec<(u64, u64, u64)> {
     bars[first..=last].to_vec()
 }
 
-/// Draws the bars of the operation `name`; empty if there were no such operations.
+/// Empty if there were no such operations.
 pub fn draw(name: &str, histogram: &Histogram) -> String {
     let bars = bars(histogram);
     let (all, most) = (histogram.count(), bars.iter().map(|bar| bar.2).max().unwrap_or(0));

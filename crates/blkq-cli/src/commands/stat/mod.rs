@@ -1,5 +1,3 @@
-//! `blkq stat`: I/O statistics of devices, since they were attached or for each interval.
-
 mod histogram;
 mod overview;
 mod page;
@@ -92,18 +90,16 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "an interval must be 0.01 to 86400 seconds".to_owned())
 }
 
-/// The devices to report, and when.
 #[derive(PartialEq, Debug)]
 struct Plan {
-    /// Empty for all devices.
+    /// Names of devices; empty for all devices.
     names: Vec<String>,
     interval: Option<Duration>,
     count: Option<u64>,
 }
 
 impl Args {
-    /// Interprets the arguments: names of devices first; one or two numbers at the end are the interval and
-    /// the count.
+    /// Names of devices come first; one or two numbers at the end are the interval and the count.
     fn plan(&self) -> Result<Plan, String> {
         let mut names = self.words.clone();
         let (mut interval, mut count) = (self.interval, self.count);
@@ -130,13 +126,8 @@ impl Args {
         Ok(Plan { names, interval, count })
     }
 
-    /// Prints one report, or one per interval.
-    ///
-    /// # Errors
-    ///
-    /// If a single device is named, fails if it does not exist, or its daemon has died or does not answer. If
-    /// several devices are reported, such a device is named on standard error, and the exit code is 1 in the
-    /// end.
+    /// If one device is named, fails if it does not exist, or its daemon has died or does not answer. With
+    /// several devices, such a device is reported on standard error, and makes the exit code 1.
     pub fn run(self, command: fn() -> clap::Command) -> Outcome<ExitCode> {
         let plan = self.plan().unwrap_or_else(|why| {
             usage::exit(command(), "stat", clap::error::ErrorKind::ValueValidation, why)
@@ -206,11 +197,7 @@ impl Devices {
         self.names.is_empty()
     }
 
-    /// Reads the counters of each device. Devices that do not exist are missing from the result.
-    ///
-    /// # Errors
-    ///
-    /// Fails only if a single device is named: see [`Args::run`].
+    /// Devices that do not exist are missing from the result. Fails only if a single device is named.
     fn sample(&mut self) -> Outcome<BTreeMap<String, Statistics>> {
         let names = if self.are_all() { self.dir.names()? } else { self.names.clone() };
         let mut samples = BTreeMap::new();
@@ -229,7 +216,7 @@ impl Devices {
         Ok(samples)
     }
 
-    /// Reports the failure of a device. A failure that repeats in the next samples is reported once.
+    /// A failure that repeats in the next samples is reported once.
     fn fail(&mut self, name: String, failure: Failure) -> Outcome {
         if self.names.len() == 1 {
             return Err(failure);

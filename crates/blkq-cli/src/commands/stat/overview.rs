@@ -1,18 +1,15 @@
-//! The report of several devices, with one line per device. Names and units of the columns are those of
-//! iostat(1).
+//! The report of several devices, with the column names and units of iostat(1).
 
 use super::report::{Figures, Group, Report};
 use crate::table::{Align, render};
 
-/// The headings of the columns. 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are
-/// totals for the time in the column `seconds`.
+/// 1 MB is 10^6 bytes; await is in milliseconds. `rMB`, `wMB` and `errors` are totals for `seconds`.
 const HEADS: [&str; 15] = [
     "DEVICE", "seconds", "r/s", "rMB/s", "r_await", "w/s", "wMB/s", "w_await", "d/s", "f/s", "rMB", "wMB",
     "aqu-sz", "%util", "errors",
 ];
 
-/// Formats one line per report. Unless `verbose`, reports of intervals without I/O are counted and not
-/// printed.
+/// Unless `verbose`, reports of intervals without I/O are counted and not printed.
 pub fn overview(reports: &[Report], verbose: bool) -> String {
     let is_shown = |report: &&Report| verbose || report.is_whole || !report.figures.is_idle();
     let mut rows = vec![HEADS.map(str::to_owned)];

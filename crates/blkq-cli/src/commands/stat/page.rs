@@ -1,5 +1,4 @@
-//! The report of one device: a line per operation, and lines for the mechanisms of the block layer and the
-//! exports.
+//! The report of one device.
 
 use blkq::StatGroup;
 use blkq_export::Counted;
@@ -11,8 +10,7 @@ use crate::statistics::{Gate, Nbd, Throttle, VhostUser};
 use crate::table::{Align, render};
 
 impl Report {
-    /// Formats the report as text. Operations and mechanisms that were idle are omitted, unless `verbose`.
-    /// With `histogram`, the latency histogram of each operation follows.
+    /// Operations and mechanisms that were idle are omitted, unless `verbose`.
     pub fn page(&self, histogram: bool, verbose: bool) -> String {
         let figures = &self.figures;
         let mut page = self.heading() + &figures.table(verbose) + &figures.lines(verbose);
@@ -24,7 +22,6 @@ impl Report {
         page
     }
 
-    /// The first line, which states the time that the report covers.
     fn heading(&self) -> String {
         let Figures { name, seconds, .. } = &self.figures;
         match self.is_whole {
@@ -40,7 +37,6 @@ impl Figures {
         StatGroup::ALL.iter().map(|group| group.name()).zip(groups)
     }
 
-    /// Whether there was no I/O, and no request is in flight.
     pub fn is_idle(&self) -> bool {
         self.in_flight == 0 && self.groups().all(|(_, group)| group.is_idle())
     }
@@ -95,7 +91,6 @@ impl Figures {
         render([Align::Left, Align::Left], &rows)
     }
 
-    /// The lines about all I/O together.
     fn load_rows(&self, verbose: bool) -> Vec<Row> {
         let Figures { in_flight, in_flight_max: [reads, others], queue, busy_percent, seconds, .. } = self;
         let totals: Vec<String> = self
@@ -117,7 +112,6 @@ impl Figures {
         ]
     }
 
-    /// The lines about the mechanisms of the block layer.
     fn queue_rows(&self, verbose: bool) -> Vec<Row> {
         let Figures { flushes, batches, gate, clock, .. } = self;
         let mut rows = Vec::new();
@@ -151,7 +145,6 @@ impl Figures {
         rows
     }
 
-    /// The lines about requests that wait: requests that hang, are held after errors, or wait for a limit.
     fn watch_rows(&self, verbose: bool) -> Vec<Row> {
         let Figures { hangs, held, throttle, .. } = self;
         let mut rows = Vec::new();

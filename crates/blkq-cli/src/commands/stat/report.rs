@@ -1,7 +1,5 @@
-//! Computes the figures of one report of `blkq stat`, and defines their JSON.
-//!
-//! The field names are keys of the JSON, which scripts rely on: they do not change, and later versions may
-//! add others. docs/watching.md explains each of them.
+//! The figures of one report of `blkq stat`. The field names are keys of the JSON, which scripts rely on:
+//! they do not change, and later versions may add others. docs/watching.md explains each of them.
 
 use std::time::SystemTime;
 
@@ -22,22 +20,18 @@ pub struct Report {
     pub during: StatsSnapshot,
 }
 
-/// The figures of a device, as `--json` prints them.
 #[derive(Serialize)]
 pub struct Figures {
     pub name: String,
     /// When the report was made, as in RFC 3339.
     pub time: String,
-    /// The length of the time that the report covers.
     pub seconds: f64,
     pub read: Group,
     pub write: Group,
     pub discard: Group,
     pub flush: Group,
-    /// Requests in flight now.
     pub in_flight: u64,
-    /// The maximum of requests in flight in a single queue since the device was attached: reads, and all
-    /// others.
+    /// The maximum of requests in flight in a single queue since the attach: reads, and all others.
     pub in_flight_max: [u64; 2],
     /// The average number of requests in flight.
     pub queue: f64,
@@ -54,7 +48,6 @@ pub struct Figures {
     pub nbd: Option<Nbd>,
     /// Null if the device has no vhost-user-blk export.
     pub vhost_user: Option<VhostUser>,
-    /// The figures of each queue, in the order of their numbers.
     pub queues: Vec<Queue>,
     /// The internal counters, for the time that the report covers.
     pub counters: Map<String, Value>,
@@ -64,7 +57,6 @@ pub struct Figures {
     pub fields: [u64; 17],
 }
 
-/// The figures of one kind of operation.
 #[derive(Serialize)]
 pub struct Group {
     // Totals for the time that the report covers.
@@ -85,20 +77,18 @@ pub struct Group {
     pub errors: Map<String, Value>,
     /// The number of I/Os that were rejected with each status before they became requests.
     pub refused: Map<String, Value>,
-    /// The bars from the shortest latency to the longest; only with --histogram.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub histogram: Option<Vec<Bar>>,
 }
 
-/// A bar of a histogram: the number of latencies below this time that the bars before do not count.
+/// The number of latencies below this time that the bars before do not count.
 #[derive(Serialize)]
 pub struct Bar {
     pub below_us: f64,
     pub count: u64,
 }
 
-/// I/Os that needed a flush (`asked`), flushes sent to the driver, and I/Os that shared their flush with
-/// others.
+/// I/Os that needed a flush, flushes sent to the driver, and I/Os that shared their flush with others.
 #[derive(Serialize)]
 pub struct Flushes {
     pub asked: u64,
@@ -121,13 +111,11 @@ pub struct Batches {
     pub early_submissions: u64,
 }
 
-/// The figures of one queue, for all operations together.
 #[derive(Serialize)]
 pub struct Queue {
     pub iops: f64,
     pub mb_per_s: f64,
     pub latency_average_us: f64,
-    /// Requests in flight now.
     pub in_flight: u64,
     /// Share of the time with requests in flight, in percent.
     pub busy_percent: f64,
@@ -143,7 +131,6 @@ pub struct Clock {
     pub age_max_us: f64,
 }
 
-/// Requests that are held after I/O errors.
 #[derive(Serialize)]
 pub struct Held {
     pub now: u64,
@@ -175,13 +162,11 @@ pub struct Throttled {
 }
 
 impl Report {
-    /// The report since the device was attached.
     pub fn whole(name: &str, now: &Statistics) -> Report {
         Report::new(name, &Statistics::default(), now, now.uptime_ns)
     }
 
-    /// The report of the time between two samples. If the device was attached between them, the report covers
-    /// the time since then.
+    /// If the device was attached between the samples, the report covers the time since then.
     pub fn between(name: &str, before: &Statistics, now: &Statistics) -> Report {
         if now.uptime_ns < now.time_ns.saturating_sub(before.time_ns) {
             return Report::whole(name, now);
@@ -276,7 +261,6 @@ impl Report {
         sum
     }
 
-    /// The figures to encode as JSON; with `histogram`, also the bars of each operation.
     pub fn json(mut self, histogram: bool) -> impl Serialize {
         let Figures { read, write, discard, flush, .. } = &mut self.figures;
         for (group, figures) in StatGroup::ALL.iter().zip([read, write, discard, flush]) {
@@ -314,7 +298,6 @@ impl Group {
         }
     }
 
-    /// The number of requests that failed, with any status.
     pub fn error_count(&self) -> u64 {
         self.errors.values().filter_map(Value::as_u64).sum()
     }

@@ -1,5 +1,4 @@
-//! The devices that `top` shows, each with its figures of the last interval and its latencies of earlier
-//! intervals.
+//! The devices that `top` shows, with their figures of the last interval and earlier latencies.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -9,39 +8,32 @@ use crate::commands::stat::report::Report;
 use crate::failure::Outcome;
 use crate::statistics::Statistics;
 
-/// A daemon that has not answered for this long is marked as silent.
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// The number of intervals whose latencies are stored for the heat map: the width of a wide terminal.
 const COLUMNS_MAX: usize = 512;
-/// The number of latency ranges of the heat map. Range `n` ends at 2^n nanoseconds; the last one also counts
-/// everything above.
+/// Range `n` of the heat map ends at 2^n nanoseconds; the last one also counts everything above.
 pub const POWERS: usize = 41;
 
-/// A column of the heat map: the number of latencies in each range, during one interval. `None` if the daemon
-/// did not answer in the interval.
+/// The number of latencies in each range, in one interval. `None` if the daemon did not answer.
 pub type Column = Option<[u32; POWERS]>;
 
 #[derive(Default)]
 pub struct Device {
     last: Option<Statistics>,
-    /// The figures between the last two samples.
     report: Option<Report>,
-    /// Why the last sample failed.
     trouble: Option<String>,
     /// When the request was sent that the daemon has not answered yet.
     asked: Option<Instant>,
     silent_seconds: Option<u64>,
-    /// The columns of the heat map, the latest first.
+    /// Columns of the heat map, the latest first.
     columns: VecDeque<Column>,
 }
 
 impl Device {
-    /// The figures of the last interval; `None` if they are unknown.
     pub fn report(&self) -> Option<&Report> {
         self.report.as_ref().filter(|_| self.trouble().is_none())
     }
 
-    /// Why the figures are unknown.
     pub fn trouble(&self) -> Option<String> {
         let silent = |seconds| format!("the daemon has not answered for {seconds} s");
         self.silent_seconds.map(silent).or_else(|| self.trouble.clone())
@@ -74,13 +66,11 @@ impl Device {
     }
 }
 
-/// All devices, sorted by name.
 #[derive(Default)]
 pub struct Devices(BTreeMap<String, Device>);
 
 impl Devices {
-    /// Notes that the daemons of the devices `names` were asked at `now`. Other devices have been detached
-    /// and are removed.
+    /// The daemons of the devices `names` were asked at `now`. All other devices have been detached.
     pub fn asked(&mut self, names: Vec<String>, now: Instant) {
         self.0.retain(|name, _| names.contains(name));
         for name in names {
@@ -93,7 +83,6 @@ impl Devices {
         self.mark_silent(now);
     }
 
-    /// Takes the answer of a daemon.
     pub fn answered(&mut self, name: &str, outcome: Outcome<Option<Statistics>>) {
         let Some(device) = self.0.get_mut(name) else { return };
         (device.asked, device.silent_seconds) = (None, None);
@@ -111,7 +100,6 @@ impl Devices {
         }
     }
 
-    /// Marks the devices whose daemons have not answered for [`SILENT_AFTER`] at `now`.
     pub fn mark_silent(&mut self, now: Instant) {
         for device in self.0.values_mut() {
             let waited = device.asked.map(|asked| now.saturating_duration_since(asked));
@@ -124,7 +112,6 @@ impl Devices {
         self.0.get(name)
     }
 
-    /// A row for each device, sorted by name.
     pub fn rows(&self) -> Vec<Row> {
         self.0.iter().map(|(name, device)| Row::new(name, device.report(), device.trouble())).collect()
     }
@@ -138,8 +125,7 @@ pub mod tests {
     use crate::failure::Failure;
     use crate::statistics::{Nbd, QueueSums};
 
-    /// The counters of a device `second` seconds after its attach, with `ios` reads of 4 KiB, each with
-    /// `latency_ns`.
+    /// The counters of a device `second` seconds after its attach, with `ios` reads of 4 KiB.
     pub fn statistics(second: u64, ios: u64, latency_ns: u64) -> Statistics {
         let mut snapshot =
             StatsSnapshot { in_flight: [3, 0], busy_ns: second * 500_000_000, ..Default::default() };

@@ -24,7 +24,7 @@ struct Column {
     cell: fn(&Row) -> Option<String>,
 }
 
-/// The columns after the name. On a narrow terminal, columns are omitted, from the right.
+/// On a narrow terminal, columns are omitted, from the right.
 const COLUMNS: [Column; 11] = [
     Column { head: "IOPS", width: 5, sort: Some(Sort::Iops), cell: |row| row.iops.map(short) },
     Column { head: "MB/s", width: 5, sort: Some(Sort::MbPerS), cell: |row| row.mb_per_s.map(short) },
@@ -43,7 +43,7 @@ const COLUMNS: [Column; 11] = [
     Column { head: "HUNG", width: 4, sort: Some(Sort::Hung), cell: |row| row.hung.map(count) },
     Column { head: "CLI", width: 3, sort: Some(Sort::Clients), cell: |row| row.clients.map(count) },
 ];
-/// The index of the latency bar in [`COLUMNS`], and its smallest width.
+/// The index in [`COLUMNS`], and the smallest width.
 const BAR: usize = 4;
 const BAR_COLUMNS: u16 = 11;
 
@@ -128,7 +128,6 @@ fn title(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect, rows: &[Row
     }
 }
 
-/// The widths of the columns whose widths depend on that of the terminal.
 struct Layout {
     name: u16,
     bar: u16,
@@ -156,7 +155,7 @@ impl Layout {
     }
 }
 
-/// Whether some I/O of the device is stuck: its daemon does not answer, or requests hang or are held.
+/// The daemon does not answer, or requests hang or are held.
 fn is_stuck(row: &Row) -> bool {
     row.error.is_some() || row.hung.unwrap_or(0) + row.held.unwrap_or(0) > 0
 }
@@ -183,7 +182,7 @@ fn line(row: &Row, layout: &Layout, theme: Theme, buffer: &mut Buffer, area: Rec
     }
 }
 
-/// Draws the latency bar, on a logarithmic scale: one symbol up to p50, another one from there to p99.
+/// On a logarithmic scale: one symbol up to p50, another one from there to p99.
 fn bar(row: &Row, width: u16, theme: Theme, buffer: &mut Buffer, area: Rect, (x, y): (u16, u16)) {
     let length = |us: Option<f64>| {
         let decades = us.map_or(BAR_DECADES.start, |us| us.max(1.0).log10());

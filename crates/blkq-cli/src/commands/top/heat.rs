@@ -1,5 +1,4 @@
-//! Draws a heat map of latencies. Time runs from left to right, latencies rise from the bottom to the top,
-//! and the colour of a cell shows how many requests had this latency at this time.
+//! A heat map of latencies: time runs from left to right, latencies rise from the bottom to the top.
 
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
@@ -10,10 +9,9 @@ use super::row::latency;
 use super::theme::Theme;
 use crate::table::Align;
 
-/// The width of the labels at the left.
 const LABEL_COLUMNS: u16 = 8;
 
-/// Draws the map into `area`. `columns` begins with the latest column, which is drawn at the right.
+/// `columns` begins with the latest column, which is drawn at the right.
 pub fn draw<'a>(
     columns: impl Iterator<Item = &'a Column> + Clone,
     theme: Theme,
@@ -59,7 +57,7 @@ struct Scale {
 }
 
 impl Scale {
-    /// The scale for a map with at most `rows` rows; `None` if there were no requests, or there are no rows.
+    /// `None` if there were no requests, or there are no rows.
     fn new<'a>(columns: impl Iterator<Item = &'a Column> + Clone, rows: u16) -> Option<Scale> {
         let is_used = |power: &usize| columns.clone().flatten().any(|counts| counts[*power] > 0);
         let lowest = (0..POWERS).find(is_used)?;
@@ -76,7 +74,7 @@ impl Scale {
         (self.highest - self.lowest + 1).div_ceil(self.step) as u16
     }
 
-    /// The powers of two of row `y`, counted from the top.
+    /// Row `y` is counted from the top.
     fn powers(&self, y: u16) -> std::ops::RangeInclusive<usize> {
         let low = self.lowest + usize::from(self.rows() - 1 - y) * self.step;
         low..=(low + self.step - 1).min(POWERS - 1)
@@ -86,7 +84,7 @@ impl Scale {
         counts[self.powers(y)].iter().map(|count| u64::from(*count)).sum()
     }
 
-    /// The heat of a cell, on a logarithmic scale up to 1; `None` if it is empty.
+    /// On a logarithmic scale up to 1; `None` if the cell is empty.
     fn part(&self, counts: &[u32; POWERS], y: u16) -> Option<f64> {
         let count = self.count(counts, y);
         (count > 0).then(|| (count as f64).ln_1p() / (self.most as f64).ln_1p())

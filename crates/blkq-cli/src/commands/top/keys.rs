@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Key {
     Char(char),
-    /// Ctrl together with this letter.
     Control(char),
     Enter,
     Escape,
@@ -29,14 +28,12 @@ pub const KEY_WAIT: Duration = Duration::from_millis(50);
 #[derive(Debug, Default)]
 pub struct Keys {
     pending: Vec<u8>,
-    /// When the last pending byte arrived.
     since: Option<Instant>,
 }
 
 impl Keys {
-    /// Takes `bytes`, which arrived at `now`, and returns the keys that are complete. If `bytes` is empty and
-    /// the rest of a sequence is overdue, ESC alone becomes the key Escape, and any other incomplete sequence
-    /// is discarded.
+    /// Returns the keys that are complete. If `bytes` is empty and the rest of a sequence is overdue, ESC
+    /// alone becomes the key Escape, and any other incomplete sequence is discarded.
     pub fn take(&mut self, bytes: &[u8], now: Instant) -> Vec<Key> {
         let mut keys = Vec::new();
         if !bytes.is_empty() {
@@ -58,14 +55,12 @@ impl Keys {
         keys
     }
 
-    /// Whether part of a key has arrived, and the rest has not.
     pub fn is_pending(&self) -> bool {
         !self.pending.is_empty()
     }
 }
 
-/// The length in bytes of the first key, and the key, if it is one that [`Key`] has. `None` if the key is
-/// incomplete.
+/// The length in bytes of the first key, and the key, if [`Key`] has it. `None` if it is incomplete.
 fn first(bytes: &[u8]) -> Option<(usize, Option<Key>)> {
     let simple = |key| Some((1, Some(key)));
     match *bytes.first()? {

@@ -1,8 +1,6 @@
-//! `blkq top`: shows the activity of all devices on the terminal.
-//!
-//! `sampler` asks the daemons for their counters; `devices` computes the figures of each interval;
-//! `view` is the state that keys change; `draw` and `page` draw it into a buffer; `terminal` writes
-//! the buffer to the terminal.
+//! `blkq top`: shows the activity of all devices. `sampler` asks the daemons for their counters; `devices`
+//! computes the figures of each interval; `view` is the state that keys change; `draw` and `page` draw it
+//! into a buffer; `terminal` writes the buffer to the terminal.
 
 mod canvas;
 mod devices;
@@ -84,7 +82,6 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 }
 
 impl Args {
-    /// Shows the devices until a key or a signal stops the program, or prints them once.
     pub fn run(&self) -> Outcome<ExitCode> {
         let sampler = Sampler::new(StateDir::locate()?)?;
         if self.once || self.json {
@@ -131,7 +128,6 @@ impl Args {
     }
 }
 
-/// The table of --once. Devices without figures are explained below it.
 fn table(rows: &[Row]) -> String {
     if rows.is_empty() {
         return String::new();
@@ -196,7 +192,7 @@ struct Program {
 }
 
 impl Program {
-    /// Shows the devices until a key or a signal stops the program. Returns the signal; `None` for a key.
+    /// Returns the signal that stopped the program; `None` for a key.
     fn run(&mut self, mut screen: Screen, interval: Duration) -> Result<Option<Signal>, Stop> {
         screen.enter()?;
         let mut terminal = Terminal::new(screen)?;
@@ -253,8 +249,7 @@ impl Program {
         }
     }
 
-    /// Waits for a key, a signal, an answer of a daemon, or the time `next`, and writes pending output as the
-    /// terminal takes it.
+    /// Waits for a key, a signal, an answer of a daemon, or the time `next`, and writes pending output.
     fn wait(&self, screen: &mut Screen, next: Instant) -> Result<(), Stop> {
         let mut left = next.saturating_duration_since(Instant::now());
         if self.keys.is_pending() {

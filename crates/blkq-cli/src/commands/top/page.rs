@@ -1,5 +1,3 @@
-//! Draws the page of one device: its operations, a heat map of its latencies, and its queues.
-
 use ratatui_core::buffer::Buffer;
 use ratatui_core::layout::Rect;
 use ratatui_core::style::Style;
@@ -12,14 +10,11 @@ use super::view::View;
 use crate::commands::stat::report::{Figures, Group, Queue};
 use crate::table::Align;
 
-/// Rows above the heat map.
 const TOP_ROWS: u16 = 9;
 /// The heat map is drawn if there are more rows than this.
 const HEAT_ROWS: u16 = 3;
-/// The width of a column of figures.
 const COLUMN: u16 = 7;
 
-/// Draws the page of the selected device into `area`.
 pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     let name = view.selected.as_deref().unwrap_or_default();
     put(buffer, area, (0, 0), &format!("blkq top: {name}, every {}", view.interval), theme.title());
@@ -53,8 +48,7 @@ pub fn draw(view: &View, theme: Theme, buffer: &mut Buffer, area: Rect) {
     }
 }
 
-/// Draws the figures above the heat map, and the queues below it. Returns the number of rows that the queues
-/// take.
+/// Returns the number of rows that the queues take.
 fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
     let plain = Style::new();
     let Figures { in_flight, queue, busy_percent, hangs, held, nbd, vhost_user, flushes, batches, .. } =
@@ -109,7 +103,6 @@ fn figures(figures: &Figures, theme: Theme, buffer: &mut Buffer, area: Rect) -> 
     queues(&figures.queues, theme, buffer, area)
 }
 
-/// Draws a line for each queue at the bottom. Returns the number of rows that the lines take.
 fn queues(queues: &[Queue], theme: Theme, buffer: &mut Buffer, area: Rect) -> u16 {
     // A daemon of an earlier version does not send the figures of queues.
     let room = usize::from(area.height.saturating_sub(TOP_ROWS) / 3);

@@ -1,37 +1,32 @@
-//! The figures of a device in a list, and how numbers are shortened.
-
 use serde::Serialize;
 
 use crate::commands::stat::report::{Figures, Report};
 
-/// A device in the list, with its figures of the last interval. Unknown figures are `None`.
+/// Figures of the last interval. Unknown figures are `None`.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Row {
     pub name: String,
     /// Why there are no figures.
     pub error: Option<String>,
-    /// The length of the interval.
     pub seconds: Option<f64>,
     /// Reads, writes and discards per second.
     pub iops: Option<f64>,
-    /// 10^6 bytes per second.
+    /// One MB is 10^6 bytes.
     pub mb_per_s: Option<f64>,
     /// The latencies of reads, writes and discards, including the time in queues; `None` if there were none.
     pub latency_p50_us: Option<f64>,
     pub latency_p99_us: Option<f64>,
-    /// Requests in flight at the end of the interval.
+    /// At the end of the interval.
     pub in_flight: Option<u64>,
     pub merges_per_s: Option<f64>,
     pub flushes_per_s: Option<f64>,
     /// Share of the interval in which requests waited for a limit, in percent.
     pub throttled_percent: Option<f64>,
-    /// Requests that failed in the interval.
     pub errors: Option<u64>,
     /// Requests that hung when the daemon last scanned for them.
     pub hung: Option<u64>,
-    /// Requests that are held after I/O errors.
     pub held: Option<u64>,
-    /// Connected NBD clients and virtual machines; `None` for a device that has only a ublk export.
+    /// NBD clients and virtual machines; `None` for a device that has only a ublk export.
     pub clients: Option<u64>,
 }
 
@@ -68,7 +63,7 @@ impl Row {
     }
 }
 
-/// Formats a rate with at most five characters: `0.5`, `48.1`, `999`, `12.3k`, `4.5M`.
+/// At most five characters: `0.5`, `48.1`, `999`, `12.3k`, `4.5M`.
 pub fn short(value: f64) -> String {
     let (value, unit) = match value {
         ..999.5 => (value, ""),
@@ -83,17 +78,17 @@ pub fn short(value: f64) -> String {
     }
 }
 
-/// Formats a percentage with at most four characters: `0%`, `12%`. Rounds up, so that only zero becomes `0%`.
+/// At most four characters: `0%`, `12%`. Rounds up, so that only zero becomes `0%`.
 pub fn percent(value: f64) -> String {
     if value > 0.0 { format!("{:.0}%", value.ceil()) } else { "0%".to_owned() }
 }
 
-/// Formats a number with at most five characters: `3`, `12.3k`.
+/// At most five characters: `3`, `12.3k`.
 pub fn count(number: u64) -> String {
     if number < 1000 { number.to_string() } else { short(number as f64) }
 }
 
-/// Formats a latency, up to 10^4 seconds with at most five characters: `0.5us`, `327us`, `12ms`, `3.0s`.
+/// Up to 10^4 seconds at most five characters: `0.5us`, `327us`, `12ms`, `3.0s`.
 pub fn latency(us: f64) -> String {
     let (value, unit) = match us {
         ..999.5 => (us, "us"),

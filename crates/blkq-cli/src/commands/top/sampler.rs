@@ -14,21 +14,18 @@ use crate::failure::{Failure, Outcome};
 use crate::state::StateDir;
 use crate::statistics::Statistics;
 
-/// The stack size of a thread that asks a daemon: less than the default, because there is one for each
-/// device.
+/// Less than the default, because there is one thread for each device.
 const STACK_BYTES: usize = 256 << 10;
 
 pub struct Answer {
-    /// The name of the device.
     pub name: String,
-    /// The counters; `None` if the device is starting or stopping.
+    /// `None` if the device is starting or stopping.
     pub outcome: Outcome<Option<Statistics>>,
 }
 
-/// Asks the daemons of a state directory.
 pub struct Sampler {
     dir: StateDir,
-    /// The devices whose daemons have not answered yet.
+    /// Devices whose daemons have not answered yet.
     outstanding: BTreeSet<String>,
     sender: Sender<Answer>,
     answers: Receiver<Answer>,
@@ -48,8 +45,7 @@ impl Sampler {
         Ok(Sampler { dir, outstanding: BTreeSet::new(), sender, answers, wakes, waker: Arc::new(waker) })
     }
 
-    /// Asks the daemons of all devices, except those that have not answered the last request. Returns the
-    /// names of all devices.
+    /// Does not ask daemons that have not answered the last request. Returns the names of all devices.
     pub fn ask(&mut self) -> Outcome<Vec<String>> {
         let names = self.dir.names()?;
         for name in &names {
@@ -77,7 +73,6 @@ impl Sampler {
         }
     }
 
-    /// The answers that have arrived.
     pub fn take(&mut self) -> Vec<Answer> {
         // The bytes are read before the answers: an answer that arrives in between has a byte left, and wakes
         // the next poll.
@@ -90,7 +85,6 @@ impl Sampler {
         answers
     }
 
-    /// Waits until all daemons have answered, or until `deadline`. Returns the answers.
     pub fn wait(&mut self, deadline: Instant) -> Vec<Answer> {
         let mut answers = Vec::new();
         while !self.outstanding.is_empty() {
@@ -103,7 +97,6 @@ impl Sampler {
     }
 }
 
-/// Readable if there is an answer.
 impl AsFd for Sampler {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.wakes.as_fd()

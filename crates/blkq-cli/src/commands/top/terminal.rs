@@ -1,10 +1,8 @@
-//! The terminal: put into raw mode and switched to its alternate screen, and always restored, even after a
-//! panic.
+//! The terminal, which is always restored, even after a panic.
 //!
 //! The terminal is opened again through /dev/tty, because O_NONBLOCK belongs to the open file: on standard
-//! output it would affect the other processes that share it. Writing must not block, because a terminal that
-//! takes no output, such as that of a hanging SSH connection, must not keep this process from acting on
-//! signals.
+//! output it would affect the processes that share it. A terminal that takes no output, such as that of a
+//! hanging SSH connection, must not keep this process from acting on signals.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Read, Write};
@@ -23,8 +21,7 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetat
 
 use crate::failure::{Failure, Outcome};
 
-/// Alternate screen, hide the cursor, reset the style, clear (xterm's control sequences). [`LEAVE`] undoes
-/// this.
+/// Alternate screen, hide the cursor, reset the style, clear (xterm's control sequences).
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[0m\x1b[2J";
 const LEAVE: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
 /// The longest wait for a terminal that does not take [`LEAVE`].
@@ -36,17 +33,12 @@ static BEFORE: Mutex<Option<(File, Termios)>> = Mutex::new(None);
 pub struct Screen {
     tty: File,
     raw: Termios,
-    /// Output that the terminal has not taken yet.
     output: Vec<u8>,
 }
 
 impl Screen {
-    /// Opens the terminal of this process, and records its modes without changing them. From now on, a panic
-    /// on any thread restores the modes and exits the process.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the process has no terminal, or the terminal does not support control sequences.
+    /// Records the modes of the terminal without changing them. From now on, a panic on any thread restores
+    /// the modes and exits the process. Fails if the terminal does not support control sequences.
     pub fn open() -> Outcome<Screen> {
         let refuse = |why: &str| Failure::new(format!("top: {why}; use `blkq top --once`"));
         if !io::stdout().is_terminal() {
@@ -77,7 +69,6 @@ impl Screen {
         Ok(Screen { tty, raw, output: Vec::new() })
     }
 
-    /// Switches the terminal to raw mode and the alternate screen, for the first time or after [`leave`].
     pub fn enter(&mut self) -> io::Result<()> {
         tcsetattr(&self.tty, OptionalActions::Now, &self.raw)?;
         self.output.clear();
@@ -85,16 +76,11 @@ impl Screen {
         Ok(())
     }
 
-    /// Whether the terminal has not taken all output yet.
     pub fn is_behind(&self) -> bool {
         !self.output.is_empty()
     }
 
-    /// Writes as much output as the terminal takes without blocking.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the terminal is closed.
+    /// Never blocks. Fails if the terminal is closed.
     pub fn write_some(&mut self) -> io::Result<()> {
         while !self.output.is_empty() {
             match self.tty.write(&self.output) {
@@ -108,11 +94,7 @@ impl Screen {
         Ok(())
     }
 
-    /// The bytes that were typed since the last call.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the terminal is closed.
+    /// The bytes that were typed since the last call. Fails if the terminal is closed.
     pub fn typed(&mut self) -> io::Result<Vec<u8>> {
         let mut bytes = [0; 256];
         match self.tty.read(&mut bytes) {
@@ -136,7 +118,7 @@ fn lock() -> std::sync::MutexGuard<'static, Option<(File, Termios)>> {
     BEFORE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Restores the screen and the modes from before [`Screen::enter`]. Errors are ignored.
+/// Restores the screen and its modes as far as possible; errors are ignored.
 pub fn leave() {
     let before = lock();
     let Some((tty, modes)) = &*before else { return };
@@ -158,7 +140,6 @@ pub fn leave() {
     let _ = tcsetattr(tty, OptionalActions::Now, modes);
 }
 
-/// Calls [`leave`] when it is dropped.
 pub struct Guard;
 
 impl Drop for Guard {
@@ -233,7 +214,7 @@ impl Backend for Screen {
     }
 }
 
-/// Writes the control sequence that sets `style`, whatever the style was before (ECMA-48, SGR).
+/// Sets `style`, whatever the style was before (ECMA-48, SGR).
 fn set_style(output: &mut Vec<u8>, style: Style) -> io::Result<()> {
     output.extend_from_slice(b"\x1b[0");
     for (modifier, number) in [(Modifier::BOLD, 1), (Modifier::REVERSED, 7)] {
@@ -260,7 +241,7 @@ mod tests {
 
     const IS_CHILD: &str = "BLKQ_TEST_IN_A_TERMINAL";
 
-    /// A new pseudo-terminal: the side of the terminal emulator, and the side of programs.
+    /// The side of the terminal emulator, and the side of programs.
     fn pair() -> (OwnedFd, OwnedFd) {
         let (mut shown, mut used) = (-1, -1);
         use std::ptr::{null, null_mut};

@@ -10,14 +10,13 @@ pub struct Theme {
     pub colour: bool,
 }
 
-/// Colours of a heat map, as numbers of xterm's palette of 256, from few requests (blue) to many (red).
+/// Colours of xterm's palette of 256, from few requests (blue) to many (red).
 const HEAT: [u8; 8] = [24, 31, 37, 71, 142, 178, 208, 196];
 const ASCII_LEVELS: [&str; 8] = [".", ":", "-", "=", "+", "*", "#", "@"];
 const BLOCK_LEVELS: [&str; 8] = ["░", "░", "▒", "▒", "▓", "▓", "█", "█"];
 
 impl Theme {
-    /// The theme for the terminal that the environment describes: TERM and COLORTERM, the locale, and
-    /// NO_COLOR (https://no-color.org).
+    /// The theme for TERM and COLORTERM, the locale, and NO_COLOR (https://no-color.org).
     pub fn of(variable: impl Fn(&str) -> Option<String>) -> Theme {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         // The first variable that is set determines the encoding (locale(7)).
@@ -58,26 +57,24 @@ impl Theme {
         self.coloured(203).add_modifier(Modifier::BOLD)
     }
 
-    /// Symbol and style of a latency bar: for the part up to p50, and for the part from p50 to p99.
+    /// For the part up to p50, and for the part from p50 to p99.
     pub fn bar(self) -> [(&'static str, Style); 2] {
         let [half, rest] = if self.unicode { ["█", "▒"] } else { ["#", "-"] };
         [(half, self.coloured(71)), (rest, self.coloured(178))]
     }
 
-    /// Symbol and style of a cell of a heat map. `part` is the heat of the cell relative to the hottest one:
-    /// above 0, at most 1.
+    /// `part` is the heat of the cell relative to the hottest one: above 0, at most 1.
     pub fn heat(self, part: f64) -> (&'static str, Style) {
         let level = ((part * HEAT.len() as f64).ceil() as usize).clamp(1, HEAT.len()) - 1;
         let symbol = if self.unicode { BLOCK_LEVELS[level] } else { ASCII_LEVELS[level] };
         (symbol, self.coloured(HEAT[level]))
     }
 
-    /// The symbol of a heat map for an interval without a sample.
+    /// Drawn for an interval without a sample.
     pub fn gap(self) -> &'static str {
         if self.unicode { "┆" } else { "|" }
     }
 
-    /// The line between the labels and the map.
     pub fn rule(self) -> &'static str {
         if self.unicode { "│" } else { "|" }
     }

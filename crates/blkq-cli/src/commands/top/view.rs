@@ -6,7 +6,6 @@ use super::devices::Devices;
 use super::keys::Key;
 use super::row::Row;
 
-/// The number of rows by which the page keys move the selection.
 const PAGE_ROWS: usize = 10;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,7 +24,6 @@ pub enum Sort {
 }
 
 impl Sort {
-    /// All sort keys, in the order of the columns.
     const ALL: [Sort; 11] = [
         Sort::Name,
         Sort::Iops,
@@ -45,7 +43,7 @@ impl Sort {
         Sort::ALL[(at + by) % Sort::ALL.len()]
     }
 
-    /// The value by which a row is sorted; -1 if it is unknown, so that the row comes last.
+    /// -1 if the value is unknown, so that the row comes last.
     fn value(self, row: &Row) -> f64 {
         let value = match self {
             Sort::Name => None,
@@ -64,7 +62,6 @@ impl Sort {
     }
 }
 
-/// An action that the program must take after a key, besides drawing the view.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Action {
     None,
@@ -74,16 +71,14 @@ pub enum Action {
 }
 
 pub struct View {
-    /// All devices, also those that the filter hides.
     pub devices: Devices,
-    /// The length of an interval, such as `1 s`.
+    /// Shown in the title, such as `1 s`.
     pub interval: String,
     pub sort: Sort,
     /// Without this, the largest value comes first, and names are in alphabetical order.
     pub reversed: bool,
     /// Only devices whose names contain this text are shown. Case is ignored.
     pub filter: String,
-    /// The user is typing the filter.
     pub is_editing: bool,
     /// The name of the selected device. If that device is not shown, the first row is selected.
     pub selected: Option<String>,
@@ -108,7 +103,6 @@ impl View {
         }
     }
 
-    /// The rows that the filter shows, sorted.
     pub fn rows(&self) -> Vec<Row> {
         let filter = self.filter.to_lowercase();
         let mut rows = self.devices.rows();
@@ -124,7 +118,6 @@ impl View {
         rows
     }
 
-    /// The index of the selected row in `rows`.
     pub fn selected_index(&self, rows: &[Row]) -> usize {
         let is_selected = |row: &Row| Some(&row.name) == self.selected.as_ref();
         rows.iter().position(is_selected).unwrap_or(0)
@@ -176,7 +169,6 @@ impl View {
         }
     }
 
-    /// Moves the selection down by this number of rows, at most to the last or the first row.
     fn move_by(&mut self, rows_down: isize) {
         let rows = self.rows();
         let last = rows.len().saturating_sub(1);
@@ -192,7 +184,7 @@ pub mod tests {
     use super::super::devices::tests::statistics;
     use super::*;
 
-    /// A view of devices, each with its number of reads per second. All latencies are 300 us.
+    /// `devices` are names and reads per second. All latencies are 300 us.
     pub fn view(devices: &[(&str, u64)]) -> View {
         let mut view = View::new("1 s".to_owned());
         let names: Vec<String> = devices.iter().map(|(name, _)| (*name).to_owned()).collect();
