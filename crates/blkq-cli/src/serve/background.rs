@@ -16,11 +16,9 @@ use crate::log;
 use crate::metrics::Endpoint;
 use crate::options::AttachOptions;
 
-/// The threads that watch a device, created by [`BackgroundThreads::start`].
 pub(super) struct BackgroundThreads {
     /// Searches for the ceiling of the device (`--limit auto`).
     auto_limit: Option<AutoLimiter>,
-    /// Whether [`BackgroundThreads::start`] must create `auto_limit`.
     wants_auto_limit: bool,
     hangs: HangWatch,
     metrics: Option<Endpoint>,
@@ -28,7 +26,6 @@ pub(super) struct BackgroundThreads {
 }
 
 impl BackgroundThreads {
-    /// Prepares the threads that `options` ask for.
     pub(super) fn new(
         options: &AttachOptions,
         disk: &Arc<Disk>,
@@ -45,11 +42,7 @@ impl BackgroundThreads {
         }
     }
 
-    /// Starts the threads. They inherit the privileges of the calling thread.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a thread cannot be started.
+    /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub(super) fn start(&mut self, running: &Running, meter: &Meter) -> Outcome {
         self.hangs.start(log::line)?;
         self.group.as_mut().map_or(Ok(()), |group| group.start(log::line))?;
@@ -67,16 +60,12 @@ impl BackgroundThreads {
         &self.hangs
     }
 
-    /// Changes the time after which a request counts as hung; zero switches hang warnings off.
+    /// Zero switches hang warnings off.
     pub(super) fn set_hang_warning(&self, limit: Duration) {
         self.hangs.set(limit);
     }
 
-    /// Changes the rate limits of `disk`, and starts or stops the search for its ceiling.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a thread cannot be started.
+    /// Starts the search for the ceiling of `disk`, or stops it. Fails if a thread cannot be started.
     pub(super) fn set_limit(&mut self, disk: &Arc<Disk>, mode: LimitMode) -> Outcome {
         self.wants_auto_limit = false;
         if mode != LimitMode::Auto {
@@ -88,28 +77,20 @@ impl BackgroundThreads {
         Ok(())
     }
 
-    /// Stops the thread that watches the group of the device.
     pub(super) fn stop_group(&mut self) {
         self.group = None;
     }
 
-    /// Starts a thread that watches the group that the device has joined.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the thread cannot be started.
     pub(super) fn watch_group(&mut self, mut watch: GroupWatch) -> Outcome {
         watch.start(log::line)?;
         self.group = Some(watch);
         Ok(())
     }
 
-    /// The warning about the address of the metrics endpoint, if there is one.
     pub(super) fn warning(&self) -> Option<&str> {
         self.metrics.as_ref()?.warning()
     }
 
-    /// The settings of the threads, as names and values.
     pub(super) fn describe(&self) -> Vec<(&'static str, String)> {
         let limit = ("hang-warning", self.hangs.limit().as_secs_f64().to_string());
         let metrics = self.metrics.iter().map(|endpoint| ("metrics", endpoint.uri().to_owned()));

@@ -1,5 +1,3 @@
-//! The dirty bitmaps of a device.
-
 use std::fs::File;
 
 use blkq::bitmap::{Bitmap, BitmapState};
@@ -9,30 +7,19 @@ use crate::bitmaps::{BitmapChange, BitmapInfo};
 use crate::failure::Outcome;
 
 impl Device {
-    /// Describes the dirty bitmaps, sorted by name.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device has stopped.
+    /// Sorted by name. Fails if the device has stopped.
     pub fn bitmaps(&self) -> Outcome<Vec<BitmapInfo>> {
         Ok(self.running()?.disk.bitmaps().iter().map(|bitmap| describe(bitmap)).collect())
     }
 
-    /// Saves the bitmaps of a raw image in `file` from now on, unless the image already has such a file.
-    /// `file` must be new.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the image cannot have a bitmap file, or the device is stopping.
+    /// Saves the bitmaps of a raw image in the new `file` from now on, unless the image already has such a
+    /// file. Fails if the image cannot have a bitmap file, or the device is stopping.
     pub fn set_bitmap_file(&self, file: File) -> Outcome {
         Ok(self.running()?.disk.set_bitmap_file(file)?)
     }
 
-    /// Changes the bitmaps atomically, while no I/O is in flight.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot have such a bitmap, has no bitmap of that name, or is stopping.
+    /// Atomic: no I/O is in flight during the change. Fails if the device cannot have such a bitmap, has no
+    /// bitmap of that name, or is stopping.
     pub fn change_bitmap(&self, change: &BitmapChange) -> Outcome {
         let running = self.running()?;
         if matches!(change, BitmapChange::Add { .. }) {

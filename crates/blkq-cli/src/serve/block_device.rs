@@ -1,9 +1,7 @@
-//! Whether the kernel's block device survives its daemon.
-
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 
-/// The kernel's block device, if the device has one, which the next daemon takes over.
+/// Whether the device has a block device of the kernel, which the next daemon takes over.
 pub(super) struct BlockDeviceState {
     exists: AtomicBool,
 }
@@ -13,7 +11,6 @@ impl BlockDeviceState {
         BlockDeviceState { exists: AtomicBool::new(exists) }
     }
 
-    /// Records that the block device no longer exists.
     pub(super) fn removed(&self) {
         self.exists.store(false, SeqCst);
     }

@@ -1,5 +1,4 @@
-//! Live block commit: copies the clusters allocated in the overlay into its backing file while clients use
-//! the device, then pivots the device to the backing file.
+//! Live block commit: copies the overlay into its backing file, then pivots the device to that file.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread;
@@ -28,10 +27,9 @@ const THROTTLED_PASSES: u32 = 3;
 /// the first pass, doubled after each further pass, up to [`LAST_PASS_MAX`].
 const LAST_PASS: Duration = Duration::from_millis(50);
 const LAST_PASS_MAX: Duration = Duration::from_secs(10);
-/// The copy rate in bytes per second that is assumed until one was measured.
+/// Assumed until a rate was measured, in bytes per second.
 const RATE_ASSUMED: f64 = 1e8;
 
-/// Stops the block commit when dropped, unless it has finished.
 struct Stopping(BlockCommit);
 
 impl Drop for Stopping {
@@ -55,7 +53,6 @@ impl Drop for Reported<'_> {
 }
 
 impl Device {
-    /// The block commit in progress.
     pub(super) fn commit_info(&self) -> Option<CommitInfo> {
         self.commit_progress().as_ref().map(|progress| progress.info())
     }
@@ -64,36 +61,23 @@ impl Device {
         self.commit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses another change of the image while a block commit is in progress.
-    ///
-    /// # Errors
-    ///
-    /// Names the client of the block commit.
+    /// Refuses another change of the image while a block commit is in progress, and names its client.
     pub fn check_not_changed(&self) -> Outcome {
         self.commit_progress().as_ref().map_or(Ok(()), |progress| Err(progress.refusal()))
     }
 
-    /// Checks that the image has a backing file into which it can be committed.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the image has no such backing file, or a block commit is in progress already.
+    /// Fails if the image has no backing file for a commit, or a block commit is in progress already.
     pub fn check_committable(&self) -> Outcome {
         commit_source(&*self.running()?)?;
         self.check_not_changed()
     }
 
-    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps, to the
-    /// backing file.
-    ///
-    /// `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing file is entry `number` of
-    /// `NAME.options`. Most data is copied while I/O continues; between steps, `stop` may cancel the commit. The last
-    /// step holds I/O: `last` may cancel it, or return `None` to let I/O continue before it is called again. Its value
-    /// is dropped when `save` has written the state file.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the commit is refused or cancelled; the device then continues with the overlay.
+    /// Commits the overlay into its backing file for `client`, and pivots the device, with its dirty bitmaps,
+    /// to the backing file. `files` come from [`open_base`](blkq_drivers::qcow2::open_base), and the backing
+    /// file is entry `number` of `NAME.options`. I/O continues during most of the copy; between steps, `stop`
+    /// may cancel the commit. The last step holds I/O: `last` may cancel it, or return `None` to let I/O
+    /// continue before it is called again. Its value is dropped when `save` has written the state file. After
+    /// a failure, the device continues with the overlay.
     pub fn commit<G>(
         &self,
         files: BaseFiles,
@@ -152,7 +136,6 @@ impl Device {
         }
     }
 
-    /// The image and options of the device after the pivot to `base`.
     fn served_in(&self, running: &Running, base: &BaseImage, number: u64) -> Outcome<Served> {
         let options = self.served().attach_options.as_ref().map(Record::read).transpose()?;
         let Some(options) = options else {
@@ -183,8 +166,7 @@ fn commit_source(running: &Running) -> Outcome<CommitSource> {
     Ok(image.commit_source()?)
 }
 
-/// Refuses a backing file that cannot replace the overlay. Otherwise reserves space for the device's dirty
-/// bitmaps in it.
+/// Refuses an unsuitable backing file, and reserves space in it for the device's dirty bitmaps.
 fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
     running.disk.check_exchange(driver)?;
     check_outlives(running, driver)?;
@@ -192,7 +174,6 @@ fn prepare(running: &Running, driver: &dyn Driver) -> Outcome {
     Ok(driver.require_bitmap_store()?.reserve(&running.disk.bitmaps())?)
 }
 
-/// Refuses a backing file that cannot store the dirty bitmaps of the device.
 fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
     let bitmaps = disk.bitmaps();
     let Some(first) = bitmaps.first() else { return Ok(()) };
@@ -208,7 +189,6 @@ fn check_keeps_bitmaps(disk: &Disk, driver: &dyn Driver) -> Outcome {
     })
 }
 
-/// Fails if the device has switched to another image than the one that was copied.
 fn check_same(disk: &Disk, top: &Arc<dyn Driver>) -> Outcome {
     match Arc::ptr_eq(&disk.driver(), top) {
         true => Ok(()),
@@ -216,8 +196,7 @@ fn check_same(disk: &Disk, top: &Arc<dyn Driver>) -> Outcome {
     }
 }
 
-/// Refuses a backing file whose recent writes are lost if the daemon is killed, for a block device that
-/// survives its daemon: the block device was promised to keep them.
+/// A block device that survives its daemon promises to keep recent writes if the daemon is killed.
 fn check_outlives(running: &Running, driver: &dyn Driver) -> Outcome {
     if running.ublk.as_ref().is_some_and(UblkDevice::is_recoverable) && driver.is_lost_with_process() {
         let why = driver.warnings().join("; ");
@@ -226,8 +205,8 @@ fn check_outlives(running: &Running, driver: &dyn Driver) -> Outcome {
     Ok(())
 }
 
-/// Copies in passes, while clients use the device, until the rest can be copied in the time that clients may
-/// have to wait. Returns that time, which grows with `rounds`.
+/// Copies in passes until the rest can be copied in the time that clients may have to wait. Returns that
+/// time, which grows with `rounds`.
 fn copy_passes(
     running: &Arc<Running>,
     commit: &mut BlockCommit,
@@ -280,13 +259,12 @@ fn copy_passes(
     }
 }
 
-/// Counts of the reads, writes and discards that clients have begun.
+/// The reads, writes and discards that clients have begun.
 fn activity(disk: &Disk) -> [u64; 3] {
     let fields = disk.stats().fields();
     [fields[0], fields[4], fields[11]]
 }
 
-/// The failure of a block commit that cannot begin, with a hint.
 fn not_begun(error: blkq::Error, size: u64) -> Failure {
     match error.kind() {
         ErrorKind::Busy => Failure::new(format!(

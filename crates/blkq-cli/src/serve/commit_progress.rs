@@ -1,12 +1,9 @@
-//! The progress of a block commit, for reports.
-
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::failure::Failure;
 use crate::info::CommitInfo;
 
-/// A block commit in progress.
 pub(super) struct CommitProgress {
     by: String,
     into: String,
@@ -15,7 +12,7 @@ pub(super) struct CommitProgress {
 }
 
 impl CommitProgress {
-    /// A commit that the client `by` has requested, into the image `into`.
+    /// The client `by` has requested the commit into the image `into`.
     pub fn new(by: &str, into: &str) -> CommitProgress {
         CommitProgress {
             by: by.to_owned(),
@@ -25,7 +22,6 @@ impl CommitProgress {
         }
     }
 
-    /// Records the number of bytes that were copied, and the total.
     pub fn note(&self, (copied_bytes, total_bytes): (u64, u64)) {
         self.copied_bytes.store(copied_bytes, Relaxed);
         self.total_bytes.store(total_bytes, Relaxed);
@@ -40,7 +36,6 @@ impl CommitProgress {
         }
     }
 
-    /// The refusal of another change of the image.
     pub fn refusal(&self) -> Failure {
         Failure::new(format!(
             "a block commit by {} is in progress; wait for it, or stop that process",

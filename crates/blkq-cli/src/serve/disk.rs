@@ -1,5 +1,3 @@
-//! The disk of a device with its bitmaps and its group, and the engines that serve it.
-
 use std::sync::Arc;
 
 use blkq::throttle::WEIGHT_DEFAULT;
@@ -14,11 +12,10 @@ use crate::log;
 use crate::options::AttachOptions;
 use crate::state::Claim;
 
-/// A disk with running engines and without clients.
+/// A disk with running engines, its bitmaps and its group, and without clients.
 pub(super) struct ServedDisk {
     /// One engine per hardware queue.
     pub(super) engines: Vec<EngineThread>,
-    /// The group of which the device is a member.
     pub(super) group: Option<Joined>,
     pub(super) group_watch: Option<GroupWatch>,
     pub(super) bitmaps: PersistentBitmaps,
@@ -26,22 +23,17 @@ pub(super) struct ServedDisk {
     pub(super) warnings: Vec<String>,
 }
 
-/// The facts that determine how a disk is set up, besides the options.
 pub(super) struct DiskStart {
     /// The device had a daemon before. It is served even if it cannot join its group, because its clients
     /// wait for I/O.
     pub(super) is_successor: bool,
-    /// Whether the kernel scans the block device for partitions.
+    /// The kernel scans the block device for partitions.
     pub(super) partscan: bool,
 }
 
 impl ServedDisk {
-    /// Sets up the disk of `driver` with the `saved` settings, and starts its engines.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the driver or the files of its bitmaps cannot be used, the device cannot join its group, or a
-    /// thread cannot be started.
+    /// Restores the `saved` settings before the engines start. Fails if the driver or the files of its
+    /// bitmaps cannot be used, the device cannot join its group, or a thread cannot be started.
     pub(super) fn new(
         options: &AttachOptions,
         claim: &Claim,
@@ -63,8 +55,7 @@ impl ServedDisk {
         self.engines.iter().map(|engine| engine.handle().clone()).collect()
     }
 
-    /// Joins the group of `options`, if there is one. The group's file must not be inherited by a child
-    /// process: a lock on it would then survive this process.
+    /// A child process must not inherit the group's file: a lock on it would then survive this process.
     fn join_group(&mut self, options: &AttachOptions, claim: &Claim, is_successor: bool) -> Outcome {
         // The device may join a group later, when the daemon is confined.
         group::prepare();
@@ -109,8 +100,8 @@ fn build(options: &AttachOptions, name: &str, driver: Arc<dyn Driver>) -> Outcom
     Ok(disk)
 }
 
-/// Starts one engine per queue. If `sandbox` is set, its thread is confined from the start; `partscan` keeps
-/// the capability that the kernel requires for a partition scan.
+/// If `sandbox` is set, engines are confined from the start; `partscan` keeps the capability that the kernel
+/// requires for a partition scan.
 fn start_engines(disk: &Arc<Disk>, sandbox: bool, partscan: bool) -> Outcome<Vec<EngineThread>> {
     let start = || -> Outcome<Vec<EngineThread>> {
         if sandbox {

@@ -1,5 +1,3 @@
-//! The events of a device for which its daemon polls.
-
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -8,7 +6,7 @@ use blkq::Driver;
 use crate::autoclear::new_event;
 use crate::failure::{Failure, Outcome};
 
-/// Nonblocking eventfds that become readable when the daemon must act.
+/// Nonblocking eventfds for which the daemon of a device polls.
 pub(super) struct Events {
     /// The kernel rejected a command of the block device's queues.
     pub(super) failure: Arc<OwnedFd>,
@@ -19,10 +17,6 @@ pub(super) struct Events {
 }
 
 impl Events {
-    /// Creates the events of a device whose image `driver` serves.
-    ///
-    /// # Errors
-    ///
     /// Fails if no file descriptor is left.
     pub(super) fn new(driver: &dyn Driver) -> Outcome<Events> {
         let size = match driver.size_event() {
@@ -36,7 +30,7 @@ impl Events {
     }
 }
 
-/// Resets an event. A failed read is ignored: another thread may have reset it.
+/// A failed read is ignored: another thread may have reset the event.
 pub(super) fn take(event: impl AsFd) {
     let _ = rustix::io::read(event, &mut [0; 8]);
 }

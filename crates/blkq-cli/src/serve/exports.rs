@@ -1,5 +1,3 @@
-//! The exports of a device: those that the options request, or else a default.
-
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -14,12 +12,11 @@ use crate::options::{AttachOptions, Export};
 pub(super) struct Exports {
     pub(super) nbd: bool,
     pub(super) ublk: bool,
-    /// Why the device is not exported over ublk, if ublk would have been the default.
+    /// Why ublk is not used, if it would have been the default.
     pub(super) no_ublk: Option<Failure>,
 }
 
-/// Returns the exports that the options request. The default is NBD if there is an address for it, else ublk
-/// if this process may use it, else NBD.
+/// The default is NBD if there is an address for it, else ublk if this process may use it, else NBD.
 pub(super) fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> Outcome<Exports> {
     let asked = |export| options.exports.contains(&export);
     if !options.exports.is_empty() {
@@ -35,7 +32,6 @@ pub(super) fn choose_exports(options: &AttachOptions, inherited: &[OwnedFd]) -> 
     Ok(Exports { nbd: !ublk, ublk, no_ublk })
 }
 
-/// Fails if this process must not create ublk devices.
 fn check_ublk() -> Outcome {
     load_driver();
     on_own_thread(|| {
@@ -50,18 +46,13 @@ fn check_ublk() -> Outcome {
     })
 }
 
-/// Runs `ask` on a short-lived thread. The kernel's io_uring workers of that thread exit with it. They must
-/// not survive, because they were created before the process dropped its privileges and changed its mounts.
+/// The kernel's io_uring workers of the short-lived thread exit with it. They must not survive, because they
+/// were created before the process dropped its privileges and changed its mounts.
 fn on_own_thread<T: Send + 'static>(ask: fn() -> Outcome<T>) -> Outcome<T> {
     std::thread::spawn(ask).join().unwrap_or_else(|_| Err(Failure::new("cannot query the features of ublk")))
 }
 
-/// Reduces the number of threads per queue to what the kernel supports. Returns a warning if the number was
-/// reduced.
-///
-/// # Errors
-///
-/// Fails if the kernel cannot be asked.
+/// Reduces the number of threads per queue to what the kernel supports. Returns a warning if it did.
 pub(super) fn limit_threads(options: &mut AttachOptions) -> Outcome<Option<String>> {
     let asked = options.threads_per_queue;
     let shared = || Ok(ControlDevice::open()?.features()?.contains(Features::PER_IO_DAEMON));
@@ -72,8 +63,8 @@ pub(super) fn limit_threads(options: &mut AttachOptions) -> Outcome<Option<Strin
     Ok(Some(format!("--threads-per-queue {asked} needs Linux 6.16; each queue gets one thread")))
 }
 
-/// Loads the ublk driver if it is a module that is not loaded. A failure is ignored: the caller then finds no
-/// control device and reports that.
+/// Loads the ublk driver if it is a module. A failure is ignored: the caller reports the missing control
+/// device.
 fn load_driver() {
     if !Path::new(CONTROL_PATH).exists() && geteuid().is_root() {
         let program = std::fs::read_to_string("/proc/sys/kernel/modprobe").unwrap_or_default();
@@ -83,7 +74,7 @@ fn load_driver() {
     }
 }
 
-/// The failure of creating a block device, with a hint. `copy` is the requested copy mode.
+/// `copy` is the requested copy mode.
 pub(super) fn no_block_device(error: blkq::Error, copy: Option<CopyMode>) -> Failure {
     let hint = match (error.kind(), copy) {
         (ErrorKind::Unsupported, Some(CopyMode::User | CopyMode::None)) => {
@@ -95,10 +86,6 @@ pub(super) fn no_block_device(error: blkq::Error, copy: Option<CopyMode>) -> Fai
     Failure::new(format!("{error}; {hint}"))
 }
 
-/// The size in bytes of the block device that is to be taken over.
-///
-/// # Errors
-///
 /// Fails if the block device no longer exists, or the kernel cannot be asked.
 pub(super) fn size_of(identity: Identity) -> Outcome<u64> {
     identity.size_bytes()?.ok_or_else(|| {
@@ -106,7 +93,6 @@ pub(super) fn size_of(identity: Identity) -> Outcome<u64> {
     })
 }
 
-/// The failure of taking over a block device, with a hint.
 pub(super) fn not_taken_over(error: blkq::Error) -> Failure {
     match error.kind() {
         ErrorKind::Mismatch => Failure::new(format!("{error} (`blkq detach` removes the device)")),

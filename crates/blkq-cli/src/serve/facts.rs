@@ -17,11 +17,7 @@ use crate::log;
 use crate::settings::Setting;
 
 impl Device {
-    /// Describes the device, with notes for the user who attached it.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device has stopped.
+    /// Includes notes for the user who attached the device. Fails if the device has stopped.
     pub fn info_at_attach(&self) -> Outcome<DeviceInfo> {
         let mut info = self.info()?;
         let fallback = |why| format!("served over NBD, without a node in /dev: {why}");
@@ -29,10 +25,6 @@ impl Device {
         Ok(info)
     }
 
-    /// Describes the device.
-    ///
-    /// # Errors
-    ///
     /// Fails if the device has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         let running = self.running()?;
@@ -78,7 +70,7 @@ impl Device {
         })
     }
 
-    /// The current settings, and facts that are shown with them, including the driver's `dispatch`.
+    /// Also contains facts that are shown with settings, including the driver's `dispatch`.
     fn settings_now(
         &self,
         running: &Running,
@@ -106,7 +98,6 @@ impl Device {
             .chain(watching)
     }
 
-    /// Warnings about the current state.
     fn warnings_now(&self, disk: &Disk, front_end: Option<&FrontEndInfo>) -> Vec<String> {
         let mut warnings = disk.driver().warnings();
         warnings.extend(self.attached.warnings.iter().cloned());
@@ -119,7 +110,6 @@ impl Device {
     }
 }
 
-/// The current settings of the disk and its servers.
 fn settings_in_force(running: &Running) -> Vec<Setting> {
     let Running { servers, disk, .. } = running;
     let settings = disk.settings();
@@ -147,13 +137,11 @@ fn settings_in_force(running: &Running) -> Vec<Setting> {
     now
 }
 
-/// Removes the fact `name` from a driver's facts, and returns its value.
 fn take(facts: &mut Vec<(&'static str, String)>, name: &str) -> Option<String> {
     let at = facts.iter().position(|(key, _)| *key == name)?;
     Some(facts.remove(at).1)
 }
 
-/// Removes the facts about direct I/O from a driver's facts.
 fn take_direct_io(facts: &mut Vec<(&'static str, String)>) -> DirectIoInfo {
     let [requested, effective, reason] =
         ["direct-io-requested", "direct-io", "direct-io-reason"].map(|name| take(facts, name));
@@ -179,7 +167,6 @@ fn client_info(connection: ConnectionInfo) -> ClientInfo {
     }
 }
 
-/// The front end of a virtual machine, shown as a client.
 fn guest_info(front_end: &FrontEndInfo) -> ClientInfo {
     let counters = &front_end.counters;
     ClientInfo {
@@ -204,7 +191,6 @@ fn rejected_rings(front_end: &FrontEndInfo) -> impl Iterator<Item = String> {
     })
 }
 
-/// Describes how much memory of the virtual machine is registered.
 fn registered_memory(front_end: Option<&FrontEndInfo>) -> String {
     match front_end.and_then(|front_end| front_end.registered_memory.as_ref()) {
         None => "on, without a virtual machine yet".to_owned(),
@@ -213,7 +199,6 @@ fn registered_memory(front_end: Option<&FrontEndInfo>) -> String {
     }
 }
 
-/// The warning that the memory of the virtual machine is not registered.
 fn unregistered_memory(front_end: &FrontEndInfo) -> Option<String> {
     let reason = front_end.registered_memory.as_ref()?.as_ref().err()?;
     Some(format!("the virtual machine is served without --register-memory: {reason}"))

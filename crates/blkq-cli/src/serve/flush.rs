@@ -1,5 +1,3 @@
-//! Flushes of a device, which may take for ever.
-
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
@@ -11,14 +9,14 @@ use crate::failure::{Failure, Outcome};
 /// How often a waiting flush checks whether requests are held, for which it would wait.
 const HELD_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Flushes. If the flush takes longer than `wait`, it continues on its own thread and this fails.
+/// If the flush takes longer than `wait`, it continues on its own thread and this fails.
 pub(super) fn flush_within(running: &Arc<Running>, wait: Duration) -> Outcome {
     begin_flush(running)?.recv_timeout(wait).unwrap_or_else(|_| {
         Err(Failure::new(format!("the flush did not complete within {} s", wait.as_secs())))
     })
 }
 
-/// Flushes. Fails if requests are held: the flush would wait for them, and continues on its own thread.
+/// Fails if requests are held: the flush would wait for them, and continues on its own thread.
 pub(super) fn flush_unless_held(running: &Arc<Running>) -> Outcome {
     flush_unless_stopped(running, &|| Ok(()))
 }
@@ -36,7 +34,7 @@ pub(super) fn flush_unless_stopped(running: &Arc<Running>, stop: &dyn Fn() -> Ou
     }
 }
 
-/// Starts a flush on a new thread. The thread continues even if the receiver is dropped.
+/// The thread continues even if the receiver is dropped.
 fn begin_flush(running: &Arc<Running>) -> Outcome<Receiver<Outcome>> {
     let (sender, flushed) = channel();
     let running = running.clone();

@@ -1,5 +1,3 @@
-//! Opens the driver of an image or of memory, and explains failures.
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,8 +17,8 @@ use crate::state::{Claim, DYING_WAIT, StateDir};
 
 /// How long the kernel may keep the files of a killed daemon open after the process has exited.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
-/// How long to wait for an image that another device serves. Other programs, for example qemu-img, may lock an image
-/// only for a moment, so that the full wait applies to them.
+/// How long to wait for an image that another device serves. Other programs, such as qemu-img, may lock an
+/// image only for a moment, so that the full wait applies to them.
 const SERVED_WAIT: Duration = Duration::from_millis(20);
 
 /// How long to wait for the lock of an RBD client that was killed: its cluster considers it alive for 30 s.
@@ -44,8 +42,8 @@ pub(super) fn ceph_paths(options: &AttachOptions) -> Vec<PathBuf> {
     confine::READ_BY_CEPH.iter().map(PathBuf::from).chain(directories).chain(of_user).collect()
 }
 
-/// As [`ceph_paths`], together with the files in these directories. Each file may be a mount of its own, as
-/// the secrets of a container are.
+/// Also contains the files in the directories of [`ceph_paths`]: each may be a mount, as the secrets of a
+/// container are.
 pub(super) fn ceph_mounts(options: &AttachOptions) -> Vec<PathBuf> {
     let files = |path: &PathBuf| {
         let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
@@ -56,8 +54,8 @@ pub(super) fn ceph_mounts(options: &AttachOptions) -> Vec<PathBuf> {
     paths
 }
 
-/// Opens the driver. For RBD this happens on a confined thread, so that the threads of Ceph's client library
-/// inherit the confinement.
+/// For RBD, opens the driver on a confined thread: the threads of Ceph's client library inherit the
+/// confinement.
 fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Result<Opened, blkq::Error> {
     let open = || blkq_drivers::open(&options.image, driver_options);
     if !options.sandbox || !matches!(options.image, DriverSpec::Rbd(_)) {
@@ -74,10 +72,9 @@ fn open_confined(options: &AttachOptions, driver_options: &DriverOptions) -> Res
         .unwrap_or_else(|_| Err(failed("cannot open the image: its thread panicked".to_owned())))
 }
 
-/// Opens the driver. If the image is in use, tries again for up to `wait`, because the kernel closes the
-/// files of a killed daemon only some time after the process has exited. `predecessor` identifies that daemon
-/// to the storage of the image. `device_bytes` is the size of the device that is taken over. `dir` is the state
-/// directory whose devices may serve the image.
+/// If the image is in use, tries again for up to `wait`, because the kernel closes the files of a killed
+/// daemon only some time after its exit. `predecessor` identifies that daemon to the storage of the image.
+/// `device_bytes` is the size of the device that is taken over. Devices of `dir` may use the image.
 pub(super) fn open_driver(
     dir: &StateDir,
     options: &AttachOptions,
@@ -117,7 +114,7 @@ pub(super) fn open_driver(
     }
 }
 
-/// Whether a device serves the image, or a file system on it is mounted, so that it will not be released soon.
+/// Whether a device serves the image, or a file system on it is mounted: it will not be released soon.
 fn is_held_by_device(dir: &StateDir, options: &AttachOptions, error: &blkq::Error) -> bool {
     let DriverSpec::Image(path) = &options.image else { return false };
     match error.kind() {
@@ -129,14 +126,13 @@ fn is_held_by_device(dir: &StateDir, options: &AttachOptions, error: &blkq::Erro
     }
 }
 
-/// Whether the image is locked although no process holds a lock: the kernel has not closed the files of a
-/// killed daemon yet.
+/// The image is locked although no process holds a lock: the kernel has not closed a killed daemon's files
+/// yet.
 fn is_held_by_kernel(options: &AttachOptions, error: &blkq::Error) -> bool {
     let DriverSpec::Image(path) = &options.image else { return false };
     error.kind() == ErrorKind::Busy && !lock_holders::has_holder(path, options.offset, options.size_limit)
 }
 
-/// The failure of opening the image, with a hint.
 pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim) -> Failure {
     let hint = match error.kind() {
         ErrorKind::Busy => {
@@ -167,7 +163,7 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
     Failure::new(format!("{error}{hint}"))
 }
 
-/// The failure of opening an image that is not in use, with a hint.
+/// For an image that is not in use.
 pub(super) fn format_refusal(error: blkq::Error, options: &AttachOptions) -> Failure {
     let hint = match error.kind() {
         ErrorKind::Format if options.format == Some(Format::Qcow2) => return error.into(),
@@ -191,7 +187,6 @@ pub(super) fn format_refusal(error: blkq::Error, options: &AttachOptions) -> Fai
     Failure::new(format!("{error}{hint}"))
 }
 
-/// The hint for an image that does not exist.
 fn not_found(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     match name.rsplit_once(':').map(|(_, size)| parse_bytes(size)) {
@@ -204,12 +199,8 @@ fn has_qcow2(image: &DriverSpec) -> bool {
     matches!(image, DriverSpec::Image(path) if matches!(blkq_drivers::detect_format(path), Ok(Some("qcow2"))))
 }
 
-/// Replaces `--format auto` by the format that is detected. The result is recorded with the device: a client
-/// that writes a raw image could later give it another format's magic number.
-///
-/// # Errors
-///
-/// Fails if the image cannot be opened.
+/// Replaces `--format auto` by the detected format. The result is recorded with the device: a client that
+/// writes a raw image could later give it another format's magic number.
 pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     let DriverSpec::Image(path) = &options.image else { return Ok(options) };
     if options.format != Some(Format::Auto) {
@@ -228,8 +219,7 @@ pub fn find_format(mut options: AttachOptions) -> Outcome<AttachOptions> {
     options.check().map(|()| options)
 }
 
-/// Makes sure that the image is opened in the format in which it was served. The format must not be detected
-/// again: clients may have written another magic number to a raw image.
+/// The format must not be detected again: clients may have written another magic number to a raw image.
 pub(super) fn keep_format(options: &mut AttachOptions) {
     if options.format != Some(Format::Qcow2) {
         options.format = Some(Format::Raw);
@@ -275,25 +265,21 @@ pub(super) fn driver_options(options: &AttachOptions, ublk: bool) -> DriverOptio
     }
 }
 
-/// Whether NBD clients may access parts of a block. Not if the user chose a sector size; and not if something
-/// else than NBD writes as well, because the read-modify-write of a partial block could undo its writes.
+/// Whether NBD clients may access parts of a block. Not if the user chose a sector size, or if something
+/// other than NBD writes: the read-modify-write of a partial block could undo its writes.
 pub(super) fn serves_bytes(options: &AttachOptions, ublk: bool) -> bool {
     let only_nbd = !ublk && options.exports.iter().all(|export| *export == Export::Nbd);
     only_nbd && options.sector_size.bytes().is_none() && !options.whole_sectors
 }
 
-/// The options with absolute paths, which mean the same to another process.
+/// Absolute paths mean the same to another process.
 pub(super) fn absolute(options: &AttachOptions) -> Outcome<AttachOptions> {
     // If the current directory was removed, there are no relative paths.
     options.clone().absolute(&std::env::current_dir().unwrap_or_default())
 }
 
-/// Opens the journals of qcow2 images, which are in the state directory. A raw image needs none until it
-/// becomes a backing file. If they cannot be opened for a raw image, returns a warning.
-///
-/// # Errors
-///
-/// Fails if their directory cannot be created.
+/// A raw image needs no journal until it becomes a backing file, so a failure for it is only a warning. Fails
+/// if the directory of the journals cannot be created.
 pub(super) fn journals(
     options: &AttachOptions,
     state: &Path,

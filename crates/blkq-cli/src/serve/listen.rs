@@ -19,7 +19,6 @@ pub(super) struct Sockets {
     pub(super) vhost: Option<Listen>,
 }
 
-/// The path of the unix socket that is created for `listen`.
 pub(super) fn unix_path(listen: &Listen) -> Option<PathBuf> {
     match listen {
         Listen::Unix(path) => Some(path.clone()),
@@ -27,7 +26,7 @@ pub(super) fn unix_path(listen: &Listen) -> Option<PathBuf> {
     }
 }
 
-/// The addresses on which NBD is served. The default is a unix socket in the state directory.
+/// The default is a unix socket in the state directory.
 pub(super) fn addresses(
     options: &AttachOptions,
     claim: &Claim,
@@ -42,7 +41,6 @@ pub(super) fn addresses(
     options.listen.iter().map(listen_at).collect()
 }
 
-/// The socket for vhost-user-blk, if the device is served to virtual machines.
 pub(super) fn vhost_address(options: &AttachOptions, claim: &Claim) -> Outcome<Option<Listen>> {
     if !options.exports.contains(&Export::VhostUserBlk) {
         return Ok(None);
@@ -63,7 +61,6 @@ pub(super) fn listen_at(address: &Address) -> Outcome<Listen> {
     }
 }
 
-/// The failure of listening, with a hint.
 pub(super) fn no_server(error: blkq::Error) -> Failure {
     match error.kind() {
         ErrorKind::Exposed => Failure::new(format!(
@@ -74,14 +71,13 @@ pub(super) fn no_server(error: blkq::Error) -> Failure {
     }
 }
 
-/// The failure of [`no_server`] for `address`, if no server listens there yet.
+/// As [`no_server`], before a server listens on `address`.
 pub(super) fn exposed(address: &SocketAddr) -> Failure {
     let message =
         format!("other machines can connect to {address} and could read and change the device without TLS");
     no_server(blkq::Error::new(ErrorKind::Exposed, message))
 }
 
-/// The TLS options of the NBD servers.
 pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
     let Some(directory) = options.tls_certificates.as_deref().filter(|_| options.tls != Some(Tls::Off))
     else {
@@ -91,7 +87,7 @@ pub(super) fn tls(options: &AttachOptions) -> Outcome<Option<TlsOptions>> {
     Ok(Some(TlsOptions { certificates, required: options.tls != Some(Tls::On) }))
 }
 
-/// The directory, and the directories to which symbolic links in it lead.
+/// Includes the directories to which symbolic links in `directory` lead.
 pub(super) fn directories_of(directory: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let real = entries.filter_map(|entry| entry.path().canonicalize().ok()?.parent().map(Path::to_owned));
@@ -101,7 +97,7 @@ pub(super) fn directories_of(directory: &Path) -> Vec<PathBuf> {
     directories
 }
 
-/// Warnings about sockets in directories that some of the intended clients cannot enter.
+/// Warns about sockets in directories that some of the intended clients cannot enter.
 pub(super) fn warn_of_closed_directories<'a>(
     listen: impl Iterator<Item = &'a Listen>,
     access: SocketAccess,
@@ -118,7 +114,7 @@ pub(super) fn warn_of_closed_directories<'a>(
         .collect()
 }
 
-/// Warnings about servers that more clients can reach than the user may expect.
+/// Warns about servers that more clients can reach than the user may expect.
 pub(super) fn warn_of_access(
     options: &AttachOptions,
     nbd_options: &NbdOptions,

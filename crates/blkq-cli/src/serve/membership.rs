@@ -1,5 +1,3 @@
-//! Lets a device join and leave groups while it is served.
-
 use std::fs::File;
 
 use blkq::Disk;
@@ -11,12 +9,8 @@ use crate::failure::{Failure, Outcome};
 use crate::group::{GroupWatch, Joined};
 
 impl Device {
-    /// Makes the device a member of the group `name`, whose open file is `file`. The device leaves its previous
-    /// group and keeps its weight.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the group cannot be joined, or if the device has `limit=auto`.
+    /// The device leaves its previous group and keeps its weight. `file` is the open file of the group. Fails
+    /// if the group cannot be joined, or if the device has `limit=auto`.
     pub fn join_group(&self, name: &str, file: File) -> Outcome {
         let running = self.running()?;
         let _changing = self.begin_change();
@@ -39,7 +33,6 @@ impl Device {
         Ok(())
     }
 
-    /// Removes the device from its group, if it is in one.
     pub(super) fn leave_group(&self, running: &Running) -> Outcome {
         self.background().as_mut().ok_or_else(stopping)?.stop_group();
         self.remove_from_group(running);
@@ -53,7 +46,6 @@ impl Device {
     }
 }
 
-/// Refuses a device that measures its own limits.
 fn check_no_ceiling(disk: &Disk) -> Outcome {
     match disk.ceiling() {
         Ceiling::NotSearched => Ok(()),

@@ -6,7 +6,7 @@ use blkq_export::vhost_user::RegistrationLimits;
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-/// A memory controller (cgroups(7)): where it is mounted, and the names of its files.
+/// A memory controller, of version 1 or 2 (cgroups(7)).
 struct Controller {
     name: &'static str,
     mount: &'static str,
@@ -36,9 +36,9 @@ const VERSION_1: Controller = Controller {
 const NO_LIMIT: u64 = i64::MAX as u64 >> 12 << 12;
 
 impl Controller {
-    /// The number of bytes left until the limit of the group in `directory`, if it has one. The page cache
-    /// does not count as used: the kernel reclaims it. Memory files are in the same counter, so the memory of
-    /// a guest that is already charged does not count either.
+    /// The bytes left until the limit of the group in `directory`. The page cache does not count as used: the
+    /// kernel reclaims it. Memory files are in the same counter, so the memory of a guest that is already
+    /// charged does not count either.
     fn left(&self, directory: &Path, read: impl Fn(&Path) -> Option<String>) -> Option<u64> {
         let number = |file: &str| read(&directory.join(file))?.trim().parse::<u64>().ok();
         // "max" in version 2 means that there is no limit.
@@ -50,8 +50,8 @@ impl Controller {
     }
 }
 
-/// The limits of this process. Engines have its capabilities unless `sandbox` is set. Must be called before
-/// the process is confined, while it can still read these files.
+/// Engines have the capabilities of this process unless `sandbox` is set. Must be called before the process
+/// is confined, while it can still read these files.
 pub(super) fn memory_limits(sandbox: bool) -> RegistrationLimits {
     let is_privileged =
         !sandbox && capabilities(None).is_ok_and(|has| has.effective.contains(CapabilitySet::IPC_LOCK));
@@ -61,7 +61,7 @@ pub(super) fn memory_limits(sandbox: bool) -> RegistrationLimits {
     RegistrationLimits { locked_max, memory_left: cgroup_left(&groups, read) }
 }
 
-/// The smallest number of bytes left in the `groups` of /proc/self/cgroup and in their ancestors.
+/// `groups` is the text of /proc/self/cgroup. Considers the ancestors of the groups, too.
 fn cgroup_left(groups: &str, read: impl Fn(&Path) -> Option<String>) -> Option<u64> {
     let mut least = None;
     for line in groups.lines() {

@@ -1,5 +1,3 @@
-//! Reads the counters of a device, for threads that only report them.
-
 use std::sync::{Arc, Weak};
 
 use blkq::StatsSnapshot;
@@ -33,7 +31,7 @@ impl Meter {
         monotonic_ns().saturating_sub(self.opened_ns)
     }
 
-    /// The counters, or `None` if the device has stopped.
+    /// `None` if the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         let running = self.running.upgrade()?;
         let disk = &running.disk;
@@ -79,7 +77,7 @@ impl Meter {
         Some(statistics)
     }
 
-    /// The values for the metrics endpoint, or `None` if the device has stopped.
+    /// `None` if the device has stopped.
     pub fn sample(&self) -> Option<Sample> {
         let size_bytes = self.running.upgrade()?.disk.limits().size_bytes();
         Some(Sample { name: self.name.clone(), size_bytes, statistics: self.statistics()? })

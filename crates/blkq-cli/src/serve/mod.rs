@@ -64,7 +64,6 @@ pub use preflight::{check_successor, check_take_over};
 pub use resize::NewSize;
 pub use settings::Change;
 
-/// A device that is served until it is stopped.
 pub struct Device {
     /// The first field, because fields are dropped in order: these threads stop before `running` does.
     background: Mutex<Option<BackgroundThreads>>,
@@ -81,14 +80,13 @@ pub struct Device {
     block_device: BlockDeviceState,
     /// Serializes changes of the device. May be held while waiting for I/O.
     changing: Mutex<()>,
-    /// The block commit in progress.
     commit: Mutex<Option<Arc<CommitProgress>>>,
     /// The process that traces the device.
     traced_by: Mutex<Option<String>>,
     running: Mutex<Option<Arc<Running>>>,
 }
 
-/// The facts about a device that do not change after it was attached.
+/// Facts that do not change after the attach.
 struct Attached {
     name: String,
     state_directory: PathBuf,
@@ -104,19 +102,14 @@ struct Served {
     image: String,
     /// The number of the image in `NAME.options`.
     number: u64,
-    /// The options with which the image was attached, or would be attached now.
     attach_options: Option<Record>,
 }
 
 impl Device {
     /// Confines this thread and the threads that it creates from now on, unless the user disabled the
-    /// sandbox. Engines are confined already. First starts to watch the users of the block device, if the
-    /// device detaches with its last user.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the kernel supports a confinement but refuses it, or if the users of the block device cannot
-    /// be watched.
+    /// sandbox. Before that, starts to watch the users of the block device, if the device detaches with its
+    /// last user. Fails if the kernel supports a confinement but refuses it, or if the users cannot be
+    /// watched.
     pub fn confine(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
         if self.autoclear.is_on()
             && let Some(ublk) = &self.running()?.ublk
@@ -126,12 +119,7 @@ impl Device {
         self.sandbox.enter(removed)
     }
 
-    /// Starts the threads that scan for hung requests and serve metrics. They inherit the privileges of the
-    /// calling thread.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a thread cannot be started.
+    /// The threads inherit the privileges of the calling thread. Fails if a thread cannot be started.
     pub fn start_background(&self) -> Outcome {
         let running = self.running()?;
         self.background().as_mut().map_or(Ok(()), |threads| threads.start(&running, &self.meter))
@@ -150,7 +138,7 @@ impl Device {
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The image that is served, under a name that other processes understand.
+    /// A name that other processes understand.
     pub fn image(&self) -> String {
         self.served().image.clone()
     }
@@ -159,7 +147,6 @@ impl Device {
         &self.autoclear
     }
 
-    /// Whether a block device remains when this process exits, as far as is known.
     pub fn leaves_block_device(&self) -> bool {
         self.block_device.outlives_daemon()
     }
@@ -174,11 +161,7 @@ impl Device {
         &self.events.size
     }
 
-    /// Adopts the size of the image. Returns the new size, or `None` if it has not changed.
-    ///
-    /// # Errors
-    ///
-    /// As [`Device::resize`].
+    /// Returns the new size, or `None` if the image has not changed. Fails as [`Device::resize`] does.
     pub fn follow_size(&self) -> Outcome<Option<u64>> {
         let running = self.running()?;
         if running.disk.prepare_resize(None)? == running.disk.limits().size_bytes() {
@@ -189,29 +172,24 @@ impl Device {
         self.resize(NewSize::OfImage, true, None).map(Some)
     }
 
-    /// Returns why the block device lost a tag, if it has. Then only another daemon can answer the requests
-    /// of the device.
+    /// Why the block device lost a tag, if it has. Then only another daemon can answer the requests of the
+    /// device.
     pub fn take_failure(&self) -> Option<Failure> {
         events::take(&self.events.failure);
         Some(self.running().ok()?.ublk.as_ref()?.failure()?.into())
     }
 
-    /// Waits until no other change is in progress.
     fn begin_change(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The counters, or `None` if the device has stopped.
+    /// `None` if the device has stopped.
     pub fn statistics(&self) -> Option<Statistics> {
         self.meter.statistics()
     }
 
-    /// Reloads the certificates, for clients that connect from now on. Returns their directory, or `None` if
-    /// there are none.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the certificates cannot be used; the old ones stay in use.
+    /// Affects clients that connect from now on. Returns the directory, or `None` if there are no
+    /// certificates. If the certificates cannot be used, the old ones stay in use.
     pub fn reload_certificates(&self) -> Outcome<Option<&Path>> {
         Ok(self.prepare_certificates()?.map(|(directory, certificates)| {
             certificates.install();
@@ -219,12 +197,7 @@ impl Device {
         }))
     }
 
-    /// Loads the certificates, without using them yet. Returns them with their directory, or `None` if there
-    /// are none.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the certificates cannot be used.
+    /// Loads the certificates without using them yet. Returns `None` if there are none.
     pub fn prepare_certificates(&self) -> Outcome<Option<(&Path, PreparedCertificates)>> {
         let Some(certificates) = &self.certificates else { return Ok(None) };
         let prepared = certificates.prepare();
@@ -232,10 +205,6 @@ impl Device {
         Ok(Some((certificates.directory(), prepared)))
     }
 
-    /// The contents of the state file.
-    ///
-    /// # Errors
-    ///
     /// Fails if the device has stopped.
     pub fn state(&self) -> Outcome<DaemonState> {
         let running = self.running()?;
@@ -248,13 +217,8 @@ impl Device {
         })
     }
 
-    /// Changes the size of the device to `new`. Returns the new size in bytes.
-    /// Unless `force` is set, a device that is in use cannot shrink; `user` is a user of the block device
-    /// that the client has found, for which a confined daemon cannot look.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot have that size, or is in use; then names the user.
+    /// Returns the new size in bytes. Unless `force` is set, a device in use cannot shrink. `user` is a user
+    /// of the block device that the client has found, for which a confined daemon cannot look.
     pub fn resize(&self, new: NewSize, force: bool, user: Option<String>) -> Outcome<u64> {
         let running = self.running()?;
         // This keeps other changes away until the new size is in effect: another resize, which could make
@@ -300,21 +264,13 @@ impl Device {
         Ok(bytes)
     }
 
-    /// Reissues the requests that are held after I/O errors, or fails them. Returns their number.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device has stopped.
+    /// Returns the number of held requests. Fails if the device has stopped.
     pub fn resume(&self, fail: bool) -> Outcome<u64> {
         let how = if fail { Resume::Fail } else { Resume::Reissue };
         Ok(self.running()?.disk.resume(how))
     }
 
     /// Fails while requests are held after I/O errors.
-    ///
-    /// # Errors
-    ///
-    /// Says how many requests are held, with a hint.
     pub fn check_not_held(&self) -> Outcome {
         match self.running()?.disk.held() {
             0 => Ok(()),
@@ -322,10 +278,6 @@ impl Device {
         }
     }
 
-    /// Makes all completed writes durable.
-    ///
-    /// # Errors
-    ///
     /// Fails if an earlier write or this flush failed, if requests are held, for which the flush would wait,
     /// or if the device has stopped.
     pub fn flush(&self) -> Outcome {

@@ -1,5 +1,3 @@
-//! Finds reasons for which `attach` would refuse a device, without attaching it.
-
 use blkq_drivers::DriverSpec;
 
 use super::image::{driver_options, format_refusal};
@@ -14,12 +12,10 @@ use crate::state::StateDir;
 pub struct Obstacle {
     /// The option that causes the refusal, without dashes, or `image`.
     pub option: &'static str,
-    /// The error, with a hint.
     pub failure: Failure,
 }
 
-/// Returns all reasons for which `attach` would refuse `options` on this machine. Changes nothing; the image may be
-/// in use.
+/// Changes nothing; the image may be in use.
 pub fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
     let mut found = Vec::new();
     let mut add = |option, failure| found.push(Obstacle { option, failure });

@@ -34,10 +34,9 @@ use crate::metrics::Endpoint;
 use crate::options::{AttachOptions, Export, Record};
 use crate::state::{Claim, DYING_WAIT};
 
-/// How long to wait for an image that is in use. A daemon of another name may have been killed just before.
+/// A daemon of another name may have been killed just before.
 const IN_USE_WAIT: Duration = Duration::from_millis(300);
 
-/// The warning about `--partscan` without a block device.
 const NO_PARTITION_SCAN: &str = "--partscan has no effect on an NBD export, whose client scans for partitions; \
      to serve one partition, use --offset and --size-limit";
 
@@ -45,14 +44,9 @@ pub const FLUSHES_IGNORED: &str =
     "flushes are ignored: a crash of this machine or a power loss destroys the data of the device";
 
 impl Device {
-    /// Opens the image and serves it under the name of `claim`. NBD listens on the addresses of `options`,
-    /// else on the `inherited` sockets, else on a unix socket in the state directory. `settings` are those
-    /// that were changed while the last daemon served the device; a setting that cannot be restored becomes a
-    /// warning.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot be served; nothing is left open then.
+    /// NBD listens on the addresses of `options`, else on the `inherited` sockets, else on a unix socket in
+    /// the state directory. `settings` are those that were changed under the last daemon; one that cannot be
+    /// restored becomes a warning. If the device cannot be served, nothing is left open.
     pub fn open(
         options: &AttachOptions,
         settings: Vec<(String, String)>,
@@ -116,10 +110,7 @@ impl Device {
     }
 
     /// As [`Device::open`], but takes over the block device of `state`, with the settings of its last daemon.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the block device cannot be taken over; it is left unchanged.
+    /// If this fails, the block device is unchanged.
     pub fn recover(
         options: &AttachOptions,
         claim: &Claim,
@@ -176,12 +167,7 @@ impl Device {
         Ok(device)
     }
 
-    /// Serves a device as `plan` says. `open` opens the driver. `attach` creates or takes over the block
-    /// device, if the device has one.
-    ///
-    /// # Errors
-    ///
-    /// As [`Device::open`].
+    /// `attach` creates or takes over the block device, if there is one. Fails as [`Device::open`] does.
     pub(super) fn serve(
         plan: Plan,
         open: impl Fn(Option<Arc<Journals>>) -> Outcome<blkq_drivers::Opened>,
@@ -275,8 +261,7 @@ impl Device {
 }
 
 impl Served {
-    /// Records the options and the block device for the next daemon. This must happen before this process
-    /// reads anything from a client: the file is trusted.
+    /// Must happen before this process reads anything from a client: the next daemon trusts the file.
     fn record(options: &AttachOptions, claim: &Claim, ublk: Option<Identity>) -> Outcome<Served> {
         let (image, options) = (image_name(&options.image), Record::new(&absolute(options)?)?);
         let number = claim.write_options(&image, &options, ublk.map(|identity| identity.cookie))?;
@@ -289,10 +274,9 @@ pub(super) struct Plan<'a> {
     pub(super) claim: &'a Claim,
     pub(super) sockets: Sockets,
     pub(super) served: Served,
-    /// Whether the device has a block device, or will have one.
+    /// The device has a block device, or will have one.
     pub(super) has_block_device: bool,
     /// The changed settings of the last daemon.
     pub(super) settings: Vec<(String, String)>,
-    /// The device had a daemon before. It is served even if it cannot join its group.
     pub(super) is_successor: bool,
 }

@@ -1,5 +1,4 @@
-//! Opens the files, locks and processes of a device, before its mounts are detached and its threads are
-//! created.
+//! Opens the files, locks and processes of a device, before its mounts are detached and threads are created.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,34 +17,24 @@ use crate::options::AttachOptions;
 use crate::pid_file::real_path;
 use crate::state::{Claim, StateDir};
 
-/// The helper processes of a block device.
 pub(super) type Children = (SetupProcess, IdleWatch);
 
-/// Everything that is opened for a device before its disk is created.
 pub(super) struct Opened {
-    /// The image under a name that other processes understand.
+    /// A name that other processes understand.
     pub(super) image: String,
     pub(super) source: blkq_drivers::Opened,
     pub(super) journals: Option<Arc<Journals>>,
-    /// The warning if there are no journals.
     pub(super) no_journals: Option<String>,
-    /// The address of the metrics endpoint.
     pub(super) metrics: Option<Listen>,
     pub(super) tls: Option<TlsOptions>,
-    /// The files that the control plane needs in its sandbox; the block device is added later.
     pub(super) needs: Needs,
-    /// The helper processes, if the device will have a block device.
     pub(super) children: Option<Children>,
 }
 
 impl Opened {
-    /// Opens a device that will be served on `sockets`. If `idle_event` is given, the device will have a
-    /// block device: this process then gets a mount namespace of its own, and the event becomes readable when
-    /// the block device has no users.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a file cannot be opened or a process cannot be created.
+    /// If `idle_event` is given, the device will have a block device: this process then gets a mount
+    /// namespace of its own, and the event becomes readable when the block device has no users. Fails if a
+    /// file cannot be opened or a process cannot be created.
     pub(super) fn new(
         options: &AttachOptions,
         claim: &Claim,
@@ -74,7 +63,7 @@ impl Opened {
     }
 }
 
-/// The files that the control plane needs in its sandbox, except for the block device.
+/// Does not contain the block device, which is added later.
 fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) -> Outcome<Needs> {
     let mut needs = Needs::default();
     if !options.sandbox {
@@ -88,8 +77,7 @@ fn needs<'a>(options: &AttachOptions, listen: impl Iterator<Item = &'a Listen>) 
     Ok(needs)
 }
 
-/// Forks the helper processes of a block device. Afterwards this process has a mount namespace of its own,
-/// with only the mounts that it needs.
+/// Afterwards this process has a mount namespace of its own, with only the mounts that it needs.
 fn fork_children<'a>(
     options: &AttachOptions,
     listen: impl Iterator<Item = &'a Listen>,

@@ -1,5 +1,3 @@
-//! Persistent dirty bitmaps: loads them from the image, and saves them there.
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
@@ -9,22 +7,17 @@ use blkq::{Disk, Driver};
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// The dirty bitmaps of a disk. They are saved in its image by [`PersistentBitmaps::save`], or when this is
-/// dropped.
+/// The dirty bitmaps of a disk. [`PersistentBitmaps::save`], or dropping, saves them in its image.
 pub(super) struct PersistentBitmaps {
     disk: Arc<Disk>,
-    /// Whether the image had bitmaps at attach.
+    /// The image had bitmaps at attach.
     loaded: bool,
     saved: AtomicBool,
 }
 
 impl PersistentBitmaps {
-    /// Loads the bitmaps from the image of `disk`, whose queues must not be open yet. The image marks them as
-    /// in use from now on: if this process is killed, they are inconsistent. Also returns warnings.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the files.
+    /// The queues of `disk` must not be open yet. The image marks the bitmaps as in use from now on: if this
+    /// process is killed, they are inconsistent. Also returns warnings.
     pub(super) fn load(disk: &Arc<Disk>) -> Outcome<(PersistentBitmaps, Vec<String>)> {
         let driver = disk.driver();
         let store = driver.bitmap_store();
@@ -47,12 +40,8 @@ impl PersistentBitmaps {
         Ok((saved, warnings))
     }
 
-    /// Saves the bitmaps in the image, once. They cannot be changed afterwards. The device must have no
-    /// clients, now or later.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the files; the bitmaps are inconsistent then.
+    /// Saves the bitmaps once. They cannot be changed afterwards. The device must have no clients, now or
+    /// later. If this fails, the bitmaps are inconsistent.
     pub(super) fn save(&self) -> Outcome {
         if self.saved.load(SeqCst) {
             return Ok(());
@@ -68,12 +57,8 @@ impl PersistentBitmaps {
     }
 
     /// Saves the bitmaps for the next daemon, which takes over the device when this process exits. The block
-    /// device may still receive requests: they wait, and the next daemon executes them.
-    ///
-    /// # Errors
-    ///
-    /// As [`PersistentBitmaps::save`]; also fails if I/O in flight does not complete, because the bitmaps
-    /// would not include it.
+    /// device may still receive requests: they wait for the next daemon. Also fails if I/O in flight does not
+    /// complete, because the bitmaps would not include it.
     pub(super) fn save_for_next(&self) -> Outcome {
         let bitmaps = self.disk.close_bitmaps();
         if self.has_none(&bitmaps) || self.saved.swap(true, SeqCst) {
@@ -84,7 +69,6 @@ impl PersistentBitmaps {
         self.store(&bitmaps)
     }
 
-    /// Whether neither the disk nor its image has bitmaps.
     fn has_none(&self, bitmaps: &[Arc<Bitmap>]) -> bool {
         !self.loaded && bitmaps.is_empty()
     }
@@ -95,8 +79,7 @@ impl PersistentBitmaps {
 }
 
 impl PersistentBitmaps {
-    /// Saves the current bitmaps in the image of `driver`, too. The device continues without that image,
-    /// which is no longer written.
+    /// The device continues without the image of `driver`, which is no longer written.
     pub(super) fn save_in(&self, driver: &dyn Driver) {
         if let Err(error) = store_in(driver, &self.disk.bitmaps()) {
             log::line(&format!("warning: the dirty bitmaps in the previous image are inconsistent: {error}"));
@@ -104,7 +87,7 @@ impl PersistentBitmaps {
     }
 }
 
-/// Saves `all` in the image of `driver`, if the image has a place for bitmaps.
+/// Does nothing if the image has no place for bitmaps.
 fn store_in(driver: &dyn Driver, all: &[Arc<Bitmap>]) -> Result<(), blkq::Error> {
     driver.bitmap_store().map_or(Ok(()), |store| store.store(all))
 }

@@ -14,12 +14,8 @@ use crate::info::BlockDevice;
 use crate::options::{AttachOptions, Format};
 use crate::state::StateDir;
 
-/// Checks that this program could take over `block_device`, attached with `options`: the kernel's device, the
-/// image and the certificates. Changes nothing.
-///
-/// # Errors
-///
-/// Says why the block device could not be taken over.
+/// Checks that this program could take over `block_device`: the kernel's device, the image and the
+/// certificates. Changes nothing.
 pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> Outcome {
     let bytes = size_of(block_device.identity())?;
     check(options, bytes)
@@ -27,10 +23,6 @@ pub fn check_take_over(options: &AttachOptions, block_device: &BlockDevice) -> O
 
 /// As [`check_take_over`], for a device of `bytes` without a block device. Such a device is attached again,
 /// which fails if its group does not exist.
-///
-/// # Errors
-///
-/// Says why this program could not serve the device.
 pub fn check_successor(dir: &StateDir, options: &AttachOptions, bytes: u64) -> Outcome {
     if let Some(group) = &options.group {
         GroupFile::open(dir, group)?;
@@ -51,8 +43,7 @@ fn check(options: &AttachOptions, bytes: u64) -> Outcome {
     Ok(blkq_drivers::check(&options.image, &driver_options(&options, true))?)
 }
 
-/// Rejects an image file that is smaller than its device. Block devices are not checked: fs::metadata has no
-/// size for them.
+/// Rejects an image file that is smaller than its device. For block devices, fs::metadata has no size.
 fn check_size(path: &Path, offset: u64, bytes: u64) -> Outcome {
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_file() && metadata.len() < offset.saturating_add(bytes) => {

@@ -1,5 +1,3 @@
-//! Log lines about clients that were rejected or disconnected.
-
 use std::os::fd::OwnedFd;
 
 use blkq_export::nbd::{NbdServer, Reason, Rejection};
@@ -14,7 +12,6 @@ impl Device {
         &self.events.rejection
     }
 
-    /// Logs the clients that were rejected or disconnected since the last call.
     pub fn log_rejections(&self) {
         events::take(&self.events.rejection);
         let Ok(running) = self.running() else { return };
@@ -39,7 +36,7 @@ fn describe_report(report: &Report) -> String {
     event + &not_logged(report.unreported)
 }
 
-/// The end of a line before which similar events were not logged.
+/// Ends a line before which similar events were not logged.
 fn not_logged(events: u64) -> String {
     match events {
         0 => String::new(),

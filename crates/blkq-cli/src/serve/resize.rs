@@ -6,23 +6,16 @@ use blkq::units::format_bytes;
 
 use crate::failure::{Failure, Outcome};
 
-/// A new size of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NewSize {
-    /// The size that the image has now.
     OfImage,
-    /// This number of bytes.
     Bytes(u64),
-    /// This number of bytes more than the device has.
     LargerBy(u64),
 }
 
 impl NewSize {
-    /// Returns the new size in bytes of a device whose size is `now`; `None` means the size of its image.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the size exceeds 64 bits.
+    /// The size in bytes of a device whose size is `now`; `None` means the size of its image. Fails if the
+    /// size exceeds 64 bits.
     pub(super) fn bytes(self, now: u64) -> Outcome<Option<u64>> {
         match self {
             NewSize::OfImage => Ok(None),

@@ -3,10 +3,9 @@ use std::path::PathBuf;
 use crate::confine::{self, Confinement, Needs};
 use crate::failure::Outcome;
 
-/// The confinement of a device's control plane, before and after it takes effect.
 pub(super) struct Sandbox {
-    /// The files that the control plane may still access, until it is confined. `None` if it is already confined, or is
-    /// not to be.
+    /// The files that the control plane may still access, until it is confined. `None` if it is already
+    /// confined, or is not to be.
     needs: Option<Needs>,
     confinement: Confinement,
 }
@@ -17,11 +16,7 @@ impl Sandbox {
     }
 
     /// Confines this thread and the threads that it creates from now on. They may still remove the files
-    /// `removed`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the kernel supports a confinement but refuses it.
+    /// `removed`. Fails if the kernel supports a confinement but refuses it.
     pub(super) fn enter(&mut self, removed: impl IntoIterator<Item = PathBuf>) -> Outcome {
         if let Some(mut needs) = self.needs.take() {
             needs.removed.extend(removed);
@@ -30,7 +25,7 @@ impl Sandbox {
         Ok(())
     }
 
-    /// The restrictions of the control plane; empty until [`Sandbox::enter`].
+    /// Empty until [`Sandbox::enter`] has confined the control plane.
     pub(super) fn confinement(&self) -> &Confinement {
         &self.confinement
     }

@@ -9,17 +9,16 @@ use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
 use crate::settings::{Setting, SettingGroups, is_removed};
 
-/// The settings that a device has, and those that were changed since it was attached.
 pub(super) struct DeviceSettings {
     /// Changes when the device joins or leaves a group.
     groups: Mutex<SettingGroups>,
-    /// The last value of each changed setting, as in the state file. The lock must not be held while waiting
-    /// for anything, because reports take it.
+    /// The last value of each setting changed since the attach, as in the state file. The lock must not be
+    /// held while waiting for anything, because reports take it.
     changed: Mutex<Vec<(String, String)>>,
 }
 
 impl DeviceSettings {
-    /// The settings of a device with `options`, of which a previous daemon has `changed` some.
+    /// A previous daemon has `changed` some settings.
     pub(super) fn new(options: &AttachOptions, mut changed: Vec<(String, String)>) -> DeviceSettings {
         changed.retain(|(key, _)| !is_removed(key));
         let mut groups = SettingGroups::new(options);
@@ -27,7 +26,6 @@ impl DeviceSettings {
         DeviceSettings { groups: Mutex::new(groups), changed: Mutex::new(changed) }
     }
 
-    /// The changed settings, parsed, for a daemon that restores them.
     pub(super) fn saved(&self) -> SavedSettings {
         SavedSettings::read(self.groups(), &self.lock())
     }
@@ -36,16 +34,12 @@ impl DeviceSettings {
         self.lock().clone()
     }
 
-    /// Parses a setting of this device.
-    ///
-    /// # Errors
-    ///
-    /// Lists the settings that the device has if there is none named `key`, or the values that it accepts.
+    /// The error lists the settings that the device has if there is none named `key`, or the accepted values.
     pub(super) fn read(&self, key: &str, value: &str) -> Outcome<Setting> {
         self.groups().read(key, value)
     }
 
-    /// Records `text` as the changed value of the setting `key`. `None` records that it is unchanged.
+    /// `text` is the setting as in the state file; `None` records that it is unchanged.
     pub(super) fn replace(&self, key: &str, text: Option<(String, String)>) {
         if let Some((key, value)) = &text {
             self.groups.lock().unwrap_or_else(PoisonError::into_inner).note(key, value);
@@ -55,8 +49,8 @@ impl DeviceSettings {
         changed.extend(text);
     }
 
-    /// Records the group of the device and its weight there for the next daemon, which joins the group. The
-    /// weight of the attach options must not apply to a group that was joined later.
+    /// Records the group and the device's weight in it for the next daemon. The weight of the attach options
+    /// must not apply to a group that was joined later.
     pub(super) fn note_group(&self, group: Option<(&str, u32)>) {
         self.replace("weight", group.map(|(_, weight)| Setting::Weight(weight).to_text()));
         let setting = Setting::Group(group.map(|(name, _)| name.to_owned()));
@@ -72,7 +66,6 @@ impl DeviceSettings {
     }
 }
 
-/// The settings that the last daemon of a device had, to be restored.
 pub(super) struct SavedSettings {
     settings: Vec<Setting>,
     /// One warning per setting that cannot be restored.
@@ -80,7 +73,6 @@ pub(super) struct SavedSettings {
 }
 
 impl SavedSettings {
-    /// Parses the settings of a state file.
     pub fn read(has: SettingGroups, text: &[(String, String)]) -> SavedSettings {
         let mut saved = SavedSettings { settings: Vec::new(), warnings: Vec::new() };
         for (key, value) in text {
@@ -96,8 +88,8 @@ impl SavedSettings {
         self.warnings.push(format!("cannot restore the setting {key}={value}: {failure}"));
     }
 
-    /// Applies the settings that the daemon itself implements to `options`. A setting that these options
-    /// exclude becomes a warning: they may differ from the options of the last daemon.
+    /// Applies the settings that the daemon itself implements. A setting that `options` exclude becomes a
+    /// warning: they may differ from the options of the last daemon.
     pub fn apply_to(&mut self, options: &mut AttachOptions) {
         for setting in std::mem::take(&mut self.settings) {
             let mut changed = options.clone();
@@ -126,7 +118,7 @@ impl SavedSettings {
         }
     }
 
-    /// Applies the settings of the disk and its driver, which must not be in use yet.
+    /// The disk must not be in use yet.
     pub fn set(&mut self, disk: &Disk) {
         for setting in std::mem::take(&mut self.settings) {
             if let Err(failure) = set_disk(disk, &setting) {
@@ -136,11 +128,8 @@ impl SavedSettings {
     }
 }
 
-/// Rejects a queue depth that exceeds the depth with which the disk was attached.
-///
-/// # Errors
-///
-/// Names the largest depth, with a hint.
+/// Rejects a depth that exceeds the depth with which the disk was attached. The error names the largest
+/// depth.
 pub(super) fn check_depth(disk: &Disk, depth: u16) -> Outcome {
     if depth <= disk.depth_max() {
         return Ok(());
@@ -151,11 +140,7 @@ pub(super) fn check_depth(disk: &Disk, depth: u16) -> Outcome {
     )))
 }
 
-/// Changes a setting of the disk or its driver. Does nothing for settings that the daemon implements.
-///
-/// # Errors
-///
-/// Fails if the disk rejects the value.
+/// Does nothing for settings that the daemon implements. Fails if the disk rejects the value.
 pub(super) fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
     let changed = match setting {
         Setting::Batching(on) => disk.set(blkq::Setting::Batching(*on)),
@@ -190,7 +175,6 @@ pub(super) fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
     changed.map_err(not_set)
 }
 
-/// The failure of changing a setting, with a hint.
 pub(super) fn not_set(error: blkq::Error) -> Failure {
     Failure::of(error, ErrorKind::Lost, "detach the device and attach it again")
 }

@@ -1,5 +1,3 @@
-//! The servers of a device: NBD and vhost-user-blk.
-
 use std::sync::Arc;
 
 use blkq::{Disk, EngineHandle};
@@ -18,20 +16,16 @@ use crate::descriptors::{clients_max, reserve};
 use crate::failure::{Failure, Outcome};
 use crate::options::AttachOptions;
 
-/// The default maximum number of NBD connections.
 const CONNECTIONS: u16 = 64;
-/// The default timeout of the NBD handshake, in seconds.
 const HANDSHAKE_TIMEOUT_S: u16 = 10;
 
-/// The inputs of a device's servers, besides its options.
 pub(super) struct ServerContext<'a> {
     pub(super) disk: &'a Arc<Disk>,
-    /// The engines of the disk's queues.
     pub(super) engines: &'a [EngineHandle],
-    /// The image under a name that other processes understand.
+    /// A name that other processes understand.
     pub(super) image: &'a str,
     pub(super) tls: Option<TlsOptions>,
-    /// Whether NBD clients may access parts of a block.
+    /// NBD clients may access parts of a block.
     pub(super) serves_bytes: bool,
     pub(super) autoclear: &'a Autoclear,
     pub(super) events: &'a Events,
@@ -51,11 +45,7 @@ pub(super) struct Servers {
 pub(super) struct PausedServers<'a>(Vec<Paused<'a>>, Option<vhost_user::Paused<'a>>);
 
 impl Servers {
-    /// Starts a server on each of `sockets`. Also returns warnings.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a server cannot listen; then no server is left.
+    /// Also returns warnings. Fails if a server cannot listen; then no server is left.
     pub(super) fn start(
         options: &AttachOptions,
         sockets: Sockets,
@@ -105,34 +95,25 @@ impl Servers {
         self.nbd.iter().flat_map(NbdServer::connections)
     }
 
-    /// Number of connected clients, including a virtual machine.
+    /// Counts a virtual machine as one client.
     pub(super) fn client_count(&self) -> usize {
         let nbd = self.nbd.iter().map(NbdServer::connection_count).sum::<usize>();
         nbd + self.vhost.as_ref().map_or(0, VhostUserDevice::connection_count)
     }
 
-    /// The URIs on which clients connect.
     pub(super) fn uris(&self) -> impl Iterator<Item = String> {
         let vhost = self.vhost.iter().map(VhostUserDevice::uri);
         vhost.chain(self.nbd.iter().map(NbdServer::uri)).map(str::to_owned)
     }
 
-    /// Keeps NBD clients away until the returned guard is dropped.
-    ///
-    /// # Errors
-    ///
-    /// Fails if NBD clients are connected.
+    /// Keeps NBD clients away until the returned guard is dropped. Fails if NBD clients are connected.
     pub(super) fn pause_nbd(&self) -> Result<PausedServers<'_>, Connected> {
         let paused = self.nbd.iter().map(NbdServer::pause_if_empty).collect::<Option<_>>();
         let paused = paused.ok_or_else(|| Connected(self.connections().count().max(1)))?;
         Ok(PausedServers(paused, None))
     }
 
-    /// Keeps NBD clients and virtual machines away until the returned guard is dropped.
-    ///
-    /// # Errors
-    ///
-    /// Fails if clients are connected.
+    /// As [`Servers::pause_nbd`], and also keeps virtual machines away.
     pub(super) fn pause(&self) -> Result<PausedServers<'_>, Connected> {
         let mut paused = self.pause_nbd()?;
         let guest = self.vhost.as_ref().map(|vhost| vhost.pause_if_empty().ok_or(Connected(1)));
@@ -140,12 +121,9 @@ impl Servers {
         Ok(paused)
     }
 
-    /// Starts to stop all servers, without waiting. Unless `force` is set, fails if clients are connected.
-    ///
-    /// # Errors
-    ///
-    /// Names the number of clients of the first server that has some; all servers keep running. Once one
-    /// server stops, the others are forced: a client that connects to them in between is disconnected.
+    /// Starts to stop all servers, without waiting. Unless `force` is set, fails if clients are connected;
+    /// all servers keep running. Once one server stops, the others are forced: a client that connects to them
+    /// in between is disconnected.
     pub(super) fn begin_stop(&self, mut force: bool) -> Outcome<StoppingServers<'_>> {
         let mut stopping = StoppingServers { nbd: Vec::new(), vhost: None };
         if let Some(vhost) = &self.vhost {
@@ -162,7 +140,7 @@ impl Servers {
         Ok(stopping)
     }
 
-    /// Stops all servers, even if clients are connected.
+    /// Disconnects clients that are connected.
     pub(super) fn close(&self) {
         // A forced stop does not fail.
         if let Ok(stopping) = self.begin_stop(true) {
@@ -194,13 +172,11 @@ impl Connected {
         format!("{} {are} connected", self.0)
     }
 
-    /// The refusal of a command that has the option --force.
     pub(super) fn unless_forced(self) -> Failure {
         let them = if self.0 == 1 { "it" } else { "them" };
         Failure::new(format!("{}; disconnect {them} first, or use --force", self.describe()))
     }
 
-    /// The refusal of an upgrade, which cannot hand connections to the next daemon.
     pub(super) fn not_handed_over(self) -> Failure {
         let them = if self.0 == 1 { "it" } else { "them" };
         Failure::new(format!(

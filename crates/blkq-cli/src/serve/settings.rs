@@ -1,5 +1,3 @@
-//! Changes the settings of a device while it is served.
-
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::ErrorKind;
@@ -13,20 +11,12 @@ use crate::info::DeviceInfo;
 use crate::settings::{Setting, is_removed};
 
 impl Device {
-    /// Parses a setting of this device.
-    ///
-    /// # Errors
-    ///
-    /// Lists the settings that the device has if there is none named `key`, or the values that it accepts.
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
         self.settings.read(key, value)
     }
 
-    /// Changes a setting. A setting of the disk or its driver is changed while no I/O is in flight.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device rejects the value.
+    /// Changes settings of the disk or its driver while no I/O is in flight. Fails if the device rejects the
+    /// value.
     pub fn set(&self, setting: &Setting) -> Outcome {
         let running = self.running()?;
         // Serializes concurrent changes, so that the recorded value is the one that was set last.
@@ -59,12 +49,8 @@ impl Device {
         Ok(())
     }
 
-    /// Returns the changes that are necessary for the device to have `settings`. Each one is checked as far
-    /// as is possible without making it.
-    ///
-    /// # Errors
-    ///
-    /// Returns the first setting that the device cannot have.
+    /// The changes that are necessary for the device to have `settings`. Each is checked as far as is
+    /// possible without making it. Fails with the first setting that the device cannot have.
     pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
         let running = self.running()?;
         let info = self.info()?;
@@ -87,11 +73,7 @@ impl Device {
         Ok(changes)
     }
 
-    /// Undoes a change, for the next daemon as well.
-    ///
-    /// # Errors
-    ///
-    /// As [`Device::set`]; the change then stays.
+    /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
     pub fn undo(&self, change: &Change) -> Outcome {
         change.from.as_ref().map_or(Ok(()), |from| self.set(from))?;
         self.settings.replace(change.to.key(), change.saved.clone());
@@ -100,14 +82,13 @@ impl Device {
 }
 
 pub struct Change {
-    /// The setting with its new value.
     pub to: Setting,
     from: Option<Setting>,
     /// The value in the state file, if the setting was changed before.
     saved: Option<(String, String)>,
 }
 
-/// The current value of a setting as text, or `None` if it is not reported.
+/// `None` if the setting is not reported.
 fn value_now(running: &Running, info: &DeviceInfo, key: &str) -> Option<String> {
     let switch = |on: bool| Some(if on { "on" } else { "off" }.to_owned());
     match key {
@@ -123,7 +104,6 @@ fn value_now(running: &Running, info: &DeviceInfo, key: &str) -> Option<String> 
     }
 }
 
-/// Rejects values that this device can never have.
 fn check(running: &Running, setting: &Setting) -> Outcome {
     match setting {
         Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {

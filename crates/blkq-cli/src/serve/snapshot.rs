@@ -17,11 +17,7 @@ use crate::log;
 use crate::options::{AttachOptions, Record};
 
 impl Device {
-    /// Makes all completed writes durable, so that a following change has to stop I/O only briefly.
-    ///
-    /// # Errors
-    ///
-    /// As [`Device::flush`].
+    /// With a flush before it, a change has to stop I/O only briefly. Fails as [`Device::flush`] does.
     pub fn flush_for_change(&self) -> Outcome {
         // The flush would wait for held requests.
         self.check_not_held()?;
@@ -29,13 +25,9 @@ impl Device {
     }
 
     /// Makes the empty `file` an overlay of the current image, and continues with it. `options` are those of
-    /// the device with the overlay, and `number` is the overlay's number in `NAME.options`. All I/O waits
-    /// while `ready` waits for other devices and `save` writes the state file; if either fails, the device
-    /// continues with its image. Returns warnings about the overlay that did not apply to the previous image.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot switch to the overlay.
+    /// the device with the overlay, which has the `number` in `NAME.options`. All I/O waits while `ready`
+    /// waits for other devices and `save` writes the state file; after a failure, the device continues with
+    /// its image. Returns warnings about the overlay that did not apply to the previous image.
     pub fn snapshot(
         &self,
         file: File,
@@ -91,13 +83,11 @@ impl Device {
     }
 }
 
-/// The warnings of the driver `next` that do not apply to the driver `before`.
 pub(super) fn new_warnings(next: &dyn Driver, before: &dyn Driver) -> Vec<String> {
     let known = before.warnings();
     next.warnings().into_iter().filter(|warning| !known.contains(warning)).collect()
 }
 
-/// Logs if a queue could not switch to the new driver of its disk.
 pub(super) fn log_broken(running: &Arc<Running>) {
     // When the flush completes, every queue has switched to the new driver.
     let flushed = flush_unless_held(running);

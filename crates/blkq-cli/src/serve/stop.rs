@@ -19,12 +19,9 @@ const USERS_WAIT: Duration = Duration::from_secs(1);
 const FLUSH_WAIT: Duration = Duration::from_secs(30);
 
 impl Device {
-    /// Closes a device. Unless `force` is set, refuses if the device is in use; with `force`, clients are
-    /// disconnected. After success there are no clients, no sockets and no block device.
-    ///
-    /// # Errors
-    ///
-    /// Names the clients or processes that use the device; the device keeps running.
+    /// Unless `force` is set, fails if the device is in use; the error names the clients or processes, and
+    /// the device keeps running. With `force`, clients are disconnected. After success there are no clients,
+    /// no sockets and no block device.
     pub fn close(&self, force: bool) -> Outcome {
         let running = self.running()?;
         // Held requests must fail first: clients that are disconnected wait for them.
@@ -51,13 +48,9 @@ impl Device {
         Ok(())
     }
 
-    /// Closes everything except the block device, which waits for the next daemon after this process has
-    /// exited. The next daemon reissues the I/O in flight.
-    ///
-    /// # Errors
-    ///
-    /// Fails if there is no block device that another daemon could take over; the device keeps running. Also
-    /// fails if the last writes cannot be made durable; then this daemon keeps the device, but without
+    /// Closes everything except the block device. After this process has exited, the next daemon reissues the
+    /// I/O in flight. Fails if another daemon could not take over a block device; the device keeps running.
+    /// Also fails if the last writes cannot be made durable; then this daemon keeps the device, but without
     /// clients.
     pub fn leave(&self) -> Outcome {
         let running = self.running()?;
@@ -84,7 +77,7 @@ impl Device {
         release(&running)
     }
 
-    /// Closes a device whose virtual machine will connect to the next daemon.
+    /// The virtual machine of the device will connect to the next daemon.
     fn leave_guest(&self, running: &Arc<Running>, vhost: &VhostUserDevice) -> Outcome {
         if running.disk.driver().is_lost_with_process() {
             return Err(Failure::new(
@@ -103,11 +96,8 @@ impl Device {
         release(running)
     }
 
-    /// Stops a closed device: flushes, stops the engines and closes the image.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the flush failed or the dirty bitmaps could not be saved; the device has stopped in any case.
+    /// Flushes and stops a closed device. Fails if the flush failed or the dirty bitmaps could not be saved;
+    /// the device has stopped in any case.
     pub fn stop(&self) -> Outcome {
         // The background threads may hold references to `running`.
         drop(self.background().take());
@@ -128,13 +118,9 @@ impl Device {
     }
 }
 
-/// Releases the image, which has no clients, for the next daemon. If this fails, the next daemon breaks the
-/// lock or waits for it.
-///
-/// # Errors
-///
-/// Fails if the last writes cannot be made durable: the next daemon would not know, and would answer flushes
-/// without an error.
+/// Releases the image, which has no clients, for the next daemon. If it cannot be released, the next daemon
+/// breaks its lock or waits for it. Fails if the last writes cannot be made durable: the next daemon would
+/// not know, and would answer flushes without an error.
 fn release(running: &Arc<Running>) -> Outcome {
     flush_within(running, FLUSH_WAIT).inspect_err(|failure| {
         log::line(&format!("not handed to another daemon, because the last flush failed: {failure}"));

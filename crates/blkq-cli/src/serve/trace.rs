@@ -22,11 +22,8 @@ pub struct DeviceTrace<'a> {
 
 impl Device {
     /// Makes the engines trace their queues into a new memory file with `ring_bytes` bytes per queue.
-    /// `tracer` names the process that reads the trace.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device is already being traced or has stopped, or if the memory file cannot be created.
+    /// `tracer` names the process that reads the trace. Fails if the device is already being traced or has
+    /// stopped.
     pub fn trace(&self, ring_bytes: u64, tracer: &str) -> Outcome<DeviceTrace<'_>> {
         let running = self.running()?;
         let mut traced_by = self.traced_by();
@@ -55,7 +52,6 @@ impl Device {
 }
 
 impl DeviceTrace<'_> {
-    /// The memory to which the engines write events.
     pub fn memory(&self) -> &TraceMemory {
         &self.memory
     }
