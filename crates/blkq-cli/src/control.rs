@@ -31,10 +31,10 @@ use crate::state::{DYING_WAIT, Found, StateDir};
 use crate::statistics::Statistics;
 use stopped::{Stopped, connect, is_readable, wait_for};
 
-/// Maximum length of a request in bytes, including the newline.
+/// In bytes, including the newline.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
-/// Maximum length of a reply in bytes, including the newline. The largest reply holds the options of a
-/// device, which are as long as a command line at most, and a thousand clients.
+/// In bytes, including the newline. The largest reply holds the options of a device, which are as long as a
+/// command line at most, and a thousand clients.
 pub const REPLY_BYTES_MAX: usize = 8 << 20;
 /// How long a daemon waits for a complete request, and for the client to read the reply.
 pub const LINE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -53,7 +53,7 @@ pub enum Request {
     Ping {},
     /// Return the device and its settings.
     Show {},
-    /// Return the counters.
+    /// Return the counters of the device.
     Stat {},
     /// Change settings, in order, until one fails.
     Set { settings: Vec<(String, String)> },
@@ -67,8 +67,7 @@ pub enum Request {
         /// Shrink the device even if it is in use.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         force: bool,
-        /// A user of the block device, if the client found one. A confined daemon cannot see other processes,
-        /// so the client looks for them.
+        /// A user of the block device that the client found. A confined daemon cannot see other processes.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         user: Option<String>,
     },
@@ -77,22 +76,20 @@ pub enum Request {
         /// Complete the requests with their errors instead.
         fail: bool,
     },
-    /// Return the dirty bitmaps.
+    /// Return the dirty bitmaps of the device.
     Bitmaps {},
-    /// Save the dirty bitmaps of a raw image in a new file, which the client sends in the next step
-    /// ([`Dialogue`]).
+    /// Save the dirty bitmaps of a raw image in a new file, which the client sends in the next step.
     BitmapFile {},
-    /// Change the dirty bitmaps.
+    /// Change the dirty bitmaps of the device.
     Bitmap { change: BitmapChange },
-    /// Make the device a member of a group. The file of the group, which a confined daemon must not open, comes
-    /// with the next step ([`Dialogue`]).
+    /// Make the device a member of a group. The file of the group, which a confined daemon must not open,
+    /// comes with the next step ([`Dialogue`]).
     JoinGroup { group: String },
     /// Change settings and reload the certificates: all of it, or nothing.
     Apply { settings: Vec<(String, String)> },
     /// Reload the certificates, for new connections. Does nothing if there are none.
     ReloadCertificates {},
-    /// Trace the device until the connection is closed. The daemon sends the memory file with the events
-    /// along with the reply.
+    /// Trace the device until the connection is closed. The reply carries the memory file with the events.
     Trace {
         /// Size of the ring of each queue in bytes, a multiple of [`PAGE_BYTES`](blkq::trace::PAGE_BYTES).
         ring_bytes: u64,
@@ -107,12 +104,12 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<u64>,
     },
-    /// Commit the overlay into its backing file and pivot to the backing file. The daemon replies when it
-    /// expects the backing file ([`BegunCommit`]). The client records the image in `NAME.options`, with the
-    /// sector size of that reply. Then it sends one byte with the backing file opened for writing, the same
-    /// file opened once more for syncs, and, if there is one, the file with the bitmaps. The daemon replies
-    /// again when the commit is complete ([`Committed`]), and cancels it if the client closes the connection.
-    /// See [`Dialogue`].
+    /// Commit the overlay into its backing file and pivot to the backing file ([`Dialogue`]). The daemon
+    /// replies when it expects the backing file ([`BegunCommit`]). The client records the image in
+    /// `NAME.options`, with the sector size of that reply. Then it sends one byte with the backing file
+    /// opened for writing, the same file opened once more for syncs, and, if there is one, the file with the
+    /// bitmaps. The daemon replies again when the commit is complete ([`Committed`]), and cancels it if the
+    /// client closes the connection.
     Commit {
         /// The number under which the command will record the backing file.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -120,24 +117,21 @@ pub enum Request {
     },
     /// Stop the daemon, and leave the kernel's block device to the next daemon.
     Leave {},
-    /// Detach the device.
+    /// Detach the device, and stop the daemon.
     Detach {
         /// Detach even if clients are connected.
         force: bool,
     },
 }
 
-/// A daemon's answer.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reply<T> {
-    /// The request succeeded.
     Ok(T),
-    /// The request was refused or failed: the reason and a hint.
+    /// The reason and a hint.
     Error(String),
 }
 
-/// Encodes an outcome as a line of the protocol.
 pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
     outcome.and_then(|value| line_of(&Reply::Ok(value))).unwrap_or_else(|failure| {
         let error = Reply::<()>::Error(failure.to_string());
@@ -145,10 +139,6 @@ pub fn reply_line<T: Serialize>(outcome: Outcome<T>) -> Vec<u8> {
     })
 }
 
-/// Encodes a reply as a line of the protocol.
-///
-/// # Errors
-///
 /// Fails if the line is longer than [`REPLY_BYTES_MAX`].
 pub fn line_of<T: Serialize>(reply: &Reply<T>) -> Outcome<Vec<u8>> {
     let mut line =
@@ -160,16 +150,11 @@ pub fn line_of<T: Serialize>(reply: &Reply<T>) -> Outcome<Vec<u8>> {
     Ok(line)
 }
 
-/// Parses a request from a line without its newline.
-///
-/// # Errors
-///
-/// Returns the mistake in the line.
+/// The line has no newline.
 pub fn parse_request(line: &[u8]) -> Outcome<Request> {
     serde_json::from_slice(line).map_err(|e| Failure::new(format!("malformed request: {e}")))
 }
 
-/// Whether a daemon could be reached.
 #[derive(Debug)]
 pub enum Called<T> {
     Answered(T),
@@ -177,32 +162,27 @@ pub enum Called<T> {
     Nobody,
 }
 
-/// Timeouts of a client that waits until a device has stopped.
 #[derive(Clone, Copy, Debug)]
 struct StopTimeouts {
     /// After this time the client prints what it waits for.
     report_after: Duration,
-    /// After this time a forced stop is reported as failed. Without force there is no limit: the client waits
-    /// for the I/O in flight and the last flush.
+    /// A forced stop fails after this time. Without force, the client waits for the I/O in flight and the
+    /// last flush, without a limit.
     forced: Duration,
 }
 
 const STOP_TIMEOUTS: StopTimeouts =
     StopTimeouts { report_after: Duration::from_secs(2), forced: Duration::from_secs(60) };
 
-/// Sends a request to the daemon of `name` and waits for the answer. If the request stops the daemon, also
-/// waits until its process has exited.
-///
-/// # Errors
-///
-/// Returns the error that the daemon sent, or fails if the daemon does not answer or does not stop in time.
+/// Sends a request to the daemon of `name`. If the request stops the daemon, also waits until its process has
+/// exited. Fails with the daemon's error, or if the daemon does not answer or stop in time.
 pub fn call<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<Called<T>> {
     call_with(dir, name, request, STOP_TIMEOUTS, |what| {
         complain(&Failure::new(format!("{name}: waiting for {what}")));
     })
 }
 
-/// As [`call`], with the given timeouts. `report` receives what the client waits for.
+/// `report` receives what the client waits for.
 fn call_with<T: DeserializeOwned>(
     dir: &StateDir,
     name: &str,
@@ -269,8 +249,7 @@ fn call_with<T: DeserializeOwned>(
     }
 }
 
-/// Makes the failure for an error `message` of the daemon of `name`. A daemon of an older version does not know
-/// all requests.
+/// A daemon of an older version does not know all requests.
 fn refused(name: &str, message: &str) -> Failure {
     match message.starts_with("malformed request: unknown ") {
         true => Failure::new(format!(
@@ -281,11 +260,8 @@ fn refused(name: &str, message: &str) -> Failure {
     }
 }
 
-/// Returns the ID of the process that accepts commands for `name`, as the kernel recorded it.
-///
-/// # Errors
-///
-/// Fails if no daemon answers, or if its process is in another PID namespace.
+/// The ID of the process that accepts commands for `name`, as the kernel recorded it. Fails if no daemon
+/// answers, or if its process is in another PID namespace.
 pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
     let stream = connect(dir, name, ANSWER_TIMEOUT)?;
     let peer = Peer::of(&stream)?;
@@ -296,12 +272,8 @@ pub fn daemon_of(dir: &StateDir, name: &str) -> io::Result<u32> {
     pid.and_then(|pid| pid.try_into().ok()).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Waits until a stopping daemon answers on `stream`. Reports what the daemon waits for if that takes longer
-/// than `report_after`, and again if requests are held later on.
-///
-/// # Errors
-///
-/// Returns [`io::ErrorKind::TimedOut`] at `until`, and [`Stopped`] if the daemon is stopped.
+/// Reports what the daemon waits for after `report_after`, and again if requests are held later on. Fails
+/// with [`io::ErrorKind::TimedOut`] at `until`, and [`Stopped`] if the daemon is stopped.
 fn wait_for_stop(
     dir: &StateDir,
     name: &str,
@@ -329,7 +301,6 @@ fn wait_for_stop(
     Ok(())
 }
 
-/// The work that a stopping device waits for.
 enum Remaining {
     InFlight(u64),
     /// Requests that are held after I/O errors. The kernel writes dirty pages back when the last user closes
@@ -337,7 +308,6 @@ enum Remaining {
     Held(u64),
     /// Clients that have not read all their replies.
     Clients(Vec<String>),
-    /// The daemon does not answer.
     Unknown,
 }
 
@@ -380,13 +350,12 @@ impl Remaining {
     }
 }
 
-/// The clients in the reply to [`Request::Show`].
 #[derive(Deserialize)]
 struct Clients {
     clients: Vec<ClientInfo>,
 }
 
-/// Queries a daemon that is stopping. Returns `None` if it does not answer.
+/// `None` if the daemon does not answer.
 fn query<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Option<T> {
     let reply = dir.connect(name, STATE_TIMEOUT).and_then(|stream| {
         send(&stream, request)?;
@@ -398,7 +367,6 @@ fn query<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> 
     }
 }
 
-/// The failure of a forced stop that takes too long.
 fn not_stopped(dir: &StateDir, name: &str, pid: Option<Pid>, waited: Duration) -> Failure {
     let kill = pid
         .map(|pid| format!("; to abort the I/O in flight, run `kill -9 {}`", pid.as_raw_nonzero()))
@@ -425,20 +393,12 @@ fn exits(process: &OwnedFd) -> bool {
     is_readable(process, Some(Instant::now() + DYING_WAIT))
 }
 
-/// Sends a request to the daemon of `name`, which the user gave.
-///
-/// # Errors
-///
-/// As [`call`]; also fails if there is no such device, or its daemon died.
+/// As [`call`], for a `name` that the user gave. Also fails if no such device exists, or its daemon died.
 pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<T> {
     ask_if_there(dir, name, request)?.ok_or_else(|| no_such_device(name))
 }
 
-/// As [`ask`], but returns `None` if there is no such device.
-///
-/// # Errors
-///
-/// As [`call`]; also fails if the daemon died.
+/// As [`ask`], but returns `None` if no such device exists.
 pub fn ask_if_there<T: DeserializeOwned>(
     dir: &StateDir,
     name: &str,
@@ -468,7 +428,7 @@ pub fn no_such_device(name: &str) -> Failure {
     Failure::new(format!("{name}: no such device; {similar}`blkq list` shows all devices"))
 }
 
-/// The message about a dead daemon whose stale files were just removed.
+/// The stale files of the daemon were just removed.
 pub fn died(name: &str, last_log_line: &str) -> Failure {
     let reason = match last_log_line {
         "" => "empty log".to_owned(),
@@ -479,8 +439,8 @@ pub fn died(name: &str, last_log_line: &str) -> Failure {
     ))
 }
 
-/// Sends a request. A daemon that rejects a client does so without reading the request, so sending fails with
-/// EPIPE or ECONNRESET. That error is ignored here: the reply says why.
+/// A daemon that rejects a client does so without reading the request, so sending fails with EPIPE or
+/// ECONNRESET. That error is ignored here: the reply says why.
 fn send(mut stream: &UnixStream, request: &Request) -> io::Result<()> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     let mut line = serde_json::to_vec(request)?;
@@ -495,8 +455,7 @@ fn receive<T: DeserializeOwned>(stream: &UnixStream, timeout: Duration) -> io::R
     receive_with_file(stream, timeout).map(|(reply, _)| reply)
 }
 
-/// Receives a reply and the file that was sent with it. Reads no byte beyond the newline, because the daemon
-/// may already have sent the next reply.
+/// Reads no byte beyond the newline, because the daemon may already have sent the next reply.
 fn receive_with_file<T: DeserializeOwned>(
     stream: &UnixStream,
     timeout: Duration,

@@ -1,5 +1,3 @@
-//! Commands in several steps over one connection.
-
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::net::Shutdown;
@@ -29,7 +27,7 @@ pub struct Committed {
     pub image: String,
     /// Path of the overlay, which is empty now.
     pub emptied: String,
-    /// Number of bytes that were copied, including zeroes.
+    /// Includes zeroes that were copied.
     pub copied_bytes: u64,
     /// Warnings about the image that is served now, one line each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -42,36 +40,26 @@ pub struct Snapshotted {
     pub warnings: Vec<String>,
 }
 
-/// The daemon's first reply to [`Request::Commit`]: it waits for the files.
+/// The daemon waits for the files of [`Request::Commit`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BegunCommit {
     /// The logical block size of the device in bytes, which does not change.
     pub sector_size: u32,
 }
 
-/// A command in several steps. The client answers each reply of the daemon with one byte, which may carry
-/// files.
+/// A command in several steps: the client answers each reply of the daemon with one byte and maybe files.
 #[derive(Debug)]
 pub struct Dialogue {
     stream: UnixStream,
 }
 
 impl Dialogue {
-    /// Sends a request to the daemon of `name` and waits for its first reply.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error that the daemon sent, or fails if the daemon does not answer.
+    /// Waits for the first reply. Fails with the daemon's error, or if the daemon does not answer.
     pub fn begin(dir: &StateDir, name: &str, request: &Request) -> Outcome<Dialogue> {
         Dialogue::begin_with_file::<()>(dir, name, request, CHANGE_TIMEOUT).map(|(dialogue, ..)| dialogue)
     }
 
-    /// As [`Dialogue::begin`], with a timeout. Also returns the value of the reply and the file that came
-    /// with it.
-    ///
-    /// # Errors
-    ///
-    /// As [`Dialogue::begin`].
+    /// As [`Dialogue::begin`], with a timeout. Also returns the value and the file of the reply.
     pub fn begin_with_file<T: DeserializeOwned>(
         dir: &StateDir,
         name: &str,
@@ -90,21 +78,13 @@ impl Dialogue {
         }
     }
 
-    /// Sends the byte of the next step with `files`, and waits for the reply.
-    ///
-    /// # Errors
-    ///
-    /// As [`Dialogue::reply`].
+    /// Sends the byte of the next step with `files`. Fails as [`Dialogue::reply`] does.
     pub fn step(&self, files: &[BorrowedFd<'_>]) -> Outcome<Outcome> {
         self.go_on(files)?;
         self.reply()
     }
 
     /// Sends the byte of the next step with `files`, at most [`FILES_MAX`].
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the socket.
     pub fn go_on(&self, files: &[BorrowedFd<'_>]) -> Outcome {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -124,17 +104,12 @@ impl Dialogue {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// Whether the daemon waits for the next step: it has not replied since the last one, and has not closed
-    /// the connection.
+    /// The daemon has not replied since the last step, and has not closed the connection.
     pub fn is_waiting(&self) -> bool {
         let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) == Ok(0)
     }
 
-    /// Waits for the reply to a step.
-    ///
-    /// # Errors
-    ///
     /// The outer result fails if no reply arrives; then it is unknown how far the daemon got. The inner
     /// result is what the daemon sent.
     pub fn reply<T: DeserializeOwned>(&self) -> Outcome<Outcome<T>> {

@@ -12,17 +12,15 @@ use rustix::io::Errno;
 
 use crate::state::{StateDir, is_process_stopped};
 
-/// How often the state of a process that does not answer is checked. Two checks in a row must find it stopped.
+/// How often the state of a silent process is checked. Two checks in a row must find it stopped.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// The error that a daemon is stopped and cannot answer.
 #[derive(Debug)]
 pub(super) struct Stopped {
     pid: u32,
 }
 
 impl Stopped {
-    /// Returns the error if it is the cause of `error`.
     pub(super) fn of(error: &io::Error) -> Option<&Stopped> {
         error.get_ref()?.downcast_ref()
     }
@@ -40,11 +38,7 @@ impl fmt::Display for Stopped {
 
 impl Error for Stopped {}
 
-/// Waits until the stream from a daemon is readable, at most until `until`. Returns whether it is readable.
-///
-/// # Errors
-///
-/// Returns [`Stopped`] if the daemon is stopped.
+/// Returns false if `stream` is not readable by `until`. Fails with [`Stopped`] if the daemon is stopped.
 pub(super) fn wait_for(stream: &UnixStream, until: Option<Instant>) -> io::Result<bool> {
     let pid = Peer::of(stream).ok().and_then(|peer| peer.pid);
     let pid = pid.and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
@@ -65,7 +59,7 @@ pub(super) fn wait_for(stream: &UnixStream, until: Option<Instant>) -> io::Resul
     }
 }
 
-/// Waits until `fd` is readable, at most until `until`. Returns whether it is readable.
+/// Returns whether `fd` is readable at `until` or before.
 pub(super) fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
     loop {
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
@@ -77,11 +71,7 @@ pub(super) fn is_readable(fd: &impl AsFd, until: Option<Instant>) -> bool {
     }
 }
 
-/// Connects to the daemon of `name`, as [`StateDir::connect`] does.
-///
-/// # Errors
-///
-/// Fails as [`StateDir::connect`] does, and with [`Stopped`] if the daemon is stopped.
+/// As [`StateDir::connect`], but also fails with [`Stopped`] if the daemon is stopped.
 pub(super) fn connect(dir: &StateDir, name: &str, timeout: Duration) -> io::Result<UnixStream> {
     let is_full =
         |connected: &io::Result<_>| matches!(connected, Err(e) if e.kind() == io::ErrorKind::TimedOut);

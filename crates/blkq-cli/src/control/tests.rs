@@ -1,5 +1,3 @@
-//! Tests of the protocol lines, and of the reports while a device stops.
-
 use std::io::{BufRead, BufReader};
 
 use super::*;
