@@ -1,5 +1,3 @@
-//! The control socket: accepts a connection, executes the request and sends the answer.
-
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -17,10 +15,9 @@ use crate::failure::{EXIT_LEFT, Failure, Outcome};
 use crate::log;
 use crate::serve::NewSize;
 
-/// Maximum number of commands that are executed at the same time; more are rejected.
+/// More commands at the same time are rejected.
 const ANSWERING_MAX: usize = 16;
 
-/// Checks the user of a connection, and starts a thread that serves it.
 pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
     let reject = |why: &str| answer(&stream, &reply_line::<()>(Err(Failure::new(why))));
     // The mode of the socket restricts users already, but the socket may have been moved to another
@@ -35,7 +32,6 @@ pub(super) fn accept(shared: &Arc<Shared>, stream: UnixStream) {
     shared.spawn(|shared| serve(shared, stream));
 }
 
-/// Executes the request of a client and answers it.
 fn serve(shared: &Shared, stream: UnixStream) {
     let request = match read_request(&stream) {
         Ok(request) => request,
@@ -136,8 +132,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
     answer(&stream, &reply);
 }
 
-/// Whether the client has closed the connection. A client that only shut down its sending side still waits
-/// for an answer.
+/// A client that only shut down its sending side still waits for an answer.
 fn has_hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::empty())];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok()

@@ -1,5 +1,3 @@
-//! A block commit over the control socket. It is cancelled if the connection is closed.
-
 use std::os::unix::net::UnixStream;
 
 use blkq_drivers::qcow2::BaseFiles;
@@ -12,13 +10,9 @@ use crate::control::{BegunCommit, Committed};
 use crate::failure::{Failure, Outcome};
 use crate::log;
 
-/// Commits the overlay into its backing file, which the command has recorded as `image`, and pivots to the
-/// backing file. The commit is cancelled if the client closes the connection or sends anything. `next` asks
-/// the client for the files.
-///
-/// # Errors
-///
-/// Fails if the commit is refused or cancelled; the device then continues with the overlay.
+/// Cancels the commit if the client closes the connection or sends anything. `image` is the backing file in
+/// `NAME.options`. `next` asks the client for the files. After a failure, the device continues with the
+/// overlay.
 pub(super) fn serve_commit(
     shared: &Shared,
     stream: &UnixStream,
@@ -59,7 +53,7 @@ pub(super) fn serve_commit(
     Ok(done)
 }
 
-/// Whether the client has closed the connection or sent something.
+/// The client has closed the connection or sent something.
 fn is_closed(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::IN)];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) != Ok(0)

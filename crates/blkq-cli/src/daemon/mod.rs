@@ -1,8 +1,5 @@
-//! The daemon of one device, from start to exit, and its control socket.
-//!
-//! The main thread waits for commands and signals. Each command is executed on a short-lived thread of its
-//! own, because a change may have to wait for I/O. The device's I/O runs on the engine's threads, which do
-//! none of this.
+//! The daemon of one device. The main thread waits for commands and signals. Each command is executed on a
+//! short-lived thread of its own, because a change may have to wait for I/O. Engine threads do the I/O.
 
 mod answer;
 mod commit;
@@ -45,7 +42,6 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// How long to wait before an event is handled again for which no thread could be started.
 const THREAD_PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The daemon of a device that is being served.
 pub struct Daemon {
     shared: Arc<Shared>,
     control: UnixListener,
@@ -60,12 +56,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Claims the name, opens the device and listens for clients. If the options have no NBD address, the
-    /// `inherited` sockets are used. When this returns, the device is usable and `parent` has been notified.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot be made usable; nothing is left of it then.
+    /// If the options have no NBD address, the `inherited` sockets are used. When this returns, the device is
+    /// usable and `parent` has been notified. If this fails, nothing is left of the device.
     pub fn start(options: &AttachOptions, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Outcome<Daemon> {
         let (dir, signals) = Daemon::begin()?;
         let claim = match &options.name {
@@ -76,11 +68,8 @@ impl Daemon {
     }
 
     /// As [`Daemon::start`], for the device `name`, which is not a block device and whose previous daemon has
-    /// exited. `settings` are those of the previous daemon.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot be made usable; its state file stays, so that recovery can be tried again.
+    /// exited. `settings` are those of the previous daemon. If this fails, the state file stays, so that
+    /// recovery can be tried again.
     pub fn succeed(
         name: &str,
         options: &AttachOptions,
@@ -105,11 +94,7 @@ impl Daemon {
         Daemon::ready(claim, signals, options, open, false, parent)
     }
 
-    /// As [`Daemon::start`], for a block device whose previous daemon has exited.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot be taken over; it remains an orphan then.
+    /// As [`Daemon::start`], for a block device whose daemon has exited. Failure leaves it an orphan.
     pub fn recover(
         options: &AttachOptions,
         orphan: Orphan,
@@ -125,7 +110,6 @@ impl Daemon {
         Daemon::ready(claim, signals, options, open, true, parent)
     }
 
-    /// The part of the start-up that all daemons have in common.
     fn begin() -> Outcome<(StateDir, Signals)> {
         // The program was executed as /proc/self/exe, so the kernel would call the process `exe`.
         let _ = rustix::thread::set_name(c"blkq");
@@ -140,7 +124,6 @@ impl Daemon {
         Ok((dir, signals))
     }
 
-    /// Creates the control socket, opens the device with `open`, and notifies `parent`.
     fn ready(
         mut claim: Claim,
         signals: Signals,
@@ -223,16 +206,11 @@ impl Daemon {
         Ok(Daemon { shared, control, signals, stopped, wake, pid_file, claim })
     }
 
-    /// Returns the state of the device, including the warnings that are printed at attach.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device has stopped.
+    /// Includes the warnings that are printed at attach. Fails if the device has stopped.
     pub fn info(&self) -> Outcome<DeviceInfo> {
         self.shared.device().info_at_attach()
     }
 
-    /// Serves until the device is detached or a signal stops it.
     pub fn run(mut self) -> ExitCode {
         // Set for events for which no thread could be started; they are tried again after THREAD_PAUSE.
         let (mut resize_due, mut idle_due, mut signal_due) = (false, false, None);
@@ -320,8 +298,7 @@ impl Daemon {
         }
     }
 
-    /// Detaches the device even if clients are connected. Used if the user could not get a report of the
-    /// device.
+    /// Detaches the device by force, because the user could not get a report of it.
     pub fn give_up(self) {
         if self.shared.close(Stage::Stopping, |device| device.close(true)).is_ok() {
             self.shared.stop(None);
@@ -331,8 +308,8 @@ impl Daemon {
         }
     }
 
-    /// Exits without waiting for I/O in flight. If a block device remains, its files stay, so that `blkq
-    /// recover` and `blkq detach` find it.
+    /// Does not wait for I/O in flight. The files of a remaining block device stay, so that `blkq recover`
+    /// and `blkq detach` find it.
     fn exit_at_once(self) -> ExitCode {
         let Daemon { shared, mut claim, .. } = self;
         claim.keep(shared.device().leaves_block_device());
@@ -347,7 +324,7 @@ impl Daemon {
         ExitCode::from(EXIT_FAILED)
     }
 
-    /// Removes what is left of the device, and then replies to the client that requested the stop.
+    /// The client that requested the stop gets its reply last.
     fn finish(self, stopped: Stopped) -> ExitCode {
         let Daemon { shared, control, pid_file, mut claim, .. } = self;
         drop((control, pid_file));
@@ -369,8 +346,8 @@ impl Daemon {
     }
 }
 
-/// Raises the limits of open files (for connections) and locked memory (for registered buffers) to their
-/// maximum. Errors are ignored: a limit that is too low is reported where it is exceeded.
+/// Open files are for connections, locked memory for registered buffers. Errors are ignored: a limit that is
+/// too low is reported where it is exceeded.
 pub fn raise_limits() {
     for resource in [Resource::Nofile, Resource::Memlock] {
         let maximum = getrlimit(resource).maximum;

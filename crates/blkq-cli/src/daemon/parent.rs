@@ -1,5 +1,3 @@
-//! The process that started a daemon and waits until the device is usable.
-
 use std::io::Write;
 
 use rustix::process::setsid;
@@ -20,27 +18,18 @@ impl Parent {
         Parent { null: None }
     }
 
-    /// For a daemon in the background. Starts a new session, so that signals of the terminal do not reach it.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the session cannot be started, or `/dev/null` cannot be opened.
+    /// For a daemon in the background. Starts a session, so that signals of the terminal do not reach it.
     pub fn new() -> Outcome<Parent> {
         setsid().map_err(|e| Failure::new(format!("cannot start a new session: {e}")))?;
         let null = std::fs::File::options().write(true).open("/dev/null");
         Ok(Parent { null: Some(null.map_err(|e| Failure::new(format!("cannot open /dev/null: {e}")))?) })
     }
 
-    /// Whether a process waits for the message.
     pub fn waits(&self) -> bool {
         self.null.is_some()
     }
 
-    /// Sends the parent its message, and redirects standard input and output to `/dev/null`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the parent has exited.
+    /// Redirects standard input and output to `/dev/null` afterwards. Fails if the parent has exited.
     pub fn notify(&mut self, reply: &[u8]) -> Outcome {
         let Some(null) = self.null.take() else { return Ok(()) };
         let mut stdout = std::io::stdout().lock();

@@ -1,5 +1,3 @@
-//! Changes the settings and the group of the device, and saves them for the next daemon.
-
 use std::fs::File;
 
 use super::shared::{Shared, Stage};
@@ -15,7 +13,6 @@ impl Shared {
         self.save(self.change(settings), "set, but not saved")
     }
 
-    /// Makes the device a member of the group whose open file is `file`.
     pub(super) fn join_group(&self, group: &str, file: File) -> Outcome {
         self.stage().check()?;
         let group = parse_new_group_name(group).map_err(Failure::new)?;
@@ -46,8 +43,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Undoes the changes in `done` because of `failure`. Returns the failure, with the changes that could
-    /// not be undone.
+    /// Returns `failure`, with the changes that could not be undone.
     fn undo(&self, done: &[&Change], mut failure: Failure) -> Failure {
         for change in done.iter().rev() {
             log::line(&format!("undo {}", change.to.key()));
@@ -59,8 +55,7 @@ impl Shared {
         failure
     }
 
-    /// Saves the settings for the next daemon, after they were `changed`. If that fails, the message begins
-    /// with `otherwise`.
+    /// Saves the settings after they were `changed`. A failure to save begins with `otherwise`.
     pub(super) fn save(&self, changed: Outcome, otherwise: &str) -> Outcome {
         let stage = self.stage();
         match *stage {

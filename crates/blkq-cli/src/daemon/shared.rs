@@ -1,5 +1,3 @@
-//! The state that the threads of a daemon share.
-
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -20,12 +18,10 @@ use blkq::units::format_bytes;
 
 /// How long a daemon that leaves its device to the next daemon waits until other commands have been answered.
 const LEAVE_WAIT: Duration = Duration::from_millis(100);
-/// After this time the daemon tries again to adopt a changed size of the image, if I/O in flight prevented
-/// it. The time doubles with each attempt, up to [`SIZE_RETRY_MAX`], because each attempt makes new I/O wait
-/// for a while.
+/// Delay before another attempt to adopt a changed size of the image, if I/O in flight prevented it. Doubles
+/// with each attempt up to [`SIZE_RETRY_MAX`], because each attempt makes new I/O wait for a while.
 const SIZE_RETRY: Duration = Duration::from_secs(15);
 const SIZE_RETRY_MAX: Duration = Duration::from_secs(600);
-/// Stack size of a thread that executes a command.
 const ANSWER_STACK_BYTES: usize = 256 << 10;
 
 pub(super) struct Shared {
@@ -37,13 +33,11 @@ pub(super) struct Shared {
     /// Open for writing, because a confined daemon cannot open files in its directory.
     state_file: File,
     answering: AtomicUsize,
-    /// Number of the threads in `answering` that have no command or have already answered it.
+    /// Threads in `answering` that have no command or have already answered it.
     answered: AtomicUsize,
-    /// Number of changes of the image's size that are not handled yet. While it is not zero, a thread handles
-    /// them.
+    /// Changes of the image's size that are not handled yet. While this is not zero, a thread handles them.
     size_changes: AtomicUsize,
-    /// Number of times that the last client disconnected and that are not handled yet, counted in the same
-    /// way.
+    /// Disconnects of the last client that are not handled yet, as in `size_changes`.
     departures: AtomicUsize,
     /// A signal has been received, and a thread stops the device.
     signalled: AtomicBool,
@@ -54,7 +48,7 @@ pub(super) struct Shared {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     Serving,
-    /// The device is left to the next daemon, which reads the state file that this daemon wrote.
+    /// The next daemon reads the state file that this daemon wrote.
     Leaving,
     /// The device is closed, and stops or has stopped.
     Stopping,
@@ -71,7 +65,6 @@ impl Stage {
     }
 }
 
-/// The effect of a signal that asks the daemon to stop.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Termination {
     /// A thread stops the device.
@@ -91,8 +84,8 @@ pub(super) struct Stopped {
 }
 
 impl Shared {
-    /// Creates the shared state of a device that is served by the user `owner`. When the device has stopped,
-    /// `stopped` receives a message and `waker` a byte.
+    /// The user `owner` runs the daemon. When the device has stopped, `stopped` gets a message, `waker` a
+    /// byte.
     pub(super) fn new(
         owner: Uid,
         device: Device,
@@ -123,7 +116,7 @@ impl Shared {
         &self.device
     }
 
-    /// Number of threads that [`Shared::spawn`] started and that have not ended.
+    /// Threads that [`Shared::spawn`] started and that have not ended.
     pub(super) fn answering(&self) -> usize {
         self.answering.load(Ordering::Relaxed)
     }
@@ -132,7 +125,7 @@ impl Shared {
         self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Locks the stage, unless another thread holds the lock.
+    /// `None` if another thread holds the lock.
     pub(super) fn try_stage(&self) -> Option<MutexGuard<'_, Stage>> {
         match self.stage.try_lock() {
             Ok(stage) => Some(stage),
@@ -141,12 +134,8 @@ impl Shared {
         }
     }
 
-    /// Closes the device with `close`. On success the stage becomes `next`, and the caller must stop or leave
-    /// the device.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device is already stopping, or if `close` refuses because the device is in use.
+    /// On success the stage becomes `next`, and the caller must stop or leave the device. Fails if the device
+    /// is already stopping, or if `close` refuses because the device is in use.
     pub(super) fn close(&self, next: Stage, close: impl FnOnce(&Device) -> Outcome) -> Outcome {
         let mut stage = self.stage();
         if *stage != Stage::Serving {
@@ -159,12 +148,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Closes the device for the next daemon. This is refused if earlier writes could not be made durable:
-    /// the next daemon would not know, and would answer flushes without an error.
-    ///
-    /// # Errors
-    ///
-    /// As [`Shared::close`]; also fails if requests are held, or the flush fails.
+    /// Fails if earlier writes could not be made durable: the next daemon would not know, and would answer
+    /// flushes without an error. Also fails if requests are held, or as [`Shared::close`] does.
     pub(super) fn leave(&self) -> Outcome {
         // The flush would wait for held requests.
         self.device.check_not_held()?;
@@ -173,8 +158,8 @@ impl Shared {
         self.close(Stage::Leaving, Device::leave)
     }
 
-    /// Starts a thread that detaches the device, if it is to be detached with its last client and that client
-    /// has disconnected. Returns `false` if no thread can be started; then the caller must try again.
+    /// Starts a thread that detaches the device if its last client has disconnected. Returns `false` if no
+    /// thread can be started; then the caller must try again.
     pub(super) fn clients_left(self: &Arc<Shared>) -> bool {
         // Clients can connect and disconnect at any rate. Most devices do not detach with the last one, and
         // need no thread.
@@ -192,7 +177,6 @@ impl Shared {
         )
     }
 
-    /// Closes a device with `--autoclear` if no client is connected.
     fn close_idle(&self) -> bool {
         let close = |device: &Device| match device.autoclear().is_on() {
             true => device.close(false),
@@ -201,8 +185,7 @@ impl Shared {
         self.close(Stage::Stopping, close).is_ok()
     }
 
-    /// Starts a thread that adopts a changed size of the image. Returns `false` if no thread can be started;
-    /// then the caller must try again.
+    /// Returns `false` if no thread can be started; then the caller must try again.
     pub(super) fn size_changed(self: &Arc<Shared>) -> bool {
         self.run_once(
             |shared| &shared.size_changes,
@@ -216,10 +199,10 @@ impl Shared {
         )
     }
 
-    /// Runs `job` for an event that clients cause, on one thread for all events of this kind: if another
-    /// event arrives while `job` runs, the thread runs it again. With a thread per event, threads that wait
-    /// for the stage would leave none for commands. `events` counts the events that are not handled yet; the
-    /// one that raises it from zero starts the thread. Returns whether a thread runs.
+    /// Runs `job` for an event that clients cause, on one thread for all events of this kind, which runs it
+    /// again for each event that arrives meanwhile. With a thread per event, threads that wait for the stage
+    /// would leave none for commands. `events` counts the events that are not handled yet. Returns whether a
+    /// thread runs.
     fn run_once(
         self: &Arc<Shared>,
         events: fn(&Shared) -> &AtomicUsize,
@@ -242,8 +225,8 @@ impl Shared {
         spawned
     }
 
-    /// Adopts the size of the image. Returns `false` if I/O in flight prevented this and the caller must try
-    /// again. `waiting` holds the last failure, so that it is logged only once.
+    /// Returns `false` if I/O in flight prevented this and the caller must try again. `waiting` holds the
+    /// last failure, so that it is logged only once.
     fn follow_size(&self, waiting: &mut Option<Failure>) -> bool {
         let open = self.stage().check();
         match open.and_then(|()| self.device.follow_size()) {
@@ -263,7 +246,7 @@ impl Shared {
         }
     }
 
-    /// Stops the device, which must be closed, and notifies the main thread.
+    /// The device must be closed.
     pub(super) fn stop(&self, asker: Option<UnixStream>) {
         systemd::notify("STOPPING=1\nSTATUS=Flushing and stopping");
         let flushed = self.device.stop();
@@ -272,8 +255,7 @@ impl Shared {
         let _ = (&self.waker).write_all(&[0]);
     }
 
-    /// Waits a moment until other commands have been answered: a command that gets no answer reports an
-    /// error.
+    /// Waits a moment for other commands: a command that gets no answer reports an error.
     pub(super) fn wait_for_answers(&self) {
         let until = Instant::now() + LEAVE_WAIT;
         while self.unanswered() > 1 && Instant::now() < until {
@@ -281,20 +263,19 @@ impl Shared {
         }
     }
 
-    /// Number of threads that still have to answer a command.
+    /// Threads that still have to answer a command.
     fn unanswered(&self) -> usize {
         self.answering().saturating_sub(self.answered.load(Ordering::Relaxed))
     }
 
-    /// Runs `wait` on a thread that owes no answer, so that [`Shared::wait_for_answers`] does not wait for
-    /// it.
+    /// Runs `wait` on a thread that owes no answer: [`Shared::wait_for_answers`] does not wait for it.
     pub(super) fn without_answer(&self, wait: impl FnOnce()) {
         self.answered.fetch_add(1, Ordering::Relaxed);
         wait();
         self.answered.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Runs `job` on a new thread. Returns whether the thread could be started.
+    /// Returns whether a thread could be started.
     pub(super) fn spawn(self: &Arc<Shared>, job: impl FnOnce(&Shared) + Send + 'static) -> bool {
         let count = self.clone();
         self.answering.fetch_add(1, Ordering::Relaxed);
@@ -310,7 +291,6 @@ impl Shared {
         spawned.is_ok()
     }
 
-    /// Starts a thread that detaches the device because of a signal.
     pub(super) fn terminate(self: &Arc<Shared>, signal: Signal) -> Termination {
         let stop = move |shared: &Shared| {
             match shared.close(Stage::Stopping, |device| device.close(true)) {
@@ -328,7 +308,7 @@ impl Shared {
         self.begin_termination(|| self.spawn(stop))
     }
 
-    /// Calls `start`, which starts the thread that stops the device, unless that thread already runs.
+    /// `start` starts the thread that stops the device. Not called if that thread already runs.
     fn begin_termination(&self, start: impl FnOnce() -> bool) -> Termination {
         if self.signalled.swap(true, Ordering::SeqCst) {
             log::line("exiting immediately after a second signal; requests in flight may be lost");

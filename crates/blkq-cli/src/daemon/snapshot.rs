@@ -1,5 +1,4 @@
-//! A snapshot over the control socket. It has several steps, because several devices may be stopped at the
-//! same moment.
+//! A snapshot has several steps, because several devices may be stopped at the same moment.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read};
@@ -18,12 +17,8 @@ use crate::options::Record;
 /// How long the I/O of this device waits for the other devices of a snapshot.
 const OTHERS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Takes a snapshot, unless the client closes the connection before the last step. `reply` announces to the client
-/// that its next step is due.
-///
-/// # Errors
-///
-/// Fails if the snapshot is refused or cancelled; the device then continues with its image.
+/// `reply` announces to the client that its next step is due. If the client closes the connection before the
+/// last step, or after a failure, the device continues with its image.
 pub(super) fn serve_snapshot(
     shared: &Shared,
     stream: &UnixStream,
@@ -54,32 +49,21 @@ pub(super) fn serve_snapshot(
     Ok(Snapshotted { warnings })
 }
 
-/// The number under which the command has recorded the image for the next daemon.
-///
-/// # Errors
-///
-/// Fails if the command is of an older version, which records nothing.
+/// `image` is the number of the image in `NAME.options`. Fails for a command of an older version, which
+/// records nothing.
 pub(super) fn recorded(image: Option<u64>) -> Outcome<u64> {
     let of_older =
         "this blkq is older than the daemon; use the blkq that attached the device, or a later one";
     image.ok_or_else(|| Failure::new(of_older))
 }
 
-/// Receives the file that the client sends with the next byte.
-///
-/// # Errors
-///
-/// Fails if no file arrives within [`CHANGE_TIMEOUT`].
+/// The file comes with the next byte. Fails if no file arrives within [`CHANGE_TIMEOUT`].
 pub(super) fn receive_file(stream: &UnixStream) -> Outcome<File> {
     let file = receive_files(stream)?.pop();
     file.ok_or_else(|| Failure::new("the command sent no file"))
 }
 
-/// Receives the files that the client sends with the next byte, at most [`FILES_MAX`].
-///
-/// # Errors
-///
-/// Returns the error of the socket.
+/// The files come with the next byte, at most [`FILES_MAX`].
 pub(super) fn receive_files(stream: &UnixStream) -> Outcome<Vec<File>> {
     let failed = |why: String| Failure::new(format!("cannot receive the file: {why}"));
     stream.set_read_timeout(Some(CHANGE_TIMEOUT)).map_err(|e| failed(e.to_string()))?;
@@ -95,7 +79,6 @@ pub(super) fn receive_files(stream: &UnixStream) -> Outcome<Vec<File>> {
     Ok(files.unwrap_or_default())
 }
 
-/// Waits until the client sends the byte of the last step.
 fn wait(mut stream: &UnixStream) -> Outcome {
     let _ = stream.set_read_timeout(Some(OTHERS_TIMEOUT));
     match stream.read(&mut [0]) {

@@ -1,5 +1,3 @@
-//! A trace over the control socket. It ends when the connection is closed.
-
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
@@ -17,11 +15,7 @@ use crate::failure::{Failure, Outcome};
 use crate::log;
 
 /// Traces the device until the client closes the connection or sends anything. The reply is sent when the
-/// trace has started.
-///
-/// # Errors
-///
-/// Fails if the device is not traced; no reply has been sent then.
+/// trace has started; no reply has been sent if this fails.
 pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64) -> Outcome {
     let tracer = client_of(stream);
     shared.stage().check()?;
@@ -38,11 +32,7 @@ pub(super) fn client_of(stream: &UnixStream) -> String {
     pid.map_or("another process".to_owned(), |pid| format!("process {}", pid.as_raw_nonzero()))
 }
 
-/// Sends a reply, with `file` attached to its first byte.
-///
-/// # Errors
-///
-/// Fails if the client does not read the reply.
+/// `file` goes with the first byte of the reply. Fails if the client does not read the reply.
 pub(super) fn send_with_file<T: Serialize>(stream: &UnixStream, value: T, file: BorrowedFd<'_>) -> Outcome {
     let line = line_of(&Reply::Ok(value))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
