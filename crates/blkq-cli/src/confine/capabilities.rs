@@ -41,10 +41,6 @@ pub fn all_writable<'a>(
 }
 
 /// Permanently drops all capabilities except `kept`. Returns the names of the remaining ones.
-///
-/// # Errors
-///
-/// Fails if the kernel refuses.
 pub fn keep(kept: CapabilitySet) -> Outcome<String> {
     let had = capabilities(None).map_err(failed)?;
     let left = had.permitted & kept;

@@ -1,18 +1,14 @@
-//! Builds a seccomp filter from a list of system calls, and installs it.
-
 use std::mem::offset_of;
 
 use super::seccomp::{Argument, Call, DEADLY};
 use crate::failure::{Failure, Outcome};
 
-/// The `AUDIT_ARCH_*` value of linux/audit.h. Other architectures that the processor can run number the calls
-/// differently.
+/// `AUDIT_ARCH_*` of linux/audit.h. Other architectures of the same processor number the calls differently.
 #[cfg(target_arch = "x86_64")]
 pub(super) const ARCHITECTURE: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
 pub(super) const ARCHITECTURE: u32 = 0xc000_00b7;
 
-/// Whether the kernel supports seccomp filters.
 pub fn is_there() -> bool {
     let action = libc::SECCOMP_RET_ALLOW;
     // SAFETY: the kernel reads one word, and only returns whether it knows the action.
@@ -21,12 +17,7 @@ pub fn is_there() -> bool {
     result == 0
 }
 
-/// Permanently restricts this thread, and the threads that it creates, to `calls`. Returns `false` if the
-/// kernel does not support filters.
-///
-/// # Errors
-///
-/// Fails if the kernel refuses.
+/// Permanently restricts this thread and its new threads to `calls`. Returns `false` without kernel support.
 pub fn enter(calls: &[Call]) -> Outcome<bool> {
     // The C library tries clone3 for each thread, so refusing clone3 must not be logged. A filter of its own
     // refuses it; the second filter logs every other refusal in the kernel's log.
@@ -34,22 +25,14 @@ pub fn enter(calls: &[Call]) -> Outcome<bool> {
         && install(&mut program(calls), libc::SECCOMP_FILTER_FLAG_LOG)?)
 }
 
-/// Keeps this thread, which is confined, and the threads that it creates from creating io_uring instances.
-/// Returns `false` if the kernel does not support filters.
-///
-/// # Errors
-///
-/// Fails if the kernel refuses.
+/// Keeps this thread, which is confined, and its new threads from creating io_uring instances. Returns
+/// `false` if the kernel does not support filters.
 pub fn without_rings() -> Outcome<bool> {
     install(&mut but_for(libc::SYS_io_uring_setup, libc::SECCOMP_RET_KILL_PROCESS), 0)
 }
 
-/// Allows this thread, and the threads that it creates, to register eventfds with io_uring, and nothing else.
-/// Returns `false` if the kernel does not support filters.
-///
-/// # Errors
-///
-/// Fails if the kernel refuses.
+/// This thread and its new threads may register eventfds with io_uring, and nothing else. Returns `false` if
+/// the kernel does not support filters.
 pub fn register_eventfds_only() -> Outcome<bool> {
     install(&mut eventfds_only(), 0)
 }
@@ -94,14 +77,14 @@ fn unless(k: u32, skip: u8) -> libc::sock_filter {
     libc::sock_filter { jf: skip, ..statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k) }
 }
 
-/// A filter that answers one call with `action`, and leaves all other calls to the other filters.
+/// Answers one call with `action`, and leaves all other calls to the other filters.
 pub(super) fn but_for(number: libc::c_long, action: u32) -> [libc::sock_filter; 4] {
     let call = unless(number as u32, 1);
     [load(offset_of!(libc::seccomp_data, nr)), call, answer(action), answer(libc::SECCOMP_RET_ALLOW)]
 }
 
-/// A filter that kills the process for any io_uring_register(2) except `IORING_REGISTER_EVENTFD` and the next
-/// number, `IORING_UNREGISTER_EVENTFD`.
+/// Kills the process for any io_uring_register(2) except `IORING_REGISTER_EVENTFD` and the next number,
+/// `IORING_UNREGISTER_EVENTFD`.
 pub(super) fn eventfds_only() -> [libc::sock_filter; 8] {
     const REGISTER_EVENTFD: u32 = 4;
     [
@@ -116,8 +99,7 @@ pub(super) fn eventfds_only() -> [libc::sock_filter; 8] {
     ]
 }
 
-/// Builds the filter for a list of calls. The kernel runs it for each call, and caches the answer if it does
-/// not depend on arguments.
+/// The kernel runs the filter for each call, and caches the answer if it does not depend on arguments.
 pub(super) fn program(calls: &[Call]) -> Vec<libc::sock_filter> {
     let mut program = vec![
         load(offset_of!(libc::seccomp_data, arch)),

@@ -1,5 +1,4 @@
-//! Landlock (landlock(7)): restricts which files this thread may open and with which processes it may
-//! communicate. Declares a small part of linux/landlock.h and makes the system calls directly.
+//! Landlock (landlock(7)). Declares a small part of linux/landlock.h and makes the system calls directly.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
@@ -14,7 +13,7 @@ const VERSION_FLAG: u32 = 1;
 // `LANDLOCK_RULE_PATH_BENEATH`.
 const PATH_BENEATH: u32 = 1;
 
-/// Rights on files (`LANDLOCK_ACCESS_FS_*`).
+/// Rights on files, as in the constants `LANDLOCK_ACCESS_FS_*`.
 mod access {
     pub const WRITE_FILE: u64 = 1 << 1;
     pub const READ_FILE: u64 = 1 << 2;
@@ -24,8 +23,7 @@ mod access {
     pub const IOCTL_DEV: u64 = 1 << 15;
 }
 
-/// Number of access rights on files, by Landlock ABI version. Only the versions that added rights are listed;
-/// the first one has 13.
+/// Number of access rights on files, by the Landlock ABI versions that added rights.
 const RIGHTS: [(u32, u32); 4] = [(1, 13), (2, 14), (3, 15), (5, 16)];
 /// The ABI versions that added rules for TCP ports, and for signals and abstract unix sockets.
 const NET_ABI: u32 = 4;
@@ -54,7 +52,8 @@ struct PathBeneathAttr {
 }
 const _: () = assert!(size_of::<PathBeneathAttr>() == 12);
 
-/// A set of rules that is collected first and then enforced permanently.
+/// Rules that are collected first and then enforced permanently. A rule cannot be added if its path does not
+/// exist.
 pub struct Landlock {
     /// `None` if the kernel does not support Landlock.
     ruleset: Option<OwnedFd>,
@@ -72,7 +71,7 @@ fn failed(what: impl std::fmt::Display, error: Errno) -> Failure {
     ))
 }
 
-/// The Landlock ABI version of this kernel, or 0 if it does not support Landlock.
+/// 0 if the kernel does not support Landlock.
 pub fn abi() -> u32 {
     // SAFETY: without a ruleset the call only returns the version.
     let abi = unsafe {
@@ -87,20 +86,12 @@ pub fn abi() -> u32 {
 }
 
 impl Landlock {
-    /// Creates a set of rules that allows nothing yet.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the kernel supports Landlock but refuses.
+    /// Allows nothing yet. Fails if the kernel supports Landlock but refuses.
     pub fn new() -> Outcome<Landlock> {
         Landlock::with_rights_on_network(NET)
     }
 
     /// As [`Landlock::new`], but allows new TCP connections.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the kernel supports Landlock but refuses.
     pub fn new_connecting() -> Outcome<Landlock> {
         Landlock::with_rights_on_network(BIND_TCP)
     }
@@ -130,65 +121,36 @@ impl Landlock {
     }
 
     /// Allows reading and writing `file`, whatever its name is.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the kernel refuses.
     pub fn allow_image(&mut self, file: BorrowedFd<'_>) -> Outcome {
         let rights = access::READ_FILE | access::WRITE_FILE | access::TRUNCATE | access::IOCTL_DEV;
         self.allow(file, rights).map_err(|e| failed("the image", e))
     }
 
-    /// Allows using the device node at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_device(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::READ_FILE | access::WRITE_FILE | access::IOCTL_DEV)
     }
 
     /// Allows reading the files of the directory at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_reading(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::READ_FILE)
     }
 
-    /// Allows reading the file at `path`, or the files of the directory at `path`, if it exists.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the kernel refuses.
+    /// Allows reading the file at `path`, or the files of the directory at `path`.
     pub fn allow_reading_if_there(&mut self, path: &Path) -> Outcome {
         if path.exists() { self.allow_reading(path) } else { Ok(()) }
     }
 
     /// Allows writing to the files of the directory at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_writing(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::WRITE_FILE)
     }
 
     /// Allows removing files of the directory at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_removing(&mut self, path: &Path) -> Outcome {
         self.allow_path(path, access::REMOVE_FILE)
     }
 
     /// Allows creating and replacing files of the directory at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the path does not exist, or the kernel refuses.
     pub fn allow_replacing(&mut self, path: &Path) -> Outcome {
         let rights = access::MAKE_REG | access::WRITE_FILE | access::TRUNCATE | access::REMOVE_FILE;
         self.allow_path(path, rights)
@@ -217,10 +179,6 @@ impl Landlock {
 
     /// Permanently enforces the rules on this thread and the threads that it creates. Returns the Landlock
     /// ABI version, or 0 if the kernel does not support Landlock.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the kernel refuses.
     pub fn enter(self) -> Outcome<u32> {
         let Some(ruleset) = &self.ruleset else { return Ok(0) };
         // SAFETY: the descriptor is open, and the call accesses no memory of this process.

@@ -1,8 +1,9 @@
-//! Drops the privileges that a running daemon does not need: capabilities, new privileges, access to the file
-//! system, and system calls. docs/security.md explains the reasons, and how to inspect the result.
+//! Drops the privileges that a running daemon does not need. docs/security.md explains the reasons, and how
+//! to inspect the result.
 //!
-//! Each function here applies to the calling thread and the threads that it creates later. The engines are
-//! created by a thread with the strictest confinement: they read what clients send, and open no files.
+//! Each function here applies to the calling thread and the threads that it creates later, and fails if the
+//! kernel supports a confinement but refuses it. The engines are created by a thread with the strictest
+//! confinement: they read what clients send, and open no files.
 
 mod capabilities;
 pub mod filter;
@@ -21,7 +22,6 @@ use crate::failure::{Failure, Outcome};
 use crate::operations::OPERATIONS;
 use landlock::Landlock;
 
-/// The files that the control plane needs after it has been confined.
 #[derive(Debug, Default)]
 pub struct Needs {
     /// The image file (`O_PATH`), if there is one. It is opened again when the device becomes writable.
@@ -32,11 +32,9 @@ pub struct Needs {
     pub journals: Option<PathBuf>,
     /// Directories with files that are read again, such as certificates.
     pub read: Vec<PathBuf>,
-    /// The number of the block device, if the device has one.
     pub block_device: Option<u32>,
 }
 
-/// The confinement of a daemon's control plane, for reports.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Confinement {
@@ -44,9 +42,9 @@ pub struct Confinement {
     pub capabilities: String,
     /// Whether no_new_privs is set (prctl(2)): an executed program could not gain privileges.
     pub no_new_privileges: bool,
-    /// The ABI version of Landlock, or 0 if the kernel does not support it.
+    /// 0 if the kernel does not support Landlock.
     pub landlock_abi: u32,
-    /// Whether a seccomp filter is installed.
+    /// A seccomp filter is installed.
     pub seccomp: bool,
 }
 
@@ -66,13 +64,9 @@ impl Confinement {
     }
 }
 
-/// Confines this thread to what an engine, its worker and a watcher of trigger files need: it cannot open
-/// files or connect to anything. `partscan` keeps `CAP_SYS_ADMIN`, without which the kernel does not scan a
-/// block device that this thread serves for partitions.
-///
-/// # Errors
-///
-/// Fails if the kernel supports a confinement but refuses it.
+/// Engines, their workers and watchers of trigger files cannot open files or connect to anything. `partscan`
+/// keeps `CAP_SYS_ADMIN`, without which the kernel does not scan a block device that this thread serves for
+/// partitions.
 pub fn engine(partscan: bool) -> Outcome {
     ring::set_policy(Policy { operations: &NUMBERS, sealed: no_more_rings });
     let landlock = Landlock::new()?;
@@ -80,7 +74,6 @@ pub fn engine(partscan: bool) -> Outcome {
     enter(kept, landlock, seccomp::ENGINE).map(|_| ())
 }
 
-/// The io_uring operations to which the rings of engines are restricted.
 static NUMBERS: [u8; OPERATIONS.len()] = {
     let mut numbers = [0; OPERATIONS.len()];
     let mut at = 0;
@@ -91,8 +84,7 @@ static NUMBERS: [u8; OPERATIONS.len()] = {
     numbers
 };
 
-/// The ring of an engine is restricted to certain operations, but another ring would not be. So an engine
-/// must not create one.
+/// The ring of an engine is restricted to certain operations, but another ring would not be.
 fn no_more_rings() -> Result<(), blkq::Error> {
     match filter::without_rings() {
         Ok(_) => Ok(()),
@@ -100,11 +92,6 @@ fn no_more_rings() -> Result<(), blkq::Error> {
     }
 }
 
-/// Confines this thread, the main thread, to what the control plane needs.
-///
-/// # Errors
-///
-/// Fails if the kernel supports a confinement but refuses it.
 pub fn control(needs: &Needs) -> Outcome<Confinement> {
     // rustix reads the page size from the kernel once and caches it. A raw image that was a backing file
     // needs it later, when the confined thread can no longer read it.
@@ -139,12 +126,8 @@ pub fn control(needs: &Needs) -> Outcome<Confinement> {
     Ok(confinement)
 }
 
-/// Confines the process that sends commands to the ublk control device to that, and to changing settings of
-/// block devices in sysfs.
-///
-/// # Errors
-///
-/// Fails if the kernel supports a confinement but refuses it.
+/// For the process that sends commands to the ublk control device. It may also change settings of block
+/// devices in sysfs.
 pub fn ublk_commands() -> Outcome {
     let mut landlock = Landlock::new()?;
     landlock.allow_device(Path::new(CONTROL_PATH))?;
@@ -155,8 +138,8 @@ pub fn ublk_commands() -> Outcome {
     enter(CapabilitySet::SYS_ADMIN, landlock, seccomp::UBLK_COMMANDS).map(|_| ())
 }
 
-/// The parts of the file system that Ceph's client library reads when it connects, besides its configuration:
-/// host names, the time zone and the processors.
+/// Read by Ceph's client library when it connects, besides its configuration: host names, the time zone and
+/// the processors.
 pub const READ_BY_CEPH: [&str; 9] = [
     "/etc/ceph",
     "/etc/hosts",
@@ -170,11 +153,7 @@ pub const READ_BY_CEPH: [&str; 9] = [
 ];
 
 /// Confines this thread, and the threads that Ceph's client library creates on it, to connections to the
-/// cluster and to reading the files `read`, or the files below them. `read` should include [`READ_BY_CEPH`].
-///
-/// # Errors
-///
-/// Fails if the kernel supports a confinement but refuses it.
+/// cluster and to reading the files `read`, or files below them. `read` should include [`READ_BY_CEPH`].
 pub fn cluster(read: &[PathBuf]) -> Outcome {
     let mut landlock = Landlock::new_connecting()?;
     for path in read {
@@ -184,11 +163,7 @@ pub fn cluster(read: &[PathBuf]) -> Outcome {
     enter(CapabilitySet::DAC_READ_SEARCH, landlock, seccomp::CLUSTER).map(|_| ())
 }
 
-/// Confines the process that watches the users of a block device. It reads the open files of all processes.
-///
-/// # Errors
-///
-/// Returns the error of the kernel.
+/// For the process that watches the users of a block device. It reads the open files of all processes.
 pub fn watcher() -> Outcome {
     set_no_new_privs(true).map_err(|e| Failure::new(format!("cannot set no_new_privs: {e}")))?;
     capabilities::keep(CapabilitySet::SYS_PTRACE | CapabilitySet::DAC_READ_SEARCH)?;
@@ -196,12 +171,11 @@ pub fn watcher() -> Outcome {
     filter::enter(seccomp::WATCHER).map(|_| ())
 }
 
-/// The Landlock ABI version of this kernel, or 0 if it does not support Landlock.
+/// 0 if the kernel does not support Landlock.
 pub fn landlock_abi() -> u32 {
     landlock::abi()
 }
 
-/// The capabilities that the control plane may need.
 fn capabilities_of(needs: &Needs) -> CapabilitySet {
     let mut kept = CapabilitySet::empty();
     // The ublk driver requires CAP_SYS_ADMIN for each command about a privileged device.

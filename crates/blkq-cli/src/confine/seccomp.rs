@@ -1,11 +1,9 @@
-//! The system calls that confined threads may make (seccomp(2)).
-//!
-//! `lab/security` runs daemons through everything that they do. It fails if a daemon makes a call that is not
-//! listed here, or if a listed call is neither made nor marked as seldom.
+//! The system calls that confined threads may make (seccomp(2)). `lab/security` fails if a daemon makes a
+//! call that is not listed here, or if a listed call is neither made nor marked as seldom.
 //!
 //! A refused call fails with ENOSYS, as on a kernel that does not have it. So a newer C library falls back to
-//! an older call, and the device continues to work. A call that no code of this program can make kills the
-//! process, because an attacker must have taken control.
+//! an older call. A call that no code of this program can make kills the process, because an attacker must
+//! have taken control.
 
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
@@ -25,7 +23,7 @@ pub(super) struct Argument {
 }
 
 impl Call {
-    /// The name of the call, as in its manual page.
+    /// The name as in the manual page of the call.
     pub fn name(&self) -> &'static str {
         self.name.trim_start_matches("SYS_")
     }
@@ -122,7 +120,6 @@ pub const ENGINE: &[Call] = &[
     call!(SYS_exit_group),
 ];
 
-/// The additional calls of the control plane, for commands, live changes and shutdown.
 const MORE: &[Call] = &[
     call!(SYS_accept4),
     call!(SYS_ppoll),
@@ -175,8 +172,8 @@ pub const CONTROL: &[Call] = &{
     calls
 };
 
-/// The calls of the process that sends commands to the ublk control device. It opens the device, and creates
-/// an io_uring instance, for each command.
+/// The process that sends commands to the ublk control device opens it, and creates an io_uring instance, for
+/// each command.
 pub const UBLK_COMMANDS: &[Call] = &[
     call!(SYS_read),
     call!(SYS_recvfrom),
@@ -208,7 +205,7 @@ pub const UBLK_COMMANDS: &[Call] = &[
 /// Open flags that write, create or truncate.
 const WRITES: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
 
-/// The calls of the process that watches the users of a block device. It reads `/proc` and `/dev`.
+/// The process that watches the users of a block device reads `/proc` and `/dev`.
 pub const WATCHER: &[Call] = &[
     call!(SYS_openat).only(2, WRITES, libc::O_RDONLY as u64),
     call!(SYS_getdents64),
@@ -248,8 +245,7 @@ pub const WATCHER: &[Call] = &[
 /// The bits that identify the address families of a cluster: `AF_INET` is 2, `AF_INET6` is 10.
 const INTERNET: u64 = ALL & !8;
 
-/// The calls of the threads of Ceph's client library, and of the thread that opens, resizes and closes the
-/// image.
+/// For the threads of Ceph's client library, and the thread that opens, resizes and closes the image.
 pub const CLUSTER: &[Call] = &[
     call!(SYS_read),
     call!(SYS_write),
@@ -320,8 +316,8 @@ pub const CLUSTER: &[Call] = &[
     call!(SYS_exit_group).seldom(),
 ];
 
-/// Calls that no code of this program makes: executing programs, accessing other processes, changing
-/// privileges, mounts or the kernel.
+/// Calls that kill the process: no code of this program executes programs, accesses other processes, or
+/// changes privileges, mounts or the kernel.
 pub(super) const DEADLY: &[libc::c_long] = &[
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -368,7 +364,7 @@ mod tests {
     use super::super::filter::{ARCHITECTURE, REFUSE, but_for, eventfds_only, program};
     use super::*;
 
-    /// The answer of the filter, computed as the kernel's interpreter does.
+    /// Computed as the kernel's interpreter does.
     fn run(calls: &[Call], number: libc::c_long, arguments: [u64; 6], arch: u32) -> u32 {
         interpret(&program(calls), number, arguments, arch)
     }
