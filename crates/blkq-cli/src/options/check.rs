@@ -1,5 +1,4 @@
-//! The rules for combinations of options, no matter where the options come from: the command line, a state
-//! file or another command. Options that have no effect together are rejected, not ignored.
+//! The rules for combinations of options of any origin. Options without an effect together are rejected.
 
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
 use blkq_drivers::DriverSpec;
@@ -13,16 +12,12 @@ use super::{
 use crate::failure::{Failure, Outcome};
 
 impl AttachOptions {
-    /// Rejects options that are invalid regardless of the image and the kernel.
-    ///
-    /// # Errors
-    ///
-    /// Names the first invalid option and the reason, with a hint.
+    /// The error names the first option that is invalid regardless of the image and the kernel, with a hint.
     pub fn check(&self) -> Outcome {
         self.mistakes().into_iter().next().map_or(Ok(()), Err)
     }
 
-    /// Returns all mistakes in the options, regardless of the image and the kernel, with hints.
+    /// All mistakes in the options, regardless of the image and the kernel, with hints.
     pub fn mistakes(&self) -> Vec<Failure> {
         let asked = |export| self.exports.contains(&export);
         let is_unix = |address: &Address| matches!(address, Address::Unix(_));
@@ -60,7 +55,7 @@ impl AttachOptions {
         mistakes
     }
 
-    /// Checks numbers and names. The command line rejects the same ones, but a state file may contain them.
+    /// The command line rejects the same numbers and names, but a state file may contain them.
     fn invalid_values(&self) -> Vec<Failure> {
         let numbers = [
             ("--queues", QUEUES, Some(self.queues)),
@@ -100,10 +95,6 @@ impl AttachOptions {
     }
 
     /// Rejects options that have no effect on the given exports.
-    ///
-    /// # Errors
-    ///
-    /// Names the option and the reason, with a hint.
     pub fn check_exports(&self, nbd: bool, ublk: bool) -> Outcome {
         self.mistakes_of_exports(nbd, ublk).into_iter().next().map_or(Ok(()), Err)
     }
@@ -139,7 +130,6 @@ impl AttachOptions {
         mistakes
     }
 
-    /// Checks options that need an image, or an image of another kind.
     fn mistakes_of_image(&self) -> Vec<Failure> {
         let mut mistakes = Vec::new();
         let of_ceph = [
@@ -192,7 +182,6 @@ impl AttachOptions {
         mistakes
     }
 
-    /// Checks options that apply only to raw images, or only to qcow2 images.
     fn mistakes_of_format(&self) -> Vec<Failure> {
         if !matches!(self.format, Some(Format::Qcow2 | Format::Auto)) {
             return match self.backing_chain == Backing::default() {

@@ -16,15 +16,12 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::values::{image_text, parse_image};
 use crate::hangs;
 
-/// A type that serde does not support, with a form that serde does.
 pub trait Json: Sized {
     type Form: Serialize + DeserializeOwned;
 
     fn form(&self) -> Self::Form;
 
-    /// # Errors
-    ///
-    /// Returns the rule that the form breaks.
+    /// Fails with the rule that the form breaks.
     fn read(form: Self::Form) -> Result<Self, String>;
 }
 
@@ -80,8 +77,7 @@ impl Json for PathBuf {
     }
 }
 
-/// As on the command line: a file whose name looks like another driver is written with a directory
-/// (`./ram:1M`).
+/// A file whose name looks like another driver is written with a directory (`./ram:1M`).
 impl Json for DriverSpec {
     type Form = PathForm;
 
@@ -100,7 +96,7 @@ impl Json for DriverSpec {
     }
 }
 
-/// In seconds.
+/// The form is a number of seconds.
 impl Json for Duration {
     type Form = f64;
 
@@ -113,7 +109,6 @@ impl Json for Duration {
     }
 }
 
-/// Types that are written and parsed by name.
 macro_rules! by_name {
     ($($type:ty: |$value:ident| $name:expr;)*) => {$(
         impl Json for $type {

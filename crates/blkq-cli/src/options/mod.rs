@@ -1,5 +1,5 @@
-//! [`AttachOptions`]: the complete description of a device, as `blkq attach` parses it. The daemon, the state
-//! file, `recover`, `upgrade` and `show --json` use the same description, in the form of a [`Record`].
+//! [`AttachOptions`]: the complete description of a device, as `blkq attach` parses it. All other commands
+//! and the state file use it in the form of a [`Record`].
 
 mod check;
 pub mod headings;
@@ -322,7 +322,6 @@ pub struct AttachOptions {
 }
 
 impl AttachOptions {
-    /// The default options for `image`.
     pub fn new(image: DriverSpec) -> AttachOptions {
         #[derive(Parser)]
         struct Line {
@@ -333,7 +332,6 @@ impl AttachOptions {
         AttachOptions { image, ..Line::parse_from(["attach", "image"]).options }
     }
 
-    /// The default name of the device, before it is made unique.
     pub fn default_name(&self) -> String {
         match &self.image {
             DriverSpec::Image(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
@@ -346,17 +344,12 @@ impl AttachOptions {
         }
     }
 
-    /// Adds "attach IMAGE" to a failure.
     pub fn failed(&self, failure: Failure) -> Failure {
         failure.during(format_args!("attach {}", image_text(&self.image)))
     }
 
-    /// Makes all paths absolute. Relative paths are relative to `directory`. The path of the image is
-    /// resolved, unless it is a link to a qcow2 image in another directory.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a path is empty.
+    /// Relative paths are relative to `directory`. The path of the image is resolved, unless it is a link to
+    /// a qcow2 image in another directory. Fails if a path is empty.
     pub fn absolute(mut self, directory: &Path) -> Outcome<AttachOptions> {
         let is_qcow2 = self.format == Some(Format::Qcow2);
         for (key, path) in self.paths_mut() {
@@ -371,12 +364,8 @@ impl AttachOptions {
         Ok(self)
     }
 
-    /// The options after a commit of the overlay into the backing file at `base`. The logical block size of
-    /// the device does not change.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the device cannot be attached to `base` with these options.
+    /// The options after a commit into `base`. The logical block size of the device does not change. Fails if
+    /// the device cannot be attached to `base` with these options.
     pub fn committed_into(self, base: &Path, qcow2: bool, sector_bytes: u32) -> Outcome<AttachOptions> {
         let options = AttachOptions {
             image: DriverSpec::Image(base.to_owned()),
@@ -389,7 +378,7 @@ impl AttachOptions {
         options.check().map(|()| options)
     }
 
-    /// All paths, each with the long name of its option.
+    /// Each path comes with the long name of its option.
     pub fn paths_mut(&mut self) -> Vec<(&'static str, &mut PathBuf)> {
         let mut paths = Vec::new();
         if let DriverSpec::Image(path) = &mut self.image {
@@ -417,9 +406,8 @@ impl AttachOptions {
 /// Stands in for the long name of the image, which is a positional argument.
 const IMAGE: &str = "image";
 
-/// Sets the configuration and keyring that Ceph's client library would choose, if the options do not. They
-/// must be recorded, because the next daemon may have another environment. `variable` returns environment
-/// variables of this process.
+/// Sets the configuration and keyring that Ceph's client library would choose, unless the options name them:
+/// the next daemon may have another environment. `variable` returns environment variables of this process.
 pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> Option<OsString>) {
     if !matches!(options.image, DriverSpec::Rbd(_)) {
         return;
@@ -433,7 +421,6 @@ pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> O
     options.ceph_keyring = options.ceph_keyring.take().or_else(|| named("CEPH_KEYRING"));
 }
 
-/// The default of switches that are on.
 fn on() -> bool {
     true
 }

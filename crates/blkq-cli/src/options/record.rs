@@ -1,13 +1,11 @@
 //! The form of [`AttachOptions`] that is passed to a daemon and stored in the state file and in `show
-//! --json`.
+//! --json`. No option is secret: keys and passphrases are given as the names of files.
 //!
 //! All options are written, so that a device does not change when a default changes. A program rejects a
 //! record of a newer format, or with an unknown option, because it would serve a different device. A new
 //! option is `#[serde(default)]` and is omitted if it has its default (`skip_serializing_if`), so that an
 //! older program can read the records that it can serve. [`VERSION`] is increased if an option changes its
 //! meaning.
-//!
-//! No option is secret: keys and passphrases are given as the names of files.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -26,21 +24,12 @@ pub struct Record {
 }
 
 impl Record {
-    /// Serializes `options`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if they cannot be written as JSON.
     pub fn new(options: &AttachOptions) -> Outcome<Record> {
         let options = serde_json::to_value(options).map_err(|e| Failure::new(format!("options: {e}")))?;
         Ok(Record { version: VERSION, options })
     }
 
-    /// Parses and checks the options.
-    ///
-    /// # Errors
-    ///
-    /// Names the option that this program does not understand.
+    /// The error names the option that this program does not understand.
     pub fn read(&self) -> Outcome<AttachOptions> {
         if self.version != VERSION {
             return Err(Failure::new(format!(

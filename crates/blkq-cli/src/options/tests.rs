@@ -1,5 +1,3 @@
-//! Tests of the options, and a helper that parses options for other tests.
-
 use super::*;
 
 pub fn options(words: &[&str]) -> AttachOptions {

@@ -1,5 +1,3 @@
-//! The values of options as the command line writes them.
-
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -29,7 +27,7 @@ pub enum Copying {
 }
 
 impl Copying {
-    /// The requested mode, or `None` for `auto`.
+    /// `None` lets the block layer choose the mode.
     pub fn mode(self) -> Option<CopyMode> {
         match self {
             Copying::Auto => None,
@@ -71,7 +69,7 @@ impl From<PartitionScan> for Option<bool> {
 pub enum Address {
     #[serde(with = "super::json")]
     Unix(PathBuf),
-    /// The port of a host, given by name or address.
+    /// The host is a name or an address.
     Tcp(String, u16),
 }
 
@@ -152,20 +150,19 @@ pub enum SectorSize {
 }
 
 impl SectorSize {
-    /// The size with the given number of bytes.
     pub fn of(bytes: u64) -> Option<SectorSize> {
         let mut sizes = SectorSize::value_variants().iter();
         sizes.find(|size| size.bytes().map(u64::from) == Some(bytes)).copied()
     }
 
-    /// The value with which another image must be attached so that the sector size of the device stays
-    /// `bytes`. With `auto` it would become 512 if the image allows that.
+    /// For another image of the same device, whose sector size must stay `bytes`. With `auto` it would become
+    /// 512 if the image allows that.
     pub fn keep(self, bytes: u32) -> SectorSize {
         let same = if bytes == 512 { None } else { SectorSize::of(bytes.into()) };
         same.unwrap_or(self)
     }
 
-    /// The size in bytes, or `None` if the driver chooses it.
+    /// `None` if the driver chooses the size.
     pub fn bytes(self) -> Option<u32> {
         match self {
             SectorSize::Bytes512 => Some(512),
@@ -217,8 +214,7 @@ pub(super) const ON_ERROR: &[Described] = &[
     ("hold-enospc", "As hold, but only if the file system of the image has no space"),
 ];
 
-/// The long help of the image argument. The indentation keeps each kind on a line of its own in the manual
-/// page.
+/// The indentation keeps each kind on a line of its own in the manual page.
 pub(super) const IMAGE_HELP: &str = "\
 The image to serve:
 
@@ -228,7 +224,7 @@ The image to serve:
   rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]
               an image in a Ceph cluster (docs/rbd.md)";
 
-/// Parses one of `values` with the parser of the block layer.
+/// Uses the parser of the block layer.
 pub(super) fn one_of<T>(values: &[Described]) -> impl TypedValueParser<Value = T> + use<T>
 where
     T: std::str::FromStr<Err = blkq::Error> + Clone + Send + Sync + 'static,
@@ -250,11 +246,7 @@ pub(super) fn parse_image(text: OsString) -> Result<DriverSpec, blkq::Error> {
     }
 }
 
-/// Parses an address.
-///
-/// # Errors
-///
-/// Returns the rule that `text` breaks.
+/// Fails with the rule that `text` breaks.
 pub fn parse_listen(text: &str) -> Result<Address, String> {
     let rule = || "use unix:PATH or tcp:HOST:PORT, for example tcp:127.0.0.1:10809 or tcp:[::1]:10809";
     match text.split_once(':') {
@@ -288,7 +280,7 @@ pub fn parse_listen(text: &str) -> Result<Address, String> {
     }
 }
 
-/// The image as on the command line.
+/// As on the command line.
 pub fn image_text(image: &DriverSpec) -> String {
     match image {
         DriverSpec::Image(path) => path.display().to_string(),
@@ -298,11 +290,7 @@ pub fn image_text(image: &DriverSpec) -> String {
     }
 }
 
-/// Checks the name of a Ceph user, without its type.
-///
-/// # Errors
-///
-/// Returns the rule that `text` breaks.
+/// The name of a Ceph user, without its type. Fails with the rule that `text` breaks.
 pub fn parse_ceph_user(text: &str) -> Result<String, String> {
     match text {
         "" => Err("the name is empty".to_owned()),
@@ -312,12 +300,8 @@ pub fn parse_ceph_user(text: &str) -> Result<String, String> {
     }
 }
 
-/// As [`parse_group_name`], for a device that joins the group from now on, or for a group that is created: `blkq set`
-/// uses the name `none` for no group. Older versions had groups of that name.
-///
-/// # Errors
-///
-/// Returns the rule that `text` breaks.
+/// As [`parse_group_name`], for a device that joins a group, or for a new group. `blkq set` uses the name
+/// `none` for no group; older versions had groups of that name.
 pub fn parse_new_group_name(text: &str) -> Result<String, String> {
     match text {
         "none" => Err("a group cannot have the name none".to_owned()),
@@ -325,11 +309,7 @@ pub fn parse_new_group_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks the name of a group: ASCII letters, digits and `. _ -`, beginning with a letter or a digit.
-///
-/// # Errors
-///
-/// Returns the rule that `text` breaks.
+/// ASCII letters, digits and `. _ -`, beginning with a letter or a digit. Fails with the rule that is broken.
 pub fn parse_group_name(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     match text.len() {
@@ -343,11 +323,7 @@ pub fn parse_group_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// Checks the name of an export.
-///
-/// # Errors
-///
-/// Returns the rule that `text` breaks.
+/// Fails with the rule that `text` breaks.
 pub fn parse_export_name(text: &str) -> Result<String, String> {
     // The maximum length of a string in the NBD protocol is 4096 bytes.
     match text.len() {
