@@ -13,22 +13,14 @@ const GROUP_MODE: u32 = 0o660;
 /// Maximum size of the buffer for the record of a group with all its members, in bytes.
 const GROUP_BYTES_MAX: usize = 1 << 20;
 
-/// Parses a mode in octal digits, as for chmod(1).
-///
-/// # Errors
-///
-/// Returns the rule that `text` breaks.
+/// Parses a mode in octal digits, as for chmod(1). The error is the rule that `text` breaks.
 pub fn parse_mode(text: &str) -> Result<u32, String> {
     let is_octal = (3..=4).contains(&text.len()) && text.bytes().all(|byte| (b'0'..=b'7').contains(&byte));
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| is_octal && *mode <= 0o777);
     mode.ok_or_else(|| "a mode has three octal digits, for example 660".to_owned())
 }
 
-/// The access that the options request. If only a group is given, its members may connect.
-///
-/// # Errors
-///
-/// Fails if there is no such group.
+/// If only a group is given, its members may connect. Fails if there is no such group.
 pub fn socket_access(mode: Option<u32>, group: Option<&str>) -> Outcome<SocketAccess> {
     let default = SocketAccess::default().mode;
     let group = group.map(group_number).transpose()?;
@@ -36,7 +28,6 @@ pub fn socket_access(mode: Option<u32>, group: Option<&str>) -> Outcome<SocketAc
     Ok(SocketAccess { mode, group })
 }
 
-/// The ID of a group, given by name or ID.
 fn group_number(name: &str) -> Outcome<u32> {
     let no_group = || Failure::new(format!("--socket-group {name}: there is no such group"));
     let c_name = CString::new(name).map_err(|_| no_group())?;

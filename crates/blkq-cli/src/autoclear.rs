@@ -8,19 +8,13 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::failure::{Failure, Outcome};
 
-/// Whether the device detaches with its last client, and the event that is signalled when it has no
-/// clients.
+/// Whether the device detaches with its last client, and the event that is signalled when it has no clients.
 pub struct Autoclear {
     on: AtomicBool,
     idle: Arc<OwnedFd>,
 }
 
 impl Autoclear {
-    /// For a device that has no clients yet.
-    ///
-    /// # Errors
-    ///
-    /// Fails if no file descriptor is left.
     pub fn new(on: bool) -> Outcome<Autoclear> {
         Ok(Autoclear { on: AtomicBool::new(on), idle: new_event()? })
     }
@@ -35,22 +29,16 @@ impl Autoclear {
         let _ = rustix::io::read(&self.idle, &mut [0; 8]);
     }
 
-    /// Whether the device detaches with its last client.
     pub fn is_on(&self) -> bool {
         self.on.load(Ordering::SeqCst)
     }
 
-    /// Switches autoclear on or off. Only clients that disconnect from now on count.
+    /// Only clients that disconnect from now on count.
     pub fn set(&self, on: bool) {
         self.on.store(on, Ordering::SeqCst);
     }
 }
 
-/// Creates a nonblocking eventfd.
-///
-/// # Errors
-///
-/// Fails if no file descriptor is left.
 pub fn new_event() -> Outcome<Arc<OwnedFd>> {
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
     event.map(Arc::new).map_err(|e| Failure::new(format!("cannot create an eventfd: {e}")))

@@ -21,7 +21,6 @@ impl Window {
     }
 }
 
-/// The image file of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Backing {
     pub file: FileId,
@@ -29,7 +28,6 @@ pub struct Backing {
 }
 
 impl Backing {
-    /// The image file of the device, if it has one.
     pub fn of(info: &DeviceInfo) -> Option<Backing> {
         let fact = |name: &str| fact(info, name);
         let (major, minor) = fact("backing-device")?.split_once(':')?;
@@ -41,7 +39,7 @@ impl Backing {
     }
 }
 
-/// Whether `path` is the image of the device. Compares the files, or the names if there is no file at `path`.
+/// Compares the files, or the names if there is no file at `path`.
 pub fn is_behind(path: &Path, info: &DeviceInfo) -> bool {
     match FileId::of(path) {
         Some(file) => Backing::of(info).is_some_and(|backing| backing.file == file),
@@ -58,7 +56,6 @@ pub fn shown_path(info: &DeviceInfo) -> String {
     fact(info, "backing-file").unwrap_or(&info.image).to_owned()
 }
 
-/// The fact `name` of the device's driver.
 pub fn fact<'a>(info: &'a DeviceInfo, name: &str) -> Option<&'a str> {
     let found = info.driver_facts.iter().find(|(key, _)| key == name)?;
     Some(found.1.as_str())

@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum BitmapChange {
-    /// Adds a bitmap, which records writes from now on.
     Add {
         name: String,
         /// Number of bytes per bit.
@@ -17,11 +16,9 @@ pub enum BitmapChange {
     Remove {
         name: String,
     },
-    /// Clears all bits of a bitmap.
     Clear {
         name: String,
     },
-    /// Makes a bitmap record writes again.
     Enable {
         name: String,
     },
@@ -31,9 +28,7 @@ pub enum BitmapChange {
     },
     /// Sets the bits of several bitmaps in another one, too.
     Merge {
-        /// The names of the bitmaps that are read. They do not change.
         from: Vec<String>,
-        /// The name of the bitmap that changes.
         into: String,
     },
 }
@@ -55,7 +50,6 @@ impl Display for BitmapChange {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BitmapInfo {
     pub name: String,
-    /// Number of bytes per bit.
     pub granularity: u64,
     /// Number of dirty bytes; `None` if the bitmap is inconsistent.
     pub dirty: Option<u64>,

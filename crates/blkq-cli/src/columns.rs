@@ -25,7 +25,6 @@ pub enum Cell {
 }
 
 impl Cell {
-    /// The cell as a table shows it.
     pub fn text(&self) -> String {
         match self {
             Cell::Text(text) => text.clone(),
@@ -61,7 +60,6 @@ fn elapsed(seconds: u64) -> String {
 pub struct Column {
     /// The heading, which is also the word for the column in `--output`.
     pub name: &'static str,
-    /// The description in `--help`.
     pub about: &'static str,
     pub align: Align,
     pub cell: fn(&DeviceInfo) -> Cell,
@@ -121,12 +119,9 @@ pub fn losetup_default() -> Vec<&'static Column> {
     LOSETUP_DEFAULT.iter().flat_map(|name| LOSETUP.iter().find(|column| column.name == *name)).collect()
 }
 
-/// The columns that `text` names, separated by commas. Each name is searched in `first`, then in `then`. If
-/// `text` begins with `+`, the columns are added after those of `default`.
-///
-/// # Errors
-///
-/// Fails if neither list contains one of the names.
+/// The columns that `text` names, separated by commas. Each name is searched in `first`, then in `then`; it
+/// is an error if neither contains it. If `text` begins with `+`, the columns are added after those of
+/// `default`.
 pub fn choose(
     text: &str,
     first: &'static [Column],
@@ -151,7 +146,6 @@ pub fn choose(
     Ok(chosen)
 }
 
-/// The columns and their descriptions, for `--help`.
 pub fn help(columns: &[Column]) -> String {
     columns.iter().map(|column| format!("  {:>12}  {}\n", column.name, column.about)).collect()
 }

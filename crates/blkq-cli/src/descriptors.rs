@@ -23,12 +23,7 @@ pub fn inherit_standard_only(command: &mut Command) -> &mut Command {
 
 /// Closes all descriptors from `first` on.
 ///
-/// # Errors
-///
-/// Returns the error of the kernel.
-///
 /// # Safety
-///
 /// Nothing in this process may own one of these descriptors.
 pub unsafe fn close_from(first: u32) -> io::Result<()> {
     close_range(first, 0)

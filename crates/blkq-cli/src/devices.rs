@@ -13,7 +13,6 @@ use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
 use crate::state::{Fate, Found, Remains, StateDir, check_name};
 
-/// A device, in whatever state.
 #[derive(Serialize, Debug)]
 #[serde(untagged)]
 pub enum Entry {
@@ -42,10 +41,6 @@ impl Entry {
 }
 
 /// All devices, sorted by name. Nothing is changed, and no lock is taken.
-///
-/// # Errors
-///
-/// Fails if the state directory cannot be read.
 pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
     let mut entries = Vec::new();
     for name in dir.names()? {
@@ -61,10 +56,6 @@ pub fn all(dir: &StateDir) -> Outcome<Vec<Entry>> {
 }
 
 /// The devices of the configuration files that are not among `entries`, sorted by name.
-///
-/// # Errors
-///
-/// Fails if the directory of the files cannot be read.
 pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
     let is_attached = |name: &str| entries.iter().any(|entry| entry.name() == name);
     let mut others = Vec::new();
@@ -84,10 +75,6 @@ pub fn not_attached(entries: &[Entry]) -> Outcome<Vec<Entry>> {
 }
 
 /// Describes the device `name`. Returns `None` if there is no such device.
-///
-/// # Errors
-///
-/// Fails if the daemon does not answer.
 pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
     if let Called::Answered(info) = call(dir, name, &Request::Show {})? {
         return Ok(Some(Entry::Device(info)));
@@ -100,12 +87,9 @@ pub fn inspect(dir: &StateDir, name: &str) -> Outcome<Option<Entry>> {
 }
 
 /// The name of the device that `word` refers to: by its name, by a path of its image, or by an export (a URI,
-/// `/dev/ublkb0`, `ublkb0`, or a link to the node). Returns `None` if there is no such device.
-///
-/// # Errors
-///
-/// Fails if `word` is ambiguous: several devices have that image, or it is the name of one device and the
-/// image or the node of another. Also fails if the state directory cannot be read.
+/// `/dev/ublkb0`, `ublkb0`, or a link to the node). Returns `None` if there is no such device. Fails if
+/// `word` is ambiguous: several devices have that image, or it is the name of one device and the image or the
+/// node of another.
 pub fn name_of(dir: &StateDir, word: &str) -> Outcome<Option<String>> {
     let target = Target::of(word);
     if check_name(word).is_ok() && dir.file(word, ".lock").exists() {
@@ -162,7 +146,6 @@ impl Target<'_> {
         self.file.is_some() || self.node.exists()
     }
 
-    /// Whether the word refers to the image or an export of the device `name`.
     fn is(&self, dir: &StateDir, name: &str) -> bool {
         let is_at = |exports: &[String]| {
             exports.iter().any(|export| export == self.word || Path::new(export) == self.node)
@@ -176,7 +159,6 @@ impl Target<'_> {
         }
     }
 
-    /// The devices of which this is the image or an export.
     fn devices(&self, dir: &StateDir) -> Outcome<Vec<String>> {
         let mut names = dir.names()?;
         names.retain(|name| self.is(dir, name));
@@ -205,19 +187,12 @@ pub fn device_parser() -> impl TypedValueParser<Value = String> {
 }
 
 /// As [`name_of`], for a device that must exist.
-///
-/// # Errors
-///
-/// As [`name_of`]; also fails if there is no such device.
 pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
     name_of(dir, word)?.ok_or_else(|| no_such_device(word))
 }
 
 /// Describes the device that `word` refers to (see [`name_of`]). Returns `None` if there is no such device.
-///
-/// # Errors
-///
-/// As [`name_of`]; also fails if the daemon does not answer or died.
+/// Also fails if the daemon does not answer or died.
 pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
     let Some(name) = name_of(dir, word)? else { return Ok(None) };
     match inspect(dir, &name)? {

@@ -6,7 +6,6 @@ use std::process::ExitCode;
 use blkq::ErrorKind;
 use blkq::text::escaped;
 
-/// Exit code of a command that was refused or failed.
 pub const EXIT_FAILED: u8 = 1;
 
 /// Exit code of a daemon that handed its device to the next one, for service managers.
@@ -63,7 +62,7 @@ impl Failure {
         Failure::new(format!("{what}: {why}"))
     }
 
-    /// The line without the object with which it begins, if that is `object`, for a place that names the object itself.
+    /// The line without `object` in front of it, for a place that names the object itself.
     pub fn without_object(&self, object: &str) -> &str {
         let why = self.line.strip_prefix(object).and_then(|rest| rest.strip_prefix(": "));
         why.unwrap_or(&self.line)
@@ -78,15 +77,10 @@ impl Failure {
     }
 }
 
-/// The hint for held requests.
 const HELD_HINT: &str = "`blkq resume` reissues them, `blkq resume --fail` fails them";
 
 /// Calls `what` for each element, even if it failed for earlier ones. Failures are printed immediately, and
 /// only the exit code remains.
-///
-/// # Errors
-///
-/// Never fails.
 pub fn for_each<T>(all: &[T], mut what: impl FnMut(&T) -> Outcome) -> Outcome<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for one in all {

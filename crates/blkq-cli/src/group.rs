@@ -30,14 +30,12 @@ use crate::state::StateDir;
 
 pub use keeper::{GroupWatch, Keeper};
 
-/// The directory of groups in the state directory.
 const DIRECTORY: &str = "groups";
-/// The ID of this boot. Times of the monotonic clock in the file are valid only for the same boot.
+/// Times of the monotonic clock in the file are valid only for the boot with this ID.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// How long to wait for other commands that have locked the group. Each holds the lock only briefly.
 const LOCK_WAIT: Duration = Duration::from_secs(3);
-/// How often to try to get the lock.
 const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
 pub struct GroupFile {
@@ -53,7 +51,6 @@ pub struct Joined {
     device: String,
     file: Arc<File>,
     slot: usize,
-    /// The ID of this boot.
     boot: [u64; 2],
     mapping: Arc<Mapping>,
 }
@@ -62,11 +59,7 @@ fn path(dir: &StateDir, name: &str) -> PathBuf {
     dir.path().join(DIRECTORY).join(name)
 }
 
-/// The sorted names of all groups.
-///
-/// # Errors
-///
-/// Fails if their directory exists and cannot be read.
+/// The names of all groups, sorted.
 pub fn names(dir: &StateDir) -> Outcome<Vec<String>> {
     let directory = dir.path().join(DIRECTORY);
     let entries = match fs::read_dir(&directory) {
@@ -123,7 +116,7 @@ fn lock_whole(file: &File, name: &str, is_exclusive: bool) -> Outcome {
     }
 }
 
-/// Opens the file of a group. If `make` is set, creates it if it does not exist.
+/// If `make` is set, creates the file if it does not exist.
 fn open(dir: &StateDir, name: &str, make: bool) -> Outcome<File> {
     let path = path(dir, name);
     let failed = |e: io::Error| match e.kind() {
@@ -145,15 +138,13 @@ fn open(dir: &StateDir, name: &str, make: bool) -> Outcome<File> {
     Ok(file)
 }
 
-/// Locks the file of a group. Returns whether the file still has a name: it may have been removed before the lock
-/// was acquired.
+/// Returns whether the file still has a name: it may have been removed before the lock was acquired.
 fn lock_named(file: &File, name: &str, is_exclusive: bool) -> Outcome<bool> {
     lock_whole(file, name, is_exclusive)?;
     let links = file.metadata().map(|metadata| metadata.nlink());
     links.map(|links| links > 0).map_err(|e| Failure::new(format!("group {name}: {e}")))
 }
 
-/// Opens and locks the file of a group. If `make` is set, creates it if it does not exist.
 fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Outcome<File> {
     loop {
         let file = open(dir, name, make)?;
@@ -163,11 +154,7 @@ fn open_locked(dir: &StateDir, name: &str, make: bool, is_exclusive: bool) -> Ou
     }
 }
 
-/// Opens the file of the group `name` for a confined daemon, which must not open it ([`Joined::over`]).
-///
-/// # Errors
-///
-/// Fails if there is no such group.
+/// Opens an existing group for a confined daemon, which cannot open files, for [`Joined::over`].
 pub fn open_for_daemon(dir: &StateDir, name: &str) -> Outcome<File> {
     open(dir, name, false)
 }
@@ -188,11 +175,8 @@ fn map(name: &str, file: &File) -> Outcome<(Arc<Group>, Arc<Mapping>)> {
     Ok((Arc::new(group), mapping))
 }
 
-/// Checks that what was written to a group is in its file.
-///
-/// # Errors
-///
-/// Fails if the file system had no space for a page, so that only this process sees what was written.
+/// Fails if the file system had no space for a page of the file, so that only this process sees what was
+/// written to the group.
 fn has_room(name: &str, mapping: &Mapping) -> Outcome {
     match mapping.is_broken() {
         true => Err(Failure::new(format!(
@@ -202,7 +186,6 @@ fn has_room(name: &str, mapping: &Mapping) -> Outcome {
     }
 }
 
-/// The failure of using a damaged group, with a hint.
 fn damaged(name: &str, why: &str) -> Failure {
     Failure::new(format!(
         "group {name} is damaged: {why}; set its limits again with `blkq group set {name} LIMITS`"
@@ -210,11 +193,7 @@ fn damaged(name: &str, why: &str) -> Failure {
 }
 
 impl GroupFile {
-    /// Opens an existing group for reading.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the group does not exist or is damaged.
+    /// Opens an existing group for reading. Fails if the group does not exist or is damaged.
     pub fn open(dir: &StateDir, name: &str) -> Outcome<(GroupFile, RateLimits)> {
         let file = open_locked(dir, name, false, false)?;
         let opened = GroupFile::over(name, file)?;
@@ -237,10 +216,6 @@ impl GroupFile {
     }
 
     /// Sets the limits of a group. Creates the group if it does not exist, and repairs it if it is damaged.
-    ///
-    /// # Errors
-    ///
-    /// Fails if its file cannot be created or written.
     pub fn set(dir: &StateDir, name: &str, limits: &RateLimits) -> Outcome {
         dir.create()?;
         let directory = dir.path().join(DIRECTORY);
@@ -263,11 +238,7 @@ impl GroupFile {
         Ok(())
     }
 
-    /// Removes a group without members, even if it is damaged.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the group has members, or cannot be removed.
+    /// Removes a group, even if it is damaged. Fails if the group has members.
     pub fn remove(dir: &StateDir, name: &str) -> Outcome {
         let file = open_locked(dir, name, false, true)?;
         if (0..MEMBERS_MAX).any(|slot| is_byte_locked(&file, slot)) {
@@ -286,20 +257,14 @@ impl GroupFile {
 }
 
 impl Joined {
-    /// Opens the group `name`, and makes `device` a member with the given weight.
-    ///
-    /// # Errors
-    ///
-    /// As [`GroupFile::open`]; also fails if the group has no free slot.
+    /// Opens the group `name`, and makes `device` a member with the given weight. Fails as
+    /// [`GroupFile::open`] does, and if the group has no free slot.
     pub fn open(dir: &StateDir, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
         Joined::in_locked(open_locked(dir, name, false, true)?, name, device, weight)
     }
 
-    /// Joins the group whose file another process has opened ([`open_for_daemon`]).
-    ///
-    /// # Errors
-    ///
-    /// Fails as [`Joined::open`] does, and if the group was removed meanwhile.
+    /// Joins the group whose file another process has opened ([`open_for_daemon`]). Fails as [`Joined::open`]
+    /// does, and if the group was removed meanwhile.
     pub fn over(file: File, name: &str, device: &str, weight: u32) -> Outcome<(Joined, Member)> {
         if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
             return Err(Failure::new(format!("group {name}: not a file")));
@@ -326,7 +291,6 @@ impl Joined {
         Ok((Joined { name, device, file, slot, boot, mapping }, member))
     }
 
-    /// Returns a keeper for the group, on behalf of its `member`.
     pub fn keeper(&self, member: &Member) -> Keeper {
         Keeper::new(self, member)
     }
@@ -337,17 +301,15 @@ impl Joined {
 pub struct Membership(Arc<Mutex<Option<Joined>>>);
 
 impl Membership {
-    /// Creates the membership of a device that has joined this group, or no group.
     pub fn new(joined: Option<Joined>) -> Membership {
         Membership(Arc::new(Mutex::new(joined)))
     }
 
-    /// The name of the group.
     pub fn group(&self) -> Option<String> {
         self.lock().as_ref().map(|joined| joined.name.clone())
     }
 
-    /// Replaces the group. The slot in the previous group becomes free.
+    /// The slot in the previous group becomes free.
     pub fn replace(&self, joined: Option<Joined>) {
         *self.lock() = joined;
     }

@@ -19,7 +19,6 @@ use crate::failure::Outcome;
 use crate::io_errors::IoErrorLog;
 
 pub const DEFAULT: &str = "30";
-/// The longest and the shortest time in seconds.
 const SECONDS_MAX: f64 = 86_400.0;
 const SECONDS_MIN: f64 = 0.1;
 /// Number of scans within the time that a request may take. The interval is limited by the two constants
@@ -32,14 +31,10 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const HELD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// How long the watcher waits for an engine's answer before it continues with the next engine.
 const ANSWER_WAIT: Duration = Duration::from_millis(100);
-/// Stack size of the watcher's thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Parses a value of `--hang-warning`: seconds, or 0 for no warnings.
-///
-/// # Errors
-///
-/// Returns the rule that the value breaks.
+/// Parses a value of `--hang-warning`: seconds, or 0 for no warnings. The error is the rule that the value
+/// breaks.
 pub fn parse(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(0.0) => Ok(Duration::ZERO),
@@ -56,7 +51,6 @@ pub struct HangCounters {
 }
 
 impl HangCounters {
-    /// How long a request may take; zero if there are no scans.
     pub fn limit(&self) -> Duration {
         Duration::from_nanos(self.limit_ns.load(Ordering::Relaxed))
     }
@@ -89,10 +83,6 @@ impl HangWatch {
     }
 
     /// Starts the thread, which passes its lines to `log`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the thread cannot be started.
     pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
         let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
         let first = watcher.interval();
@@ -101,7 +91,6 @@ impl HangWatch {
         Ok(())
     }
 
-    /// How long a request may take; zero if there are no scans.
     pub fn limit(&self) -> Duration {
         self.counters.limit()
     }
@@ -156,7 +145,6 @@ impl Watcher {
         Watcher { disk, queues, counters, now_ns, logged_held: false, log_held_from_ns: 0, io_errors }
     }
 
-    /// The time until the next scan.
     fn interval(&self) -> Duration {
         match self.counters.limit() {
             Duration::ZERO => CHECK_INTERVAL,
@@ -270,7 +258,6 @@ impl Watched {
     }
 }
 
-/// Logs the result of an engine's scan of `queue`.
 fn log_scan(disk: &Disk, queue: usize, scan: &HangScan, limit_ns: u64, log: &dyn Fn(&str)) {
     // Hangs that have ended come first: they were logged before the new ones.
     scan.completed.iter().for_each(|completion| log(&completion_line(completion)));
@@ -433,7 +420,6 @@ mod tests {
     }
 
     const LIMIT: Duration = Duration::from_secs(30);
-    /// Longer than any test takes.
     const HOUR: Duration = Duration::from_secs(3600);
 
     #[test]

@@ -15,12 +15,9 @@ use crate::options::{AttachOptions, Export, Record};
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DeviceInfo {
     pub name: String,
-    /// Process ID of the daemon.
     pub pid: u32,
-    /// How long the daemon has served the device.
     #[serde(default)]
     pub uptime_seconds: u64,
-    /// The directory with the device's files.
     #[serde(default)]
     pub state_directory: PathBuf,
     /// The daemon's log, or `None` if the log is standard error.
@@ -37,13 +34,11 @@ pub struct DeviceInfo {
     pub sector_size: u32,
     pub physical_sector_size: u32,
     pub read_only: bool,
-    /// Whether the device detaches with its last client.
     #[serde(default)]
     pub autoclear: bool,
     /// Number of requests that are held after I/O errors, until `blkq resume`.
     #[serde(default)]
     pub held: u64,
-    /// The block commit in progress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<CommitInfo>,
     /// Whether flushes complete without making data durable.
@@ -52,20 +47,17 @@ pub struct DeviceInfo {
     /// Whether the kernel was asked to scan for partitions.
     #[serde(default)]
     pub partscan: bool,
-    /// The confinement of the daemon.
     #[serde(default)]
     pub sandbox: Confinement,
     /// Whether the image file is accessed with direct I/O.
     pub direct_io: DirectIoInfo,
-    /// How the device was attached. Daemons of older versions do not send this.
+    /// Daemons of older versions do not send this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attach_options: Option<Record>,
     /// The operations that the device supports besides reading and writing.
     pub capabilities: Vec<String>,
-    /// The current settings, in order.
     #[serde(with = "typed::settings")]
     pub settings: Vec<(String, String)>,
-    /// Facts that the driver reports, in order.
     #[serde(with = "typed::facts")]
     pub driver_facts: Vec<(String, String)>,
     pub warnings: Vec<String>,
@@ -88,11 +80,9 @@ pub struct CommitInfo {
 /// so nothing in it may give the next daemon a privilege.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DaemonState {
-    /// Process ID of the daemon.
     pub pid: u32,
     /// The number of the served image in `NAME.options`.
     pub image: u64,
-    /// The block device and the URIs under which clients reach the device.
     pub exports: Vec<String>,
     /// How the storage of the image identifies the daemon, if it keeps other writers away.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -107,25 +97,18 @@ pub struct DaemonState {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StateFile {
     pub name: String,
-    /// Process ID of the daemon.
     pub pid: u32,
-    /// Path of the image, or `null:SIZE`, `ram:SIZE`.
     pub image: String,
-    /// The block device and the URIs under which clients reach the device.
     pub exports: Vec<String>,
     /// How the device was attached, unless [`BlockDevice::words`] says so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attach_options: Option<Record>,
-    /// The kernel's block device, if the device has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ublk: Option<BlockDevice>,
-    /// How the storage of the image identifies the daemon, if it keeps other writers away.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
-    /// The settings that were changed since the device was attached, in order.
     #[serde(default, with = "ordered")]
     pub settings: Vec<(String, String)>,
-    /// The number of the image in `NAME.options`.
     #[serde(skip)]
     pub number: Option<u64>,
     /// The file of the image, if it was recorded.
@@ -139,12 +122,9 @@ impl StateFile {
         self.attach_options.is_some() || self.ublk.as_ref().is_some_and(|ublk| !ublk.words.is_empty())
     }
 
-    /// The attach options of a device that another daemon can serve again after a kill: the device is not a block
-    /// device, and its data is not in the memory of the daemon.
-    ///
-    /// # Errors
-    ///
-    /// Names the option that this program does not understand.
+    /// The attach options of a device that another daemon can serve again after a kill: the device is not a
+    /// block device, and its data is not in the memory of the daemon. Fails if this program does not
+    /// understand an option.
     pub fn recoverable_options(&self) -> Outcome<Option<AttachOptions>> {
         let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
         let mut options = record.read()?;
@@ -158,11 +138,7 @@ impl StateFile {
 
     /// The attach options of a device that is served to a virtual machine and is not a block device. Such a
     /// device can be recovered: the front end reconnects to the next daemon, and has the record of the
-    /// requests in flight.
-    ///
-    /// # Errors
-    ///
-    /// Names the option that this program does not understand.
+    /// requests in flight. Fails if this program does not understand an option.
     pub fn guest_options(&self) -> Outcome<Option<AttachOptions>> {
         let (None, Some(record)) = (&self.ublk, &self.attach_options) else { return Ok(None) };
         let mut options = record.read()?;
@@ -200,12 +176,10 @@ impl BlockDevice {
     }
 }
 
-/// Direct I/O, as requested and as in effect.
+/// Direct I/O, as requested (`on`, `off` or `auto`) and as in effect (`on` or `off`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct DirectIoInfo {
-    /// `on`, `off` or `auto`.
     pub requested: String,
-    /// `on` or `off`.
     pub effective: String,
     /// Why direct I/O is off, or which alignment it requires.
     pub reason: String,
@@ -218,13 +192,9 @@ pub struct ClientInfo {
     /// How long the client has been connected.
     pub seconds: u64,
     pub requests: u64,
-    /// Number of requests that were answered with an error.
     pub errors: u64,
-    /// Number of bytes sent as data.
     pub read_bytes: u64,
-    /// Number of bytes received as data.
     pub written_bytes: u64,
-    /// Number of requests not answered yet.
     pub in_flight: u64,
 }
 
@@ -331,7 +301,6 @@ impl DeviceInfo {
 }
 
 impl StateFile {
-    /// The path of the image, even if it is not UTF-8.
     pub fn image_path(&self) -> PathBuf {
         image_path(&self.image, self.attach_options.as_ref())
     }

@@ -16,7 +16,6 @@ pub struct IoErrorLog {
 }
 
 impl IoErrorLog {
-    /// Adds the failures of a queue.
     pub fn add(&mut self, failures: Failures) {
         self.failures.add(failures);
     }

@@ -22,12 +22,10 @@ use crate::print_line;
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The hidden subcommand that runs the daemon.
 const SUBCOMMAND: &str = "daemon";
 
 pub struct Launched {
     pub info: DeviceInfo,
-    /// The daemon, a child of this process.
     pub daemon: Child,
 }
 
@@ -54,16 +52,11 @@ pub enum Program {
 }
 
 impl Program {
-    /// The program of the process `pid`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if this process may not inspect the other one.
+    /// Fails if this process may not inspect the process `pid`.
     pub fn of_process(pid: u32) -> std::io::Result<Program> {
         File::open(format!("/proc/{pid}/exe")).map(Program::Running)
     }
 
-    /// The path of the program, as seen by the child that executes it.
     fn path(&self) -> PathBuf {
         match self {
             Program::This => "/proc/self/exe".into(),
@@ -72,11 +65,8 @@ impl Program {
     }
 
     /// Starts a daemon that attaches a device, and waits until the device is ready. With `exit_with_parent`,
-    /// the device is detached when this process exits.
-    ///
-    /// # Errors
-    ///
-    /// Returns the failure that the daemon reports, or fails if it reports nothing.
+    /// the device is detached when this process exits. Fails with the failure that the daemon reports, if it
+    /// reports one.
     pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
         let flag = exit_with_parent.then_some("--exit-with-parent");
         let message = LaunchMessage { options: Record::new(options)?, settings: Vec::new(), succeeds: false };
@@ -85,10 +75,6 @@ impl Program {
 
     /// As [`Program::launch_attach`], for a device that its last daemon has handed over. `settings` are those
     /// that were changed while that daemon served the device.
-    ///
-    /// # Errors
-    ///
-    /// As [`Program::launch_attach`].
     pub fn launch_successor(
         &self,
         options: &AttachOptions,
@@ -109,12 +95,8 @@ impl Program {
         launch(self, flag, &name, &input)
     }
 
-    /// Starts a daemon that recovers the device `name`, whose last daemon has exited, and waits until the
-    /// device is ready.
-    ///
-    /// # Errors
-    ///
-    /// Returns the failure that the daemon reports, or fails if it reports nothing.
+    /// As [`Program::launch_attach`], for the device `name`, which the new daemon recovers because the last
+    /// one has exited.
     pub fn launch_recover(&self, name: &str) -> Outcome<Launched> {
         launch(self, Some("--recover"), name, &[])
     }
@@ -165,16 +147,11 @@ fn last_line(text: &[u8]) -> (&[u8], &[u8]) {
 }
 
 /// Prints the warnings about a new device, and its exports, one per line.
-///
-/// # Errors
-///
-/// Fails if standard output cannot be written.
 pub fn report(info: &DeviceInfo) -> Outcome {
     warn(info);
     info.exports.iter().try_for_each(|export| print_line(export))
 }
 
-/// Prints the warnings on standard error.
 pub fn warn(info: &DeviceInfo) {
     for warning in &info.warnings {
         crate::complain(&Failure::new(format!("{}: warning: {warning}", info.name)));

@@ -91,19 +91,13 @@ fn complete() {
     }
 }
 
-/// Prints a failure on standard error.
 pub fn complain(failure: &Failure) {
     // `eprintln!` panics if standard error is closed.
     let _ = writeln!(std::io::stderr(), "blkq: {failure}");
 }
 
-/// Prints `text` on standard output, without buffering.
-///
-/// If the reader of a pipe has closed its end, the process exits with 0 and prints nothing more.
-///
-/// # Errors
-///
-/// Returns the error of writing.
+/// Prints `text` on standard output, without buffering. If the reader of a pipe has closed its end, the
+/// process exits with 0 and prints nothing more.
 pub fn print(text: &str) -> Outcome {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -114,19 +108,11 @@ pub fn print(text: &str) -> Outcome {
 }
 
 /// Prints a line on standard output. Control characters in `text` are escaped.
-///
-/// # Errors
-///
-/// Fails as [`print()`] does.
 pub fn print_line(text: &str) -> Outcome {
     print(&format!("{}\n", blkq::text::escaped(text)))
 }
 
 /// Prints a value on standard output, as one line of JSON.
-///
-/// # Errors
-///
-/// Fails as [`print()`] does, or if the value cannot be encoded.
 pub fn print_json(value: &impl serde::Serialize) -> Outcome {
     let line = serde_json::to_string(value).map_err(|e| Failure::new(format!("cannot encode JSON: {e}")))?;
     print(&format!("{line}\n"))

@@ -13,7 +13,6 @@ use crate::info::StateFile;
 use crate::options::{AttachOptions, Format, image_text};
 use crate::state::{Fate, Found, StateDir, is_process_dying};
 
-/// The processes that hold locks on an image.
 pub struct Holders {
     /// Names the devices of the same state directory or, if there are none, the processes: "by the device a".
     pub text: String,
@@ -95,10 +94,6 @@ pub fn is_mounted(path: &Path) -> bool {
 /// Refuses to use the image of `options` for the device `name` if the image belongs to another device that
 /// waits for its next daemon. No lock protects such an image, and its next daemon reissues I/O that would
 /// overwrite newer data.
-///
-/// # Errors
-///
-/// Names the other device, with a hint.
 pub fn check_not_waiting(dir: &StateDir, name: &str, options: &AttachOptions) -> Outcome {
     for other in dir.names()?.into_iter().filter(|other| other != name) {
         let Some(state) = dir.read_state(&other) else { continue };
@@ -182,7 +177,6 @@ fn holder_check(path: &Path, file: FileId, window: Window) -> impl Fn(u32) -> bo
     move |pid| pid != own && has_lock(pid)
 }
 
-/// The names of the files in `directory` that are numbers.
 fn numbers(directory: &str) -> Vec<u32> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()

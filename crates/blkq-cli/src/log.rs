@@ -14,15 +14,10 @@ use crate::timestamp::rfc3339;
 /// Maximum size of the log in bytes. When it is exceeded, the newest half is kept.
 const LOG_BYTES_MAX: u64 = 256 << 10;
 
-/// The log file, if standard error was redirected to one.
 static FILE: Mutex<Option<File>> = Mutex::new(None);
 static PATH: OnceLock<PathBuf> = OnceLock::new();
 
 /// Redirects standard error of this process to `path`.
-///
-/// # Errors
-///
-/// Fails if the file cannot be created.
 pub fn redirect(path: &Path) -> Outcome {
     let failure = |e: std::io::Error| Failure::new(format!("cannot open the log {}: {e}", path.display()));
     let options = || OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(path);
@@ -33,7 +28,6 @@ pub fn redirect(path: &Path) -> Outcome {
     Ok(())
 }
 
-/// The path of the log file, or `None` if standard error was not redirected.
 pub fn path() -> Option<&'static Path> {
     PATH.get().map(PathBuf::as_path)
 }
@@ -78,7 +72,6 @@ fn one_line(text: &str) -> String {
     text.replace('\n', " | ").replace(char::is_control, "?")
 }
 
-/// Drops the older half of the lines.
 fn shorten(file: &File, length: u64) {
     let mut kept = vec![0; LOG_BYTES_MAX as usize / 2];
     let from = length.saturating_sub(LOG_BYTES_MAX / 2);

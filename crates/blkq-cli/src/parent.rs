@@ -6,7 +6,6 @@ use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_sig
 
 use crate::failure::{Failure, Outcome};
 
-/// The parent when this process started.
 static STARTED_BY: OnceLock<Option<Pid>> = OnceLock::new();
 
 /// Records the parent. Must be called first, because the parent may exit at any time.
@@ -14,11 +13,8 @@ pub fn note() {
     STARTED_BY.get_or_init(getppid);
 }
 
-/// Makes the kernel send SIGTERM to this process when the thread that started it exits.
-///
-/// # Errors
-///
-/// Fails if the parent has already exited; the kernel would send no signal then.
+/// Makes the kernel send SIGTERM to this process when the thread that started it exits. Fails if the parent
+/// has already exited; the kernel would send no signal then.
 pub fn exit_with_it() -> Outcome {
     set_parent_process_death_signal(Some(Signal::TERM))
         .map_err(|e| Failure::new(format!("cannot exit with the parent process: {e}")))?;

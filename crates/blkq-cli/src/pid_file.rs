@@ -35,11 +35,8 @@ pub struct PidFile {
 
 impl PidFile {
     /// Writes the ID of this process to the pid file of `options`, if they name one. The file appears with
-    /// its complete content, and replaces only a pid file that no daemon has locked.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the path holds anything else, or the file cannot be written. The path is left unchanged.
+    /// its complete content, and replaces only a pid file that no daemon has locked. Fails if the path holds
+    /// anything else, or the file cannot be written. The path is left unchanged.
     pub fn write(options: &AttachOptions) -> Outcome<Option<PidFile>> {
         let Some(path) = &options.pid_file else { return Ok(None) };
         let image = match &options.image {
@@ -83,11 +80,7 @@ impl Drop for PidFile {
     }
 }
 
-/// Resolves all symbolic links of `path`. The file itself need not exist.
-///
-/// # Errors
-///
-/// Fails if its directory does not exist.
+/// Resolves all symbolic links of `path`. The file itself need not exist, but its directory must.
 pub fn real_path(path: &Path) -> io::Result<PathBuf> {
     let mut path = std::path::absolute(path)?;
     for _ in 0..LINKS_MAX {
@@ -108,11 +101,8 @@ pub fn real_path(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::from_raw_os_error(libc::ELOOP))
 }
 
-/// Opens and locks the file at `path`, if there is one.
-///
-/// # Errors
-///
-/// Fails if the file is not a pid file that may be replaced.
+/// Opens and locks the file at `path`, if there is one. Fails if the file is not a pid file that may be
+/// replaced.
 fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     let shown = path.display();
     let failed = |e: io::Error| Failure::new(format!("--pid-file {shown}: {e}"));

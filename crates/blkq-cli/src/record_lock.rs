@@ -6,11 +6,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Locks a byte, which may be beyond the end of the file. The file must be open for writing.
-///
-/// # Errors
-///
-/// Returns [`io::ErrorKind::WouldBlock`] if the byte is locked through another open file description.
+/// Locks a byte, which may be beyond the end of the file. The file must be open for writing. Fails with
+/// [`io::ErrorKind::WouldBlock`] if the byte is locked through another open file description.
 pub fn lock_byte(file: &File, byte: usize) -> io::Result<()> {
     // SAFETY: the descriptor is open, and the structure outlives the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &of_byte(byte)) } {

@@ -13,11 +13,8 @@ use crate::failure::{Failure, Outcome};
 use crate::signals;
 
 /// Runs `work` in a child process and returns its result. Ctrl-C, the end of the terminal session, SIGTERM
-/// and even SIGKILL of this process do not stop `work`.
-///
-/// # Errors
-///
-/// Returns the failure of `work`, or fails if the child process cannot be started or was killed.
+/// and even SIGKILL of this process do not stop `work`. Fails if `work` fails, or if the child process cannot
+/// be started or was killed.
 pub fn in_own_session<T: Serialize + DeserializeOwned>(work: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
     let failed = |e: std::io::Error| Failure::new(format!("cannot start a process: {e}"));
     let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).map_err(|e| failed(e.into()))?;

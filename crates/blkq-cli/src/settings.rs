@@ -19,18 +19,14 @@ use crate::hangs;
 use crate::options::{AttachOptions, parse_group_name};
 use crate::similar::closest;
 
-/// A setting with its new value.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Setting {
-    /// Whether the device detaches after its last client.
     Autoclear(bool),
     /// Whether threads that wait for a full device submit several requests per wake-up.
     Batching(bool),
-    /// How often the clock is read for time stamps.
     Clock(ClockMode),
     /// Number of requests in flight, per queue.
     Depth(u16),
-    /// Whether I/O bypasses the page cache.
     DirectIo(DirectIo),
     /// Whether requests access the file concurrently.
     Dispatch(Dispatch),
@@ -41,10 +37,8 @@ pub enum Setting {
     Group(Option<String>),
     /// The time in flight after which a request is logged; zero for never.
     HangWarning(Duration),
-    /// Whether I/O is counted and timed.
     Iostats(bool),
     Limit(LimitMode),
-    /// Whether adjacent requests are merged.
     Merge(bool),
     /// Whether a request that fails is reported or held.
     OnError(ErrorPolicy),
@@ -54,14 +48,12 @@ pub enum Setting {
     Scheduler(SchedulerKind),
     /// Whether large reads of NBD clients that connect from now on are served in parts.
     SplitReads(bool),
-    /// The weight of the device in its group.
     Weight(u32),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Of {
     All,
-    /// Devices with an image file.
     Images,
     /// Devices that were attached with --fault.
     Faults,
@@ -83,18 +75,14 @@ impl Of {
     }
 }
 
-/// A key of `blkq set`.
 #[derive(Debug)]
 pub struct Key {
     pub name: &'static str,
-    /// The devices that have this setting.
     pub of: Of,
-    /// The values, for the help text.
     pub values: &'static str,
     read: Read,
 }
 
-/// Parses the value of the key with this name.
 type Read = fn(&'static str, &str) -> Outcome<Setting>;
 
 /// The keys, sorted by name.
@@ -144,11 +132,7 @@ impl Key {
         KEYS.iter().find(|key| key.name == name)
     }
 
-    /// Parses the value of this setting.
-    ///
-    /// # Errors
-    ///
-    /// Lists the valid values if `text` is not one of them.
+    /// The error lists the valid values.
     pub fn read(&self, text: &str) -> Outcome<Setting> {
         (self.read)(self.name, text)
     }
@@ -204,7 +188,6 @@ impl Setting {
         }
     }
 
-    /// Key and value as text, for a request or a state file.
     pub fn to_text(&self) -> (String, String) {
         (self.key().to_owned(), self.value())
     }
@@ -254,7 +237,6 @@ pub struct SettingGroups {
 }
 
 impl SettingGroups {
-    /// The groups for a device that is attached with `options`.
     pub fn new(options: &AttachOptions) -> SettingGroups {
         SettingGroups {
             image: matches!(options.image, DriverSpec::Image(_)),
@@ -283,11 +265,8 @@ impl SettingGroups {
         Key::find(key).is_some_and(|known| self.group(known.of))
     }
 
-    /// Parses a setting.
-    ///
-    /// # Errors
-    ///
-    /// Lists the settings that the device has if there is none named `key`, or the values that it accepts.
+    /// The error lists the settings that the device has if there is none named `key`, or the values that it
+    /// accepts.
     pub fn read(self, key: &str, value: &str) -> Outcome<Setting> {
         match Key::find(key) {
             Some(known) if self.group(known.of) => known.read(value),

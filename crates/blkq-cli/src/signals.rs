@@ -26,7 +26,6 @@ pub enum Signal {
 }
 
 impl Signal {
-    /// The name, as in signal(7).
     pub fn name(self) -> &'static str {
         match self {
             Signal::Terminate => "SIGTERM",
@@ -53,10 +52,6 @@ impl Signal {
 
     /// Performs the signal's default action: the process exits, or stops until it is continued. The handler
     /// is installed again when this returns.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the kernel.
     pub fn act(self) -> Outcome {
         set_action(self.number(), libc::SIG_DFL).map_err(failure)?;
         // SAFETY: the signal number is valid. The signal is sent to this thread, which handles it before the
@@ -66,9 +61,7 @@ impl Signal {
     }
 }
 
-/// The signals that a daemon handles.
 pub const DAEMON: [Signal; 3] = [Signal::Terminate, Signal::Interrupt, Signal::Hangup];
-/// The signals that a program with a terminal user interface handles.
 pub const TERMINAL: [Signal; 7] = [
     Signal::Terminate,
     Signal::Interrupt,
@@ -98,10 +91,6 @@ impl Signals {
     /// Installs handlers for the signals `handled`, even if this process inherited them blocked or ignored.
     /// Also ignores SIGXFSZ, so that writes beyond the file size limit fail instead. Must be called once,
     /// before there are other threads.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the kernel.
     pub fn install(handled: &[Signal]) -> Outcome<Signals> {
         let (pipe, sender) =
             pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| failure(e.into()))?;
@@ -141,10 +130,6 @@ impl AsFd for Signals {
 
 /// Makes the kernel discard the signals `ignored`, for a process that must complete its work. A daemon that
 /// this process starts installs handlers of its own.
-///
-/// # Errors
-///
-/// Returns the error of the kernel.
 pub fn ignore(ignored: &[Signal]) -> Outcome {
     ignored.iter().try_for_each(|signal| set_action(signal.number(), libc::SIG_IGN).map_err(failure))
 }

@@ -13,7 +13,6 @@ use serde::{Deserialize, Serialize};
 pub struct Statistics {
     /// Time of the monotonic clock at which the counters were read, in nanoseconds.
     pub time_ns: u64,
-    /// Nanoseconds since the device was attached.
     pub uptime_ns: u64,
     /// In the order of [`StatGroup::ALL`].
     groups: Vec<Group>,
@@ -38,7 +37,6 @@ pub struct Statistics {
     /// The value of `--hang-warning` in nanoseconds; 0 if it is off.
     #[serde(default)]
     pub hang_warning_ns: u64,
-    /// The counters of the request gate, where threads wait for tags.
     #[serde(default)]
     pub gate: Gate,
     /// The counters of the NBD servers, or `None` if there is none.
@@ -47,7 +45,6 @@ pub struct Statistics {
     /// The counters of vhost-user-blk, or `None` if the device is not served to virtual machines.
     #[serde(default)]
     pub vhost_user: Option<VhostUser>,
-    /// The sums of each queue, by index.
     #[serde(default)]
     pub queues: Vec<QueueSums>,
 }
@@ -99,9 +96,7 @@ pub struct Gate {
     /// How often a thread had to wait and was woken.
     pub waits: u64,
     pub wakeups: u64,
-    /// How often a thread was granted a batch of requests.
     pub grants: u64,
-    /// Maximum number of requests in one grant.
     pub largest_grant: u32,
 }
 
@@ -111,11 +106,9 @@ pub struct Throttle {
     /// The limits of the device itself, as `blkq set` parses them; empty if it has none. With `limit=auto`
     /// this is `auto`, or `auto (iops=9850)` with the limit just below the ceiling once that was found.
     pub limits: String,
-    /// The group of which the device is a member.
     pub group: Option<String>,
     /// The limits of the group; empty if it has none, or there is no group.
     pub group_limits: String,
-    /// The weight of the device in its group.
     pub weight: u32,
 }
 
@@ -123,7 +116,6 @@ pub struct Throttle {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Nbd {
     pub connected: u64,
-    /// Counters since the device was attached.
     #[serde(flatten)]
     pub counters: NbdCounters,
 }
@@ -132,13 +124,11 @@ pub struct Nbd {
 pub struct VhostUser {
     /// Number of connected front ends: 0 or 1.
     pub connected: u64,
-    /// Counters since the device was attached.
     #[serde(flatten)]
     pub counters: VhostUserCounters,
 }
 
 impl VhostUser {
-    /// The difference to `earlier`. `connected` keeps its current value.
     pub fn since(&self, earlier: &VhostUser) -> VhostUser {
         VhostUser { connected: self.connected, counters: self.counters.since(&earlier.counters) }
     }
@@ -157,7 +147,6 @@ impl Gate {
 }
 
 impl Nbd {
-    /// The difference to `earlier`. `connected` keeps its current value.
     pub fn since(&self, earlier: &Nbd) -> Nbd {
         Nbd { connected: self.connected, counters: self.counters.since(&earlier.counters) }
     }

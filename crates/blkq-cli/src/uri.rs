@@ -7,11 +7,8 @@ use std::path::PathBuf;
 /// An address to which clients connect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Place {
-    /// An NBD server.
     Nbd {
-        /// The address on which it listens.
         address: NbdAddress,
-        /// Whether clients must use TLS.
         tls: bool,
         /// The name of the export; empty for the default export.
         export: String,
@@ -20,12 +17,10 @@ pub enum Place {
     VhostUser(PathBuf),
 }
 
-/// The address of an NBD server.
+/// The address of an NBD server: a unix socket, or host and port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum NbdAddress {
-    /// A unix socket.
     Unix(PathBuf),
-    /// Host and port.
     Tcp(String, String),
 }
 

@@ -40,21 +40,12 @@ fn exports() -> Outcome<Vec<Export>> {
     words::options(image.into_iter().chain(given)).map(|options| options.exports).map_err(failed)
 }
 
-/// Checks the file.
-///
-/// # Errors
-///
-/// Returns the first mistake.
 pub fn check_defaults() -> Outcome {
     exports().map(drop)
 }
 
 /// Adds the default exports to options that have no exports, unless systemd passes sockets or another option
 /// excludes the default exports.
-///
-/// # Errors
-///
-/// Returns the first mistake in the file.
 pub fn with_defaults(options: AttachOptions) -> Outcome<AttachOptions> {
     if !options.exports.is_empty() || systemd::is_activated() {
         return Ok(options);

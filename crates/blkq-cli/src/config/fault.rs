@@ -7,7 +7,6 @@ use crate::failure::Failure;
 pub struct Fault {
     /// The line of the mistake, counted from 1. 0 if the mistake concerns the file as a whole.
     pub line: usize,
-    /// Describes the mistake, in one line.
     pub text: String,
 }
 

@@ -51,16 +51,11 @@ pub struct Configured {
     pub state: &'static str,
     /// The image, in the words of the command line.
     pub image: String,
-    /// The path of the configuration file.
     pub config: PathBuf,
 }
 
 impl ConfigFile {
-    /// Reads the file at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Returns all mistakes that concern single lines, in the order of the lines.
+    /// The error lists all mistakes that concern single lines, in the order of the lines.
     pub fn read(path: &Path) -> Result<ConfigFile, Vec<Fault>> {
         let whole = |text: String| vec![Fault { line: 0, text }];
         let text = read_text(path).map_err(|e| whole(e.to_string()))?;
@@ -118,18 +113,17 @@ impl ConfigFile {
         (!has_name).then(|| format!("--name={}", self.name()))
     }
 
-    /// The options of the device. Checks the rules between them, and the rules for services.
+    /// Checks the rules between the options, and the rules for services.
     pub fn options(&self) -> Result<AttachOptions, Fault> {
         self.attach_options().and_then(|options| self.check_for_service(options))
     }
 
-    /// The options of the device. Checks the rules between them.
+    /// Checks the rules between the options.
     pub fn attach_options(&self) -> Result<AttachOptions, Fault> {
         let options = self.unchecked_options()?;
         options.check().map(|()| options).map_err(|failure| self.fault_of(&failure))
     }
 
-    /// The options of the device. Does not check the rules between them.
     fn unchecked_options(&self) -> Result<AttachOptions, Fault> {
         if !self.has_image() {
             return Err(self.no_image());
@@ -284,10 +278,6 @@ pub fn files() -> Outcome<Vec<PathBuf>> {
 }
 
 /// The configured devices: for each file in the directory the device, or the first mistake in the file.
-///
-/// # Errors
-///
-/// Fails if the directory cannot be read.
 pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
     let device = |path: &Path| {
         let file =
@@ -309,11 +299,7 @@ pub fn path_of(name: &str) -> PathBuf {
     directory().join(format!("{name}.{SUFFIX}"))
 }
 
-/// The options in the configuration file of the device `name`.
-///
-/// # Errors
-///
-/// Returns the first mistake in the file.
+/// The options in the configuration file of the device `name`, or the first mistake in the file.
 pub fn named(name: &str) -> Outcome<AttachOptions> {
     let path = path_of(name);
     let file = ConfigFile::read(&path).map_err(|faults| first(&faults, &path))?;
@@ -322,10 +308,6 @@ pub fn named(name: &str) -> Outcome<AttachOptions> {
 
 /// The image file that the configuration file of the device `name` names. `None` if there is no configuration
 /// file, or if its image is not a file.
-///
-/// # Errors
-///
-/// Returns the first mistake in the configuration file.
 pub fn image_of(name: &str) -> Outcome<Option<PathBuf>> {
     // `exists()` would return false for a file that this user may not inspect.
     if fs::symlink_metadata(path_of(name)).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
@@ -350,10 +332,6 @@ pub fn first(faults: &[Fault], path: &Path) -> Failure {
 /// Inserts the words of the configuration file of `attach --config` in front of the other words of the
 /// command line. The command line has priority: an option of the file is left out if the command line
 /// contains the same option, or one that conflicts with it.
-///
-/// # Errors
-///
-/// Returns the first mistake in the file.
 pub fn expand(words: Vec<OsString>, command: impl FnOnce() -> Command) -> Outcome<Vec<OsString>> {
     if words.get(1).is_none_or(|word| word != "attach") {
         return Ok(words);

@@ -21,7 +21,6 @@ pub struct Words {
     pub key: String,
     /// The line of the key, counted from 1.
     pub line: usize,
-    /// The argument of the command line.
     pub id: Id,
     /// The words of the command line; empty if the value is false.
     pub words: Vec<String>,
@@ -49,11 +48,7 @@ fn argument<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
     })
 }
 
-/// Parses the words of all keys.
-///
-/// # Errors
-///
-/// Returns the first mistake, in one line.
+/// The error is the first mistake, in one line.
 pub fn options(words: impl Iterator<Item = String>) -> Result<AttachOptions, String> {
     parsed(words).map_err(|error| first_line(&error))
 }
@@ -85,28 +80,21 @@ fn invalid_value(key: &str, error: &clap::Error) -> String {
     }
 }
 
-/// The keys of a text, and the mistakes in it.
 pub struct Parsed {
     /// The valid keys, in the order of their lines.
     pub keys: Vec<Words>,
     /// All mistakes that concern single lines, in the order of the lines.
     pub faults: Vec<Fault>,
-    /// The keys that have a mistake.
     pub faulty: Vec<String>,
 }
 
 impl Parsed {
-    /// Returns the keys.
-    ///
-    /// # Errors
-    ///
-    /// Returns all mistakes, if there are any.
+    /// Returns the keys, or all mistakes if there are any.
     pub fn all(self) -> Result<Vec<Words>, Vec<Fault>> {
         if self.faults.is_empty() { Ok(self.keys) } else { Err(self.faults) }
     }
 }
 
-/// Parses the keys of `text`.
 pub fn parse(text: &str) -> Parsed {
     let line =
         |at: usize| 1 + text.as_bytes()[..at.min(text.len())].iter().filter(|byte| **byte == b'\n').count();
@@ -158,7 +146,6 @@ fn words_of(command: &Command, key: &str, value: &DeValue) -> Result<(Id, Vec<St
     Ok((argument.get_id().clone(), words))
 }
 
-/// The word that gives the option `key` this value.
 fn word(key: &str, value: &DeValue) -> Result<String, String> {
     let text = match value {
         DeValue::String(text) => text.to_string(),

@@ -13,9 +13,7 @@ use rustix::fs::ftruncate;
 use super::{Joined, has_room, lock_whole, map, unlock, used_slots};
 use crate::failure::{Failure, Outcome};
 
-/// How often the group is checked.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// Stack size of the thread.
 const STACK_BYTES: usize = 128 << 10;
 
 /// A member's knowledge of its group, which is enough to repair the file.
@@ -33,7 +31,6 @@ pub struct Keeper {
     weight: u32,
 }
 
-/// A group that was repaired.
 pub struct Repaired {
     /// The new membership, if the previous one can no longer be used.
     pub member: Option<Member>,
@@ -41,7 +38,6 @@ pub struct Repaired {
 }
 
 impl Keeper {
-    /// Creates a keeper for a group that `member` has just joined.
     pub(super) fn new(joined: &Joined, member: &Member) -> Keeper {
         let Joined { name, device, file, slot, boot, mapping } = joined;
         let group = member.group();
@@ -75,12 +71,9 @@ impl Keeper {
         }
     }
 
-    /// Checks the group of `member`, and repairs it if it is damaged.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the group cannot be repaired now, because another command has locked it or its file cannot be
-    /// written. Also fails if the file was removed; `blkq group` removes only groups without members.
+    /// Checks the group of `member`, and repairs it if it is damaged. Fails if the group cannot be repaired
+    /// now, because another command has locked it or its file cannot be written. Also fails if the file was
+    /// removed; `blkq group` removes only groups without members.
     pub fn check(&mut self, member: &Member) -> Outcome<Option<Repaired>> {
         if self.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0) {
             let name = &self.name;
@@ -143,16 +136,11 @@ pub struct GroupWatch {
 }
 
 impl GroupWatch {
-    /// Prepares to watch the group of which `disk` is a member.
     pub fn new(keeper: Keeper, disk: Arc<Disk>) -> GroupWatch {
         GroupWatch { keeper: Some((keeper, disk)), thread: None }
     }
 
     /// Starts the thread, which passes its lines to `log`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the thread cannot be started.
     pub fn start(&mut self, log: impl Fn(&str) + Send + 'static) -> Outcome {
         let Some((mut keeper, disk)) = self.keeper.take() else { return Ok(()) };
         // A failure is logged only if it differs from the previous one.
@@ -204,7 +192,6 @@ mod tests {
             Device { keeper, member: Arc::new(member), _joined: joined }
         }
 
-        /// Returns whether something was repaired.
         fn check(&mut self) -> bool {
             let Some(repaired) = self.keeper.check(&self.member).unwrap() else { return false };
             if let Some(member) = repaired.member {

@@ -25,7 +25,6 @@ use crate::failure::{Failure, Outcome};
 
 pub use page::Sample;
 
-/// Stack size of the thread.
 const STACK_BYTES: usize = 256 << 10;
 
 /// The metrics endpoint, which serves until this is dropped.
@@ -48,10 +47,6 @@ pub fn exposed(address: &SocketAddr) -> Failure {
 impl Endpoint {
     /// Listens. Requests are answered only after [`Endpoint::start`]. Refuses an address that other machines
     /// can reach unless `insecure` is set, because the metrics show how busy the device is.
-    ///
-    /// # Errors
-    ///
-    /// Fails if listening on this address fails or is refused.
     pub fn bind(listen: Listen, insecure: bool) -> Outcome<Endpoint> {
         let during = |e: Failure| e.during("--metrics");
         let listener = listen.listen().map_err(|e| during(e.into()))?;
@@ -75,10 +70,6 @@ impl Endpoint {
 
     /// Starts the thread. It answers with what `read` returns, or that the device is stopping if that is
     /// `None`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the thread cannot be started.
     pub fn start(&mut self, read: impl Fn() -> Option<Sample> + Send + 'static) -> Outcome {
         let Some(listener) = self.listener.take() else { return Ok(()) };
         let stop = self.stop.clone();

@@ -15,14 +15,12 @@ const LATENCY_BITS: (u32, u32) = (10, 35);
 /// Counters of the endpoint itself.
 #[derive(Default)]
 pub struct Served {
-    /// Number of requests answered with metrics.
     pub answered: AtomicU64,
     pub refused: AtomicU64,
     /// Number of connections closed because they took too long, or to make room for others.
     pub shed: AtomicU64,
 }
 
-/// The values of a device at one time.
 pub struct Sample {
     pub name: String,
     pub size_bytes: u64,
@@ -229,7 +227,6 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// Escapes the value of a label.
 fn escape(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

@@ -14,14 +14,11 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags, accept_with, recv
 use super::http::{self, Asked, HEAD_BYTES_MAX};
 use super::page::{self, Sample, Served};
 
-/// Maximum number of connections at a time.
 const CONNECTIONS_MAX: usize = 16;
-/// Maximum duration of a connection.
 const CONNECTION_TIME: Duration = Duration::from_secs(5);
 /// Maximum number of bytes that are received and dropped after the answer. Closing a socket with unread input
 /// would reset the connection, and the answer could be lost.
 const LATE_BYTES_MAX: usize = 1 << 20;
-/// How long to pause after accept has failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The nice value of the thread ([`setpriority(2)`]), so that it does not delay engines.
 const NICE: i32 = 10;

@@ -26,21 +26,14 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 const UNIQUE_NAMES_MAX: u32 = 10_000;
 
 impl StateDir {
-    /// Claims `name` for a new device.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the name is malformed, too long for this directory, or in use.
+    /// Claims `name` for a new device. Fails if the name is malformed, too long for this directory, or in
+    /// use.
     pub fn claim(&self, name: &str) -> Outcome<Claim> {
         self.claim_as(name, Taker::Attach)
     }
 
     /// Claims `name` for the next daemon of an existing device. Unlike [`StateDir::claim`], this keeps the
     /// state file, so that recovery can be tried again if this daemon fails to start.
-    ///
-    /// # Errors
-    ///
-    /// As [`StateDir::claim`].
     pub fn claim_for_successor(&self, name: &str) -> Outcome<Claim> {
         self.claim_as(name, Taker::Successor)
     }
@@ -80,11 +73,8 @@ impl StateDir {
     }
 
     /// Claims the first free name of `wanted`, `wanted-2`, `wanted-3` and so on. Characters that a name must
-    /// not contain are replaced.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the path of the directory is too long for any name, or if the directory cannot be written.
+    /// not contain are replaced. Fails if the path of the directory is too long for any name, or if the
+    /// directory cannot be written.
     pub fn claim_unique(&self, wanted: &str) -> Outcome<Claim> {
         let room = self.name_bytes_max();
         // The shortest name that is accepted here is three bytes long; the suffix needs five more ("-9999").
@@ -114,10 +104,6 @@ impl StateDir {
 
     /// Claims the orphaned device `name` for its next daemon. Returns `None` if another process holds the
     /// name, or if there is no such orphan.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be written.
     pub fn take_orphan(&self, name: &str) -> Outcome<Option<Orphan>> {
         Ok(match Claim::take(self, name, Taker::Successor)? {
             Attempt::Orphan(orphan) => Some(*orphan),
@@ -127,10 +113,6 @@ impl StateDir {
 
     /// Removes the files of a daemon that has died, unless its block device still exists (see
     /// [`Dead::Orphan`]) or another daemon is taking over the device.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be written.
     pub fn clear_dead(&self, name: &str) -> Outcome<Dead> {
         let last_line = last_lines(&self.last_log(name)).ok().and_then(|mut lines| lines.pop());
         Ok(match Claim::take(self, name, Taker::Cleaner)? {
@@ -303,7 +285,6 @@ impl Claim {
         self.dir.file(&self.name, suffix)
     }
 
-    /// Whether the files stay when the claim is dropped.
     pub fn is_kept(&self) -> bool {
         self.kept
     }
@@ -321,21 +302,11 @@ impl Claim {
         !matches!(orphan(self.dir.read_state(&self.name)), Ok(None))
     }
 
-    /// Removes a stale socket.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be written.
     pub fn remove_socket(&self, suffix: &str) -> Outcome {
         let path = self.file(suffix);
         remove(&path).map_err(|e| Failure::new(format!("socket {}: {e}", path.display())))
     }
 
-    /// As [`StateDir::write_state`].
-    ///
-    /// # Errors
-    ///
-    /// As [`StateDir::write_state`].
     pub fn write_state(&self, state: &impl serde::Serialize) -> Outcome<File> {
         self.dir.write_state(&self.name, state)
     }
@@ -343,10 +314,6 @@ impl Claim {
     /// Records that the device is attached to the image at `path` with `options`, and that its block device,
     /// if it has one, has the cookie `ublk`. Returns the number of the image. Must be called before the first
     /// client connects.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be written.
     pub fn write_options(&self, path: &str, options: &Record, ublk: Option<u64>) -> Outcome<u64> {
         self.dir.write_options(&self.name, path, options, ublk)
     }

@@ -61,12 +61,10 @@ pub struct OptionsFile {
 struct ImageEntry {
     /// Identifies the entry in `NAME.json`.
     number: u64,
-    /// Path of the image, or `null:SIZE`, `ram:SIZE`.
     path: String,
     /// The file that was at `path`; it may have been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
-    /// How the device is attached to the image.
     options: Record,
 }
 
@@ -77,12 +75,8 @@ impl ImageEntry {
 }
 
 impl OptionsFile {
-    /// Parses `NAME.options`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the text is malformed, or was written by a version of blkq whose format this one does not
-    /// know.
+    /// Parses `NAME.options`. Fails if the text is malformed, or was written by a version of blkq whose
+    /// format this one does not know.
     pub fn parse(text: &[u8]) -> Outcome<OptionsFile> {
         let file: OptionsFile = serde_json::from_slice(text).map_err(|e| Failure::new(e.to_string()))?;
         match file.version {
@@ -179,10 +173,7 @@ impl StateDir {
     }
 
     /// Records that the device `name` may switch to the image at `path`, with `options`, under `number`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if another command has taken that number, or the file cannot be written.
+    /// Fails if another command has taken that number.
     pub fn add_image(&self, name: &str, number: u64, path: &str, options: &Record) -> Outcome {
         let current = self.read_state(name).and_then(|state| state.number);
         self.change_options(name, |file| {
@@ -262,10 +253,6 @@ impl StateDir {
     /// Records that the device `name` is attached to the image at `path` with `options`, and has the kernel's
     /// block device `ublk`. Returns the number of the image. Only the daemon calls this, before it has
     /// clients.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be written.
     pub(super) fn write_options(
         &self,
         name: &str,
@@ -299,10 +286,6 @@ impl StateDir {
 
     /// Replaces the state file of a device atomically, and returns it open for writing. Only the daemon of
     /// the device calls this.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be written.
     pub fn write_state(&self, name: &str, state: &impl Serialize) -> Outcome<File> {
         let path = self.file(name, ".json");
         let new = self.file(name, ".json.new");
@@ -353,10 +336,6 @@ fn write_new(path: &Path, value: &impl Serialize) -> io::Result<File> {
 /// Overwrites an open state file in place, for a confined daemon that cannot create files. A single write
 /// that never shortens the file replaces the content, so the file is complete whenever this process is
 /// killed. The space is reserved first, so a full file system leaves the old content.
-///
-/// # Errors
-///
-/// Fails if the file system is full, or the file cannot be written.
 pub fn overwrite_state(file: &File, state: &impl Serialize) -> Outcome {
     let failure = |e: io::Error| Failure::new(format!("state file: {e}"));
     let mut text = line(state).map_err(failure)?;

@@ -49,18 +49,13 @@ const OPTIONS: &str = ".options";
 /// The log of the previous daemon, if that daemon died.
 const OLD_LOG: &str = ".log.1";
 
-/// The directory with the state of one user's devices.
 #[derive(Clone, Debug)]
 pub struct StateDir(PathBuf);
 
 impl StateDir {
     /// Returns the state directory of this user, which may not exist yet: `/run/blkq` for root,
     /// `$XDG_RUNTIME_DIR/blkq` for other users. Root's `XDG_RUNTIME_DIR` is not used, because it is removed
-    /// at the end of the session, and root's devices stay.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the user has no runtime directory.
+    /// at the end of the session, and root's devices stay. Fails if the user has no runtime directory.
     pub fn locate() -> Outcome<StateDir> {
         if let Some(path) = std::env::var_os(STATE_DIR_VARIABLE).filter(|path| !path.is_empty()) {
             let path = std::path::absolute(&path)
@@ -78,11 +73,8 @@ impl StateDir {
         }
     }
 
-    /// Creates the directory with mode 0700, unless it exists.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be created, belongs to another user, or is writable by others.
+    /// Creates the directory with mode 0700, unless it exists. Fails if the directory cannot be created,
+    /// belongs to another user, or is writable by others.
     pub fn create(&self) -> Outcome {
         let failure = |why: String| {
             Failure::new(format!(
@@ -109,10 +101,6 @@ impl StateDir {
 
     /// Waits for an exclusive lock on the directory, which makes several steps atomic. Closing the returned
     /// file releases the lock.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory cannot be opened or locked.
     pub fn lock(&self) -> Outcome<File> {
         let failure =
             |e: io::Error| Failure::new(format!("cannot lock the state directory {}: {e}", self.0.display()));
@@ -125,16 +113,12 @@ impl StateDir {
         self.0.join(format!("{name}{suffix}"))
     }
 
-    /// The socket on which the daemon of the device accepts commands.
     pub fn control_socket(&self, name: &str) -> PathBuf {
         self.file(name, ".control")
     }
 
-    /// Connects to the control socket of `name`. `timeout` must not be 0.
-    ///
-    /// # Errors
-    ///
-    /// Returns [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if no daemon listens, and
+    /// Connects to the control socket of `name`. `timeout` must not be 0. Fails with
+    /// [`io::ErrorKind::NotFound`] or [`io::ErrorKind::ConnectionRefused`] if no daemon listens, and
     /// [`io::ErrorKind::TimedOut`] if the daemon accepts no connections and its backlog is full.
     pub fn connect(&self, name: &str, timeout: Duration) -> io::Result<UnixStream> {
         let address = SocketAddrUnix::new(self.control_socket(name))?;
@@ -148,10 +132,6 @@ impl StateDir {
     }
 
     /// The sorted names of all lock files, including those of daemons that died.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the directory exists and cannot be read.
     pub fn names(&self) -> Outcome<Vec<String>> {
         let entries = match fs::read_dir(&self.0) {
             Ok(entries) => entries,
@@ -187,11 +167,7 @@ fn allowed(c: char) -> bool {
 }
 
 /// Checks that a device may have the name `name`: letters and digits of any script and `. _ - + @`, beginning
-/// with a letter or a digit.
-///
-/// # Errors
-///
-/// Returns the rule that `name` breaks.
+/// with a letter or a digit. Fails with the rule that `name` breaks.
 pub fn check_name(name: &str) -> Result<(), &'static str> {
     if !name.starts_with(char::is_alphanumeric) {
         return Err("a name begins with a letter or a digit");

@@ -12,7 +12,6 @@ use super::{OLD_LOG, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::file_id::FileId;
 
-/// Number of log lines that are shown.
 const LINES: usize = 10;
 /// Number of bytes at the end of the log in which these lines are searched.
 const TAIL_BYTES: u64 = 8 << 10;
@@ -20,7 +19,6 @@ const TAIL_BYTES: u64 = 8 << 10;
 #[derive(Debug)]
 pub enum Found {
     Nothing,
-    /// A process owns the name and does not answer.
     Busy(Busy),
     Remains(Box<Remains>),
 }
@@ -30,7 +28,6 @@ pub enum Found {
 pub struct Busy {
     /// `None` if the process has not written its ID to the lock file yet.
     pid: Option<u32>,
-    /// Whether the control socket exists.
     has_socket: bool,
 }
 
@@ -66,14 +63,12 @@ impl Fate {
     }
 }
 
-/// A device whose daemon died.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Remains {
     pub name: String,
     pub state: Fate,
     /// Whether `blkq recover` can serve the device again.
     pub recoverable: bool,
-    /// Process ID of the daemon that died.
     pub pid: Option<u32>,
     /// Path of the image; empty if the daemon died before it recorded the path.
     pub image: String,
@@ -82,7 +77,6 @@ pub struct Remains {
     pub file: Option<FileId>,
     /// The URIs and block devices under which clients reached the device.
     pub exports: Vec<String>,
-    /// Path of the daemon's log.
     pub log: PathBuf,
     pub log_lines: Vec<String>,
     /// The message for the user: all of the above in one line, with a hint.
@@ -97,10 +91,6 @@ impl Remains {
 
 impl StateDir {
     /// Inspects the device `name`, whose daemon does not answer.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the lock file cannot be read, or the kernel cannot be asked for the block device.
     pub fn inspect(&self, name: &str) -> Outcome<Found> {
         let lock = self.file(name, ".lock");
         let owns = |pid| !has_exited(pid) && has_open(pid, &lock) && !self.holder_is_dying(name);

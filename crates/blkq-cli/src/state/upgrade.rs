@@ -16,11 +16,8 @@ impl StateDir {
     /// Locks the device for a handover to another daemon, until the returned file is closed or this process
     /// exits. The lock is a record lock on a byte of `NAME.lock`; the daemons lock the whole file with
     /// flock(2), which is independent of it. If `is_reserved`, no new device can claim the name meanwhile,
-    /// and no command removes the files of the last daemon. Returns `None` if there is no such device.
-    ///
-    /// # Errors
-    ///
-    /// Fails if another process holds the lock, or the file cannot be opened.
+    /// and no command removes the files of the last daemon. Returns `None` if there is no such device. Fails
+    /// if another process holds the lock, or the file cannot be opened.
     pub fn lock_upgrade(&self, name: &str, is_reserved: bool) -> Outcome<Option<File>> {
         let path = self.file(name, ".lock");
         let failure = |e: io::Error| Failure::new(format!("cannot lock {}: {e}", path.display()));
@@ -39,7 +36,6 @@ impl StateDir {
         }
     }
 
-    /// Whether the lock file is reserved for the next daemon of the device.
     pub(super) fn is_reserved(lock: &File) -> bool {
         is_byte_locked(lock, RESERVED_BYTE)
     }

@@ -80,7 +80,6 @@ fn categories_of(event: &TraceEvent) -> u32 {
 pub struct Encoder {
     /// The number of the last record of each queue. Readers detect lost events as gaps in these numbers.
     sequences: Vec<u32>,
-    /// Clients whose name has been written.
     named: HashSet<TraceClient>,
 }
 

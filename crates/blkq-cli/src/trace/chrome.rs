@@ -11,7 +11,6 @@ use super::io_tracker::{CompletedRequest, Stage};
 /// The process ID that represents the device in the file.
 const PROCESS: u32 = 1;
 
-/// The first bytes of such a file.
 pub const HEAD: &[u8] = b"[\n{";
 
 pub struct ChromeWriter<W: Write> {
@@ -33,10 +32,6 @@ fn stage_name(stage: Stage) -> &'static str {
 impl<W: Write> ChromeWriter<W> {
     /// Begins a file for the device `name` with the given number of queues. Times in the file are relative to
     /// `since_ns`.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of `out`.
     pub fn new(mut out: W, name: &str, queues: usize, since_ns: u64) -> io::Result<ChromeWriter<W>> {
         let name_of = |what: &str, thread: usize, name: &str| json!({"ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": {"name": name}});
         write!(out, "[\n{}", name_of("process_name", 0, &format!("blkq {name}")))?;
@@ -47,10 +42,6 @@ impl<W: Write> ChromeWriter<W> {
     }
 
     /// Writes a request of `queue`: a slice for its whole duration, and within it a slice per stage.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the file.
     pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> io::Result<()> {
         let Some((_, begin_ns)) = request.stages.first() else { return Ok(()) };
         self.requests += 1;
@@ -70,7 +61,6 @@ impl<W: Write> ChromeWriter<W> {
         self.slice(queue, 'e', &name, request.completed_ns, None)
     }
 
-    /// Writes the begin or the end event of a slice of the current request.
     fn slice(
         &mut self,
         queue: usize,
@@ -89,11 +79,6 @@ impl<W: Write> ChromeWriter<W> {
         write!(self.out, ",\n{event}")
     }
 
-    /// Completes the file.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the file.
     pub fn finish(mut self) -> io::Result<()> {
         self.out.write_all(b"\n]\n")?;
         self.out.flush()

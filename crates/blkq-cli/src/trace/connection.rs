@@ -23,9 +23,6 @@ pub struct TraceConnection {
 
 impl TraceConnection {
     /// Makes the daemon of `name` trace its device, with `ring_bytes` bytes for the events of each queue.
-    ///
-    /// # Errors
-    ///
     /// Fails if there is no such device, if it is already being traced, or if the daemon does not support
     /// this trace.
     pub fn open(dir: &StateDir, name: &str, ring_bytes: u64) -> Outcome<TraceConnection> {

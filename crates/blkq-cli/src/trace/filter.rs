@@ -37,7 +37,6 @@ impl Condition {
 pub struct Filter(Vec<Condition>);
 
 impl Filter {
-    /// Whether all conditions hold for an I/O that has completed.
     pub fn holds(&self, io: &Io, completed_ns: u64) -> bool {
         self.0.iter().all(|condition| condition.holds(io, completed_ns))
     }
@@ -94,7 +93,6 @@ impl Filtered {
         Filtered { filter, waiting: VecDeque::new(), requests: Vec::new(), discarded: 0 }
     }
 
-    /// Adds the next item, with its effects.
     pub fn push(&mut self, item: Item, effects: Effects) {
         if let Some((io, completed_ns)) = &effects.io {
             let kept = self.filter.holds(io, *completed_ns);

@@ -22,7 +22,6 @@ pub enum Decision {
     MergedInto(SharedDecision),
 }
 
-/// The decision, shared by all events of an I/O.
 pub type SharedDecision = Rc<RefCell<Decision>>;
 
 /// The decision on an I/O, or on the one into which it was finally merged.
@@ -44,7 +43,6 @@ pub struct Io {
     pub operation: Operation,
     /// Size in bytes: the larger of its largest bio and its largest request.
     pub bytes: u32,
-    /// The decision on all its events.
     pub decision: SharedDecision,
     /// Number of requests, and of bios without a request, that have not completed.
     open: u32,
@@ -70,14 +68,12 @@ pub enum Stage {
 pub struct CompletedRequest {
     /// The stages and their start times in nanoseconds. Each stage ends when the next one starts.
     pub stages: Vec<(Stage, u64)>,
-    /// When the request completed, in nanoseconds.
     pub completed_ns: u64,
     pub operation: Operation,
     pub sector: Sector,
     pub bytes: u32,
     /// The client of its first bio.
     pub client: TraceClient,
-    /// The error, if the request failed.
     pub status: Option<Status>,
 }
 
@@ -86,7 +82,6 @@ pub struct CompletedRequest {
 pub struct Effects {
     /// The decision on the I/O of the event, or `None` if the event belongs to no tracked I/O.
     pub decision: Option<SharedDecision>,
-    /// The request that the item completes.
     pub request: Option<CompletedRequest>,
     /// The I/O that the item completes, and the time in nanoseconds.
     pub io: Option<(Io, u64)>,
@@ -119,7 +114,6 @@ impl IoTracker {
         IoTracker { queues: (0..queues).map(|_| QueueTracker::default()).collect() }
     }
 
-    /// Processes the next item of a queue.
     pub fn observe(&mut self, item: &Item) -> Effects {
         let queue = &mut self.queues[item.queue];
         match &item.kind {
@@ -218,7 +212,6 @@ impl QueueTracker {
         self.next
     }
 
-    /// Assigns the bio to the I/O `id`.
     fn own(&mut self, bio: u32, id: u64) {
         if bio != NO_BIO {
             self.bios.insert(bio, id);

@@ -11,7 +11,6 @@ pub struct Item {
     pub kind: ItemKind,
 }
 
-/// An event, or a gap between two events.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ItemKind {
     Event(TraceEvent),

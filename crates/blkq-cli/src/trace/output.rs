@@ -15,7 +15,6 @@ use super::io_tracker::CompletedRequest;
 use super::item::Item;
 use super::lines::line;
 
-/// The start of a trace.
 pub struct TraceStart<'a> {
     pub name: &'a str,
     pub queues: usize,
@@ -25,7 +24,6 @@ pub struct TraceStart<'a> {
     pub since_epoch: Duration,
 }
 
-/// The failure of an output.
 pub enum OutputError {
     /// The reader of standard output has closed it.
     Closed,
@@ -75,10 +73,6 @@ impl Output {
 
     /// Creates the files `PREFIX.blktrace.0` and so on, one per queue. `place` is the prefix, or a directory
     /// for files with the name of the device.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a file cannot be created.
     pub fn files(place: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
         let prefix = if place.is_dir() { place.join(start.name) } else { place.to_owned() };
         let path_of = |queue: usize| {
@@ -100,10 +94,6 @@ impl Output {
     }
 
     /// Creates a file of slices.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the file cannot be created.
     pub fn chrome(path: &Path, start: &TraceStart<'_>) -> Outcome<Output> {
         let file = create(path, chrome::HEAD)?;
         let writer = ChromeWriter::new(file, start.name, start.queues, start.time_ns);
@@ -116,11 +106,6 @@ impl Output {
         matches!(self, Output::Chrome(..))
     }
 
-    /// Writes `items`.
-    ///
-    /// # Errors
-    ///
-    /// Fails if they cannot be written.
     pub fn items(&mut self, items: &[Item]) -> Result<(), OutputError> {
         match self {
             Output::Lines { since_ns, text } => {
@@ -151,10 +136,6 @@ impl Output {
     }
 
     /// Writes a completed request, if the output consists of slices.
-    ///
-    /// # Errors
-    ///
-    /// As [`Output::items`].
     pub fn request(&mut self, queue: usize, request: &CompletedRequest) -> Result<(), OutputError> {
         match self {
             Output::Chrome(path, writer) => writer.request(queue, request).map_err(|e| failed(path, &e)),
@@ -163,10 +144,6 @@ impl Output {
     }
 
     /// Completes the output. Returns the paths of its files.
-    ///
-    /// # Errors
-    ///
-    /// As [`Output::items`].
     pub fn finish(self) -> Result<Vec<PathBuf>, OutputError> {
         match self {
             Output::Lines { .. } => Ok(Vec::new()),

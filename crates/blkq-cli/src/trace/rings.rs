@@ -20,7 +20,6 @@ struct QueueRing {
     lost: u64,
 }
 
-/// The items of one read.
 pub struct Batch {
     pub items: Vec<Item>,
     /// Whether there is more to read now.
