@@ -67,7 +67,6 @@ impl Drop for Place {
     }
 }
 
-/// Validates a document against the JSON schema.
 fn against_schema(document: &Value) -> Result<(), String> {
     let (mut schemas, mut compiler) = (boon::Schemas::new(), boon::Compiler::new());
     compiler.set_default_draft(boon::Draft::V2020_12);

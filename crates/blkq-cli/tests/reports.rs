@@ -144,7 +144,7 @@ fn a_device_shows_where_its_files_are_in_typed_json() {
     assert!(page.contains(&log), "{page}");
 }
 
-/// Has the command run without io_uring, as in a container that forbids it.
+/// Makes the command run without io_uring, as in a container that forbids it.
 fn without_io_uring(command: &mut Command) {
     let step = |code: u32, k: u32, jf: u8| libc::sock_filter { code: code as u16, jt: 0, jf, k };
     let mut filter = [

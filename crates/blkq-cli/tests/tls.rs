@@ -1,5 +1,4 @@
-//! TLS as a user sets it up: the commands that docs/nbd.md shows, certificates that change, and the
-//! log.
+//! TLS as a user sets it up: the commands that docs/nbd.md shows, certificates that change, and the log.
 // Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -1,5 +1,5 @@
-//! `blkq upgrade` of a virtual machine's disk: what its new daemon begins with, and what happens when that does not
-//! start.
+//! `blkq upgrade` of a virtual machine's disk: the state that the new daemon starts with, and new daemons
+//! that fail to start.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod place;

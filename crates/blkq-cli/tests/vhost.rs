@@ -1,4 +1,5 @@
-//! A device for virtual machines, with libblkio's front end (crate virtio-driver) in one's place.
+//! A device for virtual machines, with libblkio's front end (crate virtio-driver) instead of a virtual
+//! machine.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 #[path = "../../blkq-export/tests/vhost/front_end.rs"]
@@ -130,7 +131,7 @@ fn a_socket_elsewhere_is_for_its_group() {
     assert!(!fs::exists(path).unwrap());
 }
 
-/// Has a daemon killed under load, and attaches it again with `options`: each request completes exactly
+/// Kills a daemon under load, and attaches its device again with `options`: each request completes exactly
 /// once.
 fn kill_under_load(test: &str, options: &[&str]) {
     use front_end::{DATA, FEATURES, FrontEnd};

@@ -1,4 +1,4 @@
-//! Hang warnings, statistics and metrics, as a user meets them.
+//! Hang warnings, statistics and metrics, as a user sees them.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod exposition;

@@ -102,7 +102,6 @@ pub fn check(text: &str) -> Result<Exposition, String> {
     Ok(exposition)
 }
 
-/// Checks the naming conventions of Prometheus.
 fn check_name(name: &str, kind: &str) -> Result<(), String> {
     let has_suffix = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
     let fits = match kind {

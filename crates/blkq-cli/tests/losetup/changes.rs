@@ -55,7 +55,7 @@ fn direct_io_is_switched_on_a_live_device() {
     assert_eq!(place.column("ram", "DIO"), "0");
 }
 
-/// LTP ioctl_loop06, blktests loop/002.
+/// Corresponds to LTP ioctl_loop06 and blktests loop/002.
 #[test]
 fn sector_sizes_are_powers_of_two_up_to_a_page() {
     let place = Place::new("l-sector");
@@ -91,7 +91,7 @@ fn sector_sizes_are_powers_of_two_up_to_a_page() {
     assert!(place.files().is_empty());
 }
 
-/// LTP ioctl_loop07.
+/// Corresponds to the test ioctl_loop07 of LTP.
 #[test]
 fn the_size_limit_is_kept() {
     let place = Place::new("l-limit");

@@ -1,5 +1,3 @@
-//! Detaching, and autoclear.
-
 use blkq::testing::wait_until;
 use std::fs;
 use std::os::unix::fs::FileExt;

@@ -1,6 +1,5 @@
-//! `blkq losetup` and the devices that it sets up, as users of losetup(8) run it. Some tests carry
-//! over what LTP (ioctl_loop04 to 07) and blktests (loop/002, 006, 007) check of the kernel's
-//! loop device.
+//! `blkq losetup` and the devices that it sets up, as users of losetup(8) run it. Some tests carry over what
+//! LTP (ioctl_loop04 to 07) and blktests (loop/002, 006, 007) check of the kernel's loop device.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod changes;
@@ -23,7 +22,6 @@ impl Place {
         self.done(&[&["losetup"], words].concat())
     }
 
-    /// Returns the error line of a `blkq losetup` that must fail.
     fn losetup_refused(&self, words: &[&str]) -> String {
         self.refused(&[&["losetup"], words].concat())
     }
@@ -37,12 +35,10 @@ impl Place {
         self.json(&["show", device, "--json"])["exports"][0].as_str().unwrap().to_owned()
     }
 
-    /// A column of a device.
     fn column(&self, device: &str, column: &str) -> String {
         self.losetup(&["-n", "-O", column, device]).trim().to_owned()
     }
 
-    /// Runs several commands simultaneously.
     fn at_once(&self, lines: &[Vec<&str>]) -> Vec<Output> {
         let start = |words: &Vec<&str>| {
             let mut command = self.command(words);

@@ -83,7 +83,7 @@ pub struct RandomWriter {
 }
 
 impl RandomWriter {
-    /// The model of a device of `blocks` blocks, all zeroes.
+    /// Starts a client of a device of `blocks` blocks, which are all zeroes.
     pub fn start(uri: &str, name: &'static str, blocks: u64) -> RandomWriter {
         let (stop, rounds) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (stopped, written, uri) = (stop.clone(), rounds.clone(), uri.to_owned());
@@ -136,7 +136,6 @@ pub fn assert_blocks(found: &[u8], expected: &[u8]) {
     }
 }
 
-/// Parses a JSON file of the state directory.
 pub fn state(place: &Place, file: &str) -> serde_json::Value {
     serde_json::from_slice(&fs::read(place.state().join(file)).unwrap()).unwrap()
 }

@@ -77,7 +77,8 @@ fn is_step(pid: i32) -> bool {
     STEPS.contains(&number)
 }
 
-/// Runs `command`, and kills the victim before its step `at`. Returns whether it came so far; else it has exited.
+/// Runs `command`, and kills the victim before its step `at`. Returns false if the victim exits before that
+/// step.
 #[allow(clippy::zombie_processes, reason = "it is waited for by its number, as what it forks is")]
 pub fn kill_at(mut command: Command, victim: Victim, at: usize) -> bool {
     // SAFETY: one system call between fork and exec.

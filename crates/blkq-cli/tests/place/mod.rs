@@ -1,4 +1,4 @@
-//! Where tests of the command live: real processes, sockets and files.
+//! Runs the command in real processes, with a separate state directory per test.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 #![allow(dead_code, reason = "each test file uses its part")]
 
@@ -23,7 +23,7 @@ pub fn without_progress(stderr: Vec<u8>) -> String {
     text.split_inclusive('\n').filter(|line| !is_progress(line)).collect()
 }
 
-/// A directory with images and a state directory of its own; its devices are detached with it.
+/// A directory with images and a separate state directory. Dropping it detaches all devices.
 pub struct Place {
     pub dir: PathBuf,
 }
@@ -66,8 +66,8 @@ impl Place {
         self.command(words).output().unwrap()
     }
 
-    /// Standard output of a command that must succeed and print nothing else. One that wants no clients is
-    /// repeated: the server notices a little later that they have exited.
+    /// Standard output of a command that must succeed and print nothing else. A command that fails because
+    /// clients are connected is repeated: the server notices a little later that they have exited.
     pub fn done(&self, words: &[&str]) -> String {
         let has_clients = |output: &Output| String::from_utf8_lossy(&output.stderr).contains(" connected; ");
         let output = wait_for(&format!("no client is connected: {words:?}"), || {
@@ -81,7 +81,7 @@ impl Place {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The one line of a command that must fail.
+    /// The line on standard error of a command that must fail.
     pub fn refused(&self, words: &[&str]) -> String {
         let output = self.run(words);
         let line = without_progress(output.stderr);
@@ -99,7 +99,7 @@ impl Place {
         self.json(&["show", name, "--json"])["pid"].as_i64().unwrap().try_into().unwrap()
     }
 
-    /// The files of the state directory. That of journals is there for good, if they are not.
+    /// The files of the state directory, without the directory of journals if that is empty.
     pub fn files(&self) -> Vec<String> {
         let entries = fs::read_dir(self.state()).into_iter().flatten();
         let journals = self.state().join("journals");
@@ -132,8 +132,7 @@ pub fn signal(pid: i32, signal: rustix::process::Signal) {
     rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), signal).unwrap();
 }
 
-/// Whether a process has exited; what it had is free then, though its parent may not
-/// have taken note of it yet.
+/// Whether a process has exited and released its files. Its parent may not have waited for it yet.
 pub fn has_exited(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     !status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
@@ -144,7 +143,7 @@ pub fn kill(pid: i32) {
     wait_until("the killed daemon exits", || has_exited(pid));
 }
 
-/// A client of the device `name` that may send requests.
+/// A client of the device `name` that has completed the handshake.
 pub fn session(uri: &str, name: &str) -> UnixStream {
     let mut stream = client(uri);
     let mut hello = b"\0\0\0\x03IHAVEOPT\0\0\0\x01".to_vec();
@@ -155,7 +154,7 @@ pub fn session(uri: &str, name: &str) -> UnixStream {
     stream
 }
 
-/// Asks for `command` (0 read, 1 write, 3 flush) without waiting for the answer.
+/// Sends `command` (0 read, 1 write, 3 flush) without waiting for the reply.
 pub fn request(stream: &mut UnixStream, command: u16, cookie: u64, offset: u64, length: u32) {
     let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
     bytes.extend([0, 0]);
@@ -169,7 +168,7 @@ pub fn request(stream: &mut UnixStream, command: u16, cookie: u64, offset: u64, 
     stream.write_all(&bytes).unwrap();
 }
 
-/// The error and the cookie of the next answer, of which `content` bytes follow if it is good.
+/// The error and the cookie of the next reply, which is followed by `content` bytes if it succeeded.
 pub fn reply(stream: &mut UnixStream, content: usize) -> (u32, u64) {
     let mut bytes = [0; 16];
     stream.read_exact(&mut bytes).unwrap();
@@ -181,7 +180,7 @@ pub fn reply(stream: &mut UnixStream, content: usize) -> (u32, u64) {
     (error, u64::from_be_bytes(bytes[8..].try_into().unwrap()))
 }
 
-/// A client that stays: connected, greeted, in the middle of its handshake.
+/// A client that has received the greeting and not answered it: it stays in the handshake.
 pub fn client(uri: &str) -> UnixStream {
     let mut stream = UnixStream::connect(uri.trim().strip_prefix("nbd+unix:///?socket=").unwrap()).unwrap();
     let mut greeting = [0; 18];

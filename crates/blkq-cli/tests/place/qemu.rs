@@ -11,14 +11,14 @@ pub fn run(program: &str, words: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
-/// Words of qemu-io that each run one command.
+/// Runs `commands` of qemu-io one after another; none may fail.
 pub fn qemu_io(format: &str, image: &str, commands: &[&str]) {
     let words: Vec<&str> = commands.iter().flat_map(|command| ["-c", *command]).collect();
     let printed = run("qemu-io", &[&["-f", format], &words[..], &[image]].concat());
     assert!(!printed.contains("failed"), "{printed}");
 }
 
-/// The runs of bytes that a bitmap has as dirty, by nbdinfo.
+/// The dirty ranges of a bitmap (offset, length), as nbdinfo reports them.
 pub fn dirty(server: &[&str], bitmap: &str) -> Vec<(u64, u64)> {
     let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
     let json: serde_json::Value =
@@ -27,12 +27,12 @@ pub fn dirty(server: &[&str], bitmap: &str) -> Vec<(u64, u64)> {
     extents.map(|extent| (extent["offset"].as_u64().unwrap(), extent["length"].as_u64().unwrap())).collect()
 }
 
-/// As above, reported by nbdinfo of qemu-nbd.
+/// As [`dirty`], for a bitmap of an image that qemu-nbd exports.
 pub fn in_qemu_nbd(image: &str, bitmap: &str) -> Vec<(u64, u64)> {
     dirty(&["--", "[", "qemu-nbd", "-r", "-f", "qcow2", "-B", bitmap, image, "]"], bitmap)
 }
 
-/// The state of a bitmap as `bitmap list` has it.
+/// The state of a bitmap as `bitmap list` reports it, or `none`.
 pub fn state(place: &Place, device: &str, bitmap: &str) -> String {
     let list = place.json(&["bitmap", "list", "--json", device]);
     let found = list.as_array().unwrap().iter().find(|one| one["name"] == bitmap);
