@@ -22,7 +22,6 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// The pace with or without `--quick`.
     pub fn new(quick: bool) -> Pace {
         let (seconds, rounds) = if quick { (0.1, 3) } else { (1.0, 5) };
         Pace { seconds, around_seconds: 0.0, rounds, quick }
@@ -34,7 +33,6 @@ impl Pace {
     }
 }
 
-/// The tools that the tables use to measure.
 pub struct Bench {
     pub pace: Pace,
     /// For work that takes long and is not a run.
@@ -47,9 +45,6 @@ pub struct Bench {
 
 impl Bench {
     /// The measured file. The first call creates and fills it.
-    ///
-    /// # Errors
-    /// Returns the error of [`TestFile::create`].
     pub fn file(&mut self) -> Result<&TestFile> {
         if self.file.is_none() {
             let wanted = &self.file_wanted;
@@ -59,17 +54,11 @@ impl Bench {
     }
 
     /// Runs every case once per round, in turn (A B C A B C ...).
-    ///
-    /// # Errors
-    /// Returns the error of the first case that fails.
     pub fn compare(&mut self, title: &str, cases: Vec<(String, CaseRun<'_>)>) -> Result<Comparison> {
         self.compare_at(self.pace, title, cases)
     }
 
     /// Like [`Bench::compare`], with another pace.
-    ///
-    /// # Errors
-    /// Returns the error of the first case that fails.
     pub fn compare_at(
         &mut self,
         pace: Pace,
@@ -105,10 +94,8 @@ impl Bench {
     }
 }
 
-/// Runs a case for the given time.
 pub type CaseRun<'a> = Box<dyn FnMut(Duration) -> Result<Run> + 'a>;
 
-/// A case: its name, and the function that runs it.
 pub fn case<'a>(
     name: impl Into<String>,
     run: impl FnMut(Duration) -> Result<Run> + 'a,

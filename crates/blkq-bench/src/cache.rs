@@ -11,14 +11,13 @@ use crate::metric::Metric;
 /// System call number of cachestat (Linux 6.5), the same on all architectures.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// struct cachestat_range (include/uapi/linux/mman.h).
+/// This and [`Cachestat`] are the structures of include/uapi/linux/mman.h.
 #[repr(C)]
 struct CachestatRange {
     off: u64,
     len: u64,
 }
 
-/// struct cachestat (include/uapi/linux/mman.h).
 #[repr(C)]
 #[derive(Default)]
 struct Cachestat {
@@ -30,9 +29,6 @@ struct Cachestat {
 }
 
 /// Bytes of `file` in the page cache, counted with cachestat, or with mincore before Linux 6.5.
-///
-/// # Errors
-/// Returns the error of mincore.
 pub fn cached_bytes(file: &File) -> Result<u64> {
     let page = rustix::param::page_size() as u64;
     let range = CachestatRange { off: 0, len: 0 };
@@ -66,10 +62,8 @@ pub fn cached_bytes(file: &File) -> Result<u64> {
     Ok(resident.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
 }
 
-/// Writes back and drops the cached pages of `file`, and verifies that they are dropped.
-///
-/// # Errors
-/// Returns an error if more than 1 % stays cached, which happens while another process maps the file.
+/// Writes back and drops the cached pages of `file`. Fails if more than 1 % of them stay cached, which happens
+/// while another process maps the file.
 pub fn evict(file: &File) -> Result {
     let length = file.metadata()?.len();
     file.sync_data()?;
@@ -84,12 +78,9 @@ pub fn evict(file: &File) -> Result {
     Ok(())
 }
 
-/// Runs `measure` with a cold page cache: evicts the file at `path` first. Adds to the run the cached bytes before
-/// and after it, and their growth per I/O. Dirty pages that `measure` leaves are written back after the run, so
-/// that the next case does not pay for them.
-///
-/// # Errors
-/// Returns an error if the file cannot be evicted, or the error of `measure`.
+/// Runs `measure` with a cold page cache: evicts the file at `path` first. Adds to the run the cached bytes
+/// before and after it, and their growth per I/O. Dirty pages that `measure` leaves are written back after
+/// the run, so that the next case does not pay for them.
 pub fn cold(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     let file = File::open(path)?;
     evict(&file)?;

@@ -34,11 +34,8 @@ pub struct TestFile {
 
 impl TestFile {
     /// Creates the file, or opens the existing one, and fills it with random data, which no file system can
-    /// compress or store as a hole.
-    ///
-    /// # Errors
-    /// Returns one line if the path is not a regular file, the file is not empty or is in use, the file system has
-    /// too little space or no direct I/O, or a write fails.
+    /// compress or store as a hole. Fails if the path is not a regular file, the file is not empty or is in
+    /// use, or the file system has too little space or no direct I/O.
     pub fn create(wanted: &Wanted, progress: &mut Progress) -> Result<TestFile> {
         let path = match &wanted.path {
             Some(path) => std::path::absolute(path)?,
@@ -126,10 +123,8 @@ fn check_existing(path: &Path, metadata: &Metadata, overwrite: bool) -> Result {
     }
 }
 
-/// Checks that the file system has `bytes` free for the file at `path`, counting the blocks of `existing` as free.
-///
-/// # Errors
-/// Returns one line with the directory, the free and the required space.
+/// Checks that the file system has `bytes` free for the file at `path`, counting the blocks of `existing` as
+/// free.
 pub fn check_room(path: &Path, existing: Option<&Metadata>, bytes: u64) -> Result {
     let directory = path.parent().unwrap_or(path);
     let system = rustix::fs::statvfs(directory)

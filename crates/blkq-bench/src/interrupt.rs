@@ -16,9 +16,6 @@ fn pending() -> MutexGuard<'static, PendingCleanups> {
 
 /// Starts a thread that waits for SIGINT, SIGTERM or SIGHUP. On a signal it runs the pending cleanups, the
 /// latest first, clears the progress line, and exits with 128 + the signal number.
-///
-/// # Errors
-/// Returns the error of installing the signal handlers.
 pub fn watch() -> Result {
     let mut signals = signal_hook::iterator::Signals::new([libc::SIGINT, libc::SIGTERM, libc::SIGHUP])?;
     std::thread::spawn(move || {
@@ -42,11 +39,8 @@ pub fn watch() -> Result {
 pub struct Undo(u64);
 
 impl Undo {
-    /// Calls `make`, and registers `undo` as its cleanup. The lock on the pending cleanups is held meanwhile, so
-    /// that a signal cannot end the process between the two.
-    ///
-    /// # Errors
-    /// Returns the error of `make`; `undo` is not registered then.
+    /// Calls `make`, and registers `undo` as its cleanup unless `make` fails. The lock on the pending
+    /// cleanups is held meanwhile, so that a signal cannot end the process between the two.
     pub fn after<T, E>(
         make: impl FnOnce() -> std::result::Result<T, E>,
         undo: impl FnOnce() + Send + 'static,

@@ -106,7 +106,6 @@ pub enum What {
 }
 
 impl What {
-    /// Whether the table measures on a file.
     fn needs_file(self) -> bool {
         !matches!(self, What::Clock | What::Layout)
     }

@@ -11,7 +11,6 @@ use crate::process::Usage;
 /// The figures of one run: one value for each metric that was measured.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
-    /// Completed I/Os.
     pub ios: u64,
     /// The values, in the order in which they are printed.
     pub values: Vec<(Metric, f64)>,
@@ -40,11 +39,9 @@ impl Run {
     }
 }
 
-/// Calls `turn`, which does some I/Os and returns their number, until `length` has passed or `turn` returns 0.
-/// Returns the rate, and the processor time and context switches of this process.
-///
-/// # Errors
-/// Returns the error of `turn`, or an error if there was no I/O.
+/// Calls `turn`, which does some I/Os and returns their number, until `length` has passed or `turn` returns
+/// 0. Returns the rate, and the processor time and context switches of this process. Fails if there was no
+/// I/O.
 pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<Run> {
     let (began, before) = (Instant::now(), Usage::of_self());
     let mut ios = 0;
@@ -58,10 +55,7 @@ pub fn timed(length: Duration, mut turn: impl FnMut() -> Result<u64>) -> Result<
     rate(ios, elapsed, used)
 }
 
-/// A run of `ios` I/Os in `elapsed`, for which the process used `used`.
-///
-/// # Errors
-/// Returns an error if `ios` is 0.
+/// A run of `ios` I/Os in `elapsed`, for which the process used `used`. Fails if `ios` is 0.
 pub fn rate(ios: u64, elapsed: Duration, used: Usage) -> Result<Run> {
     if ios == 0 {
         return Err(format!("no I/O completed in {elapsed:?}").into());

@@ -3,7 +3,6 @@
 use crate::result::{Comparison, Effect, Expected, Published, Table};
 use crate::summary::{self, Headline};
 
-/// Maximum characters per line.
 const WIDTH: usize = 108;
 /// Minimum width of the first column of a table, in characters, if its content is that long.
 const FIRST: usize = 36;

@@ -25,10 +25,8 @@ impl Usage {
         Usage::from(usage)
     }
 
-    /// Usage of process `pid`. The processor time includes threads that have exited; the context switches do not.
-    ///
-    /// # Errors
-    /// Returns an error if the process does not exist.
+    /// Usage of process `pid`. The processor time includes threads that have exited; the context switches do
+    /// not.
     pub fn of(pid: i32) -> Result<Usage> {
         let mut clock = 0;
         // SAFETY: the C library fills the number in.
@@ -63,11 +61,8 @@ impl From<libc::rusage> for Usage {
     }
 }
 
-/// Context switches so far of the running io_uring workers of this process. The kernel keeps an idle worker for
-/// seconds, so that a short run does not lose the counts of workers that exit.
-///
-/// # Errors
-/// Returns an error if /proc/self/task cannot be read.
+/// Context switches so far of the running io_uring workers of this process. The kernel keeps an idle worker
+/// for seconds, so that a short run does not lose the counts of workers that exit.
 pub fn worker_switches() -> Result<u64> {
     switches("self", |name| name.starts_with("iou-wrk-"))
 }
@@ -88,25 +83,17 @@ fn switches(pid: &str, counts: impl Fn(&str) -> bool) -> Result<u64> {
 }
 
 /// Resident memory of a process in bytes (VmRSS in /proc/PID/status; `pid` may be "self").
-///
-/// # Errors
-/// Returns an error if the process does not exist.
 pub fn resident_bytes(pid: &str) -> Result<u64> {
     status_bytes(pid, "VmRSS")
 }
 
 /// Highest resident memory in bytes (VmHWM) since the process started, or since [`forget_resident_max`].
-///
-/// # Errors
-/// Returns an error if the process does not exist.
 pub fn resident_max_bytes(pid: &str) -> Result<u64> {
     status_bytes(pid, "VmHWM")
 }
 
-/// Resets the maximum that [`resident_max_bytes`] returns to the current resident memory (proc(5), clear_refs).
-///
-/// # Errors
-/// Returns an error if the process does not exist or belongs to another user.
+/// Resets the maximum that [`resident_max_bytes`] returns to the current resident memory (proc(5),
+/// clear_refs).
 pub fn forget_resident_max(pid: &str) -> Result {
     Ok(std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }

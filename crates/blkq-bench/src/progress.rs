@@ -16,14 +16,12 @@ pub struct Progress {
     /// Time spent on work that is not part of the planned runs.
     aside: Duration,
     shown: Option<Instant>,
-    /// Planned duration of all runs.
     planned_seconds: f64,
     /// Planned duration of the finished runs.
     over_seconds: f64,
 }
 
 impl Progress {
-    /// Starts the progress of runs that are planned to take `planned_seconds`.
     pub fn new(planned_seconds: f64) -> Progress {
         let terminal = std::io::stderr().is_terminal();
         Progress {

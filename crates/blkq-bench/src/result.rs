@@ -85,7 +85,6 @@ pub struct PublishedRow {
 }
 
 impl PublishedRow {
-    /// Feature / base.
     pub fn ratio(&self) -> f64 {
         self.feature / self.base
     }
@@ -257,7 +256,6 @@ pub enum Expected {
 }
 
 impl Expected {
-    /// Whether `value` is within the bound.
     pub fn holds(self, value: f64) -> bool {
         match self {
             Expected::AtLeast(bound) => value >= bound,
@@ -268,7 +266,6 @@ impl Expected {
 }
 
 impl Table {
-    /// An empty table.
     pub fn new(name: What, title: &str) -> Table {
         Table {
             name,
@@ -342,12 +339,10 @@ impl Case {
         self.figure(metric).median
     }
 
-    /// The smallest sample of `metric`.
     pub fn min(&self, metric: Metric) -> f64 {
         self.figure(metric).min
     }
 
-    /// The largest sample of `metric`.
     pub fn max(&self, metric: Metric) -> f64 {
         self.figure(metric).max
     }

@@ -12,17 +12,11 @@ use crate::result::{Results, SCHEMA};
 use crate::tables::TABLES;
 use crate::{Arguments, Result, What, interrupt, print, report};
 
-/// Default size of the measured file.
 const FILE_BYTES: u64 = 1 << 30;
-/// Default size of the measured file with `--quick`.
 const FILE_BYTES_QUICK: u64 = 256 << 20;
-/// Smallest allowed size of the measured file.
 const FILE_BYTES_MIN: u64 = 64 << 20;
 
 /// Measures the chosen tables, prints each of them as soon as it is measured, and writes the outputs.
-///
-/// # Errors
-/// Returns a one-line error that names the measurement or file that failed.
 pub fn run(arguments: &Arguments) -> Result<Results> {
     let bytes = arguments.size.unwrap_or(if arguments.quick { FILE_BYTES_QUICK } else { FILE_BYTES });
     if bytes < FILE_BYTES_MIN || !bytes.is_multiple_of(1 << 20) {
@@ -74,7 +68,6 @@ pub fn run(arguments: &Arguments) -> Result<Results> {
     Ok(results)
 }
 
-/// The outputs of the options `--json` and `--report`.
 struct Outputs<'a> {
     json: Option<&'a Path>,
     report: Option<&'a Path>,

@@ -3,10 +3,8 @@
 use crate::metric::{Metric, group_thousands};
 use crate::result::{Comparison, Curve, Effect, Expected, Published, PublishedRow, Table};
 
-/// The main result of a table.
 #[derive(Clone, Copy, Debug)]
 pub struct Headline<'a> {
-    /// The comparison that measured `effect`.
     pub comparison: &'a Comparison,
     pub effect: &'a Effect,
 }
@@ -87,7 +85,6 @@ pub fn ratio(ratio: f64) -> String {
     }
 }
 
-/// Formats a number with few significant digits.
 pub fn number(value: f64) -> String {
     if value == value.trunc() { format!("{value:.0}") } else { Metric::NsPerIo.format(value) }
 }
@@ -97,7 +94,6 @@ pub fn exact(value: f64) -> String {
     group_thousands(&value.to_string())
 }
 
-/// The comparison operator and the number of `expected`.
 pub fn bound(expected: Expected) -> (&'static str, f64) {
     match expected {
         Expected::AtLeast(bound) => (">=", bound),

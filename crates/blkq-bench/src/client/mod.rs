@@ -74,11 +74,9 @@ pub struct File {
     window: u64,
     /// The page whose use triggers the next read-ahead.
     marker: Option<u64>,
-    /// The page that was read last.
     previous: Option<u64>,
     /// Dirty pages that the current write-back pass must still write, in ascending order.
     pass: VecDeque<u64>,
-    /// Number of writes in flight.
     writes: usize,
     sender: Sender<Completed>,
     completed: Receiver<Completed>,
@@ -118,10 +116,6 @@ impl File {
         (self.cache.len(), self.cache.capacity())
     }
 
-    /// Reads `page`.
-    ///
-    /// # Errors
-    /// Returns the error of the device.
     pub fn read(&mut self, page: u64, into: &mut [u8]) -> Result {
         self.reap()?;
         let sequential = self.previous.map_or(page == 0, |previous| page == previous + 1);
@@ -149,10 +143,7 @@ impl File {
         Ok(())
     }
 
-    /// Writes `page` to the cache.
-    ///
-    /// # Errors
-    /// Returns the error of an earlier read-ahead.
+    /// Writes `page` to the cache. Fails with the error of an earlier read-ahead.
     pub fn write(&mut self, page: u64, bytes: &[u8]) -> Result {
         self.reap()?;
         // A read of the page that is in flight returns older data, so it must not complete after this write.
@@ -171,10 +162,8 @@ impl File {
         Ok(())
     }
 
-    /// Writes all dirty pages, and flushes the device.
-    ///
-    /// # Errors
-    /// Returns the first error of a write since the last call, or the error of the flush.
+    /// Writes all dirty pages, and flushes the device. Fails with the first error of a write since the last
+    /// call, or the error of the flush.
     pub fn sync(&mut self) -> Result {
         while self.cache.unwritten() > 0 {
             self.write_back();

@@ -5,7 +5,6 @@ use std::collections::{BTreeSet, HashMap};
 /// Size of a page, and of each read and write of the client.
 pub const PAGE_BYTES: usize = 4096;
 
-/// The state of a cached page.
 #[derive(Clone, Copy, Default)]
 struct Slot {
     page: u64,
@@ -68,7 +67,6 @@ impl Pages {
         &mut self.memory[slot * PAGE_BYTES..][..PAGE_BYTES]
     }
 
-    /// The cached bytes of `page`.
     pub fn get(&mut self, page: u64) -> Option<&[u8]> {
         let slot = *self.index.get(&page)?;
         self.slots[slot].referenced = true;

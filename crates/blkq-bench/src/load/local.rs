@@ -11,9 +11,6 @@ use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
 /// Runs `load` on queue 0 of `disk` for `length`.
-///
-/// # Errors
-/// Returns the error of opening the queue, or of the first I/O that failed.
 pub fn run(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
     let mut queue = disk.open_queue(0)?;
     let before = queue.ring_counters();
@@ -26,10 +23,6 @@ pub fn run(disk: &Arc<Disk>, load: &Load, length: Duration) -> Result<Run> {
         .with_statistics(&disk.stats().delta(&statistics)))
 }
 
-/// Runs `load` on `queue` for `length`.
-///
-/// # Errors
-/// Returns the error of the first I/O that failed.
 pub fn on(queue: &mut LocalQueue, load: &Load, bytes: u64, length: Duration) -> Result<Run> {
     let mut offsets = load.offsets(bytes);
     let mut free: Vec<IoBuffer> =

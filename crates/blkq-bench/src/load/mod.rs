@@ -21,7 +21,6 @@ pub enum Pattern {
     Sequential,
 }
 
-/// The load of one thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     pub pattern: Pattern,
@@ -31,7 +30,6 @@ pub struct Load {
     pub depth: usize,
     /// New I/Os are submitted together, as soon as this number of them is not in flight.
     pub batch: usize,
-    /// Whether the buffers are registered with the ring.
     pub registered: bool,
     /// Whether each I/O is submitted by its own system call.
     pub one_by_one: bool,
@@ -59,19 +57,16 @@ impl Load {
         Load { write: true, ..Load::read(pattern, depth) }
     }
 
-    /// Submits I/Os in batches of `batch`.
     #[must_use]
     pub fn batch(self, batch: usize) -> Load {
         Load { batch, ..self }
     }
 
-    /// Registers the buffers with the ring.
     #[must_use]
     pub fn registered(self) -> Load {
         Load { registered: true, ..self }
     }
 
-    /// Submits each I/O by its own system call.
     #[must_use]
     pub fn one_by_one(self) -> Load {
         Load { one_by_one: true, ..self }
@@ -104,7 +99,6 @@ impl Load {
     }
 }
 
-/// The sequence of offsets of a load.
 pub struct Offsets {
     pattern: Pattern,
     blocks: u64,
@@ -116,7 +110,6 @@ pub struct Offsets {
 }
 
 impl Offsets {
-    /// Number of offsets that are left.
     #[inline]
     pub fn left(&self) -> u64 {
         self.left

@@ -10,9 +10,6 @@ use crate::measurement::{Run, timed};
 use crate::metric::Metric;
 
 /// Submits batches of `batch` operations and reaps their completions, for `length`.
-///
-/// # Errors
-/// Returns the error of io_uring.
 pub fn run(batch: usize, length: Duration) -> Result<Run> {
     let mut ring = raw::ring()?;
     let entries = vec![opcode::Nop::new().build(); batch];

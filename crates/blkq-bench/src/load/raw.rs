@@ -20,9 +20,6 @@ use crate::metric::Metric;
 const ENTRIES: u32 = 256;
 
 /// Runs `load` on the file for `length`, with O_DIRECT or through the page cache.
-///
-/// # Errors
-/// Returns an error if the file cannot be opened this way, or an I/O fails or is short.
 pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<Run> {
     let mut file = OpenOptions::new()
         .read(true)
@@ -100,9 +97,6 @@ pub fn run(path: &Path, direct: bool, load: &Load, length: Duration) -> Result<R
 }
 
 /// Creates a ring with the flags that blkq uses.
-///
-/// # Errors
-/// Returns the error of io_uring_setup.
 pub fn ring() -> Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_single_issuer().setup_defer_taskrun().setup_coop_taskrun().setup_taskrun_flag();

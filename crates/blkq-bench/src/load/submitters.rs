@@ -77,7 +77,6 @@ impl Window {
         }
     }
 
-    /// Returns the completions since the last call.
     fn reap(&self) -> Completed {
         let mut completed = lock(&self.completed);
         let buffers = std::mem::take(&mut completed.buffers);
@@ -86,12 +85,9 @@ impl Window {
     }
 }
 
-/// Runs `load` on `submitters` threads for `length`. Each thread uses its own region of the device; one engine serves
-/// all of them. `load.depth` limits the I/Os in flight of a submitter, and must exceed the largest grant, so that the
-/// gate is the limit.
-///
-/// # Errors
-/// Returns an error if the engine cannot be started, or the error of an I/O.
+/// Runs `load` on `submitters` threads for `length`. Each thread uses its own region of the device; one
+/// engine serves all of them. `load.depth` limits the I/Os in flight of a submitter, and must exceed the
+/// largest grant, so that the gate is the limit.
 pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -> Result<Run> {
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     let region_bytes = disk.limits().capacity_bytes / submitters as u64;
@@ -124,7 +120,6 @@ pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -
     })
 }
 
-/// Submits I/Os until `stop` is set.
 fn submit(
     disk: &Arc<Disk>,
     window: &Arc<Window>,
@@ -148,7 +143,6 @@ fn submit(
     }
 }
 
-/// Adds up the figures of all submitters.
 fn summary(load: &Load, completed: &[Completed], elapsed: Duration, used: Usage) -> Result<Run> {
     if let Some(status) = completed.iter().find_map(|completed| completed.failed) {
         return Err(format!("an I/O completed with {status:?}").into());

@@ -13,7 +13,6 @@ use crate::vhost::{FrontEnd, Operation, Options, Queue, Request};
 
 /// Entries of a ring: QEMU's default for virtio-blk.
 const RING_SIZE: u16 = 128;
-/// Timeout of a request.
 const COMPLETION_WAIT: Duration = Duration::from_secs(30);
 
 /// A connected front end, with memory for a load.
@@ -22,7 +21,6 @@ pub struct Client {
     bytes: u64,
 }
 
-/// The figures of one queue.
 struct Done {
     latencies_ns: Vec<u32>,
     kicks: u64,
@@ -30,10 +28,8 @@ struct Done {
 }
 
 impl Client {
-    /// Connects to `socket`, with `queues` queues that have memory for `load`.
-    ///
-    /// # Errors
-    /// Returns an error if no server listens, or it offers fewer queues.
+    /// Connects to `socket`, with `queues` queues that have memory for `load`. Fails if the server offers
+    /// fewer queues.
     pub fn connect(socket: &Path, load: &Load, queues: usize) -> Result<Client> {
         let data_bytes = load.block_bytes as usize;
         let options =
@@ -52,9 +48,6 @@ impl Client {
     }
 
     /// Runs `load` on each queue for `length`, and waits until all requests have completed.
-    ///
-    /// # Errors
-    /// Returns an error if a request fails, or the server stops.
     pub fn run(&mut self, load: &Load, length: Duration) -> Result<Run> {
         let bytes = self.bytes;
         let (began, before) = (Instant::now(), Usage::of_self());

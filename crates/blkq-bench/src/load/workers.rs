@@ -17,9 +17,6 @@ use crate::process::Usage;
 
 /// Runs `load` through the page cache, with `load.depth` threads that share its offsets. The load must have
 /// [`Load::ios_max`] set.
-///
-/// # Errors
-/// Returns an error if the file cannot be opened, or an I/O fails or is short.
 pub fn run(path: &Path, load: &Load, length: Duration) -> Result<Run> {
     let file = OpenOptions::new().read(true).write(load.write).open(path)?;
     let offsets = load.offsets(file.metadata()?.len());
@@ -44,9 +41,6 @@ pub fn run(path: &Path, load: &Load, length: Duration) -> Result<Run> {
 }
 
 /// Runs each of `jobs` on its own thread, and waits for all. A job returns its number of I/Os.
-///
-/// # Errors
-/// Returns the first error of a job.
 pub fn together<J: FnOnce() -> Result<u64> + Send>(jobs: Vec<J>) -> Result<Run> {
     let start = Barrier::new(jobs.len() + 1);
     std::thread::scope(|scope| {

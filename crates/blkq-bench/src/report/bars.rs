@@ -24,9 +24,7 @@ pub struct Bar {
     pub value: f64,
     /// Smallest and largest value: the whisker.
     pub range: Option<(f64, f64)>,
-    /// CSS class.
     pub class: &'static str,
-    /// Text of the tooltip.
     pub title: String,
 }
 
@@ -38,7 +36,6 @@ pub struct Row {
     pub bars: Vec<Bar>,
 }
 
-/// A plot of rows of bars.
 pub struct Plot<'a> {
     /// An id that is unique on the page.
     pub id: String,
@@ -47,9 +44,7 @@ pub struct Plot<'a> {
     pub scale: Scale,
     /// The value at which all bars begin.
     pub begin: f64,
-    /// Formats the label of a tick.
     pub tick: fn(f64) -> String,
-    /// Label of the axis.
     pub axis: &'a str,
     pub rows: Vec<Row>,
 }

@@ -20,18 +20,12 @@ pub use page::PAGE;
 use page::{CSV, GENERATOR, JSON};
 
 /// Formats the results as the JSON document that `schema.json` describes.
-///
-/// # Errors
-/// Returns the error of the serializer, which no known value causes.
 pub fn json(results: &Results) -> Result<String> {
     Ok(serde_json::to_string_pretty(results)? + "\n")
 }
 
 /// Creates the directory if it does not exist, and checks that the report can be written into it and replaces
 /// nothing but an earlier report.
-///
-/// # Errors
-/// Returns one line with the path and the reason.
 pub fn check(directory: &Path) -> Result {
     std::fs::create_dir_all(directory).map_err(|e| format!("{}: {e}", directory.display()))?;
     check_output(&directory.join(PAGE), is_page)?;
@@ -39,10 +33,6 @@ pub fn check(directory: &Path) -> Result {
     check_output(&directory.join(CSV), csv::is_csv)
 }
 
-/// Writes the page and the figures into `directory`.
-///
-/// # Errors
-/// Returns one line with the path that cannot be written.
 pub fn write(results: &Results, directory: &Path) -> Result {
     let (json, csv) = (json(results)?, csv::csv(results));
     let page = page::page(results, &json, &csv);
@@ -51,18 +41,12 @@ pub fn write(results: &Results, directory: &Path) -> Result {
     write_output(&directory.join(CSV), csv::is_csv, &csv)
 }
 
-/// Writes the results as JSON to a file.
-///
-/// # Errors
-/// Returns one line if the file cannot be written, or contains anything but earlier results.
+/// Writes the results as JSON to a file. Fails if the file contains anything but earlier results.
 pub fn write_json(results: &Results, path: &Path) -> Result {
     write_output(path, is_json, &json(results)?)
 }
 
-/// Checks that the results can be written to a file as JSON, without changing anything.
-///
-/// # Errors
-/// Returns the errors of [`write_json`] that can be detected before writing.
+/// Checks that [`write_json`] can write the file, without changing anything.
 pub fn check_json(path: &Path) -> Result {
     check_output(path, is_json)
 }

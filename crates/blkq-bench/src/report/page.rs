@@ -6,11 +6,8 @@ use crate::metric::Metric;
 use crate::result::{Comparison, Effect, Expected, Figure, Results, Table};
 use crate::summary::{self, number};
 
-/// File name of the page.
 pub const PAGE: &str = "index.html";
-/// File name of the figures as JSON.
 pub(super) const JSON: &str = "results.json";
-/// File name of the figures as CSV.
 pub(super) const CSV: &str = "results.csv";
 
 /// Marks a page as one of blkq bench, which a later report may replace.
@@ -268,7 +265,6 @@ fn machine(results: &Results) -> String {
     format!("<section id=\"machine\">\n<h2>The machine</h2>\n<dl>\n{facts}</dl>\n</section>\n")
 }
 
-/// Explains the notation.
 const READING: &str = "\
 <section id=\"reading\">
 <h2>How to read this</h2>

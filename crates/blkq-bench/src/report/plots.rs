@@ -54,7 +54,6 @@ fn drawn_metrics(comparison: &Comparison) -> Vec<Metric> {
     metrics
 }
 
-/// Draws a bar for each case of a comparison.
 fn cases(comparison: &Comparison, metric: Metric, id: &str, title: &str) -> String {
     let figures = || {
         comparison.cases.iter().filter_map(|case| {

@@ -3,7 +3,6 @@
 /// Approximate maximum number of ticks.
 const TICKS: usize = 6;
 
-/// How a scale maps values to positions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Equal differences have equal distances.

@@ -17,7 +17,6 @@ use crate::metric::Metric;
 use crate::result::{Comparison, Expected, Published, PublishedRow, Table};
 use crate::{Result, What};
 
-/// Number of submitting threads.
 const SUBMITTERS: usize = 64;
 /// Tags of the device, per direction.
 const DEPTH: u16 = 128;
@@ -35,7 +34,6 @@ const DRAIN_SECONDS: f64 = 0.03;
 const DISK_CASES: usize = 10;
 const OTHER_CASES: usize = 6;
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let disk = disk_pace(*pace);
     let drained = DRAIN_SECONDS * (disk.rounds * DISK_CASES) as f64;
@@ -58,7 +56,6 @@ fn disk_model() -> SeekModel {
     }
 }
 
-/// A device without and with batching.
 struct Devices {
     off: Arc<Disk>,
     on: Arc<Disk>,
@@ -112,8 +109,6 @@ fn model_counter(disk: &Disk, name: &str) -> Option<u64> {
     facts.iter().find(|(of, _)| *of == name).and_then(|(_, value)| value.parse().ok())
 }
 
-/// # Errors
-/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Batching, "request batching: up to 32 requests per wake-up of a submitter");
@@ -210,7 +205,6 @@ fn switches(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     Ok(all.into_iter().map(|(_, devices, _)| devices).collect())
 }
 
-/// Checks the bounds of the gate over all devices.
 fn gate_mechanisms(table: &mut Table, all: &[Devices]) {
     let off: Vec<_> = all.iter().map(|devices| devices.off.gate_counters()).collect();
     let on: Vec<_> = all.iter().map(|devices| devices.on.gate_counters()).collect();

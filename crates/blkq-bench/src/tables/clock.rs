@@ -13,10 +13,8 @@ use crate::metric::Metric;
 use crate::result::{Expected, Published, PublishedRow, Table};
 use crate::{Result, What};
 
-/// I/Os per submission.
 const BATCHES: [usize; 3] = [1, 8, 32];
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(3 * BATCHES.len())
 }
@@ -28,8 +26,6 @@ pub fn null_disk(clock: ClockMode, iostats: bool) -> Result<Arc<Disk>> {
     Ok(Disk::builder(Box::new(Null::new(options)?)).clock(clock).iostats(iostats).build()?)
 }
 
-/// # Errors
-/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Clock, "cached clock: one clock reading per plug and completion batch");
     table.published = Some(Published {

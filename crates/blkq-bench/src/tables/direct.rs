@@ -43,12 +43,10 @@ const WAYS: [(&str, DirectIo, Dispatch); 3] = [
     ("direct", DirectIo::On, Dispatch::Concurrent),
 ];
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(WAYS.len() * PUBLISHED.len())
 }
 
-/// The load of a case.
 struct Job {
     path: PathBuf,
     /// Size of the image. Each job uses a separate file in it.
@@ -102,8 +100,6 @@ impl Job {
     }
 }
 
-/// # Errors
-/// Returns an error if the file cannot be created, used or evicted.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(
         What::Direct,
@@ -150,7 +146,6 @@ fn row_name(jobs: u64, name: &str) -> String {
     format!("{name}, {jobs} {}", if jobs == 1 { "job" } else { "jobs" })
 }
 
-/// Measures one of the published rows.
 fn compare(
     bench: &mut Bench,
     table: &mut Table,

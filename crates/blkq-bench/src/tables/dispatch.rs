@@ -29,12 +29,10 @@ const PUBLISHED: [(&str, f64, f64); 4] = [
     ("write", 39_137.0, 40_326.0),
 ];
 
-/// Thread counts of the curve.
 fn workers_of(pace: &Pace) -> &'static [usize] {
     if pace.quick { &[1, 4, 16] } else { &[1, 2, 4, 8, 16] }
 }
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(6 * PUBLISHED.len() + 2 * workers_of(pace).len())
 }
@@ -68,8 +66,6 @@ fn cold_run(path: &Path, measure: impl FnOnce() -> Result<Run>) -> Result<Run> {
     Ok(run)
 }
 
-/// # Errors
-/// Returns an error if the file cannot be created, used or evicted.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Dispatch, "dispatch: concurrent reads and one writer, on a cold page cache");
@@ -102,7 +98,6 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     Ok(table)
 }
 
-/// Measures one of the published rows.
 fn patterns(
     bench: &mut Bench,
     table: &mut Table,
@@ -210,7 +205,6 @@ fn curve(bench: &mut Bench, table: &mut Table, path: &Path, blocks: u64) -> Resu
     Ok(())
 }
 
-/// The point of a curve for the figures of `case`.
 fn point(comparison: &Comparison, case: &str, x: usize, metric: Metric) -> Point {
     let case: &Case = comparison.case(case);
     Point { x: x as f64, median: case.median(metric), min: case.min(metric), max: case.max(metric) }

@@ -13,7 +13,6 @@ use crate::{Result, What};
 mod padded;
 mod shared;
 
-/// Number of threads that do I/O.
 const SUBMITTERS: usize = 4;
 /// I/Os in flight of each thread.
 const DEPTH: u16 = 1024;
@@ -21,12 +20,10 @@ const DEPTH: u16 = 1024;
 const REGION_BYTES: u64 = 8 << 30;
 const CASES: usize = 16;
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(CASES)
 }
 
-/// The load of one thread.
 pub struct Work {
     load: Load,
     write_percent: u64,
@@ -41,9 +38,7 @@ impl Work {
 /// The processors on which the threads of a run may run.
 #[derive(Clone, Copy)]
 pub enum Processors {
-    /// All processors that this process may use.
     All,
-    /// The first processor that this process may use.
     One,
 }
 
@@ -79,8 +74,6 @@ const ROWS: [Row; 6] = [
     row("randrw", Pattern::Random, 50, (177_886.0, 245_988.0)),
 ];
 
-/// # Errors
-/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Layout, "cache lines: counters on lines that no other thread writes");
     table.published = Some(Published {

@@ -17,7 +17,6 @@ use crate::metric::Metric;
 use crate::result::{Comparison, Expected, Table};
 use crate::{Result, What};
 
-/// I/Os in flight.
 const DEPTH: usize = 32;
 /// The modelled disk: 10,000 IOPS, in a token bucket that is refilled every 50 ms.
 const MODEL: RateModel =
@@ -32,7 +31,6 @@ fn pace_of(pace: &Pace) -> Pace {
     Pace { seconds: pace.seconds.max(SECONDS_MIN), ..*pace }
 }
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace_of(pace).cost(4) + (1 + SEARCHES) as f64 * SEARCH.as_secs_f64()
 }
@@ -67,8 +65,6 @@ fn model_disk() -> Result<Arc<Disk>> {
     Ok(Disk::builder(Box::new(Model::new(options)?)).build()?)
 }
 
-/// # Errors
-/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(
         What::Limit,

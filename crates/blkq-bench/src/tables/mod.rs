@@ -13,7 +13,6 @@ mod limit;
 mod peak;
 mod peers;
 
-/// A table, and how to measure it.
 pub struct Measure {
     pub name: What,
     /// Estimates the duration of the table, in seconds.

@@ -20,7 +20,6 @@ use crate::{Result, What};
 /// Size of the ram device: larger than the caches of the processor.
 const RAM_BYTES: u64 = 256 << 20;
 
-/// Names of the curves.
 const NULL: &str = "null";
 const RAM: &str = "ram";
 const NOP: &str = "io_uring NOP";
@@ -50,14 +49,11 @@ fn threads() -> Vec<usize> {
     counts
 }
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let points = 3 * batches(pace).len() + 2 * depths(pace).len() + 2 * threads().len();
     pace.cost(3 + 4 + 2 + 3) + point_pace(pace).cost(points)
 }
 
-/// # Errors
-/// Returns the error of a device.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(What::Peak, "peak: I/Os per second in process, compared with raw io_uring");
     without_file(bench, &mut table)?;
@@ -65,7 +61,6 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     Ok(table)
 }
 
-/// Measures the drivers that use no file.
 fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     let null = &null_disk(ClockMode::Cached, true)?;
     let ram = &Disk::builder(Box::new(Ram::new(RAM_BYTES, 4096, false)?)).build()?;
@@ -114,7 +109,6 @@ fn without_file(bench: &mut Bench, table: &mut Table) -> Result {
     Ok(())
 }
 
-/// Measures the loop driver with direct I/O.
 fn over_file(bench: &mut Bench, table: &mut Table) -> Result {
     let path = bench.file()?.path().to_owned();
     let options = LoopOptions { direct_io: DirectIo::On, read_only: true, ..LoopOptions::new(&path) };

@@ -23,9 +23,6 @@ unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
     /// Creates `bytes` of zeroes, in a file that cannot shrink.
-    ///
-    /// # Errors
-    /// Returns the error of the system.
     pub fn new(bytes: usize) -> Result<SharedMemory> {
         let file = memfd_create("guest", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes as u64)?;
@@ -33,10 +30,6 @@ impl SharedMemory {
         SharedMemory::map(file, bytes)
     }
 
-    /// Maps the first `bytes` of `file`.
-    ///
-    /// # Errors
-    /// Returns the error of mmap(2).
     pub fn map(file: OwnedFd, bytes: usize) -> Result<SharedMemory> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address that the kernel chooses.
@@ -52,7 +45,6 @@ impl SharedMemory {
         self.bytes == 0
     }
 
-    /// Address of the memory in this process.
     pub fn address(&self) -> u64 {
         self.start as u64
     }

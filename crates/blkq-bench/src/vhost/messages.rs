@@ -37,10 +37,8 @@ const NEED_REPLY: u32 = 1 << 3;
 const HEADER_BYTES: usize = 12;
 /// Maximum payload of a reply.
 const REPLY_BYTES_MAX: usize = 4096;
-/// Timeout of a reply.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// A message with its payload and descriptors.
 pub struct Message<'a> {
     request: u32,
     payload: Vec<u8>,
@@ -48,19 +46,16 @@ pub struct Message<'a> {
 }
 
 impl<'a> Message<'a> {
-    /// A message without payload.
     pub fn new(request: u32) -> Message<'a> {
         Message { request, payload: Vec::new(), descriptors: Vec::new() }
     }
 
-    /// A message with a 64-bit number as payload.
     pub fn u64(request: u32, value: u64) -> Message<'a> {
         let mut message = Message::new(request);
         message.push_u64(value);
         message
     }
 
-    /// A message about ring `index`, with a number.
     pub fn vring_state(request: u32, index: u32, value: u32) -> Message<'a> {
         let mut message = Message::new(request);
         message.push_u32(index);
@@ -68,7 +63,6 @@ impl<'a> Message<'a> {
         message
     }
 
-    /// A message that passes an eventfd for ring `index`.
     pub fn vring_descriptor(request: u32, index: u32, descriptor: BorrowedFd<'a>) -> Message<'a> {
         Message::u64(request, u64::from(index)).with_descriptor(descriptor)
     }
@@ -116,9 +110,6 @@ impl Connection {
     }
 
     /// Sends a message without waiting for a reply.
-    ///
-    /// # Errors
-    /// Returns the error of sendmsg(2).
     pub fn send(&mut self, message: &Message<'_>) -> Result {
         self.send_with(message, VERSION)
     }
@@ -144,10 +135,7 @@ impl Connection {
     }
 
     /// Sends a message that changes the state of the server. If REPLY_ACK was negotiated, waits for its
-    /// acknowledgement.
-    ///
-    /// # Errors
-    /// Returns an error if the server rejects the message.
+    /// acknowledgement. Fails if the server rejects the message.
     pub fn set(&mut self, message: Message<'_>) -> Result {
         if !self.acknowledged {
             return self.send(&message);
@@ -159,19 +147,14 @@ impl Connection {
         }
     }
 
-    /// Sends a request. Returns the payload of the reply.
-    ///
-    /// # Errors
-    /// Returns an error if the reply is missing or belongs to another request.
+    /// Sends a request. Returns the payload of the reply. Fails if the reply is missing or belongs to another
+    /// request.
     pub fn ask(&mut self, message: &Message<'_>) -> Result<Vec<u8>> {
         self.send(message)?;
         self.reply(message.request)
     }
 
     /// Sends a request whose reply is a number.
-    ///
-    /// # Errors
-    /// Returns the errors of [`ask`](Connection::ask).
     pub fn ask_u64(&mut self, request: u32) -> Result<u64> {
         self.send(&Message::new(request))?;
         self.reply_u64(request)

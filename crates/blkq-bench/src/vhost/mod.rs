@@ -41,17 +41,13 @@ pub use queue::{Operation, Queue, Request};
 pub struct Config {
     /// Size of the device, in sectors of 512 bytes.
     pub capacity_sectors: u64,
-    /// Maximum segments of a request.
     pub segments_max: u32,
     /// Logical block size, in bytes.
     pub block_bytes: u32,
     /// Whether completed writes may be lost until a flush.
     pub write_back: bool,
-    /// Maximum number of queues.
     pub queues: u16,
-    /// Maximum sectors of a discard.
     pub discard_sectors_max: u32,
-    /// Maximum sectors of a write of zeroes.
     pub zeroes_sectors_max: u32,
 }
 
@@ -78,24 +74,18 @@ pub struct FrontEnd {
     pub queues: Vec<Queue>,
     /// The connection, for additional messages.
     pub connection: Connection,
-    /// The negotiated features.
     pub features: u64,
     memory: Arc<SharedMemory>,
 }
 
 impl FrontEnd {
-    /// Connects to the server at `path`, negotiates features, shares the memory, and starts all queues.
-    ///
-    /// # Errors
-    /// Returns an error if no server listens, the server lacks a required feature, or it rejects a message.
+    /// Connects to the server at `path`, negotiates features, shares the memory, and starts all queues. Fails
+    /// if no server listens, the server lacks a required feature, or it rejects a message.
     pub fn connect(path: &Path, options: &Options) -> Result<FrontEnd> {
         FrontEnd::start(Connection::new(UnixStream::connect(path)?), options)
     }
 
     /// Like [`connect`](FrontEnd::connect), on an existing connection.
-    ///
-    /// # Errors
-    /// Returns the errors of [`connect`](FrontEnd::connect).
     pub fn start(mut connection: Connection, options: &Options) -> Result<FrontEnd> {
         connection.send(&Message::new(messages::SET_OWNER))?;
         let offered = connection.ask_u64(messages::GET_FEATURES)?;
@@ -133,10 +123,6 @@ impl FrontEnd {
         Ok(FrontEnd { queues, connection, features, memory })
     }
 
-    /// Reads the device's configuration.
-    ///
-    /// # Errors
-    /// Returns an error if the server sends no valid reply.
     pub fn config(&mut self) -> Result<Config> {
         let mut message = Message::new(messages::GET_CONFIG);
         for word in [0, CONFIG_BYTES, 0] {
@@ -150,11 +136,8 @@ impl FrontEnd {
         }
     }
 
-    /// Stops queue `index` after its requests in flight have completed. Returns the position in the ring at which a
-    /// server continues.
-    ///
-    /// # Errors
-    /// Returns an error if the server sends no valid reply.
+    /// Stops queue `index` after its requests in flight have completed. Returns the position in the ring at
+    /// which a server continues.
     pub fn stop_queue(&mut self, index: u32) -> Result<u32> {
         let reply = self.connection.ask(&Message::vring_state(messages::GET_VRING_BASE, index, 0))?;
         match reply.get(4..8) {
@@ -168,7 +151,6 @@ impl FrontEnd {
         self.memory.len()
     }
 
-    /// The memfd that the server maps.
     pub fn memory_file(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }

@@ -24,7 +24,6 @@ pub mod feature {
     pub const VERSION_1: u64 = 1 << 32;
 }
 
-/// Protocol feature bits.
 pub mod protocol {
     pub const MQ: u64 = 1 << 0;
     /// The server acknowledges messages that request it.

@@ -15,7 +15,7 @@ use crate::Result;
 
 const PAGE_BYTES: usize = 4096;
 const DESCRIPTOR_BYTES: usize = 16;
-/// VIRTQ_DESC_F_NEXT, VIRTQ_DESC_F_WRITE and VIRTQ_DESC_F_INDIRECT.
+/// Descriptor flags: VIRTQ_DESC_F_NEXT, VIRTQ_DESC_F_WRITE and VIRTQ_DESC_F_INDIRECT.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
@@ -162,7 +162,6 @@ impl Queue {
         connection.set(Message::vring_descriptor(messages::SET_VRING_KICK, index, self.kick.as_fd()))
     }
 
-    /// Maximum number of requests in flight.
     pub fn slots(&self) -> usize {
         self.in_flight.len()
     }
@@ -244,11 +243,8 @@ impl Queue {
         self.available = self.available.wrapping_add(1);
     }
 
-    /// Makes all submitted requests visible to the server, and kicks it if it requests a kick. Returns whether it was
-    /// kicked.
-    ///
-    /// # Errors
-    /// Returns the error of writing the eventfd.
+    /// Makes all submitted requests visible to the server, and kicks it if it requests a kick. Returns
+    /// whether it was kicked.
     pub fn publish(&mut self) -> Result<bool> {
         let before = std::mem::replace(&mut self.published, self.available);
         if before == self.available {
@@ -273,9 +269,6 @@ impl Queue {
     }
 
     /// Kicks the server, whether or not it requests a kick.
-    ///
-    /// # Errors
-    /// Returns the error of writing the eventfd.
     pub fn kick(&self) -> Result {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes())?;
         Ok(())
@@ -285,11 +278,9 @@ impl Queue {
         u16::from_le(self.memory.atomic_u16(self.layout.device + 2).load(Ordering::Acquire))
     }
 
-    /// Passes each completed request to `completed`: slot, status, and the bytes that the server reports as written.
-    /// Returns their number.
-    ///
-    /// # Errors
-    /// Returns an error if the server completes a request that is not in flight, or writes no status.
+    /// Passes each completed request to `completed`: slot, status, and the bytes that the server reports as
+    /// written. Returns their number. Fails if the server completes a request that is not in flight, or
+    /// writes no status.
     pub fn reap(&mut self, mut completed: impl FnMut(usize, u8, u32)) -> Result<usize> {
         let end = self.used_index();
         let count = usize::from(end.wrapping_sub(self.used));
@@ -310,11 +301,8 @@ impl Queue {
         Ok(count)
     }
 
-    /// Sleeps until a request has completed. Returns the number of signals from the server; 0 if one had completed
-    /// before.
-    ///
-    /// # Errors
-    /// Returns an error if nothing completes within `limit`.
+    /// Sleeps until a request has completed. Returns the number of signals from the server; 0 if one had
+    /// completed before. Fails if nothing completes within `limit`.
     pub fn wait(&mut self, limit: Duration) -> Result<u32> {
         let time: rustix::event::Timespec = limit.try_into()?;
         for calls in 0.. {
@@ -336,18 +324,13 @@ impl Queue {
     }
 
     /// Whether the server has signalled since the last [`wait`](Queue::wait).
-    ///
-    /// # Errors
-    /// Returns the error of poll(2).
     pub fn is_called(&self) -> Result<bool> {
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         Ok(poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&now))? == 1)
     }
 
-    /// Submits one request in `slot`, waits for it, and returns its status. No other request may be in flight.
-    ///
-    /// # Errors
-    /// Returns the errors of submitting and waiting.
+    /// Submits one request in `slot`, waits for it, and returns its status. No other request may be in
+    /// flight.
     pub fn execute(&mut self, slot: usize, request: &Request, limit: Duration) -> Result<u8> {
         assert_eq!(self.in_flight(), 0);
         self.submit(slot, request);

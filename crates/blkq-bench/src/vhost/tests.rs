@@ -13,7 +13,6 @@ type Buffer = (usize, usize, bool);
 
 const SOON: Duration = Duration::from_millis(200);
 
-/// The device side of one queue.
 struct Device {
     memory: Arc<SharedMemory>,
     descriptors: usize,
@@ -75,7 +74,6 @@ impl Device {
         self.memory.atomic_u16(self.device + 2).store(self.used.to_le(), Ordering::Release);
     }
 
-    /// Completes a read with `value` in all bytes.
     fn complete_read(&mut self, head: u16, buffers: &[Buffer], value: u8) {
         let (data, bytes, _) = buffers[1];
         self.memory.write(data, &vec![value; bytes]);

@@ -16,7 +16,6 @@ use crate::load::Offsets;
 use crate::measurement::{Run, rate};
 use crate::process::Usage;
 
-/// A null device with `queues` queues.
 pub fn disk(queues: usize) -> Result<Arc<Disk>> {
     let mut options = NullOptions::new(REGION_BYTES * SUBMITTERS as u64);
     options.zero_reads = false;
@@ -115,7 +114,6 @@ fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -
     Ok(free.len() as u64)
 }
 
-/// Starts and stops the threads of a run.
 struct Running {
     ready: Barrier,
     over: AtomicBool,

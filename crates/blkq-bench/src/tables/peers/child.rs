@@ -34,10 +34,7 @@ pub struct Child {
 }
 
 impl Child {
-    /// Starts `command`.
-    ///
-    /// # Errors
-    /// Returns the [`std::io::Error`] of the system if the command cannot be started.
+    /// Fails with a [`std::io::Error`] if the command cannot be started.
     pub fn start(mut command: Command, stdout: Stdio) -> Result<Child> {
         let program = Path::new(command.get_program()).file_name().unwrap_or(OsStr::new("?"));
         let program = program.to_string_lossy().into_owned();
@@ -86,10 +83,8 @@ impl Child {
         self.poll(false).is_some()
     }
 
-    /// Waits up to `limit` until the process exits. Returns its total usage.
-    ///
-    /// # Errors
-    /// Returns the last line of its standard error if it fails, or an error after `limit`.
+    /// Waits up to `limit` until the process exits. Returns its total usage. Fails with the last line of
+    /// standard error if the process fails.
     pub fn wait(mut self, limit: Duration) -> Result<Usage> {
         let until = Instant::now() + limit;
         loop {

@@ -13,7 +13,6 @@ use crate::process::Usage;
 /// How long fio may take in addition to the length of a job, or for a job without a length.
 const EXIT_WAIT: Duration = Duration::from_secs(30);
 
-/// A workload of fio.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
     pub title: &'static str,
@@ -21,7 +20,6 @@ pub struct Job {
     pub rw: &'static str,
     pub block_bytes: u64,
     pub depth: u64,
-    /// Whether a quick run includes the job.
     pub quick: bool,
 }
 
@@ -41,10 +39,8 @@ impl Job {
     }
 }
 
-/// When a job is done.
 #[derive(Clone, Copy)]
 pub enum Length {
-    /// After this time.
     Time(Duration),
     /// After one pass over the whole target.
     Once,
@@ -57,7 +53,6 @@ pub enum Target {
     Uri(String),
 }
 
-/// The result of one run of fio.
 pub struct Report {
     pub ios: u64,
     pub iops: f64,
@@ -86,9 +81,6 @@ pub fn lacks() -> Option<String> {
 /// Runs `job` over the first `bytes` of `target`.
 ///
 /// There is no ramp time: fio would not count its I/Os, but the server's usage would include them.
-///
-/// # Errors
-/// Returns the error that fio printed.
 pub fn run(target: &Target, job: &Job, bytes: u64, length: Length, scratch: &Path) -> Result<Report> {
     let output = scratch.join("fio.json");
     let mut command = Command::new("fio");

@@ -46,11 +46,8 @@ pub struct KernelLoop {
 }
 
 impl KernelLoop {
-    /// Attaches `file`. With `direct`, the device does direct I/O on the file.
-    ///
-    /// # Errors
-    /// Returns one line if the user lacks the permission, the kernel has no loop devices, or direct I/O on this file is
-    /// not possible.
+    /// Attaches `file`. With `direct`, the device does direct I/O on the file. Fails if the user lacks the
+    /// permission, the kernel has no loop devices, or direct I/O on this file is not possible.
     pub fn attach(file: &Path, direct: bool) -> Result<KernelLoop> {
         let both = |path: &Path| {
             let file = OpenOptions::new().read(true).write(true).open(path);

@@ -55,7 +55,6 @@ fn pace(pace: &Pace) -> Pace {
 /// Time of a job over the whole file in seconds, for a disk with 1 GB/s.
 const WARM_UP_SECONDS: f64 = 1.0;
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     if fio::lacks().is_some() {
         return 0.0;
@@ -72,8 +71,7 @@ pub fn planned_seconds(pace: &Pace) -> f64 {
         + vhost::planned_seconds(&pace)
 }
 
-/// # Errors
-/// Returns an error if a peer that could be started before fails to start.
+/// Fails if a peer that could be started before fails to start.
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table =
         Table::new(What::Peers, "peers: blkq and other servers, the same fio jobs on the same file");

@@ -36,15 +36,11 @@ const VHOST: vhost::Server = vhost::Server::of_blkq(
 );
 const CASES: usize = 3;
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     pace.cost(CASES)
 }
 
 /// Runs `job` on all cases, and adds the targets to `table`.
-///
-/// # Errors
-/// Returns an error if a server does not start.
 pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut Table) -> Result<Comparison> {
     let cases = vec![
         case(IN_PROCESS, |length| in_process(place, length)),

@@ -40,9 +40,6 @@ pub struct Place {
 
 impl Place {
     /// A place for serving `image`, which has the size `bytes`.
-    ///
-    /// # Errors
-    /// Returns one line if the temporary directory cannot be created.
     pub fn new(image: &Path, bytes: u64) -> Result<Place> {
         let scratch = std::env::temp_dir().join(format!("blkq-bench-{}", std::process::id()));
         let at = scratch.clone();
@@ -57,7 +54,6 @@ impl Place {
         Place { image: image.to_owned(), bytes, scratch: self.scratch.clone(), _made: None }
     }
 
-    /// Size of the device.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -66,7 +62,6 @@ impl Place {
         &self.image
     }
 
-    /// Path of a temporary file.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.scratch.join(name)
     }
@@ -79,7 +74,7 @@ impl Place {
 /// How fio reaches the image.
 #[derive(Clone, Copy)]
 enum Way {
-    /// Directly on the file.
+    /// I/O directly on the image file.
     Raw,
     /// Through a loop device of the kernel, with or without direct I/O.
     Loop { direct: bool },
@@ -95,7 +90,6 @@ pub struct Peer {
     pub name: &'static str,
     /// The Debian package that contains the server.
     package: &'static str,
-    /// Whether a quick run includes the peer.
     pub quick: bool,
     way: Way,
 }
@@ -192,7 +186,6 @@ pub(super) fn visits<'a>(peers: &[&'a Peer], place: &'a Place, job: Job) -> Vec<
     peers.iter().map(|&peer| case(peer.name, move |length| peer.visit(place, &job, length))).collect()
 }
 
-/// A peer that has started.
 struct Ready {
     target: Target,
     child: Option<Child>,
@@ -271,9 +264,6 @@ impl Peer {
     }
 
     /// Starts the peer, lets fio do `job` for `length`, and stops the peer.
-    ///
-    /// # Errors
-    /// Returns the error that the peer or fio printed.
     pub fn visit(&self, place: &Place, job: &Job, length: Duration) -> Result<Run> {
         let image = std::fs::File::open(&place.image)?;
         evict(&image)?;
@@ -342,7 +332,6 @@ impl Peer {
 /// Counters in `nbd` of `blkq stat --json`.
 const NBD_COUNTERS: [&str; 3] = ["receives", "sends", "receive_backoffs"];
 
-/// Reads the counters of this program's server.
 fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
     let output = command("blkq stat disk --json", place)?.output()?;
     if !output.status.success() {
@@ -357,7 +346,6 @@ fn nbd_counters(place: &Place) -> Result<[u64; NBD_COUNTERS.len()]> {
     Ok(counters)
 }
 
-/// Adds the counters of this program's NBD server to `run`.
 fn with_nbd_counts(run: Run, counts: [u64; NBD_COUNTERS.len()]) -> Run {
     let [receives, sends, receive_backoffs] = counts;
     run.per_io(Metric::ReceivesPerIo, receives)

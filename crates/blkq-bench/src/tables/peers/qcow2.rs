@@ -66,16 +66,12 @@ fn allocated_bytes(pace: &Pace) -> u64 {
 
 const QEMU_IMG: &str = "qemu-img";
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let allocated = chosen(&ALLOCATED, pace.quick, |job| job.quick).count();
     pace.cost(3 * allocated + if pace.quick { 0 } else { 2 })
 }
 
 /// Runs all jobs, and adds the targets to `table`.
-///
-/// # Errors
-/// Returns an error if a server does not start.
 pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
     let made = bench.progress.aside(|_| Images::make(place));
     let images = match made {

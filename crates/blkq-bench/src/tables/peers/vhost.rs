@@ -188,9 +188,6 @@ impl Server {
     }
 
     /// Starts the server, runs `load` for `length`, and stops the server.
-    ///
-    /// # Errors
-    /// Returns the error that the server printed, or the error of the client.
     pub(super) fn visit(&self, place: &Place, load: &Load, length: Duration) -> Result<Run> {
         let image = std::fs::File::open(place.image())?;
         evict(&image)?;
@@ -261,17 +258,14 @@ fn start(
     }
 }
 
-/// Estimated duration, in seconds.
 pub fn planned_seconds(pace: &Pace) -> f64 {
     let cases = |job: &Job| OVER_FILE.iter().filter(|server| server.takes(job)).count();
     let jobs = JOBS.iter().filter(|job| job.quick || !pace.quick);
     pace.cost(jobs.map(cases).sum::<usize>() + OVER_NOTHING.len())
 }
 
-/// Measures all servers. The comparisons are part of the table `peers`.
-///
-/// # Errors
-/// Returns an error if a server that could be started before fails to start.
+/// Measures all servers. The comparisons are part of the table `peers`. Fails if a server that could be
+/// started before fails to start.
 pub fn run(bench: &mut Bench, pace: Pace, place: &Place, table: &mut Table) -> Result<Vec<Comparison>> {
     let mut there = |servers: &'static [Server]| -> Vec<&Server> {
         let lacks = |server: &&Server| match server.lacks(place) {
