@@ -42,7 +42,6 @@ impl SimulatedFile {
         self.current.len() * SECTOR_BYTES
     }
 
-    /// Number of writes so far.
     pub fn writes(&self) -> u64 {
         self.writes
     }
@@ -98,7 +97,6 @@ impl SimulatedFile {
         }
     }
 
-    /// Implements [`super::cut_size`].
     pub(super) fn cut_size(&mut self, bytes: u64, chance: &mut Random) -> u64 {
         let left = if chance.one_in(2) { bytes } else { bytes.min(self.durable_bytes) };
         self.durable_bytes = left;

@@ -13,7 +13,6 @@ use crate::file::{SECTOR_BYTES, SimulatedFile};
 /// The rates of faults: each number is the average number of operations per fault; 0 means never.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Faults {
-    /// Short transfers.
     pub short: u64,
     /// Operations that do nothing and return EINTR or EAGAIN.
     pub again: u64,
@@ -29,9 +28,7 @@ pub struct Faults {
     pub failed_sync_forgets: bool,
     /// Discards and writes of zeroes that fail with EIO.
     pub allocate_error: u64,
-    /// Whether the file system does not support holes.
     pub no_holes: bool,
-    /// Whether the file system does not support zeroing ranges.
     pub no_zero_range: bool,
 }
 
@@ -47,7 +44,6 @@ pub enum Defect {
     MisplacedWrite,
     /// Some reads return the durable content instead of later writes.
     StaleRead,
-    /// RWF_DSYNC has no effect.
     IgnoredDsync,
     /// Syncs do not make a new size durable.
     LostSize,
@@ -89,7 +85,6 @@ const POLL_MULTI: u32 = 1;
 const MORE: u32 = 1 << 1;
 const SOCK_NONEMPTY: u32 = 1 << 2;
 
-/// An operation that was submitted and not completed.
 struct Pending {
     sqe: Sqe,
     /// Index of its registered file; -1 if it uses a file descriptor.
@@ -183,7 +178,6 @@ impl Kernel {
         }
     }
 
-    /// Executes a random number of operations.
     pub fn execute_some(&mut self, chance: &mut Random) {
         for _ in 0..chance.below(8) {
             if self.pending.is_empty() {
@@ -236,7 +230,6 @@ impl Kernel {
         self.completed.clear();
     }
 
-    /// Implements [`crate::kill`].
     pub fn kill(&mut self, chance: &mut Random) {
         let mut left = std::mem::take(&mut self.pending);
         while !left.is_empty() {
@@ -335,7 +328,6 @@ impl Kernel {
         if reported == self.dropped { 0 } else { -libc::EIO }
     }
 
-    /// Makes the size of `fd` durable.
     fn sync_size(&mut self, fd: i32) {
         // SAFETY: an all-zero stat is valid.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };

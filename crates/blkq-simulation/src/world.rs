@@ -126,7 +126,6 @@ pub fn panic_after(instants: u64) {
     with(|world| world.panics_in = Some(instants));
 }
 
-/// Advances the clock by `ns` nanoseconds.
 pub fn pass(ns: u64) {
     with(|world| world.now_ns += ns);
 }
@@ -136,22 +135,18 @@ pub fn set_meanwhile(step: Option<Box<dyn FnMut()>>) {
     MEANWHILE.set(step);
 }
 
-/// Replaces the rates of faults.
 pub fn set_faults(faults: Faults) {
     with(|world| world.kernel.faults = faults);
 }
 
-/// Sets or removes a defect of the kernel.
 pub fn set_defect(defect: Option<Defect>) {
     with(|world| world.kernel.defect = defect);
 }
 
-/// Number of faults so far.
 pub fn faults_seen() -> u64 {
     with(|world| world.kernel.faults_seen)
 }
 
-/// Number of syncs of the file that failed so far.
 pub fn syncs_failed() -> u64 {
     with(|world| world.kernel.syncs_failed)
 }
@@ -170,7 +165,6 @@ pub fn kill() {
     });
 }
 
-/// Starts a new process, which can submit operations on files that it opens.
 pub fn restart() {
     with(|world| world.kernel.restart());
 }
@@ -186,12 +180,10 @@ pub fn cut_size(bytes: u64) -> u64 {
     with(|world| world.kernel.file.cut_size(bytes, &mut world.chance))
 }
 
-/// Sets the size that survives a power failure.
 pub fn set_durable_size(bytes: u64) {
     with(|world| world.kernel.file.durable_bytes = bytes);
 }
 
-/// Calls `f` with the file.
 pub fn with_file<R>(f: impl FnOnce(&SimulatedFile) -> R) -> R {
     with(|world| f(&world.kernel.file))
 }

@@ -12,7 +12,6 @@ use blkq_simulation as simulation;
 
 use super::life::World;
 
-/// A change that a user can make.
 #[derive(Clone, Debug)]
 enum Change {
     /// A setting of the disk, which clients do not notice.
@@ -64,7 +63,6 @@ pub fn make_one(world: &Rc<RefCell<World>>) {
     make(world, change);
 }
 
-/// Grows the device to its maximum size.
 pub fn grow(world: &Rc<RefCell<World>>) {
     let bytes = world.borrow().sectors_max << 9;
     make(world, Change::Resize(Some(bytes)));

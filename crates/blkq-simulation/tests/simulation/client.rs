@@ -20,10 +20,8 @@ use super::hits::{KINDS, Noticed};
 use super::holds::Holding;
 use super::model::{Content, Model, payload};
 
-/// Maximum number of unanswered requests of a client.
 const OUTSTANDING_MAX: usize = 24;
 
-/// A request that is not answered.
 #[derive(Debug)]
 struct Outstanding {
     command: Command,
@@ -137,7 +135,6 @@ pub struct Common {
     pub slow: bool,
     /// Whether the driver may be exchanged for one without FUA.
     pub exchanges: bool,
-    /// Whether the fault driver has rules.
     pub ruled: bool,
     /// Unanswered reads of clients that have disconnected.
     pub ghosts: Vec<Range<u64>>,
@@ -163,7 +160,6 @@ impl Common {
         self.now
     }
 
-    /// Resumes the device or changes its error policy, at random.
     pub fn step_held(&mut self, disk: &Disk) {
         if let Some(holding) = &mut self.holding {
             self.now += 1;
@@ -212,7 +208,6 @@ fn option(kind: u32, data: &[u8], output: &mut Vec<u8>) {
     output.extend(data);
 }
 
-/// An export name after its length.
 fn named(export: &str) -> Vec<u8> {
     [&(export.len() as u32).to_be_bytes(), export.as_bytes()].concat()
 }
@@ -260,7 +255,6 @@ impl Client {
         self.closed || self.ready && self.outstanding.is_empty() && self.output.is_empty()
     }
 
-    /// The sectors of its unanswered reads.
     pub fn reads(&self) -> impl Iterator<Item = Range<u64>> {
         let reads = |asked: &&Outstanding| matches!(asked.command, Command::Read | Command::Cache);
         self.outstanding.values().filter(reads).map(|asked| asked.sectors.clone())

@@ -31,11 +31,8 @@ pub struct Holding {
     abandoned_since: Option<u64>,
     /// When the last such time ended.
     abandoned_until: u64,
-    /// Highest number of held requests.
     pub held: u64,
-    /// Requests that resumes reissued.
     pub reissued: u64,
-    /// Requests that resumes failed.
     pub failed: u64,
     /// Whether requests were held with each scheduler.
     pub held_with: [bool; SchedulerKind::ALL.len()],

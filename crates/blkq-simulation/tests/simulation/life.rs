@@ -43,7 +43,6 @@ const EXPORTS: [&str; 2] = ["disk", "second"];
 pub struct Setup {
     /// Initial size of the image.
     sectors: u64,
-    /// Maximum size of the image.
     sectors_max: u64,
     options: LoopOptions,
     depth: u16,
@@ -127,7 +126,6 @@ fn faults(chance: &mut Random) -> Faults {
     }
 }
 
-/// The counts of what happened in a seed.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Seen {
     pub replies: u64,
@@ -144,19 +142,13 @@ pub struct Seen {
     /// Changes with a freeze that began while requests waited for a limit.
     pub limited_freezes: u64,
     pub exchanges: u64,
-    /// Requests that limits admitted.
     pub admitted: u64,
-    /// Requests that had to wait.
     pub throttled: u64,
     /// Limits that a search of the ceiling has set.
     pub found: u64,
-    /// Highest number of held requests.
     pub held: u64,
-    /// Requests that resumes reissued.
     pub reissued: u64,
-    /// Requests that resumes failed.
     pub failed: u64,
-    /// Whether requests were held with each scheduler of [`SchedulerKind::ALL`].
     pub held_with: [bool; SchedulerKind::ALL.len()],
     pub digest: u64,
     /// Requests that the fault driver hit, by effect: error, short, torn, misdirect, corrupt, lose, stuck.
@@ -187,7 +179,7 @@ pub struct World {
     /// Random numbers for the optional parts of a world, so that these do not change the other choices of a seed.
     pub extra: Random,
     image: PathBuf,
-    /// `None` between two lives.
+    /// `None` between two lives of the device.
     pub server: Option<Server>,
     /// The only client, if the device belongs to a virtual machine.
     pub machine: Option<Machine>,
@@ -207,7 +199,6 @@ pub fn live(seed: u64, defect: Option<Defect>, worlds: Worlds) -> Seen {
     finish(&world)
 }
 
-/// Creates the world of `seed`, and the set-up of its device.
 pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<RefCell<World>>) {
     let mut chance = Random::new(seed);
     let image = std::env::temp_dir().join(format!(
@@ -296,7 +287,6 @@ pub fn finish(world: &Rc<RefCell<World>>) -> Seen {
     }
 }
 
-/// One life of the server: from its start to its stop, which may be a kill.
 fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
     let syncs_failed = simulation::syncs_failed();
     let (changing, faulty) = world.borrow_mut().begin(setup);
@@ -321,7 +311,6 @@ fn life(setup: &Setup, world: &Rc<RefCell<World>>) {
 }
 
 impl World {
-    /// Starts a server. Returns whether the device is changed during its life, and whether it has a fault driver.
     pub fn begin(&mut self, setup: &Setup) -> (bool, bool) {
         let (chance, common) = (&mut self.chance, &mut self.common);
         let calm = chance.one_in(4);

@@ -152,7 +152,6 @@ pub struct Limited {
     search: Option<(CeilingSearch, u64)>,
     own: Account,
     common: Account,
-    /// Requests admitted in this life.
     admitted_now: u64,
     /// Whether requests may have bypassed the limits in this life.
     exempt: bool,
@@ -160,7 +159,6 @@ pub struct Limited {
     idle_since_ns: Option<u64>,
     pub admitted: u64,
     pub throttled: u64,
-    /// Number of limits that a search has set.
     pub found: u64,
 }
 

@@ -113,7 +113,6 @@ fn seeds() {
     assert!(count < 100 || rare.iter().chain(&all.hits).all(|count| *count > 0));
 }
 
-/// Runs virtual machines over vhost-user-blk.
 #[test]
 fn machines() {
     let Range { start: first, end } = chosen_seeds();
@@ -126,7 +125,6 @@ fn machines() {
     assert!(count < 100 || all.rare().iter().all(|count| *count > 0));
 }
 
-/// Runs devices with limits: requests wait for a limit.
 #[test]
 fn limits_hold() {
     let Range { start: first, end } = chosen_seeds();
@@ -145,7 +143,6 @@ fn limits_hold() {
     assert!(count < 100 || (throttled > 0 && found > 0 && freezes > 0));
 }
 
-/// Runs devices that hold failed requests until they are resumed.
 #[test]
 fn held_requests() {
     let Range { start: first, end } = chosen_seeds();

@@ -55,7 +55,6 @@ pub fn payload(number: u64, sectors: Range<u64>) -> Vec<u8> {
 #[derive(Debug)]
 struct Version {
     content: Content,
-    /// Number of the request.
     request: u64,
     submitted: u64,
     /// `u64::MAX` while the request is in flight.
@@ -82,7 +81,6 @@ impl Version {
 /// Numbers from here on belong to misdirected writes, which no client requested.
 const STRAY: u64 = 1 << 48;
 
-/// The versions of every sector.
 pub struct Model {
     sectors: Vec<Vec<Version>>,
 }

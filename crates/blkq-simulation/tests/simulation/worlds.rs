@@ -18,9 +18,7 @@ pub struct Worlds {
     pub triggers: bool,
     /// Whether the device has limits, or is in a group with limits.
     pub limits: bool,
-    /// Whether the device holds failed requests.
     pub holds: bool,
-    /// Whether the driver is exchanged for one that declares FUA or does not.
     pub exchanges: bool,
 }
 

@@ -44,7 +44,6 @@ struct Record {
     file: OwnedFd,
 }
 
-/// The front end of a machine.
 #[derive(Default)]
 pub struct FrontEnd {
     device: Option<Device>,

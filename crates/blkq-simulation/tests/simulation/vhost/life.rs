@@ -49,7 +49,6 @@ impl Stop {
     }
 }
 
-/// The counts of what happened in a seed.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Seen {
     pub requests: u64,

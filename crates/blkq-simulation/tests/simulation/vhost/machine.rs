@@ -26,7 +26,6 @@ const SLOT_BYTES: u64 = 0x4800;
 const SLOTS: u64 = 2 * REGION_BYTES / SLOT_BYTES;
 /// Maximum size of the data of a request.
 const DATA_MAX_BYTES: u64 = 12 << 10;
-/// Maximum entries of an indirect table.
 const TABLE_MAX: usize = 8;
 /// Initial content of the buffer of a read.
 const UNREAD: u8 = 0xee;
@@ -161,11 +160,8 @@ pub struct Machine {
     pub guest: Guest,
     pub rings: Vec<Ring>,
     slots: Vec<u64>,
-    /// Size of the device in sectors, as in its configuration.
     pub sectors: u64,
-    /// Whether the device supports discards.
     pub discards: bool,
-    /// Whether the write cache is enabled.
     pub cache: History<bool>,
     /// When the current daemon started.
     pub daemon_began: u64,

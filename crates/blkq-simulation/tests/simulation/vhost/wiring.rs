@@ -17,7 +17,6 @@ pub enum Tamper {
     WritesAfterStop,
 }
 
-/// The configuration of the machine.
 #[derive(Clone, Debug)]
 pub struct Wiring {
     pub rings: usize,
