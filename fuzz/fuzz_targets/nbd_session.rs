@@ -80,7 +80,6 @@ struct Command {
     skew: u8,
 }
 
-/// An unanswered request.
 struct Sent {
     kind: Kind,
     range: Range<u64>,
@@ -95,7 +94,6 @@ struct Session {
     model: Vec<u8>,
     sent: BTreeMap<u64, Sent>,
     next: u64,
-    /// Bytes that are not sent yet.
     queued: Vec<u8>,
 }
 

@@ -37,7 +37,6 @@ const TOP: u8 = 0x33;
 /// Offset of the backing file name in a header.
 const NAME_AT: u64 = 192;
 
-/// File names of the images.
 const NAMES: [&str; 3] = ["top", "behind", "raw"];
 
 /// The shape of an image: three tables, two data clusters, and an optional backing file.
@@ -183,7 +182,6 @@ thread_local! {
 /// The expected content of a device; `None` if it is unknown.
 type Model = Option<Vec<Option<u8>>>;
 
-/// A bio in flight.
 struct Sent {
     operation: Operation,
     range: Range<u64>,
@@ -218,7 +216,6 @@ impl Session {
         Ok(session)
     }
 
-    /// Checks the dirty sectors of the bitmap.
     fn check_bitmap(&self) {
         let Some(dirty) = &self.dirty else { return };
         let bitmaps = self.disk.bitmaps();
@@ -273,7 +270,6 @@ impl Session {
         self.take();
     }
 
-    /// Applies a bio to the model.
     fn note(&mut self, operation: Operation, range: &Range<u64>, fill: u8) {
         let limits = self.queue.limits();
         let zeroes = limits.max_write_zeroes_bytes.min(limits.max_write_zeroes_no_unmap_bytes) > 0;
@@ -387,7 +383,6 @@ impl Session {
         }
     }
 
-    /// Reads the whole device, if its content is known.
     fn read_all(&mut self) {
         let Some(model) = self.model.clone() else { return };
         for (chunk, expected) in model.chunks(SECTORS_MAX as usize * 512).enumerate() {

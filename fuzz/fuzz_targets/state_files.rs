@@ -106,7 +106,6 @@ fn made_by_daemon(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec(&state).expect("strings and numbers"))
 }
 
-/// Generates the text of a state file.
 fn made(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     if u.ratio(1, 3)? {
         return made_by_daemon(u);

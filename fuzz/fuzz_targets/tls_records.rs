@@ -126,9 +126,7 @@ enum Act {
     CarryAll,
     /// The server answers with this number of pieces of [`ANSWER_PIECE_BYTES`].
     Answer(u16),
-    /// The client updates its keys.
     Rekey,
-    /// The client sends close_notify.
     Bye,
     Meddle(Meddle),
 }
@@ -145,7 +143,6 @@ enum Meddle {
     Drop(u8),
     Repeat(u8),
     Swap(u8, u8),
-    /// Truncates a record.
     Cut {
         record: u8,
         at: u16,
@@ -166,14 +163,11 @@ fn pattern(at: usize) -> u8 {
 struct Session {
     client: ClientConnection,
     tls: Option<Tls>,
-    /// Whether the client has the required certificate.
     welcome: bool,
     /// Records on the way to the server; the start of the first may have arrived.
     wire: VecDeque<Vec<u8>>,
     meddled: bool,
-    /// Number of bytes that the client sent.
     sent: usize,
-    /// Number of bytes that the server decrypted.
     received: usize,
     /// Number of bytes that the server sent as answers.
     answered: usize,

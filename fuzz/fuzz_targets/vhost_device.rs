@@ -22,7 +22,6 @@ use libfuzzer_sys::fuzz_target;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vhost::{Served, ram, serve};
 
-/// Timeout of a reply.
 const REPLY_WAIT: Duration = Duration::from_secs(15);
 /// Time within which the device must notice that a front end has closed the connection.
 const GONE_WAIT: Duration = Duration::from_secs(10);

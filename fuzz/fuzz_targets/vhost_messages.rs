@@ -24,7 +24,6 @@ use blkq_export::vhost_user::simulated::Device;
 use blkq_fuzz::vhost::{Input, Link, check_descriptors, run};
 use libfuzzer_sys::fuzz_target;
 
-/// Number of queues; rings are served as if each queue had an engine.
 const QUEUES: usize = 2;
 const SIZE: u64 = 16 << 20;
 

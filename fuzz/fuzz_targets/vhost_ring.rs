@@ -43,7 +43,6 @@ struct Guest {
     gaps: Vec<(u64, u64)>,
     /// The content of the file after an input.
     seen: Vec<u8>,
-    /// Addresses of the regions in this process.
     ranges: Vec<(usize, usize)>,
     parser: Parser,
     records: [(InflightRegion, File); 2],

@@ -109,7 +109,6 @@ enum Step {
     Replies,
 }
 
-/// The steps of a front end.
 #[derive(Arbitrary, Debug)]
 pub struct Input {
     start: Start,
@@ -130,7 +129,6 @@ fn form(code: u8) -> &'static [usize] {
     }
 }
 
-/// Encodes numbers with the given size in bytes.
 fn payload(numbers: impl Iterator<Item = (u64, usize)>) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(64);
     numbers.for_each(|(value, size)| bytes.extend_from_slice(&value.to_le_bytes()[..size]));
@@ -148,7 +146,6 @@ pub trait Link {
     /// Reads the replies that have arrived.
     fn skip_replies(&mut self);
 
-    /// Lets the device run, if it has no thread of its own.
     fn turn(&mut self) {}
 
     /// A connected socket to pass to the device.
