@@ -191,8 +191,8 @@ pub fn named(dir: &StateDir, word: &str) -> Outcome<String> {
     name_of(dir, word)?.ok_or_else(|| no_such_device(word))
 }
 
-/// Describes the device that `word` refers to (see [`name_of`]). Returns `None` if there is no such device.
-/// Also fails if the daemon does not answer or died.
+/// Describes the device that `word` refers to. Fails as [`name_of`], and if the daemon does not answer or
+/// died.
 pub fn find(dir: &StateDir, word: &str) -> Outcome<Option<DeviceInfo>> {
     let Some(name) = name_of(dir, word)? else { return Ok(None) };
     match inspect(dir, &name)? {

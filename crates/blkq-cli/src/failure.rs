@@ -15,7 +15,6 @@ pub const EXIT_LEFT: u8 = 3;
 /// help.
 pub const EXIT_UNFLUSHED: u8 = 4;
 
-/// One line: what failed, why, and a hint.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
     line: String,

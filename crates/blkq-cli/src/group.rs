@@ -201,7 +201,6 @@ impl GroupFile {
         Ok(opened)
     }
 
-    /// Maps the group in a locked file.
     fn over(name: &str, file: File) -> Outcome<(GroupFile, RateLimits)> {
         let bytes = file.metadata().map_or(0, |metadata| metadata.len());
         if bytes != Group::BYTES as u64 {

@@ -49,7 +49,6 @@ pub struct DeviceInfo {
     pub partscan: bool,
     #[serde(default)]
     pub sandbox: Confinement,
-    /// Whether the image file is accessed with direct I/O.
     pub direct_io: DirectIoInfo,
     /// Daemons of older versions do not send this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -294,7 +293,6 @@ mod typed {
 }
 
 impl DeviceInfo {
-    /// The path of the image, even if it is not UTF-8.
     pub fn image_path(&self) -> PathBuf {
         image_path(&self.image, self.attach_options.as_ref())
     }

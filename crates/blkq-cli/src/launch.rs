@@ -33,7 +33,6 @@ pub struct Launched {
 /// a [`Record`].
 #[derive(Serialize, Deserialize)]
 pub struct LaunchMessage {
-    /// How the device is attached.
     #[serde(flatten)]
     pub options: Record,
     /// The settings that were changed while the last daemon served the device, in order.
@@ -65,8 +64,7 @@ impl Program {
     }
 
     /// Starts a daemon that attaches a device, and waits until the device is ready. With `exit_with_parent`,
-    /// the device is detached when this process exits. Fails with the failure that the daemon reports, if it
-    /// reports one.
+    /// the device is detached when this process exits.
     pub fn launch_attach(&self, options: &AttachOptions, exit_with_parent: bool) -> Outcome<Launched> {
         let flag = exit_with_parent.then_some("--exit-with-parent");
         let message = LaunchMessage { options: Record::new(options)?, settings: Vec::new(), succeeds: false };

@@ -21,8 +21,7 @@ pub struct Holders {
     pub can_share: bool,
 }
 
-/// Finds the processes that hold locks on these bytes of the image at `path`, as far as this user can see
-/// them.
+/// Finds the processes that hold locks on these bytes of the image at `path`, as far as this user can see.
 pub fn holders_of(dir: &StateDir, path: &Path, offset: u64, size_limit: Option<u64>) -> Option<Holders> {
     let file = FileId::of(path)?;
     let holders = holders(path, file, Window { offset, size_limit });
@@ -63,7 +62,6 @@ pub fn has_holder(path: &Path, offset: u64, size_limit: Option<u64>) -> bool {
     FileId::of(path).is_some_and(|file| !holders(path, file, Window { offset, size_limit }).is_empty())
 }
 
-/// The processes of the recorded daemons of `dir`.
 pub fn daemons(dir: &StateDir) -> Vec<u32> {
     let names = dir.names().unwrap_or_default();
     names.iter().filter_map(|name| Some(dir.read_state(name)?.pid)).collect()

@@ -28,12 +28,10 @@ pub enum Setting {
     /// Number of requests in flight, per queue.
     Depth(u16),
     DirectIo(DirectIo),
-    /// Whether requests access the file concurrently.
     Dispatch(Dispatch),
     /// Whether I/O is submitted to the kernel before the end of a batch.
     EarlySubmission(bool),
     Fault(FaultSpec),
-    /// The group that shares its limits with the device.
     Group(Option<String>),
     /// The time in flight after which a request is logged; zero for never.
     HangWarning(Duration),

@@ -100,7 +100,6 @@ pub struct Gate {
     pub largest_grant: u32,
 }
 
-/// The limits of a device, and those of its group.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Throttle {
     /// The limits of the device itself, as `blkq set` parses them; empty if it has none. With `limit=auto`

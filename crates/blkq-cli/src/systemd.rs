@@ -26,6 +26,7 @@ pub fn is_activated() -> bool {
 
 /// Takes the sockets that were passed to this process, and closes all other descriptors except the standard
 /// ones, which nothing in this process uses. Must be called once, before any descriptor is opened or closed.
+/// Fails if `LISTEN_FDS` is not a number, or if one of its descriptors is not open.
 pub fn take_listeners() -> Outcome<Vec<OwnedFd>> {
     if !is_activated() {
         return Ok(Vec::new());

@@ -72,10 +72,9 @@ impl ConfigFile {
     }
 
     /// The keys that `blkq set` can change, with their values, for a device that has the settings of
-    /// `groups`. The other keys are left out: attach accepts an option that does not apply to the device if
-    /// its value changes nothing, but `blkq set` refuses it. The group is left out, too: it may have been changed
-    /// live, an older daemon cannot change it, and one setting that is refused would keep all others from
-    /// being applied.
+    /// `groups`. The other keys are left out, because `blkq set` refuses a setting that the device does not
+    /// have. The group is left out, too: it may have been changed live, an older daemon cannot change it, and
+    /// one setting that is refused would keep all others from being applied.
     pub fn settings(&self, groups: SettingGroups) -> Vec<(String, String)> {
         // A key with the value false has no words. `autoclear = false` means autoclear=off, `no-merge =
         // false` means merge=on.

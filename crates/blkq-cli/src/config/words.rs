@@ -89,7 +89,6 @@ pub struct Parsed {
 }
 
 impl Parsed {
-    /// Returns the keys, or all mistakes if there are any.
     pub fn all(self) -> Result<Vec<Words>, Vec<Fault>> {
         if self.faults.is_empty() { Ok(self.keys) } else { Err(self.faults) }
     }
@@ -128,7 +127,6 @@ pub fn parse(text: &str) -> Parsed {
     Parsed { keys, faults, faulty }
 }
 
-/// The argument with the name `key`, and its words with `value`.
 fn words_of(command: &Command, key: &str, value: &DeValue) -> Result<(Id, Vec<String>), String> {
     let Some(argument) = argument(command, key) else { return Err(unknown(key)) };
     let words = match (argument.get_action(), value) {
@@ -177,7 +175,6 @@ fn unknown(key: &str) -> String {
     }
 }
 
-/// The key that the user may have meant with the unknown `key`.
 pub fn similar_to(key: &str) -> Option<String> {
     let command = command();
     let keys = command.get_arguments().filter_map(Arg::get_long).chain([IMAGE]);

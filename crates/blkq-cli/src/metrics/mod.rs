@@ -87,7 +87,6 @@ impl Endpoint {
         &self.uri
     }
 
-    /// The warning that other machines can read the metrics, if they can.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }

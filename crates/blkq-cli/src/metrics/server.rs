@@ -20,7 +20,7 @@ const CONNECTION_TIME: Duration = Duration::from_secs(5);
 /// would reset the connection, and the answer could be lost.
 const LATE_BYTES_MAX: usize = 1 << 20;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The nice value of the thread ([`setpriority(2)`]), so that it does not delay engines.
+/// The nice value of the thread (setpriority(2)), so that it does not delay engines.
 const NICE: i32 = 10;
 
 /// Reads the current values, or returns `None` once the device has stopped.

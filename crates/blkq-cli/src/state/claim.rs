@@ -159,7 +159,6 @@ pub struct Orphan {
 }
 
 impl Orphan {
-    /// The message for a command that needs the name, or a running daemon.
     pub fn refusal(&self) -> Failure {
         Failure::new(orphan::refusal(self.claim.name(), &self.state.exports))
     }
@@ -171,7 +170,6 @@ impl Orphan {
 pub struct Claim {
     dir: StateDir,
     name: String,
-    /// Whether the files stay when the claim is dropped.
     kept: bool,
     /// Whether the log of the previous daemon stays when the claim is dropped.
     old_log_kept: bool,

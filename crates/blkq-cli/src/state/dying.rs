@@ -15,8 +15,7 @@ impl StateDir {
         fs::read_to_string(self.file(name, ".lock")).ok()?.trim().parse().ok()
     }
 
-    /// Whether the daemon of `name` is exiting or was killed, and has not exited yet. It may have I/O in
-    /// flight.
+    /// Whether the daemon of `name` is dying ([`is_process_dying`]). It may have I/O in flight.
     pub(super) fn holder_is_dying(&self, name: &str) -> bool {
         let pid = fs::read_to_string(self.file(name, ".lock")).ok();
         pid.is_some_and(|pid| is_process_dying(&pid))

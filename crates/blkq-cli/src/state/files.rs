@@ -250,9 +250,7 @@ impl StateDir {
         }
     }
 
-    /// Records that the device `name` is attached to the image at `path` with `options`, and has the kernel's
-    /// block device `ublk`. Returns the number of the image. Only the daemon calls this, before it has
-    /// clients.
+    /// Implements `Claim::write_options`. Only the daemon calls this, before it has clients.
     pub(super) fn write_options(
         &self,
         name: &str,

@@ -13,7 +13,7 @@ use crate::failure::{Failure, Outcome};
 use crate::file_id::FileId;
 
 const LINES: usize = 10;
-/// Number of bytes at the end of the log in which these lines are searched.
+/// Number of bytes at the end of the log in which its last lines are searched.
 const TAIL_BYTES: u64 = 8 << 10;
 
 #[derive(Debug)]
@@ -44,7 +44,6 @@ impl Busy {
     }
 }
 
-/// The kind of state that a dead daemon left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {
@@ -90,7 +89,6 @@ impl Remains {
 }
 
 impl StateDir {
-    /// Inspects the device `name`, whose daemon does not answer.
     pub fn inspect(&self, name: &str) -> Outcome<Found> {
         let lock = self.file(name, ".lock");
         let owns = |pid| !has_exited(pid) && has_open(pid, &lock) && !self.holder_is_dying(name);

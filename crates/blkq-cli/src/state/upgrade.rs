@@ -17,7 +17,7 @@ impl StateDir {
     /// exits. The lock is a record lock on a byte of `NAME.lock`; the daemons lock the whole file with
     /// flock(2), which is independent of it. If `is_reserved`, no new device can claim the name meanwhile,
     /// and no command removes the files of the last daemon. Returns `None` if there is no such device. Fails
-    /// if another process holds the lock, or the file cannot be opened.
+    /// if another process holds the lock.
     pub fn lock_upgrade(&self, name: &str, is_reserved: bool) -> Outcome<Option<File>> {
         let path = self.file(name, ".lock");
         let failure = |e: io::Error| Failure::new(format!("cannot lock {}: {e}", path.display()));
