@@ -212,7 +212,6 @@ fn inherit(command: &mut Command, end: &OwnedFd) {
     unsafe { command.pre_exec(inherit) };
 }
 
-/// Checks that no process holds the writing end.
 fn assert_closed(reader: &OwnedFd, process: &str) {
     assert_eq!(rustix::io::read(reader, &mut [0; 1]), Ok(0), "{process} has the pipe open");
 }
@@ -222,7 +221,6 @@ fn pipe() -> (OwnedFd, OwnedFd) {
     pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).unwrap()
 }
 
-/// The targets of all descriptors of a process.
 fn descriptors(pid: i32) -> Vec<String> {
     let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let target = |fd: fs::DirEntry| fs::read_link(fd.path()).unwrap_or_default();

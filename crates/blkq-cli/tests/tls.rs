@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use place::*;
 use rustix::process::Signal;
 
-/// The commands under "Quick start" in docs/nbd.md, with `port` for the one that they name.
+/// The commands under "Quick start" in docs/nbd.md, with `port` as the port.
 fn quick_start(port: u16) -> String {
     let text = include_str!("../../../docs/nbd.md");
     let (_, text) = text.split_once("### Quick start").unwrap();
@@ -31,7 +31,7 @@ fn quick_start(port: u16) -> String {
     commands.replace("10809", &port.to_string())
 }
 
-/// A client that prints the subject of the certificate of the server at a port.
+/// A client that prints the subject of the server's certificate. Its argument is the server's port.
 const SUBJECT: &str = r#"
 import socket, ssl, struct, sys
 plain = socket.create_connection(("localhost", int(sys.argv[1])))
@@ -44,7 +44,8 @@ server = context.wrap_socket(plain, server_hostname="localhost")
 print(server.getpeercert()["subject"][0][0][1])
 "#;
 
-/// A port that the kernel assigns to no process that asks for any port, and that no test in another process chooses.
+/// A port outside of the range from which the kernel chooses free ports, and of those of other test
+/// processes.
 fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 10_000 + (std::process::id() % 20_000) as u16;

@@ -1,5 +1,4 @@
-//! `blkq upgrade` of a virtual machine's disk: the state that the new daemon starts with, and new daemons
-//! that fail to start.
+//! `blkq upgrade` of a virtual machine's disk, also to a daemon that fails to start.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 mod place;
@@ -65,8 +64,8 @@ fn a_new_daemon_searches_the_ceiling_again() {
     place.done(&["detach", "d"]);
 }
 
-/// The program's dynamic loader runs `blkq upgrade`, so that the daemon that this launches is the loader, which
-/// finds no program of the name `daemon`.
+/// Runs `blkq upgrade` through the dynamic loader. The command then launches the loader as the new daemon,
+/// which fails because it finds no program named `daemon`.
 fn upgrade_that_cannot_launch(place: &Place) -> Output {
     let mut head = [0; 4096];
     File::open(env!("CARGO_BIN_EXE_blkq")).unwrap().read_exact(&mut head).unwrap();
@@ -113,7 +112,7 @@ fn the_old_program_serves_again_if_the_service_does_not_start() {
     place.done(&["detach", "d"]);
 }
 
-/// Plays a daemon, in a process of its own, until it has left the device, with another state file.
+/// Plays the old daemon in a separate process. When the command asks it to leave, it replaces the state file.
 const OLD: &str = r#"
 import os, socket, sys
 control, shown, state, after = sys.argv[1:]
@@ -268,7 +267,7 @@ fn a_daemon_does_not_have_its_options_open() {
     place.done(&["detach", "d"]);
 }
 
-/// The state file is one that the program before wrote, with the options of the device.
+/// An older program wrote the state file, which also contains the options of the device.
 #[test]
 fn a_device_of_the_program_before_is_served_by_this_one() {
     let place = Place::new("upgrade-before");

@@ -1,5 +1,4 @@
-//! A device for virtual machines, with libblkio's front end (crate virtio-driver) instead of a virtual
-//! machine.
+//! Devices for virtual machines. libblkio's front end (crate virtio-driver) represents the virtual machine.
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 #[path = "../../blkq-export/tests/vhost/front_end.rs"]
@@ -131,8 +130,7 @@ fn a_socket_elsewhere_is_for_its_group() {
     assert!(!fs::exists(path).unwrap());
 }
 
-/// Kills a daemon under load, and attaches its device again with `options`: each request completes exactly
-/// once.
+/// Kills a daemon under load, and attaches its device again: each request completes exactly once.
 fn kill_under_load(test: &str, options: &[&str]) {
     use front_end::{DATA, FEATURES, FrontEnd};
     let place = Place::new(test);

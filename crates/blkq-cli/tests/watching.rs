@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use exposition::{Exposition, check};
 use place::*;
 
-/// The time that a client of the metrics has.
+/// The time after which the metrics endpoint closes a connection.
 const SLOW_CLIENT: Duration = Duration::from_secs(5);
 
 fn log(place: &Place, name: &str) -> String {

@@ -77,8 +77,7 @@ fn is_step(pid: i32) -> bool {
     STEPS.contains(&number)
 }
 
-/// Runs `command`, and kills the victim before its step `at`. Returns false if the victim exits before that
-/// step.
+/// Kills the victim before its step `at`. Returns false if the victim exits before that step.
 #[allow(clippy::zombie_processes, reason = "it is waited for by its number, as what it forks is")]
 pub fn kill_at(mut command: Command, victim: Victim, at: usize) -> bool {
     // SAFETY: one system call between fork and exec.
