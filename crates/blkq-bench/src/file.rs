@@ -12,7 +12,6 @@ use crate::Result;
 use crate::interrupt::Undo;
 use crate::progress::Progress;
 
-/// Bytes per write call while the file is filled.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// The values of `--file`, `--size` and `--overwrite`.

@@ -8,7 +8,6 @@ use crate::Result;
 use crate::metric::Metric;
 use crate::process::Usage;
 
-/// The figures of one run: one value for each metric that was measured.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
     pub ios: u64,

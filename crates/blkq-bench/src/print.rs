@@ -217,7 +217,6 @@ fn columns(rows: &[Vec<String>]) -> String {
     }
 }
 
-/// Formats one row: the first column, and the columns `others`.
 fn line(row: &[String], first: usize, others: std::ops::Range<usize>, widths: &[usize]) -> String {
     let name = row.first().map_or("", String::as_str);
     let lines = summary::wrap_characters(name, first.max(1));

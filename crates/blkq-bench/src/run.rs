@@ -90,7 +90,6 @@ impl Outputs<'_> {
         self.json == Some(Path::new("-"))
     }
 
-    /// Prints text, unless standard output is for the JSON.
     fn print(&self, text: &str) -> Result {
         if self.json_to_stdout() { Ok(()) } else { print_out(text) }
     }

@@ -128,7 +128,6 @@ pub fn wrap(text: &str, width: f64, measure: impl Fn(&str) -> f64) -> Vec<String
     lines
 }
 
-/// Wraps `text` into lines of at most `width` characters.
 pub fn wrap_characters(text: &str, width: usize) -> Vec<String> {
     wrap(text, width as f64, |line| line.chars().count() as f64)
 }

@@ -243,7 +243,6 @@ impl File {
         Ok(())
     }
 
-    /// Waits for a completion, if an I/O is in flight.
     fn wait(&mut self) -> Result {
         if self.reading.is_empty() && self.writes == 0 {
             return Ok(());

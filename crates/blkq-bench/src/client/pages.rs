@@ -12,7 +12,6 @@ struct Slot {
     /// Whether the page was used since the clock hand passed it.
     referenced: bool,
     dirty: bool,
-    /// Whether a write of the page is in flight.
     writing: bool,
 }
 

@@ -13,7 +13,6 @@ pub mod submitters;
 pub mod vhost;
 pub mod workers;
 
-/// The order of the offsets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pattern {
     Random,

@@ -1,6 +1,5 @@
 //! Helpers for HTML and SVG: escaping, text width, base64, tables.
 
-/// Escapes the characters that have a meaning in HTML and SVG.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {

@@ -5,9 +5,7 @@ const TICKS: usize = 6;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Equal differences have equal distances.
     Linear,
-    /// Equal ratios have equal distances.
     Log,
 }
 

@@ -43,7 +43,6 @@ pub enum Processors {
 }
 
 impl Processors {
-    /// Sets the affinity of the calling thread.
     fn confine(self) -> Result {
         let Processors::One = self else { return Ok(()) };
         let allowed = sched_getaffinity(None)?;

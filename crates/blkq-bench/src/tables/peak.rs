@@ -26,7 +26,6 @@ const NOP: &str = "io_uring NOP";
 const LOOP: &str = "loop";
 const RAW: &str = "raw io_uring";
 
-/// The pace for the points of curves.
 fn point_pace(pace: &Pace) -> Pace {
     Pace { seconds: pace.seconds * 0.3, rounds: 3, ..*pace }
 }

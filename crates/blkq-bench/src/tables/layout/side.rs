@@ -98,7 +98,6 @@ impl Stream {
     }
 }
 
-/// Submits all free buffers, waits, and reaps completions.
 #[inline]
 fn turn(queue: &mut LocalQueue, stream: &mut Stream, free: &mut Vec<IoBuffer>) -> Result<u64> {
     for buffer in free.drain(..) {

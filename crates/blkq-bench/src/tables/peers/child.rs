@@ -64,7 +64,6 @@ impl Child {
         format!("{} exited: {}", self.program, last.trim())
     }
 
-    /// Returns the exit status and the usage if the process has exited.
     fn poll(&mut self, block: bool) -> Option<(i32, Usage)> {
         if self.exited.is_none() {
             let mut status = 0;
