@@ -454,7 +454,6 @@ impl Kernel {
     }
 }
 
-/// The sectors that contain these bytes.
 fn sectors(offset: usize, bytes: usize) -> Range<usize> {
     offset / SECTOR_BYTES..(offset + bytes).div_ceil(SECTOR_BYTES)
 }

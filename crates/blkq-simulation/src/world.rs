@@ -17,7 +17,6 @@ thread_local! {
     static MEANWHILE: RefCell<Option<Box<dyn FnMut()>>> = const { RefCell::new(None) };
 }
 
-/// The random numbers, the time, and the kernel with its file.
 struct World {
     chance: Random,
     now_ns: u64,

@@ -130,7 +130,6 @@ fn make(world: &Rc<RefCell<World>>, change: Change) {
     }
 }
 
-/// Changes the rules of the fault driver at random.
 pub fn make_faults(world: &Rc<RefCell<World>>) {
     let mut world = world.borrow_mut();
     let (sectors_max, loud) = (world.sectors_max, world.machine.is_some() || world.common.holding.is_some());

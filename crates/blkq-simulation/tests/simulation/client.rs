@@ -63,7 +63,6 @@ impl Outstanding {
         self.hits.iter().any(again)
     }
 
-    /// Checks that this completed flush did not overtake a write.
     fn check_flush(&self) -> Result<(), String> {
         match held_writes().iter().any(|write| self.held_writes.contains(write)) {
             true => Err("a flush overtook writes that are held".to_owned()),
@@ -71,7 +70,6 @@ impl Outstanding {
         }
     }
 
-    /// Checks the data that this request read from `sector`.
     fn check_read(&self, model: &Model, sector: u64, bytes: &[u8]) -> Result<(), String> {
         let mut hits = self.hits.iter().filter(|noticed| noticed.touches(sector));
         let check = |noticed: &Rc<Noticed>| noticed.check_read(model, sector, self.submitted, bytes);
@@ -144,7 +142,6 @@ pub struct Common {
     pub astray: BTreeMap<(u16, u16), (u64, Range<u64>, bool)>,
     /// Requests hit by the fault driver, by the kind of the effect.
     pub hits: [u64; KINDS],
-    /// The expectations for held requests, in a world with holds.
     pub holding: Option<Holding>,
     /// Number of rules that hit because their trigger file existed.
     pub triggered: u64,
@@ -175,7 +172,6 @@ impl Common {
         }
     }
 
-    /// Checks that a read-only device was not written.
     pub fn check_read_only(&self) {
         if self.read_only.now() {
             let writes = simulation::with_file(|file| file.writes());
@@ -190,12 +186,10 @@ pub struct Client {
     input: Vec<u8>,
     replies: Replies,
     block_status: bool,
-    /// Whether the server's greeting was received.
     greeted: bool,
     ready: bool,
     /// Size of the device, as the server reported it.
     sectors: u64,
-    /// The transmission flags that the server reported.
     flags: TransmissionFlags,
     outstanding: BTreeMap<u64, Outstanding>,
     pub closed: bool,

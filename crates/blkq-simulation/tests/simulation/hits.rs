@@ -59,7 +59,6 @@ impl Noticed {
         }
     }
 
-    /// Checks a sector of a read that was hit.
     pub fn check_read(&self, model: &Model, sector: u64, since: u64, bytes: &[u8]) -> Result<(), String> {
         let Hit { at, offset, .. } = self.hit;
         match self.hit.effect {

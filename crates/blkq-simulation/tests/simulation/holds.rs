@@ -21,7 +21,6 @@ const SETTLED_TURNS: u64 = 4_000;
 /// Errors that are reported under every policy.
 const REPORTED: [Status; 4] = [Status::NotSupported, Status::Invalid, Status::ReadOnly, Status::Again];
 
-/// The expectations for a device that holds requests.
 pub struct Holding {
     chance: Random,
     policy: History<ErrorPolicy>,
@@ -34,7 +33,6 @@ pub struct Holding {
     pub held: u64,
     pub reissued: u64,
     pub failed: u64,
-    /// Whether requests were held with each scheduler.
     pub held_with: [bool; SchedulerKind::ALL.len()],
 }
 
@@ -53,7 +51,6 @@ impl Holding {
         }
     }
 
-    /// Starts the life of a server.
     pub fn begin(&mut self, disk: &Disk, now: u64) {
         let policy = self.any_policy();
         disk.set_error_policy(policy);

@@ -38,7 +38,6 @@ pub const TURNS_MAX: u64 = 200_000;
 /// The export of each queue.
 const EXPORTS: [&str; 2] = ["disk", "second"];
 
-/// How the device is attached.
 #[derive(Clone, Debug)]
 pub struct Setup {
     /// Initial size of the image.
@@ -155,7 +154,6 @@ pub struct Seen {
     pub hits: [u64; KINDS],
 }
 
-/// A server with its clients.
 pub struct Server {
     pub disk: Arc<Disk>,
     pub engine: SimulatedEngine,
@@ -183,7 +181,6 @@ pub struct World {
     pub server: Option<Server>,
     /// The only client, if the device belongs to a virtual machine.
     pub machine: Option<Machine>,
-    /// The limits, in a world with limits.
     pub limited: Option<Limited>,
     /// Number of steps for which the thread has waited for one event.
     waited: u64,

@@ -142,7 +142,6 @@ impl Neighbour {
     }
 }
 
-/// The limits of a device, and what they admitted.
 pub struct Limited {
     chance: Random,
     group: Option<Arc<Group>>,
@@ -184,7 +183,6 @@ impl Limited {
         }
     }
 
-    /// Starts the next life of the device.
     pub fn begin(&mut self, disk: &Arc<Disk>) {
         (self.admitted_now, self.exempt) = (0, false);
         // A device that was killed may have recorded admissions in its unfinished turn.
@@ -262,7 +260,6 @@ impl Limited {
         self.exempt = true;
     }
 
-    /// Records the admissions of a turn.
     pub fn note(&mut self, disk: &Arc<Disk>) {
         for admission in take_admissions() {
             (self.admitted, self.admitted_now) = (self.admitted + 1, self.admitted_now + 1);

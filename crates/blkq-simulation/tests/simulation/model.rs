@@ -6,7 +6,6 @@ use std::ops::Range;
 use blkq::random::mix;
 use blkq_simulation::SECTOR_BYTES;
 
-/// The content of a version of a sector.
 #[derive(Clone, Debug)]
 pub enum Content {
     Zero,
@@ -219,7 +218,6 @@ fn is_lost(versions: &[Version], old: &Version) -> bool {
     versions.iter().any(|new| new.promised && new.submitted > old.completed)
 }
 
-/// Drops the versions that cannot be read again.
 fn forget(versions: &mut Vec<Version>) {
     let lost: Vec<bool> = versions.iter().map(|old| is_lost(versions, old)).collect();
     let mut lost = lost.into_iter();

@@ -8,7 +8,6 @@ use blkq::random::Random;
 pub struct Worlds {
     /// Number of queues of the device; each has an export.
     pub queues: usize,
-    /// Whether the queues share their tags.
     pub shared_tags: bool,
     /// One of this many lives stops with a panic of the engine; 0 means none.
     pub panics: u64,

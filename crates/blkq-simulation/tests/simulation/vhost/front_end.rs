@@ -340,7 +340,6 @@ impl FrontEnd {
         self.read_config(world);
     }
 
-    /// Closes the connection, if one is open.
     pub fn disconnect(&mut self) {
         if let Some(device) = self.device.take() {
             assert_eq!(device.rejection(), None, "a ring was rejected");

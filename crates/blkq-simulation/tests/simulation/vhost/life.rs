@@ -160,7 +160,6 @@ pub fn live(seed: u64, defect: Option<Defect>, tamper: Option<Tamper>) -> Seen {
     }
 }
 
-/// One daemon, from its start to its stop.
 fn life(
     setup: &Setup,
     world: &Rc<RefCell<World>>,

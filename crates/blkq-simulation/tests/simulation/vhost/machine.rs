@@ -163,7 +163,6 @@ pub struct Machine {
     pub sectors: u64,
     pub discards: bool,
     pub cache: History<bool>,
-    /// When the current daemon started.
     pub daemon_began: u64,
     pub tamper: Option<Tamper>,
     pub requests: u64,
@@ -333,7 +332,6 @@ impl Machine {
         self.rings.iter_mut().for_each(|ring| ring.served = false);
     }
 
-    /// The heads that are in flight in ring `index`.
     pub fn heads(&self, index: usize) -> impl Iterator<Item = u16> {
         self.rings[index].asked.keys().copied()
     }
