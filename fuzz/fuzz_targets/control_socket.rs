@@ -154,7 +154,6 @@ fn broken(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(line)
 }
 
-/// Sends generated requests, one after another.
 fn made(u: &mut Unstructured<'_>) -> Result<()> {
     for _ in 0..u.int_in_range(1..=4)? {
         let at_once = if u.ratio(1, 2)? { usize::MAX } else { u.int_in_range(1..=64)? };

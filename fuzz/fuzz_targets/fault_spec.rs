@@ -26,7 +26,6 @@ const UNITS: [(&str, u64); 4] = [("ns", 1), ("us", 1_000), ("ms", 1_000_000), ("
 /// Maximum delay, and maximum time for which a request is stuck.
 const TIME_MAX_NS: u64 = 3_600_000_000_000;
 
-/// A time as text and in nanoseconds.
 fn time(u: &mut Unstructured<'_>) -> Result<(String, u64)> {
     let (unit, ns) = *u.choose(&UNITS)?;
     let number = u.int_in_range(1..=3600)?;

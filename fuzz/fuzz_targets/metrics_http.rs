@@ -138,7 +138,6 @@ fn connect(socket: &Path) -> UnixStream {
     stream
 }
 
-/// Sends `request` in `pieces`, and returns the answer.
 fn ask(pieces: &[&[u8]]) -> Vec<u8> {
     let mut stream = connect(&SOCKET);
     for piece in pieces {

@@ -85,7 +85,6 @@ struct Sent {
     range: Range<u64>,
     /// The expected error; 0 if the request must succeed.
     error: u32,
-    /// The expected data of a read.
     content: Vec<u8>,
 }
 

@@ -48,7 +48,6 @@ struct Shape {
     size: u64,
     behind: Option<(&'static str, &'static str)>,
     fill: u8,
-    /// Whether the data is a zstd frame.
     zstd: bool,
     bitmap: bool,
 }
@@ -188,7 +187,6 @@ struct Sent {
     expected: Option<Vec<Option<u8>>>,
 }
 
-/// An open device, with its expected content.
 struct Session {
     disk: Arc<Disk>,
     queue: LocalQueue,

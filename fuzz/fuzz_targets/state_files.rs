@@ -50,7 +50,6 @@ static RECORDED: LazyLock<(Value, Vec<Record>)> = LazyLock::new(|| {
     (json!({ "version": 1, "ublk": 7, "images": [image(0), image(1)] }), records)
 });
 
-/// A JSON value of any type.
 fn any(u: &mut Unstructured<'_>) -> Result<Value> {
     Ok(match u.int_in_range(0..=7)? {
         0 => Value::Null,

@@ -54,7 +54,6 @@ impl Link for Connection {
         self.0.set_nonblocking(false).expect("a flag");
     }
 
-    /// The front end's own end of the connection.
     fn socket(&mut self) -> OwnedFd {
         self.0.try_clone().expect("one more descriptor").into()
     }

@@ -36,7 +36,6 @@ thread_local! {
     };
 }
 
-/// A device without a socket.
 struct Direct {
     /// `None` after the device has closed the connection.
     device: Option<Device>,

@@ -151,7 +151,6 @@ thread_local! {
     static GUEST: RefCell<Guest> = RefCell::new(Guest::new());
 }
 
-/// The device side, with its requests in flight.
 struct Device {
     ring: Option<Ring>,
     chain: Chain,

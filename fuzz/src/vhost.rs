@@ -146,6 +146,7 @@ pub trait Link {
     /// Reads the replies that have arrived.
     fn skip_replies(&mut self);
 
+    /// Lets the device run, if it has no thread of its own.
     fn turn(&mut self) {}
 
     /// A connected socket to pass to the device.
@@ -319,7 +320,6 @@ impl<L: Link> FrontEnd<'_, L> {
     }
 }
 
-/// Runs a connected front end as `input` says.
 pub fn run(input: &Input, link: &mut impl Link) {
     let mut front_end = FrontEnd::new(link);
     front_end.start(input.start);
