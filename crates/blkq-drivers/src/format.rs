@@ -1,5 +1,3 @@
-//! The image formats that can be chosen.
-
 /// How to interpret the bytes of an image file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ImageFormat {

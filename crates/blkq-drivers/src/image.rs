@@ -1,6 +1,3 @@
-//! The image of a device: its identity, its sizes, and the steps by which a device switches to another image, for
-//! external snapshots and commits.
-
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -53,7 +50,7 @@ pub enum ImageId {
     File {
         /// The device number of the file system (`st_dev`).
         dev: u64,
-        /// The inode number (`st_ino`).
+        /// The inode number of the file (`st_ino`).
         ino: u64,
     },
     /// An image in a Ceph cluster.
@@ -63,7 +60,7 @@ pub enum ImageId {
 /// The sizes of an image, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Usage {
-    /// Size of the device.
+    /// Size of the device that the image represents.
     pub virtual_bytes: u64,
     /// Space that is allocated for the image, without its backing files.
     pub allocated_bytes: u64,
@@ -71,15 +68,12 @@ pub struct Usage {
     pub file_bytes: u64,
 }
 
-/// An image that a driver serves. Every method may block, so only control threads may call them, and never an engine.
+/// An image that a driver serves. Every method may block, so control threads call them, and never an engine.
 pub trait Image: Send + Sync {
     /// The identity of the image. It stays the same for the life of the driver.
     fn identity(&self) -> ImageId;
 
-    /// The current sizes of the image.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the file, or the error of the cluster.
+    /// The current sizes of the image. Fails with the I/O error of the file, or the error of the cluster.
     fn usage(&self) -> Result<Usage, Error>;
 
     /// The image as the backing file of an overlay ([`Qcow2::over`]), after all writes were made durable. The disk must be
@@ -246,7 +240,6 @@ mod tests {
         result.err().map(|error| error.kind())
     }
 
-    /// A file with 1 MiB of data and a hole of 1 MiB, whose name no other test uses.
     fn image(name: &str) -> std::path::PathBuf {
         let path = std::env::temp_dir().join(format!("blkq-image-{name}-{}", std::process::id()));
         std::fs::write(&path, vec![1; 1 << 20]).unwrap();

@@ -1,12 +1,9 @@
-//! The allowed logical block sizes.
-
 use blkq::{Error, ErrorKind};
 
 /// The logical block sizes that a device may have, in bytes. The kernel's loop driver allows the same ones on machines
 /// with pages of 4096 bytes.
 pub const LOGICAL_BLOCK_SIZES: [u32; 4] = [512, 1024, 2048, 4096];
 
-/// Returns `bytes` if it is an allowed logical block size.
 pub(crate) fn check_logical_block(bytes: u32) -> Result<u32, Error> {
     if LOGICAL_BLOCK_SIZES.contains(&bytes) {
         return Ok(bytes);

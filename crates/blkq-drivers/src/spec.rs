@@ -1,4 +1,4 @@
-//! Parses the text that names an image or a driver, and opens the driver. [`open`] is the only list of drivers.
+//! Parses the name of an image or a driver, and opens the driver. [`open`] is the only list of drivers.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -27,7 +27,7 @@ pub enum DriverSpec {
     Ram(u64),
     /// `rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]`: an image in a Ceph cluster.
     Rbd(RbdSpec),
-    /// Any other text is the path of an image file. A file whose name begins with `null:` is written `./null:...`.
+    /// Any other text is the path of an image file. A file named `null:...` is written `./null:...`.
     Image(PathBuf),
 }
 
@@ -45,10 +45,8 @@ impl FromStr for DriverSpec {
     }
 }
 
-/// The name of the format whose magic the image at `path` contains, such as `qcow2` or `VHD`; `None` for raw data.
-///
-/// # Errors
-/// The error of opening the image for reading.
+/// The name of the format whose magic the image at `path` contains, such as `qcow2` or `VHD`; `None` for raw
+/// data. Fails if the image cannot be opened for reading.
 pub fn detect_format(path: &Path) -> Result<Option<&'static str>, Error> {
     let backing = Backing::open(path, true)?;
     let size = backing::size(&backing.file, &backing.path)?;
@@ -64,8 +62,7 @@ pub struct DriverOptions {
     pub size_limit: Option<u64>,
     /// Logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`]; `None`: the driver chooses it.
     pub logical_block_bytes: Option<u32>,
-    /// Serve the end of an image that does not fill a logical block
-    /// ([`LoopOptions::partial_block`]).
+    /// Serve the end of an image that does not fill a logical block ([`LoopOptions::partial_block`]).
     pub partial_block: bool,
     /// Whether I/O bypasses the page cache.
     pub direct_io: DirectIo,
@@ -101,11 +98,9 @@ pub struct DriverOptions {
     pub fault: Option<FaultSpec>,
 }
 
-/// Opens the driver that `spec` names. Afterwards [`Driver::warnings`](blkq::Driver::warnings) returns what the user should
-/// know about how it was opened.
-///
-/// # Errors
-/// The errors of the driver, each one line. [`ErrorKind::Invalid`] for an option that the driver does not have.
+/// Opens the driver that `spec` names. Afterwards [`Driver::warnings`](blkq::Driver::warnings) returns what
+/// the user should know about how it was opened. Fails with the errors of the driver, each one line, and
+/// [`ErrorKind::Invalid`] for an option that the driver does not have.
 pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error> {
     let opened = open_plain(spec, options)?;
     let driver = &opened.driver;
@@ -118,11 +113,9 @@ pub fn open(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Error>
     Ok(Opened { driver, image })
 }
 
-/// Checks whether [`open`] with the same arguments could succeed after the process that uses the image has released it.
-/// Nothing is written: the image is opened for reading only, and its journal is not opened.
-///
-/// # Errors
-/// The errors of [`open`], except [`ErrorKind::Busy`].
+/// Checks whether [`open`] with the same arguments could succeed after the process that uses the image has
+/// released it. Nothing is written: the image is opened for reading only, and its journal is not opened.
+/// Fails as [`open`] does, but never with [`ErrorKind::Busy`].
 pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
     if let DriverSpec::Image(path) = spec
         && !options.read_only
@@ -193,13 +186,11 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
     }
 }
 
-/// The sector size of a driver without an image file, after a check of the other options.
 fn memory_block(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
     refuse_file_options(driver, options)?;
     check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))
 }
 
-/// Rejects options that have no meaning for a driver without an image file.
 fn refuse_file_options(driver: &str, options: &DriverOptions) -> Result<(), Error> {
     let refused = [
         ("an offset", options.offset != 0),

@@ -1,5 +1,4 @@
-//! Records the injected faults for each thread of a simulated world, so that the model of the world expects exactly these
-//! faults.
+//! Records the injected faults of each thread, so that the model of a simulated world expects exactly these.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -59,7 +58,6 @@ fn request_of(cx: &DriverContext<'_>, tag: Tag) -> (u16, u16) {
     (cx.owner(), tag.index() as u16)
 }
 
-/// Records that `effect` applies to a request. See [`Hit::at`] for `at`.
 pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
     let request = cx.request(tag);
     let mut data = Vec::new();
@@ -82,14 +80,12 @@ pub(super) fn hit(cx: &DriverContext<'_>, tag: Tag, effect: Effect, at: u64) {
     }));
 }
 
-/// Records that the wrapped queue has completed a request, if a fault applies to it.
 pub(super) fn completed(cx: &DriverContext<'_>, tag: Tag, effect: Option<Effect>, result: IoResult) {
     if effect.is_some() {
         record(Injection::Completed(request_of(cx, tag), result));
     }
 }
 
-/// Records a hit of `rule`, if it has a trigger file.
 pub(super) fn armed(rule: &Rule) {
     if let Some(file) = &rule.file {
         record(Injection::Armed(file.clone(), monotonic_ns()));

@@ -1,4 +1,4 @@
-//! The functions of `injections.rs` without effect: outside of a simulated world no model checks the injected faults.
+//! The functions of `injections.rs` without effect: outside of simulations no model checks the faults.
 
 use blkq::{DriverContext, IoResult, Tag};
 

@@ -40,10 +40,8 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// Wraps `inner`. If `spec` has no seed, the seed is taken from the clock.
-    ///
-    /// # Errors
-    /// Never fails at present. Opening a queue fails if the thread that polls for trigger files cannot be started.
+    /// Wraps `inner`. Without a seed in `spec`, the seed is taken from the clock. Never fails at present;
+    /// opening a queue fails if the thread that polls for trigger files cannot be started.
     pub fn new(inner: Arc<dyn Driver>, spec: FaultSpec) -> Result<Fault, Error> {
         let rules = Mutex::new(Rules::new(spec));
         let (generation, wakes) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
@@ -102,8 +100,7 @@ impl Driver for Fault {
         }
     }
 
-    /// Applies a new [`FaultSpec`], or a setting of the wrapped driver. An empty spec ends the injection of faults. Delayed
-    /// and stuck requests continue without a fault.
+    /// An empty spec ends the injection of faults. Delayed and stuck requests then continue without a fault.
     fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         let Some(spec) = setting.downcast_ref::<FaultSpec>() else {
             return self.shared.inner.set(setting);

@@ -1,5 +1,3 @@
-//! A queue of the fault driver: decides what happens to each request, and makes the requests for the wrapped queue.
-
 use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -17,8 +15,7 @@ use super::injections;
 use super::rules::{RuleState, Rules, Shared};
 use super::spec::{Effect, Rule};
 
-/// Delay before requests are reissued that the wrapped queue was too busy to take, in nanoseconds (BLK_MQ_RESOURCE_DELAY of
-/// the kernel is 3 ms).
+/// Delay before requests that the wrapped queue was too busy to take are reissued (BLK_MQ_RESOURCE_DELAY).
 const AGAIN_NS: u64 = 3_000_000;
 /// The 99th percentile of the standard normal distribution.
 const Z99: f64 = 2.326_347_874_040_841;
@@ -35,12 +32,10 @@ pub(super) struct FaultQueue {
     plans: Box<[Plan]>,
     /// Delayed and stuck requests, with the time in nanoseconds at which they begin or complete.
     timers: BinaryHeap<Reverse<(u64, Tag)>>,
-    /// Prepared requests that the wrapped queue has not taken.
     requeued: VecDeque<Tag>,
     again_ns: u64,
 }
 
-/// The effects planned for a request.
 #[derive(Default)]
 struct Plan {
     effect: Option<Effect>,
@@ -115,9 +110,9 @@ impl FaultQueue {
         wait_ns
     }
 
-    /// Whether `rule` hits this request: it matches, and its `after`, `rate` and `count` allow a hit.
-    ///
-    /// The counters are relaxed: each is changed by atomic read-modify-write operations and protects no other memory.
+    /// Whether `rule` hits this request: it matches, and its `after`, `rate` and `count` allow a hit. The
+    /// counters are relaxed: each is changed by atomic read-modify-write operations and protects no other
+    /// memory.
     fn hits(&mut self, rule: &Rule, state: &RuleState, request: &Request) -> bool {
         let (from, to) = (request.offset(), request.offset() + request.bytes());
         let touches = from < rule.range.end && rule.range.start < to;
@@ -221,7 +216,6 @@ impl FaultQueue {
         bit
     }
 
-    /// Offers the prepared requests to the wrapped queue.
     fn offer(&mut self, cx: &mut DriverContext<'_>) {
         if !self.requeued.is_empty() {
             let tags: Vec<Tag> = self.requeued.drain(..).collect();
@@ -233,14 +227,12 @@ impl FaultQueue {
         self.complete_inner(cx);
     }
 
-    /// Completes the requests that the wrapped queue has completed.
     fn complete_inner(&mut self, cx: &mut DriverContext<'_>) {
         for (tag, result) in self.inner.take_completed() {
             self.complete(cx, tag, result);
         }
     }
 
-    /// Completes a request after the wrapped queue has completed its part with `result`, and applies effects on reads.
     fn complete(&mut self, cx: &mut DriverContext<'_>, tag: Tag, result: IoResult) {
         let plan = std::mem::take(&mut self.plans[tag.index()]);
         injections::completed(cx, tag, plan.effect, result);
@@ -265,7 +257,6 @@ impl FaultQueue {
     }
 }
 
-/// Changes the bytes `from` to `to` of the data that a read has returned.
 fn alter_read(cx: &DriverContext<'_>, tag: Tag, from: u64, to: u64, change: impl Fn(&mut u8)) {
     let mut at = 0;
     cx.for_each_segment(tag, |segment| {

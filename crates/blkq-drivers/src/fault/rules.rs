@@ -12,16 +12,13 @@ use blkq::{Driver, Error, Wake};
 
 use super::spec::{FaultSpec, Rule};
 
-/// How often the trigger files of the rules are polled.
 const FILES_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The state that the device shares with its queues.
 pub(super) struct Shared {
     pub inner: Arc<dyn Driver>,
     pub rules: Mutex<Arc<Rules>>,
     /// Increased after each change of the rules, so that queues detect a change without the lock.
     pub generation: AtomicU64,
-    /// The wakes of the open queues, by index.
     pub wakes: Mutex<BTreeMap<u16, Arc<dyn Wake>>>,
 }
 
@@ -36,13 +33,11 @@ pub(super) struct Rules {
     pub polled_ns: AtomicU64,
 }
 
-/// The state of a rule.
 pub(super) struct RuleState {
     /// The trigger file of the rule exists, or the rule has none. Relaxed: the flag protects no other memory.
     pub armed: AtomicBool,
     /// The number of requests that matched the rule's operations and range while it was armed.
     pub matched: AtomicU64,
-    /// The number of requests that the rule has hit.
     pub hits: AtomicU64,
 }
 
@@ -114,7 +109,6 @@ fn exists(file: &Path) -> bool {
     file.exists()
 }
 
-/// Polls for the trigger files until the rules are dropped.
 fn watch(rules: &Weak<Rules>) {
     while let Some(rules) = rules.upgrade() {
         rules.poll_files();

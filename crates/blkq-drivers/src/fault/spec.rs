@@ -8,30 +8,28 @@ use std::str::FromStr;
 use blkq::units::{parse_bytes, parse_duration_ns};
 use blkq::{DriverSetting, Error, ErrorKind, Operation, Status};
 
-/// The default time for which a request is stuck, in nanoseconds: the kernel's default timeout of blk-mq requests, 30 s.
+/// How long a request is stuck by default, in nanoseconds: blk-mq's default timeout, 30 s.
 const STUCK_NS: u64 = 30_000_000_000;
 /// Largest ratio of the 99th percentile to the mean: a log-normal distribution cannot have a ratio above exp(2.326^2 / 2),
 /// which is 14.97.
 const P99_BY_MEAN_MAX: u64 = 14;
 
-/// The text of a spec without rules.
 const NONE: &str = "none";
 
-/// The effect of a fault on a request.
+/// The effect of a fault on a request. [`Effect::concerns`] returns whether it applies to an operation.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Effect {
     /// The request fails with this status and transfers nothing.
     Error(Status),
-    /// The first part of the request is transferred, and it fails with this status. Applies to reads and writes.
+    /// The first part of the request is transferred, and it fails with this status.
     Short(Status),
-    /// Only the first part of the request is transferred, and it succeeds. The rest of a read is zeroes. Applies to reads and
-    /// writes.
+    /// Only the first part of the request is transferred, and it succeeds. The rest of a read is zeroes.
     Torn,
-    /// The request is executed at another offset, and succeeds. Applies to reads and writes.
+    /// The request is executed at another offset, and succeeds.
     Misdirect,
-    /// One bit of the data is flipped, and the request succeeds. Applies to reads and writes.
+    /// One bit of the data is flipped, and the request succeeds.
     Corrupt,
-    /// The request is not executed, and succeeds. Applies to all operations except reads.
+    /// The request is not executed, and succeeds.
     Lose,
     /// The request begins later: after `mean_ns`, or after a time with a log-normal distribution.
     Delay {
@@ -40,8 +38,8 @@ pub enum Effect {
         /// The 99th percentile of the delay, in nanoseconds; `None`: each delay is `mean_ns`.
         p99_ns: Option<u64>,
     },
-    /// The request stays in the driver for this number of nanoseconds, and then fails with [`Status::Timeout`] without being
-    /// executed. If the rules change before, the request continues without a fault.
+    /// The request stays in the driver for this number of nanoseconds, then fails with [`Status::Timeout`]
+    /// without being executed. If the rules change, the request continues without a fault.
     Stuck(u64),
     /// The thread of the queue panics.
     Panic,
@@ -95,8 +93,7 @@ pub struct Rule {
 /// The faults of a device. The default has no rules and injects nothing.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct FaultSpec {
-    /// The seed of the random numbers; `None`: it is taken from the clock. The same seed and the same requests lead to the same
-    /// faults.
+    /// The seed of the random numbers; `None`: the seed is taken from the clock.
     pub seed: Option<u64>,
     /// The rules. If several rules hit a request, their delays add up, and of the other effects the first one applies.
     pub rules: Vec<Rule>,
@@ -119,7 +116,6 @@ fn invalid(message: String) -> Error {
     Error::new(ErrorKind::Invalid, message)
 }
 
-/// The names of errors in a spec, and their statuses.
 const ERRNO: [(&str, Status); 16] = [
     ("EIO", Status::Io),
     ("ENOSPC", Status::NoSpace),
@@ -152,7 +148,6 @@ fn parse_number(what: &str, text: &str) -> Result<u64, Error> {
     number.ok_or_else(|| invalid(format!("{what} must be a whole number below 2^64, not {text:?}")))
 }
 
-/// Parses a time with its unit, such as `500us`, `20ms` or `10s`, to nanoseconds.
 fn parse_time_ns(text: &str) -> Result<u64, Error> {
     Some(parse_duration_ns(text)?)
         .filter(|ns| *ns > 0 && *ns <= 3_600_000_000_000)

@@ -29,7 +29,6 @@ fn open(spec: &str) -> (Fault, Harness) {
     (device, harness)
 }
 
-/// Writes a pattern over the whole device without faults.
 fn fill(device: &Fault, h: &mut Harness, spec: &str) -> Vec<u8> {
     device.set(&FaultSpec::default()).unwrap();
     let content = pattern(SIZE as usize, 1);

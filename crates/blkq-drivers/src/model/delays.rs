@@ -1,5 +1,3 @@
-//! The timing models of a model device, and its counters.
-
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::RangeInclusive;
@@ -20,7 +18,7 @@ pub enum ModelCompletion {
     Immediate,
     /// This number of nanoseconds after the driver has taken the request.
     Timer(u64),
-    /// After a random time from a range in nanoseconds. The second value is the seed: the same seed leads to the same times.
+    /// After a random time from a range in nanoseconds. The second value is the seed of these times.
     Random(RangeInclusive<u64>, u64),
     /// When a disk with one arm would complete it. Such a disk executes one request after the other.
     Disk(SeekModel),
@@ -28,8 +26,7 @@ pub enum ModelCompletion {
     RateLimited(RateModel),
 }
 
-/// How long the driver blocks the engine's thread for each request. It models a badly written driver, or one that would need
-/// BLK_MQ_F_BLOCKING in the kernel.
+/// How long the driver blocks the engine's thread for each request, as a driver with BLK_MQ_F_BLOCKING may.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum ModelBlocking {
@@ -58,14 +55,14 @@ impl ModelBlocking {
     }
 }
 
-/// A disk with one arm, which executes one request at a time. A request costs a seek that grows with the distance, half a
-/// rotation after the seek, and the transfer. A request that continues the last one needs no seek. The model is accurate enough
-/// to make merging and the order of requests matter as on a real disk.
+/// A disk with one arm, which executes one request at a time. A request costs a seek that grows with the
+/// distance, half a rotation, and the transfer; a request that continues the last one needs no seek.
+/// Therefore merging and the order of requests matter as on a real disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SeekModel {
     /// The shortest seek, to the neighbouring track, in nanoseconds.
     pub seek_min_ns: u64,
-    /// The longest seek, over the whole disk, in nanoseconds. Between the two, the time grows linearly with the distance.
+    /// The longest seek, over the whole disk, in nanoseconds. The time grows linearly with the distance.
     pub seek_max_ns: u64,
     /// Half a rotation, in nanoseconds.
     pub rotation_half_ns: u64,
@@ -118,12 +115,11 @@ pub struct RateModel {
     /// The capacity of the bucket, as the time in nanoseconds in which the rates fill it; at least one refill. It bounds the
     /// burst after an idle time.
     pub burst_ns: u64,
-    /// The time of a request after it has got its tokens, in nanoseconds. Any number of requests may be in service together.
+    /// The time of a request after it has got its tokens, in nanoseconds. Requests are served concurrently.
     pub service_ns: u64,
 }
 
 impl Default for RateModel {
-    /// A disk with 10,000 I/Os per second and a service time of 200 us, whose bucket is refilled every 50 ms.
     fn default() -> RateModel {
         RateModel {
             iops: 10_000,
@@ -214,7 +210,6 @@ enum Rule {
     RateLimited(RateBucket),
 }
 
-/// The requests in flight, with their completion times.
 pub(super) struct Delays {
     rule: Rule,
     waiting: BinaryHeap<Reverse<(u64, Tag)>>,
@@ -240,7 +235,7 @@ impl Delays {
         matches!(self.rule, Rule::Immediate)
     }
 
-    /// Adds `tag` with the completion time that follows from the model. Returns whether the arm of a modelled disk had to move.
+    /// Adds `tag` with the completion time of the model. Returns whether a modelled disk's arm had to move.
     pub fn start(&mut self, cx: &mut DriverContext<'_>, tag: Tag) -> bool {
         let now = cx.now_ns();
         let mut seeks = false;
@@ -271,13 +266,11 @@ impl Delays {
         seeks
     }
 
-    /// The earliest completion time, in nanoseconds.
     #[inline]
     pub fn earliest_ns(&self) -> Option<u64> {
         self.waiting.peek().map(|Reverse((due, _))| *due)
     }
 
-    /// Removes and returns a request that is due at `now`, if there is one.
     pub fn take_due(&mut self, now: u64) -> Option<Tag> {
         match self.waiting.peek() {
             Some(Reverse((due, _))) if *due <= now => self.waiting.pop().map(|Reverse((_, tag))| tag),

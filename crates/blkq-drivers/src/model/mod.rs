@@ -1,6 +1,6 @@
-//! The model driver: a device that stores nothing and is slow or busy as configured. It models fixed and random delays, a disk
-//! with one arm, a disk with a limited rate, and drivers that block. It serves to measure and test the block layer above such
-//! a device.
+//! The model driver: a device that stores nothing and is slow or busy as configured, to measure and test the
+//! block layer. It models fixed and random delays, a disk with one arm, a disk with a limited rate, and
+//! drivers that block.
 
 mod delays;
 
@@ -23,7 +23,7 @@ pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, RateBucket, Rate
 pub struct ModelOptions {
     /// The limits of the device, which the driver declares unchanged.
     pub limits: QueueLimits,
-    /// When requests complete.
+    /// When the device completes requests.
     pub completion: ModelCompletion,
     /// How long the driver blocks the engine's thread for each request.
     pub blocking: ModelBlocking,
@@ -31,8 +31,7 @@ pub struct ModelOptions {
     pub busy_resource_every: u32,
     /// One request in this number is not taken, with [`Busy::UntilCompletion`], if a completion is due; 0: all are taken.
     pub busy_until_completion_every: u32,
-    /// Whether reads fill their memory with zeroes. If not, they leave the memory unchanged, which is faster. Such a device
-    /// must not be exported, because clients would read old memory of this process.
+    /// Whether reads fill their memory with zeroes, as [`NullOptions::zero_reads`].
     pub zero_reads: bool,
 }
 
@@ -55,15 +54,11 @@ impl ModelOptions {
 /// A device that stores nothing and has the configured timing.
 pub struct Model {
     options: ModelOptions,
-    /// The counters of each queue. Only the thread of the queue writes them, and a reader adds them up.
     counters: Mutex<Vec<Arc<ModelCounters>>>,
 }
 
 impl Model {
-    /// Makes a model device with these options.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the limits contradict each other.
+    /// Makes a model device. Fails with [`ErrorKind::Invalid`] if the limits contradict each other.
     pub fn new(options: ModelOptions) -> Result<Model, Error> {
         options.limits.validate()?;
         Ok(Model { options, counters: Mutex::new(Vec::new()) })
@@ -190,7 +185,6 @@ unsafe impl DriverQueue for ModelQueue {
 }
 
 impl ModelQueue {
-    /// Whether the device is too busy to take the next request.
     #[inline]
     fn busy(&mut self) -> Option<Busy> {
         let options = &self.options;

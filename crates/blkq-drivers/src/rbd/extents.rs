@@ -6,13 +6,13 @@ use std::ops::Range;
 
 use blkq::Extent;
 
-/// Largest range of one query, in bytes. It bounds the number of objects that are queried without `fast-diff`.
+/// Largest range of one query, in bytes. Without `fast-diff`, each object in it is queried.
 pub const WINDOW_BYTES: u64 = 1 << 30;
 
 /// The allocated ranges in bytes of the image, in any order.
 pub type Allocated = Vec<Range<u64>>;
 
-/// The callback of `rbd_diff_iterate2`, which is called for each range. `exists` is 0 for a range without data.
+/// The callback of `rbd_diff_iterate2`, called for each range. `exists` is 0 for a range without data.
 ///
 /// # Safety
 /// `argument` must point to an [`Allocated`] that nothing else uses during the call.
@@ -25,7 +25,6 @@ pub unsafe extern "C" fn found(offset: u64, bytes: usize, exists: c_int, argumen
     0
 }
 
-/// The extents of a range about which nothing is known: data.
 pub fn unknown(range: &Range<u64>) -> Vec<Extent> {
     vec![Extent { length: range.end - range.start, hole: false, zero: false }]
 }

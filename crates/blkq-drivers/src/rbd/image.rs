@@ -30,10 +30,9 @@ const SETTINGS: [(&CStr, &CStr); 3] = [
 const CACHE: &CStr = c"rbd_cache";
 /// The setting for the smallest discard that has an effect, and its default in bytes.
 const DISCARD_GRANULARITY: (&CStr, u32) = (c"rbd_discard_granularity_bytes", 65536);
-/// First length of the list of an image's settings. If there are more, the call is repeated with a longer list.
+/// First length of the list of an image's settings. If it is too short, the call is repeated.
 const SETTINGS_OF_IMAGE: usize = 128;
-/// First length of the list of clients that have an image open. If there are more, the call is repeated with a longer
-/// list.
+/// First length of the list of clients that have an image open, extended like [`SETTINGS_OF_IMAGE`].
 const WATCHERS: usize = 16;
 
 /// The protection of an image against other writers.
@@ -47,7 +46,6 @@ pub enum Lock {
     Held,
 }
 
-/// The facts about an image when it was opened.
 #[derive(Clone, Debug)]
 pub struct Facts {
     /// Size of the image, in bytes.
@@ -56,7 +54,6 @@ pub struct Facts {
     pub object_size: u64,
     /// Number of consecutive bytes in one object, after which the next object of the stripe follows.
     pub stripe_unit: u64,
-    /// Number of objects in a stripe.
     pub stripe_count: u64,
     /// The smallest discard that has an effect, in bytes.
     pub discard_granularity: u32,
@@ -67,7 +64,6 @@ pub struct Facts {
     pub owner: Option<String>,
 }
 
-/// A connection to a cluster.
 struct Cluster {
     library: &'static Library,
     handle: Handle,
@@ -81,7 +77,6 @@ impl Drop for Cluster {
     }
 }
 
-/// An open pool of a cluster.
 struct Pool {
     library: &'static Library,
     handle: Handle,
@@ -115,7 +110,6 @@ pub struct Submission {
     pub library: &'static Library,
     /// The handle of the image, which is open until its [`ImageThread`](super::thread::ImageThread) closes it.
     pub image: Handle,
-    /// An eventfd, which is readable when I/O has completed.
     pub completed: Arc<OwnedFd>,
 }
 
@@ -125,12 +119,9 @@ unsafe impl Send for Submission {}
 unsafe impl Sync for Submission {}
 
 impl Image {
-    /// Opens the image of `options`, and takes its exclusive lock. `step` is called with the name of each step before it,
-    /// because any step may block forever. The eventfd `changed` becomes readable when the size of the image may have
-    /// changed.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if another client holds the lock; else the step that failed, and the reason.
+    /// Opens the image of `options`, and takes its exclusive lock. `step` is called with the name of each
+    /// step before it, because any step may block forever. Fails with [`ErrorKind::Busy`] if another client
+    /// holds the lock.
     pub fn open(
         options: &RbdOptions,
         changed: Arc<OwnedFd>,
@@ -175,11 +166,8 @@ impl Image {
         Ok((image, facts))
     }
 
-    /// The allocated parts of `range`, those of the parent image included if this is a clone. With the feature `fast-diff`
-    /// they are whole objects. librbd flushes its cache before it queries the cluster.
-    ///
-    /// # Errors
-    /// Returns the error of the cluster.
+    /// The allocated parts of `range`, those of the parent image included if this is a clone. With the
+    /// feature `fast-diff` they are whole objects. librbd flushes its cache before it queries the cluster.
     pub fn allocated(&self, range: Range<u64>) -> Result<Allocated, Error> {
         let what = || "cannot read the extents of the image".to_owned();
         let (mut features, mut allocated) = (0, Allocated::new());
@@ -209,9 +197,6 @@ impl Image {
     }
 
     /// The current size of the image, in bytes.
-    ///
-    /// # Errors
-    /// Returns the error of the cluster.
     pub fn size(&self) -> Result<u64, Error> {
         let mut size = 0;
         // SAFETY: the image is open.
@@ -377,7 +362,7 @@ impl Image {
         }
     }
 
-    /// Registers for changes of the image: the eventfd `changed` becomes readable whenever its size may have changed.
+    /// Registers for changes of the image: `changed` becomes readable when its size may have changed.
     fn watch(&mut self, changed: Arc<OwnedFd>) -> Result<(), Error> {
         let (mut watch, argument) = (0, Arc::into_raw(changed));
         // SAFETY: the image is open, and the argument is freed only after the registration has ended.
@@ -460,7 +445,6 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The value of a numeric setting, if it is set.
     fn number(&self, name: &CStr) -> Option<u32> {
         let mut value: [c_char; 32] = [0; 32];
         // SAFETY: the call writes at most as many bytes as it is given, with a zero at the end.
@@ -473,7 +457,6 @@ impl Cluster {
 }
 
 impl Pool {
-    /// Opens the pool and the namespace of `options`.
     fn open(cluster: &Cluster, options: &RbdOptions) -> Result<Pool, Error> {
         let (library, spec) = (cluster.library, &options.spec);
         let name = text(spec.pool().as_bytes())?;

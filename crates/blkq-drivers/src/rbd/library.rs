@@ -126,9 +126,7 @@ libraries! {
 }
 
 impl Library {
-    /// The libraries. The first call loads them, and they stay loaded until the process exits.
-    ///
-    /// # Errors
+    /// The libraries. The first call loads them, and they stay loaded until the process exits. Fails with
     /// [`ErrorKind::Unsupported`] if a library is missing or older than Ceph 15.
     pub fn get() -> Result<&'static Library, Error> {
         static LIBRARY: OnceLock<Library> = OnceLock::new();
@@ -150,7 +148,6 @@ impl Library {
     }
 }
 
-/// A library that stays loaded.
 struct Loaded {
     name: &'static str,
     handle: Handle,
@@ -209,7 +206,6 @@ fn exit_without_destructors() {
     }
 }
 
-/// The reason why the last call of the dynamic loader on this thread failed.
 fn last_error() -> String {
     // SAFETY: the result is null or a C string that is valid until the next call of the loader on this thread.
     unsafe {

@@ -50,10 +50,8 @@ const SIZE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a query of extents waits for the cluster. After that the range counts as data.
 const EXTENTS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Loads Ceph's libraries. A process calls this before it is confined, because it cannot load them afterwards.
-///
-/// # Errors
-/// [`ErrorKind::Unsupported`] if they are missing or too old.
+/// Loads Ceph's libraries. A process calls this before it is confined, because it cannot load them
+/// afterwards. Fails with [`ErrorKind::Unsupported`] if they are missing or too old.
 pub fn load() -> Result<(), Error> {
     Library::get().map(|_| ())
 }
@@ -74,11 +72,9 @@ pub struct Rbd {
 }
 
 impl Rbd {
-    /// Opens an image. Waits at most one minute for the cluster.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] without Ceph's libraries, [`ErrorKind::Busy`] if another client has the exclusive lock
-    /// of the image, [`ErrorKind::System`] if the cluster does not answer, and the errors that the cluster reports.
+    /// Opens an image. Waits at most one minute for the cluster. Fails with [`ErrorKind::Unsupported`]
+    /// without Ceph's libraries, [`ErrorKind::Busy`] if another client has the exclusive lock of the image,
+    /// [`ErrorKind::System`] if the cluster does not answer, and the errors that the cluster reports.
     pub fn open(options: &RbdOptions) -> Result<Rbd, Error> {
         let logical_block_bytes = check_logical_block(options.logical_block_bytes.unwrap_or(512))?;
         load()?;
@@ -104,10 +100,8 @@ impl Rbd {
         &self.options.spec
     }
 
-    /// The size of the image, and the number of allocated bytes, those of its parent image included if it is a clone.
-    ///
-    /// # Errors
-    /// The error of the cluster; [`ErrorKind::System`] if the cluster does not answer.
+    /// The size of the image, and the number of allocated bytes, those of its parent image included if it is
+    /// a clone. Fails with [`ErrorKind::System`] if the cluster does not answer.
     pub(crate) fn sizes(&self) -> Result<(u64, u64), Error> {
         let ask = |image: &Image| {
             let size = image.size()?;
@@ -164,7 +158,7 @@ impl Driver for Rbd {
         true
     }
 
-    /// One queue: librbd delivers the completions of an image to whichever thread asks, not to the thread that submitted.
+    /// One queue: librbd delivers the completions of an image to any thread that fetches them.
     fn queues_max(&self) -> usize {
         1
     }
@@ -173,7 +167,7 @@ impl Driver for Rbd {
         Ok(Box::new(RbdQueue::open(self.shared.clone(), cx.tags, cx.ring)?))
     }
 
-    /// If the cluster does not answer in time, the range is reported as data, which is always a correct answer.
+    /// If the cluster does not answer in time, the range is reported as data, which is always correct.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         let window = range.start..range.end.min(range.start.saturating_add(extents::WINDOW_BYTES));
         if self.querying.swap(true, Relaxed) {

@@ -1,5 +1,3 @@
-//! The options of the RBD driver.
-
 use std::path::PathBuf;
 
 use super::spec::RbdSpec;
@@ -9,8 +7,7 @@ use super::spec::RbdSpec;
 pub struct RbdOptions {
     /// The name of the image.
     pub spec: RbdSpec,
-    /// The configuration file of the cluster; `None`: librados searches it in the usual places, such as
-    /// /etc/ceph/ceph.conf.
+    /// The cluster's configuration file; `None`: the one that librados finds, such as /etc/ceph/ceph.conf.
     pub conf: Option<PathBuf>,
     /// The keyring of the Ceph user; `None`: the keyring that the configuration names.
     pub keyring: Option<PathBuf>,

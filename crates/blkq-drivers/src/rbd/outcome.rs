@@ -4,9 +4,8 @@ use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{IoResult, Operation, Status};
 
-/// The reasons why this client can no longer use the image. Each stays until the image is attached again.
-///
-/// The flags are relaxed: each is set once and only reported to the user, and no other memory depends on it.
+/// The reasons why this client can no longer use the image. Each stays until the image is attached again. The
+/// flags are relaxed: each is set once and only reported to the user, and no other memory depends on it.
 pub struct Losses {
     /// This client has taken the exclusive lock of the image. Another client can take it only by force.
     locked: bool,
@@ -16,7 +15,6 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// No losses. `locked` says whether this client has taken the exclusive lock.
     pub fn new(locked: bool) -> Losses {
         let no = || AtomicBool::new(false);
         Losses { locked, excluded: no(), unlocked: no(), removed: no() }

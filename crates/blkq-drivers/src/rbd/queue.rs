@@ -34,10 +34,8 @@ pub struct RbdQueue {
 }
 
 impl RbdQueue {
-    /// Opens the queue for up to `tags` requests in flight.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] without a ring; an error if the kernel does not support IORING_OP_POLL_ADD.
+    /// Opens the queue for up to `tags` requests in flight. Fails with [`ErrorKind::Invalid`] without a ring,
+    /// and if the kernel does not support IORING_OP_POLL_ADD.
     pub fn open(shared: Arc<Shared>, tags: usize, ring: Option<Registrar<'_>>) -> Result<RbdQueue, Error> {
         let ring = ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the rbd driver needs an io_uring"))?;
         ring.require(&[("IORING_OP_POLL_ADD", opcode::PollAdd::CODE)])?;
@@ -51,7 +49,7 @@ impl RbdQueue {
         })
     }
 
-    /// Submits a multishot poll of the eventfd. The eventfd is never read: each write to it completes the poll again.
+    /// Polls the eventfd (multishot). The eventfd is never read: each write completes the poll again.
     fn poll_completions(&mut self, cx: &mut DriverContext<'_>) {
         let fd = types::Fd(self.shared.image.submission().completed.as_raw_fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build();
@@ -118,7 +116,6 @@ impl RbdQueue {
         count as i32
     }
 
-    /// Completes all requests that librbd has completed.
     fn fetch(&mut self, cx: &mut DriverContext<'_>) {
         let submission = self.shared.image.submission();
         let library = submission.library;

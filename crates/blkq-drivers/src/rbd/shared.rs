@@ -1,5 +1,3 @@
-//! The parts of a device that it shares with its queue.
-
 use super::outcome::Losses;
 use super::spec::RbdSpec;
 use super::thread::ImageThread;

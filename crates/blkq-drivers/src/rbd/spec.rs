@@ -75,7 +75,6 @@ impl FromStr for RbdSpec {
     }
 }
 
-/// Formats the name as [`FromStr`] parses it.
 impl fmt::Display for RbdSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let RbdSpec { pool, namespace, image, snapshot } = self;

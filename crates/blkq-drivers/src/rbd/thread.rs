@@ -1,8 +1,7 @@
-//! The thread that opens an image, queries the cluster, and closes the image. Each of these calls may block forever if
-//! the cluster does not respond. Other threads wait for this thread with a timeout instead of calling librbd themselves.
-//!
-//! The data path never waits for this thread. No model checker runs this code, so it uses the primitives of the standard
-//! library.
+//! The thread that opens an image, queries the cluster, and closes the image. Each of these calls may block
+//! forever if the cluster does not respond. Other threads wait for this thread with a timeout instead of
+//! calling librbd themselves. The data path never waits for this thread. No model checker runs this code, so
+//! it uses the primitives of the standard library.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -15,7 +14,7 @@ use blkq::{Error, ErrorKind};
 use super::image::{Facts, Image, Submission};
 use super::options::RbdOptions;
 
-/// How long opening an image may take. It covers the 30 seconds after which Ceph drops the lock of a killed client.
+/// How long opening an image may take. Ceph drops a killed client's lock after 30 seconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long closing an image may take. librbd flushes its cache and releases the lock in that time.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -33,18 +32,14 @@ pub struct ImageThread {
     closed: Mutex<Receiver<()>>,
 }
 
-/// The progress of opening an image, as the thread reports it.
 enum Opening {
     Step(&'static str),
     Opened(Result<(Submission, Facts), Error>),
 }
 
 impl ImageThread {
-    /// Starts the thread and opens the image of `options`. The eventfd `changed` becomes readable when the size of the
-    /// image may have changed.
-    ///
-    /// # Errors
-    /// The errors of [`Image::open`], and [`ErrorKind::System`] if the cluster does not answer within a minute.
+    /// Starts the thread and opens the image of `options`. Fails as [`Image::open`] does, and with
+    /// [`ErrorKind::System`] if the cluster does not answer within a minute.
     pub fn open(options: &RbdOptions, changed: Arc<OwnedFd>) -> Result<(ImageThread, Facts), Error> {
         let (progress, opening) = channel();
         let (jobs, queue) = channel::<Job>();
@@ -98,7 +93,7 @@ impl ImageThread {
         }
     }
 
-    /// Closes the image. Returns false if the cluster does not answer in time, so that the image is still open.
+    /// Closes the image. Returns false if the cluster does not answer in time, and the image stays open.
     ///
     /// # Safety
     /// No [`Submission`] of the image may be used during or after this call.
@@ -108,16 +103,14 @@ impl ImageThread {
         locked(&self.closed).recv_timeout(CLOSE_TIMEOUT) != Err(RecvTimeoutError::Timeout)
     }
 
-    /// The handle for the data path. It is valid while this value exists, unless [`ImageThread::close`] is called.
+    /// The handle for the data path. It is valid until [`ImageThread::close`] or the drop of this value.
     pub fn submission(&self) -> &Submission {
         &self.submission
     }
 
-    /// Runs `job` on the thread, and waits for its result for at most `timeout`. If the job finishes later, the thread
-    /// drops the result and calls `late`.
-    ///
-    /// # Errors
-    /// The error of the job; [`ErrorKind::System`] if the cluster did not answer in time.
+    /// Runs `job` on the thread, and waits for its result for at most `timeout`. If the job finishes later,
+    /// the thread drops the result and calls `late`. Fails with the error of the job, or
+    /// [`ErrorKind::System`] if the cluster did not answer in time.
     pub fn call<R: Send + 'static>(
         &self,
         timeout: Duration,
