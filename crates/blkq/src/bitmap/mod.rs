@@ -28,7 +28,6 @@ pub const BITMAPS_MAX: usize = 64;
 /// The maximum memory of all bitmaps of a disk together, in bytes.
 pub const MEMORY_MAX_BYTES: u64 = 32 << 20;
 
-/// The number of extents that are merged at a time.
 const EXTENTS_MAX: usize = 1024;
 const WORD_BITS: u64 = u64::BITS as u64;
 
@@ -47,7 +46,7 @@ pub enum BitmapState {
 /// A range of bytes that are all dirty or all clean.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DirtyExtent {
-    /// The length in bytes.
+    /// The length of the range in bytes.
     pub length: u64,
     /// Whether the range was written since the bitmap was added or cleared.
     pub dirty: bool,
@@ -59,7 +58,6 @@ pub struct Bitmap {
     id: u64,
     /// Base-2 logarithm of the granularity in bytes.
     granularity_bits: u32,
-    /// The size of the disk in bytes.
     size: u64,
     state: BitmapState,
     words: Box<[AtomicU64]>,
@@ -188,17 +186,13 @@ impl Bitmap {
         bits
     }
 
-    /// A bitmap like this one, with all bits clear. This bitmap does not change, so its readers are not
-    /// affected.
+    /// A copy with all bits clear. This bitmap does not change, so its readers are not affected.
     pub fn cleared(&self) -> Result<Bitmap, Error> {
         Bitmap::new(&self.name, self.granularity(), self.size, self.state)
     }
 
     /// A copy of the bitmap for a disk of `size` bytes. If the disk grows, the new bytes are dirty, because
-    /// other programs may have written them.
-    ///
-    /// # Errors
-    /// The errors of [`Bitmap::new`].
+    /// other programs may have written them. Fails as [`Bitmap::new`] does.
     pub fn resized(&self, size: u64) -> Result<Bitmap, Error> {
         // An inconsistent bitmap has no bits.
         let size = if self.state == BitmapState::Inconsistent { 0 } else { size };
@@ -214,10 +208,7 @@ impl Bitmap {
         Ok(bitmap)
     }
 
-    /// A copy of the bitmap with another state.
-    ///
-    /// # Errors
-    /// The errors of [`Bitmap::new`].
+    /// A copy of the bitmap with another state. Fails as [`Bitmap::new`] does.
     pub fn with_state(&self, state: BitmapState) -> Result<Bitmap, Error> {
         let mut bitmap = self.resized(self.size)?;
         bitmap.state = state;
@@ -269,7 +260,6 @@ impl Bitmap {
         self.clear_past_end();
     }
 
-    /// Clears the bits of the last word that represent no bytes of the disk.
     fn clear_past_end(&self) {
         let bits = self.size.div_ceil(self.granularity());
         if let Some(last) = self.words.last().filter(|_| !bits.is_multiple_of(WORD_BITS)) {
@@ -282,7 +272,6 @@ impl Bitmap {
         self.words.len() as u64 * 8
     }
 
-    /// The memory of the bits, in bytes, if the disk had `size` bytes.
     pub(crate) fn memory_for(&self, size: u64) -> u64 {
         match self.state {
             BitmapState::Inconsistent => 0,
@@ -302,10 +291,7 @@ fn mask(first: u64, last: u64) -> u64 {
     u64::MAX << first & u64::MAX >> (WORD_BITS - 1 - last)
 }
 
-/// Checks that `name` is a valid name of a bitmap.
-///
-/// # Errors
-/// [`ErrorKind::Invalid`] with the reason.
+/// Checks that `name` is a valid name of a bitmap. Fails with [`ErrorKind::Invalid`] and the reason.
 pub fn check_name(name: &str) -> Result<(), Error> {
     let why = match name {
         "" => "the name is empty",

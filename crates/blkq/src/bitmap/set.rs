@@ -6,8 +6,7 @@ use crate::sync::{Mutex, lock};
 
 use super::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES};
 
-/// The bitmaps of one disk. The list changes only while the disk is frozen. The bits are set by the queues of
-/// the disk.
+/// The bitmaps of one disk. The list changes only while the disk is frozen.
 pub(crate) struct BitmapSet {
     /// Sorted by name. Each name occurs once.
     bitmaps: Mutex<Vec<Arc<Bitmap>>>,
@@ -30,47 +29,37 @@ impl BitmapSet {
         }
     }
 
-    /// All bitmaps, sorted by name.
     pub fn list(&self) -> Vec<Arc<Bitmap>> {
         lock(&self.bitmaps).clone()
     }
 
-    /// Whether writes set the bits of a bitmap.
     pub fn has_recording(&self) -> bool {
         self.recording.load(Relaxed)
     }
 
-    /// Notes that the driver stores the bitmaps with its image.
     pub fn set_persistent(&self) {
         self.persistent.store(true, Relaxed);
     }
 
-    /// Whether the driver stores the bitmaps with its image.
     pub fn is_persistent(&self) -> bool {
         self.persistent.load(Relaxed)
     }
 
-    /// Notes that the bitmaps have been stored, and must no longer change.
     pub fn close(&self) {
         self.closed.store(true, Relaxed);
     }
 
-    /// Whether the bitmaps have been stored, and must no longer change.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Relaxed)
     }
 
-    /// The bitmaps whose bits are set by writes.
     pub fn recording(&self) -> Vec<Arc<Bitmap>> {
         let mut bitmaps = self.list();
         bitmaps.retain(|bitmap| bitmap.state() == BitmapState::Recording);
         bitmaps
     }
 
-    /// Adds `bitmap`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if a bitmap of that name exists, or the disk has no room for another one.
+    /// Fails with [`ErrorKind::Invalid`] if the name exists, or the disk has no room for another bitmap.
     pub fn add(&self, bitmap: Bitmap) -> Result<(), Error> {
         let mut bitmaps = lock(&self.bitmaps);
         let rejected =
@@ -93,7 +82,6 @@ impl BitmapSet {
         Ok(())
     }
 
-    /// Removes the bitmap called `name`. Returns false if there is no such bitmap.
     pub fn remove(&self, name: &str) -> bool {
         let mut bitmaps = lock(&self.bitmaps);
         let before = bitmaps.len();
@@ -102,7 +90,6 @@ impl BitmapSet {
         bitmaps.len() < before
     }
 
-    /// Replaces the bitmap of the same name.
     pub fn replace(&self, bitmap: Bitmap) {
         let mut bitmaps = lock(&self.bitmaps);
         if let Some(place) = bitmaps.iter_mut().find(|other| other.name() == bitmap.name()) {
@@ -111,10 +98,8 @@ impl BitmapSet {
         self.note(&bitmaps);
     }
 
-    /// Checks that the memory limit permits all bitmaps if the disk gets `size` bytes.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`], with the names of the bitmaps, if it does not.
+    /// Checks that the memory limit permits all bitmaps if the disk gets `size` bytes. Fails with
+    /// [`ErrorKind::Unsupported`], and the names of the bitmaps, if it does not.
     pub fn check_size(&self, size: u64) -> Result<(), Error> {
         let bitmaps = self.list();
         let memory: u64 = bitmaps.iter().map(|bitmap| bitmap.memory_for(size)).sum();
@@ -129,9 +114,8 @@ impl BitmapSet {
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
-    /// Resizes all bitmaps for a disk of `size` bytes, after [`BitmapSet::check_size`] permitted it. A bitmap
-    /// that nevertheless cannot be resized becomes inconsistent. Only one thread at a time may change the
-    /// set.
+    /// Resizes all bitmaps for a disk of `size` bytes, after [`BitmapSet::check_size`]. A bitmap that
+    /// nevertheless cannot be resized becomes inconsistent. One thread at a time may change the set.
     pub fn resize(&self, size: u64) {
         let resize = |bitmap: &Arc<Bitmap>| bitmap.resized(size).or_else(|_| bitmap.inconsistent());
         // The set is not locked while bits are copied, because connections read it.

@@ -1,5 +1,3 @@
-//! Storing the dirty bitmaps of a disk with its image.
-
 use std::fs::File;
 use std::sync::Arc;
 
@@ -7,15 +5,11 @@ use crate::error::Error;
 
 use super::Bitmap;
 
-/// The storage of bitmaps in a driver's image. Only control threads call it, and no queue does I/O during a
-/// call.
+/// The storage of bitmaps in a driver's image. Only control threads call it, and never during I/O of a queue.
 pub trait BitmapStore: Send + Sync {
     /// Loads the bitmaps that are stored with the image, and marks them in the image as in use if the image
     /// is writable. Must be called before a queue is opened. Returns the bitmaps, and warnings of one line
-    /// each.
-    ///
-    /// # Errors
-    /// The I/O errors of the files.
+    /// each. Fails with the I/O errors of the files.
     fn load(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error>;
 
     /// Checks whether bitmaps can be stored with the image.
@@ -46,9 +40,6 @@ pub trait BitmapStore: Send + Sync {
     fn reserve(&self, all: &[Arc<Bitmap>]) -> Result<(), Error>;
 
     /// Stores `all` with the image, and replaces the bitmaps that are stored there. The device must not be
-    /// written during this call or later.
-    ///
-    /// # Errors
-    /// The I/O errors of the files. After an error, loaded bitmaps are still marked as in use.
+    /// written during this call or later. After an I/O error, loaded bitmaps are still marked as in use.
     fn store(&self, all: &[Arc<Bitmap>]) -> Result<(), Error>;
 }
