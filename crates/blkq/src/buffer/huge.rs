@@ -1,8 +1,6 @@
-//! Adjacent buffers in memory that the kernel may fill with huge pages.
-//!
-//! A device sees each page of a buffer as a separate segment. With small pages a read of 256 KiB has 64 of
-//! them, and a virtual disk with a queue of 256 descriptors has no room for more than three such reads. In a
-//! huge page the read is one segment.
+//! Adjacent buffers in memory that the kernel may fill with huge pages. A device sees each page of a buffer
+//! as a separate segment. With small pages a read of 256 KiB has 64 of them, and a virtual disk with a queue
+//! of 256 descriptors has no room for more than three such reads. In a huge page the read is one segment.
 
 use std::ptr::NonNull;
 // Not checked by a model checker: the only protocol here is the reference count, which works as that of
@@ -11,7 +9,6 @@ use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// The size and alignment of a huge page in bytes.
 pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// The bookkeeping of a row of buffers. It is stored in the mapping of the row, at the end of the page before
@@ -19,12 +16,10 @@ pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 struct Row {
     /// The number of buffers that are not released.
     buffers: AtomicUsize,
-    /// The address of the mapping.
     base: NonNull<u8>,
     bytes: usize,
 }
 
-/// The row to which `buffer` belongs.
 fn row_of(buffer: NonNull<u8>) -> NonNull<Row> {
     buffer
         .map_addr(|address| {
@@ -65,8 +60,6 @@ pub(super) fn map(len: usize, count: usize, page: usize) -> Option<NonNull<u8>> 
     Some(first)
 }
 
-/// Releases a buffer of a row.
-///
 /// # Safety
 /// `buffer` must be the memory of a buffer of a row, which is not used after the call.
 pub(super) unsafe fn release(buffer: NonNull<u8>) {

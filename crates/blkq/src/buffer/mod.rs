@@ -1,7 +1,3 @@
-//! Memory for I/O: [`IoBuffer`] owns aligned memory, [`Segment`] points to memory that its owner keeps alive,
-//! [`KernelPages`] names memory that only the kernel can access, and [`Data`] is the memory that a bio
-//! carries.
-
 mod huge;
 #[cfg_attr(model_check, allow(dead_code, reason = "the ring of a model registers nothing"))]
 pub(crate) mod registration;
@@ -29,7 +25,7 @@ const MAPPED_MIN_BYTES: usize = 256 << 10;
 pub struct Segment {
     /// The address of the first byte.
     pub ptr: *mut u8,
-    /// The length in bytes.
+    /// The length of the segment in bytes.
     pub len: u32,
     /// The registration of the buffer that contains the segment, or [`Segment::UNREGISTERED`]. Possibly only
     /// a first part of that buffer is registered.
@@ -37,7 +33,6 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// The value of `registered` for memory that is registered with no ring.
     pub(crate) const UNREGISTERED: u16 = registration::UNREGISTERED;
 
     /// A segment of `len` bytes from `ptr` on.
@@ -117,19 +112,14 @@ unsafe impl Send for IoBuffer {}
 unsafe impl Sync for IoBuffer {}
 
 impl IoBuffer {
-    /// Zeroed memory of `len` bytes (0 to 2 GiB), aligned to [`BUFFER_ALIGN`]. Aborts the process if there is
-    /// not enough memory.
-    ///
-    /// # Panics
-    /// If `len` is above 2 GiB.
+    /// Zeroed memory of `len` bytes, aligned to [`BUFFER_ALIGN`]. Panics if `len` is above 2 GiB. Aborts the
+    /// process if there is not enough memory.
     pub fn zeroed(len: usize) -> IoBuffer {
         IoBuffer::try_zeroed(len).unwrap_or_else(|| handle_alloc_error(Self::layout(len as u32)))
     }
 
-    /// Allocates as [`IoBuffer::zeroed`] does, but returns `None` if there is not enough memory.
-    ///
-    /// # Panics
-    /// If `len` is above 2 GiB.
+    /// Allocates as [`IoBuffer::zeroed`] does, but returns `None` if there is not enough memory. Panics if
+    /// `len` is above 2 GiB.
     pub fn try_zeroed(len: usize) -> Option<IoBuffer> {
         assert!(len <= 1 << 31, "an IoBuffer has at most 2 GiB");
         let layout = Self::layout(len as u32);
@@ -146,13 +136,10 @@ impl IoBuffer {
         Some(IoBuffer { ptr, len: len as u32, registered: Segment::UNREGISTERED, origin: Origin::Own })
     }
 
-    /// Allocates as many zeroed buffers of `len` bytes as fit into 2 MiB, but at least one. `len` is a
-    /// multiple of [`BUFFER_ALIGN`], at most 1 GiB. The buffers are adjacent in memory that the kernel fills
-    /// with huge pages if it has any. The memory is released when the last buffer is dropped. Returns an
-    /// empty list if there is not enough memory.
-    ///
-    /// # Panics
-    /// If `len` is 0, not a multiple of [`BUFFER_ALIGN`], or larger than 1 GiB.
+    /// Allocates as many zeroed buffers of `len` bytes as fit into 2 MiB, but at least one. The buffers are
+    /// adjacent in memory that the kernel fills with huge pages if it has any. The memory is released when
+    /// the last buffer is dropped. Returns an empty list if there is not enough memory. Panics if `len` is 0,
+    /// not a multiple of [`BUFFER_ALIGN`], or larger than 1 GiB.
     pub fn try_zeroed_row(len: usize) -> Vec<IoBuffer> {
         assert!(len > 0 && len.is_multiple_of(BUFFER_ALIGN) && len <= 1 << 30, "{len} bytes");
         let count = (huge::HUGE_PAGE_BYTES / len).max(1);
@@ -170,7 +157,6 @@ impl IoBuffer {
         Layout::from_size_align(size, BUFFER_ALIGN).expect("at most 2 GiB, aligned to a page")
     }
 
-    /// The memory as one segment.
     #[inline]
     pub(crate) fn segment(&self) -> Segment {
         Segment { ptr: self.ptr.as_ptr(), len: self.len, registered: self.registered }
@@ -216,7 +202,6 @@ impl IoBuffer {
         return false;
     }
 
-    /// Replaces the buffer's registration by `number`.
     #[cfg(not(model_check))]
     pub(crate) fn set_registration(&mut self, number: u16) {
         registration::drop_buffer(std::mem::replace(&mut self.registered, number));
@@ -322,9 +307,8 @@ impl KernelPages {
     /// The first `len` bytes of the registered buffer `index`.
     ///
     /// # Safety
-    /// Bios with this memory, with a copy or a part of it, must be submitted only to queues on the ring with
-    /// the registered buffer. The buffer must stay registered, with at least `len` bytes, until they have
-    /// completed.
+    /// Bios with this memory, with a copy or a part of it, must be submitted only to queues on the buffer's
+    /// ring. The buffer must stay registered, with at least `len` bytes, until they have completed.
     pub unsafe fn new(index: u16, len: u32) -> KernelPages {
         KernelPages { offset: 0, len, index }
     }
@@ -342,17 +326,14 @@ impl KernelPages {
         self.offset
     }
 
-    /// The length in bytes.
+    /// The length of the memory in bytes.
     #[inline]
     #[allow(clippy::len_without_is_empty, reason = "no bio with data is empty")]
     pub fn len(self) -> u32 {
         self.len
     }
 
-    /// The part of `len` bytes that begins at byte `skip`.
-    ///
-    /// # Panics
-    /// If the part does not end inside the memory.
+    /// The part of `len` bytes that begins at byte `skip`. Panics if the part does not end inside the memory.
     #[must_use]
     pub fn part(self, skip: u32, len: u32) -> KernelPages {
         assert!(skip.checked_add(len).is_some_and(|end| end <= self.len), "the part ends beyond the buffer");
@@ -433,7 +414,6 @@ const _: () = assert!(size_of::<IoBuffer>() == 16 && size_of::<Data>() == 16);
 mod tests {
     use super::*;
 
-    /// The number of pages of `buffer` that occupy memory.
     fn resident_pages(buffer: &IoBuffer) -> usize {
         let mut pages = vec![0u8; buffer.len().div_ceil(BUFFER_ALIGN)];
         // SAFETY: the result has one byte for each page of the buffer.

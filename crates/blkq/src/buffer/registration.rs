@@ -1,14 +1,11 @@
-//! A table of all registrations of buffers with rings.
-//!
-//! A buffer has two bytes to store its registration: the number of an entry in one table for all rings of the
-//! process. The entry contains the ring and the slot in the ring's table, so that other rings ignore the
-//! registration. Buffer and ring may be dropped in any order, and on different threads. The entry, and with
-//! it the number, is free when both are dropped.
+//! A table of all registrations of buffers with rings. A buffer has two bytes to store its registration: the
+//! number of an entry in one table for all rings of the process. The entry contains the ring and the slot in
+//! the ring's table, so that other rings ignore the registration. Buffer and ring may be dropped in any
+//! order, and on different threads. The entry, and with it the number, is free when both are dropped.
 
 use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-/// The number that means "not registered".
 pub(crate) const UNREGISTERED: u16 = u16::MAX;
 
 /// Flag of an entry: the buffer was dropped, or was registered again.
@@ -61,21 +58,18 @@ impl Entry {
 #[cfg(not(model_check))]
 static ENTRIES: [Entry; UNREGISTERED as usize] = [const { Entry(AtomicU64::new(0)) }; UNREGISTERED as usize];
 
-/// The registration with this number.
 #[cfg(not(model_check))]
 #[inline]
 pub(crate) fn entry(number: u16) -> Option<&'static Entry> {
     ENTRIES.get(usize::from(number))
 }
 
-/// Takes a free entry for slot `place` of the table of ring number `ring`. Returns its number, or `None` if
-/// all are in use.
+/// Takes a free entry for slot `place` of the table of ring number `ring`; `None` if all are in use.
 #[cfg(not(model_check))]
 pub(crate) fn claim(ring: u64, place: u16) -> Option<u16> {
     ENTRIES.iter().position(|entry| entry.claim(ring, place)).map(|number| number as u16)
 }
 
-/// Whether the ring of registration `number` still exists.
 #[cfg(not(model_check))]
 pub(crate) fn is_open(number: u16) -> bool {
     entry(number).is_some_and(|entry| !entry.has_left(CLOSED))
