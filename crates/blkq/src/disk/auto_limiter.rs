@@ -1,5 +1,3 @@
-//! The thread that searches a disk's ceiling and sets its rate limits accordingly.
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,15 +11,13 @@ use crate::throttle::{AutoLimit, DeviceLoad, DeviceTimes, RateLimits};
 /// How often the thread checks the disk, and how often if the disk is idle.
 const TICK: Duration = Duration::from_millis(50);
 const IDLE_TICK: Duration = Duration::from_millis(500);
-/// Stack size of the thread.
 const STACK_BYTES: usize = 256 << 10;
 
 /// Keeps the rate of a disk just under its ceiling ([`CeilingSearch`]). Dropping this stops the thread, and
 /// removes the disk's own limits.
 pub struct AutoLimiter(#[allow(dead_code, reason = "it is there to be dropped")] PeriodicThread);
 
-/// A search for the ceiling of a disk. Dropping this removes the disk's own limits, even if its thread
-/// panics.
+/// A search for the ceiling of a disk. Dropping this, also by a panic, removes the disk's own limits.
 pub struct CeilingSearch {
     disk: Arc<Disk>,
     times: Arc<[Arc<DeviceTimes>]>,
@@ -29,10 +25,7 @@ pub struct CeilingSearch {
 }
 
 impl CeilingSearch {
-    /// Starts a search, and removes the disk's own limits.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if another search is running.
+    /// Removes the disk's own limits, and starts a search. Fails with [`ErrorKind::Busy`] if one is running.
     pub fn begin(disk: &Arc<Disk>) -> Result<CeilingSearch, Error> {
         let times: Arc<[Arc<DeviceTimes>]> =
             (0..disk.queue_count()).map(|_| Arc::new(DeviceTimes::new())).collect();
@@ -71,10 +64,8 @@ impl Drop for CeilingSearch {
 }
 
 impl AutoLimiter {
-    /// Starts the thread, and removes the disk's own limits.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if another search is running; the system's error if the thread cannot be created.
+    /// Starts the thread, and removes the disk's own limits. Fails with [`ErrorKind::Busy`] if another search
+    /// is running, or if the thread cannot be created.
     pub fn start(disk: &Arc<Disk>) -> Result<AutoLimiter, Error> {
         let mut search = CeilingSearch::begin(disk)?;
         let mut ios = 0;

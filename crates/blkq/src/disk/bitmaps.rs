@@ -1,5 +1,4 @@
-//! The dirty bitmaps of a disk. Which bitmaps a disk has changes only under a freeze, so that no write is
-//! missed.
+//! The set of bitmaps of a disk changes only under a freeze, so that no write is missed.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -24,10 +23,8 @@ impl Disk {
         self.bitmaps.list()
     }
 
-    /// Makes `file` the file that stores the bitmaps, as `BitmapStore::set_file` does.
-    ///
-    /// # Errors
-    /// The errors of `BitmapStore::set_file`, and [`ErrorKind::Unsupported`] after [`Disk::close_bitmaps`].
+    /// Makes `file` the file that stores the bitmaps, as `BitmapStore::set_file` does, with the same errors.
+    /// Fails with [`ErrorKind::Unsupported`] after [`Disk::close_bitmaps`].
     pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.check_bitmaps_open()?;
@@ -50,10 +47,7 @@ impl Disk {
 
     /// Adds bitmaps that were loaded from the image. Bitmaps for which there is no room are left out, and
     /// their errors returned. From now on the names of all bitmaps are saved in the image
-    /// (`BitmapStore::reserve`).
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] as for [`Disk::set`].
+    /// (`BitmapStore::reserve`). Fails with [`ErrorKind::Busy`] as [`Disk::set`] does.
     pub fn load_bitmaps(&self, bitmaps: Vec<Bitmap>) -> Result<Vec<Error>, Error> {
         let _one_at_a_time = lock(&self.changing);
         let size = self.limits().size_bytes();
@@ -102,10 +96,8 @@ impl Disk {
         })
     }
 
-    /// Starts or stops the recording of writes in a bitmap, which keeps its bits.
-    ///
-    /// # Errors
-    /// The errors of [`Disk::clear_bitmap`].
+    /// Starts or stops the recording of writes in a bitmap, which keeps its bits. Fails as
+    /// [`Disk::clear_bitmap`] does.
     pub fn set_bitmap_recording(&self, name: &str, is_recording: bool) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let bitmap = self.find_consistent(name)?;
@@ -116,10 +108,8 @@ impl Disk {
         })
     }
 
-    /// Adds the dirty bits of the bitmaps `from` to the bitmap `into`, all at one point in time.
-    ///
-    /// # Errors
-    /// The errors of [`Disk::clear_bitmap`]. Then nothing has changed.
+    /// Adds the dirty bits of the bitmaps `from` to the bitmap `into`, all at one point in time. Fails as
+    /// [`Disk::clear_bitmap`] does; then nothing has changed.
     pub fn merge_bitmaps(&self, from: &[String], into: &str) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let into = self.find_consistent(into)?;
@@ -165,7 +155,6 @@ impl Disk {
         resize_bitmaps(expected, self.limits().size_bytes())
     }
 
-    /// Saves the names of the bitmaps in the image, if the image stores them.
     fn reserve_bitmaps(&self) -> Result<(), Error> {
         if !self.bitmaps.is_persistent() {
             return Ok(());

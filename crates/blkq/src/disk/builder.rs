@@ -125,10 +125,7 @@ impl DiskBuilder {
         self
     }
 
-    /// Builds the disk.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the driver's limits are invalid, or if a number is out of range.
+    /// Builds the disk. Fails with [`ErrorKind::Invalid`] if the driver's limits or a number are invalid.
     pub fn build(self) -> Result<Arc<Disk>, Error> {
         let DiskBuilder {
             driver,

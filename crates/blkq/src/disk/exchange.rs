@@ -19,18 +19,14 @@ pub struct Exchange<'a> {
 
 impl Disk {
     /// Freezes the disk so that its driver can be exchanged. Other changes of the disk wait until the
-    /// returned value is dropped.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] and [`ErrorKind::Held`], as for [`Disk::set`].
+    /// returned value is dropped. Fails with `Busy` and `Held` as [`Disk::set`] does.
     pub fn begin_exchange(&self) -> Result<Exchange<'_>, Error> {
         let one_at_a_time = lock(&self.changing);
         self.freeze_timeout()?;
         Ok(Exchange { disk: self, _frozen: Frozen(self), _one_at_a_time: one_at_a_time })
     }
 
-    /// Checks whether `driver` could replace the disk's driver: users of the device must not notice a
-    /// difference.
+    /// Checks whether `driver` could replace the disk's driver without a difference that users notice.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the driver has fewer queues, another size or sector size, or a stricter
@@ -65,20 +61,14 @@ impl Disk {
 }
 
 impl Exchange<'_> {
-    /// [`Disk::check_exchange`], under the freeze.
-    ///
-    /// # Errors
-    /// The errors of [`Disk::check_exchange`].
+    /// Checks as [`Disk::check_exchange`] does, under the freeze.
     pub fn check(&self, driver: &dyn Driver) -> Result<(), Error> {
         self.disk.check_exchange(driver)
     }
 
     /// Replaces the driver of the disk with `driver`, and returns the old one. Each queue of the disk opens a
     /// queue of the new driver when it runs again. If it cannot, its requests fail, and [`Disk::broken`]
-    /// returns the reason.
-    ///
-    /// # Errors
-    /// The errors of [`Exchange::check`]. Then nothing has changed.
+    /// returns the reason. Fails as [`Exchange::check`] does; then nothing has changed.
     pub fn replace(&self, driver: Arc<dyn Driver>) -> Result<Arc<dyn Driver>, Error> {
         self.check(&*driver)?;
         self.disk.set_broken(None);

@@ -36,9 +36,7 @@ const DISPATCHING: u32 = 1 << 1;
 pub struct DiskControl {
     /// The number of freezes in force or starting. Read by every owner, and rarely written.
     frozen: AtomicU32,
-    /// The number of quiesces in force or starting.
     quiesced: AtomicU32,
-    /// The number of freezes that were lifted.
     generation: AtomicU64,
     /// Orders marks and stop words. The owner's side is the cheap one.
     fence: AsymmetricFence,
@@ -49,7 +47,6 @@ pub struct DiskControl {
 }
 
 impl DiskControl {
-    /// The state of a disk with that number of queues: not frozen, not quiesced.
     pub fn new(queues: usize) -> DiskControl {
         DiskControl {
             frozen: AtomicU32::new(0),
@@ -61,7 +58,6 @@ impl DiskControl {
         }
     }
 
-    /// The words that owners and control threads use, with their addresses.
     pub(crate) fn hot_fields(&self, fields: &mut Vec<HotField>) {
         let DiskControl { frozen, quiesced, generation, fence: _, queues, drained: _ } = self;
         fields.push(HotField::of("frozen", Writer::Nobody, frozen));
@@ -81,7 +77,6 @@ impl DiskControl {
         self.mark(queue, ACTIVE, &self.frozen)
     }
 
-    /// Marks the queue as idle: it has no requests.
     #[inline]
     pub fn leave(&self, queue: usize) {
         self.unmark(queue, ACTIVE, &self.frozen);
@@ -94,7 +89,6 @@ impl DiskControl {
         self.mark(queue, DISPATCHING, &self.quiesced)
     }
 
-    /// Ends the dispatch: the driver has been called.
     #[inline]
     pub fn leave_dispatch(&self, queue: usize) {
         self.unmark(queue, DISPATCHING, &self.quiesced);
@@ -190,8 +184,7 @@ impl DiskControl {
         self.drained.wait_until(|| self.is_clear(DISPATCHING));
     }
 
-    /// Lifts a quiesce. After the last of nested quiesces, `kick` is called for every queue, so that the
-    /// owner dispatches what has waited.
+    /// Lifts a quiesce, and calls `kick` as [`DiskControl::unfreeze`] does.
     pub fn unquiesce(&self, kick: impl FnMut(usize)) {
         self.resume(&self.quiesced, kick);
     }
@@ -212,18 +205,15 @@ impl DiskControl {
         }
     }
 
-    /// Whether the queue is marked as having requests.
     pub fn is_active(&self, queue: usize) -> bool {
         self.queues[queue].load(SeqCst) & ACTIVE != 0
     }
 
-    /// Whether a freeze is in force or starting.
     #[inline]
     pub fn is_frozen(&self) -> bool {
         self.frozen.load(SeqCst) != 0
     }
 
-    /// Whether a quiesce is in force or starting.
     #[inline]
     pub fn is_quiesced(&self) -> bool {
         self.quiesced.load(SeqCst) != 0

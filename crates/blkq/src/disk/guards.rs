@@ -1,5 +1,3 @@
-//! Guards: states of a disk that end when a value is dropped.
-
 use std::sync::Arc;
 
 use super::Disk;

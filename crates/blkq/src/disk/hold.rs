@@ -1,9 +1,7 @@
 //! The error policy of a disk: errors of the driver are reported, or the failed requests are held until the
 //! operator has fixed the cause, such as a full file system, and resumes the disk (QEMU's `werror` and
-//! `rerror`).
-//!
-//! Control threads change the words here and wake the queues, which apply the change in their next turn
-//! (`queue::resume`).
+//! `rerror`). Control threads change the words here and wake the queues, which apply the change in their next
+//! turn (`queue::resume`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -127,7 +125,6 @@ impl HoldControl {
         self.reporting.set(on);
     }
 
-    /// Whether all errors are reported regardless of the policy.
     pub fn is_reporting(&self) -> bool {
         self.reporting.is_on()
     }
@@ -155,12 +152,10 @@ impl HoldControl {
         self.followed[queue].store(reissues + failures, Release);
     }
 
-    /// The number of resumes so far: reissues, failures.
     pub fn resumed(&self) -> (u64, u64) {
         (self.reissues.load(SeqCst), self.failures.load(SeqCst))
     }
 
-    /// Counts a write that is held.
     pub fn add_write(&self) {
         self.writes.fetch_add(1, SeqCst);
     }

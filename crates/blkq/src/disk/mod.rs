@@ -69,8 +69,7 @@ pub struct Disk {
     /// Exchanged only under a freeze.
     driver: Mutex<Arc<dyn Driver>>,
     settings: Mutex<Settings>,
-    /// Locked during a change of the disk, so that there is one change at a time. Locked before all other
-    /// locks of the disk.
+    /// Locked during a change of the disk, so that changes do not overlap. The first lock in the lock order.
     changing: Mutex<()>,
     /// Changed only under a freeze, and read whenever the limits are.
     read_only: AtomicBool,
@@ -81,17 +80,14 @@ pub struct Disk {
     pub(crate) throttle: ThrottleControl,
     pub(crate) hold: HoldControl,
     pub(crate) bitmaps: BitmapSet,
-    /// Flushes and FUA do nothing.
     ignore_flushes: bool,
     pub(crate) gate: RequestGate,
     queues: Box<[Arc<HardwareQueue>]>,
     next_queue: AtomicUsize,
-    /// Why a queue could not open its part of a driver that was exchanged while the disk was in use.
     broken: Mutex<Option<String>>,
 }
 
 impl Disk {
-    /// Builds a disk from values that [`DiskBuilder::build`] has checked.
     pub(super) fn assemble(
         driver: Arc<dyn Driver>,
         name: String,
@@ -143,8 +139,7 @@ impl Disk {
         &self.name
     }
 
-    /// The number of the disk in this process. Disks are numbered from 0 as they are built. USDT probes use
-    /// the number to identify the disk.
+    /// The number of the disk in this process, counted from 0, by which USDT probes identify the disk.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -223,8 +218,7 @@ impl Disk {
         !may_wait && !self.control.is_active(index)
     }
 
-    /// The structures that several threads use while I/O runs, with their addresses, for measurements and
-    /// checks of the memory layout.
+    /// The structures that several threads use while I/O runs, for checks of the memory layout.
     #[doc(hidden)]
     pub fn hot_fields(&self) -> Vec<HotField> {
         let mut fields = vec![HotField::of("queues", Writer::Nobody, &self.queues)];
@@ -247,8 +241,7 @@ impl Disk {
         fields
     }
 
-    /// Changes a setting while I/O runs. I/O in flight completes first, I/O that arrives meanwhile waits, and
-    /// nothing is lost.
+    /// Changes a setting while I/O runs. I/O in flight completes first, and I/O that arrives meanwhile waits.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for a depth for which the disk has no room, [`ErrorKind::Unsupported`] if a
@@ -394,10 +387,7 @@ impl Disk {
         Ok(())
     }
 
-    /// The size in bytes that [`Disk::resize`] would give the disk now. Changes nothing.
-    ///
-    /// # Errors
-    /// The driver's errors.
+    /// Returns the size in bytes that [`Disk::resize`] would give the disk, or its error; changes nothing.
     pub fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         self.driver().prepare_resize(bytes)
     }
@@ -422,7 +412,6 @@ impl Disk {
         Ok(self.limits().size_bytes())
     }
 
-    /// Runs `change` under a freeze, while no request is in flight in any queue.
     fn frozen(&self, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         self.freeze_timeout()?;
         let _frozen = Frozen(self);
@@ -462,11 +451,8 @@ impl Disk {
     }
 
     /// Releases the backing store for the process that serves it next ([`Driver::release`]). Requests in
-    /// flight complete first. Requests that arrive afterwards wait until this process exits.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for [`Disk::set`]: then the disk continues. Otherwise
-    /// the driver's errors.
+    /// flight complete first. Requests that arrive afterwards wait until this process exits. Fails with
+    /// `Busy` and `Held` as [`Disk::set`] does, and then the disk continues; or with the driver's errors.
     pub fn release(&self) -> Result<(), Error> {
         // A backing store without an owner has no lock that must be released.
         if self.driver().owner().is_none() {
@@ -479,9 +465,7 @@ impl Disk {
     }
 
     /// Freezes the disk until this process exits: for a process that saves state which must no longer change.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for [`Disk::set`]: then the disk continues.
+    /// Fails with `Busy` and `Held` as [`Disk::set`] does, and then the disk continues.
     pub fn freeze_until_exit(&self) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         self.freeze_timeout()

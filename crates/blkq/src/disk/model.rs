@@ -32,11 +32,8 @@ const BLOCK_BYTES: usize = 512;
 struct Device {
     jobs: Mutex<VecDeque<(Arc<Inbox>, Tag)>>,
     notified: WaitQueue,
-    /// Requests that the driver has taken.
     in_driver: Plain,
-    /// A freeze is in force.
     frozen: Plain,
-    /// A quiesce is in force.
     quiesced: Plain,
 }
 
@@ -114,7 +111,6 @@ unsafe impl DriverQueue for RemoteQueue {
     }
 }
 
-/// A disk with its engines, and the number of completed bios.
 struct World {
     disk: Arc<Disk>,
     device: Arc<Device>,
@@ -128,7 +124,6 @@ struct Shape {
     depth: u16,
     shared_tags: bool,
     batching: bool,
-    /// The driver completes requests immediately.
     at_once: bool,
 }
 
@@ -171,7 +166,6 @@ impl World {
         })
     }
 
-    /// The thread of the device, which completes `count` requests.
     fn device(&self, count: usize) -> thread::JoinHandle<()> {
         let device = self.device.clone();
         thread::spawn(move || device.serve(count))
@@ -285,7 +279,6 @@ fn completions_come_from_another_thread(shape: Shape, submitters: usize, freezes
     world.finish(submitters);
 }
 
-/// Requests complete during scans for hangs, and during freezes.
 fn hangs_are_reported_once(shape: Shape, submitters: usize, freezes: usize, scans: usize) {
     let world = World::new(shape);
     let mut threads: Vec<_> = (0..submitters).map(|number| world.submitter(number, 1, false)).collect();
@@ -319,7 +312,6 @@ fn an_exiting_engine_leaves_no_submitter_waiting(shape: Shape, submitters: usize
 
 /// A client on the engine's thread, like an attachment. Messages contain the number of bios to submit.
 struct Client {
-    /// Bios still to be submitted.
     wanted: u64,
     in_flight: u32,
     completed: Arc<Plain>,

@@ -1,5 +1,3 @@
-//! The settings that can be changed while I/O runs.
-
 use crate::clock::ClockMode;
 use crate::sched::SchedulerKind;
 
@@ -66,8 +64,7 @@ impl Settings {
         u32::from(self.requests()) * sets
     }
 
-    /// Tags with which a disk of this depth is built. They leave room for a scheduler, and for a larger depth
-    /// later.
+    /// Tags with which a disk of this depth is built. They leave room for a scheduler and a larger depth.
     pub(crate) fn tags(&self) -> u16 {
         self.depth.saturating_mul(2).clamp(256, DEPTH_MAX)
     }

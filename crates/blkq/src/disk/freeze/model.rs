@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU32 as Plain, AtomicU64 as Plain64, Ordering::SeqC
 use super::DiskControl;
 use crate::sync::{WaitQueue, model, thread};
 
-/// A disk whose owners count their requests and dispatches, so that a control thread can check that there are
-/// none.
+/// A disk whose owners count requests and dispatches, so that a control thread can check that none exist.
 struct Disk {
     control: DiskControl,
     requests: Plain,
