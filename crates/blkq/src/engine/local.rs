@@ -13,7 +13,6 @@ use crate::queue::hang::HangScan;
 use crate::ring::{Cqe, Registrar, Ring, RingCounters};
 use crate::trace::TraceMemory;
 
-/// The number of submissions for which the ring of a local queue has room.
 const RING_ENTRIES: u32 = 256;
 /// The owner in the tokens of the only queue on the ring.
 const OWNER: u16 = 0;
@@ -52,10 +51,8 @@ pub struct LocalQueue {
 }
 
 impl Disk {
-    /// Opens hardware queue `index`, for this thread to submit to and poll.
-    ///
-    /// # Errors
-    /// [`Busy`](crate::ErrorKind::Busy) if the queue is already open, or the error of the driver.
+    /// Opens hardware queue `index`, for this thread to submit to and poll. Fails with
+    /// [`Busy`](crate::ErrorKind::Busy) if the queue is already open, or with the error of the driver.
     pub fn open_queue(self: &Arc<Self>, index: usize) -> Result<LocalQueue, Error> {
         LocalQueue::open(self, index)
     }
@@ -70,10 +67,8 @@ impl LocalQueue {
     }
 
     /// Submits a bio. The bio may stay in the plug until [`LocalQueue::poll`] or [`LocalQueue::wait`]. An
-    /// error of the bio itself is reported in its completion.
-    ///
-    /// # Errors
-    /// Returns the bio if the queue has no room: poll, then submit the bio again.
+    /// error of the bio itself is reported in its completion. Returns the bio if the queue has no room: poll,
+    /// then submit the bio again.
     #[inline]
     pub fn submit(&mut self, bio: Bio) -> Result<(), Bio> {
         self.queue.submit(bio, self.ring.as_deref_mut())
@@ -169,8 +164,7 @@ impl LocalQueue {
         scan
     }
 
-    /// Starts to write the events of this queue into its ring in `memory`, or stops tracing if there is no
-    /// memory.
+    /// Writes the events of this queue into its ring in `memory` from now on; `None` stops the trace.
     pub fn trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
         self.queue.set_trace(memory);
     }

@@ -31,7 +31,6 @@ use sources::{EngineParts, Sources};
 pub use thread::EngineThread;
 pub use worker::Worker;
 
-/// The number of submissions for which an engine's ring has room.
 const RING_ENTRIES: u32 = 512;
 /// The owner in the tokens of the engine's own operations, which wait for kicks.
 const ENGINE: u16 = u16::MAX;
@@ -160,7 +159,6 @@ impl Engine {
         }
     }
 
-    /// Borrows the sources, and the rest of the engine apart from them.
     #[inline]
     fn split(&mut self) -> (&mut Sources, EngineParts<'_>) {
         let Engine { ring, queues, sources, handle, turn, exit, .. } = self;

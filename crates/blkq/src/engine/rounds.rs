@@ -38,7 +38,6 @@ impl Engine {
         }
     }
 
-    /// Passes completed bios to the sources that submitted them.
     fn deliver(&mut self) {
         for index in 0..self.queues.len() {
             let Engine { queues, sources, .. } = self;

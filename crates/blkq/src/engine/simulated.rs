@@ -1,5 +1,3 @@
-//! An engine without a thread, for the simulation and for fuzzers.
-
 use std::sync::Arc;
 
 use crate::disk::Disk;
@@ -8,14 +6,11 @@ use crate::error::Error;
 use super::Engine;
 use super::source::{EngineHandle, Message, Source, SourceId};
 
-/// An engine that runs a turn when its owner calls for one.
+/// An engine that runs a turn when its owner calls for one, for the simulation and for fuzzers.
 pub struct SimulatedEngine(Engine);
 
 impl SimulatedEngine {
-    /// Builds an engine as [`EngineThread::spawn`] does, but on this thread.
-    ///
-    /// # Errors
-    /// The errors of [`EngineThread::spawn`].
+    /// Builds an engine as [`EngineThread::spawn`] does, with the same errors, but on this thread.
     pub fn new(queues: Vec<(Arc<Disk>, usize)>) -> Result<SimulatedEngine, Error> {
         let kick = queues[0].0.hardware_queue(queues[0].1).kick.clone();
         let handle = EngineHandle::new(kick);
@@ -27,10 +22,7 @@ impl SimulatedEngine {
         &self.0.handle
     }
 
-    /// Adds a source as [`EngineHandle::add_source`] does.
-    ///
-    /// # Errors
-    /// The errors of [`EngineHandle::add_source`].
+    /// Adds a source as [`EngineHandle::add_source`] does, with the same errors.
     pub fn add_source(&mut self, source: Box<dyn Source>) -> Result<SourceId, Error> {
         self.0.add(source)
     }
@@ -42,11 +34,8 @@ impl SimulatedEngine {
     }
 
     /// Runs [`SimulatedEngine::turn`] for an engine whose sources depend only on the ring, messages and
-    /// deadlines.
-    ///
-    /// # Panics
-    /// If the turn issues requests although the engine had no work, no completion and no due deadline: an
-    /// engine on a thread would have slept.
+    /// deadlines. Panics if the turn issues requests although the engine had no work, no completion and no
+    /// due deadline: an engine on a thread would have slept.
     #[cfg(simulation)]
     pub fn turn_as_woken(&mut self) {
         let (had_work, deadline_ns, (reaped, batches)) =
@@ -66,7 +55,6 @@ impl SimulatedEngine {
         self.0.enter();
     }
 
-    /// The number of completions reaped from the ring, and the number of batches issued to drivers.
     #[cfg(simulation)]
     fn counts(&self) -> (u64, u64) {
         let batches = self.0.queues[0].disk().stats().counter(crate::stats::Counter::DispatchBatches);

@@ -1,6 +1,3 @@
-//! [`Source`]: what an engine serves, the part of the engine that a source can access, and how other threads
-//! reach a source.
-
 use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -35,11 +32,8 @@ pub(super) const FIRST_SOURCE: u16 = 0x100;
 /// source will reuse its number; an exception is that the engine exits too. A source that wraps another
 /// source must pass on each notification once, and each completion only to the source that submitted it.
 pub unsafe trait Source {
-    /// Called when the source is part of the engine: submit the operations that the source waits for.
-    ///
-    /// # Errors
-    /// Any error that prevents the source from working. The engine then stops the source, without force, and
-    /// drops it.
+    /// Called when the source is part of the engine: submit the operations that the source waits for. If this
+    /// fails, the engine stops the source, without force, and drops it.
     fn start(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error>;
 
     /// A submission pushed through [`SourceContext::push`] completed; its payload is in the token.
@@ -64,12 +58,8 @@ pub unsafe trait Source {
         None
     }
 
-    /// Writes a description of the client that submitted the bio with `user_data`, whose completion the source
-    /// has not received yet. Writes nothing if the client is unknown. Must not allocate.
-    ///
-    /// # Errors
-    ///
-    /// Returns the errors of `text`.
+    /// Writes a description of the client that submitted the bio with `user_data`, whose completion the
+    /// source has not received yet. Writes nothing if the client is unknown. Must not allocate.
     fn write_client(&self, user_data: u64, text: &mut dyn fmt::Write) -> fmt::Result {
         let _ = (user_data, text);
         Ok(())
@@ -133,20 +123,15 @@ impl SourceContext<'_> {
         Registrar::new(self.ring)
     }
 
-    /// The index of a registered file, for use in an entry.
-    ///
-    /// # Panics
-    /// If the file is not registered with the engine's ring.
+    /// The index of a registered file, for use in an entry. Panics if the engine's ring has no such file.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         self.ring.file(slot)
     }
 
     /// Submits a bio to the engine's queue number `queue`. [`Source::on_bio`] receives its completion, with
-    /// the low 48 bits of `bio.user_data`.
-    ///
-    /// # Errors
-    /// Returns the bio if the queue has no room: submit the bio again after a completion.
+    /// the low 48 bits of `bio.user_data`. Returns the bio if the queue has no room: submit the bio again
+    /// after a completion.
     #[inline]
     pub fn submit(&mut self, queue: usize, mut bio: Bio) -> Result<(), Bio> {
         let user_data = bio.user_data;
@@ -184,8 +169,7 @@ impl SourceContext<'_> {
         self.queues[queue].disk()
     }
 
-    /// The current limits of the disk of queue number `queue` (capacity, block sizes, capabilities,
-    /// read-only).
+    /// The current limits of the disk of queue number `queue`.
     pub fn limits(&self, queue: usize) -> &QueueLimits {
         self.queues[queue].limits()
     }
@@ -229,14 +213,12 @@ impl SourceContext<'_> {
         worker.run(self.work(job));
     }
 
-    /// Wraps `job` so that its return value is delivered to this source.
     fn work(&self, job: impl FnOnce() -> Box<dyn Any + Send> + Send + 'static) -> Job {
         let (handle, id) = (self.handle.clone(), self.id);
         Box::new(move || handle.send(id, job()))
     }
 }
 
-/// A message from another thread to an engine.
 pub(super) enum Message {
     Add(Box<dyn FnOnce() -> Box<dyn Source> + Send>, Sender<Result<SourceId, Error>>),
     To(SourceId, Box<dyn Any + Send>),
@@ -260,13 +242,11 @@ struct Mailbox {
 pub struct EngineHandle(Arc<Mailbox>);
 
 impl EngineHandle {
-    /// The handle of an engine that `kick` wakes.
     pub(super) fn new(kick: Arc<Kick>) -> EngineHandle {
         let messages = Mutex::new(Some(Vec::new()));
         EngineHandle(Arc::new(Mailbox { messages, kick, kernel_buffers: OnceLock::new() }))
     }
 
-    /// Records that the engine's ring was set up with `slots` buffer slots for the kernel to fill.
     pub(super) fn set_kernel_buffers(&self, slots: u16) {
         let _ = self.0.kernel_buffers.set(slots);
     }
@@ -282,15 +262,13 @@ impl EngineHandle {
         }
     }
 
-    /// Whether a message was posted.
     pub(super) fn has_messages(&self) -> bool {
         // If the lock is taken, another thread is just posting a message, so there is work.
         try_lock(&self.0.messages)
             .is_none_or(|mail| mail.as_ref().is_some_and(|messages| !messages.is_empty()))
     }
 
-    /// Called when the engine has stopped. Messages are dropped, so that threads that wait for an answer stop
-    /// waiting.
+    /// Called when the engine has stopped. Drops messages, so that threads do not wait for an answer.
     pub(super) fn close(&self) {
         let late = lock(&self.0.messages).take();
         drop(late);
@@ -311,10 +289,8 @@ impl EngineHandle {
         self.0.kernel_buffers.get().copied().unwrap_or(0)
     }
 
-    /// Builds a source on the engine's thread and starts it. Returns its id.
-    ///
-    /// # Errors
-    /// The error of [`Source::start`], or [`ErrorKind::System`] if the engine has exited.
+    /// Builds a source on the engine's thread and starts it. Returns its id. Fails with the error of
+    /// [`Source::start`], or [`ErrorKind::System`] if the engine has exited.
     pub fn add_source(
         &self,
         make: impl FnOnce() -> Box<dyn Source> + Send + 'static,
@@ -325,10 +301,8 @@ impl EngineHandle {
     }
 
     /// Runs `job` on the engine's thread between two turns, with the registrar of its ring, waits for it, and
-    /// returns its result. The engine does nothing else meanwhile.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`] if the engine has exited.
+    /// returns its result. The engine does nothing else meanwhile. Fails with [`ErrorKind::System`] if the
+    /// engine has exited.
     pub fn with_registrar<R: Send + 'static>(
         &self,
         job: impl FnOnce(Registrar<'_>) -> R + Send + 'static,

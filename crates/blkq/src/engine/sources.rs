@@ -1,5 +1,3 @@
-//! The sources of an engine: those that it serves, and those that are being stopped.
-
 use std::fmt;
 
 use crate::bio::Completion;
@@ -20,13 +18,11 @@ pub(super) struct EngineParts<'a> {
     pub exits: bool,
 }
 
-/// A source that was added to the engine.
 struct AttachedSource {
     id: SourceId,
     source: Box<dyn Source>,
 }
 
-/// The sources of one engine.
 pub(super) struct Sources {
     /// Indexed by the owner in the source's tokens, minus [`FIRST_SOURCE`].
     attached: Vec<Option<AttachedSource>>,
@@ -43,10 +39,6 @@ impl Sources {
         Sources { attached: Vec::new(), stopping: Vec::new(), generation: 0, worker }
     }
 
-    /// Adds `source` and starts it.
-    ///
-    /// # Errors
-    /// The error of [`Source::start`].
     pub fn add(&mut self, source: Box<dyn Source>, mut parts: EngineParts<'_>) -> Result<SourceId, Error> {
         let index = match self.attached.iter().position(Option::is_none) {
             Some(index) => index,
@@ -69,7 +61,6 @@ impl Sources {
         Ok(id)
     }
 
-    /// Calls `call` with source `index`, if it exists.
     #[inline]
     fn with<R>(
         &mut self,
@@ -90,7 +81,6 @@ impl Sources {
         Some(call(&mut *attached.source, &mut cx))
     }
 
-    /// Calls `call` with source `id`, unless it was dropped.
     pub fn with_named(
         &mut self,
         id: SourceId,
@@ -106,13 +96,11 @@ impl Sources {
         }
     }
 
-    /// Passes a completion of the ring to the source that submitted the operation.
     #[inline]
     pub fn on_cqe(&mut self, owner: u16, cqe: Cqe, mut parts: EngineParts<'_>) {
         self.with(usize::from(owner - FIRST_SOURCE), &mut parts, |source, cx| source.on_cqe(cx, cqe));
     }
 
-    /// Passes a completed bio to the source that submitted it.
     #[inline]
     pub fn on_bio(&mut self, mut completion: Completion, mut parts: EngineParts<'_>) {
         let token = Token(completion.user_data);
@@ -128,7 +116,6 @@ impl Sources {
         }
     }
 
-    /// Writes the client of the bio that was submitted under `token`, as [`Source::write_client`] does.
     pub fn write_client(&self, token: Token, text: &mut dyn fmt::Write) {
         let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
         if let Some(Some(attached)) = self.attached.get(index) {
@@ -137,7 +124,6 @@ impl Sources {
         }
     }
 
-    /// Whether no client waits for the bio that was submitted under `token`.
     pub fn is_abandoned(&self, token: Token) -> bool {
         let index = usize::from(token.owner().wrapping_sub(FIRST_SOURCE));
         let attached = self.attached.get(index).and_then(Option::as_ref);
@@ -150,7 +136,6 @@ impl Sources {
         self.stopping.push((id, stopped));
     }
 
-    /// Starts to stop all sources, because the engine exits.
     pub fn stop_all(&mut self, mut parts: EngineParts<'_>) {
         for index in 0..self.attached.len() {
             self.with(index, &mut parts, |source, cx| source.stop(cx, true));
@@ -161,7 +146,6 @@ impl Sources {
         self.attached.iter().flatten().all(|attached| attached.source.is_stopped())
     }
 
-    /// Drops the sources that were being stopped and have stopped.
     pub fn drop_stopped(&mut self) {
         let attached = &mut self.attached;
         self.stopping.retain(|(id, stopped)| {
@@ -177,7 +161,6 @@ impl Sources {
         });
     }
 
-    /// The earliest deadline of all sources, in nanoseconds of the monotonic clock.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.attached.iter().flatten().filter_map(|attached| attached.source.deadline_ns()).min()
     }

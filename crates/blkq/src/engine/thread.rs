@@ -1,5 +1,3 @@
-//! [`EngineThread`]: an engine that runs on its own thread.
-
 use std::sync::Arc;
 
 use crate::disk::Disk;
@@ -23,13 +21,8 @@ pub struct EngineThread {
 
 impl EngineThread {
     /// Starts a thread with a ring that owns `queues`, given as disk and queue number. The engine's sources
-    /// address the first of them as queue 0, the next as queue 1, and so on.
-    ///
-    /// # Errors
-    /// The error of setting up the ring or opening a queue.
-    ///
-    /// # Panics
-    /// If `queues` is empty, or has more than 256 elements.
+    /// address the first of them as queue 0, the next as queue 1, and so on. Fails with the error of setting
+    /// up the ring or opening a queue. Panics if `queues` is empty, or has more than 256 elements.
     pub fn spawn(name: &str, queues: Vec<(Arc<Disk>, usize)>) -> Result<EngineThread, Error> {
         assert!((1..=usize::from(FIRST_SOURCE)).contains(&queues.len()), "an engine has 1 to 256 queues");
         for (disk, index) in &queues {

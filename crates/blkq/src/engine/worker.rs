@@ -1,5 +1,3 @@
-//! A thread for the blocking operations of an engine's sources.
-
 #[cfg(not(simulation))]
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
