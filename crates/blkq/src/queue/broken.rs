@@ -4,7 +4,6 @@ use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::Status;
 use crate::tags::Tag;
 
-/// Fails each request with [`Status::Io`].
 pub(super) struct BrokenQueue;
 
 // SAFETY: each request completes immediately, and its memory is not used.

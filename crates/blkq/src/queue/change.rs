@@ -1,5 +1,4 @@
-//! Entering and leaving the disk, so that a freeze waits for the queue, and applying what was changed under a
-//! freeze.
+//! Entering and leaving the disk, so that a freeze waits for the queue, and applying changes made under it.
 
 use crate::ring::Ring;
 
@@ -22,7 +21,6 @@ impl Queue {
         entered
     }
 
-    /// Leaves the disk if the queue has no requests.
     #[inline]
     pub(super) fn leave_if_idle(&mut self) {
         if self.disk.is_entered() && self.in_flight.in_use() == 0 {
@@ -46,7 +44,6 @@ impl Queue {
         }
     }
 
-    /// Applies limits, settings and the driver that were changed under a freeze.
     #[cold]
     fn reload(&mut self, mut ring: Option<&mut Ring>) {
         if let Some(scheduler) = self.disk.reload_settings() {

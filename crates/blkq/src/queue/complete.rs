@@ -63,8 +63,7 @@ impl Queue {
         }
     }
 
-    /// Completes and counts requests. Requests of the same operation with the same start time are counted
-    /// together.
+    /// Completes and counts requests. Requests of one operation and start time are counted together.
     #[inline]
     fn complete_requests(&mut self, completed: &[(Tag, IoResult)]) {
         let iostats = self.disk.settings().iostats;
@@ -188,8 +187,7 @@ impl Queue {
         }
     }
 
-    /// Completes one step of a bio that may have several. Returns true if the bio continues with another
-    /// step.
+    /// Completes one step of a bio that may have several. Returns true if the bio continues.
     #[inline(never)]
     fn complete_step(&mut self, index: u32, result: IoResult) -> bool {
         let slot = &self.in_flight[index];
@@ -217,7 +215,6 @@ impl Queue {
         self.complete_without_request(index, Err(status));
     }
 
-    /// Completes a bio that has no request.
     pub(super) fn complete_without_request(&mut self, index: u32, result: IoResult) {
         self.trace_fast_path();
         if let Some(tracer) = self.dispatch.tracer() {

@@ -1,6 +1,3 @@
-//! Completions that the queue has not delivered yet: to the queue's owner, to other threads, and to the
-//! request gate.
-
 use std::mem::ManuallyDrop;
 
 use crate::bio::{Completion, Operation};
@@ -47,7 +44,6 @@ impl Completions {
         (&mut self.requests, &mut self.limits_changed)
     }
 
-    /// Whether the driver has changed its limits since the last call.
     #[inline]
     pub fn take_limits_changed(&mut self) -> bool {
         std::mem::take(&mut self.limits_changed)
@@ -78,22 +74,18 @@ impl Completions {
         }
     }
 
-    /// Adds requests that complete without the driver.
     pub fn extend_requests(&mut self, tags: impl Iterator<Item = Tag>, result: IoResult) {
         self.requests.extend(tags.map(|tag| (tag, result)));
     }
 
-    /// Adds the completion of a bio that the queue's owner submitted.
     pub fn push_own(&mut self, user_data: u64, result: IoResult, data: Data) {
         self.own.push(Completion { user_data, result, data });
     }
 
-    /// Adds the completion of a bio that another thread submitted.
     pub fn push_remote(&mut self, completer: Completer, result: IoResult, data: Data) {
         self.remote.push((completer, result, data));
     }
 
-    /// Adds the successful completion of the bio in `slot`, which the queue's owner submitted.
     #[inline]
     pub fn push_plain(&mut self, user_data: u64, slot: &mut BioSlot) {
         self.own.push(Completion { user_data, result: Ok(()), data: slot.take_data() });

@@ -15,17 +15,14 @@ pub(super) struct DeviceTime {
 }
 
 impl DeviceTime {
-    /// A measurement for a queue with that number of tags; it counts in `times`.
     pub fn new(times: Arc<DeviceTimes>, slots: usize) -> DeviceTime {
         DeviceTime { times, issued_ns: vec![0; slots] }
     }
 
-    /// Whether the measurement counts in `times`.
     pub fn counts_in(&self, times: &Arc<DeviceTimes>) -> bool {
         Arc::ptr_eq(&self.times, times)
     }
 
-    /// Stamps requests that are about to be offered to the driver.
     pub fn issued(&mut self, tags: &[Tag], now_ns: u64) {
         tags.iter().for_each(|tag| self.issued_ns[tag.index()] = now_ns);
     }

@@ -21,8 +21,7 @@ pub(super) struct DiskView {
     shared: Arc<HardwareQueue>,
     /// The driver whose queue this queue has open.
     driver: Arc<dyn Driver>,
-    /// [`DiskControl::generation`](crate::disk::freeze::DiskControl::generation) of the changes that the view
-    /// includes.
+    /// The generation of [`DiskControl`](crate::disk::freeze::DiskControl) that the view includes.
     generation: u64,
     settings: Settings,
     limits: QueueLimits,
@@ -32,10 +31,7 @@ pub(super) struct DiskView {
 }
 
 impl DiskView {
-    /// The view of queue `index` of `disk`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the driver's limits are invalid.
+    /// Fails with [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the driver's limits are invalid.
     pub fn new(disk: &Arc<Disk>, index: usize) -> Result<DiskView, Error> {
         // Read before the settings, so that `enter` notices a change made in between.
         let generation = disk.control.generation();
@@ -62,7 +58,6 @@ impl DiskView {
         &self.disk
     }
 
-    /// The driver whose queue this queue has open.
     pub fn driver(&self) -> &dyn Driver {
         &*self.driver
     }
@@ -79,7 +74,6 @@ impl DiskView {
         self.index
     }
 
-    /// The part of the queue that other threads use.
     #[inline]
     pub fn shared(&self) -> &HardwareQueue {
         &self.shared
@@ -95,14 +89,12 @@ impl DiskView {
         &self.limits
     }
 
-    /// Whether one request of `operation` at `start` may have that many sectors and memory segments.
     #[inline]
     pub fn allows(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         self.fast.allows(operation, sectors, segments)
             || self.limits.allow(operation, start, sectors, segments)
     }
 
-    /// Whether the driver has declared support for the flags of `request`.
     pub fn declares(&self, request: &Request) -> bool {
         self.limits.declares(request.operation, request.flags)
     }
@@ -122,7 +114,6 @@ impl DiskView {
         self.disk.control.is_frozen()
     }
 
-    /// Whether flushes must wait because writes are held.
     #[inline]
     pub fn has_held_writes(&self) -> bool {
         self.disk.hold.has_writes()
@@ -139,7 +130,6 @@ impl DiskView {
         self.entered
     }
 
-    /// Leaves the disk: the queue has no requests.
     #[inline]
     pub fn leave(&mut self) {
         self.entered = false;
@@ -158,7 +148,6 @@ impl DiskView {
         self.disk.control.leave_dispatch(self.index);
     }
 
-    /// Whether something was changed under a freeze that the view does not include yet.
     #[inline]
     pub fn is_outdated(&self) -> bool {
         self.disk.control.generation() != self.generation

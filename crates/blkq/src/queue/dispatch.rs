@@ -1,7 +1,6 @@
 //! Dispatch: offers requests to the driver. Requeued requests go first, then requests that waited for a
-//! limit, then those of the scheduler (block/blk-mq-sched.c).
-//!
-//! A busy driver is not an error. It takes the first requests of a batch, and the others are requeued.
+//! limit, then those of the scheduler (block/blk-mq-sched.c). A busy driver is not an error. It takes the
+//! first requests of a batch, and the others are requeued.
 
 mod traced;
 
@@ -41,7 +40,6 @@ pub(super) struct Dispatch {
     /// flush, requests that a busy driver did not take, held requests that are reissued, and plugged requests
     /// that must not overtake these.
     requeued: VecDeque<Tag>,
-    /// The rate limits, and the requests that wait for one.
     throttle: QueueThrottle,
     /// Requests that the driver has taken and not completed.
     started: u32,
@@ -52,7 +50,6 @@ pub(super) struct Dispatch {
     /// The disk was quiesced when requests were last offered to the driver, so they were requeued.
     blocked_by_quiesce: bool,
     tracer: Option<Box<Tracer>>,
-    /// Measures the time from dispatch to completion; only while the disk searches for its ceiling.
     device_time: Option<Box<DeviceTime>>,
     /// A scheduler, or a tracer that records each bio, is in use: no bio may take the plug's fast path.
     observes_bios: bool,
@@ -107,7 +104,6 @@ impl Dispatch {
         self.observes_completions = has_stage || self.device_time.is_some();
     }
 
-    /// Starts or stops the measurement of device time, as the disk's throttle asks.
     fn update_device_time(&mut self) {
         let times = self.throttle.device_times(self.index);
         match (times, &self.device_time) {
@@ -131,7 +127,6 @@ impl Dispatch {
         self.throttle.close();
     }
 
-    /// Borrows the parts of the queue that the driver may use during one call.
     #[inline(always)]
     pub fn context<'a>(
         &self,
@@ -155,13 +150,11 @@ impl Dispatch {
         }
     }
 
-    /// Whether a scheduler or a tracer must see each bio, so that none may take the plug's fast path.
     #[inline]
     pub fn observes_bios(&self) -> bool {
         self.observes_bios
     }
 
-    /// Whether a scheduler, a tracer or the measurement of device time must be notified of completions.
     #[inline]
     pub fn observes_completions(&self) -> bool {
         self.observes_completions
@@ -209,7 +202,6 @@ impl Dispatch {
         self.direct_allowed && self.requeued.is_empty()
     }
 
-    /// Whether requests were kept from the driver because the disk was quiesced.
     pub fn is_blocked_by_quiesce(&self) -> bool {
         self.blocked_by_quiesce
     }
@@ -220,8 +212,7 @@ impl Dispatch {
     }
 
     /// The latest time at which the queue must run again: for the driver's own deadline, to retry a driver
-    /// that is out of resources, or to issue a request that waits for a limit. `None`: only an event makes it
-    /// run.
+    /// that is out of resources, or to issue a request that waits for a limit. `None`: no such time.
     pub fn deadline_ns(&self) -> Option<u64> {
         let deadlines = [self.driver.deadline_ns(), self.rerun_at_ns, self.throttled_deadline_ns()];
         deadlines.into_iter().flatten().min()
@@ -306,7 +297,6 @@ impl Dispatch {
         self.throttle.pay_at_once(batch, data_sectors, requests) || self.throttle.pay(batch, requests)
     }
 
-    /// Whether limits are all that is between a plug and the driver.
     pub fn has_only_limits(&self) -> bool {
         !self.observes_bios && self.tracer.is_none() && self.requeued.is_empty() && self.throttle.is_on()
     }
@@ -482,8 +472,7 @@ impl Dispatch {
         count
     }
 
-    /// Ends the delay after the driver ran out of resources. Called when requests complete, because their
-    /// resources become free.
+    /// Ends the delay after the driver ran out of resources, because requests that complete free theirs.
     #[inline]
     pub fn clear_rerun(&mut self) {
         self.rerun_at_ns = None;
@@ -498,7 +487,6 @@ impl Dispatch {
         }
     }
 
-    /// Counts the device time of requests that the driver has completed, if it is measured.
     #[cold]
     pub fn count_device_time(
         &mut self,
@@ -519,8 +507,7 @@ impl Dispatch {
         }
     }
 
-    /// Records that `tags` have failed and are held: the driver no longer has them, and they are not
-    /// complete.
+    /// Records that `tags` have failed and are held: they are neither in the driver nor complete.
     #[cold]
     pub fn hold(&mut self, tags: &[Tag]) {
         self.started -= tags.len() as u32;
@@ -572,7 +559,6 @@ impl Dispatch {
         self.driver.poll(cx);
     }
 
-    /// Tells the driver that settings, size or backing store may have changed. No request is in flight.
     pub fn reload(&mut self, cx: &mut DriverContext<'_>) {
         self.driver.reload(cx);
     }

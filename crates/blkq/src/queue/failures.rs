@@ -1,7 +1,6 @@
-//! Failed requests: a queue records the first one since the last report, and counts the others.
-//!
-//! The queue's owner records a failure without allocating memory. A watcher fetches the record together with a
-//! scan for hangs ([`HangScan::failures`](super::hang::HangScan)), and decides how often it reports failures.
+//! Failed requests: a queue records the first one since the last report, and counts the others. The queue's
+//! owner records a failure without allocating memory. A watcher fetches the record together with a scan for
+//! hangs ([`HangScan::failures`](super::hang::HangScan)), and decides how often it reports failures.
 
 use std::fmt::{self, Write};
 
@@ -13,17 +12,17 @@ use crate::sector::Sector;
 /// Maximum length of a recorded client name; a longer name is truncated.
 const CLIENT_BYTES: usize = 128;
 
-/// A request that failed.
+/// A request that failed, with its error.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct FailedIo {
-    /// The operation.
+    /// The operation of the request.
     pub operation: Operation,
     /// First sector of the request.
     pub sector: Sector,
-    /// Length of the request.
+    /// Length of the request in sectors of 512 bytes.
     pub sectors: u64,
-    /// The error.
+    /// The error of the request.
     pub status: Status,
     /// The client that submitted the request's first bio, if it is known.
     pub client: Option<String>,
@@ -42,11 +41,11 @@ impl fmt::Display for FailedIo {
     }
 }
 
-/// Requests that failed.
+/// Requests that failed since the last report.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct Failures {
-    /// The first failed request.
+    /// The first request that failed.
     pub first: Option<FailedIo>,
     /// Number of requests that failed after the first one.
     pub more: u64,
@@ -64,7 +63,6 @@ impl Failures {
     }
 }
 
-/// The name of a client in a buffer of fixed size.
 #[derive(Clone, Copy, Debug)]
 struct ClientName {
     bytes: [u8; CLIENT_BYTES],
@@ -80,7 +78,6 @@ impl ClientName {
 }
 
 impl Write for ClientName {
-    /// Truncates the name if the buffer is full.
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let room = CLIENT_BYTES - self.length;
         let fitting = &text.as_bytes()[..text.floor_char_boundary(room)];
@@ -90,7 +87,6 @@ impl Write for ClientName {
     }
 }
 
-/// The first request that failed since the last report.
 #[derive(Clone, Copy, Debug)]
 struct Noted {
     operation: Operation,
@@ -100,7 +96,6 @@ struct Noted {
     client: ClientName,
 }
 
-/// The failures of one queue since the last report.
 #[derive(Debug, Default)]
 pub(super) struct FailureNotes {
     first: Option<Noted>,
@@ -126,7 +121,6 @@ impl FailureNotes {
         self.first = Some(Noted { operation, sector, sectors, status, client });
     }
 
-    /// Whether the source has yet to write the client of the first request.
     #[inline]
     pub fn lacks_name(&self) -> bool {
         self.unnamed.is_some()
@@ -140,7 +134,6 @@ impl FailureNotes {
         }
     }
 
-    /// Returns the requests that failed since the last call.
     pub fn take(&mut self) -> Failures {
         let FailureNotes { first, more, .. } = std::mem::take(self);
         let first = first.map(|Noted { operation, sector, sectors, status, client }| FailedIo {

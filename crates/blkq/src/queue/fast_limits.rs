@@ -1,5 +1,3 @@
-//! The limits in the form in which the fast path of a submission checks them.
-
 use crate::bio::{BioFlags, Operation, Outline};
 use crate::buffer::{Data, Segment};
 use crate::limits::QueueLimits;

@@ -21,8 +21,7 @@ pub(super) struct FlushMachine {
     /// Bios that the flush in flight serves.
     running: VecDeque<u32>,
     in_flight: bool,
-    /// Flush sequences whose data step is in flight. They will need a flush soon, so the next flush waits for
-    /// them.
+    /// Flush sequences whose data step is in flight. They will need a flush, so the next flush waits.
     data_in_flight: u32,
     /// When the oldest pending bio arrived. Kept only while data delays the flush.
     pending_since_ns: Option<u64>,
@@ -40,18 +39,15 @@ impl FlushMachine {
         }
     }
 
-    /// The tag of the queue's own flush. It is one beyond the tags of the queue's tag set, so a flush needs
-    /// no free tag.
+    /// The tag of the queue's own flush. It is one beyond those of the tag set, so a flush needs no free tag.
     pub fn tag(&self) -> Tag {
         self.tag
     }
 
-    /// Bios that wait for the next flush, oldest first.
     pub fn pending(&self) -> &VecDeque<u32> {
         &self.pending
     }
 
-    /// Bios that the flush in flight serves.
     pub fn running(&self) -> &VecDeque<u32> {
         &self.running
     }
@@ -62,7 +58,6 @@ impl FlushMachine {
         self.is_wanted() && self.data_in_flight == 0
     }
 
-    /// Whether bios wait for a flush and none is in flight.
     #[inline]
     pub fn is_wanted(&self) -> bool {
         !self.pending.is_empty() && !self.in_flight
@@ -79,17 +74,14 @@ impl FlushMachine {
         self.data_in_flight > 0 && now_ns < *self.pending_since_ns.get_or_insert(now_ns) + PENDING_NS_MAX
     }
 
-    /// Adds bio `index` to the bios that wait for the next flush.
     pub fn wait(&mut self, index: u32) {
         self.pending.push_back(index);
     }
 
-    /// Counts a flush sequence whose data step starts.
     pub fn begin_data(&mut self) {
         self.data_in_flight += 1;
     }
 
-    /// Counts a flush sequence whose data step has completed.
     pub fn complete_data(&mut self) {
         self.data_in_flight -= 1;
     }
@@ -102,8 +94,7 @@ impl FlushMachine {
         self.running.len()
     }
 
-    /// Records that the flush has completed. [`FlushMachine::next_served`] then returns the bios that it
-    /// served.
+    /// Records that the flush has completed. [`FlushMachine::next_served`] then returns its bios.
     pub fn complete(&mut self) {
         self.in_flight = false;
     }

@@ -157,7 +157,6 @@ pub struct HangScan {
 }
 
 impl HangScan {
-    /// Adds the result of another queue.
     pub(crate) fn add(&mut self, other: HangScan) {
         self.hangs.extend(other.hangs);
         self.more += other.more;
@@ -167,7 +166,6 @@ impl HangScan {
     }
 }
 
-/// A hang that was reported and has not completed.
 #[derive(Debug)]
 struct ReportedHang {
     io: HungIo,
@@ -178,7 +176,6 @@ struct ReportedHang {
     seen: bool,
 }
 
-/// The state of a queue between two scans.
 #[derive(Debug, Default)]
 pub(super) struct HangTracker {
     /// For each bio slot the start time of the bio that was counted as hanging. Identifies the bio: no other
@@ -230,7 +227,6 @@ impl HangTracker {
         }
     }
 
-    /// Marks all reported hangs as not seen, at the beginning of a scan.
     pub fn begin_scan(&mut self) {
         self.reported.iter_mut().for_each(|one| one.seen = false);
     }
@@ -263,7 +259,6 @@ impl HangTracker {
         self.counted_ns[at] = start_ns;
     }
 
-    /// Whether no further hang may be reported one by one.
     pub fn is_full(&self) -> bool {
         self.reported.len() == REPORTED_MAX
     }
@@ -273,7 +268,6 @@ impl HangTracker {
         self.reported_count
     }
 
-    /// Records that `io`, whose first bio is `bio`, is reported.
     pub fn add_reported(&mut self, io: &HungIo, bio: u32, start_ns: u64) {
         self.reported.push(ReportedHang { io: io.clone(), bio, start_ns, seen: true });
     }

@@ -12,7 +12,6 @@ use crate::disk::{Disk, ErrorPolicy, Resume};
 use crate::error::{IoResult, Status};
 use crate::tags::Tag;
 
-/// The held requests of one queue.
 pub(super) struct Hold {
     /// The policy in force on this queue.
     policy: ErrorPolicy,
@@ -49,8 +48,7 @@ impl Hold {
         self.policy = if reports { ErrorPolicy::Report } else { disk.hold.policy() };
     }
 
-    /// Whether completions must be checked for requests to hold, or for the completion of writes that were
-    /// held.
+    /// Whether completions must be checked for requests to hold, or for writes that were held.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.policy != ErrorPolicy::Report || self.write_count > 0
@@ -66,12 +64,10 @@ impl Hold {
         self.held.iter().find(|(held, _)| *held == tag).map(|(_, status)| *status)
     }
 
-    /// The held requests, in the order in which they failed.
     pub fn held(&self) -> impl Iterator<Item = Tag> + '_ {
         self.held.iter().map(|(tag, _)| *tag)
     }
 
-    /// The held requests from index `first` on, each with its error.
     pub fn held_from(&self, first: usize) -> impl Iterator<Item = (Tag, Status)> + '_ {
         self.held.range(first..).copied()
     }
@@ -80,7 +76,6 @@ impl Hold {
         self.held.len()
     }
 
-    /// Removes and returns the held requests for which `which` returns true, each with its error.
     pub fn take_if(&mut self, which: impl Fn(Tag) -> bool) -> Vec<(Tag, IoResult)> {
         let mut taken = Vec::new();
         self.held.retain(|&(tag, status)| {
@@ -108,13 +103,11 @@ impl Hold {
         disk.hold.follow(queue, self.resumed);
     }
 
-    /// Stops holding requests, because the owner of the queue is stopping.
     pub fn close(&mut self, disk: &Disk) {
         self.closing = true;
         self.reload(disk);
     }
 
-    /// Whether the owner of the queue is stopping.
     pub fn is_closing(&self) -> bool {
         self.closing
     }
@@ -146,8 +139,7 @@ impl Hold {
         is_last
     }
 
-    /// Records that request `tag` completes. Returns whether it was the last write of the disk that flushes
-    /// waited for.
+    /// Records that request `tag` completes. Returns whether it was the last held write of the disk.
     pub fn complete(&mut self, tag: Tag, disk: &Disk) -> bool {
         if !std::mem::take(&mut self.writes[tag.index()]) {
             return false;

@@ -24,7 +24,6 @@ fn zeroes_for(limits: &QueueLimits) -> IoBuffer {
     IoBuffer::zeroed(longest.min(ZEROES_BYTES) as usize)
 }
 
-/// Requests by tag, and bios by number.
 pub(super) struct InFlight {
     requests: Box<[Request]>,
     bios: BioSlab,
@@ -76,14 +75,12 @@ impl InFlight {
         (&mut self.requests, &self.bios, &self.zeroes)
     }
 
-    /// The tags of all requests in flight.
     pub fn tags(&self) -> impl Iterator<Item = Tag> {
         let busy =
             self.requests.iter().enumerate().filter(|(_, request)| request.state != RequestState::Idle);
         busy.map(|(index, _)| Tag(index as u16))
     }
 
-    /// The number of requests in flight.
     #[inline]
     pub fn in_use(&self) -> u32 {
         self.in_use + self.bios.plain()
@@ -94,37 +91,30 @@ impl InFlight {
         self.bios.insert(bio)
     }
 
-    /// The number of memory segments of bio `index`.
     #[inline]
     pub fn count_segments(&self, index: u32) -> u16 {
         self.bios.count_segments(index, &self.zeroes)
     }
 
-    /// Starts request `tag` with bio `index` as its only bio.
     #[inline(always)]
     pub fn begin(&mut self, tag: Tag, index: u32, outline: &Outline, segments: u16) {
         self.requests[tag.index()].begin(index, outline, segments);
         self.in_use += 1;
     }
 
-    /// Starts request `tag` with a plain bio as its only bio.
     #[inline(always)]
     pub fn begin_plain(&mut self, tag: Tag, outline: &Outline, data: ManuallyDrop<Data>, user_data: u64) {
         self.bios.insert_plain(tag, data, user_data);
         self.requests[tag.index()].begin_plain(outline);
     }
 
-    /// Starts the queue's own flush.
     pub fn begin_flush(&mut self, tag: Tag, start_ns: u64) {
         self.requests[tag.index()] = Request::flush(start_ns);
         self.in_use += 1;
     }
 
-    /// Completes request `tag`; its bios remain. Returns its operation and its first bio.
-    ///
-    /// # Panics
-    /// If the request has already completed. Checked in release builds too, because such a driver has already
-    /// corrupted data.
+    /// Completes request `tag`; its bios remain. Returns its operation and its first bio. Panics if the
+    /// request has already completed, in release builds too: such a driver has corrupted data.
     pub fn complete(&mut self, tag: Tag) -> (Operation, u32) {
         self.fill_plain(tag);
         let request = &mut self.requests[tag.index()];
@@ -156,7 +146,6 @@ impl InFlight {
         (&mut self.requests, slots)
     }
 
-    /// Counts `count` completed requests of a single plain bio.
     #[inline]
     pub fn release_plain(&mut self, count: usize) {
         self.bios.release_plain(count as u32);

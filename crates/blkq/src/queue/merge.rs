@@ -1,7 +1,6 @@
-//! Merging: a bio that continues a request becomes part of that request (block/blk-merge.c).
-//!
-//! A merged request never exceeds the limits ([`QueueLimits::allow`](crate::limits::QueueLimits)), and only
-//! bios of the same operation without special flags are merged.
+//! Merging: a bio that continues a request becomes part of that request (block/blk-merge.c). A merged request
+//! never exceeds the limits ([`QueueLimits::allow`](crate::limits::QueueLimits)), and only bios of the same
+//! operation without special flags are merged.
 
 use crate::bio::Outline;
 use crate::limits::{ALONE, MergeSide, is_mergeable};

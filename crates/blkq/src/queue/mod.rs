@@ -17,8 +17,7 @@
 //! (flushes), `complete` and `resume`. This file has the turn, in which the owner runs them. `change` applies
 //! what was changed under a freeze, `scan` searches for hangs, and `close` closes the queue.
 //!
-//! The ring is lent to every call that may reach the driver, because one thread has one ring and may have
-//! several queues.
+//! The ring is lent to each call that may reach the driver, because several queues of a thread share it.
 
 mod broken;
 mod change;
@@ -106,7 +105,6 @@ pub(crate) struct Queue {
     _claim: QueueClaim,
 }
 
-/// Opens the driver's half of a queue, with `slots` tags.
 fn open_driver(
     view: &DiskView,
     slots: usize,
@@ -118,10 +116,8 @@ fn open_driver(
 
 impl Queue {
     /// Opens queue `index` of `disk` on this thread. `owner` marks the queue's submissions on the ring, which
-    /// several queues may share.
-    ///
-    /// # Errors
-    /// The driver's error, or [`ErrorKind::Busy`](crate::ErrorKind::Busy) if the queue is open already.
+    /// several queues may share. Fails with the driver's error, or
+    /// [`ErrorKind::Busy`](crate::ErrorKind::Busy) if the queue is open already.
     pub fn open(disk: &Arc<Disk>, index: usize, owner: u16, ring: Option<&mut Ring>) -> Result<Queue, Error> {
         let claim = disk.claim_queue(index)?;
         let view = DiskView::new(disk, index)?;
@@ -289,8 +285,7 @@ impl Queue {
         self.disk.disk()
     }
 
-    /// Counts calls of io_uring_enter(2) since the last call of this method, and how many of them were early
-    /// submissions.
+    /// Counts calls of io_uring_enter(2) since the last call of this method, and how many were early.
     pub fn count_enters(&mut self, enters: u64, early_submissions: u64) {
         self.stats.count(Counter::Enters, enters);
         self.stats.count(Counter::EarlySubmissions, early_submissions);
@@ -305,8 +300,7 @@ impl Queue {
         self.plug.set_several_queues();
     }
 
-    /// Stops taking bios of other threads, lifts the limits and fails held requests, because the owner is
-    /// stopping.
+    /// Stops taking bios of other threads, lifts limits and fails held requests: the owner is stopping.
     pub fn close_to_submitters(&mut self) {
         self.pull_cursor.close();
         self.dispatch.close_limits();
@@ -323,13 +317,11 @@ impl Queue {
         self.check_probes();
     }
 
-    /// Completions of the owner's bios that have not been taken, oldest first.
     #[inline]
     pub fn completions(&self) -> &[Completion] {
         self.completions.own()
     }
 
-    /// Takes the oldest of [`Queue::completions`].
     pub fn take_completion(&mut self) -> Option<Completion> {
         self.completions.take_own()
     }
@@ -344,13 +336,11 @@ impl Queue {
         self.in_flight.bios().len()
     }
 
-    /// Whether the driver has requests.
     #[inline]
     pub fn has_started(&self) -> bool {
         self.dispatch.started() > 0
     }
 
-    /// Whether the driver has finished requests that the queue has not completed.
     #[inline]
     pub fn has_completed(&self) -> bool {
         self.completions.has_requests()
@@ -406,8 +396,7 @@ impl Queue {
             || (self.dispatch.is_blocked_by_quiesce() && !self.disk.is_quiesced())
     }
 
-    /// Whether a flush, a reload or a waiting bio was delayed by a freeze, or by a lack of tags, and can
-    /// continue now.
+    /// Whether a flush, reload or bio was delayed by a freeze, or by a lack of tags, and can continue.
     fn can_continue_now(&self) -> bool {
         if self.disk.is_frozen() {
             return self.dispatch.waits_for_limit();

@@ -195,8 +195,7 @@ impl Queue {
         bytes >> SECTOR_SHIFT
     }
 
-    /// Accounts for a completed part of bio `index`: makes further parts, or completes the bio after the last
-    /// one.
+    /// Accounts for a completed part of bio `index`: makes further parts, or completes the bio.
     pub(super) fn complete_part(&mut self, index: u32, result: IoResult) {
         let slot = &mut self.in_flight[index];
         slot.pending -= 1;

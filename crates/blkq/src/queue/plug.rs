@@ -28,7 +28,6 @@ pub const UNKNOWN_SECTORS: u64 = 1 << 53;
 /// The tail of an empty plug. No device is large enough to contain a sector that touches it.
 const NOWHERE: Range<Sector> = Sector(u64::MAX)..Sector(u64::MAX);
 
-/// The plug of one queue, and its fast path.
 pub(crate) struct Plug {
     /// The waiting requests, oldest first, followed by the unused tags of the open fast path.
     tags: [Tag; PLUG_REQUESTS_SEVERAL_QUEUES],
@@ -37,7 +36,6 @@ pub(crate) struct Plug {
     ready: usize,
     /// The number of requests that are not reads.
     others: usize,
-    /// Sum of the sectors that the requests read or write. Meaningless from [`UNKNOWN_SECTORS`] on.
     data_sectors: u64,
     /// The time stamp of all bios on the open fast path. 0 without iostats.
     start_ns: u64,
@@ -67,7 +65,6 @@ impl Plug {
         }
     }
 
-    /// The waiting requests, oldest first.
     #[inline]
     pub fn requests(&self) -> &[Tag] {
         &self.tags[..self.len]
@@ -84,19 +81,16 @@ impl Plug {
         sector == self.tail.end || sector + sectors == self.tail.start
     }
 
-    /// Updates the plug after a merge into the youngest request.
     pub fn merged(&mut self, request: &Request) {
         self.data_sectors |= UNKNOWN_SECTORS;
         self.tail = request.sector..request.end();
         self.grown = request.sectors >= PLUG_FLUSH_BYTES >> SECTOR_SHIFT;
     }
 
-    /// Raises the limit, because the thread has several queues.
     pub fn set_several_queues(&mut self) {
         self.limit = PLUG_REQUESTS_SEVERAL_QUEUES;
     }
 
-    /// Whether the plug must be flushed before it takes another request.
     #[inline]
     pub fn is_full(&self) -> bool {
         self.len >= self.limit
@@ -107,8 +101,6 @@ impl Plug {
         self.requests().last().copied()
     }
 
-    /// Whether merging has made the youngest request so large that the plug must be flushed before it takes
-    /// another request.
     #[inline]
     pub fn has_grown(&self) -> bool {
         self.grown
@@ -166,19 +158,16 @@ impl Plug {
 }
 
 impl Plug {
-    /// Whether the fast path is open.
     #[inline(always)]
     pub fn is_open(&self) -> bool {
         self.len != self.ready
     }
 
-    /// The number of bios for which to open the fast path: the size of the previous plug, or of this one if
-    /// it is larger.
+    /// The number of bios for which to open the fast path: the larger size of the previous plug and this one.
     pub fn fast_path_len(&self) -> usize {
         self.last_len.max(self.len).min(self.limit - self.len).max(1)
     }
 
-    /// Opens the fast path for one bio per tag. All of them get this time stamp.
     pub fn open(&mut self, tags: &[Tag], start_ns: u64) {
         self.ready = self.len + tags.len();
         if let [tag] = *tags {
@@ -189,7 +178,6 @@ impl Plug {
         self.start_ns = start_ns;
     }
 
-    /// The time stamp of bios on the fast path.
     #[inline(always)]
     pub fn start_ns(&self) -> u64 {
         self.start_ns

@@ -51,7 +51,6 @@ impl Queue {
         }
     }
 
-    /// Whether a staged bio can be taken now.
     #[inline]
     pub(super) fn can_take(&self) -> bool {
         self.pull_quota() > 0

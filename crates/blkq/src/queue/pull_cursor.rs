@@ -9,7 +9,6 @@ pub(super) struct PullCursor {
     /// The software queue from which staged bios are taken next.
     from: u32,
     closed: bool,
-    /// Staged requests that were taken together and are not accepted by the queue yet.
     taken: VecDeque<Staged>,
 }
 
@@ -29,7 +28,6 @@ impl PullCursor {
         &mut self.taken
     }
 
-    /// Stops taking staged bios, because the owner of the queue is stopping.
     pub fn close(&mut self) {
         self.closed = true;
     }

@@ -125,7 +125,6 @@ impl Queue {
         }
     }
 
-    /// Completes requests that are no longer held.
     fn complete_held(&mut self, failed: Vec<(Tag, IoResult)>) {
         let disk = self.disk.disk();
         let (mut is_last, hold) = (false, &mut self.hold);

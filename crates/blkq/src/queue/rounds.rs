@@ -5,7 +5,6 @@
 use crate::budget::TURN_BUDGET;
 use crate::clock::monotonic_ns;
 
-/// The part of the budget that the rounds of the current turn have used.
 #[derive(Default)]
 pub(super) struct Rounds {
     completed: usize,
@@ -16,7 +15,6 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    /// Resets the budget at the beginning of a turn.
     #[inline]
     pub fn begin_turn(&mut self) {
         (self.completed, self.until_ns) = (0, 0);
@@ -48,7 +46,6 @@ impl Rounds {
         self.is_cut_short
     }
 
-    /// Whether the last turn stopped at its budget.
     #[inline]
     pub fn is_cut_short(&self) -> bool {
         self.is_cut_short

@@ -14,8 +14,7 @@ use crate::tags::Tag;
 use super::Queue;
 
 impl Queue {
-    /// Starts a flush without data. Without a write cache there is nothing to flush, and it completes
-    /// immediately.
+    /// Starts a flush without data. Without a write cache, it completes immediately.
     pub(super) fn begin_flush(&mut self, index: u32) {
         if !self.disk.limits().write_cache {
             return self.complete_without_request(index, Ok(()));

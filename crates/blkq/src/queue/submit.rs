@@ -19,10 +19,8 @@ use crate::trace::TraceClient;
 use super::Queue;
 
 impl Queue {
-    /// Accepts a bio of the queue's owner. Errors of the bio itself are reported by its completion.
-    ///
-    /// # Errors
-    /// Returns the bio if the queue has no room. There will be room after a completion.
+    /// Accepts a bio of the queue's owner. Errors of the bio itself are reported by its completion. Returns
+    /// the bio if the queue has no room. There will be room after a completion.
     #[inline(always)]
     pub fn submit(&mut self, bio: Bio, mut ring: Option<&mut Ring>) -> Result<(), Bio> {
         // The bio is taken apart and put together again only for the slow path: a bio that is passed on as a
@@ -153,7 +151,6 @@ impl Queue {
         self.disk.is_entered() && !self.disk.is_frozen()
     }
 
-    /// Counts the waiting bios that were not counted yet.
     fn count_tag_waits(&mut self) {
         if self.is_out_of_tags() {
             let waiting = self.waiting.len();
@@ -162,7 +159,6 @@ impl Queue {
         }
     }
 
-    /// Removes and returns the first waiting bio.
     pub(super) fn pop_waiting(&mut self) -> Option<u32> {
         let index = self.waiting.pop_front(self.in_flight.bios_mut())?;
         self.counted_waits = self.counted_waits.saturating_sub(1);
@@ -296,7 +292,6 @@ impl Queue {
         self.waiting.push_back(self.in_flight.bios_mut(), index);
     }
 
-    /// Turns waiting bios into requests as long as there are tags.
     #[inline]
     pub(super) fn admit_waiting(&mut self, ring: Option<&mut Ring>) {
         if self.waiting.is_empty() {
@@ -361,7 +356,6 @@ impl Queue {
         true
     }
 
-    /// A tag for a new request, if there is one now.
     #[inline]
     fn take_tag(&mut self) -> Option<Tag> {
         self.close_fast_path();
@@ -387,7 +381,6 @@ impl Queue {
         }
     }
 
-    /// Flushes the plug in the middle of a turn.
     #[inline(never)]
     fn flush_full_plug(&mut self, ring: Option<&mut Ring>) {
         self.flush_plug(ring);

@@ -9,13 +9,11 @@ use crate::tags::{Tag, TagHint, TagSet, WaiterId};
 
 pub(super) struct TagCache {
     /// Free tags that no other queue can take. With a shared set, only tags that were just freed. The last
-    /// tag freed is the first one reused, because its request is the most likely to be in the processor's
-    /// cache.
+    /// tag freed is the first one reused, because its request is most likely cached by the processor.
     free: Vec<Tag>,
     shared: Option<SharedTags>,
 }
 
-/// A queue's part of a shared tag set.
 struct SharedTags {
     set: Arc<TagSet>,
     hint: TagHint,
@@ -24,10 +22,7 @@ struct SharedTags {
 
 impl TagCache {
     /// The tags of `queue`: `depth` of its own, which can become `capacity` later, or those of the set that
-    /// it shares.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if too many queues share the set.
+    /// it shares. Fails with [`ErrorKind::Busy`] if too many queues share the set.
     pub fn new(queue: &HardwareQueue, depth: u16, capacity: u16) -> Result<TagCache, Error> {
         let too_many = || Error::new(ErrorKind::Busy, "too many queues share one tag set");
         let shared = match &queue.tags {
@@ -58,7 +53,6 @@ impl TagCache {
         }
     }
 
-    /// Removes the queue from the users of the shared set.
     #[inline]
     pub fn leave(&self) {
         if let Some(SharedTags { set, .. }) = &self.shared {
@@ -66,19 +60,16 @@ impl TagCache {
         }
     }
 
-    /// A free tag of the queue's own.
     #[inline]
     pub fn next(&mut self) -> Option<Tag> {
         self.free.pop()
     }
 
-    /// Whether other queues use the tags too.
     #[inline]
     pub fn is_shared(&self) -> bool {
         self.shared.is_some()
     }
 
-    /// The number of free tags of the queue's own.
     #[inline]
     pub fn own(&self) -> usize {
         self.free.len()
@@ -92,18 +83,15 @@ impl TagCache {
         self.free.truncate(left);
     }
 
-    /// Returns tags that were taken together and not used.
     #[inline]
     pub fn put_own(&mut self, tags: &[Tag]) {
         self.free.extend_from_slice(tags);
     }
 
     /// Takes a tag from the shared set for a queue with `in_use` requests, of which some are `held` after
-    /// errors. The queue never gets more than its fair share.
-    ///
-    /// If the set has no free tag, the queue is woken when other queues return some. If the queue has its
-    /// share, it tries again at its next completion; if none of its requests will complete, it is woken when
-    /// the share grows.
+    /// errors. The queue never gets more than its fair share. If the set has no free tag, the queue is woken
+    /// when other queues return some. If the queue has its share, it tries again at its next completion; if
+    /// none of its requests will complete, it is woken when the share grows.
     #[cold]
     pub fn next_shared(&mut self, in_use: u32, held: u32) -> Option<Tag> {
         let SharedTags { set, hint, waiter } = self.shared.as_mut()?;
@@ -127,8 +115,7 @@ impl TagCache {
         tag
     }
 
-    /// Stops waiting for a tag, because the queue needs none. A wake-up that was meant for it is passed to
-    /// another queue.
+    /// Stops waiting for a tag. Passes a wake-up that was meant for it to another queue.
     #[inline]
     pub fn cancel_wait(&mut self) {
         if self.shared.is_some() {
@@ -143,15 +130,13 @@ impl TagCache {
         }
     }
 
-    /// Counts `count` requests of the queue as held after errors, so that waiting queues do not wait for
-    /// their tags.
+    /// Counts `count` requests as held after errors, so that no queue waits for their tags.
     pub fn hold(&self, count: usize) {
         if let Some(SharedTags { set, .. }) = &self.shared {
             set.hold(count as u32);
         }
     }
 
-    /// Counts `count` requests as no longer held.
     pub fn resume(&self, count: usize) {
         if let Some(SharedTags { set, .. }) = &self.shared {
             set.resume(count as u32);
@@ -166,7 +151,6 @@ impl TagCache {
         Some(set.may_get(in_use) && !set.is_waiting(waiter))
     }
 
-    /// Whether the queue waits until requests in flight have freed a batch of tags.
     #[cfg(simulation)]
     pub fn waits_for_batch(&self) -> bool {
         self.shared
@@ -180,7 +164,6 @@ impl TagCache {
         &mut self.free
     }
 
-    /// Returns freed tags to the shared set, if there is one.
     #[inline]
     pub fn share_freed(&mut self) {
         if self.shared.is_some() {
@@ -195,8 +178,7 @@ impl TagCache {
         }
     }
 
-    /// Stops using the tags. All `depth` tags of a queue with its own tags must be free, unless requests were
-    /// leaked.
+    /// Stops using the tags. All `depth` tags of an unshared set must be free, unless requests were leaked.
     pub fn close(&mut self, depth: u16, leaked: bool) {
         self.share_freed();
         if let Some(SharedTags { set, waiter, .. }) = self.shared.take() {

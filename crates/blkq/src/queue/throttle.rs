@@ -27,7 +27,6 @@ fn direction_of(operation: Operation) -> usize {
     usize::from(operation != Operation::Read)
 }
 
-/// The waiting requests of one direction.
 #[derive(Default)]
 struct Waiting {
     /// Waiting requests, and their numbers in the order of arrival over both directions.
@@ -44,7 +43,6 @@ impl Waiting {
     }
 }
 
-/// The rate limits of the disk and its group as one queue applies them.
 pub(super) struct QueueThrottle {
     throttle: Throttle,
     /// Whether there are limits, or requests that wait for one.
@@ -80,7 +78,6 @@ pub(super) struct QueueThrottle {
 }
 
 impl QueueThrottle {
-    /// The limits of `disk`, for a queue with that number of tags.
     pub fn new(disk: &Disk, slots: usize) -> QueueThrottle {
         let mut throttle = QueueThrottle {
             throttle: disk.throttle.get(),
@@ -106,7 +103,6 @@ impl QueueThrottle {
         throttle
     }
 
-    /// Applies the limits of the disk, if they have changed.
     #[cold]
     pub fn refresh(&mut self, disk: &Disk) {
         // Read before the limits, so that the next call notices a change made in between.
@@ -142,12 +138,10 @@ impl QueueThrottle {
         };
     }
 
-    /// Where queue `index` counts device times, if they are measured.
     pub fn device_times(&self, index: usize) -> Option<&Arc<DeviceTimes>> {
         self.throttle.device_times(index)
     }
 
-    /// Whether requests must pass the limits.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.is_on
@@ -158,22 +152,18 @@ impl QueueThrottle {
         self.has_waiting
     }
 
-    /// Lets all requests pass, because the owner is stopping.
     pub fn close(&mut self) {
         self.closing = true;
     }
 
-    /// Whether requests wait, here or in the scheduler.
     pub fn is_waiting(&self) -> bool {
         self.waiting.iter().any(Waiting::is_waiting)
     }
 
-    /// Whether requests of this operation's direction wait in the scheduler.
     pub fn is_blocked(&self, operation: Operation) -> bool {
         self.waiting[direction_of(operation)].is_blocked
     }
 
-    /// Records that no request in the scheduler waits for a limit.
     pub fn unblock(&mut self) {
         self.waiting.iter_mut().for_each(|waiting| waiting.is_blocked = false);
     }
@@ -186,12 +176,10 @@ impl QueueThrottle {
         waiting.map(|waiting| waiting.next_ns).min()
     }
 
-    /// The youngest waiting request of this operation's direction.
     pub fn youngest(&self, operation: Operation) -> Option<Tag> {
         self.waiting[direction_of(operation)].tags.back().map(|(tag, _)| *tag)
     }
 
-    /// When the request stopped waiting for a limit: see the field.
     pub fn released_ns(&self, tag: Tag) -> u64 {
         self.released_ns[tag.index()]
     }
@@ -232,7 +220,6 @@ impl QueueThrottle {
         admitted
     }
 
-    /// Queues requests behind those that wait already.
     pub fn push(&mut self, tags: &[Tag], requests: &[Request], stats: &mut StatsWriter) {
         for &tag in tags {
             let waiting = &mut self.waiting[direction_of(requests[tag.index()].operation())];
@@ -298,8 +285,7 @@ impl QueueThrottle {
     }
 
     /// The number of requests, from the beginning of `batch`, that may start now: those before the first one
-    /// that must wait, or none if others wait already. `read_ns` is the time at which the queue's clock was
-    /// last read.
+    /// that must wait, or none if others wait. `read_ns` is the last reading of the queue's clock.
     #[inline]
     pub fn admit(&mut self, batch: &[Tag], requests: &[Request], read_ns: u64) -> usize {
         let Some(last) = batch.last().filter(|_| !self.has_waiting) else { return 0 };
@@ -420,7 +406,6 @@ impl QueueThrottle {
         self.is_on = count > 0 || self.throttle.is_on();
     }
 
-    /// Removes and returns all waiting requests.
     pub fn drain(&mut self) -> impl Iterator<Item = Tag> + '_ {
         self.set_has_waiting(false);
         self.waiting.iter_mut().flat_map(|waiting| waiting.tags.drain(..).map(|(tag, _)| tag))

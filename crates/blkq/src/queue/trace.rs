@@ -8,7 +8,6 @@ use crate::trace::{Probes, TraceClient, TraceMemory, TraceWriter};
 
 use super::Queue;
 
-/// Starting, stopping and changing the trace.
 impl Queue {
     /// Starts a trace of the queue into `memory`; `None` stops the trace.
     pub fn set_trace(&mut self, memory: Option<&Arc<TraceMemory>>) {
@@ -24,8 +23,7 @@ impl Queue {
         });
     }
 
-    /// Starts or stops to fire USDT probes, depending on whether a tracer such as bpftrace is attached to
-    /// one.
+    /// Starts or stops to fire USDT probes, depending on whether a tracer such as bpftrace is attached.
     #[cold]
     #[inline(never)]
     pub(super) fn check_probes(&mut self) {
@@ -46,7 +44,6 @@ impl Queue {
         self.dispatch.change_tracer(|tracer| tracer.reload(clock, limits));
     }
 
-    /// Records the client that submits the next bio, if the queue is traced.
     #[inline]
     pub fn set_trace_client(&mut self, client: impl FnOnce() -> TraceClient) {
         if let Some(tracer) = self.dispatch.tracer() {
@@ -67,7 +64,6 @@ impl Queue {
         }
     }
 
-    /// Records that bio `index` was submitted.
     #[inline]
     pub(super) fn trace_queued(&mut self, index: u32) {
         self.trace_fast_path();
@@ -76,7 +72,6 @@ impl Queue {
         }
     }
 
-    /// Records that request `tag` was built and is about to be plugged.
     #[cold]
     pub(super) fn trace_request(&mut self, tag: Tag) {
         self.trace_fast_path();
@@ -100,7 +95,6 @@ impl Queue {
         }
     }
 
-    /// Records that bio `index` was merged into request `tag`.
     #[cold]
     pub(super) fn trace_merge_into(&mut self, tag: Tag, index: u32) {
         if let Some(tracer) = self.dispatch.tracer() {

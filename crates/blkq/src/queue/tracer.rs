@@ -1,5 +1,3 @@
-//! The events of a queue's I/O while it is traced.
-
 use std::ops::Range;
 
 use crate::bio::Operation;
@@ -20,10 +18,9 @@ use super::plug::PLUG_REQUESTS_SEVERAL_QUEUES;
 /// The requests of one plug must fit into one record.
 const _: () = assert!(PLUG_REQUESTS_SEVERAL_QUEUES <= RECORD_REQUESTS_MAX);
 
-/// Writes the events of a queue to the trace, and fires USDT probes for them.
-///
-/// Bios on the plug's fast path are not recorded one by one. Their first events are in one record per plug,
-/// which is written when the plug is flushed, or before another event is written.
+/// Writes the events of a queue to the trace, and fires USDT probes for them. Bios on the plug's fast path
+/// are not recorded one by one. Their first events are in one record per plug, which is written when the plug
+/// is flushed, or before another event is written.
 pub(super) struct Tracer {
     writer: Option<TraceWriter>,
     probes: Option<Probes>,
@@ -32,8 +29,7 @@ pub(super) struct Tracer {
     has_records: bool,
     /// How many requests of the plug were recorded, or began before the trace.
     plugged: usize,
-    /// The client of each bio that took the fast path into the plug, and at index `next_bio` that of the next
-    /// bio.
+    /// The client of each bio that took the fast path into the plug, and at `next_bio` that of the next bio.
     plug_clients: [TraceClient; PLUG_REQUESTS_SEVERAL_QUEUES],
     next_bio: usize,
     /// A bio had a client, so records must contain clients.
@@ -82,7 +78,6 @@ impl Tracer {
         self.plugged = plugged;
     }
 
-    /// Applies the clock mode and the size of the device.
     pub fn reload(&mut self, clock: ClockMode, limits: &QueueLimits) {
         self.has_records =
             clock == ClockMode::Cached && limits.capacity_bytes / SECTOR_BYTES <= RECORD_CAPACITY_SECTORS;
@@ -97,7 +92,6 @@ impl Tracer {
         self.probes.is_some()
     }
 
-    /// Whether there is a trace to write or a probe to fire.
     pub fn is_on(&self) -> bool {
         self.writer.is_some() || self.probes.is_some()
     }
@@ -190,7 +184,6 @@ impl Tracer {
         }
     }
 
-    /// Records that a bio was submitted. It is in its slot.
     pub fn queued(&mut self, bio: u32, slot: &BioSlot, clock: &mut Clock) {
         let client = std::mem::take(&mut self.plug_clients[self.next_bio]);
         self.set_client_of(bio, client);
@@ -201,7 +194,6 @@ impl Tracer {
         }
     }
 
-    /// Records that bio `part` was split from `parent`.
     pub fn split(&mut self, parent: u32, part: u32, slot: &BioSlot, clock: &mut Clock) {
         self.set_client_of(part, self.client_of(parent));
         let event = self.bio(EventKind::Split, part, slot, clock.now_ns());
@@ -309,7 +301,6 @@ impl Tracer {
         });
     }
 
-    /// Records that the plug with the requests `plug` is flushed.
     pub fn unplugged(&mut self, plug: &[Tag], requests: &[Request], clock: &mut Clock) {
         self.record_fast_path(plug, requests, clock);
         self.plugged = 0;

@@ -12,7 +12,6 @@ use crate::ring::Cqe;
 use crate::sector::SECTOR_SHIFT;
 use crate::tags::Tag;
 
-/// A driver queue, and the bitmaps that are recording.
 pub(super) struct TrackedQueue {
     inner: Box<dyn DriverQueue>,
     disk: Arc<Disk>,

@@ -43,7 +43,6 @@ impl Dispatch {
         self.tracer.as_deref_mut()
     }
 
-    /// Whether a tracer is all that is between a plug and the driver.
     pub fn has_only_tracer(&self) -> bool {
         self.tracer.is_some()
             && self.scheduler.is_none()
