@@ -77,7 +77,6 @@ impl Batcher {
     }
 }
 
-/// A submitter that waits in one direction.
 #[derive(Debug, Default)]
 struct GateWaiter {
     granted: AtomicBool,
@@ -165,8 +164,7 @@ impl RequestGate {
         }
     }
 
-    /// Changes both settings. Requests in flight are not affected, and waiters for which there is room now
-    /// are woken.
+    /// Changes both settings. Requests in flight are not affected, and waiters that have room now are woken.
     pub fn set(&self, nr_requests: u32, batching: bool) {
         self.nr_requests.store(nr_requests.max(1), SeqCst);
         self.batching.store(batching, SeqCst);
@@ -181,7 +179,6 @@ impl RequestGate {
         self.nr_requests.load(Relaxed)
     }
 
-    /// Whether submitters that are woken, or fill the queue, become batchers.
     #[cfg(all(test, not(model_check)))]
     pub fn batching(&self) -> bool {
         self.batching.load(Relaxed)
@@ -192,7 +189,6 @@ impl RequestGate {
         in_flight(self.side(direction).load.load(SeqCst))
     }
 
-    /// The number of waiting submitters.
     pub fn waiting(&self, direction: Direction) -> u32 {
         waiting(self.side(direction).load.load(SeqCst))
     }
@@ -395,7 +391,6 @@ impl RequestGate {
         None
     }
 
-    /// The words that submitters and owners use, with their addresses.
     pub(crate) fn hot_fields(&self, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("limit", Writer::Nobody, &self.nr_requests));
         fields.push(HotField::of("batching", Writer::Nobody, &self.batching));

@@ -13,7 +13,6 @@ impl PendingMap {
         PendingMap(CachePadded::new(AtomicU64::new(0)))
     }
 
-    /// The word, with its address.
     pub fn hot_fields(&self, writer: Writer, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("pending", writer, &*self.0));
     }
@@ -30,8 +29,7 @@ impl PendingMap {
         self.0.load(SeqCst) == 0
     }
 
-    /// Takes all marks, one bit for each index. The indices become unmarked, so that later work marks them
-    /// again.
+    /// Takes all marks, one bit for each index. They are then unset, so that later work sets them again.
     #[inline]
     pub fn take_all(&self) -> u64 {
         if self.is_empty() { 0 } else { self.0.swap(0, SeqCst) }

@@ -20,7 +20,6 @@ pub(crate) const SOFTWARE_QUEUES: usize = u64::BITS as usize;
 /// The largest number of staged requests with which a bio is compared, youngest first (blk_bio_list_merge).
 const MERGE_CANDIDATES: usize = 8;
 
-/// A bio, and the completer that is notified when it completes.
 pub(crate) type StagedBio = (Bio, Completer);
 
 /// Adjacent bios of one submitter that will be one request, not yet taken by the queue's owner. Most have one
@@ -32,7 +31,6 @@ pub(crate) struct Staged {
     others: Option<Box<Others>>,
 }
 
-/// The bios that follow the first one, in order.
 struct Others {
     bios: VecDeque<StagedBio>,
     /// The number of segments of all bios, the first one included.
@@ -47,7 +45,6 @@ impl Staged {
         Staged { first: (bio, completer), end, others: None }
     }
 
-    /// The operation, which all bios have in common.
     pub fn operation(&self) -> Operation {
         self.first.0.operation
     }
@@ -96,8 +93,7 @@ impl Staged {
     }
 }
 
-/// Whether the bio may be merged with another, as far as its operation and flags determine it. The limits are
-/// checked later.
+/// Whether the bio may be merged with another, as far as operation and flags say. Limits are checked later.
 fn is_mergeable(bio: &Bio) -> bool {
     limits::is_mergeable(bio.operation, bio.flags)
         && bio.sectors != 0
@@ -118,7 +114,6 @@ pub(crate) enum Staging {
     Full(Bio, Completer),
 }
 
-/// The software queues of one hardware queue.
 pub(crate) struct SoftwareQueues {
     queues: Box<[CachePadded<Mutex<VecDeque<Staged>>>]>,
     pending: PendingMap,
@@ -134,7 +129,6 @@ impl SoftwareQueues {
         }
     }
 
-    /// Chooses the software queue of a new submitter.
     pub fn assign(&self) -> usize {
         // Relaxed: the number only spreads submitters over the queues.
         self.next.fetch_add(1, Ordering::Relaxed) % SOFTWARE_QUEUES
@@ -176,14 +170,12 @@ impl SoftwareQueues {
         Staging::Pushed
     }
 
-    /// Appends the bio to software queue `index`.
     pub fn push(&self, index: usize, bio: Bio, completer: Completer) {
         lock(&self.queues[index]).push_back(Staged::new(bio, completer));
         self.pending.set(index);
     }
 
-    /// The words that submitters and the owner, of queue `owner`, use, with their addresses. The map of
-    /// pending queues is written by `everybody`.
+    /// `owner` is the number of the hardware queue. The map of pending queues is written by `everybody`.
     pub fn hot_fields(&self, owner: usize, everybody: Writer, fields: &mut Vec<HotField>) {
         fields.push(HotField::of("software queues", Writer::Nobody, &self.queues));
         self.pending.hot_fields(everybody, fields);
@@ -192,18 +184,15 @@ impl SoftwareQueues {
         }
     }
 
-    /// Whether a software queue has bios.
     pub fn has_pending(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Takes the map of software queues that have bios, one bit for each.
     #[inline]
     pub fn take_pending(&self) -> u64 {
         self.pending.take_all()
     }
 
-    /// Marks software queue `index` again, because it still has bios.
     #[inline]
     pub fn set_pending(&self, index: usize) {
         self.pending.set(index);

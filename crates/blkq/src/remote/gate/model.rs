@@ -14,7 +14,6 @@ struct Checked {
     gate: RequestGate,
     in_flight: Plain,
     limit: u32,
-    /// The number of requests that were taken as part of a batch.
     batched: Plain64,
     clock_ns: Plain64,
 }
@@ -146,8 +145,7 @@ fn a_higher_limit_wakes(waiters: u32) {
     assert_eq!(checked.gate.in_flight(W), waiters + 1);
 }
 
-/// The last request completes while the settings change. Whichever thread has the lock wakes the waiters of
-/// both.
+/// The last request completes while the settings change. The thread that has the lock wakes the waiters.
 fn a_change_loses_no_waiter(waiters: usize) {
     let checked = Checked::new(1, false);
     checked.gate.enter(W, &mut Batcher::default(), || 1, || {});

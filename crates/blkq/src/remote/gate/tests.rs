@@ -14,7 +14,6 @@ fn enters(gate: &RequestGate, batcher: &mut Batcher, now_ns: u64) -> u32 {
     (0..).take_while(|_| gate.try_enter(W, batcher, || now_ns)).count() as u32
 }
 
-/// Waits until `count` submitters wait at the gate.
 fn until_waiting(gate: &RequestGate, count: u32) {
     wait_until("submitters wait at the gate", || gate.waiting(W) == count);
 }
