@@ -1,5 +1,3 @@
-//! The table of buffers that are registered with a ring.
-
 use crate::buffer::registration::{self, CLOSED, DROPPED};
 use crate::buffer::{IoBuffer, MemoryOwner, Segment};
 
@@ -7,8 +5,7 @@ use crate::buffer::{IoBuffer, MemoryOwner, Segment};
 struct TableEntry {
     /// The number in the process-wide table of registrations.
     number: u16,
-    /// The number of registered bytes of a buffer; 0 for other memory, which does not count towards the
-    /// limit.
+    /// The number of registered bytes of a buffer; 0 for other memory, which counts towards no limit.
     bytes: usize,
     /// Kept while the kernel has the memory pinned, so that nothing else is mapped at its address.
     #[allow(dead_code, reason = "it is there to be dropped")]
@@ -35,7 +32,6 @@ impl BufferTable {
         BufferTable { ring, free: (0..places).rev().collect(), entries, ends, bytes: 0, bytes_max }
     }
 
-    /// Whether there is room for a buffer of `bytes` bytes.
     pub fn has_room(&self, bytes: usize) -> bool {
         !self.free.is_empty() && self.bytes + bytes <= self.bytes_max
     }
@@ -77,8 +73,7 @@ impl BufferTable {
         registration::entry(number)?.place(self.ring)
     }
 
-    /// The slot of the buffer in which `segment` lies, if it belongs to this table and the whole segment is
-    /// registered.
+    /// The slot of the buffer that contains `segment`, if it is in this table and is wholly registered.
     #[inline]
     pub fn place_of(&self, segment: &Segment) -> Option<u16> {
         let place = self.place(segment.registered)?;

@@ -30,8 +30,7 @@ pub(crate) use twin::Ring;
 #[cfg(not(any(simulation, loom, shuttle)))]
 pub(crate) use uring::Ring;
 
-/// Applies `policy` to all rings that are set up from now on. Only the first policy of a process takes
-/// effect.
+/// Applies `policy` to all rings set up from now on. Only the first call of a process takes effect.
 pub fn set_policy(policy: Policy) {
     #[cfg(not(any(simulation, loom, shuttle)))]
     uring::read_limits();
@@ -42,11 +41,9 @@ pub fn set_policy(policy: Policy) {
 /// `io_buffer_validate`).
 pub const REGISTERED_MEMORY_MAX_BYTES: u64 = 1 << 30;
 
-/// Queries which operations the rings of an engine support.
-///
-/// # Errors
-/// If a ring cannot be set up: [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported)
-/// on kernels before 6.1 or where io_uring is forbidden.
+/// Queries which operations the rings of an engine support. Fails with
+/// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) on kernels before 6.1 or where io_uring is
+/// forbidden.
 pub fn probe() -> Result<RingProbe, Error> {
     Ring::new(8).map(RingProbe)
 }

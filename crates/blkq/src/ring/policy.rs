@@ -1,5 +1,3 @@
-//! The operations that are permitted on the rings of a confined process.
-
 use std::sync::OnceLock;
 
 use crate::error::Error;
@@ -16,13 +14,11 @@ pub struct Policy {
 
 static POLICY: OnceLock<Policy> = OnceLock::new();
 
-/// Applies `policy` to all rings that are set up from now on.
 pub(super) fn set(policy: Policy) {
     // A second policy is either identical or too late, because rings may exist already. It is ignored.
     let _ = POLICY.set(policy);
 }
 
-/// The policy of new rings, if one was set.
 pub(crate) fn policy() -> Option<&'static Policy> {
     POLICY.get()
 }

@@ -23,27 +23,21 @@ impl<'a> Registrar<'a> {
         self.0.supports(code)
     }
 
-    /// Checks that the kernel supports all operations of `needed`, given as name and number.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), with the names of the missing operations.
+    /// Checks that the kernel supports all operations of `needed`, given as name and number. Fails with
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and the names of the missing operations.
     pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
         self.0.require(needed)
     }
 
-    /// Adds `fd` to the ring's file table, which keeps the file open.
-    ///
-    /// # Errors
+    /// Adds `fd` to the ring's file table, which keeps the file open. Fails with
     /// [`ErrorKind::System`](crate::ErrorKind::System) if the table is full or the kernel refuses the file.
     pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
         self.0.register_file(fd)
     }
 
     /// Removes a file from the table and leaves `slot` empty. Operations in flight keep the file open. If a
-    /// slot is dropped instead, the file stays in the table until the ring is dropped.
-    ///
-    /// # Panics
-    /// If the slot is empty, or belongs to another ring.
+    /// slot is dropped instead, the file stays in the table until the ring is dropped. Panics if the slot is
+    /// empty, or belongs to another ring.
     pub fn unregister_file(&mut self, slot: &mut FileSlot) {
         self.0.unregister_file(slot);
     }
@@ -102,10 +96,8 @@ impl<'a> Registrar<'a> {
     }
 
     /// Reserves `count` slots of the table of registered buffers for the kernel to fill, until the ring is
-    /// dropped. Returns the first of them.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`](crate::ErrorKind::System) if fewer slots are left.
+    /// dropped. Returns the first of them. Fails with [`ErrorKind::System`](crate::ErrorKind::System) if
+    /// fewer slots are left.
     pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
         self.0.keep_kernel_buffers(count)
     }

@@ -12,10 +12,8 @@ use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::simulation::world;
 
-/// The number of buffers that can be registered.
 const BUFFER_SLOTS: u16 = 64;
 
-/// The ring of one simulated process.
 pub struct Ring {
     id: u64,
     queued: Vec<squeue::Entry>,

@@ -1,5 +1,3 @@
-//! The values that a ring accepts and returns: tokens, completions, registered files.
-
 use io_uring::{cqueue, types};
 
 /// Identifies an operation of the ring: 16 bits for its owner, and 48 bits of payload for the owner's use.
@@ -84,20 +82,15 @@ impl FileSlot {
         FileSlot { ring, index }
     }
 
-    /// The index in the table of ring number `ring`.
-    ///
-    /// # Panics
-    /// If the slot belongs to another ring, or was unregistered: another file may have its index by now.
+    /// The index in the table of ring number `ring`. Panics if the slot belongs to another ring, or was
+    /// unregistered: another file may have its index by now.
     #[inline]
     pub(crate) fn of_ring(&self, ring: u64) -> types::Fixed {
         assert!(self.ring == ring, "the file is not registered with this ring");
         types::Fixed(self.index)
     }
 
-    /// Empties the slot and returns its index in the table of ring number `ring`.
-    ///
-    /// # Panics
-    /// If the slot belongs to another ring, or was unregistered.
+    /// Empties the slot and returns its index in ring number `ring`, as [`FileSlot::of_ring`] does.
     #[cfg(not(model_check))]
     pub(crate) fn take(&mut self, ring: u64) -> u32 {
         let types::Fixed(index) = self.of_ring(ring);

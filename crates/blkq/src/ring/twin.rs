@@ -13,7 +13,6 @@ use crate::error::{Error, ErrorKind};
 use crate::kick::Kick;
 use crate::sync::thread;
 
-/// The ring of one thread of a model.
 pub struct Ring {
     /// The kick for which the ring waits, once.
     watched: Option<(Arc<Kick>, Token)>,

@@ -1,5 +1,3 @@
-//! The ring of the kernel.
-
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
@@ -17,14 +15,12 @@ use crate::buffer::{IoBuffer, MemoryOwner, RegisteredMemory, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::ring::buffers::BufferTable;
 
-/// The number of slots of the table of registered files. Halved while the process may not open that number of
-/// files.
+/// The number of slots of the table of registered files. Halved while the process cannot open that many.
 const FILE_SLOTS: u32 = 1024;
 const FILE_SLOTS_MIN: u32 = 16;
 /// The number of slots of the table of registered buffers that [`Ring::register_buffer`] fills.
 const BUFFER_SLOTS: u16 = 1024;
-/// The number of further slots that are reserved for the kernel to fill: as many as a ublk queue can have
-/// tags.
+/// The number of further slots, reserved for the kernel to fill: as many as a ublk queue can have tags.
 const KERNEL_SLOTS: u16 = 4096;
 
 /// Drivers' submissions that reach the kernel together while early submission is on; neither fewer nor
@@ -32,8 +28,7 @@ const KERNEL_SLOTS: u16 = 4096;
 const EARLY_SUBMISSION_BATCH: u32 = 4;
 
 /// How long setting up a ring is retried if there is no memory for it. The kernel frees a closed ring some
-/// time after it was closed, and until then charges its memory to the user's locked memory (Linux 6.14 and
-/// newer).
+/// time later, and until then charges its memory to the user's locked memory (Linux 6.14 and newer).
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
 const MEMORY_RETRY: Duration = Duration::from_millis(20);
 
@@ -60,8 +55,7 @@ pub struct Ring {
     counters: RingCounters,
     /// The number of submissions through [`Ring::push_early`] since the last call into the kernel.
     unsubmitted_io: u32,
-    /// Completions that were reaped to make room in the completion queue, before [`Ring::reap_all`] was
-    /// called.
+    /// Completions that were reaped before [`Ring::reap_all`] to make room in the completion queue.
     reaped: Vec<Cqe>,
     /// Dropping the ring must not wait for operations in flight.
     abandoned: bool,
@@ -69,10 +63,8 @@ pub struct Ring {
 
 impl Ring {
     /// Sets up a ring with room for `entries` submissions, rounded up to a power of two, and four times as
-    /// many completions.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] on kernels older than 6.1 or where io_uring is forbidden.
+    /// many completions. Fails with [`ErrorKind::Unsupported`] on kernels older than 6.1 or where io_uring is
+    /// forbidden.
     pub fn new(entries: u32) -> Result<Ring, Error> {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(entries.next_power_of_two() * 4).setup_clamp().setup_submit_all();
@@ -135,15 +127,10 @@ impl Ring {
         })
     }
 
-    /// Whether the kernel supports the operation with number `code` (`opcode::X::CODE`).
     pub fn supports(&self, code: u8) -> bool {
         self.probe.is_supported(code)
     }
 
-    /// Checks that the kernel supports all operations of `needed`, given as name and number.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`], with the names of the missing operations.
     pub fn require(&self, needed: &[(&str, u8)]) -> Result<(), Error> {
         let missing: Vec<&str> =
             needed.iter().filter(|(_, code)| !self.supports(*code)).map(|(name, _)| *name).collect();
@@ -155,8 +142,7 @@ impl Ring {
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
-    /// Adds `entry` to the submission queue under `token`. If the queue is full, its entries are submitted
-    /// first.
+    /// Adds `entry` to the submission queue under `token`. A full queue is submitted first.
     ///
     /// # Safety
     /// Memory and descriptors of the entry must stay valid until its completion is reaped.
@@ -198,13 +184,11 @@ impl Ring {
         self.reaped = reaped;
     }
 
-    /// Whether there are entries to submit.
     #[inline]
     pub fn has_submissions(&mut self) -> bool {
         !self.uring.submission().is_empty()
     }
 
-    /// Submits the queued entries, without waiting.
     pub fn submit(&mut self) {
         self.enter(0, None);
     }
@@ -267,10 +251,6 @@ impl Ring {
         self.counters.completions += (into.len() - before) as u64;
     }
 
-    /// Adds `fd` to the ring's file table.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`] if the table is full or the kernel refuses the file.
     pub fn register_file(&mut self, fd: BorrowedFd<'_>) -> Result<FileSlot, Error> {
         let Some(slot) = self.files.pop() else {
             return Err(Error::new(ErrorKind::System, "the ring's file table is full"));
@@ -284,19 +264,12 @@ impl Ring {
         }
     }
 
-    /// The index of a registered file, for use in an entry.
-    ///
-    /// # Panics
-    /// If the file is not registered with this ring.
+    /// The index of a registered file, for use in an entry. Panics if this ring has not registered the file.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         slot.of_ring(self.id)
     }
 
-    /// Removes a file from the table. Operations in flight keep the file open.
-    ///
-    /// # Panics
-    /// If the file is not registered with this ring.
     pub fn unregister_file(&mut self, slot: &mut FileSlot) {
         let slot = slot.take(self.id);
         if self.update_file(slot, -1).is_ok() {
@@ -308,13 +281,10 @@ impl Ring {
         self.uring.submitter().register_files_update(slot, &[fd]).map(|_| ())
     }
 
-    /// Registers `buffer`, so that direct I/O need not pin its pages each time. It is not an error if that
-    /// fails (locked-memory limit, full table): the buffer works as before.
     pub fn register_buffer(&mut self, buffer: &mut IoBuffer) {
         self.register_front(buffer, buffer.len());
     }
 
-    /// Registers the first `bytes` of `buffer`, as [`Ring::register_buffer`] does.
     pub fn register_front(&mut self, buffer: &mut IoBuffer, bytes: usize) {
         if !self.buffers.has_room(bytes) {
             self.unregister_dropped();
@@ -331,23 +301,17 @@ impl Ring {
         }
     }
 
-    /// Removes the registration of [`Ring::register_buffer`] or [`Ring::register_front`].
     pub fn unregister_buffer(&mut self, buffer: &mut IoBuffer) {
         let Some(place) = self.buffers.place(buffer.segment().registered) else { return };
         self.unregister_place(place);
         buffer.clear_registration();
     }
 
-    /// Registers `bytes` bytes from `start` on, at most [`REGISTERED_MEMORY_MAX_BYTES`]. Memory that was
-    /// dropped is removed from the table first.
-    ///
-    /// [`REGISTERED_MEMORY_MAX_BYTES`]: super::REGISTERED_MEMORY_MAX_BYTES
-    ///
-    /// # Errors
-    /// The errors of [`Registrar::register_memory`](super::Registrar::register_memory).
+    /// Registers memory as [`Registrar::register_memory`](super::Registrar::register_memory) does. Removes
+    /// memory that was dropped from the table first.
     ///
     /// # Safety
-    /// The requirements of [`Registrar::register_memory`](super::Registrar::register_memory) apply.
+    /// The requirements of that method apply.
     pub unsafe fn register_memory(
         &mut self,
         start: NonNull<u8>,
@@ -383,7 +347,6 @@ impl Ring {
         self.buffers.place_of(segment)
     }
 
-    /// Removes buffers and memory from the table that were dropped while they were registered.
     pub fn unregister_dropped(&mut self) {
         while let Some(place) = self.buffers.next_dropped() {
             self.unregister_place(place);
@@ -398,16 +361,10 @@ impl Ring {
         self.buffers.remove(place, done.is_ok());
     }
 
-    /// The number of slots that [`Ring::keep_kernel_buffers`] can still reserve.
     pub fn kernel_buffers_left(&self) -> u16 {
         self.kernel_buffers.len() as u16
     }
 
-    /// Reserves `count` slots of the table of registered buffers for the kernel to fill, until the ring is
-    /// dropped. Returns the first of them.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`] if fewer slots are left.
     pub fn keep_kernel_buffers(&mut self, count: u16) -> Result<u16, Error> {
         let Range { start, end } = self.kernel_buffers;
         if count > end - start {
@@ -417,14 +374,10 @@ impl Ring {
         Ok(start)
     }
 
-    /// Announces that operations on registered files will be in flight when the ring is dropped, and never
-    /// complete by themselves. The kernel then completes these operations, and closes the files, some time
-    /// later.
     pub fn abandon(&mut self) {
         self.abandoned = true;
     }
 
-    /// The counters of the ring.
     pub fn counters(&self) -> RingCounters {
         self.counters
     }

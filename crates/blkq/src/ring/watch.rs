@@ -9,8 +9,7 @@ use super::{Ring, Token};
 use crate::kick::Kick;
 
 impl Ring {
-    /// Completes `token` once, when `kick`'s descriptor is readable. Must be called again to wait for the
-    /// next kick.
+    /// Completes `token` once, when `kick`'s descriptor is readable. Must be called again for the next kick.
     ///
     /// # Safety
     /// The kick must exist until that completion, or until the ring is dropped.
