@@ -1,6 +1,5 @@
 //! The schedulers of a queue (the kernel's elevators). A scheduler has the requests that the driver has not
-//! taken yet, and selects the next one. Without a scheduler, requests reach the driver in the order of
-//! submission.
+//! taken yet, and selects the next one. Without one, requests reach the driver in the order of submission.
 
 use std::fmt;
 use std::str::FromStr;
@@ -43,7 +42,6 @@ impl SchedulerKind {
         }
     }
 
-    /// Creates a scheduler of this kind for a queue with that number of tags.
     pub(crate) fn open(self, tags: usize) -> Option<Box<dyn Scheduler>> {
         match self {
             SchedulerKind::None => None,

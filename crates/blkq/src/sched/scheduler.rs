@@ -6,10 +6,8 @@ use crate::sector::Sector;
 use crate::tags::Tag;
 
 /// A scheduler of one queue (`struct elevator_mq_ops`), used only by the owner of the queue. Flushes bypass
-/// it.
-///
-/// `requests` are always the requests of the queue, by tag. Times are in nanoseconds of one monotonic clock,
-/// which a queue with a scheduler reads even if statistics are off.
+/// it. `requests` are always the requests of the queue, by tag. Times are in nanoseconds of one monotonic
+/// clock, which a queue with a scheduler reads even if statistics are off.
 pub(crate) trait Scheduler: Send {
     fn insert(&mut self, tag: Tag, requests: &[Request], now_ns: u64);
 
@@ -39,20 +37,17 @@ pub(crate) trait Scheduler: Send {
     /// their insertion times.
     fn joined(&mut self, kept: Tag, gone: Tag);
 
-    /// Whether the request is queued here.
     fn holds(&self, tag: Tag) -> bool;
 
     /// Removes a request. Returns whether it was queued here.
     fn remove(&mut self, tag: Tag) -> bool;
 
-    /// The number of queued requests.
     fn len(&self) -> usize;
 
     /// Called when the driver has failed the request, and the request is held instead of being completed
     /// (`requeue_request` in the kernel). If it is reissued, it does not pass through the scheduler again.
     fn requeued(&mut self, _tag: Tag) {}
 
-    /// Called when the driver has completed these requests, of which some may not have passed through the
-    /// scheduler.
+    /// Called when the driver has completed these requests, some of which may have bypassed the scheduler.
     fn completed(&mut self, _completed: &[(Tag, IoResult)], _now_ns: u64) {}
 }

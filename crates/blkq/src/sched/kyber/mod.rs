@@ -43,7 +43,6 @@ fn domain_of(operation: Operation) -> usize {
     }
 }
 
-/// The number of samples per latency bucket.
 #[derive(Clone, Copy, Debug, Default)]
 struct Histogram([u32; BUCKETS]);
 
@@ -76,7 +75,6 @@ struct Samples {
     first_ns: u64,
 }
 
-/// The requests of one domain.
 #[derive(Debug)]
 struct Domain {
     /// Queued requests in order of arrival, with room for every tag.
@@ -84,7 +82,6 @@ struct Domain {
     in_flight: u32,
     /// The number of tokens: requests that may be in the driver now.
     depth: u32,
-    /// The largest number of tokens.
     depth_max: u32,
     /// Largest number of requests in a batch.
     batch: u32,
@@ -120,7 +117,6 @@ impl Domain {
         self.samples.total.count(now_ns.saturating_sub(entry.inserted_ns), target_ns);
     }
 
-    /// The samples, if there are enough of them.
     fn take_samples(&mut self, now_ns: u64) -> Option<Samples> {
         let Samples { count, first_ns, .. } = self.samples;
         let aged = count > 0 && now_ns.saturating_sub(first_ns) >= SAMPLES_AGE_NS;
@@ -128,7 +124,6 @@ impl Domain {
     }
 }
 
-/// The times of a request, by tag.
 #[derive(Clone, Debug, Default)]
 struct Entry {
     inserted_ns: u64,
@@ -139,7 +134,6 @@ struct Entry {
     token: Option<usize>,
 }
 
-/// The state of one scheduler; the rules are in the module documentation.
 #[derive(Debug)]
 pub(super) struct Kyber {
     domains: [Domain; 4],

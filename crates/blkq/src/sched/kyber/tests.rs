@@ -15,7 +15,6 @@ enum Place {
     InFlight,
 }
 
-/// A scheduler with the requests of its tags.
 struct TestBed {
     scheduler: Kyber,
     requests: Vec<Request>,

@@ -21,7 +21,6 @@ fn direction_of(operation: Operation) -> usize {
     usize::from(operation.is_write())
 }
 
-/// A queued request, by tag.
 #[derive(Clone, Debug)]
 struct Entry {
     /// The key in the order of positions.
@@ -29,19 +28,16 @@ struct Entry {
     inserted_ns: u64,
     /// The request before it in the order of arrival.
     previous: u32,
-    /// The request after it in the order of arrival.
     next: u32,
     direction: usize,
     held: bool,
 }
 
-/// The queued requests of one direction.
 #[derive(Debug)]
 struct Direction {
     /// The requests in order of position. A ring buffer with room for every tag: batches are removed at the
-    /// front, sequential I/O is added at the back, and nothing is ever allocated. In random order, one
-    /// insertion and one removal take 187 ns with 1,024 requests (a tree: 192 ns), and 493 ns with 4,096 (a
-    /// tree: 225 ns).
+    /// front, sequential I/O is added at the back, and nothing is ever allocated. In random order, a tree is
+    /// faster only above 1,024 requests.
     sorted: VecDeque<(Sector, Tag)>,
     /// The list in order of arrival.
     oldest: u32,
@@ -68,13 +64,11 @@ impl Direction {
         }
     }
 
-    /// The first request that starts at or after `sector`.
     fn at_or_after(&self, sector: Sector) -> Option<Tag> {
         let place = self.sorted.partition_point(|held| held.0 < sector);
         self.sorted.get(place).map(|held| held.1)
     }
 
-    /// The last request that starts before `sector`.
     fn before(&self, sector: Sector) -> Option<Tag> {
         let place = self.sorted.partition_point(|held| held.0 < sector);
         self.sorted.get(place.checked_sub(1)?).map(|held| held.1)
@@ -107,7 +101,6 @@ impl Direction {
     }
 }
 
-/// The state of one scheduler; the rules are in the module documentation.
 #[derive(Debug)]
 pub(super) struct MqDeadline {
     directions: [Direction; 2],
@@ -147,8 +140,7 @@ impl MqDeadline {
         }
     }
 
-    /// The direction of the next batch, of those that are open: reads, unless writes have waited for enough
-    /// read batches.
+    /// The open direction of the next batch: reads, unless writes have waited for enough read batches.
     fn choose_direction(&mut self, open: [bool; 2]) -> Option<usize> {
         let [reads, writes] = &self.directions;
         match (open[READ] && reads.oldest != NIL, open[WRITE] && writes.oldest != NIL) {
