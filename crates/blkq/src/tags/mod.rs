@@ -1,9 +1,7 @@
 //! The tag set: a bitmap of free tags that several threads share without a lock (the kernel's sbitmap and
 //! block/blk-mq-tag.c). Invariant: a set bit is a free tag, and a tag is given to at most one request at a
-//! time.
-//!
-//! Tags are taken and freed a word at a time, with one atomic operation per word of a batch. A queue that
-//! finds no free tag waits as described in `tags/wait.rs`. Queues that share a set get fair shares of it
+//! time. Tags are taken and freed a word at a time, with one atomic operation per word of a batch. A queue
+//! that finds no free tag waits as described in `tags/wait.rs`. Queues that share a set get fair shares of it
 //! (`hctx_may_queue`).
 
 mod wait;
@@ -47,11 +45,9 @@ const WORDS_MIN: u32 = 4;
 /// The tags of one or several queues, numbered from 0 to one below the depth.
 #[derive(Debug)]
 pub struct TagSet {
-    /// A set bit is a free tag.
     words: Box<[CachePadded<AtomicU64>]>,
     /// Base-2 logarithm of the number of tags per word.
     shift: u32,
-    /// The number of tags for which the set has room.
     depth_max: u16,
     /// The number of tags that are in use or can be.
     depth: AtomicU32,
@@ -134,10 +130,7 @@ fn put_twice(tag: Tag) -> ! {
 }
 
 impl TagSet {
-    /// A set of `depth` tags, all of them free.
-    ///
-    /// # Panics
-    /// If `depth` is 0.
+    /// A set of `depth` tags, all of them free. Panics if `depth` is 0.
     pub fn new(depth: u16) -> TagSet {
         assert!(depth > 0, "a tag set needs a tag");
         let mut shift = u64::BITS.trailing_zeros();
@@ -175,8 +168,7 @@ impl TagSet {
         self.depth.store(u32::from(depth), Ordering::SeqCst);
     }
 
-    /// The fields that owners of queues use, with their addresses. The fields that owners write are numbered
-    /// from `first`.
+    /// The fields that owners of queues write are numbered from `first`.
     pub(crate) fn hot_fields(&self, first: usize, fields: &mut Vec<HotField>) {
         let TagSet { words, shift, depth_max, depth, hints, users, held, share_awaited, waiters } = self;
         fields.push(HotField::of("tag words", Writer::Nobody, words));
@@ -208,10 +200,8 @@ impl TagSet {
     }
 
     /// Changes the number of tags, from 1 to the number for which the set was built. The queues must be
-    /// frozen, because no tag may be in use. Waiting queues are woken to try again.
-    ///
-    /// # Panics
-    /// If `depth` is out of range, or a tag is in use.
+    /// frozen, because no tag may be in use. Waiting queues are woken to try again. Panics if `depth` is out
+    /// of range, or a tag is in use.
     pub fn set_depth(&self, depth: u16) {
         assert!((1..=self.depth_max).contains(&depth), "depth {depth} is not in 1..={}", self.depth_max);
         assert_eq!(self.in_use(), 0, "the depth changes only while no tag is in use");
@@ -219,7 +209,6 @@ impl TagSet {
         self.waiters.wake(u32::MAX);
     }
 
-    /// A hint for another submitter. Each hint starts at another word.
     pub fn hint(&self) -> TagHint {
         // Relaxed: the number only spreads the hints over the words.
         let number = self.hints.fetch_add(1, Ordering::Relaxed) as usize;
@@ -266,10 +255,8 @@ impl TagSet {
         self.put_batch([tag]);
     }
 
-    /// Frees tags, with one atomic operation for each run of tags in the same word.
-    ///
-    /// # Panics
-    /// If a tag is not in use, because it would be handed out twice.
+    /// Frees tags, with one atomic operation for each run of tags in the same word. Panics if a tag is not in
+    /// use, because it would be handed out twice.
     #[inline]
     pub fn put_batch(&self, tags: impl IntoIterator<Item = Tag>) {
         let (mut word, mut bits, mut count) = (0, 0u64, 0);
@@ -327,7 +314,6 @@ impl TagSet {
         self.freed(0);
     }
 
-    /// Counts `count` tags as no longer held.
     #[cold]
     pub fn resume(&self, count: u32) {
         let before = self.held.fetch_sub(count, Ordering::SeqCst);
@@ -341,12 +327,10 @@ impl TagSet {
         (u32::from(self.depth()) / users / 8).clamp(1, 8)
     }
 
-    /// Adds an active queue: the shares become smaller.
     pub fn join(&self) {
         self.users.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Removes a queue that has become idle: the shares become larger.
     pub fn leave(&self) {
         let before = self.users.fetch_sub(1, Ordering::SeqCst);
         debug_assert!(before > 0, "more users left than joined");
@@ -356,7 +340,6 @@ impl TagSet {
         }
     }
 
-    /// Wakes the queues that wait for their share to grow.
     #[cold]
     fn wake_share_waiters(&self) {
         if self.share_awaited.swap(false, Ordering::SeqCst) {
@@ -374,7 +357,6 @@ impl TagSet {
 
     /// Whether a user with `active` tags may take another one. Its share is the depth divided by the number
     /// of users, rounded up, and at least [`SHARE_MIN`]. A single user, and a set of one tag, have no shares.
-    ///
     /// A user with its full share has requests of its own, so it does not wait for other queues: it tries
     /// again at its next completion, or, if all its requests are held after errors, when its share grows
     /// ([`TagSet::await_share`]).
@@ -398,14 +380,12 @@ impl TagSet {
     }
 
     /// Adds `waiter` to those that are woken; without effect if it was added before. A user that finds no tag
-    /// calls this, *tries again*, and sleeps only if there is still no tag. After a wake-up it starts from
-    /// the beginning.
+    /// calls this, *tries again*, and sleeps only if there is still no tag. After a wake-up it starts over.
     pub fn prepare_wait(&self, waiter: &mut WaiterId) {
         self.waiters.add(waiter);
         seq_cst_for_loom();
     }
 
-    /// Whether the waiter waits and was not woken.
     pub fn is_waiting(&self, waiter: &WaiterId) -> bool {
         self.waiters.contains(waiter)
     }
@@ -421,8 +401,7 @@ impl TagSet {
         self.waiters.remove(waiter);
     }
 
-    /// Ends the wait of a waiter that got no tag and no longer needs one. A wake-up that was meant for it is
-    /// passed to another.
+    /// Ends the wait of a waiter that got no tag and no longer needs one. Passes its wake-up to another.
     pub fn cancel_wait(&self, waiter: &mut WaiterId) {
         if self.waiters.remove(waiter) {
             seq_cst_for_loom();

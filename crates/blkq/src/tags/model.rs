@@ -9,7 +9,6 @@ use crate::kick::Wake;
 use crate::sync::atomic::AtomicBool;
 use crate::sync::{WaitQueue, model, thread};
 
-/// A thread that waits for tags.
 #[derive(Default)]
 struct Sleeper {
     woken: AtomicBool,
@@ -155,8 +154,7 @@ fn a_wake_up_is_passed_on(quitters: usize) {
     join(others);
 }
 
-/// A waiter that needs the whole set to be free is woken when the last tag is freed, although no batch of
-/// wake-ups is full.
+/// A waiter that needs the whole set to be free is woken by the last freed tag, although no batch is full.
 fn the_last_put_wakes(holders: usize) {
     let checked = Checked::new(16);
     let mut hint = checked.set.hint();

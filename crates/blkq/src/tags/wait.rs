@@ -1,8 +1,6 @@
 //! Waiting for tags (lib/sbitmap.c): eight wait queues whose waiters are woken in batches. A waker never
-//! blocks on a lock.
-//!
-//! A waiter is one bit in the word of its wait queue. Two counters that only grow, of tags that were freed
-//! and of wake-ups that were given for them, show when a batch is due.
+//! blocks on a lock. A waiter is one bit in the word of its wait queue. Two counters that only grow, of tags
+//! that were freed and of wake-ups that were given for them, show when a batch is due.
 //!
 //! No wake-up is lost: a waiter sets its bit and then tries to get a tag again, and a thread that frees tags
 //! puts them back and then looks for bits. All of these accesses are SeqCst, so at least one of the two sees
@@ -24,7 +22,6 @@ const QUEUE_WAITERS: usize = if cfg!(loom) { 1 } else { 32 };
 /// The largest number of waiters that can be registered with one set.
 pub const WAITERS_MAX: usize = QUEUES * QUEUE_WAITERS;
 
-/// A registered waiter of a tag set.
 #[derive(Debug)]
 pub struct WaiterId {
     number: u16,
@@ -50,8 +47,7 @@ pub(super) struct Waiters {
     /// For each wait queue a bit for each waiter that sleeps or is about to sleep.
     queues: [CachePadded<AtomicU32>; QUEUES],
     slots: Box<[Slot]>,
-    /// Locked during a registration, so that only free slots, and slots that become free, are locked for
-    /// writing.
+    /// Locked during a registration, so that only slots that are or become free are locked for writing.
     registering: Mutex<()>,
 }
 
@@ -93,7 +89,6 @@ impl Waiters {
         *slot.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// The word that is above 0 while there are waiters.
     pub fn waiting(&self) -> &AtomicU32 {
         &self.waiting
     }
@@ -113,7 +108,6 @@ impl Waiters {
         }
     }
 
-    /// Whether the waiter waits and was not woken.
     pub fn contains(&self, waiter: &WaiterId) -> bool {
         let (queue, bit) = waiter.place();
         waiter.waits && self.queues[queue].load(SeqCst) & bit != 0
