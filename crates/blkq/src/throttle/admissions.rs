@@ -1,5 +1,3 @@
-//! Records the requests that limits admitted and charged, for each thread of a simulated world.
-
 use std::cell::RefCell;
 
 use crate::bio::Operation;

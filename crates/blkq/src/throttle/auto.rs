@@ -39,7 +39,6 @@ const JUDGE_NS_MAX: u64 = 10 * S;
 const TRIALS: [f64; 2] = [0.985, 0.97];
 /// The fraction of the rate while the device completes its queued requests.
 const DRAIN: f64 = 0.7;
-/// How long the device is drained, in nanoseconds.
 const DRAIN_NS: u64 = 300 * MS;
 /// How long after a change of the rate the latency is ignored, in nanoseconds.
 const SETTLE_NS: u64 = 200 * MS;
@@ -49,7 +48,6 @@ const TRIAL_NS: u64 = 600 * MS;
 const WORTH: f64 = 3.0;
 /// The time to the next trial after one without success, in nanoseconds. This time doubles for each trial.
 const AWAY_NS: u64 = 3 * S;
-/// The longest time to the next trial, in nanoseconds.
 const AWAY_NS_MAX: u64 = 160 * S;
 /// How often the latency is judged while a limit is in force, in nanoseconds.
 const JUDGE_NS: u64 = 250 * MS;
@@ -61,23 +59,18 @@ const SLOW_AWAY: u32 = 4;
 /// A limit is removed if the device's rate stays below this fraction of the limit for [`IDLE_NS`] and no
 /// request waits. Either the load needs no limit now, or the limit makes slow clients sleep too often.
 const IDLE: f64 = 0.9;
-/// How long the device must stay below [`IDLE`], in nanoseconds.
 const IDLE_NS: u64 = 30 * S;
-/// How long the device must be at its limit before a higher rate is tried, in nanoseconds. This time doubles
-/// after each failure.
+/// The time at the limit before a higher rate is tried, in nanoseconds. Doubles after each failure.
 const RAISE_NS: u64 = 4 * S;
-/// The longest time at the limit before a higher rate is tried, in nanoseconds.
 const RAISE_NS_MAX: u64 = 64 * S;
 /// The first fraction by which the rate is raised. The fraction doubles as long as the latency stays good.
 const RAISE: f64 = 0.02;
-/// The largest fraction by which the rate is raised.
 const RAISE_MAX: f64 = 1.0;
 /// How soon a raise that was too large is followed by a smaller one, in nanoseconds.
 const RETRY_NS: u64 = 500 * MS;
 /// The first fraction by which the rate is lowered when the latency grows. The fraction doubles each time.
 const LOWER: f64 = 0.02;
-/// A rate that has been good for this time at the limit, in nanoseconds, is sustainable and not due to a
-/// burst.
+/// A rate that has been good for this time at the limit, in nanoseconds, is sustainable, not a burst.
 const SURE_NS: u64 = 2 * S;
 /// If the rate falls below this fraction of the highest sustainable rate, the search starts again: the
 /// latency may have another cause than the rate, and then a lower rate does not help.
@@ -104,10 +97,8 @@ pub struct DeviceLoad {
     pub in_flight: u64,
 }
 
-/// The work of a device in one period.
 #[derive(Clone, Copy, Debug)]
 struct Measurement {
-    /// Requests and bytes per second.
     iops: f64,
     bps: f64,
     /// The mean size of reads and writes, in bytes.
@@ -117,7 +108,6 @@ struct Measurement {
     is_limited: bool,
 }
 
-/// The phases of the search: see the module documentation.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Phase {
     /// No limit. `before` is the rate of the previous measurement, if there was one.
@@ -143,7 +133,6 @@ enum Phase {
 #[derive(Debug)]
 pub struct AutoLimit {
     phase: Phase,
-    /// The limited quantity: I/Os or bytes.
     key: LimitKey,
     /// The highest sustainable rate per second: the measured one, or a higher one that was good for
     /// [`SURE_NS`].
@@ -296,7 +285,6 @@ impl AutoLimit {
         }
     }
 
-    /// The measured rate of the limited quantity.
     fn rate(&self, seen: &Measurement) -> f64 {
         if self.key.is_bytes() { seen.bps } else { seen.iops }
     }
@@ -399,8 +387,7 @@ impl AutoLimit {
         }
     }
 
-    /// Counts a period in which the load did not need the limit. Removes the limit, and returns true, after
-    /// [`IDLE_NS`].
+    /// Counts a period without need for the limit. Removes it, and returns true, after [`IDLE_NS`].
     fn count_idle(&mut self, length_ns: u64) -> bool {
         self.idle_ns += length_ns;
         let is_long = self.idle_ns >= IDLE_NS;
@@ -415,8 +402,7 @@ impl AutoLimit {
         rate < self.pace * 0.8
     }
 
-    /// Lowers the limit, because the device is slow at `rate`: its ceiling has fallen, or something else
-    /// disturbs it.
+    /// Lowers the limit: the device is slow at `rate`, because its ceiling fell or something disturbs it.
     fn lower(&mut self, rate: f64) {
         let is_far = self.is_far(rate);
         let lower = self.pace * (1.0 - LOWER * f64::from(1 << self.lowered));
@@ -435,7 +421,6 @@ impl AutoLimit {
         self.recover();
     }
 
-    /// Ends the trial of a higher rate.
     fn end_raise(&mut self, by: f64, seen: Option<Measurement>) {
         let pace = self.pace * (1.0 + by);
         match seen {
@@ -475,7 +460,6 @@ impl AutoLimit {
         self.phase = Phase::Recover;
     }
 
-    /// Removes the limit, and starts a new measurement.
     fn restart(&mut self) {
         self.limits = RateLimits::default();
         self.phase = Phase::Measure { before: None };

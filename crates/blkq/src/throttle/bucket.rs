@@ -113,8 +113,7 @@ pub(crate) fn scaled(value: u64, numerator: u64, denominator: u64) -> u64 {
     }
 }
 
-/// The credit of a burst, in nanoseconds of the rate: how much more than the limit alone a burst of that
-/// length may use.
+/// The credit of a burst, in nanoseconds of the rate: what such a burst may use above the limit.
 pub(crate) fn burst_credit_ns(rate: u64, burst_rate: u64, length_ns: u64) -> u64 {
     scaled(length_ns, burst_rate.saturating_sub(rate), rate)
 }

@@ -1,10 +1,9 @@
-//! A group: limits that several devices share. The devices are in one process, or in several processes that
-//! map the same memory.
+//! A group: limits that several devices share. They may be in several processes that map the same memory.
 //!
 //! The memory consists of atomic words. Another process may write anything into it, and the worst result is a
 //! wrong rate. The limits are in [`SequencedWords`]. Each member has a slot with its weight and with words of
-//! its own: the times until which it has used up its shares. The words of slots and buckets are independent of
-//! each other, so their accesses are relaxed.
+//! its own: the times until which it has used up its shares. The words of slots and buckets are independent
+//! of each other, so their accesses are relaxed.
 
 #[cfg(not(model_check))]
 use std::any::Any;
@@ -185,9 +184,7 @@ impl Group {
         header.boot.iter().zip(boot).for_each(|(word, boot)| word.store(boot, Relaxed));
     }
 
-    /// Checks that the memory contains a group of this version, and returns its limits.
-    ///
-    /// # Errors
+    /// Checks that the memory contains a group of this version, and returns its limits. Fails with
     /// [`ErrorKind::Format`] if it does not, or if a change of the limits was not completed. The caller must
     /// keep others from changing the limits meanwhile.
     pub fn check(&self) -> Result<RateLimits, Error> {
@@ -230,10 +227,8 @@ impl Group {
         });
     }
 
-    /// Takes a slot, which no other member may have, from 0 to one below [`MEMBERS_MAX`].
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the slot does not exist, or if the weight is not from 1 to [`WEIGHT_MAX`].
+    /// Takes a slot, which no other member may have, from 0 to one below [`MEMBERS_MAX`]. Fails with
+    /// [`ErrorKind::Invalid`] if the slot does not exist, or the weight is not from 1 to [`WEIGHT_MAX`].
     pub fn join(self: Arc<Group>, slot: usize, name: &str, weight: u32) -> Result<Member, Error> {
         check_weight(weight)?;
         let words = self.words();
@@ -272,7 +267,6 @@ impl Group {
 }
 
 impl Slot {
-    /// Marks the member as not active, and all of its shares as unused.
     fn forget_times(&self) {
         self.active_until_ns.iter().for_each(|word| word.store(0, Relaxed));
         self.spent_ns.iter().for_each(|word| word.store(NEVER_NS, Relaxed));
@@ -307,10 +301,7 @@ impl Member {
         weight_of(self.words())
     }
 
-    /// Changes the weight of the member.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the weight is not from 1 to [`WEIGHT_MAX`].
+    /// Sets the member's weight. Fails with [`ErrorKind::Invalid`] if it is not from 1 to [`WEIGHT_MAX`].
     pub fn set_weight(&self, weight: u32) -> Result<(), Error> {
         check_weight(weight)?;
         self.words().weight.store(weight.into(), Relaxed);
@@ -322,20 +313,17 @@ impl Member {
         &self.group.words().slots[self.slot]
     }
 
-    /// The words of the group's limits.
     #[inline]
     pub(crate) fn buckets(&self) -> &Buckets {
         &self.group.words().buckets.0
     }
 
-    /// The word of this member's share of a limit.
     #[inline]
     pub(crate) fn spent_ns(&self, key: LimitKey) -> &AtomicI64 {
         &self.words().spent_ns[key as usize]
     }
 
-    /// The weight of this member, and the sum of the weights of all members that use the limit now, including
-    /// this one.
+    /// The weight of this member, and the sum over all members that use the limit now, including this one.
     pub(crate) fn weights(&self, key: LimitKey, now_ns: u64) -> (u64, u64) {
         let slots = &self.group.words().slots[..self.group.used()];
         let is_active = |slot: &Slot| slot.active_until_ns[key as usize].load(Relaxed) > now_ns;

@@ -106,11 +106,9 @@ pub struct RateLimit {
 pub struct RateLimits {
     /// By the number of [`LimitKey`].
     limits: [Option<RateLimit>; LimitKey::COUNT],
-    /// An I/O counts once for each started block of this size. 0: each I/O counts once.
     iops_size_bytes: u64,
 }
 
-/// The number of words of [`RateLimits::to_words`].
 pub(super) const LIMIT_WORDS: usize = 3 * LimitKey::COUNT + 1;
 
 impl RateLimits {
@@ -129,20 +127,14 @@ impl RateLimits {
         self.limits.iter().all(Option::is_none)
     }
 
-    /// Sets the limit of `key`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the rate or the burst is out of range.
+    /// Sets the limit of `key`. Fails with [`ErrorKind::Invalid`] if the rate or the burst is out of range.
     pub fn set(&mut self, key: LimitKey, limit: RateLimit) -> Result<(), Error> {
         check(key, limit)?;
         self.limits[key as usize] = Some(limit);
         Ok(())
     }
 
-    /// Lets an I/O count once for each started block of `bytes`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if `bytes` is not from 512 to 1 GiB.
+    /// Lets an I/O count once for each started block of `bytes`, 512 to 1 GiB; else [`ErrorKind::Invalid`].
     pub fn set_iops_size(&mut self, bytes: u64) -> Result<(), Error> {
         if !IOPS_SIZE.contains(&bytes) {
             return Err(invalid(format!("iops-size must be 512 bytes to 1G, not {bytes}")));
@@ -151,7 +143,6 @@ impl RateLimits {
         Ok(())
     }
 
-    /// The limits as words for shared memory.
     pub(super) fn to_words(self) -> [u64; LIMIT_WORDS] {
         let mut words = [0; LIMIT_WORDS];
         for (limit, words) in self.limits.iter().zip(words.chunks_exact_mut(3)) {
@@ -268,7 +259,6 @@ impl FromStr for RateLimits {
 }
 
 impl fmt::Display for RateLimits {
-    /// The text form, which [`RateLimits::from_str`] parses.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut items = Vec::new();
         for key in LimitKey::ALL {

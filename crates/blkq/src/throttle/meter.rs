@@ -1,7 +1,5 @@
-//! A meter: one limit as one queue applies it to its requests.
-//!
-//! A meter prepays a little more than a batch needs, so that most batches far from the limit touch neither
-//! the shared word nor the clock.
+//! A meter: one limit as one queue applies it to its requests. A meter prepays a little more than a batch
+//! needs, so that most batches far from the limit touch neither the shared word nor the clock.
 
 use std::sync::Arc;
 
@@ -42,7 +40,6 @@ enum Place {
     Group(Arc<Member>),
 }
 
-/// The unit that a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unit {
     /// Each request counts as one.
@@ -82,7 +79,6 @@ pub(crate) struct Meter {
     weights_until_ns: u64,
 }
 
-/// The result for a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Admitted {
     /// The number of requests, from the first on, that may start.
@@ -92,12 +88,10 @@ pub(crate) struct Admitted {
 }
 
 impl Meter {
-    /// The meters of a device's own limits.
     pub fn of_device(limits: &RateLimits, buckets: &Arc<bucket::Buckets>) -> Vec<Meter> {
         Meter::all(limits, || Place::Own(buckets.clone()))
     }
 
-    /// The meters of a group's limits, for one of its members.
     pub fn of_group(limits: &RateLimits, member: &Arc<Member>) -> Vec<Meter> {
         Meter::all(limits, || Place::Group(member.clone()))
     }
@@ -193,12 +187,10 @@ impl Meter {
         if self.prepaid > 0 { now_ns } else { self.charge(&[], &[], now_ns, is_late).next_ns }
     }
 
-    /// The quantity that determines the cost of a batch.
     pub fn counted(&self) -> Counted {
         self.counted
     }
 
-    /// The cost of the batch in units of the rate.
     #[inline(always)]
     pub fn cost_of_all(&self, batch: &[Tag], requests: &[Request]) -> u64 {
         if self.counted == Counted::Requests {
@@ -224,7 +216,6 @@ impl Meter {
         left.is_some()
     }
 
-    /// Pays for the whole batch from what is prepaid, or returns false and pays nothing.
     #[inline]
     pub fn pay(&mut self, batch: &[Tag], requests: &[Request]) -> bool {
         self.pay_units(self.cost_of_all(batch, requests))
@@ -245,7 +236,6 @@ impl Meter {
         spare.min(self.rate / (NS_PER_S / PREPAID_NS)).min(units.saturating_mul(PREPAID_BATCHES))
     }
 
-    /// Refunds everything that is prepaid.
     fn return_prepaid(&mut self) {
         if self.prepaid > 0 {
             self.refund_units(self.prepaid);
@@ -372,8 +362,7 @@ impl Meter {
         }
     }
 
-    /// Refunds requests that were charged as the last ones of a batch and do not start, because another limit
-    /// has refused them.
+    /// Refunds the last requests of a batch, which were charged but do not start because of another limit.
     pub fn refund(&mut self, batch: &[Tag], requests: &[Request]) {
         self.refund_units(self.cost_of_all(batch, requests));
     }

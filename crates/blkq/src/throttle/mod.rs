@@ -54,7 +54,6 @@ impl Throttle {
         &self.limits
     }
 
-    /// The disk's membership in a group.
     pub fn member(&self) -> Option<&Arc<Member>> {
         self.member.as_ref()
     }
@@ -64,7 +63,6 @@ impl Throttle {
         !self.limits.is_none() || self.member.is_some() || self.measured.is_some()
     }
 
-    /// Where queue `index` counts device times, if they are measured.
     pub fn device_times(&self, index: usize) -> Option<&Arc<DeviceTimes>> {
         self.measured.as_ref()?.get(index)
     }
@@ -140,12 +138,10 @@ impl ThrottleControl {
         true
     }
 
-    /// Sets the ceiling; `None` if it is not known.
     pub fn set_ceiling(&self, ceiling: Option<RateLimits>) {
         *lock(&self.ceiling) = ceiling;
     }
 
-    /// The ceiling, as far as it is known.
     pub fn ceiling(&self) -> Ceiling {
         let is_searched = lock(&self.throttle).measured.is_some();
         match *lock(&self.ceiling) {
@@ -167,7 +163,6 @@ impl ThrottleControl {
         self.generation.fetch_add(1, SeqCst);
     }
 
-    /// The number of changes so far.
     pub fn generation(&self) -> u64 {
         self.generation.load(SeqCst)
     }

@@ -1,5 +1,3 @@
-//! Where the limits of a device come from: fixed values, or a search for the device's ceiling.
-
 use std::fmt;
 use std::str::FromStr;
 

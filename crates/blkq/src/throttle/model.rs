@@ -1,5 +1,4 @@
-//! Properties of the words of limits and groups that the model checkers verify: what queues admit
-//! concurrently.
+//! Properties of the words of limits and groups that the model checkers verify.
 
 use super::sequence::SequencedWords;
 use super::*;

@@ -19,7 +19,6 @@ pub(super) struct SequencedWords<const N: usize> {
 }
 
 impl<const N: usize> SequencedWords<N> {
-    /// Words that are all zero.
     pub fn new() -> SequencedWords<N> {
         SequencedWords { sequence: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
     }

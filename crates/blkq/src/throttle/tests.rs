@@ -11,7 +11,6 @@ use crate::tags::Tag;
 
 const MS: u64 = 1_000_000;
 const S: u64 = 1_000 * MS;
-/// Some time after the boot.
 const BEGIN_NS: u64 = 5_000 * S;
 
 fn request(operation: Operation, bytes: u64) -> Request {

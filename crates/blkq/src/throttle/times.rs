@@ -41,7 +41,6 @@ impl DeviceTimes {
         self.latency_max_ns.store(self.latency_max_ns.load(Relaxed).max(latency_ns), Relaxed);
     }
 
-    /// Adds the counters to `load`.
     pub fn add_to(&self, load: &mut DeviceLoad) {
         for (sum, counter) in load.latency.buckets.iter_mut().zip(&self.latencies) {
             *sum += counter.load(Relaxed);
