@@ -1,5 +1,3 @@
-//! An event of a trace, and its representation in memory.
-
 use crate::bio::{BioFlags, Operation};
 use crate::error::Status;
 use crate::request::NIL;
@@ -21,8 +19,7 @@ const NO_TAG: u16 = u16::MAX;
 pub enum EventKind {
     /// `Q`: a bio was submitted.
     Queue = 1,
-    /// `G`: a bio got a tag and became a request; or a driver's flush, which serves `other` bios, got its
-    /// tag.
+    /// `G`: a bio got a tag and became a request; or a flush for `other` bios got its tag.
     GetRequest,
     /// `M`: a bio, or the request that begins with it, was merged to the back of a request.
     BackMerge,

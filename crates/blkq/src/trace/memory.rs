@@ -11,8 +11,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub(super) const PAGE_WORDS: usize = if cfg!(model_check) { 6 } else { 512 };
 /// The number of bytes of a page. The ring of a queue is a whole number of pages.
 pub const PAGE_BYTES: u64 = PAGE_WORDS as u64 * 8;
-/// The minimum size of a queue's ring, in bytes: with two pages, one page is complete while the other is
-/// written.
+/// The minimum size of a queue's ring, in bytes: two pages, one complete while the other is written.
 pub const RING_BYTES_MIN: u64 = 2 * PAGE_BYTES;
 /// The maximum memory of a trace, in bytes.
 pub const MEMORY_MAX_BYTES: u64 = 1 << 30;
@@ -28,13 +27,11 @@ const POSITION_WORDS: usize = 16;
 /// The location of a queue's ring. Indices count words of the memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RingPlace {
-    /// The index of the write position, which counts the words written since the trace began, unused ends of
-    /// pages included.
+    /// The index of the write position, which counts the words since the trace began, unused ends included.
     pub position: usize,
     /// The index of the number of events written.
     pub events: usize,
     first: usize,
-    /// The number of pages of the ring.
     pub pages: u64,
 }
 

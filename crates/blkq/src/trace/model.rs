@@ -44,7 +44,6 @@ fn write(writer: &mut TraceWriter, number: u64) {
     }
 }
 
-/// The events that a reader gets for `write` with this number.
 fn events_of(number: u64) -> Vec<TraceEvent> {
     let of_request = |kind, time_ns, begun| TraceEvent {
         time_ns,

@@ -63,8 +63,7 @@ impl Probes {
         attached.then_some(probes)
     }
 
-    /// Fires the probe for the event, if there is one. `start_ns` is the time at which the request started,
-    /// or 0 if unknown.
+    /// Fires the probe for the event, if there is one. `start_ns` is when the request started; 0: unknown.
     pub fn fire(&self, event: &TraceEvent, start_ns: u64) {
         match event.kind {
             EventKind::Queue => self.submit(Some(event)),
@@ -134,8 +133,7 @@ fn latency_ns(event: &TraceEvent, start_ns: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Name, number of arguments and presence of a semaphore for each probe in the notes of this test
-    /// program.
+    /// Name, number of arguments and presence of a semaphore of each probe in this test program.
     fn notes() -> Vec<(String, usize, bool)> {
         let program = std::fs::read("/proc/self/exe").expect("this program");
         let mut notes = Vec::new();

@@ -39,26 +39,22 @@ pub(crate) const RECORD_CAPACITY_SECTORS: u64 = 1 << SECTORS_SHIFT;
 /// The largest plain bio of the fast path: see `PLUG_FLUSH_BYTES`.
 const PLAIN_SECTORS_MAX: u64 = (1 << (OPERATION_SHIFT - SECTORS_SHIFT)) - 1;
 
-/// Requests of plain bios that the fast path accepted together. Each has the events `Q` and `G`, oldest
-/// request first.
+/// Requests that the fast path accepted together. Each has the events `Q` and `G`, oldest first.
 pub(crate) struct PlugRecord {
     /// The time at which the bios were submitted.
     pub queued_ns: u64,
     /// The requests are the first of a plug: a `P` follows the first `G`.
     pub begins: bool,
-    /// The requests are a whole plug, which is flushed and issued at this time: a `U`, and a `D` for each
-    /// request.
+    /// The requests are a whole plug, flushed and issued at this time: a `U`, and a `D` for each request.
     pub issued_ns: Option<u64>,
 }
 
 impl PlugRecord {
-    /// The number of words of a record of `count` requests.
     pub(super) fn words(count: usize, has_clients: bool) -> usize {
         let clients = if has_clients { count.div_ceil(CLIENTS_OF_WORD) } else { 0 };
         PLUG_HEAD_WORDS + count + count.div_ceil(TAGS_OF_WORD) + clients
     }
 
-    /// The number of events of a record of `count` requests.
     pub(super) fn events(&self, count: usize) -> u64 {
         let each = if self.issued_ns.is_some() { 3 } else { 2 };
         (each * count) as u64 + u64::from(self.begins) + u64::from(self.issued_ns.is_some())
@@ -97,14 +93,12 @@ impl PlugRecord {
     }
 }
 
-/// The number of words of a record of `count` completions.
 pub(super) fn completions_words(count: usize) -> usize {
     COMPLETIONS_HEAD_WORDS + count.div_ceil(TAGS_OF_WORD)
 }
 
 /// Writes the record of requests that completed at `time_ns`, at most [`RECORD_REQUESTS_MAX`], to `words`,
-/// which must have the record's length. The record has a `C` for each request. Returns false if a request
-/// failed.
+/// which must have the record's length. It has a `C` for each request. Returns false if a request failed.
 #[inline]
 pub(super) fn write_completions(words: &[AtomicU64], time_ns: u64, completed: &[(Tag, IoResult)]) -> bool {
     let (head, tag_words) = words.split_at(COMPLETIONS_HEAD_WORDS);
@@ -137,8 +131,7 @@ fn pack<T>(parts: &[T], mut value: impl FnMut(&T) -> u64, bits: u32) -> u64 {
     parts.iter().rev().fold(0, |word, part| word << bits | value(part))
 }
 
-/// The requests in flight, as a reader knows them from their events. Records of completions contain only
-/// tags.
+/// The requests in flight, as a reader knows them from their events. Completion records contain only tags.
 #[derive(Default)]
 pub(super) struct TracedRequests(Vec<Option<TraceEvent>>);
 
@@ -148,7 +141,6 @@ impl TracedRequests {
         self.0.clear();
     }
 
-    /// Updates the request of `event`.
     fn note(&mut self, event: &TraceEvent) {
         let Some(tag) = event.tag else { return };
         if event.kind == EventKind::GetRequest && self.0.len() <= tag.index() {

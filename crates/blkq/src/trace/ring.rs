@@ -29,20 +29,16 @@ const PAGE: u64 = PAGE_WORDS as u64;
 /// A page has room for its first word and the longest record.
 const _: () = assert!(cfg!(model_check) || RECORD_REQUESTS_MAX * 2 < PAGE_WORDS);
 
-/// The maximum number of events that one [`TraceReader::read`] appends. No record has more than four events
-/// per word.
+/// The most events that one [`TraceReader::read`] appends. A record has at most four events per word.
 pub const PAGE_EVENTS_MAX: usize = 4 * PAGE_WORDS;
 
-/// Writes the events of a queue.
 pub(crate) struct TraceWriter {
     memory: Arc<TraceMemory>,
     place: RingPlace,
-    /// The number of words that were written.
     position: u64,
     /// The word index of the next record, and that of the end of its page.
     next: usize,
     page_end: usize,
-    /// The number of events that were written.
     events: u64,
 }
 
@@ -99,7 +95,6 @@ impl TraceWriter {
         all_well
     }
 
-    /// Starts a new page unless the current page has room for `words` words.
     #[inline]
     fn make_room(&mut self, words: usize) {
         if self.page_end - self.next < words {
