@@ -1,5 +1,3 @@
-//! A [`Bio`] is the I/O that a caller asks for (`struct bio`): operation, flags, position, length and memory.
-
 use bitflags::bitflags;
 
 use crate::buffer::{Data, IoBuffer};
@@ -57,8 +55,7 @@ bitflags! {
     pub struct BioFlags: u8 {
         /// The write is durable when it completes (REQ_FUA).
         const FUA = 1 << 0;
-        /// A flush is done before the data is written (REQ_PREFLUSH). Only for operations that change the
-        /// device.
+        /// A flush precedes the data (REQ_PREFLUSH). Only for operations that change the device.
         const PREFLUSH = 1 << 1;
         /// Write-zeroes must not deallocate (REQ_NOUNMAP).
         const NO_UNMAP = 1 << 2;
@@ -73,10 +70,9 @@ bitflags! {
     }
 }
 
-/// An I/O as its caller describes it.
+/// An I/O as its caller describes it (`struct bio`).
 ///
-/// A bio that `submit` accepts completes exactly once. A bio that `submit` rejects is returned and does not
-/// complete.
+/// A bio that `submit` accepts completes exactly once. A rejected bio is returned and does not complete.
 #[derive(Debug)]
 pub struct Bio {
     /// The operation on the range.

@@ -1,5 +1,3 @@
-//! The limit on the work of one source in one turn of an engine.
-
 use std::time::Duration;
 
 /// The limits on the work of one source per turn: see [`TURN_BUDGET`].

@@ -138,7 +138,6 @@ impl Clock {
         self.cached_ns
     }
 
-    /// Returns the number of readings of the clock since the last call.
     #[inline]
     pub fn take_reads(&mut self) -> u64 {
         std::mem::take(&mut self.reads)

@@ -1,5 +1,3 @@
-//! How a completed bio is reported to its submitter.
-
 use std::fmt;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -82,7 +80,6 @@ pub(crate) enum Completer {
     /// A [`Completion`](crate::Completion) with this `user_data` is delivered to the queue's owner.
     Owner(u64),
     Callback(InlineCallback),
-    /// The waiting thread is woken.
     Waiter(Arc<BioWaiter>),
     /// Nothing happens here: the slot is a part of another bio, or its completer was taken.
     None,
@@ -125,7 +122,6 @@ impl BioWaiter {
         Arc::new(BioWaiter { completed: Mutex::new(None), signal: Condvar::new() })
     }
 
-    /// Stores the result and wakes the waiting thread.
     pub fn notify(&self, result: IoResult, data: Data) {
         *lock(&self.completed) = Some((result, data));
         self.signal.notify_one();
@@ -149,7 +145,6 @@ impl BioWaiter {
 mod tests {
     use super::*;
 
-    /// Checks that callbacks made by `make`, which share `counted`, are called or dropped once.
     fn called_or_dropped_once(make: impl Fn(std::sync::Arc<()>) -> InlineCallback) {
         let counted = std::sync::Arc::new(());
         make(counted.clone()).call(Ok(()), Data::None);

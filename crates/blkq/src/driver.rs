@@ -1,6 +1,3 @@
-//! The two traits of a driver: [`Driver`] is a device, shared by all threads; [`DriverQueue`] is one queue of
-//! the device, used by one thread. `drivers/null.rs` is the driver to copy for a new one.
-
 use std::any::Any;
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -41,17 +38,12 @@ pub trait Driver: Send + Sync {
         QUEUES_MAX
     }
 
-    /// Opens a queue on the thread that will use it.
-    ///
-    /// # Errors
-    /// Any error that keeps the queue from working. Then the disk is not opened.
+    /// Opens a queue on the thread that will use it. If this fails, the disk is not opened.
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error>;
 
     /// The state (data, zero, hole) of the bytes in `range`: at most `max` extents, from the beginning of the
-    /// range. May block; never called on an engine thread. The default reports data.
-    ///
-    /// # Errors
-    /// The I/O error of the device.
+    /// range. May block; never called on an engine thread. The default reports data. Fails with the I/O error
+    /// of the device.
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         let _ = max;
         Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }])
@@ -59,10 +51,7 @@ pub trait Driver: Send + Sync {
 
     /// How deep in the backing chain the bytes of `range` are allocated: at most `max` runs, from the
     /// beginning of the range. May block; never called on an engine thread. The default is depth 1, for
-    /// devices without a backing file.
-    ///
-    /// # Errors
-    /// The I/O error of the device.
+    /// devices without a backing file. Fails with the I/O error of the device.
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
         let _ = max;
         Ok(vec![DepthExtent { length: range.end - range.start, depth: 1 }])
@@ -81,18 +70,14 @@ pub trait Driver: Send + Sync {
     }
 
     /// Changes a driver setting after [`Driver::prepare_set`]. After a change under a freeze,
-    /// [`DriverQueue::reload`] is called for each queue, and the limits must be valid.
-    ///
-    /// # Errors
-    /// The errors of [`Driver::prepare_set`], and errors of the change itself.
+    /// [`DriverQueue::reload`] is called for each queue, and the limits must be valid. Fails as
+    /// [`Driver::prepare_set`] does, or if the change itself fails.
     fn set(&self, setting: &dyn DriverSetting) -> Result<(), Error> {
         self.prepare_set(setting).map(|_| ())
     }
 
-    /// Prepares [`Driver::set_read_only`], as [`Driver::prepare_set`] does for settings.
-    ///
-    /// # Errors
-    /// The reason why the device cannot be changed.
+    /// Prepares [`Driver::set_read_only`], as [`Driver::prepare_set`] does for settings. Fails with the
+    /// reason why the device cannot be changed.
     fn prepare_read_only(&self, read_only: bool) -> Result<(), Error> {
         let _ = read_only;
         Ok(())
@@ -100,31 +85,22 @@ pub trait Driver: Send + Sync {
 
     /// Makes the device read-only or writable, under a freeze. The disk itself rejects writes; the driver
     /// only does what else is needed, such as opening its file in another mode or changing its locks. The
-    /// default does nothing.
-    ///
-    /// # Errors
-    /// The reason why the device cannot be changed.
+    /// default does nothing. Fails with the reason why the device cannot be changed.
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         let _ = read_only;
         Ok(())
     }
 
     /// The size in bytes that [`Driver::resize`] would give the device now. Changes nothing. I/O continues
-    /// meanwhile.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the driver cannot resize, [`ErrorKind::Invalid`] if the device cannot
-    /// have this size.
+    /// meanwhile. Fails with [`ErrorKind::Unsupported`] if the driver cannot resize, and
+    /// [`ErrorKind::Invalid`] if the device cannot have this size.
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _ = bytes;
         Err(Error::new(ErrorKind::Unsupported, format!("a {} device cannot be resized", self.name())))
     }
 
     /// Resizes the device to that number of bytes, or, for `None`, to the current size of the backing store.
-    /// Called under a freeze.
-    ///
-    /// # Errors
-    /// The errors of [`Driver::prepare_resize`], and errors of the change itself.
+    /// Called under a freeze. Fails as [`Driver::prepare_resize`] does, or if the change itself fails.
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         self.prepare_resize(bytes).map(|_| ())
     }
@@ -149,10 +125,8 @@ pub trait Driver: Send + Sync {
     }
 
     /// Releases locks that keep other processes from opening the backing store. Called by
-    /// [`Disk::release`](crate::Disk::release). The default does nothing.
-    ///
-    /// # Errors
-    /// The reason why a lock cannot be released.
+    /// [`Disk::release`](crate::Disk::release). The default does nothing. Fails with the reason why a lock
+    /// cannot be released.
     ///
     /// # Safety
     /// The disk must be frozen and stay frozen: its queues have no request and get none.
@@ -170,17 +144,14 @@ pub trait Driver: Send + Sync {
         Vec::new()
     }
 
-    /// Properties of the device for its users, as names and values in order: `direct-io`, `backing-file` and so on.
+    /// Properties of the device for its users, as names and values in order, such as `direct-io`.
     fn describe(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
 }
 
 impl dyn Driver + '_ {
-    /// The place where dirty bitmaps are saved with the image.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the device has none.
+    /// The device's store for dirty bitmaps. Fails with [`ErrorKind::Unsupported`] if the device has none.
     pub fn require_bitmap_store(&self) -> Result<&dyn BitmapStore, Error> {
         self.bitmap_store().ok_or_else(|| {
             let message =
@@ -324,8 +295,7 @@ pub unsafe trait DriverQueue {
         let _ = cx;
     }
 
-    /// The state of `request` in the driver, which it has under `tag`. Reported to users if the request
-    /// hangs.
+    /// The state of `request`, which the driver has under `tag`. Reported to users if the request hangs.
     fn state(&self, tag: Tag, request: &Request) -> Cow<'static, str> {
         let _ = (tag, request);
         Cow::Borrowed("in the driver")
@@ -375,9 +345,8 @@ impl DriverContext<'_> {
         &mut self.requests[tag.index()].pdu
     }
 
-    /// The memory of a request whose data only the kernel can access. It is all of the request's memory,
-    /// because such a request is never merged. Only drivers that declare [`QueueLimits::kernel_pages`] get
-    /// such requests.
+    /// The memory of a request whose data only the kernel can access. It is all of its memory, because such a
+    /// request never merges. Only drivers that declare [`QueueLimits::kernel_pages`] get such requests.
     #[inline]
     pub fn kernel_pages(&self, tag: Tag) -> Option<KernelPages> {
         match self.requests[tag.index()].first_bio {
@@ -414,8 +383,7 @@ impl DriverContext<'_> {
         self.completed.extend(tags.iter().map(|tag| (*tag, Ok(()))));
     }
 
-    /// The current time in nanoseconds of the monotonic clock, read or cached according to the disk's clock
-    /// mode.
+    /// The monotonic time in nanoseconds, read or cached according to [`ClockMode`](crate::ClockMode).
     #[inline]
     pub fn now_ns(&mut self) -> u64 {
         self.clock.now_ns()
@@ -428,15 +396,12 @@ impl DriverContext<'_> {
         self.ring.as_ref()?.registered_buffer(segment)
     }
 
-    /// Submits `entry` to the ring. Its completion is passed to [`DriverQueue::complete_cqe`] with the low 48
-    /// bits of `payload`.
+    /// Submits `entry` to the ring; panics if [`Driver::uses_ring`] is false. Its completion is passed to
+    /// [`DriverQueue::complete_cqe`] with the low 48 bits of `payload`.
     ///
     /// # Safety
     /// Memory and descriptors of the entry must stay valid until the completion. Registered files and buffers
     /// in the entry must be registered with the ring of this queue, by this queue.
-    ///
-    /// # Panics
-    /// If [`Driver::uses_ring`] is false.
     #[inline]
     pub unsafe fn push(&mut self, entry: squeue::Entry, payload: u64) {
         let token = Token::new(self.owner, payload);
@@ -450,10 +415,7 @@ impl DriverContext<'_> {
         self.ring.as_deref_mut().map(Registrar::new)
     }
 
-    /// The registered file in the form that an entry needs.
-    ///
-    /// # Panics
-    /// If the file is not registered with the ring of this queue.
+    /// The registered file in the form that an entry needs. Panics if this queue's ring has no such file.
     #[inline]
     pub fn file(&self, slot: &FileSlot) -> types::Fixed {
         self.ring.as_ref().expect("a driver with a registered file declares uses_ring").file(slot)

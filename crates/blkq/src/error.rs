@@ -1,6 +1,3 @@
-//! Errors: [`Status`] is how one I/O completed, [`Error`] is why an operation of the control plane (open,
-//! attach, set, resize) failed.
-
 use std::fmt;
 
 /// The result of an I/O. There are no short transfers: success means that all of it was done.
@@ -230,20 +227,18 @@ pub enum ErrorKind {
     System,
 }
 
-/// Why an operation of the control plane failed: one line with what failed, why, and a hint, and the system
-/// error that caused it.
+/// Why an operation of the control plane (open, attach, set, resize) failed: one line with what failed, why,
+/// and a hint, and the system error that caused it.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<std::io::Error>,
-    /// The hint for the user; empty if there is none.
     cure: String,
 }
 
 impl Error {
-    /// An error whose `message` says what failed, why, and a hint, as far as a library knows one (see
-    /// [`Error::with_cure`]).
+    /// An error whose `message` says what failed, why, and a hint, if there is one ([`Error::with_cure`]).
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
         Error { kind, message: message.into(), source: None, cure: String::new() }
     }

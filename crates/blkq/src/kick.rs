@@ -41,24 +41,19 @@ pub struct Kick {
 }
 
 impl Kick {
-    /// A kick whose owner is running.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`](crate::ErrorKind::System) if the process cannot open another descriptor.
+    /// A kick whose owner is running. Fails if the process cannot open another descriptor.
     pub fn new() -> Result<Kick, Error> {
         let state = CachePadded::new(AtomicU32::new(RUNNING));
         Ok(Kick { state, woken: AtomicBool::new(false), event: Event::new()? })
     }
 
-    /// The words that the owner and other threads use, with their addresses.
     pub(crate) fn hot_fields(&self, writer: Writer, fields: &mut Vec<HotField>) {
         let Kick { state, woken, event: _ } = self;
         fields.push(HotField::of("kick", writer, &**state));
         fields.push(HotField::of("woken", writer, woken));
     }
 
-    /// Announces that the owner will sleep. The owner must check for work after this call and before it
-    /// sleeps.
+    /// Announces that the owner will sleep. It must check for work between this call and the sleep.
     #[inline]
     pub fn prepare_sleep(&self) {
         self.state.swap(SLEEPING, SeqCst);
@@ -89,14 +84,12 @@ impl Kick {
         }
     }
 
-    /// Whether [`Wake::wake`] was called since the owner last checked.
     #[inline]
     pub fn is_woken(&self) -> bool {
         self.woken.load(SeqCst)
     }
 
-    /// Whether [`Wake::wake`] was called. The caller must then check everything for which it may have been
-    /// woken.
+    /// Whether [`Wake::wake`] was called. The caller must then check everything that may have woken it.
     #[inline]
     pub fn take_woken(&self) -> bool {
         self.woken.load(SeqCst) && self.woken.swap(false, SeqCst)
@@ -107,7 +100,6 @@ impl Kick {
         self.event.drain();
     }
 
-    /// The descriptor, which becomes readable when the sleeping owner is kicked.
     #[cfg(not(model_check))]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.event.0.as_fd()
@@ -120,7 +112,6 @@ impl Kick {
         self.event.readable.wait_until(|| self.is_readable());
     }
 
-    /// Whether the event was written and not drained.
     pub(crate) fn is_readable(&self) -> bool {
         self.event.count.load(SeqCst) > 0
     }

@@ -53,8 +53,7 @@ pub enum Writer {
     Nobody,
     /// The owner of the queue with this number.
     Owner(usize),
-    /// The submitters that share a software queue: the number of the hardware queue, and that of its software
-    /// queue.
+    /// The submitters of a software queue: the number of the hardware queue, and that of its software queue.
     Submitter(usize, usize),
     /// Any submitter or owner. Shared words are distinguished by their numbers.
     Everybody(usize),

@@ -129,8 +129,7 @@ pub use submitter::Submitter;
 pub use tags::Tag;
 pub use wrapped::WrappedQueue;
 
-/// The io_uring crate. Drivers and sources push its entries: [`DriverContext::push`],
-/// [`SourceContext::push`].
+/// The io_uring crate, whose entries [`DriverContext::push`] and [`SourceContext::push`] take.
 pub use io_uring;
 
 /// Compiles and runs the driver of the guide.

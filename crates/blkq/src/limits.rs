@@ -1,6 +1,5 @@
-//! The limits of a device: which operations it supports, and how large a request may be. The driver declares
-//! them once, and no request that it gets exceeds them: `queue` splits, emulates or rejects the bio instead.
-//! Defaults as in block/blk-settings.c.
+//! The limits of a device. No request that a driver gets exceeds them: `queue` splits, emulates or rejects
+//! the bio instead. Defaults as in block/blk-settings.c.
 
 use crate::bio::{BioFlags, Operation};
 use crate::error::{Error, ErrorKind, Status};
@@ -12,9 +11,8 @@ pub const QUEUES_MAX: usize = 64;
 /// Limits and capabilities of a device (`struct queue_limits`). Sizes are in bytes.
 ///
 /// A driver sets the fields that it needs and takes the others from [`QueueLimits::default`], which describes
-/// a device without special capabilities: `QueueLimits { capacity_bytes, ..Default::default() }`. Then a
-/// new field breaks no driver. The struct is not `#[non_exhaustive]`, because that would forbid the
-/// literal. The options of drivers and attachments follow the same rule.
+/// a device without special capabilities: `QueueLimits { capacity_bytes, ..Default::default() }`. Then a new
+/// field breaks no driver. The struct is not `#[non_exhaustive]`, because that would forbid the literal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueLimits {
     /// Size of the device, padding included. A multiple of the logical block, less than 8 EiB.
@@ -94,10 +92,7 @@ impl Default for QueueLimits {
 }
 
 impl QueueLimits {
-    /// Checks the limits for contradictions.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] with the violated rule.
+    /// Checks the limits for contradictions. Fails with [`ErrorKind::Invalid`] and the violated rule.
     pub fn validate(&self) -> Result<(), Error> {
         let invalid =
             |what: &str| Err(Error::new(ErrorKind::Invalid, format!("invalid queue limits: {what}")));
@@ -164,7 +159,6 @@ impl QueueLimits {
         limit.min(chunk - offset % chunk)
     }
 
-    /// Whether a request that starts at `start` may have that number of sectors and segments.
     #[inline]
     pub(crate) fn allow(&self, operation: Operation, start: Sector, sectors: u64, segments: u32) -> bool {
         segments <= u32::from(self.max_segments)
@@ -180,10 +174,7 @@ impl QueueLimits {
             && !flags.contains(BioFlags::PREFLUSH)
     }
 
-    /// Whether `offset` and `length` (bytes) are whole blocks inside the device.
-    ///
-    /// # Errors
-    /// [`Status::Invalid`] if not.
+    /// Checks that `offset` and `length` (bytes) are whole blocks of the device, else [`Status::Invalid`].
     pub fn check_range(&self, offset: u64, length: u64) -> Result<(), Status> {
         let mask = u64::from(self.logical_block_bytes) - 1;
         if (offset | length) & mask != 0 {
@@ -200,7 +191,6 @@ impl QueueLimits {
 pub(crate) const ALONE: BioFlags =
     BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::NO_UNMAP);
 
-/// Whether a bio of this kind can be merged at all.
 #[inline]
 pub(crate) fn is_mergeable(operation: Operation, flags: BioFlags) -> bool {
     operation.has_data() && !flags.intersects(ALONE)

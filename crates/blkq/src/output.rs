@@ -10,10 +10,8 @@ const HEAD_BYTES: u64 = 64 << 10;
 
 /// Opens `path` for writing from its beginning, and creates the file if it does not exist. An existing file
 /// is emptied only if `is_earlier` recognises its beginning as an earlier result, so that a mistyped path,
-/// such as that of an image, loses no data. Pipes and character devices are written as they are.
-///
-/// # Errors
-/// An I/O error if the file cannot be opened, has other content, or is a block device.
+/// such as that of an image, loses no data. Pipes and character devices are written as they are. Fails with
+/// an I/O error if the file cannot be opened, has other content, or is a block device.
 pub fn create(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<File> {
     let file = open(path, is_earlier)?;
     if file.metadata()?.is_file() {
@@ -22,10 +20,7 @@ pub fn create(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result
     Ok(file)
 }
 
-/// Checks whether [`create`] would succeed, without changing anything.
-///
-/// # Errors
-/// The errors of [`create`].
+/// Checks whether [`create`] would succeed, and returns its error if not. Changes nothing.
 pub fn check(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<()> {
     let is_stream = |kind: fs::FileType| kind.is_fifo() || kind.is_char_device();
     if fs::metadata(path).is_ok_and(|metadata| is_stream(metadata.file_type())) {

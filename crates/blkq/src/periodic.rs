@@ -1,5 +1,3 @@
-//! A thread that runs a function periodically.
-
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -11,12 +9,11 @@ use crate::error::Error;
 pub enum Wakeup {
     /// The time that the previous run returned has passed.
     Due,
-    /// [`PeriodicThread::wake`] was called.
+    /// A thread has called [`PeriodicThread::wake`].
     Called,
 }
 
-/// A thread that runs a function periodically. Dropping the value waits for a run in progress, and stops the
-/// thread.
+/// A thread that runs a function periodically. Dropping it waits for a current run, and stops the thread.
 pub struct PeriodicThread {
     wake: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -24,9 +21,7 @@ pub struct PeriodicThread {
 
 impl PeriodicThread {
     /// Starts a thread with this name and stack size in bytes. The thread runs `work` after the time `first`,
-    /// and again each time after the time that `work` returned.
-    ///
-    /// # Errors
+    /// and again each time after the time that `work` returned. Fails with
     /// [`ErrorKind::System`](crate::ErrorKind::System) if no thread can be started.
     pub fn start(
         name: &str,

@@ -40,8 +40,7 @@ impl Random {
         ((self.word() as u128 * limit as u128) >> 64) as u64
     }
 
-    /// True once in `times` calls on average. Never true if `times` is 0; then no number of the series is
-    /// used.
+    /// True once in `times` calls on average. If `times` is 0, never true, and the series does not advance.
     #[inline]
     pub const fn one_in(&mut self, times: u64) -> bool {
         times != 0 && self.below(times) == 0

@@ -7,7 +7,6 @@ use crate::sector::{SECTOR_SHIFT, Sector};
 /// The end of a list of bios.
 pub(crate) const NIL: u32 = u32::MAX;
 
-/// The state of a request slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum RequestState {
@@ -76,7 +75,6 @@ impl Request {
         Request { operation: Operation::Flush, state: RequestState::Busy, start_ns, ..Request::idle() }
     }
 
-    /// Starts the request of one bio.
     #[inline]
     pub(crate) fn begin(&mut self, bio: u32, outline: &Outline, segments: u16) {
         debug_assert!(self.state == RequestState::Idle);
@@ -122,7 +120,6 @@ impl Request {
         (self.first_bio, self.last_bio, self.segments) = (u32::from(tag), u32::from(tag), 1);
     }
 
-    /// Whether the request has a single plain bio.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         matches!(self.state, RequestState::PlainRead | RequestState::PlainWrite)

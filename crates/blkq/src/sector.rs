@@ -1,5 +1,3 @@
-//! Positions on a device, counted in sectors of 512 bytes.
-
 use std::fmt;
 use std::ops::{Add, Sub};
 

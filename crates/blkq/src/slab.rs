@@ -1,5 +1,3 @@
-//! Bios in flight: their slots, the slab that contains the slots, and lists of slots.
-
 use std::mem::{ManuallyDrop, MaybeUninit};
 
 use crate::bio::{BioFlags, Operation, Outline};
@@ -11,7 +9,6 @@ use crate::sector::{SECTOR_SHIFT, Sector};
 use crate::sync::Arc;
 use crate::tags::Tag;
 
-/// The memory that a bio in flight reads from or writes to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum DataSource {
@@ -58,7 +55,6 @@ pub(crate) struct BioSlot {
     pub flags: BioFlags,
     pub data_source: DataSource,
     pub slot_flags: SlotFlags,
-    /// The current step of the flush sequence.
     pub step: FlushStep,
     pub error: Option<Status>,
     completer_kind: CompleterKind,
@@ -132,8 +128,7 @@ impl BioSlot {
         }
     }
 
-    /// Where the parts of the bio get their bytes from. Parts of a bio that is written as zeroes are zeroes,
-    /// too.
+    /// Where the parts of the bio get their bytes from. Parts of a bio written as zeroes are zeroes.
     pub fn data_source_of_parts(&self) -> DataSource {
         let zeroes = self.data_source == DataSource::Zeroes || self.slot_flags.contains(SlotFlags::AS_ZEROES);
         if zeroes { DataSource::Zeroes } else { DataSource::Parent }
@@ -194,7 +189,6 @@ impl BioSlot {
     }
 }
 
-/// A bio to be added to the slab.
 pub(crate) struct NewBio {
     pub outline: Outline,
     // Never dropped, because the compiler would keep values with a destructor in memory instead of registers.
@@ -241,10 +235,8 @@ pub(crate) enum FlushStep {
 
 /// The bios in flight of one queue: a slab with a stack of free slots. (A free list through the slots would
 /// need fewer instructions but more time, because each bio would wait until the slot of the previous one is
-/// in the cache.) The slab allocates memory only when parts of bios exceed its capacity.
-///
-/// The first slots are for plain bios, one for each tag. A plain bio needs no other slot if it is submitted
-/// while a tag is free.
+/// in the cache.) The slab allocates memory only when parts of bios exceed its capacity. The first slots are
+/// for plain bios, one for each tag. A plain bio needs no other slot if it is submitted while a tag is free.
 pub(crate) struct BioSlab {
     slots: Vec<BioSlot>,
     free: Vec<u32>,
@@ -274,7 +266,6 @@ impl BioSlab {
         })
     }
 
-    /// The number of bios in flight.
     pub fn len(&self) -> u32 {
         (self.slots.len() - self.free.len()) as u32 - self.tags + self.plain
     }
@@ -285,7 +276,6 @@ impl BioSlab {
         self.free.len() > self.extra
     }
 
-    /// Adds a bio. Returns its index.
     #[inline]
     pub fn insert(&mut self, bio: NewBio) -> u32 {
         let index = match self.free.pop() {
@@ -341,20 +331,17 @@ impl BioSlab {
         }
     }
 
-    /// The number of plain bios in the slots of tags.
     #[inline]
     pub fn plain(&self) -> u32 {
         self.plain
     }
 
-    /// The slots of the first `tags` tags, by tag.
     #[inline]
     pub fn of_tags(&mut self, tags: usize) -> &mut [BioSlot] {
         &mut self.slots[..tags]
     }
 
-    /// Removes `count` plain bios that completed as the only ones of their requests. Their memory has been
-    /// taken.
+    /// Removes `count` completed plain bios, each the only one of its request. Their memory was taken.
     #[inline]
     pub fn release_plain(&mut self, count: u32) {
         self.plain -= count;
@@ -380,8 +367,7 @@ impl BioSlab {
         }
     }
 
-    /// The bio that was submitted and of which bio `index` is a part, or a part of a part; `index` itself if
-    /// it is not a part.
+    /// The submitted bio of which bio `index` is a part, or a part of a part; `index` if it is no part.
     pub fn root_of(&self, mut index: u32) -> u32 {
         while self[index].parent != NIL {
             index = self[index].parent;
@@ -436,8 +422,7 @@ impl BioSlab {
         count
     }
 
-    /// Calls `each` with all segments of bio `index`, in the order of the bytes; with no segment if the
-    /// memory has no address.
+    /// Calls `each` with all segments of bio `index`, in order; with none if the memory has no address.
     #[inline]
     pub fn for_each_segment(&self, index: u32, zeroes: &IoBuffer, mut each: impl FnMut(Segment)) {
         let slot = &self[index];

@@ -1,5 +1,4 @@
-//! Splitting (`bio_split_rw` in block/blk-merge.c): how much of a bio one request may carry. Pure functions
-//! of the limits.
+//! Splitting (`bio_split_rw` in block/blk-merge.c): how much of a bio one request may carry.
 
 use crate::bio::Operation;
 use crate::buffer::Segment;
@@ -57,8 +56,7 @@ pub(crate) fn split_point(
     if aligned > 0 { aligned } else { end_aligned(offset, bytes, limits.logical_block_bytes) }
 }
 
-/// The length, at most `bytes`, with which a request at `offset` ends at a multiple of `unit`. 0 if there is
-/// none.
+/// The length, at most `bytes`, with which a request at `offset` ends at a multiple of `unit`. 0 if none.
 fn end_aligned(offset: u64, bytes: u64, unit: u32) -> u64 {
     bytes.saturating_sub((offset + bytes) % u64::from(unit))
 }
@@ -88,10 +86,7 @@ fn bytes_of_segments(limits: &QueueLimits, segments: &[Segment], mut skip: u64, 
     sum
 }
 
-/// Checks that memory is aligned as the device requires, and is large enough for `length` bytes.
-///
-/// # Errors
-/// [`Status::Invalid`] if not.
+/// Checks that memory is aligned as the device requires and has `length` bytes, else [`Status::Invalid`].
 #[inline]
 pub(crate) fn check_memory(limits: &QueueLimits, segments: &[Segment], length: u64) -> Result<(), Status> {
     let mask = limits.memory_align as usize - 1;
@@ -115,8 +110,7 @@ mod tests {
         Segment::new(std::ptr::without_provenance_mut(4096), len)
     }
 
-    /// A bio inside the device: limits, operation, no-unmap, offset, length, and memory that is cut at
-    /// random.
+    /// A bio inside the device: limits, operation, no-unmap, offset, length, and randomly cut memory.
     fn bio() -> impl Strategy<Value = (QueueLimits, Operation, bool, u64, u64, Vec<Segment>)> {
         let cuts = proptest::collection::vec(1u32..40_000, 1..60);
         (limits(), 0usize..4, any::<bool>(), 0u64..5000, 1u64..600, cuts).prop_map(

@@ -1,6 +1,3 @@
-//! [`Submitter`]: I/O from threads that do not own a queue. They wait at the request gate while the device is
-//! full.
-
 use std::sync::Arc;
 
 use crate::bio::{Bio, BioFlags, Operation};
@@ -64,10 +61,7 @@ impl Submitter {
         self.stage(bio, Completer::Callback(InlineCallback::new(callback)));
     }
 
-    /// Submits `bio` unless the device is full.
-    ///
-    /// # Errors
-    /// Returns the bio and its callback where [`Submitter::submit`] would wait.
+    /// Submits `bio`, or returns it with its callback where [`Submitter::submit`] would wait.
     pub fn try_submit(&mut self, bio: Bio, callback: Callback) -> Result<(), (Bio, Callback)> {
         let direction = Direction::of(bio.operation);
         let disk = &*self.disk;
@@ -117,10 +111,8 @@ impl Submitter {
         disk.fail_staged_if_closed(shared);
     }
 
-    /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the logical block size.
-    ///
-    /// # Errors
-    /// The status of the I/O as an [`std::io::Error`].
+    /// Reads `memory.len()` bytes from byte `offset`. Both must be multiples of the logical block size. Fails
+    /// with the status of the I/O.
     pub fn read_at(&mut self, memory: &mut [u8], offset: u64) -> std::io::Result<()> {
         let length = memory.len() as u64;
         let bio = || ranged(Operation::Read, offset, length);
@@ -140,10 +132,8 @@ impl Submitter {
         Ok(())
     }
 
-    /// Writes `memory` at byte `offset`. Offset and length must be multiples of the logical block size.
-    ///
-    /// # Errors
-    /// The status of the I/O as an [`std::io::Error`].
+    /// Writes `memory` at byte `offset`. Offset and length must be multiples of the logical block size. Fails
+    /// with the status of the I/O.
     pub fn write_at(&mut self, memory: &[u8], offset: u64) -> std::io::Result<()> {
         let length = memory.len() as u64;
         let bio = || ranged(Operation::Write, offset, length);
@@ -162,34 +152,24 @@ impl Submitter {
         Ok(self.submit_and_wait(Bio { data: buffer.into(), ..bio()? }).0?)
     }
 
-    /// Makes everything durable that has completed.
-    ///
-    /// # Errors
-    /// The status of the I/O as an [`std::io::Error`].
+    /// Makes everything durable that has completed. Fails with the status of the flush.
     pub fn flush(&mut self) -> std::io::Result<()> {
         Ok(self.submit_and_wait(Bio::flush(0)).0?)
     }
 
-    /// Discards `length` bytes from byte `offset`: their contents are no longer needed.
-    ///
-    /// # Errors
-    /// The status of the I/O as an [`std::io::Error`].
+    /// Discards `length` bytes from byte `offset`. Fails with the status of the I/O.
     pub fn discard(&mut self, offset: u64, length: u64) -> std::io::Result<()> {
         Ok(self.submit_and_wait(ranged(Operation::Discard, offset, length)?).0?)
     }
 
     /// Makes `length` bytes from byte `offset` read as zeroes. With `keep_allocated` the blocks stay
-    /// allocated.
-    ///
-    /// # Errors
-    /// The status of the I/O as an [`std::io::Error`].
+    /// allocated. Fails with the status of the I/O.
     pub fn write_zeroes(&mut self, offset: u64, length: u64, keep_allocated: bool) -> std::io::Result<()> {
         let flags = if keep_allocated { BioFlags::NO_UNMAP } else { BioFlags::empty() };
         Ok(self.submit_and_wait(ranged(Operation::WriteZeroes, offset, length)?.with_flags(flags)).0?)
     }
 
-    /// Executes `bio`, whose memory the caller has lent for this call. Returns only when the memory has been
-    /// returned.
+    /// Executes `bio`, whose memory is lent for this call. Returns only when the memory has been returned.
     fn submit_lent(&mut self, bio: Bio) -> IoResult {
         let (result, data) = self.submit_and_wait(bio);
         if !matches!(data, Data::Segments(_)) {
@@ -221,7 +201,6 @@ fn copy_buffer(memory: &[u8]) -> Result<IoBuffer, Status> {
     if memory.len() > i32::MAX as usize { Err(Status::Invalid) } else { Ok(IoBuffer::zeroed(memory.len())) }
 }
 
-/// Memory that a caller has lent for the time of a call.
 struct Borrowed([Segment; 1]);
 
 // SAFETY: created only by `borrowed`, whose caller promises what the trait demands.

@@ -93,8 +93,7 @@ impl WaitQueue {
         self.wait(condition, None);
     }
 
-    /// Sleeps as [`WaitQueue::wait_until`] does, but at most for `timeout`. Returns whether the condition
-    /// became true.
+    /// Sleeps as [`WaitQueue::wait_until`] does, but at most for `timeout`. Returns whether it became true.
     pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
         // A timeout beyond the range of the clock means no timeout.
         let timeout_ns = u64::try_from(timeout.as_nanos()).ok();
@@ -117,8 +116,7 @@ impl WaitQueue {
         }
     }
 
-    /// Lets every sleeper check its condition again. Must be called after the stores that make the condition
-    /// true.
+    /// Lets every sleeper check its condition again. Must follow the stores that make the condition true.
     pub fn wake_all(&self) {
         self.wakes.fetch_add(1, SeqCst);
         self.futex_wake_all();

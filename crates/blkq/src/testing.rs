@@ -1,7 +1,6 @@
-//! Waiting in tests. A test waits for a condition, and never for a fixed time that is hoped to be long
-//! enough: every test of this workspace that waits calls [`wait_until`] or [`wait_for`], whose limit adapts
-//! to the machine. So a test fails only if something hangs, and not because the machine is slow or busy.
-//! `lab/style` rejects other sleeps.
+//! Waiting in tests. A test waits for a condition, and never for a fixed time: every test of this workspace
+//! that waits calls [`wait_until`] or [`wait_for`], whose limit adapts to the machine. So a test fails only
+//! if something hangs, and not because the machine is slow or busy. `lab/style` rejects other sleeps.
 
 #[cfg(not(model_check))]
 pub mod harness;
@@ -22,33 +21,22 @@ const STAYS: Duration = Duration::from_millis(150);
 const CLOCK_READINGS: u32 = 10_000;
 const CLOCK_READINGS_TIME: Duration = Duration::from_millis(1);
 
-/// Waits until `condition` holds.
-///
-/// # Panics
-///
-/// If `condition` does not hold within a minute; the message contains `what`, the condition in words. The
-/// limit is longer on a machine that is slow or busy.
+/// Waits until `condition` holds. Panics with `what`, the condition in words, after a minute; later on a
+/// machine that is slow or busy.
 #[track_caller]
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     wait_for(what, || condition().then_some(()));
 }
 
-/// Waits until `poll` returns a value, and returns that value.
-///
-/// # Panics
-///
-/// If `poll` returns no value in time, as for [`wait_until`].
+/// Waits until `poll` returns a value, and returns that value. Panics as [`wait_until`] does.
 #[track_caller]
 pub fn wait_for<T>(what: &str, poll: impl FnMut() -> Option<T>) -> T {
     poll_within(WAIT_LIMIT, what, poll)
 }
 
-/// Runs `body` on another thread and returns its result, so that a body that hangs fails the test.
-///
-/// # Panics
-///
-/// If `body` panics, with its message; or if it does not return within three minutes. The limit is longer on
-/// a machine that is slow or busy.
+/// Runs `body` on another thread and returns its result, so that a body that hangs fails the test. Panics if
+/// `body` panics, with its message, or if it does not return within three minutes (more on a machine that is
+/// slow or busy).
 #[track_caller]
 pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static) -> R {
     let thread = std::thread::spawn(body);
@@ -57,22 +45,13 @@ pub fn within_limit<R: Send + 'static>(body: impl FnOnce() -> R + Send + 'static
 }
 
 /// Checks for a short time that `condition` keeps holding, to show that an event does not happen. A slow
-/// machine checks less often, but does not fail.
-///
-/// # Panics
-///
-/// With `what`, if the condition does not hold.
+/// machine checks less often, but does not fail. Panics with `what` if the condition does not hold.
 #[track_caller]
 pub fn assert_stays(what: &str, condition: impl FnMut() -> bool) {
     assert_stays_for(STAYS, what, condition);
 }
 
-/// Checks for `time` that `condition` keeps holding, as [`assert_stays`] does, to show that an event does not
-/// happen later.
-///
-/// # Panics
-///
-/// With `what`, if the condition does not hold.
+/// Checks as [`assert_stays`] does, but for `time`, to show that an event does not happen later.
 #[track_caller]
 pub fn assert_stays_for(time: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let begin = Instant::now();

@@ -7,10 +7,8 @@ const SUFFIXES: [(char, u32); 6] = [('K', 10), ('M', 20), ('G', 30), ('T', 40), 
 
 /// Parses a size in bytes: a number, followed by nothing; or by K, M, G, T, P or E, alone or with `iB`, for a
 /// power of 1024; or by KB, MB, GB, TB, PB or EB for a power of 1000. The number may have a fraction if the
-/// result is whole. Upper and lower case are equal.
-///
-/// # Errors
-/// [`ErrorKind::Invalid`] for any other text, and for sizes above 8 EiB.
+/// result is whole. Upper and lower case are equal. Fails with [`ErrorKind::Invalid`] for any other text, and
+/// for sizes above 8 EiB.
 pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     let invalid = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{text:?} {why}")));
     const RULE: &str = "is not a size: write a number and K, M, G, T (or KiB, MiB, ...: powers of 1024), \
@@ -38,7 +36,6 @@ pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     }
 }
 
-/// The number of bytes of `unit`.
 fn unit_bytes(unit: &str) -> Option<u128> {
     let mut letters = unit.chars();
     let Some(letter) = letters.next() else { return Some(1) };
@@ -50,8 +47,7 @@ fn unit_bytes(unit: &str) -> Option<u128> {
     }
 }
 
-/// Formats `bytes` with the largest binary suffix of which it is a whole multiple, in the notation of
-/// [`parse_bytes`].
+/// Formats `bytes` with the largest binary suffix that divides it, in the notation of [`parse_bytes`].
 pub fn format_bytes(bytes: u64) -> String {
     for (letter, shift) in SUFFIXES.iter().rev() {
         if bytes != 0 && bytes.trailing_zeros() >= *shift {
@@ -62,10 +58,7 @@ pub fn format_bytes(bytes: u64) -> String {
 }
 
 /// Parses a time and returns it in nanoseconds. The text is a number, which may have a fraction, followed by
-/// `ns`, `us`, `ms` or `s`.
-///
-/// # Errors
-/// [`ErrorKind::Invalid`] for any other text.
+/// `ns`, `us`, `ms` or `s`. Fails with [`ErrorKind::Invalid`] for any other text.
 pub fn parse_duration_ns(text: &str) -> Result<u64, Error> {
     let is_digit = |c: char| c.is_ascii_digit() || c == '.';
     let (number, unit) = text.split_at(text.find(|c| !is_digit(c)).unwrap_or(text.len()));

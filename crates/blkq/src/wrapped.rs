@@ -1,5 +1,3 @@
-//! The queue of a driver that another driver wraps.
-
 use std::borrow::Cow;
 use std::mem::ManuallyDrop;
 
@@ -108,10 +106,7 @@ impl WrappedQueue {
     }
 
     /// Removes and returns the requests that the wrapped queue has completed. Must be called after each call
-    /// of another method.
-    ///
-    /// # Panics
-    /// If the wrapped driver completed a request twice.
+    /// of another method. Panics if the wrapped driver completed a request twice.
     pub fn take_completed(&mut self) -> Vec<(Tag, IoResult)> {
         let completed = std::mem::take(&mut self.completed);
         for (tag, _) in &completed {

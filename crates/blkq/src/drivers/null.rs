@@ -18,8 +18,7 @@ use crate::tags::Tag;
 /// The options of a null device.
 #[derive(Clone, Debug)]
 pub struct NullOptions {
-    /// The limits of the device, which the driver declares unchanged. Any limits that do not contradict each other are
-    /// possible.
+    /// The limits of the device, which the driver declares unchanged. They must not contradict each other.
     pub limits: QueueLimits,
     /// Whether reads fill their memory with zeroes. If not, they leave the memory unchanged, which is faster. Such a
     /// device must not be exported, because clients would read old memory of this process.
@@ -48,10 +47,8 @@ impl NullOptions {
 pub struct Null(NullOptions);
 
 impl Null {
-    /// Makes a null device with these options.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the limits contradict each other.
+    /// Makes a null device. Fails with [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the limits
+    /// contradict each other.
     pub fn new(options: NullOptions) -> Result<Null, Error> {
         options.limits.validate()?;
         Ok(Null(options))

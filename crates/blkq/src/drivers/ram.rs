@@ -28,7 +28,6 @@ use std::sync::Arc;
 /// Largest request that frees pages or zeroes memory, in bytes. The kernel needs up to 1 ms for that size, during which the
 /// engine's thread waits.
 const FILL_MAX_BYTES: u64 = 4 << 20;
-/// Size of a word of the medium, in bytes.
 const WORD: usize = size_of::<u64>();
 
 /// A device whose content is in the memory of this process.
@@ -144,7 +143,6 @@ impl RamQueue {
     }
 }
 
-/// The mapping that contains the bytes of the device.
 struct Medium {
     base: NonNull<u8>,
     bytes: usize,
@@ -192,7 +190,6 @@ impl Medium {
         (end <= self.bytes && start.is_multiple_of(WORD) && end.is_multiple_of(WORD)).then_some(start..end)
     }
 
-    /// The words of a range that [`Medium::range`] has returned.
     #[inline]
     fn words(&self, range: Range<usize>) -> &[AtomicU64] {
         assert!(range.end <= self.bytes && range.start.is_multiple_of(WORD));

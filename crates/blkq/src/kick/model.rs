@@ -6,8 +6,7 @@ use super::*;
 use crate::remote::pending::PendingMap;
 use crate::sync::{model, thread};
 
-/// Submitters mark work `rounds` times each, and kick. The owner sleeps in between. A lost kick shows as a
-/// deadlock.
+/// Submitters mark work `rounds` times each, and kick. The owner sleeps in between. A lost kick deadlocks.
 fn no_work_stays_behind(submitters: usize, rounds: u32) {
     let kick = Arc::new(Kick::new().expect("the twin has no descriptors"));
     let pending = Arc::new(PendingMap::new());

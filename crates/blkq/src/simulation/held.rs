@@ -10,7 +10,6 @@ thread_local! {
 }
 
 struct Writes {
-    /// The number of writes that were ever held.
     count: u64,
     /// The number of each held write, by queue and tag.
     held: BTreeMap<(usize, u16), u64>,
@@ -24,7 +23,6 @@ pub(crate) fn write_held(queue: usize, tag: u16) {
     });
 }
 
-/// Records that the request with this tag of this queue has completed.
 pub(crate) fn request_completed(queue: usize, tag: u16) {
     WRITES.with_borrow_mut(|writes| writes.held.remove(&(queue, tag)));
 }

@@ -43,10 +43,7 @@ pub trait World {
     /// Lets the rest of the world make progress while a thread waits.
     fn step(&self);
 
-    /// Synchronises a file as fdatasync(2) does.
-    ///
-    /// # Errors
-    /// The errors of the simulated file.
+    /// Synchronises a file as fdatasync(2) does, or fails with the errors of the simulated file.
     fn sync(&self, fd: i32) -> std::io::Result<()>;
 
     /// Whether the trigger file of the fault driver exists.
@@ -63,8 +60,7 @@ pub fn is_one_thread() -> bool {
     WORLD.get().is_some()
 }
 
-/// Lets the rest of the world make progress while this thread waits. Returns false if the thread has no
-/// world.
+/// Lets the world make progress while this thread waits. Returns false if the thread has no world.
 pub(crate) fn step() -> bool {
     WORLD.get().is_some_and(|world| {
         world.step();
@@ -72,19 +68,13 @@ pub(crate) fn step() -> bool {
     })
 }
 
-/// A point at which the simulated process may be killed: see [`World::instant`].
-///
-/// # Panics
-/// If this thread has no world, or the world kills the process here.
+/// A point at which the world may kill the simulated process ([`World::instant`]). Panics without a world.
 #[cfg(simulation)]
 pub fn instant() {
     world().instant();
 }
 
-/// The world of this thread.
-///
-/// # Panics
-/// If no world was installed.
+/// The world of this thread. Panics if no world was installed.
 #[cfg(simulation)]
 pub fn world() -> &'static dyn World {
     WORLD.get().expect("this thread has no simulated world")

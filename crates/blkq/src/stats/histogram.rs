@@ -69,7 +69,6 @@ impl Histogram {
         0
     }
 
-    /// The largest latency that can be in `bucket`.
     fn edge_ns(&self, bucket: usize) -> u64 {
         if bucket == LATENCY_BUCKETS - 1 { self.max_ns } else { upper_edge_ns(bucket).min(self.max_ns) }
     }

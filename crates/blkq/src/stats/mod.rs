@@ -32,7 +32,7 @@ pub enum StatGroup {
     /// Reads, which transfer data from the device.
     #[default]
     Read = 0,
-    /// Writes and write zeroes.
+    /// Writes and write zeroes, counted together.
     Write = 1,
     /// Discards, which may deallocate sectors.
     Discard = 2,
@@ -237,20 +237,17 @@ impl QueueStats {
         }
     }
 
-    /// New statistics, with all values 0, for a writer and any number of readers.
     pub(crate) fn shared() -> Arc<CachePadded<QueueStats>> {
         Arc::new(CachePadded::new(QueueStats::new()))
     }
 
-    /// The current values. While I/O completes, they may differ by a batch of completions. Without I/O they
-    /// are exact.
+    /// The current values: exact without I/O, and off by at most a batch of completions during I/O.
     pub fn snapshot(&self) -> StatsSnapshot {
         // The clock is read second, so that it is never earlier than the time in the word.
         let busy = self.busy.load(Relaxed);
         self.snapshot_at(busy, monotonic_ns())
     }
 
-    /// The number of requests that are held after errors.
     pub fn held(&self) -> u64 {
         self.held.load(Relaxed)
     }
@@ -333,7 +330,6 @@ impl StatsWriter {
         }
     }
 
-    /// Records that a bio of `group` joined a request.
     #[inline]
     pub fn merged(&mut self, group: StatGroup) {
         add(&self.0.groups[group as usize].merges, 1);
@@ -359,17 +355,14 @@ impl StatsWriter {
         add(&self.0.refused[group as usize][error_index(status)], 1);
     }
 
-    /// Sets the number of requests, and of bios without a request, that have been in flight for too long.
     pub fn hung(&mut self, count: u64) {
         self.0.hung.store(count, Relaxed);
     }
 
-    /// Sets the number of requests that wait for a limit.
     pub fn throttled(&mut self, count: u64) {
         self.0.throttled.store(count, Relaxed);
     }
 
-    /// Sets the number of requests that are held after errors.
     pub fn held(&mut self, count: u64) {
         self.0.held.store(count, Relaxed);
     }
@@ -379,8 +372,7 @@ impl StatsWriter {
         add(&self.0.counters[counter as usize], n);
     }
 
-    /// Adds 1 to `counter`. Returns true each time that the counter reaches a multiple of `every`, a power of
-    /// two.
+    /// Adds 1 to `counter`. Returns true when it reaches a multiple of `every`, a power of two.
     #[inline]
     pub fn count_to(&mut self, counter: Counter, every: u64) -> bool {
         let counter = &self.0.counters[counter as usize];
@@ -389,7 +381,6 @@ impl StatsWriter {
         count & (every - 1) == 0
     }
 
-    /// Records that a cached reading of the clock was used for at most `age_ns`.
     #[inline]
     pub fn clock_age(&mut self, age_ns: u64) {
         raise(&self.0.clock_age_max_ns, age_ns);

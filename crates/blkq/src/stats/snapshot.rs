@@ -1,5 +1,3 @@
-//! Statistics of one or several queues at one point in time.
-
 use std::ops::{AddAssign, Index};
 
 use super::{Counter, Histogram, StatGroup, error_index};
@@ -146,7 +144,6 @@ impl Index<StatGroup> for StatsSnapshot {
 }
 
 impl AddAssign<&StatsSnapshot> for StatsSnapshot {
-    /// Adds the statistics of another queue of the same disk.
     fn add_assign(&mut self, other: &StatsSnapshot) {
         for (mine, theirs) in self.groups.iter_mut().zip(&other.groups) {
             mine.ios += theirs.ios;

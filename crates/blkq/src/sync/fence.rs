@@ -27,11 +27,8 @@ impl AsymmetricFence {
         }
     }
 
-    /// The fence of the side that runs rarely. Takes microseconds.
-    ///
-    /// # Panics
-    /// If a system call filter that was installed later refuses `membarrier`, because nothing can be stopped
-    /// safely then.
+    /// The fence of the side that runs rarely. Takes microseconds. Panics if a system call filter that was
+    /// installed later refuses `membarrier`, because nothing can be stopped safely then.
     pub fn heavy(self) {
         fence(SeqCst);
         assert!(

@@ -1,5 +1,3 @@
-//! A switch that several users can turn on together.
-
 use super::atomic::{AtomicU32, Ordering::SeqCst};
 
 /// Counts the users that have turned the switch on. The switch is off when the last of them turns it off.

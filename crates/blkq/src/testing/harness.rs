@@ -48,8 +48,7 @@ pub struct Harness {
     results: Vec<Option<IoResult>>,
 }
 
-/// Counts how often a queue was woken. The harness does not need the wake-ups, because it polls every
-/// millisecond.
+/// Counts how often a queue was woken. The harness polls every millisecond instead.
 #[derive(Default)]
 pub struct CountWakes(pub AtomicU32);
 
@@ -60,26 +59,17 @@ impl Wake for CountWakes {
 }
 
 impl Harness {
-    /// Opens queue 0.
-    ///
-    /// # Errors
-    /// The error of the driver.
+    /// Opens queue 0, or returns the error of the driver.
     pub fn open(driver: &dyn Driver) -> Result<Harness, Error> {
         Harness::open_index(driver, 0)
     }
 
-    /// Opens a queue.
-    ///
-    /// # Errors
-    /// The error of the driver.
+    /// Opens queue `index`, or returns the error of the driver.
     pub fn open_index(driver: &dyn Driver, index: u16) -> Result<Harness, Error> {
         Harness::open_waking(driver, index, Arc::new(CountWakes::default()))
     }
 
-    /// Opens a queue that is woken through `wake`.
-    ///
-    /// # Errors
-    /// The error of the driver.
+    /// Opens a queue that is woken through `wake`, or returns the error of the driver.
     pub fn open_waking(driver: &dyn Driver, index: u16, wake: Arc<dyn Wake>) -> Result<Harness, Error> {
         driver.limits().validate()?;
         let mut ring = if driver.uses_ring() { Some(Ring::new(64)?) } else { None };
@@ -259,7 +249,6 @@ impl Harness {
         (result, self.take_memory(tag))
     }
 
-    /// Takes the memory of a completed request, and frees its slots.
     fn take_memory(&mut self, tag: Tag) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut bio = self.requests[tag.index()].first_bio;
