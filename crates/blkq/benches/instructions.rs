@@ -130,7 +130,6 @@ fn turn_of<const BYTES: u64>(mut queue: LocalQueue, ios: usize, stride: u64) -> 
     }))
 }
 
-/// I/O on several disks, one after the other, each with an equal number of I/Os.
 fn several(disks: usize, ios: usize) -> Result<Turn, Error> {
     let mut turns = (0..disks)
         .map(|_| local::<DISK_BYTES>(null()?, ios / disks, SCATTERED))

@@ -15,7 +15,6 @@ use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 const BLOCK_BYTES: usize = 4096;
-/// The number of I/Os in flight on each disk.
 const DEPTH: usize = 128;
 
 fn main() -> ExitCode {
@@ -71,7 +70,6 @@ fn run(arguments: &[String]) -> Result<(), Failure> {
     floods.into_iter().try_for_each(|flood| flood.join().map_err(|_| "a thread panicked")?)
 }
 
-/// Keeps `DEPTH` reads in flight, and counts those that completed.
 fn flood(mut queue: LocalQueue, count: &AtomicU64, stop: &AtomicBool) -> Result<(), Failure> {
     let mut buffers: Vec<_> = (0..DEPTH).map(|_| IoBuffer::zeroed(BLOCK_BYTES)).collect();
     let mut block = 0;

@@ -13,7 +13,6 @@ use blkq::drivers::null::{Null, NullOptions};
 use blkq::trace::{TraceMemory, TraceReader};
 use blkq::{Bio, Disk, IoBuffer, LocalQueue, Sector};
 
-/// The number of I/Os that are submitted together.
 const BATCH: usize = 32;
 /// The number of I/Os of a round. It is small, so that most rounds are not interrupted.
 const ROUND: usize = 1 << 15;
@@ -65,8 +64,7 @@ fn ns_per_io(queue: &mut LocalQueue, buffers: &mut Vec<IoBuffer>) -> Result<f64,
     Ok(begin.elapsed().as_nanos() as f64 / ROUND as f64)
 }
 
-/// Reads the trace as often as `blkq trace` does. Returns the number of events that were read, and of those
-/// that were lost.
+/// Reads the trace as often as `blkq trace` does. Returns the numbers of events that were read and lost.
 fn read(memory: Arc<TraceMemory>, stop: Arc<AtomicBool>) -> impl FnOnce() -> (u64, u64) {
     move || {
         let (mut events, mut counts) = (Vec::new(), (0, 0));

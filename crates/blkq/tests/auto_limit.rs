@@ -1,5 +1,4 @@
-//! Runs `AutoLimit` in virtual time, with clients that each wait for their request before the next one, on
-//! models of disks.
+//! Runs `AutoLimit` in virtual time, with clients that each have one request in flight, on models of disks.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -65,7 +64,6 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The time between two requests under the limits, in nanoseconds.
     fn gap_ns(&self) -> Option<f64> {
         let limits = self.auto.as_ref()?.limits();
         let rate = |key| limits.get(key).map(|limit| limit.rate as f64);

@@ -33,7 +33,6 @@ enum Step {
     Add(u32),
     Clear,
     Remove,
-    /// Turns recording on or off.
     Record(bool),
 }
 

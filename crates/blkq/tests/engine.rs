@@ -57,7 +57,6 @@ struct Ask(Sender<u64>);
 /// Offloads a job that waits for a message on the receiver, and then sends one on the sender.
 struct Wait(Receiver<()>, Sender<u64>);
 
-/// Offloads a job that panics.
 struct Panic;
 
 /// Submits operations with all 64 bits of `user_data` set, and sends the values that come back.

@@ -23,7 +23,6 @@ fn read(mark: u64) -> Bio {
     Bio::read(Sector(mark * 2 % 2048), filled(512, 0), mark)
 }
 
-/// Keeps `count` reads of the owner in flight.
 fn keep(queue: &mut LocalQueue, count: usize, marks: &mut u64) {
     while queue.in_flight() < count {
         *marks += 1;

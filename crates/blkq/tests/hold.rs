@@ -33,7 +33,6 @@ fn write(sector: u64, mark: u64) -> Bio {
     Bio::write(Sector(sector), filled(512, mark as u8), mark)
 }
 
-/// Runs turns until `count` requests are held.
 fn hold(disk: &Disk, queue: &mut LocalQueue, count: u64) {
     wait_until(&format!("{count} requests are held"), || {
         queue.poll();

@@ -1,5 +1,4 @@
-//! Rate limits of a queue: waiting requests can still merge and be affected by changes, and are not reported
-//! as hung.
+//! Rate limits of a queue: waiting requests still merge and follow changes, and are not reported as hung.
 
 mod common;
 

@@ -47,10 +47,8 @@ fn operations_without_data_that_carry_memory_are_rejected() {
 #[derive(Clone, Default)]
 struct Panicking {
     taken: Arc<AtomicBool>,
-    /// The number of requests that were offered.
     offered: Arc<AtomicUsize>,
     panics: Arc<AtomicBool>,
-    /// Panics as soon as the driver has taken requests.
     panics_with_requests: Arc<AtomicBool>,
 }
 

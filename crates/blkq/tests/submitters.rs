@@ -22,7 +22,6 @@ fn engine(disk: &Arc<Disk>) -> EngineThread {
     EngineThread::spawn("test", (0..disk.queue_count()).map(|index| (disk.clone(), index)).collect()).unwrap()
 }
 
-/// The state that the threads of a load share.
 #[derive(Default)]
 struct Load {
     stop: AtomicBool,

@@ -22,7 +22,6 @@ fn read(sector: u64, mark: u64) -> Bio {
     Bio::read(Sector(sector), filled(512, 0), mark)
 }
 
-/// The time `seconds` from now.
 fn after(seconds: u64) -> u64 {
     monotonic_ns() + seconds * SECOND_NS
 }

@@ -1,5 +1,3 @@
-//! The behaviour and the settings of the test device.
-
 use blkq::DriverSetting;
 
 /// When the device completes requests.
@@ -21,8 +19,7 @@ pub struct Behaviour {
     pub busy_every: u64,
     /// After this number of write zeroes and discards the device finds that it does not support them.
     pub revoke_after: Option<u32>,
-    /// The first write with FUA that completes is not durable, and the device finds that it does not support
-    /// FUA.
+    /// The first write with FUA that completes is not durable, and the device finds FUA unsupported.
     pub revoke_fua: bool,
 }
 
@@ -35,11 +32,8 @@ impl Default for Behaviour {
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceSetting {
     Panic,
-    /// Changes [`QueueLimits::memory_align`] to this value.
     MemoryAlign(u32),
-    /// Changes [`QueueLimits::max_segments`] to this value.
     MaxSegments(u16),
-    /// Changes [`QueueLimits::max_request_bytes`] to this value.
     MaxRequest(u32),
 }
 

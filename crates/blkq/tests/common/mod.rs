@@ -40,7 +40,6 @@ impl Seen {
     }
 }
 
-/// The state that all queues of the device share.
 pub struct State {
     pub limits: QueueLimits,
     pub behaviour: Behaviour,
@@ -57,7 +56,6 @@ pub struct State {
     pub bad: Vec<(Range<u64>, Status)>,
     pub flush_result: IoResult,
     pub log: Vec<Seen>,
-    /// The sizes of the batches that were offered.
     pub batches: Vec<usize>,
     pub commits: usize,
     /// The number of requests that the device has, and its maximum.
@@ -131,7 +129,6 @@ impl Device {
         self.0.lock().unwrap()
     }
 
-    /// All queues of the device share one tag set.
     pub fn with_shared_tags(self) -> Device {
         self.state().shared_tags = true;
         self
@@ -141,19 +138,16 @@ impl Device {
         Disk::builder(Box::new(self.clone()))
     }
 
-    /// A disk of the device with default settings, and its queue.
     pub fn open(&self) -> (Arc<Disk>, LocalQueue) {
         let disk = self.builder().build().unwrap();
         let queue = disk.open_queue(0).unwrap();
         (disk, queue)
     }
 
-    /// Lets `count` held requests complete at the next poll.
     pub fn release(&self, count: usize) {
         self.state().released += count;
     }
 
-    /// Completes held requests, and stops holding new ones.
     pub fn release_all(&self) {
         self.state().behaviour.finish = Finish::Random;
     }
@@ -166,7 +160,6 @@ impl Device {
         self.state().log.iter().filter(|seen| seen.operation == operation).count()
     }
 
-    /// Fails if the device saw a violation.
     #[track_caller]
     pub fn assert_legal(&self) {
         let state = self.state();
@@ -271,7 +264,6 @@ impl State {
         }
     }
 
-    /// Simulates a power loss: what is not durable is lost.
     pub fn lose_power(&mut self) {
         self.current.copy_from_slice(&self.durable);
     }
@@ -539,7 +531,6 @@ unsafe impl DriverQueue for DeviceQueue {
     }
 }
 
-/// A buffer in which each byte is `value`.
 pub fn filled(length: usize, value: u8) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(length);
     buffer.fill(value);
@@ -558,7 +549,6 @@ pub fn content(sector: u64, version: u64) -> [u8; 512] {
     bytes
 }
 
-/// Completes all bios in flight in `queue`.
 pub fn drain(queue: &mut LocalQueue) -> Vec<blkq::Completion> {
     let begin = std::time::Instant::now();
     let mut all = Vec::new();
@@ -572,7 +562,6 @@ pub fn drain(queue: &mut LocalQueue) -> Vec<blkq::Completion> {
     }
 }
 
-/// Submits one bio and waits for it.
 pub fn run(queue: &mut LocalQueue, bio: blkq::Bio) -> blkq::Completion {
     queue.submit(bio).unwrap();
     drain(queue).pop().unwrap()
