@@ -7,12 +7,10 @@ use crate::buffers::{BUFFER_MAX_BYTES, UNALIGNED_MAX_BYTES};
 use super::proto::PAYLOAD_MAX_BYTES;
 
 const _: () = assert!(PAYLOAD_MAX_BYTES <= BUFFER_MAX_BYTES);
-/// Memory of the largest request in bytes: an unaligned request, and buffers for the two blocks of 64 KiB at
-/// its ends.
+/// Bytes of the largest request: an unaligned request, and buffers for the two 64 KiB blocks at its ends.
 const REQUEST_MAX_BYTES: usize = UNALIGNED_MAX_BYTES + 2 * (64 << 10);
 
-/// Memory in bytes that each connection may always use, so that requests of the usual size proceed even if
-/// other connections have used up the shared memory.
+/// Bytes that each connection may always use: usual requests proceed when the shared memory is used up.
 const OWN_BYTES: usize = 256 << 10;
 
 /// The shared memory of one engine's connections: what they use beyond [`OWN_BYTES`] each. If there is not
@@ -47,21 +45,18 @@ impl Budget {
         true
     }
 
-    /// Releases `bytes` of the `held` bytes of a connection.
     pub fn free(&mut self, held: usize, bytes: usize) {
         let shared = shared_part(held) - shared_part(held - bytes);
         self.left += shared;
         self.changed |= shared > 0;
     }
 
-    /// Removes `connection` from the waiting ones.
     pub fn forget(&mut self, connection: u32) {
         let before = self.waiting.len();
         self.waiting.retain(|waiting| *waiting != connection);
         self.changed |= self.waiting.len() < before;
     }
 
-    /// Returns the waiting connection that should try again, if any.
     pub fn next(&mut self) -> Option<u32> {
         if std::mem::take(&mut self.changed) { self.waiting.front().copied() } else { None }
     }

@@ -1,5 +1,4 @@
-//! The certificate directory of a server: loaded when the server starts, and again when the owner asks for a
-//! reload.
+//! The certificate directory of a server, loaded when the server starts and again when the owner reloads it.
 
 use std::fmt::{self, Display};
 use std::fs::File;
@@ -23,21 +22,18 @@ use super::x509::CertificateUse;
 /// File names in a certificate directory, as QEMU, libvirt and nbdkit use them.
 const CERTIFICATE: &str = "server-cert.pem";
 const KEY: &str = "server-key.pem";
-/// Optional. If this file exists, each client must have a certificate that is signed by an authority in it
-/// and that is not on the revocation list.
+/// Optional. If it exists, each client needs a certificate signed by an authority in it and not revoked.
 const AUTHORITY: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 
-/// Size in bytes of the largest file that is read. All authorities of a Linux distribution, the largest file
-/// that makes sense, take about a quarter of it.
+/// Maximum bytes of a file. All authorities of a Linux distribution take about a quarter of it.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// The certificates of one directory. Clones share them, and a reload applies to all clones.
 #[derive(Clone)]
 pub struct TlsCertificates {
     directory: PathBuf,
-    /// Readers hold the lock while they clone an `Arc`; only a reload, on the control plane, locks it for
-    /// writing.
+    /// Locked for writing only by a reload, on the control plane. Readers clone an `Arc` under the lock.
     loaded: Arc<RwLock<Loaded>>,
 }
 
@@ -83,21 +79,18 @@ impl TlsCertificates {
         Ok(TlsCertificates { directory, loaded })
     }
 
-    /// Loads the directory again. Connections that start from now on use the new certificates, also with
-    /// clones of this value; established connections keep the old ones.
+    /// Loads the directory again, also for clones. Established connections keep the old certificates.
     ///
     /// # Errors
-    /// The errors of [`TlsCertificates::load`], and [`ErrorKind::Invalid`] if `ca-cert.pem` was removed, so
-    /// that clients would no longer need certificates. After an error the old certificates stay in use.
+    /// As [`TlsCertificates::load`], and [`ErrorKind::Invalid`] if `ca-cert.pem` was removed, as clients
+    /// would then need no certificate. After an error the old certificates stay in use.
     pub fn reload(&self) -> Result<(), Error> {
         self.prepare().map(PreparedCertificates::install)
     }
 
     /// Loads the directory again without using it yet, for a caller that has other changes to check first.
-    /// [`PreparedCertificates::install`] then cannot fail.
-    ///
-    /// # Errors
-    /// The errors of [`TlsCertificates::reload`].
+    /// The errors are those of [`TlsCertificates::reload`]; [`PreparedCertificates::install`] then cannot
+    /// fail.
     pub fn prepare(&self) -> Result<PreparedCertificates, Error> {
         let loaded = Loaded::read(&self.directory)?;
         if self.verifies_clients() && !loaded.verifies_clients {
@@ -145,7 +138,6 @@ impl Loaded {
     }
 }
 
-/// Loads the certificate and the private key of the server.
 fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey, Error> {
     let (certificate, key) = (directory.join(CERTIFICATE), directory.join(KEY));
     let chain: Vec<CertificateDer<'static>> = read_all(&certificate, "certificate")?;
@@ -174,7 +166,6 @@ fn identity(directory: &Path, provider: &CryptoProvider) -> Result<CertifiedKey,
     Ok(identity)
 }
 
-/// Explains why a certificate in the directory cannot be used.
 fn unusable(error: &rustls::Error) -> String {
     match error {
         rustls::Error::InvalidCertificate(CertificateError::Other(other))
@@ -187,7 +178,6 @@ fn unusable(error: &rustls::Error) -> String {
     }
 }
 
-/// Builds the verifier of client certificates. Returns `None` if the directory contains no authority.
 fn verifier(
     directory: &Path,
     provider: &Arc<CryptoProvider>,
@@ -223,12 +213,9 @@ fn verifier(
     Ok(Some(Arc::new(UsageVerifier(verifier))))
 }
 
-/// Checks the authorities that may sign client certificates. webpki uses any certificate of the file as an
-/// authority: if the file contained the certificate of a client, that client could sign the certificates of
-/// others.
-///
-/// # Errors
-/// Returns the number of the first certificate that cannot be used, and the reason, as text for a message.
+/// Checks the authorities that may sign client certificates. webpki accepts any certificate of the file as an
+/// authority; a client's certificate there would let the client sign others. An error is text for a message,
+/// with the number of the first unusable certificate and the reason.
 pub fn authorities(
     certificates: Vec<CertificateDer<'static>>,
     now: UnixTime,
@@ -251,8 +238,7 @@ pub fn authorities(
     Ok(roots)
 }
 
-/// Whether `list` was issued by one of `roots`, by name. Returns true for a malformed list, which webpki
-/// rejects later.
+/// Whether `list` names one of `roots` as its issuer. True for a malformed list, which webpki rejects later.
 fn is_of(list: &[u8], roots: &RootCertStore) -> bool {
     let Ok(list) = BorrowedCertRevocationList::from_der(list) else { return true };
     let list = CertRevocationList::from(list);

@@ -1,5 +1,4 @@
-//! The connection of one client: its handshake, its requests, and how it is closed. [`Stream`] sends and
-//! receives the bytes, [`Requests`] carries out the requests.
+//! The connection of one client. [`Stream`] moves the bytes, [`Requests`] carries out the requests.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -26,16 +25,13 @@ enum Phase {
     Transmission(Requests),
 }
 
-/// Cost of one step of decryption, in items of the turn's budget. Each step counts, because a client may send
-/// records with one byte or no data at all, such as key updates.
+/// Cost of a decryption step, in items of the turn's budget: a client may send records with almost no data.
 const DECRYPT_ITEMS: usize = 4;
 
 /// The event that parsing waits for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WaitingFor {
-    /// The client sends more bytes.
     Input,
-    /// The engine's next turn begins.
     NextTurn,
     /// A request completes, or a reply is sent.
     Completion,
@@ -62,7 +58,6 @@ pub(super) struct Connection {
     backoff: ReceiveBackoff,
     /// The connection is on its source's list of ready connections.
     ready: bool,
-    /// The reason why the server rejected or disconnected the client, if it did.
     rejection: Option<Reason>,
 }
 
@@ -97,12 +92,10 @@ impl Connection {
         &self.status
     }
 
-    /// Marks the connection as ready. Returns false if it was ready already.
     pub fn make_ready(&mut self) -> bool {
         !std::mem::replace(&mut self.ready, true)
     }
 
-    /// Takes the reason why the server rejected or disconnected the client, if it did.
     pub fn take_rejection(&mut self) -> Option<Reason> {
         match &self.phase {
             Phase::Handshake(handshake, _) if handshake.lacks_tls() => Some(Reason::WithoutTls),
@@ -110,19 +103,16 @@ impl Connection {
         }
     }
 
-    /// Records that the client broke the protocol.
     fn record_violation(&mut self, reason: Reason) {
         self.status.count_violation();
         self.rejection = Some(reason);
     }
 
-    /// The time of the next deadline: of the client, or of the receive back-off.
     pub fn deadline_ns(&self) -> u64 {
         self.client_until_ns().min(self.backoff.until_ns())
     }
 
-    /// The time after which the client is disconnected. `u64::MAX` if the server does not wait for the
-    /// client.
+    /// When to disconnect the client; `u64::MAX` if the server does not wait for the client.
     fn client_until_ns(&self) -> u64 {
         let until_ns = match &self.phase {
             _ if self.closing == Closing::Broken => return u64::MAX,
@@ -132,12 +122,10 @@ impl Connection {
         until_ns.min(self.send_until_ns)
     }
 
-    /// Limits the handshake to `timeout_ns` from its beginning.
     pub fn shorten_handshake(&mut self, timeout_ns: u64) {
         self.handshake_until_ns = self.handshake_until_ns.min(self.handshake_since_ns + timeout_ns);
     }
 
-    /// Disconnects the client if its deadline has passed.
     pub fn check_deadline(&mut self, now_ns: u64) {
         if now_ns >= self.client_until_ns() {
             self.status.count_timeout();
@@ -146,13 +134,11 @@ impl Connection {
         }
     }
 
-    /// Whether the connection reads no further requests.
     pub fn is_closing(&self) -> bool {
         self.closing != Closing::No
     }
 
-    /// Whether the connection is closing and can be dropped: no request and no operation of the ring is in
-    /// flight, and all replies were sent or cannot be sent.
+    /// Whether this can be dropped: closing, nothing in flight, and no reply left that can be sent.
     pub fn is_over(&self) -> bool {
         self.closing != Closing::No
             && self.is_idle()
@@ -160,7 +146,6 @@ impl Connection {
             && (self.closing == Closing::Broken || self.stream.is_flushed())
     }
 
-    /// Whether neither the block layer nor a worker is processing anything of this connection.
     fn is_idle(&self) -> bool {
         match &self.phase {
             Phase::Handshake(..) => !self.stream.is_handshake_offloaded(),
@@ -168,7 +153,6 @@ impl Connection {
         }
     }
 
-    /// Whether the kernel is using memory of this connection.
     pub fn is_armed(&self) -> bool {
         self.stream.is_armed()
     }
@@ -182,8 +166,7 @@ impl Connection {
         }
     }
 
-    /// The server is stopping, so the connection reads no further requests. The client has until `until_ns` to
-    /// finish its handshake and to take the replies that are being sent.
+    /// Reads no further requests. The handshake and the sending of replies may last until `until_ns`.
     pub fn stop(&mut self, until_ns: u64) {
         match &mut self.phase {
             Phase::Handshake(handshake, _) => {
@@ -209,8 +192,7 @@ impl Connection {
         self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Does the work that is possible in this turn: parses, submits, sends and receives. Returns whether
-    /// received data is left to parse in the next turn.
+    /// Parses, submits, sends and receives. Returns whether received data is left to parse in the next turn.
     pub fn turn(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
         self.ready = false;
         if self.stream.is_handshake_offloaded() {
@@ -323,8 +305,7 @@ impl Connection {
         }
     }
 
-    /// Decrypts received data into the payload that is expected, else into the input buffer. Returns whether
-    /// there is new data to parse.
+    /// Decrypts into the expected payload, else into the input buffer. Returns whether there is new data.
     fn decrypt(&mut self, shared: &mut EngineShared) -> bool {
         let payload = match &mut self.phase {
             Phase::Handshake(..) => None,
@@ -352,7 +333,6 @@ impl Connection {
         false
     }
 
-    /// Continues after a worker has carried out a step of the TLS handshake.
     pub fn resume_handshake(&mut self, tls: Box<Tls>) {
         self.stream.resume_handshake(tls);
     }
@@ -375,7 +355,6 @@ impl Connection {
         }
     }
 
-    /// Whether to delay the next receive: see [`ReceiveBackoff`].
     fn backs_off(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
         let Phase::Transmission(requests) = &self.phase else { return false };
         let on = shared.options.switches.receive_backoff.load(Relaxed);
@@ -420,7 +399,6 @@ impl Connection {
         }
     }
 
-    /// Handles a completed send. `result` is the number of bytes, or a negative errno.
     pub fn sent(&mut self, result: i32, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
         let sent = self.stream.sent(result);
         if sent.is_err() {
@@ -449,7 +427,6 @@ impl Connection {
         self.stream.receive(payload, cx);
     }
 
-    /// Handles a completed receive. `result` is the number of bytes, or a negative errno.
     pub fn received(&mut self, result: i32) {
         let mut payload = 0;
         if let Phase::Transmission(requests) = &mut self.phase {

@@ -1,5 +1,4 @@
-//! Metadata contexts (`NBD_OPT_SET_META_CONTEXT`): their names, and the extents that block status requests
-//! return.
+//! Metadata contexts (`NBD_OPT_SET_META_CONTEXT`) and the extents that block status requests return.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -45,8 +44,7 @@ impl Contexts {
         self.0.count_ones() as usize
     }
 
-    /// The contexts that match the `query` of a client, of an export that offers `bitmaps`. If `listing` is
-    /// set, the name of a namespace matches all its contexts.
+    /// The contexts that a client's `query` matches; if `listing`, a namespace matches all its contexts.
     pub(super) fn matching(query: &[u8], bitmaps: &[OfferedBitmap], listing: bool) -> Contexts {
         let all = Contexts::all(bitmaps);
         let lists = listing && [BASE, QEMU, DIRTY_BITMAP].contains(&query);
@@ -79,12 +77,10 @@ impl Contexts {
 pub struct OfferedBitmap {
     /// Name of the bitmap, which follows `qemu:dirty-bitmap:` in the name of the context.
     pub name: String,
-    /// [`Bitmap::id`] of the bitmap. If the bitmap is removed, another bitmap may get the same name but not
-    /// the same ID.
+    /// [`Bitmap::id`]. A bitmap that replaces a removed one may get the same name but not the same ID.
     pub id: u64,
 }
 
-/// The bitmaps of `disk` that clients may choose: all that are consistent.
 pub(super) fn offered_bitmaps(disk: &Disk) -> Arc<[OfferedBitmap]> {
     let bitmaps = disk.bitmaps();
     let offered = bitmaps.iter().filter(|bitmap| is_offered(bitmap));
@@ -95,7 +91,6 @@ fn is_offered(bitmap: &Bitmap) -> bool {
     bitmap.state() != BitmapState::Inconsistent
 }
 
-/// The name of a context, split into the namespace and the rest. `bitmaps` are those that the export offers.
 pub(super) fn context_name(id: u32, bitmaps: &[OfferedBitmap]) -> (&'static [u8], &[u8]) {
     match id {
         1 => (BASE, ALLOCATION),
@@ -126,8 +121,7 @@ impl From<Extent> for StatusExtent {
 pub struct ContextStatus {
     /// ID of the context, as in [`Contexts::ids`].
     pub id: u32,
-    /// The extents in order, from the start of the range. None has the length 0. The list is empty only if
-    /// the range is beyond the end of the device.
+    /// The extents in order, none of length 0. Empty only if the range is beyond the end of the device.
     pub extents: Vec<StatusExtent>,
 }
 
@@ -139,10 +133,8 @@ pub(super) struct ChosenContexts {
 }
 
 impl ChosenContexts {
-    /// Returns the extents of `range` in each context, at most `max` extents for a context.
-    ///
-    /// # Errors
-    /// Returns [`Status::Io`] if the driver fails, or if a chosen bitmap was removed or cleared.
+    /// Returns at most `max` extents of `range` in each context. Fails with [`Status::Io`] if the driver
+    /// fails, or if a chosen bitmap was removed or cleared.
     pub fn query(&self, disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<ContextStatus>, Status> {
         let of = |id: u32| {
             let extents = match id {
@@ -155,8 +147,7 @@ impl ChosenContexts {
         self.contexts.ids().map(of).collect()
     }
 
-    /// It is an error if the bitmap was removed, replaced or cleared since the client chose it. Otherwise the
-    /// client would treat blocks as clean that were written before.
+    /// Fails if the bitmap was removed or cleared, as the client would treat written blocks as clean.
     fn dirty(
         &self,
         id: u32,
@@ -182,8 +173,7 @@ fn depths(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExten
     Ok(depths.into_iter().map(|run| StatusExtent { length: run.length, flags: run.depth }).collect())
 }
 
-/// Queries the driver of the disk. If the driver was replaced meanwhile, the query is repeated, because a
-/// block commit may have emptied the old driver's image during the query.
+/// Reads no further requests. The handshake and the sending of replies may last until `until_ns`.
 fn query_current_driver<T>(disk: &Disk, ask: impl Fn(&dyn Driver) -> Result<T, Error>) -> Result<T, Status> {
     loop {
         let driver = disk.driver();

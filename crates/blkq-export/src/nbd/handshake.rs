@@ -1,7 +1,6 @@
 //! The fixed newstyle handshake as a state machine over bytes.
 //!
-//! The caller keeps received bytes in a buffer of at least [`INPUT_BYTES`] and passes them to
-//! [`Handshake::receive`]. It then drops the bytes that were consumed and sends the output.
+//! The caller buffers at least [`INPUT_BYTES`] for [`Handshake::receive`], and sends the output.
 
 use std::sync::Arc;
 
@@ -15,20 +14,16 @@ use super::reply::ReplyStyle;
 
 /// Maximum number of options in one handshake. A client needs about ten.
 pub const OPTIONS_MAX: u32 = 128;
-/// Maximum length of an option in bytes. This is enough for the longest name and a dozen metadata context
-/// queries of the maximum length.
+/// Maximum bytes of an option: enough for the longest name and a dozen metadata context queries.
 pub const OPTION_MAX_BYTES: usize = 64 << 10;
-/// Maximum length in bytes of an option that is skipped and answered with an error. A longer option closes
-/// the connection.
+/// Maximum bytes of an option that is skipped with an error reply. A longer option closes the connection.
 pub const OPTION_SKIP_MAX_BYTES: usize = 1 << 20;
-/// Maximum number of queries in one option. A client needs one for each metadata context, of which an export
-/// has at most 66.
+/// Maximum number of queries in one option. A client needs at most 66, one for each metadata context.
 pub const QUERIES_MAX: u32 = 256;
 /// Minimum size in bytes of the caller's input buffer.
 pub const INPUT_BYTES: usize = size_of::<OptionHeader>() + OPTION_MAX_BYTES;
 
-/// Block size in bytes that clients assume if they do not request [`info::BLOCK_SIZE`]. A client must request
-/// it before it can use an export with a larger minimum (`NBD_REP_ERR_BLOCK_SIZE_REQD`).
+/// Minimum block size that clients assume; exports above it require [`info::BLOCK_SIZE`].
 const BLOCK_MIN_USUAL_BYTES: u32 = 512;
 
 /// An export that clients can choose.
@@ -40,8 +35,7 @@ pub struct Export {
     pub description: String,
     /// Size of the export in bytes.
     pub size_bytes: u64,
-    /// Capabilities of the export. [`TransmissionFlags::SEND_DF`] is added if the client negotiated
-    /// structured or extended replies.
+    /// Capabilities. [`TransmissionFlags::SEND_DF`] is added for structured and extended replies.
     pub flags: TransmissionFlags,
     /// Size of the smallest request, and the alignment of all requests, in bytes: a power of two from 1 to
     /// 65536. This is the disk's logical block size, or 1 if the server serves unaligned requests.
@@ -87,8 +81,7 @@ pub enum TlsPolicy {
 pub enum Next {
     /// Receive more bytes from the client.
     Receive,
-    /// Call [`Handshake::receive`] again in the next turn, with the bytes that were not consumed. The budget
-    /// of this turn is spent.
+    /// The turn's budget is spent: call [`Handshake::receive`] in the next turn, with the bytes not consumed.
     Later,
     /// Send the output in plaintext, then continue under TLS in both directions. If there are received bytes
     /// that were not consumed, close the connection: they were sent before TLS and cannot be trusted.
@@ -115,9 +108,7 @@ pub struct Handshake {
     client_flags: ClientFlags,
     options: u32,
     replies: ReplyStyle,
-    /// Index of the export for which the client chose metadata contexts, and these contexts.
     contexts: Option<(usize, Contexts)>,
-    /// Index of the export whose block sizes the client has received.
     block_sizes: Option<usize>,
     aborted: bool,
     lacks_tls: bool,
@@ -164,15 +155,13 @@ impl Handshake {
         self.lacks_tls && !self.encrypted
     }
 
-    /// The number of options, queries and replies since the last call. They cost items of the turn's budget,
-    /// because the client chooses how many it sends.
+    /// The options, queries and replies since the last call, which cost items of the turn's budget.
     pub fn take_work(&mut self) -> usize {
         std::mem::take(&mut self.work)
     }
 
-    /// Processes `input`, the received bytes that were not consumed yet, as far as the budget of a turn
-    /// allows. Appends replies to `output`, and returns the number of consumed bytes and what the caller must
-    /// do next. `exports` must be the same for each call; the first is the default export (the empty name).
+    /// Processes `input`, the bytes not consumed yet, within the budget of a turn. Returns how many it
+    /// consumed. `exports` must be the same for each call; the first is the default export (the empty name).
     pub fn receive(&mut self, input: &[u8], exports: &[Export], output: &mut Vec<u8>) -> (usize, Next) {
         let mut rest = input;
         let work_before = self.work;
@@ -355,7 +344,6 @@ impl Handshake {
         Next::Transmission(session)
     }
 
-    /// Parses INFO or GO, and sends the information that the client requested.
     fn info(&mut self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Session, Refusal> {
         let mut data = Fields(data);
         let name = data.string()?;
@@ -395,7 +383,6 @@ impl Handshake {
         Ok(session)
     }
 
-    /// Parses and answers LIST_META_CONTEXT, or SET_META_CONTEXT if `set`.
     fn meta_context(
         &mut self,
         set: bool,
@@ -463,12 +450,10 @@ fn find(exports: &[Export], name: &[u8]) -> Option<usize> {
     named.or((name.is_empty() && !exports.is_empty()).then_some(0))
 }
 
-/// Reply type and message of an error.
 type Refusal = (u32, &'static str);
 const INVALID: Refusal = (option_reply::ERR_INVALID, "malformed option");
 const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, "no such export");
 
-/// A reader of an option's data, over the bytes that are not read yet.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {

@@ -13,9 +13,7 @@ pub(super) struct InFlight {
     pub connection: u32,
     pub command: Command,
     pub to: ReplyTo,
-    /// Length in bytes: of the part, if the read is split.
     pub length: u64,
-    /// The part of a split read that this is.
     pub part: Option<Part>,
 }
 

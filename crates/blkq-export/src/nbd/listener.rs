@@ -1,4 +1,4 @@
-//! The sockets of a server. They are opened on the control plane, before an engine accepts clients from them.
+//! The sockets of a server, opened on the control plane before an engine accepts clients from them.
 
 use std::ffi::OsStr;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -18,18 +18,15 @@ use crate::peer::Peer;
 
 /// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Send buffer of a unix socket, in bytes: the replies of one deep queue of small reads. A process without
-/// CAP_NET_ADMIN is limited by net.core.wmem_max.
+/// Send buffer of a unix socket: the replies of a deep queue of small reads, or net.core.wmem_max.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
-/// TCP keepalive: after 30 s of silence the kernel probes the client every 10 s, and breaks the connection
-/// when three probes had no answer. So a dead client is detected after a minute.
+/// TCP keepalive: a probe every 10 s after 30 s of silence; three without an answer break the connection.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// Group and mode of a unix socket that the server creates. They decide who may connect besides root and the
-/// owner, because connecting needs write permission on the socket (unix(7)).
+/// Group and mode of a unix socket that the server creates. To connect needs write permission (unix(7)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SocketAccess {
     /// Mode of the socket file, at most 0o777.
@@ -48,17 +45,14 @@ impl Default for SocketAccess {
 /// The socket on which a server accepts clients.
 #[derive(Debug)]
 pub enum Listen {
-    /// A unix socket that the server creates at this path, for its owner only unless [`SocketAccess`] says
-    /// otherwise. A stale socket file, on which no process listens, is replaced.
+    /// A unix socket that the server creates. A stale file, on which no process listens, is replaced.
     Unix(PathBuf),
     /// TCP, with a host name or address and a port. Port 0 selects any free port.
     Tcp(String, u16),
-    /// A unix or TCP stream socket that another process opened. It either listens (socket activation) or is
-    /// connected to the only client.
+    /// A stream socket that another process opened: listening (socket activation), or with the only client.
     Inherited(OwnedFd),
 }
 
-/// An open socket, and its address.
 pub(super) struct Opened {
     pub socket: Socket,
     pub listen_address: ListenAddress,
@@ -76,8 +70,7 @@ pub struct Listener {
     listen_address: ListenAddress,
 }
 
-/// The address of a server. When it is dropped, it removes the socket file of a unix socket that the server
-/// created.
+/// The address of a server. Dropping it removes the unix socket file that the server created.
 pub(super) enum ListenAddress {
     /// The path, and the device and inode number of the socket file.
     Unix(PathBuf, (u64, u64)),
@@ -92,19 +85,15 @@ pub(super) enum ListenAddress {
 }
 
 impl Listen {
-    /// Listens for a server other than NBD. The socket is non-blocking.
+    /// Listens for a server other than NBD, on a non-blocking socket.
     ///
     /// # Errors
-    /// Returns [`ErrorKind::Busy`] if another process is listening on the socket, [`ErrorKind::Invalid`] for
-    /// an inherited socket that is connected, or the error of the system.
+    /// [`ErrorKind::Busy`] if another process listens there, [`ErrorKind::Invalid`] for a connected socket.
     pub fn listen(self) -> Result<Listener, Error> {
         self.listen_as(SocketAccess::default())
     }
 
     /// Listens as [`Listen::listen`] does, with the given access to a unix socket.
-    ///
-    /// # Errors
-    /// The errors of [`Listen::listen`].
     pub fn listen_as(self, access: SocketAccess) -> Result<Listener, Error> {
         let Opened { socket: Socket::Listening(socket), listen_address } = self.open(access)? else {
             return Err(Error::new(
@@ -183,8 +172,7 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
     Ok(Opened { socket: Socket::Listening(socket), listen_address })
 }
 
-/// Sets the group, then the mode of the unix socket file that was created at `path`. In this order the socket
-/// is never more accessible than `access` allows.
+/// Sets the group before the mode: the socket is never more accessible than `access` allows.
 fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Error> {
     if access == SocketAccess::default() {
         return Ok(());
@@ -312,8 +300,7 @@ impl AsFd for Listener {
 }
 
 impl ListenAddress {
-    /// The NBD URI of the export with this name, or of the server if the name is empty. `tls`: clients must
-    /// use TLS.
+    /// The NBD URI of an export, or of the server if the name is empty. `tls`: clients must use TLS.
     pub fn uri(&self, tls: bool, export: &str) -> String {
         let scheme = if tls { "nbds" } else { "nbd" };
         let export = escaped(export.as_bytes());
@@ -330,7 +317,6 @@ impl ListenAddress {
         }
     }
 
-    /// The name of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
         match self {
             ListenAddress::Inherited { open, .. } => open.clone(),
@@ -360,7 +346,6 @@ impl ListenAddress {
     }
 }
 
-/// Percent-encodes `text` for a URI.
 fn escaped(text: &[u8]) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
     let escaped = text.iter().map(|byte| match plain(*byte) {
@@ -384,8 +369,7 @@ fn is_loopback(address: &SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
 }
 
-/// Sets the options of a client's socket. Errors are ignored, because the options only affect speed and the
-/// detection of dead clients.
+/// Sets options that only affect speed and the detection of dead clients, so errors are ignored.
 pub(super) fn tune(socket: BorrowedFd<'_>) {
     if is_unix(socket) {
         if sockopt::set_socket_send_buffer_size_force(socket, SEND_BUFFER_BYTES).is_err() {
@@ -400,7 +384,6 @@ pub(super) fn tune(socket: BorrowedFd<'_>) {
     }
 }
 
-/// Describes the peer for logs and lists of connections.
 pub(super) fn peer_name(socket: BorrowedFd<'_>) -> String {
     if is_unix(socket) {
         return match Peer::of(socket) {
@@ -424,8 +407,7 @@ mod tests {
 
     use super::*;
 
-    /// While sockets are created and removed, another thread checks the file. It must never see a mode that
-    /// lets the group connect before the group is the right one.
+    /// Another thread checks the file: no mode may let the group connect before the group is the right one.
     #[test]
     fn a_socket_is_never_more_accessible_than_requested() {
         let path = std::env::temp_dir().join(format!("blkq-grant-{}", std::process::id()));

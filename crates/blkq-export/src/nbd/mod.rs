@@ -1,8 +1,7 @@
 //! An NBD server: the fixed newstyle handshake, and simple, structured and extended replies.
 //!
 //! The modules [`proto`], [`handshake`], [`transmission`] and [`reply`] contain the protocol alone, as
-//! functions on bytes in memory: they use no socket, no clock and no block layer. [`NbdServer`] connects them
-//! to sockets and engines.
+//! functions on bytes in memory. [`NbdServer`] connects them to sockets and engines.
 
 mod budget;
 mod certificates;

@@ -12,8 +12,7 @@ use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
 use super::ranges::RangeLock;
 use super::tls::TlsOptions;
 
-/// Upper limit of the requests in flight per connection. Each reply takes up to two iovecs, and one send
-/// takes at most 1024.
+/// Limit of [`NbdOptions::requests_max`]: a reply takes up to two iovecs, and one send at most 1024.
 const REQUESTS_MAX: usize = 500;
 
 /// A disk that clients can choose by name.
@@ -23,8 +22,7 @@ pub struct NbdExport {
     pub name: String,
     /// A description for users, at most 4096 bytes. It may be empty.
     pub description: String,
-    /// The index of the disk's queue among the queues of the engine. It must be the same on each engine of
-    /// the server.
+    /// Index of the disk's queue in the engine, the same on each engine of the server.
     pub queue: usize,
 }
 
@@ -33,65 +31,53 @@ pub struct NbdExport {
 pub struct NbdOptions {
     /// The exports, at least one. The first is the default export.
     pub exports: Vec<NbdExport>,
-    /// The number of connections at the same time, at least 1. Further connections are closed immediately, as
-    /// are those for which there is no memory. At most a quarter of the connections, rounded up, may be in
-    /// the handshake: then the server does not accept more, and limits a handshake to one second.
+    /// Maximum number of connections, at least 1. Further ones are closed. At most a quarter, rounded up, may
+    /// be in the handshake; then the server stops accepting, and limits a handshake to one second.
     pub connections_max: usize,
     /// Requests in flight per connection, 1 to 500. Further requests wait in the socket.
     pub requests_max: usize,
-    /// I/O buffers per connection, in bytes. A request that would exceed the limit waits, unless it is the
-    /// only one.
+    /// I/O buffers per connection, in bytes. A request beyond the limit waits, unless it is the only one.
     pub buffered_bytes_max: usize,
     /// I/O buffers of all connections together, in bytes, in addition to 256 KiB per connection. Each engine
-    /// gets an equal share, but at least the size of the largest request: 32 MiB and the blocks at its ends.
-    /// A connection that exceeds the share waits until others release memory; its requests stay in the
-    /// socket.
+    /// gets an equal share, at least the largest request (32 MiB and the blocks at its ends). A connection
+    /// beyond the share waits until others release memory.
     pub buffered_bytes_total: usize,
-    /// Whether the URI contains the name of the first export. Clients that ask for no name get this export as
-    /// well.
+    /// Whether the URI names the first export, which clients also get if they ask for no name.
     pub named_in_uri: bool,
     /// Group and mode of the unix socket that the server creates.
     pub access: SocketAccess,
     /// Time limit of the handshake, in seconds, at least 1.
     pub handshake_timeout_s: u64,
-    /// Time in seconds, at least 1, in which a client must take a reply or send the payload of a write, plus
-    /// one second for each MiB. A client that takes longer is disconnected.
+    /// Time limit in seconds, at least 1, to take a reply or send a payload, plus one second for each MiB.
     pub transfer_timeout_s: u64,
-    /// Serves requests that are not aligned to logical blocks: clients see a minimum block size of 1 and the
-    /// exact size of the device. All servers of one disk must share the same lock, nothing else may write to
-    /// the disk, and the disk must be resized with [`RangeLock::resize`]. `None`: requests and the size are
-    /// whole logical blocks.
+    /// Serves unaligned requests: clients see a minimum block size of 1 and the exact device size. All
+    /// servers of a disk must share one lock, nothing else may write to the disk, and [`RangeLock::resize`]
+    /// must resize it. `None`: requests and the size are whole logical blocks.
     pub unaligned: Option<Arc<RangeLock>>,
     /// TLS for clients, `None` if the server does not offer it.
     pub tls: Option<TlsOptions>,
     /// Whether other machines may connect without TLS.
     pub insecure: bool,
-    /// A non-blocking eventfd that is written when the last client has disconnected, once a client had chosen
-    /// an export. A client that only listed the exports does not count.
+    /// A non-blocking eventfd, written when the last client disconnects, once one has chosen an export.
     pub idle_event: Option<Arc<OwnedFd>>,
-    /// A non-blocking eventfd that is written when
-    /// [`NbdServer::take_rejections`](super::NbdServer::take_rejections) has something to return. `None`:
-    /// rejections are not recorded.
+    /// A non-blocking eventfd, written when [`NbdServer::take_rejections`](super::NbdServer::take_rejections)
+    /// has something to return. `None`: rejections are not recorded.
     pub rejection_event: Option<Arc<OwnedFd>>,
     /// Mechanisms that can be switched while clients are connected.
     pub switches: Arc<NbdSwitches>,
 }
 
-/// Mechanisms that can be switched off and on while the server is running. Clones of the options share them.
-/// Relaxed accesses suffice, because no other data depends on a switch.
+/// Mechanisms to switch at run time. Relaxed accesses suffice: no other data depends on a switch.
 #[derive(Debug)]
 pub struct NbdSwitches {
-    /// Delays the next receive for a moment if the client is busy reading replies, so that several requests
-    /// arrive together ([`NbdCounters::receive_backoffs`](super::NbdCounters::receive_backoffs)).
+    /// Delays receives of a client that is busy reading replies, so that several requests arrive together.
     pub receive_backoff: AtomicBool,
-    /// Splits large reads into parts if the client negotiated structured replies
-    /// ([`NbdCounters::split_reads`](super::NbdCounters::split_reads)). A change applies to clients that
-    /// connect afterwards.
+    /// Splits large reads into parts, for clients that negotiated structured replies. A change applies to
+    /// clients that connect afterwards.
     pub split_reads: AtomicBool,
 }
 
 impl Default for NbdSwitches {
-    /// All mechanisms are switched on.
     fn default() -> NbdSwitches {
         let on = || AtomicBool::new(true);
         NbdSwitches { receive_backoff: on(), split_reads: on() }
@@ -142,13 +128,11 @@ impl NbdOptions {
         Ok(())
     }
 
-    /// Connections that may be in their handshake at the same time. Clients that never finish it leave the
-    /// other connections to those that do.
+    /// Connections that may be in their handshake: clients that never finish it leave the others usable.
     pub(super) fn handshakes_max(&self) -> usize {
         self.connections_max.div_ceil(4)
     }
 
-    /// The export name for the URI, empty if the URI contains none.
     pub(super) fn name_in_uri(&self) -> &str {
         self.exports.first().filter(|_| self.named_in_uri).map_or("", |export| &export.name)
     }

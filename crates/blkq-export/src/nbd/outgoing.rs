@@ -1,5 +1,4 @@
-//! The replies of one vectored send: the headers in one buffer, and between them the data of reads, which is
-//! sent from the I/O buffers without a copy.
+//! The replies of one vectored send: headers in one buffer, and the data of reads in I/O buffers, not copied.
 
 use std::ops::Range;
 
@@ -87,8 +86,7 @@ impl Outgoing {
         self.extents_bytes += bytes;
     }
 
-    /// Prepares the iovecs for sending, and returns the number of bytes. Nothing may be appended before this
-    /// is recycled.
+    /// Returns the number of bytes to send. Nothing may be appended before this is recycled.
     pub fn prepare(&mut self) -> usize {
         debug_assert!(self.iovecs.is_empty() && !self.is_empty());
         let mut start = 0;
@@ -129,8 +127,7 @@ impl Outgoing {
         unsafe { std::slice::from_raw_parts(iovec.iov_base.cast(), iovec.iov_len.min(bytes_max)) }
     }
 
-    /// Clears the collection and returns the buffers to `pool`. Returns the number of bytes that the
-    /// connection no longer uses.
+    /// Returns the buffers to `pool`, and the number of bytes that the connection no longer uses.
     pub(super) fn recycle(&mut self, pool: &mut BufferPool) -> usize {
         let mut freed = std::mem::take(&mut self.extents_bytes);
         for content in self.contents.drain(..) {

@@ -6,7 +6,6 @@ use blkq::IoBuffer;
 
 use super::transmission::Request;
 
-/// A write request, and the buffer into which its payload is received.
 pub(super) struct Payload {
     request: Request,
     buffer: IoBuffer,
@@ -20,17 +19,14 @@ impl Payload {
         Payload { missing: from..from + request.length as usize, request, buffer }
     }
 
-    /// The part of the buffer into which the rest of the payload must be received.
     pub fn missing(&mut self) -> &mut [u8] {
         &mut self.buffer[self.missing.clone()]
     }
 
-    /// Notes that the next `bytes` bytes of the payload are in the buffer.
     pub fn took(&mut self, bytes: usize) {
         self.missing.start += bytes;
     }
 
-    /// Length of the whole payload in bytes.
     pub fn length(&self) -> u64 {
         self.request.length
     }

@@ -21,8 +21,7 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// The smallest range of blocks that contains `range`. `block` is the block size in bytes, a power of
-    /// two.
+    /// The smallest range that contains `range`. `block` is the block size in bytes, a power of two.
     pub fn around(range: &Range<u64>, block: u64) -> Blocks {
         Blocks { range: range.start & !(block - 1)..range.end.next_multiple_of(block), block }
     }
@@ -33,13 +32,11 @@ impl Blocks {
         Blocks { range: start..end.max(start), block }
     }
 
-    /// Length of the range in bytes.
     pub fn length(&self) -> u64 {
         self.range.end - self.range.start
     }
 
-    /// The offsets of the first and the last block, if `part` does not cover them completely. `self` must be
-    /// [`Blocks::around`] `part`. If both are the same block, it is returned once.
+    /// Offsets of the first and last block that `part` covers partly. `self` must be around `part`.
     pub fn edges(&self, part: &Range<u64>) -> [Option<u64>; 2] {
         let head = self.range.start;
         let tail = self.range.end - self.block;
@@ -48,7 +45,6 @@ impl Blocks {
     }
 }
 
-/// How an unaligned request is carried out.
 pub(super) enum Plan {
     /// Reply immediately with this result.
     Answer(Result<(), NbdError>),
@@ -94,7 +90,6 @@ pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
     }
 }
 
-/// The flags of the bios that carry out `request`.
 pub(super) fn bio_flags(request: &Request, operation: Operation) -> BioFlags {
     let mut flags = BioFlags::empty();
     // Clients may set FUA on each command, but it only affects commands that write.

@@ -25,11 +25,9 @@ pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 /// Maximum length of a string in the protocol, in bytes.
 pub const STRING_MAX_BYTES: usize = 4096;
-/// Maximum payload of a request or reply in bytes, which this server announces. 32 MiB is the largest payload
-/// that the specification lets clients and servers rely on.
+/// Maximum payload in bytes. The specification lets both sides rely on no more than 32 MiB.
 pub const PAYLOAD_MAX_BYTES: u32 = 32 << 20;
-/// Number of zero bytes after the reply to `NBD_OPT_EXPORT_NAME`, unless both sides negotiated
-/// [`ClientFlags::NO_ZEROES`].
+/// Zero bytes after the reply to `NBD_OPT_EXPORT_NAME`, unless [`ClientFlags::NO_ZEROES`] is negotiated.
 pub const EXPORT_NAME_ZEROES: usize = 124;
 
 bitflags! {
@@ -114,8 +112,7 @@ bitflags! {
 
 /// Options of the handshake (`NBD_OPT_*`).
 pub mod option {
-    /// `NBD_OPT_EXPORT_NAME`: enters the transmission phase. The server cannot reply with an error, only
-    /// disconnect.
+    /// `NBD_OPT_EXPORT_NAME`: enters the transmission phase, or disconnects; there is no error reply.
     pub const EXPORT_NAME: u32 = 1;
     /// `NBD_OPT_ABORT`: ends the session before the transmission phase.
     pub const ABORT: u32 = 2;
@@ -159,8 +156,7 @@ pub mod option_reply {
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
     /// `NBD_REP_ERR_SHUTDOWN`: the server is shutting down.
     pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
-    /// `NBD_REP_ERR_BLOCK_SIZE_REQD`: the client must request `info::BLOCK_SIZE`, because the minimum block
-    /// size is above 512 bytes.
+    /// `NBD_REP_ERR_BLOCK_SIZE_REQD`: the client must request [`info::BLOCK_SIZE`](super::info) first.
     pub const ERR_BLOCK_SIZE_REQD: u32 = 0x8000_0008;
     /// `NBD_REP_ERR_TOO_BIG`: the option exceeds a limit of the server.
     pub const ERR_TOO_BIG: u32 = 0x8000_0009;

@@ -1,20 +1,17 @@
 //! A lock on byte ranges of a device, shared by all engines that serve the device with unaligned requests.
 //!
-//! A write that covers only a part of a block reads the block, changes it, and writes it back. If another
-//! write to the block ran at the same time, one of them would be lost. So an unaligned write locks its blocks
-//! exclusively; overlapping writes run in the order in which they arrived. Writes of whole blocks lock
-//! nothing. They check with one load whether any range is locked ([`RangeLock::is_taken`]). Only if so, they
-//! search the table, and wait for the entries that they overlap.
+//! A write of a part of a block reads the block, changes it, and writes it back. Two such writes at the same
+//! time would lose one of them. So an unaligned write locks its blocks exclusively; overlapping writes run in
+//! the order of their arrival. Writes of whole blocks lock nothing. Only if [`RangeLock::is_taken`] (one
+//! load), they search the table and wait for the entries that they overlap.
 //!
 //! The table maps each byte to its newest entry, as disjoint ranges ordered by offset. A new entry waits for
-//! the entries that it replaces there, which in turn wait for the entries before them. So adding an entry
-//! needs a search by offset, and no scan over the entries elsewhere.
+//! those that it replaces, so that adding one needs a search by offset and no scan.
 //!
-//! Writes of whole blocks that were submitted before a range was locked are not in the table. So a range is
-//! granted only after each member (the source of a server on one engine) has found that it has no such write
-//! in flight: [`LockedTable::check`]. For this reason the load in `is_taken` may be relaxed. Before a member
-//! has checked, it may miss the new range, but its check finds the writes that it submits until then. After
-//! the check, the member has held the mutex, and so it sees the range.
+//! Writes of whole blocks submitted before a range was locked are not in the table. So a range is granted
+//! only after each member (the source of a server on one engine) found no such write in flight:
+//! [`LockedTable::check`]. Therefore the load in `is_taken` may be relaxed: a member that misses the new
+//! range finds its own writes in its check, and after the check it has held the mutex, and so sees the range.
 //!
 //! Engines never wait for the mutex ([`Member::try_enter`]), and wake each other with messages.
 
@@ -41,8 +38,7 @@ pub(super) type Wake = Arc<dyn Fn() + Send + Sync>;
 /// [`NbdOptions::unaligned`](super::NbdOptions::unaligned).
 #[derive(Default)]
 pub struct RangeLock {
-    /// The number of exclusive entries in the table, granted or waiting. Changed under the mutex of the table,
-    /// and read without it: see the module's documentation for why relaxed accesses suffice.
+    /// Exclusive entries, granted or waiting. Changed under the mutex, read without it: see the module.
     taken: AtomicUsize,
     table: Mutex<Table>,
 }
@@ -62,13 +58,11 @@ struct Entry {
     member: usize,
     /// Identifies the entry for its member: see [`LockedTable::take_granted`].
     key: u32,
-    /// The number of older entries, plus the number of members that must still check. The entry is granted
-    /// when this is 0.
+    /// Older entries, plus members that must still check. The entry is granted when this is 0.
     blockers: usize,
     /// Tickets of the newer entries that wait for this one.
     waiters: Vec<u64>,
-    /// The member left before the entry was granted. The entry stays in the table until it would be granted,
-    /// so that the entries that wait for it keep their order.
+    /// The member left before the grant. The entry stays until then, to keep the order of its waiters.
     abandoned: bool,
 }
 
@@ -80,8 +74,7 @@ struct Newest {
 }
 
 impl Newest {
-    /// Makes `ticket` the newest entry of `range`. Appends the tickets that it replaces to `older`; a ticket
-    /// may be appended several times.
+    /// Makes `ticket` the newest of `range`. Appends the replaced tickets to `older`, possibly repeatedly.
     fn replace(&mut self, range: &Range<u64>, ticket: u64, older: &mut Vec<u64>) {
         if let Some((_, (end, before))) = self.ranges.range_mut(..range.start).next_back()
             && *end > range.start
@@ -102,12 +95,10 @@ impl Newest {
         self.ranges.insert(range.start, (range.end, ticket));
     }
 
-    /// Whether any byte of `range` is part of an entry.
     fn overlaps(&self, range: &Range<u64>) -> bool {
         self.ranges.range(..range.end).next_back().is_some_and(|(_, (end, _))| *end > range.start)
     }
 
-    /// Removes the entry `ticket`, which has the range `range`.
     fn remove(&mut self, range: &Range<u64>, ticket: u64) {
         let mut from = range.start;
         while let Some((&start, &(end, newest))) = self.ranges.range(from..range.end).next() {
@@ -136,19 +127,16 @@ impl std::fmt::Debug for RangeLock {
 }
 
 impl RangeLock {
-    /// Whether there are exclusive entries, granted or waiting.
     #[inline]
     pub(super) fn is_taken(&self) -> bool {
         self.taken.load(Relaxed) > 0
     }
 
     /// Resizes `disk` as [`Disk::resize`] does, while no write to the incomplete block at the end is in
-    /// flight. Such a write reads the padding of the block and writes it back, which would overwrite bytes
-    /// that the resize has made part of the disk.
+    /// flight: such a write would write back padding over bytes that the resize has made part of the disk.
     ///
     /// # Errors
-    /// The errors of [`Disk::resize`], and [`ErrorKind::Busy`] if the writes in flight do not complete within
-    /// 30 s.
+    /// As [`Disk::resize`], and [`ErrorKind::Busy`] if writes in flight do not complete within 30 s.
     pub fn resize(self: &Arc<Self>, disk: &Disk, bytes: Option<u64>) -> Result<u64, Error> {
         let thread = thread::current();
         let mut member = self.join(Arc::new(move || thread.unpark()));
@@ -175,7 +163,6 @@ impl RangeLock {
         }
     }
 
-    /// Adds a member, whose writes are checked from now on.
     pub(super) fn join(self: &Arc<Self>, wake: Wake) -> Member {
         let state = MemberState { wake, woken: false, granted: Vec::new(), unchecked: Vec::new() };
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
@@ -203,7 +190,6 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// Locks the table. Returns `None` if another thread has locked it: then call again soon.
     pub fn try_enter(&mut self) -> Option<LockedTable<'_>> {
         let table = match self.lock.table.try_lock() {
             Ok(table) => table,
@@ -214,7 +200,6 @@ impl Member {
         Some(self.lock.session(table, self.index, &mut self.to_wake))
     }
 
-    /// Locks the table, for a thread that may wait.
     fn enter(&mut self) -> LockedTable<'_> {
         let table = self.lock.table.lock().unwrap_or_else(PoisonError::into_inner);
         self.lock.session(table, self.index, &mut self.to_wake)
@@ -263,8 +248,7 @@ impl LockedTable<'_> {
         self.table.as_mut().expect("taken out only when the session is dropped")
     }
 
-    /// Adds an exclusive entry for `range`, and returns its ticket. When it is granted,
-    /// [`LockedTable::take_granted`] returns `key`.
+    /// Adds an exclusive entry. [`LockedTable::take_granted`] returns `key` when it is granted.
     pub fn lock(&mut self, range: Range<u64>, key: u32) -> u64 {
         self.taken.fetch_add(1, Relaxed);
         let mut unchecked = 0;
@@ -279,9 +263,8 @@ impl LockedTable<'_> {
         self.insert(range, true, key, unchecked)
     }
 
-    /// Adds an entry for a write of whole blocks that waits for the overlapping entries, and returns its
-    /// ticket: see [`LockedTable::lock`]. Returns `None` if no entry overlaps `range`, so that the write can
-    /// run now.
+    /// Adds an entry for a write of whole blocks, as [`LockedTable::lock`] does. Returns `None` if no entry
+    /// overlaps `range`: the write can run now.
     pub fn wait(&mut self, range: Range<u64>, key: u32) -> Option<u64> {
         self.table().newest.overlaps(&range).then(|| self.insert(range, false, key, 0))
     }
@@ -327,9 +310,8 @@ impl LockedTable<'_> {
         }
     }
 
-    /// For each exclusive entry that waits for this member's check, asks `has_writes` whether the member has
-    /// writes in flight in the range. Returns true if there are such entries: then call this again when
-    /// writes have completed.
+    /// For each exclusive entry to check, asks whether this member has writes in flight in the range. Returns
+    /// true if there are such entries: then call this again when writes have completed.
     pub fn check(&mut self, mut has_writes: impl FnMut(&Range<u64>) -> bool) -> bool {
         let member = self.member;
         let Some(state) = &mut self.table().members[member] else { return false };
@@ -349,8 +331,7 @@ impl LockedTable<'_> {
         left
     }
 
-    /// Decrements the blockers of an entry, and grants it when none is left. Returns true if its member has
-    /// left, so that the caller must release the entry.
+    /// Grants an entry without blockers. Returns true if its member left: the caller must release it.
     fn unblock(&mut self, ticket: u64) -> bool {
         let Some(entry) = self.table().entries.get_mut(&ticket) else { return false };
         entry.blockers -= 1;

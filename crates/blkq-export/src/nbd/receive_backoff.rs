@@ -1,6 +1,5 @@
-//! Delays the next receive of a connection for a moment. If a client is busy reading replies, its requests
-//! arrive one by one, and receiving each of them costs a wake-up and two system calls. After a delay several
-//! requests are received together, which takes half the CPU time and does not slow the client down.
+//! Delays the next receive of a client that is busy reading replies. Its requests arrive one by one, and each
+//! costs a wake-up and two system calls; received together they take half the CPU time.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -11,15 +10,12 @@ const REQUESTS_MAX: u64 = 24;
 /// A receive is delayed only if the client has not read at least this number of bytes of replies.
 const UNREAD_BYTES: i32 = 64 << 10;
 
-/// The receive back-off of one connection.
 #[derive(Default)]
 pub(super) struct ReceiveBackoff {
     /// End of the current back-off; 0 if there is none.
     until_ns: u64,
-    /// The number of requests at the last decision.
     requests: u64,
-    /// All requests had been answered when the last bytes arrived. Then the client limits the throughput, not
-    /// the device.
+    /// All requests had been answered when the last bytes arrived: the client limits the throughput.
     device_idle: bool,
 }
 
@@ -34,12 +30,10 @@ pub(super) enum Decision {
 }
 
 impl ReceiveBackoff {
-    /// End of the current back-off; `u64::MAX` if there is none.
     pub fn until_ns(&self) -> u64 {
         if self.until_ns == 0 { u64::MAX } else { self.until_ns }
     }
 
-    /// Notes that bytes arrived. `idle`: all earlier requests had been answered.
     pub fn note_device(&mut self, idle: bool) {
         self.device_idle = idle;
     }
@@ -48,9 +42,8 @@ impl ReceiveBackoff {
         self.until_ns = 0;
     }
 
-    /// Decides whether to delay the next receive. `requests` is the number of requests of the connection so
-    /// far. Receiving is delayed if few requests arrived since the last call, although many replies are
-    /// unread in `socket`.
+    /// Delays if few of the `requests` so far arrived since the last call, although many replies are unread
+    /// in `socket`.
     pub fn consider(&mut self, requests: u64, now_ns: u64, socket: BorrowedFd<'_>) -> Decision {
         if self.until_ns > now_ns {
             // This is called again in the same turn, or because of another deadline.

@@ -1,12 +1,10 @@
-//! Records clients that the server rejected or disconnected, and the reasons. The owner of the server takes
-//! the records and logs them, as engines must not write logs.
+//! Clients that the server rejected or disconnected. The owner logs them, as engines must not write logs.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Number of rejections of one kind that are recorded within [`WINDOW`]. Further ones are counted only, so
-/// that clients cannot flood the log.
+/// Rejections of one kind that are recorded within [`WINDOW`]; others are counted, not to flood the log.
 const REPORTED_MAX: u32 = 8;
 const WINDOW: Duration = Duration::from_secs(60);
 
@@ -31,7 +29,6 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// Index of the kind in [`Queue::kinds`].
     fn kind(&self) -> usize {
         match self {
             Reason::TooMany(_) => 0,
@@ -76,7 +73,6 @@ struct Queue {
 
 /// Rejections that the owner has not taken yet, at most [`REPORTED_MAX`] of each kind for each minute.
 pub(super) struct Rejections {
-    /// Locked to push a rejection, and to take all of them.
     queue: Mutex<Queue>,
     /// An eventfd that is written when there are rejections to take.
     event: Option<Arc<OwnedFd>>,
@@ -87,8 +83,7 @@ impl Rejections {
         Rejections { queue: Mutex::default(), event }
     }
 
-    /// Records that `peer` was rejected. Does nothing if there is no event, and only counts the rejection if
-    /// there were too many.
+    /// Does nothing without an event, and only counts the rejection if there were too many.
     pub fn push(&self, reason: Reason, peer: impl FnOnce() -> String) {
         let Some(event) = &self.event else { return };
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
@@ -110,7 +105,6 @@ impl Rejections {
         let _ = rustix::io::write(event, &1u64.to_ne_bytes());
     }
 
-    /// Takes the rejections since the last call, oldest first.
     pub fn take(&self) -> Vec<Rejection> {
         std::mem::take(&mut self.queue.lock().unwrap_or_else(PoisonError::into_inner).rejections)
     }

@@ -48,8 +48,7 @@ impl ReplyStyle {
         output.extend_from_slice(payload.as_bytes());
     }
 
-    /// Appends the header of the reply to a successful read of `length` bytes, at most [`PAYLOAD_MAX_BYTES`].
-    /// The caller must send the data directly after it.
+    /// Appends the header of a read of at most [`PAYLOAD_MAX_BYTES`]. The data must follow directly.
     pub fn data(self, to: ReplyTo, length: u32, output: &mut Vec<u8>) {
         if self == ReplyStyle::Simple {
             return simple(to, 0, output);
@@ -58,23 +57,17 @@ impl ReplyStyle {
         self.part(to, to.offset, length, true, output);
     }
 
-    /// Appends the header of a chunk with a part of a read: `length` bytes at `offset` of the device. The
-    /// caller must send the data directly after it. `last`: this is the last chunk of the reply.
-    ///
-    /// # Panics
-    /// If the style is simple: simple replies consist of one part.
+    /// Appends the header of a part of a read: `length` bytes at `offset` of the device, directly followed by
+    /// the data. `last`: this is the last chunk. Panics if the style is simple, which has one part.
     pub fn part(self, to: ReplyTo, offset: u64, length: u32, last: bool, output: &mut Vec<u8>) {
         assert!(self != ReplyStyle::Simple, "parts need structured replies");
         self.chunk(to, reply_type::OFFSET_DATA, size_of::<u64>() + length as usize, last, output);
         output.extend_from_slice(&offset.to_be_bytes());
     }
 
-    /// Appends the reply to a block status request: one chunk for each of `contexts`, which must not be
-    /// empty. At most [`EXTENTS_MAX`] extents of a context are sent. If an extent is too long for a
-    /// structured reply, it is shortened and is the last one. The client then asks for the rest.
-    ///
-    /// # Panics
-    /// If the style is simple, in which block status cannot be negotiated.
+    /// Appends the reply to a block status request: a chunk with at most [`EXTENTS_MAX`] extents for each of
+    /// `contexts`, which must not be empty. An extent too long for a structured reply is shortened and is the
+    /// last one; the client then asks for the rest. Panics if the style is simple.
     pub fn block_status(self, to: ReplyTo, contexts: &[ContextStatus], output: &mut Vec<u8>) {
         for (number, context) in contexts.iter().enumerate() {
             self.context_status(to, context, number + 1 == contexts.len(), output);
@@ -116,7 +109,6 @@ impl ReplyStyle {
         }
     }
 
-    /// Appends the header of a chunk with `length` bytes of payload.
     fn chunk(self, to: ReplyTo, kind: u16, length: usize, last: bool, output: &mut Vec<u8>) {
         let flags = if last { ReplyFlags::DONE } else { ReplyFlags::empty() };
         let flags = flags.bits().into();

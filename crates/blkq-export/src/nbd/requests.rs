@@ -1,9 +1,7 @@
-//! Carries out the requests of one client in the transmission phase: parses them, submits bios, and writes
-//! replies.
+//! Carries out one client's requests: parses them, submits bios, and writes replies.
 //!
 //! A client that has too much in flight is slowed down by its socket: [`Requests::parse`] reads no further
-//! request until replies have been sent, so that requests stay in the kernel's socket buffer and take no
-//! memory here.
+//! request until replies were sent, so that requests stay in the kernel's socket buffer.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -30,7 +28,6 @@ use super::unaligned::{Finished, OrderedWrite};
 /// Maximum size in bytes of the extents of one request in one metadata context.
 const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<StatusExtent>();
 
-/// The reason why [`Requests::parse`] returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Parsed {
     /// A request or payload is incomplete: receive more bytes.
@@ -48,9 +45,7 @@ pub(super) enum Parsed {
 /// The transmission phase of one client.
 pub(super) struct Requests {
     transmission: Transmission,
-    /// Slot of the connection in its source.
     slot: u32,
-    /// Index of the export's queue among the queues of the engine.
     queue: usize,
     /// Logical block size in bytes, minus 1.
     block_mask: u64,
@@ -68,13 +63,11 @@ pub(super) struct Requests {
     buffered: usize,
     /// Requests, and parts of reads, in the block layer, in the range lock or with a worker.
     busy: usize,
-    /// State of the reads that are split into parts. `None` if the client negotiated simple replies, or if
-    /// splitting was switched off when the client connected.
+    /// Split reads. `None` for simple replies, or if splitting was off when the client connected.
     split: Option<Box<SplitReads>>,
 }
 
 impl Requests {
-    /// Begins the transmission phase of the connection in `slot`, which chose `export`.
     pub fn new(
         slot: u32,
         session: Session,
@@ -115,32 +108,26 @@ impl Requests {
         self.counters.sends += 1;
     }
 
-    /// The number of requests that were received and whose replies were not sent.
     pub fn outstanding(&self) -> usize {
         self.outstanding
     }
 
-    /// Whether no request is being carried out.
     pub fn is_idle(&self) -> bool {
         self.busy == 0
     }
 
-    /// Deadline of the payload; `u64::MAX` if no payload is expected.
     pub fn payload_until_ns(&self) -> u64 {
         self.payload_until_ns
     }
 
-    /// Whether a payload is incomplete.
     pub fn expects_payload(&self) -> bool {
         self.incoming.is_some()
     }
 
-    /// The part of the buffer for payload that has not been received.
     pub fn missing_payload(&mut self) -> Option<&mut [u8]> {
         self.incoming.as_mut().map(Payload::missing)
     }
 
-    /// Sets the deadline of the expected payload when the connection begins to receive it.
     pub fn expect_payload(&mut self, shared: &mut EngineShared, cx: &SourceContext<'_>) {
         if let Some(incoming) = &self.incoming
             && self.payload_until_ns == u64::MAX
@@ -149,7 +136,6 @@ impl Requests {
         }
     }
 
-    /// Notes that `bytes` of the payload were written into [`Requests::missing_payload`].
     pub fn took_payload(&mut self, bytes: usize) {
         if let Some(incoming) = &mut self.incoming {
             incoming.took(bytes);
@@ -157,13 +143,11 @@ impl Requests {
         }
     }
 
-    /// Notes that `replies` were sent, which makes `freed` bytes of buffers free.
     pub fn sent(&mut self, replies: usize, freed: usize, shared: &mut EngineShared) {
         self.outstanding -= replies;
         self.free(freed, shared);
     }
 
-    /// Returns the buffers to `shared`. The connection is dropped afterwards.
     pub fn release(&mut self, shared: &mut EngineShared) {
         if let Some(incoming) = self.incoming.take() {
             shared.buffers.put(incoming.into_parts().1);
@@ -171,14 +155,11 @@ impl Requests {
         self.free(self.buffered, shared);
     }
 
-    /// Notes that `bytes` of this client's buffers are free.
     pub fn free(&mut self, bytes: usize, shared: &mut EngineShared) {
         shared.budget.free(self.buffered, bytes);
         self.buffered -= bytes;
     }
 
-    /// Parses the received requests and begins to carry them out, as far as the limits and the turn's budget
-    /// allow.
     pub fn parse(
         &mut self,
         stream: &mut Stream,
@@ -242,7 +223,6 @@ impl Requests {
         self.counters.requests += 1;
     }
 
-    /// Begins to carry out a request, for whose buffers the limits have room.
     fn begin(
         &mut self,
         request: Request,
@@ -292,7 +272,6 @@ impl Requests {
         }
     }
 
-    /// Whether a read is split into parts. `NBD_CMD_FLAG_DF` forbids it.
     fn is_split(&self, request: &Request) -> bool {
         request.command == Command::Read
             && split::is_split(request.length)
@@ -301,7 +280,6 @@ impl Requests {
             && self.is_whole_blocks(request)
     }
 
-    /// Submits parts of split reads until the limit of parts in flight is reached.
     pub fn begin_parts(
         &mut self,
         replies: &mut Outgoing,
@@ -325,14 +303,12 @@ impl Requests {
         }
     }
 
-    /// Drops the parts of reads that were not submitted, because the connection is broken.
     pub fn abandon_parts(&mut self) {
         if let Some(split) = &mut self.split {
             split.abandon();
         }
     }
 
-    /// Begins to carry out a request that is not aligned to logical blocks.
     #[cold]
     fn begin_unaligned(
         &mut self,
@@ -397,7 +373,6 @@ impl Requests {
         (request.offset | request.length) & self.block_mask == 0
     }
 
-    /// Size in bytes of the buffers that a request needs.
     fn buffer_bytes(&self, request: &Request) -> usize {
         if request.command == Command::BlockStatus {
             return self.extents_max_bytes();
@@ -461,7 +436,6 @@ impl Requests {
         InFlight::new(self.slot, request)
     }
 
-    /// Handles a completed bio: writes the reply to its request.
     pub fn complete(
         &mut self,
         request: InFlight,
@@ -497,8 +471,7 @@ impl Requests {
         }
     }
 
-    /// Handles a part of a read that completed, or for which there was no memory. An error is reported in the
-    /// last chunk, so a reply contains at most one.
+    /// Handles a part of a read, also without memory for it. Only the last chunk reports an error.
     fn complete_part(
         &mut self,
         request: InFlight,
@@ -532,7 +505,6 @@ impl Requests {
         }
     }
 
-    /// Handles a completed ordered write: see [`OrderedWrite`].
     pub fn complete_ordered(
         &mut self,
         finished: Finished,
@@ -561,7 +533,6 @@ impl Requests {
         replies.reply(|output| self.style.block_status(request.to, &contexts, output));
     }
 
-    /// Maximum size in bytes of the extents of one request in all chosen contexts.
     fn extents_max_bytes(&self) -> usize {
         EXTENTS_MAX_BYTES * self.contexts.contexts.count()
     }

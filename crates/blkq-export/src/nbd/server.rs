@@ -43,8 +43,7 @@ pub struct NbdServer {
     /// system. `None` once the server has stopped.
     listen_address: Mutex<Option<ListenAddress>>,
     registry: Arc<Registry>,
-    /// The sources, the accepting one first. Empty once the server has stopped, because the engines may then
-    /// give their IDs to other sources.
+    /// The accepting source first. Empty after a stop: the engines may give the IDs to other sources.
     sources: Mutex<Vec<(EngineHandle, SourceId)>>,
 }
 
@@ -98,8 +97,7 @@ impl NbdServer {
         }
     }
 
-    /// The URI for clients, such as `nbd+unix:///?socket=/run/blkq/disk.nbd` or `nbd://127.0.0.1:10809`. The
-    /// scheme begins with `nbds` if clients must use TLS.
+    /// The URI for clients, such as `nbd+unix:///?socket=/run/blkq/disk.nbd`; `nbds` if they must use TLS.
     pub fn uri(&self) -> &str {
         &self.uri
     }
@@ -129,8 +127,7 @@ impl NbdServer {
         self.registry.list()
     }
 
-    /// The number of connections that were rejected since the server started, because there were too many,
-    /// there was no memory for another one, or the server was stopping.
+    /// Connections that were rejected, because there were too many, no memory, or the server was stopping.
     pub fn refused_connections(&self) -> u64 {
         self.registry.refused()
     }
@@ -146,29 +143,23 @@ impl NbdServer {
         self.registry.counters()
     }
 
-    /// Rejects new clients until the returned guard is dropped. Returns `None`, and changes nothing, if
-    /// clients are connected.
+    /// Rejects new clients until the guard is dropped. Returns `None` if clients are connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.registry.pause_if_empty()
     }
 
-    /// Stops the server: it accepts no further clients, and its socket is removed when this returns. With
-    /// `force`, clients are disconnected: the server reads no further request and completes those in flight,
-    /// but a client that does not take a reply within a second does not get it.
+    /// Stops the server: its socket is removed when this returns. With `force`, clients are disconnected:
+    /// requests in flight complete, but a client that does not take a reply within a second does not get it.
     ///
     /// # Errors
-    /// Returns [`ErrorKind::Busy`] if clients are connected and `force` is not set. The server then keeps
-    /// running.
+    /// [`ErrorKind::Busy`] if clients are connected and `force` is not set; the server keeps running.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         self.begin_stop(force)?.wait();
         Ok(())
     }
 
-    /// Begins to stop as [`NbdServer::stop`] does, but does not wait, so that several servers can stop at the
-    /// same time.
-    ///
-    /// # Errors
-    /// The errors of [`NbdServer::stop`].
+    /// Begins to stop as [`NbdServer::stop`] does, with its errors, so that several servers can stop
+    /// together.
     pub fn begin_stop(&self, force: bool) -> Result<StoppingServer<'_>, Error> {
         if force {
             self.registry.close();
@@ -200,7 +191,6 @@ impl StoppingServer<'_> {
     }
 }
 
-/// Rejects an address that other machines can reach, unless TLS is required or the options allow it.
 fn check_reach(options: &NbdOptions, listen_address: &ListenAddress) -> Result<(), Error> {
     let Some(address) = listen_address.beyond_this_machine() else { return Ok(()) };
     if options.insecure || options.tls_policy() == TlsPolicy::Required {

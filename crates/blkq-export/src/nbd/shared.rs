@@ -1,5 +1,4 @@
-//! The state that all connections of one engine share: I/O buffers and their budget, requests in flight, and
-//! the submission of bios.
+//! The state that the connections of one engine share: buffers, requests in flight, submission of bios.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -21,8 +20,7 @@ use super::status::Registry;
 use super::tls::Tls;
 use super::unaligned::{BufferSource, Finished, OrderedWrite, OrderingResults, Unaligned};
 
-/// Kinds of ring operations. The token of an operation contains the kind above the 32 bits of the
-/// connection's slot.
+/// Kinds of ring operations. An operation's token has the kind above the 32 bits of the slot.
 pub(super) const RECEIVED: u64 = 0;
 pub(super) const SENT: u64 = 1;
 pub(super) const ACCEPTED: u64 = 2;
@@ -44,14 +42,11 @@ pub(super) enum Message {
     Client(OwnedFd),
     /// Too many clients are in their handshake: shorten the time limit.
     Crowded,
-    /// The TLS state of the connection in this slot, after a worker carried out a step of the handshake.
     Handshake(u32, Box<Tls>),
-    /// The extents for the request with this index in the table of requests in flight; `None` if the query
-    /// failed.
+    /// Extents for the request with this index in the table of requests in flight; `None`: the query failed.
     Status(u32, Option<Vec<ContextStatus>>),
 }
 
-/// The state that the connections of one engine share.
 pub(super) struct EngineShared {
     pub options: Arc<NbdOptions>,
     pub buffers: BufferPool,
@@ -69,14 +64,12 @@ pub(super) struct EngineShared {
     /// No deadline of a connection is before this time. It may be earlier than the earliest deadline.
     deadline_ns: u64,
     stopping: bool,
-    /// Work done for the clients of this engine in the current turn.
     pub work: TurnWork,
     /// Runs steps of TLS handshakes, which make signatures.
     handshakes: Worker,
 }
 
 impl EngineShared {
-    /// Creates the state for one of `engines` engines. Each gets an equal share of the memory limit.
     pub fn new(options: Arc<NbdOptions>, engines: usize) -> EngineShared {
         EngineShared {
             buffers: BufferPool::new(),
@@ -104,18 +97,15 @@ impl EngineShared {
         }
     }
 
-    /// Whether a queue of the block layer is full, so that no further request should be parsed.
     pub fn is_full(&self) -> bool {
         !self.requeued.is_empty()
     }
 
-    /// Whether no ordered write is left of connections that have closed.
     pub fn is_idle(&self) -> bool {
         self.unaligned.is_idle()
     }
 
-    /// Returns the deadline for sending or receiving `bytes` from now on, and schedules a check of the
-    /// deadlines.
+    /// Returns the deadline for sending or receiving `bytes`, and schedules a check of the deadlines.
     pub fn transfer_until_ns(&mut self, bytes: u64, cx: &SourceContext<'_>) -> u64 {
         let seconds = self.options.transfer_timeout_s + bytes / RATE_MIN;
         let timeout_ns = if self.stopping { STOPPING_SEND_NS } else { seconds * NS_PER_SECOND };
@@ -131,13 +121,11 @@ impl EngineShared {
         self.transfer_until_ns(0, cx)
     }
 
-    /// Schedules a check of the deadlines at `at_ns`, the deadline of a connection.
     pub fn expect_deadline(&mut self, at_ns: u64) {
         self.deadline_ns = self.deadline_ns.min(at_ns);
     }
 
-    /// Returns whether a check of the deadlines is due. The caller must then schedule the deadlines of all
-    /// connections again.
+    /// Whether a check of the deadlines is due. The caller must then schedule all deadlines again.
     pub fn take_deadline(&mut self, now_ns: u64) -> bool {
         let passed = now_ns >= self.deadline_ns;
         if passed {
@@ -146,30 +134,24 @@ impl EngineShared {
         passed
     }
 
-    /// The time at which the source must run again; `u64::MAX` if it need not.
     pub fn deadline_ns(&self) -> u64 {
         if self.unaligned.is_contended() { 0 } else { self.deadline_ns }
     }
 
-    /// Counts a receive that was delayed.
     pub fn count_backoff(&mut self) {
         self.receive_backoffs += 1;
     }
 
-    /// Whether writes of whole blocks must be ordered at present: see [`Unaligned::must_order`].
     #[inline]
     pub fn must_order(&self) -> bool {
         self.unaligned.must_order()
     }
 
-    /// Passes a write to the range lock, because it must not run at the same time as another write to the
-    /// same block.
+    /// Passes a write to the range lock: it must not overlap another write to the same block.
     pub fn order(&mut self, write: OrderedWrite) {
         self.unaligned.push(write);
     }
 
-    /// Notes that another engine changed the range lock: see
-    /// [`RangesChanged`](super::unaligned::RangesChanged).
     pub fn notify_of_ranges(&mut self) {
         self.unaligned.notify();
     }
@@ -180,7 +162,6 @@ impl EngineShared {
         self.submit_bio(queue, bio, cx);
     }
 
-    /// Submits `bio`, whose `user_data` is set.
     fn submit_bio(&mut self, queue: usize, bio: Bio, cx: &mut SourceContext<'_>) {
         self.name_client(queue, &bio, cx);
         if let Err(bio) = cx.submit(queue, bio) {
@@ -188,7 +169,6 @@ impl EngineShared {
         }
     }
 
-    /// Sets the client number of the connection in `slot`.
     pub fn set_client(&mut self, slot: usize, number: u64) {
         if self.clients.len() <= slot {
             self.clients.resize(slot + 1, 0);
@@ -196,7 +176,7 @@ impl EngineShared {
         self.clients[slot] = number as u32;
     }
 
-    /// Tells the tracer which client submits `bio`. Call this directly before the submission.
+    /// Sets the client that the tracer records for `bio`. Call this directly before the submission.
     #[inline]
     fn name_client(&self, queue: usize, bio: &Bio, cx: &mut SourceContext<'_>) {
         cx.set_trace_client(queue, || {
@@ -206,8 +186,7 @@ impl EngineShared {
         });
     }
 
-    /// Submits the bios again that queues did not accept. Returns whether there were such bios and all were
-    /// accepted now.
+    /// Submits requeued bios again. Returns whether there were some and all were accepted now.
     pub fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) -> bool {
         if self.requeued.is_empty() {
             return false;
@@ -222,8 +201,7 @@ impl EngineShared {
         true
     }
 
-    /// Begins the ordered writes whose ranges were granted. Afterwards, handle
-    /// [`EngineShared::next_finished`].
+    /// Begins the ordered writes whose ranges were granted. Then handle [`EngineShared::next_finished`].
     pub fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
         let mut memory = BufferSource { buffers: &mut self.buffers, cx };
         self.unaligned.order_writes(&mut self.in_flight, &mut memory, &mut self.ready);
@@ -252,12 +230,10 @@ impl EngineShared {
         self.ready.bios = bios;
     }
 
-    /// Takes an ordered write that has completed.
     pub fn next_finished(&mut self) -> Option<Finished> {
         self.ready.finished.pop()
     }
 
-    /// The request to which the bio with this `user_data` belongs.
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
         match Unaligned::is_ordered(user_data) {
             true => self.unaligned.request_of(user_data),
@@ -265,9 +241,8 @@ impl EngineShared {
         }
     }
 
-    /// Runs the next step of a TLS handshake on a worker. A signature takes up to some milliseconds, in which
-    /// the engine can serve other clients. These handshakes have their own worker, because queries of extents
-    /// may occupy the engine's worker for much longer.
+    /// Runs a step of a TLS handshake on a worker, as a signature takes up to some milliseconds. Handshakes
+    /// have their own worker, because queries of extents may occupy the engine's for much longer.
     pub fn offload_handshake(&mut self, slot: u32, mut tls: Box<Tls>, cx: &SourceContext<'_>) {
         cx.offload_to(&mut self.handshakes, move || {
             tls.shake_hands();
@@ -292,12 +267,10 @@ impl EngineShared {
         cx.offload(move || Box::new(Message::Status(index, catch_unwind(query).unwrap_or(None))));
     }
 
-    /// Removes the request with this index from the table of requests in flight.
     pub fn remove_request(&mut self, index: u32) -> InFlight {
         self.in_flight.remove(index)
     }
 
-    /// Adds the counts of this turn to the counters of `registry`.
     pub fn finish_turn(&mut self, registry: &Registry) {
         registry.count_backoffs(std::mem::take(&mut self.receive_backoffs));
     }

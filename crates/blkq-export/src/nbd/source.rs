@@ -33,10 +33,8 @@ const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
 /// Time after which unused buffers are released.
 const IDLE_NS: u64 = 1_000_000_000;
 
-/// How this engine gets its clients.
 pub(super) enum ClientOrigin {
-    /// The engine accepts clients from the listening socket. It passes some of them to the sources on other
-    /// engines, which are listed here.
+    /// The engine accepts clients, and passes some of them to the sources on these other engines.
     Listener(OwnedFd, Vec<(EngineHandle, SourceId)>),
     /// The engine serves the only client, whose socket is `None` once the source has started.
     Client(Option<OwnedFd>),
@@ -44,8 +42,7 @@ pub(super) enum ClientOrigin {
     Elsewhere,
 }
 
-/// The number of connections of each engine, by its index. Relaxed accesses suffice: the numbers only balance
-/// the load.
+/// Connections of each engine. Relaxed accesses suffice: the numbers only balance the load.
 pub(super) type Loads = Box<[AtomicUsize]>;
 
 /// The server's part on one engine.
@@ -127,7 +124,6 @@ impl NbdSource {
         self.accept(cx);
     }
 
-    /// Shortens the time limit of all handshakes on this engine.
     fn shorten_handshakes(&mut self) {
         for connection in self.connections.iter_mut().flatten() {
             connection.shorten_handshake(CROWDED_HANDSHAKE_NS);
@@ -150,7 +146,6 @@ impl NbdSource {
         }
     }
 
-    /// Gives a client to the engine that has the fewest connections.
     fn assign(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
         let load = |engine: &usize| self.loads[*engine].load(Relaxed);
         let engine = (0..self.loads.len()).min_by_key(load).unwrap_or(0);
@@ -164,7 +159,6 @@ impl NbdSource {
         }
     }
 
-    /// Opens the connection of a client that [`Registry::admit`] has counted.
     fn connect(&mut self, cx: &mut SourceContext<'_>, socket: OwnedFd) {
         let buffers =
             if self.stopping { None } else { ConnectionBuffers::new(self.shared.options.tls.as_ref()) };
@@ -217,7 +211,6 @@ impl NbdSource {
         }
     }
 
-    /// The earliest deadline of a connection, of unused buffers and of the pause in accepting.
     fn timers_ns(&self) -> Option<u64> {
         let mut at_ns = self.shared.deadline_ns();
         if let Some(since_ns) = self.idle_since_ns {
@@ -258,7 +251,6 @@ impl NbdSource {
         self.finish_ordered();
     }
 
-    /// Replies to ordered writes that have completed.
     fn finish_ordered(&mut self) {
         while let Some(finished) = self.shared.next_finished() {
             let slot = finished.request.connection;
@@ -465,7 +457,6 @@ impl Drop for NbdSource {
     }
 }
 
-/// The capabilities to announce for a disk with these limits.
 fn transmission_flags(limits: &blkq::QueueLimits) -> TransmissionFlags {
     // CAN_MULTI_CONN: all connections share one disk, so a flush covers the completed writes of all of them.
     let mut flags = TransmissionFlags::HAS_FLAGS

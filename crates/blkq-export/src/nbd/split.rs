@@ -11,14 +11,11 @@ use crate::slots::Slots;
 
 use super::transmission::Request;
 
-/// Length of each part but the last, in bytes. With parts of 64 KiB, reads were slower than without splitting
-/// (docs/bench.md).
+/// Bytes of each part but the last. With 64 KiB, reads were slower than without splitting (docs/bench.md).
 const PART_BYTES: u64 = 128 << 10;
-/// Maximum number of parts of one client in flight: 4 MiB, which keeps any disk busy. Without the limit, the
-/// requests of other clients would wait for the 256 parts of a read of 32 MiB.
+/// Parts of one client in flight: 4 MiB keep any disk busy, and other clients need not wait for 32 MiB.
 const IN_FLIGHT_MAX: usize = 32;
 
-/// A part of a split read.
 #[derive(Clone, Copy)]
 pub(super) struct Part {
     /// Number of the read in [`SplitReads`].
@@ -42,21 +39,17 @@ pub(super) struct SplitReads {
     reads: Slots<SplitRead>,
     /// Reads with parts that were not submitted yet, in the order of their arrival.
     waiting: VecDeque<u64>,
-    /// Parts that were submitted and have not completed.
     in_flight: usize,
 }
 
-/// Whether a read of `length` bytes is long enough for several parts.
 pub(super) fn is_split(length: u64) -> bool {
     length > PART_BYTES
 }
 
-/// Size in bytes of the buffers for all parts of a read of `length` bytes.
 pub(super) fn buffer_bytes(length: u64) -> usize {
     parts(0..length).map(|part| BufferPool::size((part.end - part.start) as u32)).sum()
 }
 
-/// Divides `range` into parts of [`PART_BYTES`].
 pub(super) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
     let starts = range.clone().step_by(PART_BYTES as usize);
     starts.map(move |start| start..range.end.min(start + PART_BYTES))
@@ -88,13 +81,11 @@ impl SplitReads {
         Some((read.request, Part { read: number, offset: range.start }, range))
     }
 
-    /// Drops the parts that were not submitted.
     pub fn abandon(&mut self) {
         self.waiting.clear();
     }
 
-    /// Notes that a part completed. If it was the last one of its read, returns the result of the read: the
-    /// first error of a part, if any.
+    /// Returns the result of the read, which is the first error of a part, if this was its last part.
     pub fn complete(&mut self, part: Part, result: Result<(), Status>) -> Option<Result<(), Status>> {
         self.in_flight -= 1;
         let read = self.reads.get_mut(part.read)?;

@@ -16,8 +16,7 @@ use super::rejections::{Reason, Rejections};
 pub struct ConnectionInfo {
     /// Number of the connection, counted from 1 since the server started.
     pub id: u64,
-    /// The client: `pid 123, uid 0` for a unix socket, or its address and port. The pid is 0 if the process
-    /// is in a PID namespace that is not visible from here.
+    /// `pid 123, uid 0` for a unix socket (pid 0 if its PID namespace is not visible), or address and port.
     pub peer: String,
     /// The export that the client chose; `None` during the handshake.
     pub export: Option<String>,
@@ -100,17 +99,14 @@ impl ConnectionStatus {
         }
     }
 
-    /// Counts that the client broke the protocol.
     pub fn count_violation(&self) {
         self.violations.fetch_add(1, Relaxed);
     }
 
-    /// Counts that the client missed a deadline.
     pub fn count_timeout(&self) {
         self.timeouts.fetch_add(1, Relaxed);
     }
 
-    /// The number of the connection and the description of its client.
     pub fn id_and_peer(&self) -> (u64, &str) {
         (self.id, &self.peer)
     }
@@ -123,7 +119,6 @@ impl ConnectionStatus {
     }
 }
 
-/// The open connections, and the counters of the closed ones.
 #[derive(Default)]
 struct Connections {
     open: Vec<Arc<ConnectionStatus>>,
@@ -137,19 +132,15 @@ const PAUSE: u64 = 1 << 32;
 /// Flag in [`Registry::admission`]: connections are no longer admitted, because the server is stopping.
 const CLOSED: u64 = 1 << 63;
 
-/// The number of open connections in a value of [`Registry::admission`].
 fn open_in(admission: u64) -> usize {
     (admission & OPEN) as usize
 }
 
-/// The connections of a server, shared by its engines and its owner.
 pub(super) struct Registry {
-    /// Held to add or remove a connection and to copy the list, never while the thread waits for anything.
-    /// Engines lock it only when a connection opens or closes.
+    /// Held only to change or copy the list. Engines lock it when a connection opens or closes.
     connections: Mutex<Connections>,
-    /// The number of connections that were admitted and have not closed ([`OPEN`]), the number of [`Paused`]
-    /// guards ([`PAUSE`]), and whether the server is stopping ([`CLOSED`]). They are one word, so that
-    /// an attempt to stop or pause the server that fails, because clients are connected, rejects no client.
+    /// The admitted connections ([`OPEN`]), the [`Paused`] guards ([`PAUSE`]), and whether the server is
+    /// stopping ([`CLOSED`]). One word, so that a failed attempt to stop or pause rejects no client.
     admission: AtomicU64,
     /// Statistics, as are the two counters below: relaxed accesses suffice.
     accepted: AtomicU64,
@@ -209,7 +200,6 @@ impl Registry {
         admitted.is_ok()
     }
 
-    /// Rejects a connection that [`Registry::admit`] has counted.
     pub fn reject_admitted(&self) {
         self.refused.fetch_add(1, Relaxed);
         self.leave();
@@ -257,24 +247,19 @@ impl Registry {
         self.leave();
     }
 
-    /// Changes `admission` as `change` says if no client is connected. Otherwise returns the number of
-    /// clients, and changes nothing.
+    /// Changes `admission` if no client is connected. Otherwise returns the number of clients.
     fn change_if_empty(&self, change: impl Fn(u64) -> u64) -> Result<(), usize> {
         let change = |admission| (open_in(admission) == 0).then(|| change(admission));
         let changed = self.admission.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change);
         changed.map(|_| ()).map_err(open_in)
     }
 
-    /// Stops admitting clients.
-    ///
-    /// # Errors
-    /// Returns the number of connected clients, and changes nothing, if a client is connected.
+    /// Stops admitting clients, or returns the number of connected clients and changes nothing.
     pub fn close_if_empty(&self) -> Result<(), usize> {
         self.change_if_empty(|admission| admission | CLOSED)
     }
 
-    /// Stops admitting clients until the returned guard is dropped. Returns `None`, and changes nothing, if a
-    /// client is connected.
+    /// Stops admitting clients until the guard is dropped. `None` if a client is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.change_if_empty(|admission| admission + PAUSE).ok().map(|()| Paused(self))
     }
@@ -287,14 +272,12 @@ impl Registry {
         open_in(self.admission.load(Ordering::SeqCst))
     }
 
-    /// Adds the receive back-offs of one turn of an engine.
     pub fn count_backoffs(&self, count: u64) {
         if count > 0 {
             self.receive_backoffs.fetch_add(count, Relaxed);
         }
     }
 
-    /// The number of open connections that are in their handshake.
     pub fn handshaking(&self) -> usize {
         self.open().saturating_sub(self.established.load(Ordering::SeqCst))
     }

@@ -1,5 +1,4 @@
-//! The byte stream of one connection: the socket, TLS, and at most one receive and one send on the ring. This
-//! module does not interpret the bytes.
+//! The byte stream of one connection: the socket, TLS, and at most one receive and one send on the ring.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -20,16 +19,13 @@ const _: () = assert!(INPUT_BUFFER_BYTES >= INPUT_BYTES);
 /// `IORING_RECVSEND_POLL_FIRST` of io_uring.h: poll the socket before the first attempt to receive.
 const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 
-/// The memory that each connection needs. It is allocated first, so that a client can be rejected if there is
-/// none.
+/// Allocated first, so that a client can be rejected if there is no memory.
 pub(super) struct ConnectionBuffers {
     input: Box<[u8]>,
-    /// TLS state, in case that the client starts TLS.
     tls: Option<Box<Tls>>,
 }
 
 impl ConnectionBuffers {
-    /// Allocates the memory; `None` if there is not enough.
     pub fn new(tls: Option<&TlsOptions>) -> Option<ConnectionBuffers> {
         let input = try_zeroed(INPUT_BUFFER_BYTES)?;
         let tls = match tls {
@@ -40,20 +36,16 @@ impl ConnectionBuffers {
     }
 }
 
-/// The outcome of a completed receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Received {
-    /// The given number of payload bytes was received, and possibly input after the payload.
     Payload(usize),
     /// Nothing was received for the parser: receive again, or decrypt.
     Nothing,
-    /// The client closed its sending side.
     Closed,
-    /// The receive failed with an error of the socket.
     Failed,
 }
 
-/// The byte stream of one connection. It must not move while an operation is in flight.
+/// It must not move while an operation is in flight.
 pub(super) struct Stream {
     slot: u32,
     socket: OwnedFd,
@@ -105,27 +97,22 @@ impl Stream {
         self.socket.as_fd()
     }
 
-    /// The plaintext that was received and not parsed.
     pub fn input(&self) -> &[u8] {
         &self.input[self.start..self.end]
     }
 
-    /// As [`Stream::input`], together with [`Stream::replies`].
     pub fn input_and_replies(&mut self) -> (&[u8], &mut Outgoing) {
         (&self.input[self.start..self.end], &mut self.gathering)
     }
 
-    /// Notes that `bytes` of the input were parsed.
     pub fn consume(&mut self, bytes: usize) {
         self.start += bytes;
     }
 
-    /// The replies gathered for the next send.
     pub fn replies(&mut self) -> &mut Outgoing {
         &mut self.gathering
     }
 
-    /// The number of replies that are gathered or being sent.
     pub fn unsent_replies(&self) -> usize {
         self.sending.replies() + self.gathering.replies()
     }
@@ -159,15 +146,13 @@ impl Stream {
         self.drained = false;
     }
 
-    /// Shuts the socket down, which completes receives in flight. An error is ignored: the peer may have
-    /// closed the connection.
+    /// Completes receives in flight. An error is ignored: the peer may have closed the connection.
     pub fn shutdown(&self, how: Shutdown) {
         let _ = shutdown(&self.socket, how);
     }
 
-    /// Encrypts everything from now on, except the replies that were gathered before. Returns false, and TLS
-    /// must not start, if the client sent data after STARTTLS without waiting for the reply: that data may
-    /// come from a man in the middle.
+    /// Encrypts all but the replies gathered so far. Returns false, and TLS must not start, if the client
+    /// sent data after STARTTLS without waiting for the reply: a man in the middle may have sent that data.
     pub fn start_tls(&mut self) -> bool {
         let Some(tls) = self.tls_offered.take_if(|_| self.start == self.end) else { return false };
         self.tls = Some(tls);
@@ -175,7 +160,6 @@ impl Stream {
         true
     }
 
-    /// Releases the TLS state: the client can no longer start TLS.
     pub fn forget_tls(&mut self) {
         self.tls_offered = None;
     }
@@ -187,8 +171,7 @@ impl Stream {
         }
     }
 
-    /// Decrypts received records, into `payload` if there is one, else into the input buffer. Returns the
-    /// number of plaintext bytes, 0 if more must be received first.
+    /// Decrypts into `payload`, else into the input buffer. Returns 0 bytes if more must be received first.
     pub fn decrypt(&mut self, payload: Option<&mut [u8]>) -> Result<usize, TlsEnd> {
         let Some(tls) = &mut self.tls else { return Ok(0) };
         if self.receive_armed || self.plaintext_pending || tls.wants_handshake() {
@@ -206,7 +189,6 @@ impl Stream {
         Ok(bytes)
     }
 
-    /// The steps of decryption since the last call: see [`Tls::take_steps`].
     pub fn take_decrypt_steps(&mut self) -> usize {
         self.tls.as_mut().map_or(0, |tls| tls.take_steps())
     }
@@ -220,18 +202,15 @@ impl Stream {
         Some(tls)
     }
 
-    /// Takes the TLS state back from the worker.
     pub fn resume_handshake(&mut self, tls: Box<Tls>) {
         self.handshake_offloaded = false;
         self.tls = Some(tls);
     }
 
-    /// Whether a worker has the TLS state.
     pub fn is_handshake_offloaded(&self) -> bool {
         self.handshake_offloaded
     }
 
-    /// The reason why TLS failed, as text for a log.
     pub fn tls_failure(&self) -> String {
         self.tls.as_ref().map(|tls| tls.failure()).unwrap_or_default()
     }
@@ -276,8 +255,7 @@ impl Stream {
         true
     }
 
-    /// Handles a completed send; `result` is the number of bytes, or a negative errno. Returns whether
-    /// everything that was prepared has been sent, `Err` if the socket failed.
+    /// `result` is bytes or a negative errno. Returns whether all was sent, `Err` if the socket failed.
     pub fn sent(&mut self, result: i32) -> Result<bool, ()> {
         self.send_armed = false;
         if result < 0 && !matches!(-result, libc::EINTR | libc::EAGAIN) {
@@ -293,21 +271,18 @@ impl Stream {
         })
     }
 
-    /// Returns the buffers of the completed send to `pool`. Returns the number of replies that were sent, and
-    /// the number of buffer bytes that are now free.
+    /// Returns the number of replies that were sent, and of buffer bytes that are now free.
     pub fn recycle_sent(&mut self, pool: &mut BufferPool) -> (usize, usize) {
         self.plaintext_pending &= !self.gathering.is_empty();
         let replies = self.sending.replies();
         (replies, self.sending.recycle(pool))
     }
 
-    /// Drops the gathered replies. Returns the number of buffer bytes that are now free.
     pub fn drop_replies(&mut self, pool: &mut BufferPool) -> usize {
         self.gathering.recycle(pool)
     }
 
-    /// Submits a receive. The rest of a payload, if there is one, is received directly into its buffer, and
-    /// what follows into the input buffer.
+    /// Receives the rest of a payload directly into its buffer, and what follows into the input buffer.
     pub fn receive(&mut self, payload: Option<&mut [u8]>, cx: &mut SourceContext<'_>) {
         self.input.copy_within(self.start..self.end, 0);
         self.end -= self.start;
@@ -335,8 +310,7 @@ impl Stream {
         unsafe { cx.push(entry, token(RECEIVED, self.slot)) }
     }
 
-    /// Handles a completed receive; `result` is the number of bytes, or a negative errno. `payload` is the
-    /// number of payload bytes that were expected.
+    /// `result` is bytes or a negative errno. `payload` is the number of payload bytes that were expected.
     pub fn received(&mut self, result: i32, payload: usize) -> Received {
         self.receive_armed = false;
         match -result {
@@ -357,16 +331,14 @@ impl Stream {
         Received::Payload(of_payload)
     }
 
-    /// Returns the buffers to `pool`. The connection is dropped afterwards.
     pub fn release(&mut self, pool: &mut BufferPool) {
         self.gathering.recycle(pool);
         self.sending.recycle(pool);
     }
 }
 
-/// Blocks SIGPIPE on this thread. A write to a socket whose peer has closed raises the signal, which would
-/// end a process that does not ignore it. The kernel threads that perform operations of the ring have all
-/// signals blocked.
+/// Blocks SIGPIPE, which a write to a closed socket raises and which would end a process that does not ignore
+/// it. The kernel threads that perform operations of the ring have all signals blocked.
 pub(super) fn block_sigpipe() {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: the first call initializes the set, and the last call changes only this thread's signal mask.

@@ -1,7 +1,6 @@
 //! TLS of one connection: decrypts the records that were received, and encrypts those to be sent.
 //!
-//! All work is done in memory on the engine's thread, and nothing waits here: received records are decrypted
-//! when the connection has its turn, and replies are encrypted in pieces of bounded size.
+//! All work is done in memory on the engine's thread, in pieces of bounded size; nothing waits here.
 
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 
@@ -19,8 +18,7 @@ const INCOMING_BYTES: usize = 128 << 10;
 const OUTGOING_BYTES: usize = 128 << 10;
 /// Maximum plaintext of a record, in bytes (RFC 8446, 5.1).
 const RECORD_BYTES: usize = 16 << 10;
-/// Maximum size of an encrypted record in bytes: the header, the plaintext, and the expansion that RFC 8446,
-/// 5.2 allows.
+/// Maximum bytes of an encrypted record: header, plaintext, and the expansion of RFC 8446, 5.2.
 const RECORD_SEALED_MAX_BYTES: usize = 5 + RECORD_BYTES + 256;
 
 /// How a server offers TLS.
@@ -48,7 +46,6 @@ pub struct Tls {
     /// `incoming[start..end]` was received and not decrypted.
     start: usize,
     end: usize,
-    /// Steps of decryption since the last [`Tls::take_steps`].
     steps: usize,
     /// Encrypted bytes; the first `sent` of them have been sent.
     outgoing: Vec<u8>,
@@ -59,8 +56,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Returns `None` if there is no memory for the buffers. If an allocation of rustls fails, the process
-    /// aborts.
+    /// `None` if there is no memory for the buffers. If an allocation of rustls fails, the process aborts.
     pub fn new(certificates: &TlsCertificates) -> Option<Tls> {
         let incoming = try_zeroed(INCOMING_BYTES)?;
         let mut outgoing = Vec::new();
@@ -88,15 +84,13 @@ impl Tls {
         &mut self.incoming[self.end..]
     }
 
-    /// Notes that `bytes` more were received. Returns whether room is left, which means that the socket is
-    /// empty.
+    /// Returns whether room is left, which means that the socket is empty.
     pub fn received(&mut self, bytes: usize) -> bool {
         self.end += bytes;
         self.end < self.incoming.len()
     }
 
-    /// Decrypts into `plain`, which must not be empty. Returns the number of bytes, 0 if more must be
-    /// received first.
+    /// Decrypts into `plain`, which must not be empty. Returns 0 bytes if more must be received first.
     pub fn read(&mut self, plain: &mut [u8]) -> Result<usize, TlsEnd> {
         loop {
             match self.connection.reader().read(plain) {
@@ -111,13 +105,11 @@ impl Tls {
         }
     }
 
-    /// The steps of decryption since the last call. rustls takes about 4 KiB of input in each step, whether
-    /// the step yields plaintext or not.
+    /// Steps since the last call. rustls takes about 4 KiB of input in each, whether it yields data or not.
     pub fn take_steps(&mut self) -> usize {
         std::mem::take(&mut self.steps)
     }
 
-    /// Passes a piece of the received bytes to rustls. Returns false if there are none.
     fn process(&mut self) -> Result<bool, TlsEnd> {
         let mut rest = &self.incoming[self.start..self.end];
         if rest.is_empty() || self.broken {
@@ -137,14 +129,12 @@ impl Tls {
         if self.broken { Err(TlsEnd::Broken) } else { Ok(true) }
     }
 
-    /// Whether received records are waiting for [`Tls::shake_hands`], which a worker calls: a signature takes
-    /// too long for the engine's thread.
+    /// Whether records wait for [`Tls::shake_hands`] on a worker: a signature takes too long for the engine.
     pub fn wants_handshake(&self) -> bool {
         self.connection.is_handshaking() && self.start < self.end && !self.broken
     }
 
-    /// Continues the handshake as far as the received records allow. If the handshake fails, the next
-    /// [`Tls::read`] returns the error.
+    /// Continues as far as the records allow. After a failure, the next [`Tls::read`] returns the error.
     pub fn shake_hands(&mut self) {
         while self.connection.is_handshaking() && self.process() == Ok(true) {}
     }
@@ -154,8 +144,7 @@ impl Tls {
         self.connection.wants_write() || !self.unsent().is_empty()
     }
 
-    /// Encrypted bytes that have not been sent. They stay at their address until [`Tls::sent`] is called, as
-    /// the kernel reads them.
+    /// Encrypted bytes. The kernel reads them, so they stay at their address until [`Tls::sent`].
     pub fn unsent(&self) -> &[u8] {
         &self.outgoing[self.sent..]
     }
@@ -169,8 +158,7 @@ impl Tls {
         }
     }
 
-    /// Encrypts the next piece of `plain`, about [`OUTGOING_BYTES`]. All earlier encrypted bytes must have
-    /// been sent.
+    /// Encrypts about [`OUTGOING_BYTES`] of `plain`. All earlier encrypted bytes must have been sent.
     pub fn encrypt(&mut self, plain: &mut Outgoing) -> Result<(), TlsEnd> {
         self.flush()?;
         while self.outgoing.len() < OUTGOING_BYTES {

@@ -1,5 +1,4 @@
-//! The receiving side of the transmission phase: parses requests from a stream of bytes, and checks them
-//! against what was negotiated.
+//! Parses requests from a stream of bytes, and checks them against what was negotiated.
 
 use zerocopy::FromBytes;
 
@@ -7,8 +6,7 @@ use super::handshake::Session;
 use super::proto::*;
 use super::reply::ReplyStyle;
 
-/// A valid request: the client may use the command and the flags, and the range is aligned and inside the
-/// export.
+/// A valid request: the command and flags are allowed, the range is aligned and inside the export.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
     /// The command, which is never [`Command::Disconnect`].
@@ -19,8 +17,7 @@ pub struct Request {
     pub cookie: u64,
     /// Offset in the export in bytes, 0 for a flush.
     pub offset: u64,
-    /// Length in bytes: 0 for a flush, above 0 for all other commands, and at most [`PAYLOAD_MAX_BYTES`] for
-    /// reads and writes.
+    /// Length in bytes: 0 only for a flush, and at most [`PAYLOAD_MAX_BYTES`] for reads and writes.
     pub length: u64,
 }
 
@@ -36,8 +33,7 @@ impl Request {
 pub enum Step {
     /// The next request is incomplete: receive more bytes.
     Receive,
-    /// The next request. If it is a write, its payload follows in the stream: see
-    /// [`Transmission::payload_bytes`].
+    /// The next request. The payload of a write follows: see [`Transmission::payload_bytes`].
     Request(Request),
     /// A request that must be answered with an error. [`Transmission::next`] skips its payload.
     Rejected {
@@ -50,8 +46,7 @@ pub enum Step {
     },
     /// The client ends the session: answer the requests in flight, then close the connection.
     Disconnect,
-    /// The client broke the protocol in a way that makes the rest of the stream meaningless: answer the
-    /// requests in flight, then close the connection.
+    /// The client broke the protocol, and the rest of the stream is meaningless: answer as for `Disconnect`.
     Violation,
 }
 
@@ -60,12 +55,10 @@ pub struct Transmission {
     session: Session,
     /// Bytes of the last request's payload that are left in the stream.
     payload: u32,
-    /// Whether the rest of the payload is skipped.
     drop_payload: bool,
     over: bool,
 }
 
-/// The header of a compact or extended request.
 struct Header {
     flags: u16,
     command: u16,
@@ -96,19 +89,14 @@ impl Transmission {
         self.drop_payload = self.payload > 0;
     }
 
-    /// Notes that the caller took `bytes` of the payload from the stream.
-    ///
-    /// # Panics
-    /// If fewer than `bytes` bytes of payload are left.
+    /// Notes that `bytes` of the payload were taken from the stream. Panics if fewer bytes are left.
     pub fn took_payload(&mut self, bytes: u32) {
         assert!(bytes <= self.payload_bytes(), "no more than the payload is taken");
         self.payload -= bytes;
     }
 
-    /// Parses the next request at the beginning of `input`, and advances `input` to the byte after it.
-    ///
-    /// # Panics
-    /// If the payload of the last write was neither taken nor dropped.
+    /// Parses the next request in `input`, and advances `input` to the byte after it. Panics if the payload
+    /// of the last write was neither taken nor dropped.
     pub fn next(&mut self, input: &mut &[u8]) -> Step {
         if self.over {
             return Step::Violation;
@@ -156,8 +144,7 @@ impl Transmission {
         step
     }
 
-    /// Parses the next header; `None` if it is incomplete. A wrong magic number is an error as soon as its
-    /// four bytes have arrived.
+    /// `None` if incomplete. A wrong magic number is an error as soon as its four bytes have arrived.
     fn header(&self, input: &mut &[u8]) -> Result<Option<Header>, Step> {
         let extended = self.session.replies == ReplyStyle::Extended;
         let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };

@@ -5,8 +5,7 @@
 //! not overwrite the data of another write to these blocks. Write zeroes does the same for the blocks at its
 //! ends, and passes the blocks between them to the device as write zeroes. A trim ignores incomplete blocks.
 //!
-//! While a range is locked, aligned writes pass through this module as well, because they may have to wait
-//! for it.
+//! While a range is locked, aligned writes pass through here, because they may have to wait for it.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -33,9 +32,7 @@ const WRITE: u64 = 2;
 /// A message to a source: it must check a new range for writes in flight, or one of its ranges was granted.
 pub(super) struct RangesChanged;
 
-/// A write that must be ordered by the range lock.
 pub(super) struct OrderedWrite {
-    /// The request that the write carries out.
     request: InFlight,
     queue: usize,
     operation: Operation,
@@ -48,8 +45,7 @@ pub(super) struct OrderedWrite {
 }
 
 impl OrderedWrite {
-    /// Creates a write, write zeroes or discard of `range` on a device with blocks of `block` bytes. The
-    /// range of a discard must be whole blocks. The data of a write covers the blocks around the range, and
+    /// A discard's range must be whole blocks. The data of a write covers the blocks around the range, and
     /// contains the payload at its position in them.
     pub fn new(
         request: &Request,
@@ -94,7 +90,6 @@ impl OrderedWrite {
     }
 }
 
-/// An ordered write that waits for the lock or is being carried out.
 struct OrderedInFlight {
     write: OrderedWrite,
     /// Ticket of the range lock, if the write has an entry there.
@@ -104,7 +99,6 @@ struct OrderedInFlight {
     result: IoResult,
 }
 
-/// An ordered write that has completed.
 pub(super) struct Finished {
     pub request: InFlight,
     pub result: IoResult,
@@ -112,8 +106,7 @@ pub(super) struct Finished {
     pub freed: usize,
 }
 
-/// The results of ordering: bios to submit, each with the index of its queue, and completed writes to reply
-/// to.
+/// Bios to submit, each with the index of its queue, and completed writes to reply to.
 #[derive(Default)]
 pub(super) struct OrderingResults {
     pub bios: Vec<(usize, Bio)>,
@@ -126,21 +119,18 @@ pub(super) struct BufferSource<'a, 'b> {
     pub cx: &'a mut SourceContext<'b>,
 }
 
-/// The ordered writes of one engine's connections.
 pub(super) struct Unaligned {
     lock: Arc<RangeLock>,
-    /// The membership in the lock. `None` until the source has started, and always if unaligned requests are
-    /// not served.
+    /// `None` until the source has started, and always if unaligned requests are not served.
     member: Option<Member>,
     writes: Slots<OrderedInFlight>,
-    /// Writes that have no entry in the lock yet. They wait until the table of the lock is free.
+    /// Writes that have no entry yet, because the table of the lock was in use.
     arrived: VecDeque<u32>,
     /// Tickets that are released when the table of the lock is free.
     released: Vec<u64>,
     /// Writes that can begin with and without an entry in the lock. Kept for their capacity.
     granted: Vec<u32>,
     immediate: Vec<(u32, u32)>,
-    /// Another member sent [`RangesChanged`] since the last [`Unaligned::order_writes`].
     notified: bool,
     /// Exclusive ranges are left to check when writes of this engine have completed.
     unchecked: bool,
@@ -149,7 +139,6 @@ pub(super) struct Unaligned {
 }
 
 impl Unaligned {
-    /// `lock` is the lock of the disk. Without it, no write is ordered.
     pub fn new(lock: Option<Arc<RangeLock>>) -> Unaligned {
         Unaligned {
             lock: lock.unwrap_or_default(),
@@ -165,46 +154,38 @@ impl Unaligned {
         }
     }
 
-    /// Joins the lock: from now on, the writes of this engine are checked.
     pub fn join(&mut self, cx: &SourceContext<'_>) {
         let (handle, id) = (cx.handle().clone(), cx.id());
         // [`RangesChanged`] has no size, so the box allocates nothing.
         self.member = Some(self.lock.join(Arc::new(move || handle.send(id, Box::new(RangesChanged)))));
     }
 
-    /// Whether aligned writes must pass through this module, because a range is locked.
     #[inline]
     pub fn must_order(&self) -> bool {
         self.lock.is_taken()
     }
 
-    /// Notes that another member sent [`RangesChanged`].
     pub fn notify(&mut self) {
         self.notified = true;
     }
 
-    /// Whether [`Unaligned::order_writes`] must be called again soon, because the table was in use.
     pub fn is_contended(&self) -> bool {
         self.contended
     }
 
-    /// Whether no ordered write is in flight and all tickets are released.
     pub fn is_idle(&self) -> bool {
         self.writes.len() == 0 && self.released.is_empty()
     }
 
-    /// Whether `user_data` belongs to a bio of this module.
     #[inline]
     pub fn is_ordered(user_data: u64) -> bool {
         user_data & ORDERED_BIT != 0
     }
 
-    /// The request of the ordered write whose bio has this `user_data`.
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
         Some(&self.writes.get(u64::from(user_data as u32))?.write.request)
     }
 
-    /// Adds a write. The next [`Unaligned::order_writes`] enters it into the lock.
     pub fn push(&mut self, write: OrderedWrite) {
         let write = OrderedInFlight { write, ticket: None, bios: 0, result: Ok(()) };
         let key = self.writes.insert(write) as u32;
@@ -225,8 +206,7 @@ impl Unaligned {
         self.arrived.is_empty() && self.released.is_empty() && !self.notified && !self.unchecked
     }
 
-    /// Enters new writes into the lock, releases tickets, checks ranges, and begins the writes that were
-    /// granted.
+    /// Enters new writes, releases tickets, checks ranges, and begins the writes that were granted.
     pub fn order_writes(
         &mut self,
         in_flight: &mut InFlightTable,
@@ -283,7 +263,6 @@ impl Unaligned {
         self.granted = granted;
     }
 
-    /// Begins a write whose blocks are locked.
     fn begin(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
         let Some(OrderedInFlight { write, .. }) = self.get(key) else { return };
         let (range, block, operation) = (write.range.clone(), write.block, write.operation);
@@ -306,7 +285,6 @@ impl Unaligned {
         }
     }
 
-    /// Submits the data, zeroes or discard of the write for whole blocks.
     fn write_blocks(
         &mut self,
         key: u32,
@@ -341,7 +319,6 @@ impl Unaligned {
         }
     }
 
-    /// Handles a completed bio of an ordered write.
     pub fn complete(
         &mut self,
         completion: Completion,
@@ -364,8 +341,7 @@ impl Unaligned {
         self.finish(key, memory, ready);
     }
 
-    /// Handles a block at an end of the range that was read: merges it with the payload, or zeroes the part
-    /// that the request covers.
+    /// Merges a block at an end of the range with the payload, or zeroes the part of the request.
     fn complete_edge(
         &mut self,
         key: u32,
@@ -397,7 +373,6 @@ impl Unaligned {
         }
     }
 
-    /// Removes the write and reports it as completed, if no bio of it is in flight.
     fn finish(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
         if self.get(key).is_none_or(|ordered| ordered.bios > 0) {
             return;

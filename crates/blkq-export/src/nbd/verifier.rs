@@ -1,5 +1,4 @@
-//! Verifies client certificates. In addition to the checks of webpki, keyUsage must allow what a certificate
-//! is used for.
+//! Verifies client certificates: keyUsage must allow their use, which webpki does not check.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -34,11 +33,9 @@ impl fmt::Display for UsageError {
 
 impl StdError for UsageError {}
 
-/// Calls the wrapped verifier of webpki, then checks keyUsage.
 #[derive(Debug)]
 pub(super) struct UsageVerifier(pub Arc<dyn ClientCertVerifier>);
 
-/// Checks the keyUsage of the client's own certificate and of the intermediate authorities that it sent.
 fn check_usage(
     own: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],

@@ -1,9 +1,7 @@
-//! Reads the fields of an X.509 certificate that decide what it may be used for (RFC 5280, 4.1 and 4.2.1).
-//! webpki, which verifies the certificates, accepts any configured certificate as an authority and does not
-//! read keyUsage.
+//! Reads the uses that an X.509 certificate allows (RFC 5280, 4.1 and 4.2.1). webpki accepts any configured
+//! certificate as an authority and does not read keyUsage.
 //!
-//! Clients send these certificates. So each length is checked against the remaining bytes, nothing is copied,
-//! and a malformed certificate is rejected.
+//! Clients send these certificates, so each length is checked and a malformed certificate is rejected.
 
 const BOOLEAN: u8 = 0x01;
 const INTEGER: u8 = 0x02;
@@ -93,7 +91,6 @@ impl CertificateUse {
     }
 }
 
-/// A reader of DER, over the bytes that are not read yet.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -114,14 +111,12 @@ impl<'a> Reader<'a> {
         Some((tag, content))
     }
 
-    /// Reads the content of the next element, which must have the given tag.
     fn take(&mut self, tag: u8) -> Option<&'a [u8]> {
         let (found, content) = self.element()?;
         (found == tag).then_some(content)
     }
 
-    /// Reads the content of the next element if it has the given tag. The outer `None` means that the element
-    /// is malformed.
+    /// As [`Reader::take`], if the next element has the tag. The outer `None`: the element is malformed.
     fn take_if(&mut self, tag: u8) -> Option<Option<&'a [u8]>> {
         if self.0.first() == Some(&tag) { self.take(tag).map(Some) } else { Some(None) }
     }

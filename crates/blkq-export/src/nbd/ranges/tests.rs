@@ -112,7 +112,6 @@ fn grant(entries: &mut Vec<Modelled>, left: usize, keys: &mut [Vec<u32>; 2]) {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// There are two members, and the second one leaves at some time.
     #[test]
     fn ranges_are_granted_in_the_order_of_a_simple_model(
         steps in prop::collection::vec((0u8..4, 0u64..40, 1u64..20, any::<prop::sample::Index>()), 1..80),
