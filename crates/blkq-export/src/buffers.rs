@@ -10,28 +10,23 @@ pub const BUFFER_MAX_BYTES: u32 = 32 << 20;
 
 /// Size in bytes of the smallest buffer.
 const CLASS_MIN_BYTES: usize = 4096;
-/// Size in bytes of the largest buffer: for a request of [`BUFFER_MAX_BYTES`] that begins and ends in the
-/// middle of a block, and the rest of these two blocks. A block has at most 64 KiB.
+/// Bytes of the largest buffer: a request of [`BUFFER_MAX_BYTES`] and the rest of its first and last block.
 pub const UNALIGNED_MAX_BYTES: usize = BUFFER_MAX_BYTES as usize + 2 * (64 << 10);
 /// The size classes: 4 KiB, 8 KiB and so on up to [`BUFFER_MAX_BYTES`], then [`UNALIGNED_MAX_BYTES`].
 const CLASSES: usize = (BUFFER_MAX_BYTES as usize / CLASS_MIN_BYTES).ilog2() as usize + 2;
 /// Upper bound of the memory in the free lists, in bytes. Registered buffers may exceed it.
 const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
-/// Size in bytes of the largest buffer that is registered with the ring. The kernel pins the pages of a
-/// registered buffer once instead of for each direct I/O. Larger buffers are not registered, because they are
-/// few and short-lived.
+/// Largest buffer that is registered with the ring, in bytes: the kernel pins its pages once instead of for
+/// each direct I/O. Larger buffers are few and short-lived.
 const REGISTERED_MAX_BYTES: usize = 64 << 10;
-/// Size in bytes of the smallest buffer that is allocated as part of a row: adjacent buffers in one mapping
-/// that the kernel may fill with huge pages. In small pages, a buffer of this size or larger would be many
-/// segments for a device. A row is unmapped when its last buffer is dropped.
+/// Smallest buffer in bytes that is part of a row: adjacent buffers in one mapping that the kernel may fill
+/// with huge pages. In small pages, such a buffer would be many segments for a device.
 const ROW_MIN_BYTES: usize = 128 << 10;
 const _: () = assert!(ROW_MIN_BYTES > REGISTERED_MAX_BYTES, "others of a row are not registered");
-/// Memory of a row in bytes. Up to this amount of unused buffers is allocated together with the one that is
-/// needed.
+/// Bytes of a row. Its unused buffers are allocated together with the one that is needed.
 const ROW_BYTES: usize = 2 << 20;
 
-/// Allocates `bytes` bytes of zeroed memory. Returns `None` if `bytes` is 0 or if there is no memory. The
-/// kernel may provide the pages on first use.
+/// Returns `None` for 0 bytes or without memory. The kernel may provide the pages on first use.
 pub(crate) fn try_zeroed(bytes: usize) -> Option<Box<[u8]>> {
     let layout = Layout::array::<u8>(bytes).ok().filter(|layout| layout.size() > 0)?;
     // SAFETY: the layout's size is not zero.
@@ -66,8 +61,7 @@ impl BufferPool {
         if size == UNALIGNED_MAX_BYTES { CLASSES - 1 } else { (size / CLASS_MIN_BYTES).ilog2() as usize }
     }
 
-    /// Takes a buffer of at least `bytes` (at most [`UNALIGNED_MAX_BYTES`]). It may contain the data of an
-    /// earlier request. Returns `None` if there is no memory.
+    /// Takes a buffer of at least `bytes`, which may contain old data. Returns `None` if there is no memory.
     pub fn take(&mut self, bytes: u32, mut ring: Registrar<'_>) -> Option<IoBuffer> {
         let size = Self::size(bytes);
         let buffer = match self.free[Self::class(size)].pop() {
@@ -87,8 +81,7 @@ impl BufferPool {
         Some(buffer)
     }
 
-    /// Allocates a buffer of `size` bytes. If it is part of a row, the other buffers of the row go to the
-    /// free list.
+    /// Allocates a buffer. If it is part of a row, the row's other buffers go to the free list.
     fn make(&mut self, size: usize) -> Option<IoBuffer> {
         if size < ROW_MIN_BYTES || self.free_bytes + ROW_BYTES > FREE_MAX_BYTES {
             return IoBuffer::try_zeroed(size);
@@ -100,7 +93,6 @@ impl BufferPool {
         Some(buffer)
     }
 
-    /// Returns a buffer that [`BufferPool::take`] handed out.
     pub fn put(&mut self, mut buffer: IoBuffer) {
         self.used -= 1;
         // A registered buffer is kept whatever the limit, because only `trim` has the ring to unregister it.
@@ -114,12 +106,10 @@ impl BufferPool {
         }
     }
 
-    /// Whether no buffer is in use and there is free memory that [`BufferPool::trim`] can release.
     pub fn is_idle(&self) -> bool {
         self.used == 0 && self.free_bytes > 0
     }
 
-    /// Releases all free memory to the system.
     pub fn trim(&mut self, mut ring: Registrar<'_>) {
         for mut buffer in self.free.iter_mut().flat_map(|free| free.drain(..)) {
             ring.unregister_buffer(&mut buffer);
@@ -142,7 +132,6 @@ mod tests {
 
     use super::*;
 
-    /// Opens a queue that has a ring.
     fn queue(name: &str) -> LocalQueue {
         let path = std::env::temp_dir().join(format!("blkq-{name}-{}", std::process::id()));
         std::fs::File::create(&path).unwrap().set_len(4096).unwrap();

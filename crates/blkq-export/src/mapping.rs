@@ -13,9 +13,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use sigbus::Guard;
 
-/// File systems whose page faults need no user-space server and no network (numbers of statfs(2)): a page
-/// fault of an engine's thread waits at most for a local disk. With a file on FUSE, for example, a front end
-/// that runs the FUSE server could stop an engine for ever.
+/// File systems (numbers of statfs(2)) whose page faults wait for a local disk at most. With a file on FUSE,
+/// for example, a front end that runs the FUSE server could stop an engine for ever.
 const LOCAL_FILE_SYSTEMS: [(u64, &str); 6] = [
     (0x0102_1994, "tmpfs"),
     (HUGETLBFS, "hugetlbfs"),
@@ -28,9 +27,7 @@ const HUGETLBFS: u64 = 0x9584_58f6;
 
 /// A shared mapping of the bytes `offset..offset + length` of a file.
 pub struct Mapping {
-    /// Start of the mapping: the region's first byte, rounded down to a page.
     base: NonNull<u8>,
-    /// Length of the mapping in bytes, whole pages.
     mapped: usize,
     /// Offset of the region in the mapping, in bytes.
     skip: usize,
@@ -51,12 +48,11 @@ fn failed(what: &'static str) -> impl FnOnce(Errno) -> Error {
     move |errno| Error::system(format!("shared memory: {what}"), errno)
 }
 
-/// Checks that `file` is on a supported file system. Returns the page size of its mappings in bytes. This
-/// blocks as long as the file system takes to answer.
+/// Checks that `file` is in memory or on a local disk, and returns the page size of its mappings in bytes.
+/// Blocks as long as the file system takes to answer.
 ///
 /// # Errors
-/// Returns [`ErrorKind::Invalid`] if the file is neither in memory nor on a local disk, or the error of
-/// fstatfs(2).
+/// [`ErrorKind::Invalid`] for other file systems, or the error of fstatfs(2).
 pub fn check_file_system(file: BorrowedFd<'_>) -> Result<u64, Error> {
     let system = fstatfs(file).map_err(failed("cannot examine the file system"))?;
     let kind = system.f_type as u64 & 0xffff_ffff;
@@ -75,9 +71,8 @@ impl Mapping {
     /// Maps `length` bytes of `file`, starting at `offset`. The caller may close the file afterwards.
     ///
     /// # Errors
-    /// Returns [`ErrorKind::Invalid`] if the file ends before the region does, is not a regular file, or is
-    /// on a file system whose page faults may block for ever; [`ErrorKind::System`] if a system call fails or
-    /// too many mappings exist.
+    /// [`ErrorKind::Invalid`] if the file ends before the region, is not a regular file, or is on a file
+    /// system whose page faults may block for ever; [`ErrorKind::System`] also for too many mappings.
     pub fn new(file: BorrowedFd<'_>, offset: u64, length: u64) -> Result<Mapping, Error> {
         let status = fstat(file).map_err(failed("cannot examine the file"))?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
@@ -136,8 +131,7 @@ impl Mapping {
         unsafe { self.base.add(self.skip) }
     }
 
-    /// Asks the kernel to allocate the pages of `bytes` bytes at offset `at` of the region, a range inside
-    /// the region. A failure is ignored: then the first access to such a page allocates it, or faults.
+    /// Allocates the pages of `bytes` bytes at `at`. After a failure, the first access does so or faults.
     pub fn populate(&self, at: usize, bytes: usize) {
         let first = (self.skip + at) & !(page_bytes() as usize - 1);
         let end = (self.skip + at + bytes).min(self.mapped);

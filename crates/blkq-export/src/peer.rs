@@ -19,8 +19,7 @@ impl Peer {
     /// Reads the credentials of the peer of `socket` from the kernel.
     ///
     /// # Errors
-    /// Returns the kernel's error if `socket` is not a socket, and `ENOTCONN` if the socket has no peer
-    /// credentials (TCP, for example).
+    /// The kernel's error, or `ENOTCONN` if the socket has no peer credentials (TCP).
     pub fn of(socket: impl AsFd) -> Result<Peer, Errno> {
         // rustix is not used here: its `Pid` cannot be 0, but the kernel returns 0 for a process in an
         // invisible PID namespace.

@@ -1,5 +1,4 @@
-//! Numbered slots for requests in flight. A number is used again when its slot is free, so the memory is
-//! bounded by the largest number of requests that were in flight together.
+//! Numbered slots for requests in flight. A number is used again when its slot is free, which bounds memory.
 
 pub struct Slots<T> {
     slots: Vec<Option<T>>,
@@ -34,7 +33,6 @@ impl<T> Slots<T> {
         self.slots.get_mut(number as usize)?.as_mut()
     }
 
-    /// Removes the value with this number and frees its slot.
     #[inline]
     pub fn take(&mut self, number: u64) -> Option<T> {
         let value = self.slots.get_mut(number as usize)?.take()?;
@@ -42,7 +40,6 @@ impl<T> Slots<T> {
         Some(value)
     }
 
-    /// The number of occupied slots.
     #[inline]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()

@@ -1,5 +1,4 @@
-//! Atomics and locks that the threads of an export share. As in `blkq`, the model checkers loom and shuttle
-//! replace them with their own types.
+//! Atomics and locks that threads share. The model checkers loom and shuttle replace them.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic};
@@ -8,8 +7,7 @@ pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
 #[cfg(not(model_check))]
 pub(crate) use std::sync::{Mutex, MutexGuard, OnceLock, atomic};
 
-/// Replaces `std::sync::OnceLock` under a model checker, which cannot see that type. The flag makes the order
-/// of `set` and `get` visible to the checker.
+/// Replaces `std::sync::OnceLock`, which a model checker cannot see. The flag shows the order of accesses.
 #[cfg(model_check)]
 #[derive(Default)]
 pub(crate) struct OnceLock<T> {

@@ -6,8 +6,7 @@ use blkq::{SourceContext, TURN_BUDGET};
 /// Bytes that a thread copies in about the time of one item.
 const BYTES_PER_ITEM: usize = 32 << 10;
 
-/// The items that a source has spent in the current turn. Everything whose amount a client chooses is
-/// counted: requests, descriptors, options, and bytes that are copied.
+/// Items spent in the current turn. Whatever a client chooses the amount of counts: requests, copied bytes.
 #[derive(Default)]
 pub struct TurnWork {
     turn: u64,
@@ -35,7 +34,6 @@ impl TurnWork {
         self.items += bytes / BYTES_PER_ITEM;
     }
 
-    /// Whether the budget of this turn is spent, so that the remaining work must wait for the next turn.
     #[inline]
     pub fn is_over(&self) -> bool {
         self.items >= TURN_BUDGET.items

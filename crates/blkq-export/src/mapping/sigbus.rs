@@ -1,12 +1,10 @@
-//! Handles the truncation of mapped files. A front end may truncate the file of its guest's memory while this
-//! process has it mapped. A thread that then touches a truncated page gets SIGBUS, which would kill the
-//! daemon.
+//! Handles the truncation of mapped files, such as a front end's file of guest memory. A thread that touches
+//! a truncated page gets SIGBUS, which would kill the daemon.
 //!
-//! The signal handler of this module replaces the whole region with zeroed private memory, marks the region
-//! as broken and returns, so that the thread continues. In the next turn, the engine stops the virtqueues
-//! that use broken memory. The handler finds the region in a table that it reads without a lock, and its only
-//! system call is mmap(2) for a fault in the table. Any other fault goes to the handler that was installed
-//! before.
+//! The signal handler replaces the whole region with zeroed private memory, marks it as broken and returns,
+//! so that the thread continues. In the next turn, the engine stops the virtqueues that use broken memory.
+//! The handler finds the region in a table without a lock, and its only system call is mmap(2) for a fault in
+//! the table. Any other fault goes to the handler that was installed before.
 
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
@@ -17,9 +15,8 @@ use blkq::{Error, ErrorKind};
 /// Number of regions that can be mapped at the same time, by all devices of the process.
 const SLOTS: usize = 1024;
 
-/// A mapped range, published as a sequence lock: `version` is odd while the other fields change. A handler
-/// that sees an odd or changed version skips the slot. That is safe, because the slot of the faulting
-/// thread's own mapping does not change during the fault: this thread holds the mapping.
+/// A sequence lock: `version` is odd while the other fields change. A handler skips such a slot: the faulting
+/// thread holds its own mapping, whose slot does not change meanwhile.
 struct Slot {
     version: AtomicU64,
     start: AtomicUsize,
@@ -55,7 +52,6 @@ impl Slot {
         self.version.store(version.wrapping_add(2), Ordering::Release);
     }
 
-    /// Returns start, length and page size of the range if `address` is inside.
     fn find(&self, address: usize) -> Option<(usize, usize, usize)> {
         let before = self.version.load(Ordering::Acquire);
         let start = self.start.load(Ordering::Relaxed);
@@ -67,17 +63,13 @@ impl Slot {
     }
 }
 
-/// Registers a range whose faults are handled, until [`Guard::release`].
 pub struct Guard {
     slot: &'static Slot,
 }
 
 impl Guard {
-    /// Adds the range of `bytes` bytes at `start`, mapped with pages of `page` bytes, to the table. The first
-    /// call installs the handler.
-    ///
-    /// # Errors
-    /// Returns [`ErrorKind::System`] if the table is full, or the error of sigaction(2).
+    /// Adds the range, mapped with pages of `page` bytes, to the table. The first call installs the handler.
+    /// Fails with [`ErrorKind::System`] if the table is full, or the error of sigaction(2).
     pub fn new(start: usize, bytes: usize, page: usize) -> Result<Guard, Error> {
         install()?;
         // Acquire pairs with the release in `Guard::release`: the former owner has cleared the slot.
@@ -92,7 +84,6 @@ impl Guard {
         Ok(Guard { slot })
     }
 
-    /// Whether the handler has replaced the range.
     #[inline]
     pub fn is_broken(&self) -> bool {
         // Relaxed: the handler runs on the thread that faults, so that thread sees the flag. Others see it in
@@ -110,7 +101,6 @@ impl Guard {
 /// The action that was installed before this module's handler.
 static FORMER: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// Installs the handler, once for the process.
 fn install() -> Result<(), Error> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
@@ -155,8 +145,7 @@ extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Maps zeroes over the range that contains `address`. Returns false if no range of the table contains it, or
-/// if the kernel has no memory for the mapping.
+/// Maps zeroes over the range with `address`. Returns false if no range has it, or without memory.
 fn replace(address: usize) -> bool {
     let Some((slot, (start, bytes, page))) =
         TABLE.iter().find_map(|slot| slot.find(address).map(|range| (slot, range)))
@@ -180,9 +169,8 @@ fn replace(address: usize) -> bool {
     mapped(start, bytes) || mapped(start + (address - start) / page * page, page)
 }
 
-/// Passes the signal to the action that was installed before. For a fault, this may restore the former
-/// action: the same access then faults again and kills the process. For a signal that a process sent, this
-/// module's handler must stay installed, as faults in guest memory may still follow.
+/// Passes the signal to the former action. For a fault, this may restore that action: the same access faults
+/// again and kills the process. After a signal from a process, this module's handler must stay installed.
 fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void, is_fault: bool) {
     let Some(former) = FORMER.get() else { return };
     match former.sa_sigaction {

@@ -1,5 +1,4 @@
-//! The part of `include/uapi/linux/ublk_cmd.h` that is used here, under the kernel's names. Layouts are
-//! asserted at compile time.
+//! The used part of `include/uapi/linux/ublk_cmd.h`, under the kernel's names.
 
 use std::mem::offset_of;
 
@@ -72,7 +71,6 @@ const fn control_write(number: u32) -> u32 {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Control {
-    /// Reads the CPU mask of a queue.
     GetQueueAffinity = control_read(0x01),
     GetDevInfo = control_read(0x02),
     AddDev = control_write(0x04),
@@ -91,7 +89,6 @@ pub enum Control {
     EndUserRecovery = control_write(0x11),
     /// As [`Control::GetDevInfo`], for a user who names the device by its path.
     GetDevInfo2 = control_read(0x12),
-    /// Reads the [`Features`] of the kernel.
     GetFeatures = control_read(0x13),
     /// Changes the size of a started device.
     UpdateSize = control_write(0x15),
@@ -103,8 +100,7 @@ pub enum Control {
 
 /// `UBLK_U_IO_FETCH_REQ`: the server is ready for the first request of a tag.
 pub const FETCH: u32 = ioc(3, 0x20, size_of::<IoCommand>());
-/// `UBLK_U_IO_COMMIT_AND_FETCH_REQ`: completes the request of a tag, and makes the tag ready for its next
-/// request.
+/// `UBLK_U_IO_COMMIT_AND_FETCH_REQ`: completes the request of a tag, and makes the tag ready for the next.
 pub const COMMIT_AND_FETCH: u32 = ioc(3, 0x21, size_of::<IoCommand>());
 
 pub const QUEUE_DEPTH_MAX: u16 = 4096; // UBLK_MAX_QUEUE_DEPTH
@@ -123,12 +119,10 @@ pub const OP_WRITE_ZEROES: u32 = 5;
 pub const IO_FUA: u32 = 1 << 13;
 /// `UBLK_IO_F_NOUNMAP`, as a bit of the whole word.
 pub const IO_NO_UNMAP: u32 = 1 << 15;
-/// `UBLK_IO_F_NEED_REG_BUF`, as a bit of the whole word: the kernel could not register the pages of the
-/// request.
+/// `UBLK_IO_F_NEED_REG_BUF`, as a bit of the whole word: the request's pages could not be registered.
 pub const IO_NEED_REGISTER: u32 = 1 << 17;
 
-/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose pages the kernel cannot register has [`IO_NEED_REGISTER`],
-/// instead of failing.
+/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose pages cannot be registered has [`IO_NEED_REGISTER`].
 const REGISTER_FALLBACK: u64 = 1 << 0;
 
 /// `ublk_auto_buf_reg_to_sqe_addr`: the address field of a command, with which the kernel registers the pages
@@ -153,7 +147,6 @@ pub struct ControlCommand {
     /// Length of the buffer in bytes, including the path.
     pub len: u16,
     pub addr: u64,
-    /// The argument of the command, if it has one.
     pub data: u64,
     /// Length in bytes of the path, with its NUL, at the beginning of the buffer; 0 if there is no path.
     pub dev_path_len: u16,
@@ -167,13 +160,11 @@ pub struct ControlCommand {
 pub struct DeviceInfo {
     /// Number of hardware queues. The kernel creates at most one for each CPU.
     pub nr_hw_queues: u16,
-    /// Number of tags of each queue.
     pub queue_depth: u16,
     /// One of `UBLK_S_DEV_*`, such as [`STATE_DEAD`].
     pub state: u16,
     pub(super) pad0: u16,
     pub max_io_buf_bytes: u32,
-    /// The number N of `/dev/ublkbN`.
     pub dev_id: u32,
     /// Process ID of the server, -1 without a server.
     pub ublksrv_pid: i32,
@@ -182,7 +173,6 @@ pub struct DeviceInfo {
     pub flags: u64,
     /// A number that the kernel stores for the server and does not interpret.
     pub ublksrv_flags: u64,
-    /// The user who created the device.
     pub owner_uid: u32,
     pub owner_gid: u32,
     pub(super) reserved: [u64; 2],
@@ -238,8 +228,7 @@ pub struct BasicParameters {
     /// The kernel splits requests at multiples of this number of sectors; 0: no such boundary.
     pub chunk_sectors: u32,
     pub dev_sectors: u64,
-    /// The kernel splits segments at multiples of this number plus one, in bytes of memory; 0: no such
-    /// boundary.
+    /// The kernel splits segments at multiples of this plus one, in bytes of memory; 0: no such boundary.
     pub virt_boundary_mask: u64,
 }
 
@@ -264,8 +253,7 @@ pub struct DiscardParameters {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct AlignParameters {
-    /// A mask below the page size: its bits are zero in the address and in the length of each segment of
-    /// memory.
+    /// A mask below the page size: these bits are zero in the address and length of each memory segment.
     pub alignment: u32,
     pub(super) pad: u32,
 }
@@ -280,7 +268,6 @@ pub const PARAM_ALIGN: u32 = 1 << 4;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub struct Parameters {
-    /// Size of this structure in bytes.
     pub len: u32,
     pub types: u32,
     pub basic: BasicParameters,
@@ -288,8 +275,7 @@ pub struct Parameters {
     pub(super) devt: [u32; 4],
     pub(super) zoned: [u32; 8],
     pub align: AlignParameters,
-    /// Beginning of `struct ublk_param_segment`, which is not used here. The member gives this structure a
-    /// size without implicit padding, as `IntoBytes` demands.
+    /// Beginning of `struct ublk_param_segment`, unused. It avoids implicit padding, as `IntoBytes` demands.
     pub(super) end: u32,
 }
 

@@ -6,19 +6,15 @@ use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-/// Name of the process of [`IdleWatch`](super::IdleWatch). [`usage`](super::usage) recognizes the process by
-/// it.
+/// Name of the process of [`IdleWatch`](super::IdleWatch), by which [`usage`](super::usage) recognizes it.
 pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 
-/// Forks a process called `name` that runs `body` and exits. The process keeps the descriptors of `kept`. It
-/// ignores the signals that a terminal or a service manager sends to all processes of a server, because it
-/// must still be running when the server stops its device; so `body` must return when the server has exited.
-///
-/// # Errors
-/// Returns the error of fork(2), for example at the limit of processes.
+/// Forks a process called `name` that runs `body` with the descriptors `kept`. It ignores the signals that a
+/// terminal or a service manager sends to all processes of a server, because it must still be running when
+/// the server stops its device; so `body` must return when the server has exited. Fails as fork(2) does.
 ///
 /// # Safety
-/// This process must have only one thread. The new process contains only a copy of the thread that forks: a
+/// This process must have only one thread: the new process has a copy of the thread that forks only, and a
 /// lock that another thread holds would stay locked in it.
 pub(super) unsafe fn fork<const N: usize>(
     name: &CStr,
@@ -63,7 +59,6 @@ fn all_signals() -> libc::sigset_t {
     }
 }
 
-/// Changes the signal mask of this thread, and returns the previous mask.
 fn signals(how: libc::c_int, set: &libc::sigset_t) -> io::Result<libc::sigset_t> {
     // SAFETY: all zeroes are a valid sigset_t, and both pointers are valid.
     unsafe {

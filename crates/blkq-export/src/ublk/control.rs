@@ -1,5 +1,4 @@
-//! The control device, `/dev/ublk-control`. Commands go one at a time through a small io_uring of their own,
-//! each with a timeout.
+//! The control device, `/dev/ublk-control`. A small io_uring carries one command at a time, with a timeout.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -53,7 +52,6 @@ struct Call<'a> {
     timeout: Duration,
 }
 
-/// Path of the character device of device `id`.
 pub fn character_path(id: u32) -> String {
     format!("/dev/ublkc{id}")
 }
@@ -89,8 +87,7 @@ impl ControlDevice {
         Ok(ControlDevice { ring, file, privileged, pending: false })
     }
 
-    /// Whether this process has CAP_SYS_ADMIN, which the kernel demands for all features but unprivileged
-    /// devices.
+    /// Whether this process has CAP_SYS_ADMIN: without it, the kernel allows only unprivileged devices.
     pub fn is_privileged(&self) -> bool {
         self.privileged
     }
@@ -142,17 +139,14 @@ impl ControlDevice {
         }
     }
 
-    /// Waits again for a command without a buffer that did not complete in time.
-    ///
-    /// # Errors
-    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`] if the command still has not completed.
+    /// Waits again for a command without a buffer that did not complete in time. Fails with the kernel's
+    /// error, or with [`io::ErrorKind::TimedOut`].
     pub(super) fn wait_again(&mut self) -> io::Result<()> {
         let result = self.wait(STOP_TIMEOUT)?;
         self.pending = false;
         if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
     }
 
-    /// Waits until the one command in flight completes.
     fn wait(&mut self, timeout: Duration) -> io::Result<i32> {
         let timespec = types::Timespec::from(timeout);
         let args = types::SubmitArgs::new().timespec(&timespec);
@@ -171,10 +165,7 @@ impl ControlDevice {
         }
     }
 
-    /// Reads the features of the kernel's ublk driver.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] before Linux 6.5, which has no such command.
+    /// Reads the features of the driver. Fails with [`ErrorKind::Unsupported`] before Linux 6.5.
     pub fn features(&mut self) -> Result<Features, Error> {
         let mut features = 0u64;
         let (command, buffer) = (abi::Control::GetFeatures, features.as_mut_bytes());
@@ -191,20 +182,15 @@ impl ControlDevice {
         }
     }
 
-    /// Creates a device. The kernel changes `info` to the values that it has chosen.
-    ///
-    /// # Errors
-    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`].
+    /// Creates a device. The kernel changes `info` to the values that it has chosen. Fails with the kernel's
+    /// error, or with [`io::ErrorKind::TimedOut`].
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> io::Result<()> {
         let id = info.dev_id;
         let command = abi::Control::AddDev;
         self.call(Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: START_TIMEOUT })
     }
 
-    /// The numbers of all devices, including those of other users.
-    ///
-    /// # Errors
-    /// Returns the error of reading the kernel's list in /sys.
+    /// The numbers of all devices, including those of other users, or the error of reading /sys.
     pub fn devices(&self) -> Result<Vec<u32>, Error> {
         let list = match std::fs::read_dir(CLASS_PATH) {
             Ok(list) => list,
@@ -215,10 +201,7 @@ impl ControlDevice {
         Ok(list.filter_map(|entry| number(entry.ok()?.file_name())).collect())
     }
 
-    /// Information about device `id`; `None` if there is no such device.
-    ///
-    /// # Errors
-    /// The kernel's error.
+    /// Information about device `id`, or the kernel's error; `None` if there is no such device.
     pub fn info(&mut self, id: u32) -> Result<Option<DeviceInfo>, Error> {
         let mut info = DeviceInfo::new_zeroed();
         let mut ask = |command| {
@@ -237,10 +220,8 @@ impl ControlDevice {
         }
     }
 
-    /// The CPUs whose I/O reaches the server through queue `queue` of device `id`.
-    ///
-    /// # Errors
-    /// Returns the kernel's error, for example `EINVAL` if its CPU mask is larger than a [`CpuSet`].
+    /// The CPUs whose I/O reaches the server through queue `queue` of device `id`. Fails with the kernel's
+    /// error, for example `EINVAL` if its CPU mask is larger than a [`CpuSet`].
     pub fn affinity(&mut self, id: u32, queue: u16) -> Result<CpuSet, Error> {
         let mut mask = [0u8; MASK_BYTES];
         let (command, data) = (abi::Control::GetQueueAffinity, u64::from(queue));
@@ -255,10 +236,7 @@ impl ControlDevice {
         Ok(set)
     }
 
-    /// Sets the parameters of device `id`, which must not be started yet.
-    ///
-    /// # Errors
-    /// The kernel's error.
+    /// Sets the parameters of device `id`, which must not be started, or returns the kernel's error.
     pub fn set_parameters(&mut self, id: u32, parameters: &Parameters) -> Result<(), Error> {
         let mut parameters = *parameters;
         let (command, buffer) = (abi::Control::SetParams, parameters.as_mut_bytes());
@@ -266,10 +244,7 @@ impl ControlDevice {
             .map_err(|e| failed("set the parameters of a device", e))
     }
 
-    /// Reads the parameters of device `id`.
-    ///
-    /// # Errors
-    /// The kernel's error.
+    /// Reads the parameters of device `id`, or returns the kernel's error.
     pub fn parameters(&mut self, id: u32) -> Result<Parameters, Error> {
         let mut buffer = [0u8; size_of::<Parameters>()];
         buffer[..4].copy_from_slice((size_of::<Parameters>() as u32).as_bytes());
@@ -285,18 +260,11 @@ impl ControlDevice {
         self.call(Call { command, id, data, buffer: &mut [], timeout })
     }
 
-    /// Makes the block device of `id` appear, served by the process `pid`.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub(super) fn start(&mut self, id: u32, pid: u32) -> io::Result<()> {
         self.plain(abi::Control::StartDev, id, u64::from(pid), START_TIMEOUT)
     }
 
-    /// Issues a command whose only argument is the number of the device.
-    ///
-    /// # Errors
-    /// The kernel's error.
+    /// Issues a command whose only argument is the number of the device, or returns the kernel's error.
     pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
         match what {
             STOP => self.stop(id),
@@ -311,15 +279,13 @@ impl ControlDevice {
         self.plain(abi::Control::StopDev, id, 0, STOP_TIMEOUT)
     }
 
-    /// As [`ControlDevice::stop`], but fails with `EBUSY` if the block device is open
-    /// ([`Features::SAFE_STOP_DEV`]).
+    /// Fails with `EBUSY` if the block device is open ([`Features::SAFE_STOP_DEV`]).
     fn try_stop(&mut self, id: u32) -> io::Result<()> {
         self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT)
     }
 
-    /// Removes device `id`, and succeeds if there is no such device. While the character device is open the
-    /// kernel only marks the device for removal; then this returns after [`DELETE_TIMEOUT`], and the last
-    /// close removes the device.
+    /// Succeeds if there is no such device. While the character device is open the kernel only marks it for
+    /// removal; this then returns after [`DELETE_TIMEOUT`], and the last close removes the device.
     fn delete(&mut self, id: u32) -> io::Result<()> {
         match self.plain(abi::Control::DelDev, id, 0, DELETE_TIMEOUT) {
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
@@ -328,19 +294,14 @@ impl ControlDevice {
         }
     }
 
-    /// Begins to take over device `id`, whose server has exited.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] while the old server is still exiting, and the kernel's error.
+    /// Begins to take over device `id`, whose server has exited. Fails with [`ErrorKind::Busy`] while the old
+    /// server is still exiting, and with the kernel's error.
     pub fn start_recovery(&mut self, id: u32) -> Result<(), Error> {
         self.plain(abi::Control::StartUserRecovery, id, 0, ANSWER_TIMEOUT)
             .map_err(|e| failed("take over a device", e))
     }
 
-    /// Completes the takeover: this process serves device `id` from now on.
-    ///
-    /// # Errors
-    /// The kernel's error.
+    /// Completes the takeover: this process serves device `id` from now on. Fails with the kernel's error.
     pub fn end_recovery(&mut self, id: u32) -> Result<(), Error> {
         let pid = u64::from(std::process::id());
         self.plain(abi::Control::EndUserRecovery, id, pid, START_TIMEOUT)
@@ -348,34 +309,27 @@ impl ControlDevice {
     }
 
     /// Makes new requests of device `id` wait until another process serves the device, and cancels the idle
-    /// commands of this process ([`Features::QUIESCE`]).
-    ///
-    /// # Errors
-    /// Returns the kernel's error, for example if a queue has no idle command for a second.
+    /// commands of this process ([`Features::QUIESCE`]). Fails with the kernel's error, for example if a
+    /// queue has no idle command for a second.
     pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
         let wait_ms = QUIESCE_WAIT.as_millis() as u64;
         self.plain(abi::Control::QuiesceDev, id, wait_ms, ANSWER_TIMEOUT)
             .map_err(|e| failed("quiesce a device", e))
     }
 
-    /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]).
-    ///
-    /// # Errors
-    /// The kernel's error.
+    /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]), or returns the kernel's error.
     pub fn update_size(&mut self, id: u32, sectors: u64) -> Result<(), Error> {
         self.plain(abi::Control::UpdateSize, id, sectors, ANSWER_TIMEOUT)
             .map_err(|e| failed("change the size of a device", e))
     }
 }
 
-/// Whether the driver is a module of the running kernel, loaded or not.
 fn has_module() -> bool {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let module = format!("/lib/modules/{}/kernel/drivers/block/ublk_drv.ko", release.trim());
     ["", ".xz", ".zst", ".gz"].iter().any(|end| Path::new(&format!("{module}{end}")).exists())
 }
 
-/// The error of a failed [`ControlDevice::add`].
 pub(super) fn not_added(error: io::Error) -> Error {
     match error.raw_os_error() {
         Some(libc::EACCES) => Error::system(

@@ -13,8 +13,7 @@ pub enum CopyMode {
     /// The kernel copies between the pages and a buffer that each tag has: the data of a write before the
     /// server gets the request, the data of a read when the server completes it.
     Kernel,
-    /// This process copies, by reading and writing the character device. It needs buffers only for requests
-    /// in flight.
+    /// This process copies through the character device, with buffers only for requests in flight.
     User,
     /// Neither side copies: the driver does its I/O on the pages of the request (Linux 6.16).
     None,
@@ -30,8 +29,7 @@ impl CopyMode {
         }
     }
 
-    /// The features of a device with this mode. With [`CopyMode::None`], too, this process copies the data of
-    /// requests whose pages the kernel cannot register.
+    /// With [`CopyMode::None`], too, this process copies requests whose pages the kernel cannot register.
     pub(super) fn features(self) -> Features {
         match self {
             CopyMode::Kernel => Features::empty(),
@@ -40,7 +38,6 @@ impl CopyMode {
         }
     }
 
-    /// The mode of a device that was created with `features`.
     pub(super) fn of(features: Features) -> CopyMode {
         if features.contains(Features::AUTO_BUF_REG) {
             CopyMode::None
@@ -51,8 +48,7 @@ impl CopyMode {
         }
     }
 
-    /// Why a device of a disk with `limits` cannot use this mode; `None` if it can. The parameters are as in
-    /// [`CopyMode::choose`].
+    /// Why a device cannot use this mode; `None` if it can. The parameters are as in [`CopyMode::choose`].
     fn obstacle(
         self,
         kernel: Features,
@@ -77,13 +73,10 @@ impl CopyMode {
         }
     }
 
-    /// Chooses the mode for a device of a disk with `limits`: the mode `wanted`, or else the best one,
-    /// together with the reason if that is not [`CopyMode::None`]. `kernel`: features of the kernel.
-    /// `privileged`: whether this process has CAP_SYS_ADMIN. `buffers`: whether the rings of all queues have
-    /// room for the pages of all tags.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if a device cannot use the mode `wanted`.
+    /// Chooses the mode for a disk with `limits`: `wanted`, or the best one, with the reason if that is not
+    /// [`CopyMode::None`]. `privileged`: this process has CAP_SYS_ADMIN. `buffers`: the rings of all queues
+    /// have room for the pages of all tags. Fails with [`ErrorKind::Unsupported`] if the mode `wanted` is
+    /// impossible.
     pub(super) fn choose(
         wanted: Option<CopyMode>,
         kernel: Features,

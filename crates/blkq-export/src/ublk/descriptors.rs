@@ -10,7 +10,6 @@ use super::abi::{IoDescriptor, QUEUE_DEPTH_MAX};
 
 const PAGE_BYTES: usize = 4096;
 
-/// The mapped descriptors of one queue, indexed by tag.
 pub(super) struct Descriptors {
     memory: NonNull<IoDescriptor>,
     depth: u16,
@@ -21,10 +20,6 @@ impl Descriptors {
         (usize::from(depth) * size_of::<IoDescriptor>()).next_multiple_of(PAGE_BYTES)
     }
 
-    /// Maps the descriptors of `queue`, which has `depth` tags, from the character device.
-    ///
-    /// # Errors
-    /// Returns the error of mmap(2).
     pub fn map(file: &File, queue: u16, depth: u16) -> Result<Descriptors, Error> {
         // UBLKSRV_CMD_BUF_OFFSET is 0, and the kernel reserves room for the largest depth for each queue.
         let offset = usize::from(queue) * Self::bytes(QUEUE_DEPTH_MAX);

@@ -21,11 +21,9 @@ use super::setup::SetupProcess;
 use super::source::{QueueOptions, QueueSource, RefusedCommand, Shared};
 use super::usage;
 
-/// Time that a device node may take to appear and to become accessible: devtmpfs creates it immediately, but
-/// udev sets its permissions later.
+/// Time for a device node to appear, and for udev to set its permissions, which it does later.
 const NODE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time that the old server of a device may take to exit, which it does after its I/O in flight has
-/// completed.
+/// Time for the old server of a device to exit, after its I/O in flight.
 const TAKE_OVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time that a server that hands its device over may take to complete its requests.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -35,8 +33,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 pub struct UblkOptions {
     /// The identity that the state file recorded for the device.
     pub identity: Identity,
-    /// Whether the device stays when this process exits, so that another can take it over. Ignored if the
-    /// kernel or the privileges of this process do not allow it.
+    /// Whether another process can take the device over. Ignored if the kernel or privileges forbid it.
     pub recoverable: bool,
     /// Whether the kernel scans for partitions. It does so only if root serves the device.
     pub partscan: bool,
@@ -58,10 +55,8 @@ pub struct UblkDevice {
     kernel_features: Features,
     info: DeviceInfo,
     threads_per_queue: u16,
-    /// Why the data is copied although no copy mode was requested.
     copied_because: Option<&'static str>,
     serving: Mutex<Option<Serving>>,
-    /// The process that stops and removes the device.
     setup: Mutex<SetupProcess>,
     /// The lock is held while this process claims the device, because a second claim would find it in use.
     users: Mutex<IdleWatch>,
@@ -84,18 +79,15 @@ pub struct Claimed<'a> {
     _paused: Paused<'a>,
 }
 
-/// The part of a device that ends when this process stops serving it.
 struct Serving {
     shared: Arc<Shared>,
     sources: Vec<(EngineHandle, SourceId)>,
 }
 
-/// Whether the ring of each of `engines` has registered buffers for the pages of `requests` requests.
 fn has_kernel_buffers(engines: &[EngineHandle], requests: u16) -> bool {
     engines.iter().all(|engine| engine.kernel_buffers() >= requests)
 }
 
-/// Rejects 0 threads, and more than 1 if the kernel accepts the commands of a queue from one thread only.
 fn check_threads(kernel: Features, threads_per_queue: u16) -> Result<(), Error> {
     match threads_per_queue {
         0 => Err(Error::new(ErrorKind::Invalid, "ublk: each queue needs at least 1 thread")),
@@ -109,11 +101,8 @@ fn check_threads(kernel: Features, threads_per_queue: u16) -> Result<(), Error> 
 }
 
 impl UblkDevice {
-    /// Creates a device of `disk` and serves it on `engines`. The first `threads_per_queue` engines serve the
-    /// first queue, the next ones the second queue, and so on.
-    ///
-    /// # Errors
-    /// Returns the error of the first step that fails. The device is then removed again.
+    /// Creates a device of `disk`. The first `threads_per_queue` of `engines` serve the first queue, and so
+    /// on. Returns the error of the first step that fails, after the device was removed again.
     pub fn start(
         disk: &Arc<Disk>,
         engines: &[EngineHandle],
@@ -166,11 +155,10 @@ impl UblkDevice {
     }
 
     /// Takes over the device `identity`, whose server has exited or is exiting. The kernel reissues the
-    /// server's I/O in flight to this process.
+    /// server's I/O in flight to this process. After an error, the device still waits for a server.
     ///
     /// # Errors
-    /// [`ErrorKind::Mismatch`] if the disk does not fit the device; an error if the server does not exit
-    /// within 30 seconds, and the kernel's error. The device then still waits for a server.
+    /// [`ErrorKind::Mismatch`] if the disk does not fit the device. The server has 30 s to exit.
     pub fn take_over(
         identity: Identity,
         disk: &Arc<Disk>,
@@ -270,7 +258,6 @@ impl UblkDevice {
         self.setup.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a source to each engine, which fetches requests from its queue of the character device.
     fn serve(
         &self,
         control: &mut ControlDevice,
@@ -375,12 +362,11 @@ impl UblkDevice {
         )
     }
 
-    /// Stops and removes the device; it is removed when this returns. Without `force` this fails if the
-    /// device is in use. With `force`, the kernel writes back cached data if that takes at most a few
-    /// seconds, and fails later I/O.
+    /// Stops and removes the device. With `force`, the kernel writes back cached data if that takes at most a
+    /// few seconds, and fails later I/O.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if the device is in use; it keeps running then. Otherwise the kernel's error.
+    /// [`ErrorKind::Busy`] without `force` if the device is in use; it keeps running. Or the kernel's error.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         let mut paused = self.pause_watch();
         // Other processes write back and stop the device. A thread of this one would wait for I/O that the
@@ -396,10 +382,8 @@ impl UblkDevice {
     }
 
     /// While `on`, the event of [`IdleWatch`] is written when the device has no users any longer. Users from
-    /// before the call count if they still use the device.
-    ///
-    /// # Errors
-    /// Returns the error of the process that scans for users, for example if it cannot read the node.
+    /// before the call count. Fails if the process that scans for users does, for example on reading the
+    /// node.
     pub fn watch_users(&self, on: bool) -> Result<(), Error> {
         let mut users = self.users();
         if !on {
@@ -412,9 +396,8 @@ impl UblkDevice {
             .map_err(|e| Error::system(format!("cannot scan for users of {path}"), e))
     }
 
-    /// Prepares this process for its exit, after which another server takes the device over. New requests
-    /// wait in the kernel if it can do that (Linux 6.16), and the requests at `disk` complete. The kernel
-    /// reissues those that do not complete within 5 seconds to the next server.
+    /// Prepares for the exit of this process. New requests wait in the kernel if it can do that (Linux 6.16).
+    /// Requests at `disk` that do not complete within 5 s are reissued to the next server.
     pub fn quiesce(&self, disk: &Disk) {
         let quiesced = self.info.flags & Features::QUIESCE.bits() != 0
             && ControlDevice::open().and_then(|mut control| control.quiesce(self.identity.id)).is_ok();
@@ -435,10 +418,7 @@ impl UblkDevice {
         issue_commands(issue, &[DELETE])
     }
 
-    /// Checks whether the kernel can resize the device.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the size of the device cannot change while it is in use.
+    /// Fails with [`ErrorKind::Unsupported`] if the kernel cannot resize a device in use.
     pub fn check_resizable(&self) -> Result<(), Error> {
         if self.kernel_features.contains(Features::UPDATE_SIZE) {
             return Ok(());
@@ -448,29 +428,21 @@ impl UblkDevice {
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
-    /// Claims the block device, so that no other process can mount it, until the returned value is dropped.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if the device is in use, as far as this process can see.
+    /// Claims the block device until the value is dropped: no other process can mount it meanwhile. Fails
+    /// with [`ErrorKind::Busy`] if the device is in use, as far as this process can see.
     pub fn claim(&self) -> Result<Claimed<'_>, Error> {
         let paused = self.pause_watch();
         Ok(Claimed { _claim: usage::claim(&self.identity.path())?, _paused: paused })
     }
 
-    /// Sets the size of the device in bytes.
-    ///
-    /// # Errors
-    /// As [`UblkDevice::check_resizable`], and the kernel's error.
+    /// Sets the size in bytes. Fails as [`UblkDevice::check_resizable`] does, and with the kernel's error.
     pub fn resize(&self, bytes: u64) -> Result<(), Error> {
         self.check_resizable()?;
         ControlDevice::open()?.update_size(self.identity.id, bytes >> 9)
     }
 
-    /// Makes the kernel reject or accept writes to the device.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the device was created read-only, which the kernel does not change, and
-    /// the kernel's error.
+    /// Makes the kernel reject or accept writes. Fails with [`ErrorKind::Unsupported`] if the device was
+    /// created read-only, which the kernel does not change, and with the kernel's error.
     pub fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         let path = self.identity.path();
         let set = || {
@@ -516,7 +488,6 @@ fn drop_sys_admin() {
 const BLKROSET: libc::Ioctl = 0x125d;
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// Opens a character device. Waits until the node exists and udev has given it to the user.
 fn open_node(path: &str) -> Result<File, Error> {
     let until = Instant::now() + NODE_TIMEOUT;
     loop {

@@ -15,8 +15,7 @@ use super::usage;
 /// Identifies a device, also after its server has exited.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Identity {
-    /// The number N of `/dev/ublkbN`. [`u32::MAX`] for a device that is about to be created, because the
-    /// kernel chooses the number.
+    /// The number N of `/dev/ublkbN`. [`u32::MAX`] before the kernel has chosen the number of a new device.
     pub id: u32,
     /// A number that the kernel stores with the device. A later device with the same `id` has another cookie.
     pub cookie: u64,
@@ -35,7 +34,6 @@ impl Identity {
         block_path(self.id)
     }
 
-    /// Reads the kernel's information about the device; `None` if there is no such device.
     pub(super) fn info(&self, control: &mut ControlDevice) -> Result<Option<DeviceInfo>, Error> {
         let ids = if self.id == ANY_ID { control.devices()? } else { vec![self.id] };
         for id in ids {
@@ -51,11 +49,8 @@ impl Identity {
         Ok(None)
     }
 
-    /// The device with its number, if it waits for a new server. If its server has exited and no other can
-    /// take the device over, this removes the device.
-    ///
-    /// # Errors
-    /// Returns the kernel's error of the query or of the removal.
+    /// The device with its number, if it waits for a new server. If no server can take it over, this removes
+    /// the device. Fails with the kernel's error.
     pub fn survivor(&self) -> Result<Option<Identity>, Error> {
         let mut control = match ControlDevice::open() {
             Ok(control) => control,
@@ -75,9 +70,6 @@ impl Identity {
     }
 
     /// As [`Identity::survivor`], but never removes a device.
-    ///
-    /// # Errors
-    /// Returns the kernel's error.
     pub fn waiting(&self) -> Result<Option<Identity>, Error> {
         let mut control = match ControlDevice::open() {
             Ok(control) => control,
@@ -88,10 +80,7 @@ impl Identity {
         Ok(info.map(|info| Identity { id: info.dev_id, cookie: self.cookie }))
     }
 
-    /// The size of the device in bytes; `None` if there is no such device.
-    ///
-    /// # Errors
-    /// Returns the kernel's error.
+    /// The device's size in bytes, or the kernel's error; `None` if there is no such device.
     pub fn size_bytes(&self) -> Result<Option<u64>, Error> {
         let mut control = ControlDevice::open()?;
         match self.info(&mut control)? {
@@ -105,11 +94,9 @@ impl Identity {
         Error::new(ErrorKind::NotFound, message)
     }
 
-    /// Removes a device whose server has exited, with the process `setup`. Without `force` this fails if the
-    /// device is in use. With `force`, I/O that waits for a new server fails.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if the device is in use, and the kernel's error.
+    /// Removes a device whose server has exited, with the process `setup`. With `force`, I/O that waits for a
+    /// new server fails; without, a device in use fails with [`ErrorKind::Busy`]. Also fails with the
+    /// kernel's error.
     pub fn remove(&self, force: bool, mut setup: SetupProcess) -> Result<(), Error> {
         let mut control = ControlDevice::open()?;
         let kernel = control.features()?;
@@ -122,7 +109,6 @@ impl Identity {
     }
 }
 
-/// Whether another server can take the device over.
 fn is_recoverable(info: &DeviceInfo) -> bool {
     info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0
 }

@@ -1,19 +1,15 @@
-//! Detects that a block device has no users any longer. The kernel does not report this to the server of a
-//! device.
+//! Detects that a block device has no users any longer, which the kernel does not report to its server.
 //!
-//! inotify(7) reports when a process opens or closes the device's nodes in /dev; each event starts a scan for
-//! users. Mounts and unmounts cause no event, so a claimed device is scanned every second. A program that
-//! only inspects the device (udev, or mount(8) before it mounts) has it open for less than a second and does
-//! not count as a user.
+//! inotify(7) reports opens and closes of the device's nodes in /dev; each starts a scan for users. Mounts
+//! cause no event, so a claimed device is scanned every second. A program that only inspects the device
+//! (udev, or mount(8) before it mounts) has it open for less than a second and is no user.
 //!
-//! A scan must see the open files of all processes. The server drops that privilege, because it parses
-//! what clients send. So a separate process scans. The server sends it the number of the device and whether
-//! to scan, and it returns only that the device is idle.
+//! A scan must see the open files of all processes. The server drops that privilege, because it parses what
+//! clients send. So a separate process scans, and returns only that the device is idle.
 //!
-//! The process also makes the kernel write back cached data of the device before a forced stop. If the server
-//! did this itself while the storage of its image hangs, it could not be killed: its thread would wait for
-//! I/O that the server itself serves, and the kernel aborts that I/O only when the server's last thread has
-//! exited.
+//! The process also makes the kernel write back cached data before a forced stop. While the storage hangs, a
+//! server that did this itself could not be killed: it would wait for I/O that the server itself serves,
+//! which the kernel aborts only when the server's last thread has exited.
 
 use std::ffi::OsString;
 use std::fs;
@@ -55,17 +51,14 @@ const WRITE_BACK: u32 = 4;
 #[repr(C)]
 struct Request {
     what: u32,
-    /// The number N of `/dev/ublkbN`.
     id: u32,
     sequence: u32,
 }
 
-/// The reply to the request with the same `sequence`.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Reply {
     sequence: u32,
-    /// 0 if the request succeeded.
     errno: i32,
 }
 
@@ -79,14 +72,11 @@ pub struct IdleWatch {
 }
 
 impl IdleWatch {
-    /// Forks the process. There, `confine` drops all privileges but reading `/proc` and `/dev`, and returns
-    /// whether that succeeded; if not, the process exits. The process writes the event `idle`.
-    ///
-    /// # Errors
-    /// Returns the kernel's error.
+    /// Forks the process, which writes the event `idle`. There, `confine` drops all privileges but reading
+    /// `/proc` and `/dev`, and returns whether that succeeded; if not, the process exits.
     ///
     /// # Safety
-    /// This process must have only one thread. The new process contains only a copy of the thread that forks:
+    /// This process must have only one thread: the new process has a copy of the thread that forks only, and
     /// a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(idle: &OwnedFd, confine: impl FnOnce() -> bool) -> Result<IdleWatch, Error> {
         // SAFETY: as the caller guarantees.
@@ -118,11 +108,8 @@ impl IdleWatch {
         Ok(IdleWatch { socket, sequence: 0, on: false })
     }
 
-    /// Starts to watch the block device `id`. When the device has had a user, now or later, and is unused,
-    /// the process writes the event, and again every second while the device stays unused.
-    ///
-    /// # Errors
-    /// Returns the process's error, for example if it cannot read the node, or that it was killed.
+    /// Watches the block device `id`. When it has had a user, now or later, and is unused, the process writes
+    /// the event, and again every second. Fails if the process cannot read the node, or was killed.
     pub(super) fn start(&mut self, id: u32) -> io::Result<()> {
         let started = self.ask(ON, id);
         self.on = started.is_ok();
@@ -153,13 +140,11 @@ impl IdleWatch {
         }
     }
 
-    /// Makes the kernel write back cached data of the block device `id`. Returns when that is done, or after
-    /// [`ANSWER_TIMEOUT`].
+    /// Makes the kernel write back cached data, for at most [`ANSWER_TIMEOUT`].
     pub(super) fn write_back(&mut self, id: u32) {
         let _ = self.ask(WRITE_BACK, id);
     }
 
-    /// Sends a request and waits for its reply.
     fn ask(&mut self, what: u32, id: u32) -> io::Result<()> {
         self.send(what, id)?;
         loop {
@@ -200,7 +185,6 @@ impl Drop for IdleWatch {
     }
 }
 
-/// The state of the forked process.
 struct Watch<'a> {
     /// Directory of the device nodes: /dev, but for tests.
     directory: &'a Path,
@@ -211,8 +195,7 @@ struct Watch<'a> {
     /// The watched nodes; `None` while watching is off.
     nodes: Option<Nodes>,
     paused: bool,
-    /// The device has had a user: a process that wrote, a claim, or a process that had it open for
-    /// [`IDLE_INTERVAL`].
+    /// There was a user: a writer, a claim, or an open that lasted for [`IDLE_INTERVAL`].
     used: bool,
 }
 
@@ -227,7 +210,6 @@ impl Watch<'_> {
         Watch { directory, server, socket, idle, nodes: None, paused: false, used: false }
     }
 
-    /// Runs until the server exits.
     fn run(mut self) -> io::Result<()> {
         // The first of the consecutive scans that found the device open.
         let mut open_since: Option<Instant> = None;
@@ -281,12 +263,10 @@ impl Watch<'_> {
         }
     }
 
-    /// The nodes, unless watching is off or paused.
     fn nodes(&self) -> Option<&Nodes> {
         self.nodes.as_ref().filter(|_| !self.paused)
     }
 
-    /// Waits for a request, an event of the nodes, or the end of `time`.
     fn wait(&self, time: Option<Duration>) -> Wake {
         let time = time.map(|time| rustix::event::Timespec {
             tv_sec: time.as_secs() as i64,
@@ -311,10 +291,7 @@ impl Watch<'_> {
         }
     }
 
-    /// Executes the next request.
-    ///
-    /// # Errors
-    /// Returns an error if the server has exited.
+    /// Fails if the server has exited.
     fn serve(&mut self) -> io::Result<()> {
         let mut request = Request::new_zeroed();
         self.socket.read_exact(request.as_mut_bytes())?;
@@ -346,7 +323,6 @@ impl Watch<'_> {
     }
 }
 
-/// The result of a scan for users.
 struct Scan {
     found: Use,
     /// No process opened or closed a node during the scan.
@@ -394,7 +370,6 @@ impl Nodes {
         }
     }
 
-    /// Scans for users other than `server`.
     fn scan(&self, server: u32) -> Scan {
         // The scan of /proc comes first: it takes long and causes no events. The kernel merges equal
         // consecutive events, so an open by the probe before it could hide an open by another process.
@@ -448,7 +423,6 @@ mod tests {
         rustix::io::read(idle, &mut [0; 8]).is_ok()
     }
 
-    /// Asserts that nothing is reported for longer than a device must be unused to be reported.
     fn assert_never_notified(idle: &OwnedFd, why: &str) {
         assert_stays_for(IDLE_INTERVAL * 2, why, || !is_notified(idle));
     }

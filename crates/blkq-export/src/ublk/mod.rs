@@ -4,8 +4,7 @@
 //! - `parameters` translates the limits of a disk for the kernel.
 //! - `copy` chooses which side copies the data of requests.
 //! - `source` serves a queue on an engine, and `descriptors` maps the requests that the kernel writes.
-//! - `device` creates, starts, takes over, stops and removes a device; `identity` finds a device that has
-//!   outlived its server.
+//! - `device` creates, starts, takes over, stops and removes a device; `identity` finds one without a server.
 //! - `setup` is a process that issues the commands that may hang, and `idle` one that detects when the device
 //!   has no users. `child` forks both, and `usage` finds users.
 //! - [`process`] prepares a process to serve a block device.
@@ -25,8 +24,7 @@ mod setup;
 mod source;
 mod usage;
 
-/// The interface of a fuzzer: the decoding of words that the kernel writes, and the parameters that the
-/// kernel gets.
+/// The interface of a fuzzer: words that the kernel writes, and the parameters that it gets.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     pub use super::abi::{IoDescriptor, Parameters};

@@ -7,11 +7,9 @@ use super::copy::CopyMode;
 
 /// Largest request in bytes, which is the size of the buffer of one tag.
 pub const REQUEST_MAX_BYTES: u32 = 512 << 10;
-/// Largest discard and write zeroes in bytes. The kernel counts both in 32 bits of bytes. A smaller maximum
-/// than that keeps one request from delaying others for long.
+/// Maximum discard and write zeroes in bytes: few enough for 32 bits, and not to delay others for long.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-/// Page size: the smallest value that the kernel accepts for the largest request (`PAGE_SECTORS`), and the
-/// largest logical block.
+/// The kernel's smallest value for the largest request (`PAGE_SECTORS`), and the largest logical block.
 const PAGE_BYTES: u32 = 4096;
 
 fn shift(bytes: u32) -> u8 {
@@ -23,10 +21,7 @@ fn sectors(bytes: u64, block: u32) -> u32 {
     ((bytes.min(DISCARD_MAX_BYTES) & !(u64::from(block) - 1)) >> 9) as u32
 }
 
-/// The parameters of a device of a disk with `limits`, whose data moves by `copy`.
-///
-/// # Errors
-/// [`ErrorKind::Invalid`] if the logical block is larger than a page.
+/// The parameters for a disk with `limits`. Fails with [`ErrorKind::Invalid`] if its block exceeds a page.
 pub fn parameters(limits: &QueueLimits, copy: CopyMode) -> Result<Parameters, Error> {
     let block = limits.logical_block_bytes;
     if block > PAGE_BYTES {

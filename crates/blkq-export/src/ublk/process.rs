@@ -11,19 +11,17 @@ use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_change, unmount};
 use rustix::process::{configure_io_flusher_behavior, is_io_flusher};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-/// `OOM_SCORE_ADJ_MIN`: the kernel never kills the process for lack of memory.
 const OOM_SCORE_ADJ: &str = "-1000";
 /// The process needs these mounts, and the mounts below them, later.
 const SYSTEM: [&str; 2] = ["/dev", "/proc"];
 /// The process needs this mount, but not the mounts below it, for the settings of the block device.
 const SETTINGS: &str = "/sys";
 
-/// Prepares this process to serve a block device. The process must not have started threads yet; later
-/// threads inherit the preparation. Of the mounts, the process keeps those that the paths `kept` are on.
+/// Prepares this process, before it starts threads; later threads inherit the preparation. Keeps only the
+/// mounts that the paths `kept` are on. Does nothing for users other than root.
 ///
 /// # Errors
-/// Returns the error of a step that fails for root. For other users this does nothing, because they lack the
-/// privileges.
+/// The error of the step that failed.
 pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
@@ -40,10 +38,9 @@ pub fn prepare(kept: &[PathBuf]) -> Result<(), Error> {
     leave_mounts(kept)
 }
 
-/// Gives this process a mount namespace of its own, with only the mounts that it needs. In a shared namespace
-/// the process could be the last user: its exit would unmount a file system that is on its own device, and
-/// wait for itself for ever. A mount that the process keeps without need would stay mounted when another
-/// process unmounts it.
+/// Enters a mount namespace with only the needed mounts. In a shared one, the exit of this process could
+/// unmount a file system on its own device, and wait for itself for ever. A mount kept without need would
+/// stay mounted when another process unmounts it.
 fn leave_mounts(kept: &[PathBuf]) -> Result<(), Error> {
     let failed = |e| Error::system("cannot serve a block device: cannot create a mount namespace", e);
     // SAFETY: there are no other threads that could rely on the shared namespace, and open files stay open.

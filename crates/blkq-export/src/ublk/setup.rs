@@ -1,6 +1,5 @@
-//! A process that issues commands to the control device on behalf of the server. The kernel executes such a
-//! command in the process that issues it, which cannot exit before the command completes. Three commands may
-//! hang:
+//! A process that issues commands to the control device. The kernel executes such a command in the process
+//! that issues it, which cannot exit before the command completes. Three commands may hang:
 //!
 //! - Some kernels never complete the creation of a device.
 //! - Starting a device waits for the server, because the kernel reads the partition table.
@@ -25,22 +24,19 @@ use super::child;
 use super::command::{ADD, Command, DELETE, START};
 use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 
-/// How long the process may take to exit if no command hangs.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer the server waits for a reply than the process waits for the kernel.
 const SLACK: Duration = Duration::from_secs(2);
 /// How long the process waits for the kernel to apply a setting of a new device. Must be less than [`SLACK`].
 const SETTING_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Directory of the settings of block devices without hardware. The process changes the settings of a new
-/// device there.
+/// Directory of the settings of block devices without hardware.
 pub const SETTINGS_DIRECTORY: &str = "/sys/devices/virtual/block";
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Request {
     what: Command,
-    /// Process ID of the server.
     pid: u32,
     info: DeviceInfo,
 }
@@ -48,7 +44,6 @@ struct Request {
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 struct Reply {
-    /// 0 if the command succeeded.
     errno: i32,
     pad: u32,
     info: DeviceInfo,
@@ -68,11 +63,8 @@ impl SetupProcess {
     /// Forks the process. There, `confine` drops all privileges but `/dev/ublk-control` and the settings of
     /// block devices, and returns whether that succeeded; if not, the process exits.
     ///
-    /// # Errors
-    /// Returns the kernel's error.
-    ///
     /// # Safety
-    /// This process must have only one thread. The new process contains only a copy of the thread that forks:
+    /// This process must have only one thread: the new process has a copy of the thread that forks only, and
     /// a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {
         let failure = |e| Error::system("cannot start the process that controls the ublk device", e);
@@ -116,28 +108,18 @@ impl SetupProcess {
         }
     }
 
-    /// Creates a device. The kernel changes `info` to the values that it has chosen.
-    ///
-    /// # Errors
-    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`] as its source.
+    /// As [`ControlDevice::add`], with its error as the source.
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
         *info = self.ask(Request { what: ADD, pid: 0, info: *info }).map_err(not_added)?;
         Ok(())
     }
 
-    /// Makes the block device of `info` appear, served by this process.
-    ///
-    /// # Errors
-    /// As [`SetupProcess::add`].
     pub(super) fn start(&mut self, info: &DeviceInfo) -> Result<(), Error> {
         let request = Request { what: START, pid: std::process::id(), info: *info };
         self.ask(request).map(|_| ()).map_err(|e| failed("start a device", e))
     }
 
-    /// Issues a command whose only argument is the number of the device.
-    ///
-    /// # Errors
-    /// Returns the kernel's error, or [`io::ErrorKind::TimedOut`].
+    /// As [`ControlDevice::issue`]; also fails with [`io::ErrorKind::TimedOut`].
     pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
         let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
         self.ask(Request { what, pid: 0, info }).map(|_| ())
@@ -162,11 +144,8 @@ struct Unfinished {
     control: ControlDevice,
 }
 
-/// Executes the next request. If the same command for the same device has not completed yet, this waits for
-/// it again, because a second command would only wait for the first one.
-///
-/// # Errors
-/// Returns an error if the server has exited.
+/// Executes the next request. If the same command for the same device has not completed, this waits for that
+/// one again, because a second command would only wait for the first. Fails if the server has exited.
 fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
     let mut request = Request::new_zeroed();
     socket.read_exact(request.as_mut_bytes())?;
@@ -225,9 +204,8 @@ fn while_server_runs(server: u32, start: impl FnOnce() -> io::Result<()>) -> io:
     started
 }
 
-/// Switches off the kernel's scheduler of a new device, as the kernel does for its loop devices: the disk
-/// that stores the image has a scheduler, and the server can have one. Without permission the kernel's
-/// default scheduler stays, which costs time and changes nothing else.
+/// Switches off the kernel's scheduler, as the kernel does for its loop devices: the disk of the image has
+/// one, and the server can have one. Without permission the default stays, which only costs time.
 fn remove_scheduler(id: u32) {
     let setting =
         OpenOptions::new().write(true).open(format!("{SETTINGS_DIRECTORY}/ublkb{id}/queue/scheduler"));
@@ -236,11 +214,8 @@ fn remove_scheduler(id: u32) {
     let _ = setting.and_then(|setting| write_within(SETTING_TIMEOUT, setting, b"none"));
 }
 
-/// Writes `text` to `file` in a kernel worker thread. If that takes longer than `limit`, the write continues
-/// in the background.
-///
-/// # Errors
-/// Returns the kernel's error, or [`io::ErrorKind::TimedOut`].
+/// Writes in a kernel worker thread, which continues in the background if that takes longer than `limit`.
+/// Fails with the kernel's error, or with [`io::ErrorKind::TimedOut`].
 fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<()> {
     let mut ring = IoUring::new(1)?;
     let fd = types::Fd(file.as_raw_fd());

@@ -2,12 +2,11 @@
 //! turn of the engine takes all requests that have arrived, submits them under one plug, and commits them as
 //! they complete. A turn makes one io_uring_enter call.
 //!
-//! While the command of a tag is in flight, the tag belongs to the kernel. The completion of the command
-//! hands a request to the server, and the next command of the tag commits that request. With
-//! [`CopyMode::Kernel`], the kernel reads and writes the tag's buffer only while the command is in flight, on
-//! the thread that serves the tag, inside io_uring_enter. With [`CopyMode::None`], the kernel registers the
-//! pages of the request in the ring's buffer table before it completes the command, and unregisters them when
-//! the request is committed.
+//! While the command of a tag is in flight, the tag belongs to the kernel. Its completion hands over a
+//! request, and the next command commits that request. With [`CopyMode::Kernel`], the kernel accesses the
+//! tag's buffer only while the command is in flight, on the thread that serves the tag, inside
+//! io_uring_enter. With [`CopyMode::None`], the kernel registers the pages of the request in the ring's
+//! buffer table before it completes the command, and unregisters them at the commit.
 
 #[cfg(test)]
 mod tests;
@@ -40,25 +39,21 @@ const ENGINE_QUEUE: usize = 0;
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
 /// Token payload of the interval's timeout. Payloads of slots are smaller.
 const IDLE: u64 = 1 << 16;
-/// With [`CopyMode::Kernel`]: the length in bytes of the beginning of a tag's buffer that is registered with
-/// the ring while the tag is in use, so that direct I/O of small requests does not pin its pages each time.
-/// Small, because registered memory is locked: 512 KiB for a queue of 128 tags.
+/// With [`CopyMode::Kernel`]: the bytes of a tag's buffer that are registered with the ring, so that small
+/// direct I/O need not pin pages. Registered memory is locked: 512 KiB for 128 tags.
 const FRONT_BYTES: u32 = 4096;
 /// Flag of a token payload: the submission copies the data of the slot's request.
 const COPY: u64 = 1 << 17;
 
-/// The state that all queues of a device share.
 pub(super) struct Shared {
     /// The character device. The kernel completes the removal of the device when it is closed.
     pub file: File,
-    /// The first command that the kernel refused. The kernel does not complete requests of its tag until
-    /// another server takes the device over.
+    /// The first refused command. Requests of its tag wait until another server takes the device over.
     pub refused: OnceLock<RefusedCommand>,
     /// A non-blocking eventfd that is written when `refused` is set.
     pub failure_event: Arc<OwnedFd>,
 }
 
-/// A command that the kernel refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RefusedCommand {
     pub queue: u16,
@@ -87,13 +82,11 @@ fn command_result(result: i32) -> CommandResult {
     }
 }
 
-/// The part of a queue that one thread serves.
 pub(super) struct QueueOptions {
     pub shared: Arc<Shared>,
     pub queue: u16,
     /// Number of tags of the queue, those of other threads included.
     pub depth: u16,
-    /// Index of this thread among the threads of the queue.
     pub thread: u16,
     /// Number of threads of the queue: this one serves the tags `thread`, `thread + threads`, and so on.
     pub threads: u16,
@@ -109,25 +102,20 @@ impl QueueOptions {
     }
 }
 
-/// A tag that this thread serves. The index of the slot is the payload of the tag's tokens, and the
-/// `user_data` of its bios.
+/// A tag. Its index is the payload of the tag's tokens, and the `user_data` of its bios.
 struct Slot {
-    /// The kernel's number of the tag.
     tag: u16,
     /// With [`CopyMode::Kernel`]: the tag's buffer, `None` while a bio owns it.
     buffer: Option<IoBuffer>,
-    /// Number of requests of at most [`FRONT_BYTES`] since the memory was released, up to 2. The second
-    /// request registers the front of the buffer: registering costs as much as several requests, so it must
-    /// not happen for a single one.
+    /// Requests of at most [`FRONT_BYTES`] since the memory was released, up to 2. The second one registers
+    /// the front of the buffer, which costs as much as several requests.
     front_requests: u8,
-    /// Where the kernel finds the data: the address of `buffer`, or with [`CopyMode::None`] an index in the
-    /// ring's table of buffers.
+    /// Address of the data for the kernel; with [`CopyMode::None`] an index in the ring's table of buffers.
     place: u64,
     /// How the data of the current request moves.
     copy: CopyMode,
     /// With [`CopyMode::User`], while this process copies: what to do with the buffer afterwards.
     copying: Option<Copying>,
-    /// The current request is a read.
     reads: bool,
     /// The result for the kernel if the current request succeeds: its length in bytes, or 0 without data.
     good_result: i32,
@@ -156,20 +144,15 @@ impl Slot {
     }
 }
 
-/// The step that follows the copying of data.
 enum Copying {
-    /// Submit the write, whose data has been copied from the kernel.
     Write(Bio),
-    /// Commit the read, whose data has been copied to the kernel.
     Read(IoBuffer),
 }
 
-/// A queue of a device, or the part of it that one thread serves.
 pub(super) struct QueueSource {
     options: QueueOptions,
-    /// The character device in the ring's table of files. The entry stays until the ring is closed, which
-    /// waits for all I/O of the ring, including file I/O. Only then the kernel lets another server take the
-    /// device over.
+    /// Registered with the ring until it is closed, which waits for all its I/O, including file I/O. Only
+    /// then the kernel lets another server take the device over.
     file: Option<FileSlot>,
     descriptors: Option<Descriptors>,
     slots: Vec<Slot>,
@@ -181,7 +164,6 @@ pub(super) struct QueueSource {
     requeued: VecDeque<Bio>,
     /// Number of commands in flight.
     armed: usize,
-    /// Number of requests that are submitted and not committed.
     in_flight: usize,
     /// Buffers may have memory to release, and the timeout of [`IDLE_INTERVAL`] is in flight.
     timer_runs: bool,
@@ -192,7 +174,6 @@ pub(super) struct QueueSource {
     forced: bool,
 }
 
-/// The error if there is no memory for the data of `requests` requests of up to `bytes` bytes.
 fn no_memory(requests: usize, bytes: u32) -> Error {
     let mib = (requests as u64 * u64::from(bytes)) >> 20;
     let message = format!(
@@ -221,7 +202,6 @@ impl QueueSource {
         }
     }
 
-    /// Creates the slot of each tag, with its buffer or its entry in the ring's table of buffers.
     fn open_slots(&mut self, cx: &mut SourceContext<'_>) -> Result<(), Error> {
         let QueueOptions { copy, request_max_bytes, .. } = self.options;
         let tags = self.options.tags();
@@ -245,8 +225,7 @@ impl QueueSource {
         Ok(())
     }
 
-    /// Submits the command `operation` for the tag of slot `index`. `result` is that of the request that it
-    /// commits.
+    /// Submits a command. `result` is that of the request that it commits.
     fn command(&mut self, cx: &mut SourceContext<'_>, operation: u32, index: u16, result: i32) {
         let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
         let Slot { tag, place, .. } = self.slots[usize::from(index)];
@@ -266,7 +245,6 @@ impl QueueSource {
         unsafe { cx.push(entry, u64::from(index)) }
     }
 
-    /// Completes the request of slot `index`, and fetches the next one.
     fn commit(&mut self, cx: &mut SourceContext<'_>, index: u16, result: Result<(), i32>) {
         self.in_flight -= 1;
         let result = match result {
@@ -276,7 +254,6 @@ impl QueueSource {
         self.command(cx, abi::COMMIT_AND_FETCH, index, result);
     }
 
-    /// Submits the request that has arrived in slot `index`, or first copies the data of a write.
     fn begin(&mut self, cx: &mut SourceContext<'_>, index: u16) {
         let Some(descriptors) = &self.descriptors else { return };
         let slot = &mut self.slots[usize::from(index)];
@@ -324,7 +301,6 @@ impl QueueSource {
         }
     }
 
-    /// Copies the data of the request of slot `index` between the kernel and the buffer in `copying`.
     fn copy(&mut self, cx: &mut SourceContext<'_>, index: u16, mut copying: Copying) {
         let Some(file) = self.file.as_ref().map(|slot| cx.file(slot)) else { return };
         let slot = &mut self.slots[usize::from(index)];
@@ -344,8 +320,7 @@ impl QueueSource {
         unsafe { cx.push(entry, COPY | u64::from(index)) }
     }
 
-    /// Continues the request of slot `index` after its data was copied. `result` is the number of bytes, or a
-    /// negative errno.
+    /// `result` is the number of bytes, or a negative errno.
     fn copied(&mut self, cx: &mut SourceContext<'_>, index: u16, result: i32) {
         let slot = &mut self.slots[usize::from(index)];
         let whole = result == slot.good_result;
@@ -389,7 +364,6 @@ impl QueueSource {
         }
     }
 
-    /// Notes that a request uses a buffer, and starts the check for idleness.
     fn use_memory(&mut self, cx: &mut SourceContext<'_>) {
         self.used_buffers = true;
         if !self.timer_runs {
@@ -398,7 +372,6 @@ impl QueueSource {
         }
     }
 
-    /// Starts an interval, after which [`QueueSource::trim`] checks for idleness.
     fn start_interval(&mut self, cx: &mut SourceContext<'_>) {
         self.used_buffers = false;
         let entry = opcode::Timeout::new(&raw const IDLE_INTERVAL).build();
@@ -406,7 +379,6 @@ impl QueueSource {
         unsafe { cx.push(entry, IDLE) }
     }
 
-    /// Releases the memory of the buffers if no request used one in the interval that has ended.
     fn trim(&mut self, cx: &mut SourceContext<'_>) {
         if self.stopping {
             return;
@@ -423,8 +395,7 @@ impl QueueSource {
         self.timer_runs = false;
     }
 
-    /// Reports that the kernel refused the command of slot `index`. The kernel sends no further requests for
-    /// its tag.
+    /// The kernel sends no further requests for the tag.
     fn fail_tag(&mut self, index: u16, errno: i32) {
         let QueueOptions { shared, queue, .. } = &self.options;
         let tag = self.slots[usize::from(index)].tag;
@@ -437,8 +408,7 @@ impl QueueSource {
         self.in_flight == 0 && (self.armed == 0 || self.forced)
     }
 
-    /// Closes the device and releases the memory when this source has stopped and all requests have
-    /// completed.
+    /// Releases everything when this source has stopped and all requests have completed.
     fn release(&mut self, cx: &mut SourceContext<'_>) {
         // If the engine exits, the ring is closed soon, and until then the kernel may access the buffers.
         if self.stopping && !self.forced && self.is_drained() {
@@ -451,11 +421,8 @@ impl QueueSource {
     }
 }
 
-/// The bio for `descriptor`, without its data.
-///
-/// # Errors
-/// `EOPNOTSUPP` for an unknown operation, and `EINVAL` for data of no sector or of more than
-/// `request_max_bytes`.
+/// The bio for `descriptor`, without its data. Fails with `EOPNOTSUPP` for an unknown operation, and with
+/// `EINVAL` for data of no sector or of more than `request_max_bytes`.
 pub fn bio_of(descriptor: &IoDescriptor, request_max_bytes: u32) -> Result<Bio, i32> {
     let (sector, sectors) = (Sector(descriptor.start_sector), u64::from(descriptor.nr_sectors));
     let operation = match descriptor.op_flags & 0xff {
@@ -479,8 +446,7 @@ pub fn bio_of(descriptor: &IoDescriptor, request_max_bytes: u32) -> Result<Bio, 
     Ok(Bio { operation, flags, sector, sectors, data: Data::None, user_data: 0 })
 }
 
-/// How the data of the request `descriptor` moves on a queue with the mode `copy`. If the kernel could not
-/// register the pages, this process copies the data.
+/// If the kernel could not register the pages of a request, this process copies the data.
 fn copy_of(descriptor: &IoDescriptor, copy: CopyMode) -> CopyMode {
     match copy {
         CopyMode::None if descriptor.op_flags & abi::IO_NEED_REGISTER != 0 => CopyMode::User,
@@ -488,7 +454,6 @@ fn copy_of(descriptor: &IoDescriptor, copy: CopyMode) -> CopyMode {
     }
 }
 
-/// Binds this thread to the CPUs of `processors` on which it may run.
 fn bind(processors: &CpuSet) {
     let Ok(allowed) = sched_getaffinity(None) else { return };
     let mut set = CpuSet::new();

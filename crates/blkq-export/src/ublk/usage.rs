@@ -1,5 +1,4 @@
-//! Detects users of a block device. The kernel reports claims (mounts, swap, device mapper). A process that
-//! only has the device open is found in /proc.
+//! Detects users of a block device: claims (mounts, swap, device mapper), and open files in /proc.
 
 use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
@@ -15,14 +14,10 @@ pub(super) fn busy(path: &str, why: &str) -> Error {
     Error::new(ErrorKind::Busy, format!("{path} is in use: {why}; unmount or close the device first"))
 }
 
-/// How a block device is used.
 pub(super) enum Use {
-    /// The device or one of its partitions is mounted or claimed in another way.
     Claimed,
-    /// A process has the device or one of its partitions open.
     Open,
     Unused,
-    /// The device no longer exists.
     Removed,
     /// The use cannot be determined now.
     Unknown,
@@ -39,14 +34,12 @@ fn open_exclusively(path: &str) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path)
 }
 
-/// Whether a process other than this one and `server` has the block device `path` open. udev is ignored,
-/// because it probes every new device.
+/// Whether a process other than this one and `server` has `path` open, except udev, which probes new devices.
 pub(super) fn is_open(path: &str, server: u32) -> bool {
     opener(path, server, |command| !is_udev(command)).is_some()
 }
 
-/// Whether the block device `path` is claimed: [`Use::Claimed`] or [`Use::Unused`]. This tries to claim the
-/// device, so an attempt of another process to claim it at this moment fails.
+/// [`Use::Claimed`] or [`Use::Unused`]. An attempt of another process to claim the device now fails.
 pub(super) fn probe(path: &str) -> Use {
     match open_exclusively(path) {
         Ok(_) => Use::Unused,
@@ -56,10 +49,8 @@ pub(super) fn probe(path: &str) -> Use {
     }
 }
 
-/// Claims the block device `path`, so that no other process can mount it.
-///
-/// # Errors
-/// [`ErrorKind::Busy`] if the device is in use, as far as this process can see.
+/// Claims `path`, so that no other process can mount it. Fails with [`ErrorKind::Busy`] if it is in use, as
+/// far as this process can see.
 pub(super) fn claim(path: &str) -> Result<File, Error> {
     let claimed = open_exclusively(path).map_err(|e| match e.raw_os_error() {
         Some(libc::EBUSY) => busy(path, "the device or one of its partitions is mounted or claimed"),
@@ -68,13 +59,9 @@ pub(super) fn claim(path: &str) -> Result<File, Error> {
     check_unopened(path, std::process::id()).map(|()| claimed)
 }
 
-/// Checks that no process other than this one and `server` has the block device `path` open, as far as this
-/// user may see. A confined daemon sees no other processes, so the command that asks the daemon to stop calls
-/// this before. That command passes the daemon as `server`, because the daemon itself may have the device
-/// open.
-///
-/// # Errors
-/// [`ErrorKind::Busy`] if there is such a process.
+/// Fails with [`ErrorKind::Busy`] if a process other than this one and `server` has `path` open, as far as
+/// this user may see. A confined daemon sees no other processes, so the command that stops the daemon calls
+/// this before, and passes the daemon, which may have the device open, as `server`.
 pub fn check_unopened(path: &str, server: u32) -> Result<(), Error> {
     match opener(path, server, |_| true) {
         Some(process) => Err(busy(path, &format!("process {process} has it open"))),
@@ -82,9 +69,8 @@ pub fn check_unopened(path: &str, server: u32) -> Result<(), Error> {
     }
 }
 
-/// Finds a process that has the block device `path` or one of its partitions open, and for whose name
-/// `counts` is true. This process, `server` and its process [`child::IDLE_NAME`] are skipped. Returns its ID
-/// and name.
+/// Finds a process with the device or a partition open whose name `counts` accepts, and returns its ID and
+/// name. Skips this process, `server` and its [`child::IDLE_NAME`].
 fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
     let known = [std::process::id().to_string(), server.to_string()];
     let processes = fs::read_dir("/proc").ok()?.flatten();
@@ -122,7 +108,6 @@ fn name_of(process: impl Display) -> String {
     name.trim_end_matches('\n').to_owned()
 }
 
-/// The parent's ID of the process with the directory `path` in /proc.
 fn parent(path: &Path) -> Option<u32> {
     let status = fs::read_to_string(path.join("status")).ok()?;
     status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())

@@ -48,7 +48,6 @@ fn engine_and_options() -> (EngineThread, QueueOptions) {
     (EngineThread::spawn("ublk", vec![(disk, 0)]).unwrap(), options())
 }
 
-/// Options with a file that supports no commands of io_uring.
 fn options() -> QueueOptions {
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let (refused, failure_event) = (OnceLock::new(), Arc::new(event));
