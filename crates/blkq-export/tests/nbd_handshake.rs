@@ -59,7 +59,6 @@ fn context_data(name: &[u8], queries: &[&[u8]]) -> Vec<u8> {
     data
 }
 
-/// A client that has sent its flags and can use options.
 struct Client {
     handshake: Handshake,
     exports: Vec<Export>,
@@ -346,7 +345,6 @@ fn an_option_that_cannot_be_answered_closes_the_session() {
 }
 
 proptest! {
-    /// The replies do not depend on how the stream is cut.
     #[test]
     fn replies_do_not_depend_on_how_the_stream_is_cut(
         options in prop::collection::vec((0u32..13, prop::sample::select(vec![
@@ -409,8 +407,7 @@ fn required_tls_must_start_before_any_other_option() {
     assert_eq!(client.option(option::ABORT, &[]).1, Next::Close);
 }
 
-/// A man in the middle can insert options before the client starts TLS (CVE-2021-3716), or after STARTTLS in
-/// the same packet.
+/// A man in the middle can insert options before TLS starts (CVE-2021-3716), or after STARTTLS.
 // Contract: bounded-input
 #[test]
 fn negotiation_before_tls_is_discarded_when_tls_starts() {

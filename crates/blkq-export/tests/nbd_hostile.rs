@@ -11,7 +11,6 @@ use blkq_export::nbd::NbdOptions;
 use blkq_export::nbd::reply::ReplyStyle;
 use nbd::*;
 
-/// Checks that another client is served as usual.
 fn assert_serves(served: &Served) {
     let mut client = served.client(ReplyStyle::Structured);
     assert_eq!(client.write(4096, &[5; 4096]), 0);

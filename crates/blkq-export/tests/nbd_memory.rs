@@ -1,5 +1,4 @@
-//! The NBD server with clients that request much memory. The test has its own process, because it measures
-//! the memory of the process.
+//! The NBD server with clients that request much memory: in a process of its own, whose memory is measured.
 #![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;

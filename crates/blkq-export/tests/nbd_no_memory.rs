@@ -1,5 +1,4 @@
-//! The NBD server when there is no memory for another connection. The test has its own process, because it
-//! replaces the allocator.
+//! The NBD server without memory for another connection: in a process of its own, with another allocator.
 #![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
 mod nbd;
@@ -47,8 +46,7 @@ unsafe impl GlobalAlloc for Limited {
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-/// Clients connect while the number of large allocations is limited. As long as there are fewer than
-/// `needed`, each new client is rejected, and connected clients are served.
+/// With fewer than `needed` large allocations, each new client is rejected; connected ones are served.
 fn connect_with_limited_memory(options: NbdOptions, needed: i64) {
     let served = serve(ram(), 1, options);
     let mut connected = served.client(ReplyStyle::Simple);

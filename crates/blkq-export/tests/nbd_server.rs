@@ -119,8 +119,7 @@ fn a_rejected_request_keeps_the_connection_open() {
     assert!(info.peer.contains(&format!("pid {}", std::process::id())), "{}", info.peer);
 }
 
-/// Several clients use several engines. Each has many requests of different sizes in flight, whose replies
-/// come in any order, and must read what it wrote.
+/// Each client has many requests of different sizes in flight, whose replies come in any order.
 #[test]
 fn many_concurrent_clients_read_their_own_data() {
     let served = serve(ram(), 2, options());
@@ -400,8 +399,7 @@ fn run(program: &str, arguments: &[&str]) -> String {
     text
 }
 
-/// libnbd, another implementation of the protocol, copies an image in and out over several connections, and
-/// finds the holes.
+/// libnbd, another implementation, copies an image in and out over several connections.
 #[test]
 fn libnbd_copies_an_image_in_and_out() {
     let served = serve(ram(), 2, options());

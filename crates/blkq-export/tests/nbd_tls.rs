@@ -1,5 +1,4 @@
-//! Certificate directories with mistakes that would let the wrong clients in, and handshakes while the
-//! engine's worker is busy.
+//! Certificate directories that would let the wrong clients in, and handshakes while the worker is busy.
 // Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
@@ -69,7 +68,6 @@ fn a_revocation_list_of_another_authority_is_rejected() {
     assert!(TlsCertificates::load(&directory).unwrap().verifies_clients());
 }
 
-/// The error of a directory in which `key` replaces the key of the server.
 fn refusal_of_key(pki: &Pki, name: &str, key: &str) -> String {
     refusal(&pki.gather(name, &[SERVER[0], (key, "server-key.pem")]))
 }
@@ -186,8 +184,7 @@ fn ca_cert_pem_must_contain_only_usable_authorities() {
     }
 }
 
-/// Performs a handshake with the certificate `name` and the intermediate certificates `chain`. Returns how it
-/// fails.
+/// Performs a handshake with the certificate `name` and the intermediates `chain`, or returns why it fails.
 fn shake_hands(pki: &Pki, served: &nbd::Served, name: &str, chain: &[&str]) -> Result<(), String> {
     let mut stream = served.raw();
     let take = |bytes| std::io::Read::read_exact(&mut &stream, &mut vec![0; bytes]);
@@ -247,7 +244,6 @@ fn key_usage_limits_what_client_certificates_can_do() {
     }
 }
 
-/// A RAM disk whose query of extents blocks until the test permits it to continue.
 struct SlowExtents {
     disk: Box<dyn Driver>,
     let_go: Mutex<Receiver<()>>,

@@ -269,7 +269,6 @@ fn structured_replies_match_the_specification() {
     assert_eq!(written(|out| style.block_status(TO, &base(&after), out)).len(), 20 + 4 + 8);
 }
 
-/// The extents in the context `base:allocation`.
 fn base(extents: &[StatusExtent]) -> [ContextStatus; 1] {
     [ContextStatus { id: 1, extents: extents.to_vec() }]
 }
@@ -328,8 +327,7 @@ fn style() -> impl Strategy<Value = ReplyStyle> {
     prop::sample::select(vec![ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended])
 }
 
-/// Parses `stream`, which arrives in pieces of the given lengths. Returns the requests and the payloads of
-/// the writes.
+/// Parses `stream` in pieces of the given lengths. Returns the requests and the payloads of writes.
 fn parse(session: Session, stream: &[u8], cuts: &[usize]) -> Vec<(Step, Vec<u8>)> {
     let mut transmission = Transmission::new(session);
     let mut found: Vec<(Step, Vec<u8>)> = Vec::new();
@@ -360,7 +358,6 @@ fn parse(session: Session, stream: &[u8], cuts: &[usize]) -> Vec<(Step, Vec<u8>)
 }
 
 proptest! {
-    /// The parser finds the requests as they were sent, in order, however the stream is cut.
     #[test]
     fn parsing_does_not_depend_on_how_the_stream_is_cut(
         style in style(),

@@ -89,7 +89,6 @@ fn steps() -> impl Strategy<Value = Vec<(Step, u64, u64, usize)>> {
     prop::collection::vec((step, any::<u64>(), any::<u64>(), 0usize..3), 1..40)
 }
 
-/// Carries out one step, and applies it to the model.
 fn take_step(client: &mut Client<UnixStream>, model: &mut [u8], block: u64, step: &(Step, u64, u64, usize)) {
     let (step, offset, length, _) = step;
     let size = model.len() as u64;
@@ -202,8 +201,7 @@ proptest! {
     }
 }
 
-/// While a byte of the last, incomplete block is being written, the file grows beyond this block, and the
-/// device is resized.
+/// The file grows and the device is resized during a write to a byte of the incomplete last block.
 // Contract: data
 #[test]
 fn a_write_to_the_end_keeps_bytes_that_a_resize_adds() {
@@ -233,8 +231,7 @@ fn a_write_to_the_end_keeps_bytes_that_a_resize_adds() {
     }
 }
 
-/// Clients on several engines write neighboring bytes of the same blocks, with many requests in flight. Each
-/// must read what it wrote.
+/// Clients on several engines write neighboring bytes of the same blocks, and must read what they wrote.
 // Contract: data
 #[test]
 fn writes_to_parts_of_one_block_do_not_undo_each_other() {
@@ -248,7 +245,6 @@ fn writes_to_parts_of_one_block_do_not_undo_each_other() {
     }
 }
 
-/// Lets clients write neighboring bytes of a device of `size` bytes.
 fn write_neighboring_ranges(driver: Box<dyn Driver>, size: u64, queues: usize) {
     const CLIENTS: u64 = 4;
     const STRIDE: u64 = 97;
@@ -357,8 +353,7 @@ fn an_unaligned_write_waits_for_aligned_ones_in_flight() {
     }
 }
 
-/// Live changes of settings wait for the I/O in flight, which must not wait for anything that the changes
-/// block.
+/// Live changes of settings wait for the I/O in flight, which must not wait for the changes.
 #[test]
 fn settings_can_change_during_unaligned_writes() {
     let served = serve(faulty(1 << 20, 512, "seed=5;delay=100us"), 2, bytes());
@@ -422,7 +417,6 @@ fn an_error_in_an_incomplete_block_leaves_no_range_locked() {
     }
 }
 
-/// When a client disconnects, its requests in flight complete, and then other clients proceed.
 #[test]
 fn a_client_that_disconnects_leaves_no_range_locked() {
     let served = serve(faulty(1 << 20, 4096, "delay=20ms"), 2, bytes());

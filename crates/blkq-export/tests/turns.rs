@@ -1,5 +1,4 @@
-//! In one turn, an engine spends no more than its budget on the requests of each source, whatever the clients
-//! send.
+//! An engine spends no more than its budget per turn on each source, whatever the clients send.
 // Contract: bounded-input
 #![allow(clippy::unwrap_used, reason = "a test that cannot continue fails")]
 
@@ -55,7 +54,6 @@ unsafe impl<F: Fn() -> u64> Source for Probe<F> {
     }
 }
 
-/// Returns the largest growth of `count` in one turn of `engine`.
 fn probe(engine: &EngineHandle, count: impl Fn() -> u64 + Send + 'static) -> Arc<AtomicU64> {
     let most = Arc::new(AtomicU64::new(0));
     let noted = most.clone();

@@ -51,7 +51,6 @@ impl Client {
         unsafe { std::slice::from_raw_parts_mut(self.place(at), bytes) }
     }
 
-    /// Waits for `count` requests, and returns their numbers.
     fn wait(&mut self, queue: usize, count: usize) -> Vec<usize> {
         let mut completions: Vec<MaybeUninit<Completion>> =
             (0..count).map(|_| MaybeUninit::uninit()).collect();
@@ -68,7 +67,6 @@ impl Client {
         numbers
     }
 
-    /// Runs the request that `submit` submits.
     fn run(&mut self, queue: usize, submit: impl FnOnce(&mut Blkioq)) {
         submit(&mut self.queues[queue]);
         assert_eq!(self.wait(queue, 1).len(), 1);
@@ -84,7 +82,6 @@ impl Client {
     }
 }
 
-/// Runs each kind of request on queue `queue`, in the part of the disk that belongs to this queue.
 fn exchange(client: &mut Client, queue: usize) {
     let (start, value, none) = (queue << 20, queue as u8 + 1, ReqFlags::empty());
     let (one, two) = (client.place(0), client.place(8 * BLOCK));

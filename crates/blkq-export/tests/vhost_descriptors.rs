@@ -1,5 +1,4 @@
-//! Front ends that pass descriptors which hang, and front ends that do not send or read: neither may keep the
-//! device from serving other front ends.
+//! Front ends that pass descriptors which hang, or that do not send or read, must not block others.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[path = "vhost/front_end.rs"]
@@ -19,7 +18,6 @@ use front_end::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::{Served, image, ram, serve};
 
-/// Checks that the device serves an ordinary front end.
 fn check(served: &Served) {
     served.until_idle();
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
@@ -47,8 +45,7 @@ impl Lingering {
     }
 }
 
-/// Sends `sockets` with the first bytes of a message, closes them, and sends the rest of the message. The
-/// device then has the only references.
+/// Closes `sockets` after the first bytes of a message, so that the device has the only references.
 fn send_and_close(connection: &Connection, header: [u32; 3], payload: &[u8], sockets: Vec<OwnedFd>) {
     let bytes = [words(&header), payload.to_vec()].concat();
     let files: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
@@ -126,8 +123,7 @@ fn a_lingering_socket_delays_no_front_end() {
     assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
 }
 
-/// A front end passes its own connection to the device as a descriptor. The device must not keep that
-/// connection open.
+/// A front end passes its own connection to the device, which must not keep it open.
 #[test]
 fn a_connection_that_is_passed_to_the_device_still_closes() {
     let served = serve(ram(), 1);

@@ -19,7 +19,6 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Checks that the device serves an ordinary front end.
 fn check(served: &Served) {
     wait_until("the place is free", || served.device.connection_count() == 0);
     let mut front = FrontEnd::started(&served.path, FEATURES, 1);
@@ -181,7 +180,6 @@ fn a_front_end_that_fills_its_call_eventfd_blocks_no_engine() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Messages in any order and with any content.
     #[test]
     fn any_messages_leave_the_device_usable(
         messages in proptest::collection::vec(

@@ -1,6 +1,5 @@
-//! vhost-user-blk compared with a model of each byte, while requests are interrupted: rings stop, drivers
-//! start from the beginning, front ends disconnect, daemons stop and are killed. Each request must complete
-//! once.
+//! vhost-user-blk compared with a model of each byte, while rings stop, drivers start from the beginning,
+//! front ends disconnect, and daemons stop or are killed. Each request must complete once.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[path = "vhost/front_end.rs"]
@@ -21,15 +20,12 @@ use front_end::*;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-/// The environment variable with the options of a daemon.
 const DAEMON: &str = "BLKQ_TEST_DAEMON";
 /// Number of blocks of the image that requests use.
 const BLOCKS: u64 = 256;
-/// Most blocks of a request.
 const BLOCKS_MAX: u64 = 16;
 /// Size of the memory for the data of a request.
 const SLOT: usize = 80 << 10;
-/// The content of memory that is not used.
 const CANARY: u8 = 0xc5;
 
 /// How a daemon serves the image.
@@ -89,7 +85,6 @@ impl Daemon {
         daemon
     }
 
-    /// Waits for a line that begins with `word`, and returns the numbers that follow.
     fn line(&mut self, word: &str) -> Vec<u64> {
         loop {
             let mut line = String::new();
@@ -100,8 +95,7 @@ impl Daemon {
         }
     }
 
-    /// Makes the daemon execute a command. Returns the numbers of errors, of copied requests, and of merged
-    /// requests.
+    /// Executes a command. Returns the numbers of errors, of copied requests, and of merged requests.
     fn obey(&mut self, word: &str) -> Vec<u64> {
         writeln!(self.input, "{word}").unwrap();
         self.line("done")
@@ -115,7 +109,6 @@ impl Drop for Daemon {
     }
 }
 
-/// The image and the socket, whose files are removed when this is dropped.
 struct Place {
     image: PathBuf,
     socket: PathBuf,
@@ -163,7 +156,6 @@ enum Step {
     /// Submits this number of requests of one block each, for consecutive blocks, with one kick.
     Row(usize, Kind, u64, u64),
     Collect,
-    /// Waits until all requests have completed.
     Wait,
     /// Stops a ring, and starts it again at the same position.
     Restart(usize),
@@ -171,7 +163,6 @@ enum Step {
     Reset(Reset),
     /// Disconnects the front end, and connects again with the same memory and record.
     Reconnect,
-    /// Stops or kills the daemon, and starts another one.
     Replace {
         killed: bool,
     },
@@ -185,15 +176,13 @@ enum Reset {
     Rings,
 }
 
-/// The state of a request in flight.
 struct Pending {
     request: Request,
     /// The content that the request leaves in its blocks.
     content: Option<u32>,
     /// The parts of its data: offset in the memory, and length.
     data: Vec<(usize, usize)>,
-    /// For each block: the contents that a read may return, or that may be there when another request has
-    /// completed.
+    /// For each block: the contents that a read may return, or that may be there after another request.
     seen: Vec<Vec<u32>>,
 }
 
@@ -207,7 +196,6 @@ fn range(request: &Request) -> Range<usize> {
     request.from as usize..(request.from + request.count) as usize
 }
 
-/// How often the situations occurred that this test is for.
 #[derive(Default, Debug)]
 struct Totals {
     kills_in_flight: usize,
@@ -265,7 +253,6 @@ impl World<'_> {
         DATA + (ring * usize::from(SIZE / 4) + usize::from(head / 4)) * SLOT
     }
 
-    /// Makes a request available. The ring must have room.
     fn submit(&mut self, ring: usize, request: Request) {
         let (block, range) = (self.block(), range(&request));
         let head = *self.front.rings[ring].free.last().unwrap();
@@ -330,7 +317,6 @@ impl World<'_> {
         assert!(self.pending.insert((ring, head), pending).is_none());
     }
 
-    /// Calls `call` for each byte of `data`, with the offset of the byte in the data.
     fn for_each(&self, data: &[(usize, usize)], mut call: impl FnMut(usize, &mut u8)) {
         let places = data.iter().flat_map(|(at, bytes)| self.front.memory.bytes(*at, *bytes));
         places.enumerate().for_each(|(at, place)| call(at, place));
@@ -343,7 +329,6 @@ impl World<'_> {
         );
     }
 
-    /// Checks the result of a completed request.
     fn complete(&mut self, ring: usize, (head, status, written): (u16, u8, u32)) {
         let pending = self.pending.remove(&(ring, head)).expect("each request completes once");
         let Pending { request, data, seen, .. } = &pending;
@@ -384,7 +369,6 @@ impl World<'_> {
         self.pending.range((ring, 0)..(ring + 1, 0)).count()
     }
 
-    /// Waits until at most `left` requests of a ring are in flight.
     fn wait(&mut self, ring: usize, left: usize) {
         let in_flight = self.in_flight(ring);
         if in_flight > left {
@@ -399,7 +383,6 @@ impl World<'_> {
         self.collect();
     }
 
-    /// Waits until there is room for `count` requests.
     fn make_room(&mut self, ring: usize, count: usize) {
         self.wait(ring, usize::from(SIZE / 4) - count);
     }
@@ -485,8 +468,7 @@ impl World<'_> {
         self.front.start_all();
     }
 
-    /// Waits for all requests, and checks the content of the device. Nothing may be written after the
-    /// completions.
+    /// Waits for all requests, and checks the device. Nothing may be written after the completions.
     fn finish(mut self) {
         self.wait_for_all();
         for from in (0..BLOCKS).step_by(BLOCKS_MAX as usize) {

@@ -25,7 +25,6 @@ fn serve(queues: usize) -> Served {
     serve_registered(image(DirectIo::On, None), queues, RegistrationLimits::default())
 }
 
-/// Number of requests whose memory was registered.
 fn registered(served: &Served) -> u64 {
     served.device.counters().registered
 }
@@ -226,8 +225,7 @@ fn a_region_is_registered_in_pieces_of_1_gib() {
     wait_until("the requests are counted", || registered(&served) == 9);
 }
 
-/// Pinned pages stay when the file is truncated: requests with these pages complete, and the daemon does not
-/// access the mapping.
+/// Pinned pages stay when the file is truncated: their requests complete without access to the mapping.
 #[test]
 fn registered_memory_that_is_truncated_stops_no_daemon() {
     let served = serve(1);

@@ -349,8 +349,7 @@ fn a_ring_without_a_kick_eventfd_is_polled() {
     }
 }
 
-/// A front end pauses as soon as it has connected to the next daemon, while requests of other rings fill the
-/// engine's queue.
+/// A front end pauses directly after it connects, while other rings fill the engine's queue.
 #[test]
 fn a_ring_that_stops_begins_recovered_requests_first() {
     const WRITE_ZEROES: u32 = 13;

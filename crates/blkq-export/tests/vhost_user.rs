@@ -60,8 +60,7 @@ impl Client {
         Client { queues: made, transport, events, memory }
     }
 
-    /// Executes `steps`, together if they do not overlap, with data from offset `at` of the memory on.
-    /// Returns the result of each.
+    /// Executes `steps`, together if they do not overlap, with data from offset `at` on. Returns the results.
     fn run(&mut self, steps: &[(Step, usize)], mut at: usize, block: u64) -> Vec<i32> {
         let mut results = vec![1; steps.len()];
         for (index, (step, queue)) in steps.iter().enumerate() {
@@ -129,7 +128,6 @@ fn steps(blocks: u64) -> impl Strategy<Value = Vec<(Step, usize, usize)>> {
     proptest::collection::vec((step, 0..4usize, offset), 1..140)
 }
 
-/// Executes the steps one at a time, and then reads the whole device with several requests together.
 fn check(driver: Box<dyn Driver>, queues: usize, ring: VirtioFeatureFlags, steps: &[(Step, usize, usize)]) {
     let served = serve(driver, queues);
     let mut client = Client::new(&served, queues, ring);

@@ -8,7 +8,6 @@ pub mod feature {
     /// The configuration has the largest number of buffers of a request.
     pub const SEG_MAX: u64 = 1 << 2;
     pub const RO: u64 = 1 << 5;
-    /// The configuration has the size of logical blocks.
     pub const BLK_SIZE: u64 = 1 << 6;
     /// The device has a volatile write cache and supports flushes.
     pub const FLUSH: u64 = 1 << 9;
@@ -16,7 +15,6 @@ pub mod feature {
     pub const TOPOLOGY: u64 = 1 << 10;
     /// The driver may switch the write cache on and off.
     pub const CONFIG_WCE: u64 = 1 << 11;
-    /// The device has several queues.
     pub const MQ: u64 = 1 << 12;
     pub const DISCARD: u64 = 1 << 13;
     pub const WRITE_ZEROES: u64 = 1 << 14;

@@ -1,5 +1,4 @@
-//! A part of a ring, in memory that the guest shares. It is only accessed as atomic words, at checked
-//! offsets.
+//! A part of a ring, in memory that the guest shares, accessed only as atomic words at checked offsets.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -7,8 +6,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use crate::mapping::Mapping;
 
-/// Bytes that the guest and this process both access. They stay mapped as long as the value exists. Words are
-/// little endian.
+/// Bytes that the guest and this process access, mapped while the value exists. Words are little endian.
 pub struct Area {
     start: NonNull<u8>,
     bytes: usize,
@@ -22,10 +20,7 @@ unsafe impl Sync for Area {}
 
 macro_rules! word {
     ($load:ident, $store:ident, $word:ty, $atomic:ty) => {
-        /// Loads the word at `offset`.
-        ///
-        /// # Panics
-        /// If the word is not inside the area, or not aligned.
+        /// Panics if the word is not inside the area, or not aligned.
         #[inline(always)]
         pub fn $load(&self, offset: usize, order: Ordering) -> $word {
             #[cfg(test)]
@@ -34,10 +29,7 @@ macro_rules! word {
             <$word>::from_le(unsafe { self.place::<$atomic>(offset).as_ref() }.load(order))
         }
 
-        /// Stores the word at `offset`.
-        ///
-        /// # Panics
-        /// If the word is not inside the area, or not aligned.
+        /// Panics if the word is not inside the area, or not aligned.
         #[inline(always)]
         pub fn $store(&self, offset: usize, value: $word, order: Ordering) {
             #[cfg(test)]
@@ -55,8 +47,7 @@ macro_rules! word {
 }
 
 impl Area {
-    /// The area of `bytes` bytes from `start` on. `start` must be aligned to the largest word that is
-    /// accessed.
+    /// `start` must be aligned to the largest word that is accessed.
     ///
     /// # Safety
     /// The bytes must be mapped for reading and writing as long as `mapping` exists.
@@ -64,13 +55,11 @@ impl Area {
         Area { start, bytes, mapping }
     }
 
-    /// The mapping that contains the area.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
-    /// The address of the word at `offset`, which is inside the area, aligned, and mapped as long as `self`
-    /// exists.
+    /// The word at `offset` is inside the area, aligned, and mapped as long as `self` exists.
     #[inline(always)]
     fn place<A>(&self, offset: usize) -> NonNull<A> {
         let inside = offset.checked_add(size_of::<A>()).is_some_and(|end| end <= self.bytes);
@@ -102,7 +91,6 @@ pub mod crash {
         STORES_LEFT.set(stores);
     }
 
-    /// Whether the last allowed store has been executed: the device is dead.
     pub fn happened() -> bool {
         STORES_LEFT.get() == Some(0)
     }
@@ -129,7 +117,6 @@ pub mod history {
         static EVENTS: RefCell<Option<Vec<Event>>> = const { RefCell::new(None) };
     }
 
-    /// An access of a thread to an area.
     pub enum Event {
         Store(Store),
         /// A load with acquire ordering.
@@ -137,7 +124,6 @@ pub mod history {
     }
 
     impl Event {
-        /// The word that the store replaced; `None` for a load.
         pub fn before(&self) -> Option<Word> {
             match self {
                 Event::Store(store) => Some(store.before()),
@@ -167,7 +153,6 @@ pub mod history {
             Word { area, offset, value, bytes }
         }
 
-        /// Writes the word, and returns the one that it replaced.
         fn write(&self) -> Word {
             let before = Word::read(&self.area, self.offset, self.bytes);
             let order = Ordering::Relaxed;
@@ -181,7 +166,6 @@ pub mod history {
         }
     }
 
-    /// A store of a word.
     pub struct Store {
         before: Word,
         after: u64,
@@ -189,30 +173,25 @@ pub mod history {
     }
 
     impl Store {
-        /// The word that the store replaced.
         pub fn before(&self) -> Word {
             let Word { area, offset, value, bytes } = &self.before;
             Word { value: *value, ..Word::read(area, *offset, *bytes) }
         }
 
-        /// Repeats the store, and returns the word that it replaces now.
         pub fn apply(&self) -> Word {
             let Word { area, offset, bytes, .. } = &self.before;
             Word { value: self.after, ..Word::read(area, *offset, *bytes) }.write()
         }
     }
 
-    /// Starts to record the accesses of this thread.
     pub fn begin() {
         EVENTS.set(Some(Vec::new()));
     }
 
-    /// Stops recording, and returns what was recorded.
     pub fn take() -> Vec<Event> {
         EVENTS.take().unwrap_or_default()
     }
 
-    /// Writes `words` in the given order.
     pub fn undo(words: Vec<Word>) {
         words.iter().for_each(|word| drop(word.write()));
     }

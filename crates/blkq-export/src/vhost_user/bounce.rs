@@ -9,8 +9,7 @@ use crate::buffers::{BUFFER_MAX_BYTES, BufferPool};
 #[derive(Clone, Copy)]
 struct Unaligned(u64);
 
-/// Copies the bytes of `guest` to the beginning of `buffer`, until one of the two ends. Each byte is read
-/// once.
+/// Copies `guest` to the beginning of `buffer`, until one of the two ends, and reads each byte once.
 pub fn copy_in(guest: &Data, buffer: &mut [u8]) {
     for_each(guest, buffer.len(), |start, at, bytes| {
         let to = &mut buffer[at..at + bytes];
@@ -54,8 +53,7 @@ pub fn copy_out(buffer: &[u8], guest: &Data) {
     });
 }
 
-/// Calls `piece` for each segment of the first `bytes` bytes of `guest`, with the segment's address, its
-/// offset in the data and its length.
+/// Calls `piece` for each segment of the first `bytes` bytes: address, offset in the data, length.
 fn for_each(guest: &Data, bytes: usize, mut piece: impl FnMut(*mut u8, usize, usize)) {
     let Data::Segments(owner) = guest else { return };
     let mut at = 0;
@@ -81,7 +79,6 @@ impl BounceBuffers {
         BounceBuffers { pool: BufferPool::new(), in_use_bytes: 0 }
     }
 
-    /// A buffer of at least `bytes` bytes; `None` without memory, or for more than [`BUFFER_MAX_BYTES`].
     pub fn take(&mut self, bytes: u32, ring: blkq::Registrar<'_>) -> Option<IoBuffer> {
         if bytes > BUFFER_MAX_BYTES {
             return None;
@@ -91,23 +88,19 @@ impl BounceBuffers {
         Some(buffer)
     }
 
-    /// Returns a buffer to the pool.
     pub fn put(&mut self, buffer: IoBuffer) {
         self.in_use_bytes -= buffer.len() as u64;
         self.pool.put(buffer);
     }
 
-    /// Whether the ring must not take requests until a buffer is returned.
     pub fn is_exhausted(&self) -> bool {
         self.in_use_bytes >= IN_USE_MAX_BYTES
     }
 
-    /// Whether [`BounceBuffers::trim`] can release memory.
     pub fn is_idle(&self) -> bool {
         self.pool.is_idle()
     }
 
-    /// Releases the memory of unused buffers.
     pub fn trim(&mut self, ring: blkq::Registrar<'_>) {
         self.pool.trim(ring);
     }

@@ -44,18 +44,15 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// An empty chain. It has room for most requests, and is reused for all of them.
     pub fn new() -> Chain {
         Chain { buffers: Vec::with_capacity(256), readable: 0 }
     }
 
-    /// The buffers that the device reads.
     #[inline]
     pub fn readable(&self) -> &[Buffer] {
         &self.buffers[..self.readable]
     }
 
-    /// The buffers that the device writes.
     #[inline]
     pub fn writable(&self) -> &[Buffer] {
         &self.buffers[self.readable..]
@@ -73,7 +70,6 @@ impl Chain {
         self.readable = 0;
     }
 
-    /// Adds the buffer of a descriptor with `flags`. `head` is only for the error.
     #[inline]
     pub(super) fn push(&mut self, head: u16, buffer: Buffer, flags: u16) -> Result<(), RingError> {
         if buffer.length == 0 {
@@ -97,8 +93,7 @@ impl Chain {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Part {
     Descriptors,
-    /// The area that the driver writes: the available ring, or the driver's event suppression of a packed
-    /// ring.
+    /// The area that the driver writes: the available ring, or the event suppression of a packed ring.
     Driver,
     /// The area that the device writes: the used ring, or the device's event suppression of a packed ring.
     Device,

@@ -24,7 +24,6 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// is dropped: the kernel would close a descriptor that does not fit on the receiving thread, which may hang.
 const PASSED_MAX: usize = 253;
 
-/// Why the connection to a front end is closed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Closed {
     /// The front end closed it.
@@ -42,13 +41,11 @@ pub struct Incoming {
     pub files: Vec<UntrustedFd>,
 }
 
-/// A reply that has not been sent completely.
 struct Waiting {
     reply: Reply,
     sent: usize,
 }
 
-/// The connection to a front end.
 pub struct Channel {
     socket: UntrustedFd,
     /// Received bytes of the next message.
@@ -56,13 +53,11 @@ pub struct Channel {
     header: Option<Header>,
     files: Vec<UntrustedFd>,
     waiting: VecDeque<Waiting>,
-    /// The time since which the channel waits for the rest of a message, or for the front end to read a
-    /// reply.
+    /// The time since which the channel waits for the rest of a message, or for a reply to be read.
     since: Option<Instant>,
 }
 
 impl Channel {
-    /// A channel over `socket`, which may be in blocking mode.
     pub fn new(socket: UntrustedFd) -> Channel {
         Channel {
             socket,
@@ -74,16 +69,12 @@ impl Channel {
         }
     }
 
-    /// The time by which the front end must have sent the rest of a message, or read a reply.
     pub fn deadline(&self) -> Option<Instant> {
         self.since.map(|since| since + MESSAGE_TIMEOUT)
     }
 
-    /// Checks at time `now` that [`Channel::deadline`] has not passed. The caller must first have received
-    /// and sent all that the socket allows.
-    ///
-    /// # Errors
-    /// A violation that names what the front end has failed to do in time.
+    /// Checks that [`Channel::deadline`] has not passed. The caller must first have received and sent all
+    /// that the socket allows. The error names what the front end failed to do.
     pub fn check_deadline(&self, now: Instant) -> Result<(), Closed> {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return Ok(());
@@ -93,15 +84,11 @@ impl Channel {
         Err(Closed::Violation(refuse(format!("the front end has not {what} for {seconds} s"))))
     }
 
-    /// Whether to poll for requests, and whether to poll for room to send replies.
     pub fn interest(&self) -> (bool, bool) {
         (self.waiting.len() < WAITING_MAX, !self.waiting.is_empty())
     }
 
-    /// Receives the next message; `None` if it has not arrived completely.
-    ///
-    /// # Errors
-    /// Returns why the connection must be closed.
+    /// Receives the next message; `None` if it is incomplete. The error is why the connection must be closed.
     pub fn receive(&mut self) -> Result<Option<Incoming>, Closed> {
         loop {
             let wanted = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
@@ -137,7 +124,6 @@ impl Channel {
         }
     }
 
-    /// Receives once, at most up to offset `wanted` of the message.
     fn receive_some(&mut self, wanted: usize) -> Result<(), Closed> {
         let before = self.bytes.len();
         self.bytes.resize(wanted, 0);
@@ -174,19 +160,13 @@ impl Channel {
         }
     }
 
-    /// Queues `reply`, and sends as much as the socket takes.
-    ///
-    /// # Errors
-    /// Returns why the connection must be closed.
+    /// Queues `reply`, and flushes. The error is why the connection must be closed.
     pub fn send(&mut self, reply: Reply) -> Result<(), Closed> {
         self.waiting.push_back(Waiting { reply, sent: 0 });
         self.flush()
     }
 
-    /// Sends the queued replies, as far as the socket takes them.
-    ///
-    /// # Errors
-    /// Returns why the connection must be closed.
+    /// Sends queued replies, as far as the socket takes them. The error is why the connection must be closed.
     pub fn flush(&mut self) -> Result<(), Closed> {
         while let Some(Waiting { reply, sent }) = self.waiting.front_mut() {
             let file = reply.file.as_ref().filter(|_| *sent == 0).map(AsFd::as_fd);
@@ -222,7 +202,6 @@ impl AsFd for Channel {
     }
 }
 
-/// Sends some of `bytes`, and `file` with them, without blocking.
 pub(super) fn send_some(
     socket: BorrowedFd<'_>,
     bytes: &[u8],

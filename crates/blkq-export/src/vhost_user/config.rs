@@ -7,8 +7,7 @@ use super::abi::feature;
 
 /// Most ranges of a discard or write zeroes request.
 pub const RANGES_MAX: usize = 32;
-/// Most data buffers of a request. With header and status, such a request fits into a ring of 128
-/// descriptors, the default size of QEMU and other front ends.
+/// Most data buffers of a request, which with header and status fits a ring of 128, the usual default.
 pub const SEGMENTS_MAX: u32 = 126;
 /// Size of the configuration: up to and including the fields of write zeroes.
 pub const CONFIG_BYTES: usize = 60;
@@ -21,13 +20,11 @@ const RANGE_MAX_BYTES: u64 = 1 << 30;
 /// a request, and fits into the 31 bits in which libblkio computes it.
 const SEGMENT_MAX_BYTES: u32 = 1 << 23;
 
-/// Features that depend on the limits of the disk. After a live change, or in the daemon that follows a
-/// killed one, they may differ from what a driver was offered. The driver keeps its features, and its
-/// requests are checked against the limits.
+/// Features that depend on the disk's limits, which may change live or with the next daemon. The driver keeps
+/// the features that it was offered, and its requests are checked against the limits.
 pub const FEATURES_OF_LIMITS: u64 = feature::RO | feature::DISCARD | feature::WRITE_ZEROES;
 
-/// The features that a device with `limits` offers. MQ is always offered, because a device may get several
-/// engines.
+/// MQ is always offered, because a device may get several engines.
 pub fn features(limits: &QueueLimits) -> u64 {
     let mut features = feature::SEG_MAX
         | feature::SIZE_MAX
@@ -51,11 +48,10 @@ fn discards(limits: &QueueLimits) -> bool {
     limits.max_discard_bytes > 0 && !limits.read_only
 }
 
-/// Largest range of an `operation` that a driver may send, in sectors; 0 if the device does not support the operation.
+/// Largest range of an `operation` in sectors; 0 if the device does not support it.
 ///
-/// The layer splits ranges by the limits of the image's driver, which may be much smaller. They are not passed on:
-/// QEMU's front end over libblkio does not split ranges by the device's limits (seen with QEMU 10.0), and its requests
-/// would fail.
+/// The layer splits ranges by the limits of the image's driver. Those are not passed on, because QEMU's front
+/// end over libblkio (QEMU 10.0) does not split ranges by the device's limits, and its requests would fail.
 pub fn range_sectors_max(limits: &QueueLimits, operation: Operation) -> u64 {
     let is_supported = match operation {
         Operation::Discard => discards(limits),
@@ -66,8 +62,7 @@ pub fn range_sectors_max(limits: &QueueLimits, operation: Operation) -> u64 {
     if is_supported { RANGE_MAX_BYTES >> 9 } else { 0 }
 }
 
-/// The configuration of a device with `limits` and `queues`. `write_cache`: whether the driver sees a write
-/// cache.
+/// `write_cache`: whether the driver sees a write cache.
 pub fn config(limits: &QueueLimits, queues: u16, write_cache: bool) -> [u8; CONFIG_BYTES] {
     let block = limits.logical_block_bytes;
     let blocks = |bytes: u32| bytes / block;

@@ -20,7 +20,6 @@ use crate::nbd::Listener;
 use crate::peer::Peer;
 use crate::sync::atomic::Ordering::SeqCst;
 
-/// Pause after a failed accept(2).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Most messages of a front end that are handled before other events are checked.
 const MESSAGES_MAX: usize = 64;
@@ -30,16 +29,13 @@ struct Connected {
     session: Session,
 }
 
-/// The state of the control thread.
 pub struct Control {
     shared: Arc<Shared>,
     listener: Listener,
     connected: Option<Connected>,
-    /// The time of the next accept(2), after one that failed.
     accept_at: Option<Instant>,
 }
 
-/// The events that poll(2) has reported.
 struct Ready {
     woken: bool,
     arrival: bool,
@@ -49,12 +45,10 @@ struct Ready {
 }
 
 impl Control {
-    /// The control thread of the device `shared`. It accepts front ends from `listener`.
     pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Control {
         Control { shared, listener, connected: None, accept_at: None }
     }
 
-    /// Serves front ends until the device stops.
     pub fn run(mut self) {
         while !self.shared.stopping.load(SeqCst) {
             let ready = self.wait();
@@ -67,7 +61,6 @@ impl Control {
         close_listener(self.listener);
     }
 
-    /// Waits for events and deadlines.
     fn wait(&mut self) -> Ready {
         let now = Instant::now();
         let pause = self.accept_at.map(|at| at.saturating_duration_since(now));
@@ -125,7 +118,6 @@ impl Control {
         }
     }
 
-    /// Sends waiting replies, and receives and executes messages.
     fn exchange(&mut self) -> Result<(), Closed> {
         let Some(Connected { channel, session }) = &mut self.connected else { return Ok(()) };
         channel.flush()?;
@@ -172,8 +164,7 @@ impl Control {
         }
     }
 
-    /// Ends the session of the front end: drains its rings and unmaps its memory. `violation`: how it
-    /// violated the protocol.
+    /// Drains the rings and unmaps the memory. `violation`: how the front end violated the protocol.
     fn disconnect(&mut self, violation: Option<String>) {
         let Some(Connected { channel, session }) = self.connected.take() else { return };
         drop(channel);
@@ -186,8 +177,7 @@ impl Control {
     }
 }
 
-/// Handles a wake-up of the control thread. The event is cleared before the reasons are read, so that a
-/// reason that is added later wakes the thread again.
+/// The event is cleared before the reasons are read: a later reason then wakes the thread again.
 pub fn take_wakeup(shared: &Shared, session: Option<&mut Session>) {
     shared.wake.clear();
     if let Some(session) = session {

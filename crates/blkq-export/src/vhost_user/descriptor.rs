@@ -37,7 +37,6 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// Decodes a descriptor of a split ring from its two words: the address; and length, flags and next.
     #[inline]
     pub fn split(low: u64, high: u64) -> Descriptor {
         Descriptor {
@@ -48,8 +47,6 @@ impl Descriptor {
         }
     }
 
-    /// Decodes a descriptor of a packed ring from its two words: the address; and length, identifier and
-    /// flags.
     #[inline]
     pub fn packed(low: u64, high: u64) -> Descriptor {
         Descriptor { address: low, length: high as u32, flags: (high >> 48) as u16, next: 0 }
@@ -72,7 +69,6 @@ pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
-/// The number of entries of the indirect table that the descriptor `table` names.
 pub fn indirect_entries(head: u16, table: &Descriptor, negotiated: bool) -> Result<u32, RingError> {
     if !negotiated {
         return Err(RingError::IndirectNotNegotiated { head });
@@ -100,7 +96,6 @@ pub struct Table<'a> {
 }
 
 impl<'a> Table<'a> {
-    /// The table that `descriptor` names.
     #[inline]
     pub fn new(memory: &'a GuestMemory, cursor: &mut Cursor, descriptor: &Descriptor) -> Table<'a> {
         let &Descriptor { address, length, .. } = descriptor;
@@ -108,10 +103,7 @@ impl<'a> Table<'a> {
         Table { memory, address, length, whole }
     }
 
-    /// The two words of entry `index`. Each byte is read once.
-    ///
-    /// # Errors
-    /// [`RingError::BufferUnmapped`] if the entry is not guest memory.
+    /// Reads each byte once. Fails with [`RingError::BufferUnmapped`] if the entry is not guest memory.
     #[inline]
     pub fn entry(&self, cursor: &mut Cursor, index: u32) -> Result<(u64, u64), RingError> {
         let offset = index * DESCRIPTOR_BYTES as u32;

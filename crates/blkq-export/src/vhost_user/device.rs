@@ -23,12 +23,11 @@ pub struct VhostUserOptions {
     pub access: SocketAccess,
     /// A non-blocking eventfd that is written whenever the front end has disconnected.
     pub idle_event: Option<Arc<OwnedFd>>,
-    /// A non-blocking eventfd that is written whenever [`VhostUserDevice::take_reports`] has events. Without
-    /// it, no events are collected.
+    /// A non-blocking eventfd, written when [`VhostUserDevice::take_reports`] has events. `None`: no events.
     pub report_event: Option<Arc<OwnedFd>>,
-    /// Register guest memory with the engines' rings, so that direct I/O does not pin its pages each time.
-    /// Registration allocates all of guest memory, and memory that the guest frees later (balloon, free page
-    /// reporting) is not returned: see docs/vhost-user.md.
+    /// Registers guest memory with the engines' rings, so that direct I/O does not pin its pages each time.
+    /// All guest memory is then allocated, and memory that the guest frees later is kept: see
+    /// docs/vhost-user.md.
     pub register_memory: Option<RegistrationLimits>,
 }
 
@@ -48,11 +47,8 @@ pub struct VhostUserDevice {
 }
 
 impl VhostUserDevice {
-    /// Serves `disk` on `engines`, one for each queue of the disk, to the front end that connects to
-    /// `listen`. Front ends can connect when this returns.
-    ///
-    /// # Errors
-    /// The errors of [`VhostUserDevice::listen`] and [`VhostUserDevice::serve`].
+    /// Serves `disk` on `engines`, one for each queue, to front ends that connect to `listen`. Fails as
+    /// [`VhostUserDevice::listen`] and [`VhostUserDevice::serve`] do.
     pub fn start(
         listen: Listen,
         options: VhostUserOptions,
@@ -64,12 +60,11 @@ impl VhostUserDevice {
         Ok(device)
     }
 
-    /// As [`VhostUserDevice::start`], but front ends that connect are not served until
-    /// [`VhostUserDevice::serve`].
+    /// As [`VhostUserDevice::start`], but front ends are not served until [`VhostUserDevice::serve`].
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if another process listens on the socket, [`ErrorKind::Invalid`] without engines
-    /// or if the socket is not a unix socket, and the errors of the system.
+    /// or if the socket is not a unix socket.
     pub fn listen(
         listen: Listen,
         options: VhostUserOptions,
@@ -102,14 +97,13 @@ impl VhostUserDevice {
     }
 
     /// Creates the io_urings that signal eventfds, for a process that drops the right to create rings before
-    /// [`VhostUserDevice::serve`]: one for each of the 64 rings of a guest, and one for errors. Each needs a
-    /// descriptor and 8 KiB of locked memory. Without this call, the rings are created when front ends need
-    /// them. Waits for memory for at most 2 seconds.
+    /// [`VhostUserDevice::serve`]: one for each of the 64 rings of a guest, and one for errors, each with a
+    /// descriptor and 8 KiB of locked memory. Otherwise they are created when needed. Waits for memory for at
+    /// most 2 s.
     ///
     /// # Errors
-    /// The kernel's error if there is no room for all rings (RLIMIT_MEMLOCK, RLIMIT_NOFILE); the device then
-    /// rejects the eventfds of the missing ones. [`ErrorKind::Busy`], and nothing is created, if
-    /// [`VhostUserDevice::serve`] has been called.
+    /// The kernel's error (RLIMIT_MEMLOCK, RLIMIT_NOFILE); the device then rejects the eventfds of the
+    /// missing rings. [`ErrorKind::Busy`], with no effect, after [`VhostUserDevice::serve`].
     pub fn prepare(&self) -> Result<(), Error> {
         // The lock on the state keeps `serve` from running meanwhile: an engine whose notifier is locked here
         // would skip a call to its guest. Notifiers are locked after the state, here and nowhere else.
@@ -124,11 +118,8 @@ impl VhostUserDevice {
         calls.chain([&self.shared.errors]).fold(Ok(()), prepare)
     }
 
-    /// Starts the thread that serves front ends. It has the privileges of the calling thread. Does nothing if
-    /// the thread has been started or the device has stopped.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`] if the thread cannot be started; the device has then stopped.
+    /// Starts the thread that serves front ends, with the privileges of the calling thread, unless it was
+    /// started or the device has stopped. Fails with [`ErrorKind::System`]; the device has then stopped.
     pub fn serve(&self) -> Result<(), Error> {
         let mut state = self.state();
         let listener = match std::mem::replace(&mut *state, State::Stopped) {
@@ -185,33 +176,25 @@ impl VhostUserDevice {
         self.shared.registry.take_reports()
     }
 
-    /// Notifies the guest that the size or the limits of the disk have changed, if its front end supports
-    /// that.
+    /// Notifies the guest of a new size or limits of the disk, if its front end supports that.
     pub fn resized(&self) {
         self.shared.change_config();
     }
 
-    /// Rejects all front ends until the returned value is dropped. Returns `None`, and changes nothing, if a
-    /// front end is connected.
+    /// Rejects all front ends until the value is dropped. `None` if a front end is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.shared.registry.pause_if_empty()
     }
 
     /// Stops the device and removes its socket. With `force`, a connected front end is disconnected after its
-    /// requests in flight have completed.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if a front end is connected and `force` is not set; the device continues to run.
+    /// requests in flight have completed; without, it is an error ([`ErrorKind::Busy`]), and the device
+    /// continues to run.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         self.begin_stop(force)?.wait();
         Ok(())
     }
 
-    /// As [`VhostUserDevice::stop`], but does not wait, so that servers of several kinds can stop at the same
-    /// time.
-    ///
-    /// # Errors
-    /// As for [`VhostUserDevice::stop`].
+    /// As [`VhostUserDevice::stop`], but does not wait, so that several servers can stop together.
     pub fn begin_stop(&self, force: bool) -> Result<StoppingDevice<'_>, Error> {
         if force {
             self.shared.registry.close();
@@ -223,11 +206,8 @@ impl VhostUserDevice {
         Ok(StoppingDevice(self))
     }
 
-    /// Stops the device for another daemon that will continue to serve its front end: as
-    /// [`VhostUserDevice::stop`] with force, but a connected front end must track its requests in flight.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if the front end does not track them; the device continues to run.
+    /// Stops with force for another daemon that will serve the front end. Fails with [`ErrorKind::Busy`] if
+    /// the front end does not track its requests in flight; the device continues to run.
     pub fn stop_for_next(&self) -> Result<(), Error> {
         let may_close = |front_end: Option<&FrontEnd>| front_end.is_none_or(FrontEnd::is_recorded);
         if !self.shared.registry.close_if(may_close) {

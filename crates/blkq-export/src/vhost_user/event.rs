@@ -2,8 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
-/// Writes to `event`. A write fails only if the counter is at its limit, and then the event is signaled
-/// already.
+/// A write fails only if the counter is at its limit, and then the event is signaled already.
 pub fn signal(event: &OwnedFd) {
     let _ = rustix::io::write(event, &1u64.to_ne_bytes());
 }

@@ -18,7 +18,6 @@ pub const USER_OFFSET: u64 = 0x7f00_0000_0000;
 const CANARY: u8 = 0xc5;
 const PAGE: u64 = 4096;
 
-/// The memory of a guest.
 pub struct Guest {
     pub memory: Arc<GuestMemory>,
     pub file: File,
@@ -29,7 +28,6 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Creates regions of the given guest addresses and lengths in one file, with canaries around each.
     pub fn new(regions: &[(u64, u64)]) -> Guest {
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
         let mut places = Vec::new();
@@ -55,12 +53,10 @@ impl Guest {
         Guest { memory, file, places, expected: Mutex::new(expected) }
     }
 
-    /// For each region: guest address, offset in the file, length.
     pub fn places(&self) -> &[(u64, u64, u64)] {
         &self.places
     }
 
-    /// Asserts that nothing was written outside of the regions.
     pub fn assert_intact(&self) {
         let whole: Vec<(u64, u64)> =
             self.places.iter().map(|(address, _, length)| (*address, *length)).collect();
@@ -78,8 +74,7 @@ impl Guest {
         }
     }
 
-    /// Accepts the current content of these parts of the memory, given by address and length, which the
-    /// device may have written.
+    /// Accepts what these parts of the memory (address, length) contain, because the device may write them.
     pub fn expect(&self, written: &[(u64, u64)]) {
         let mut expected = self.expected.lock().unwrap();
         for (address, bytes) in written {
@@ -134,7 +129,6 @@ impl Guest {
         u16::from_le_bytes(self.read(address))
     }
 
-    /// Writes a descriptor of a split ring or of its indirect tables.
     pub fn put_split(&self, table: u64, index: u16, address: u64, length: u32, flags: u16, next: u16) {
         let mut bytes = address.to_le_bytes().to_vec();
         bytes.extend(length.to_le_bytes());
@@ -143,7 +137,6 @@ impl Guest {
         self.write(table + u64::from(index) * 16, &bytes);
     }
 
-    /// Writes a descriptor of a packed ring, with the flags last.
     pub fn put_packed(&self, table: u64, index: u16, address: u64, length: u32, id: u16, flags: u16) {
         let at = table + u64::from(index) * 16;
         self.write(at, &address.to_le_bytes());
@@ -170,7 +163,6 @@ pub struct Driver {
     free: Vec<u16>,
     /// For each head: the descriptors that the chain occupies.
     taken: Vec<Vec<u16>>,
-    /// Number of free descriptors of a packed ring.
     room: u16,
     next: u16,
     wrap: bool,
@@ -182,7 +174,6 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// The size of the guest memory that a driver uses, in bytes.
     pub const BYTES: u64 = 0x10000;
 
     pub fn new(guest: &Guest, at: u64, size: u16, packed: bool, event_idx: bool) -> Driver {
@@ -217,7 +208,6 @@ impl Driver {
         }
     }
 
-    /// Changes a new split ring to one whose indexes have counted to `index`.
     pub fn start_at(&mut self, guest: &Guest, index: u16) {
         assert!(!self.spec.packed);
         (self.next, self.used, self.kicked) = (index, index, index);
@@ -230,13 +220,11 @@ impl Driver {
         self.tables + u64::from(head % 64) * 128
     }
 
-    /// Whether there is room for a chain of `buffers` descriptors.
     pub fn has_room(&self, buffers: usize) -> bool {
         let room = if self.spec.packed { usize::from(self.room) } else { self.free.len() };
         room >= buffers && !self.free.is_empty()
     }
 
-    /// Makes a chain available, and returns its head.
     pub fn add(&mut self, guest: &Guest, buffers: &[Offer], indirect: bool) -> u16 {
         let head = if self.spec.packed {
             self.add_packed(guest, buffers, indirect)
@@ -342,7 +330,6 @@ impl Driver {
         }
     }
 
-    /// Enables or disables calls. If enabled, the device calls at the next used chain.
     pub fn want_calls(&mut self, guest: &Guest, wanted: bool) {
         if !self.spec.packed {
             if self.spec.event_idx {
@@ -364,8 +351,7 @@ impl Driver {
         guest.put16(self.driver_area + 2, flags);
     }
 
-    /// The base for a device that does not know which chains are in flight: the position after the chains
-    /// that the driver has taken as used.
+    /// The base for a device without a record: after the chains that the driver took as used.
     pub fn used_position(&self) -> u32 {
         let at = u32::from(self.used | u16::from(self.spec.packed && self.used_wrap) << 15);
         if self.spec.packed { at | at << 16 } else { at }

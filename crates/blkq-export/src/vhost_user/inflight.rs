@@ -1,6 +1,5 @@
 //! The record of requests in flight (vhost-user, "Inflight I/O tracking"): memory that the front end keeps
-//! when a daemon is killed. The next daemon reads from the record which requests the driver has made
-//! available and does not see as used, and submits them again.
+//! when a daemon is killed. The next daemon submits the requests again that the driver does not see as used.
 //!
 //! The stores are atomic and in the order of the specification, because a daemon may be killed between any
 //! two. When a daemon opens a record it checks all that it reads, because the front end can write to this
@@ -37,20 +36,17 @@ const TRAILER_BYTES: u64 = 64;
 const TRAILER_MARK: u64 = u64::from_le_bytes(*b"blkq-wce");
 const WRITE_CACHE_AT: usize = 8;
 
-/// The number of descriptors of each queue in a new record for a front end that asks for `size`. QEMU asks
-/// for the value of its property queue-size, by default 128. But with virtio-mmio the driver may use rings of
-/// 1024.
+/// Descriptors of each queue in a new record. QEMU asks for its property queue-size, 128 by default, but with
+/// virtio-mmio the driver may use rings of 1024.
 pub fn recorded_size(size: u16) -> u16 {
     size.max(1024)
 }
 
-/// Size in bytes of the region of a queue of `size` descriptors.
 fn queue_bytes(size: u16, packed: bool) -> u64 {
     let (header, record) = if packed { PACKED } else { SPLIT };
     (header + record * u64::from(size)).next_multiple_of(ALIGN)
 }
 
-/// The record of a device, with a region for each queue.
 pub struct InflightRegion {
     mapping: Arc<Mapping>,
     queues: u16,
@@ -61,12 +57,9 @@ pub struct InflightRegion {
 }
 
 impl InflightRegion {
-    /// Creates a record of zeroes for `queues` queues of `size` descriptors. The returned file is for the
-    /// front end; the record takes its first [`InflightRegion::bytes`].
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] for 0 or more than 256 queues, or for a size that is not 1 to 32768; and the
-    /// kernel's error.
+    /// Creates a record of zeroes. The front end gets the file, whose first [`InflightRegion::bytes`] the
+    /// record takes. Fails with [`ErrorKind::Invalid`] for 0 or more than 256 queues or a size that is not 1
+    /// to 32768, and with the kernel's error.
     pub fn create(queues: u16, size: u16, packed: bool) -> Result<(InflightRegion, OwnedFd), Error> {
         check(queues, size)?;
         let bytes = u64::from(queues) * queue_bytes(size, packed) + TRAILER_BYTES;
@@ -80,11 +73,8 @@ impl InflightRegion {
         Ok((InflightRegion { mapping, queues, size, packed, trailer }, file))
     }
 
-    /// Opens a record that the front end kept: `bytes` bytes of `file` from `offset` on.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the record is too small for `queues` queues of `size` descriptors, and the
-    /// errors of [`Mapping::new`].
+    /// Opens a record that the front end kept. Fails with [`ErrorKind::Invalid`] if it is too small for
+    /// `queues` queues of `size` descriptors, and as [`Mapping::new`] does.
     pub fn open(
         file: OwnedFd,
         offset: u64,
@@ -107,15 +97,13 @@ impl InflightRegion {
         Ok(InflightRegion { mapping, queues, size, packed, trailer })
     }
 
-    /// The number of descriptors of each queue in a record of `bytes` bytes that the front end kept, and for
-    /// which it states `size`: [`recorded_size`] if this program created the record, else `size`.
+    /// Descriptors of each queue in a kept record: [`recorded_size`] if this program created it, else `size`.
     pub fn stored_size(bytes: u64, queues: u16, size: u16, packed: bool) -> u16 {
         let recorded = recorded_size(size);
         let is_own = bytes == u64::from(queues) * queue_bytes(recorded, packed) + TRAILER_BYTES;
         if is_own { recorded } else { size }
     }
 
-    /// Size of the record in bytes.
     pub fn bytes(&self) -> u64 {
         let queues = u64::from(self.queues) * queue_bytes(self.size, self.packed);
         queues + if self.trailer.is_some() { TRAILER_BYTES } else { 0 }
@@ -129,7 +117,6 @@ impl InflightRegion {
         is_noted.then(|| trailer.load_u64(WRITE_CACHE_AT, Ordering::Relaxed) != 0)
     }
 
-    /// Records for the next daemon whether the driver has switched the write cache on.
     pub fn set_write_cache(&self, on: bool) {
         if let Some(trailer) = &self.trailer {
             // The mark confirms the setting, and so is stored after it.
@@ -138,8 +125,7 @@ impl InflightRegion {
         }
     }
 
-    /// Discards all recorded requests. No ring may use the record; the rings that are started next begin with
-    /// new regions.
+    /// Discards all requests. No ring may use the record; the next rings begin with new regions.
     pub fn clear(&self) {
         for index in 0..self.queues {
             if let Some(queue) = self.queue(index, self.size, self.packed) {
@@ -148,8 +134,7 @@ impl InflightRegion {
         }
     }
 
-    /// The record of queue `index` for a ring of `size` descriptors; `None` if there is no such queue, or if
-    /// its region is too small or for the other kind of ring.
+    /// The record of queue `index`; `None` if its region is missing, too small or for the other kind of ring.
     pub fn queue(&self, index: u16, size: u16, packed: bool) -> Option<InflightQueue> {
         if index >= self.queues || size > self.size || packed != self.packed {
             return None;
@@ -164,7 +149,6 @@ impl InflightRegion {
     }
 }
 
-/// The last bytes of a record of `bytes` bytes.
 fn trailer_of(mapping: &Arc<Mapping>, bytes: u64) -> Area {
     // SAFETY: the record has these bytes at its end.
     let start = unsafe { mapping.start().add((bytes - TRAILER_BYTES) as usize) };

@@ -27,7 +27,6 @@ const FLAGS: usize = 18;
 const BYTES: usize = 20;
 const ADDRESS: usize = 24;
 
-/// The record of a packed ring.
 pub struct PackedInflight {
     area: Area,
     size: u16,
@@ -39,7 +38,6 @@ pub struct PackedInflight {
     last: Box<[u16]>,
     /// The first free entry; `size` if no entry is free.
     free: u16,
-    /// The position of the next used descriptor.
     used: UsedPosition,
     /// First entries of the chains in the batch that is about to be published.
     batch: Vec<u16>,
@@ -60,7 +58,6 @@ pub struct Recovered {
 
 /// The state of a ring according to its record.
 pub struct State {
-    /// The position of the next used descriptor.
     pub used: UsedPosition,
     /// The end of a batch that was written to the ring but not published.
     pub abandoned: UsedPosition,
@@ -73,13 +70,10 @@ fn record(entry: u16) -> usize {
 }
 
 impl PackedInflight {
-    /// Opens the record of a ring, and returns the recorded state of the ring; `None` if the record is new.
-    /// `used`: the position of the next used descriptor, for a new record. `is_new`: the driver has just
-    /// cleared the ring. `shown` returns whether the driver sees the descriptor at a position as used.
-    ///
-    /// # Errors
-    /// [`RingError::Inflight`] if the version is unknown, the size is that of another ring, or the entries
-    /// are inconsistent.
+    /// Opens the record, and returns the state of the ring; `None` if the record is new. `used`: the position
+    /// of the next used descriptor, for a new record. `is_new`: the driver has just cleared the ring.
+    /// `shown`: whether the driver sees the descriptor at a position as used. Fails with
+    /// [`RingError::Inflight`] for an unknown version, the size of another ring, or inconsistent entries.
     pub fn open(
         queue: InflightQueue,
         used: UsedPosition,
@@ -209,11 +203,8 @@ impl PackedInflight {
         self.area.store_u64(POSITIONS, indices | u64::from(new.1) << 32 | u64::from(old.1) << 40, Release);
     }
 
-    /// Records a chain that was taken, with its descriptors and its identifier. Returns the first entry of
-    /// the chain.
-    ///
-    /// # Panics
-    /// Panics if too few entries are free. The ring never takes more descriptors than it has.
+    /// Records a chain, and returns its first entry. Panics if too few entries are free: the ring never takes
+    /// more descriptors than it has.
     pub fn take(&mut self, descriptors: &[Descriptor], id: u16) -> u16 {
         let first = self.free;
         let head = record(first);
@@ -236,8 +227,7 @@ impl PackedInflight {
         first
     }
 
-    /// Adds the chain with the first entry `first` to the batch that is about to be published. No chain may
-    /// be taken before [`PackedInflight::commit`].
+    /// Adds a chain to the next batch. No chain may be taken before [`PackedInflight::commit`].
     pub fn complete(&mut self, first: u16) {
         let last = self.last[usize::from(first)];
         self.next[usize::from(last)] = self.free;

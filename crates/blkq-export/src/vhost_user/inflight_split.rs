@@ -1,6 +1,5 @@
-//! The record of a split ring. Each head has a mark, which says that it is in flight, and a counter. The heads
-//! of the last batch form a list: if the daemon is killed after it published the batch and before it cleared
-//! the marks, the next daemon clears them.
+//! The record of a split ring: an in-flight mark and a counter for each head. The heads of the last batch
+//! form a list: after a kill between publishing and clearing the marks, the next daemon clears them.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -18,7 +17,6 @@ const MARK: usize = 0;
 const NEXT: usize = 6;
 const COUNTER: usize = 8;
 
-/// The record of a split ring.
 pub struct SplitInflight {
     area: Area,
     /// The counter of the next chain, which gives the order in which chains were taken.
@@ -33,11 +31,8 @@ fn record(head: u16) -> usize {
 }
 
 impl SplitInflight {
-    /// Opens the record of a ring whose used index is `used`. Returns the heads in flight, in the order in
-    /// which they were taken; `None` if the record is new.
-    ///
-    /// # Errors
-    /// [`RingError::Inflight`] if the version is unknown or the size is that of another ring.
+    /// Returns the heads in flight in the order in which they were taken; `None` if the record is new. Fails
+    /// with [`RingError::Inflight`] if the version is unknown or the size is that of another ring.
     pub fn open(queue: InflightQueue, used: u16) -> Result<(SplitInflight, Option<Vec<u16>>), RingError> {
         let InflightQueue { area, size } = queue;
         let version = area.load_u16(VERSION, Relaxed);
@@ -87,7 +82,6 @@ impl SplitInflight {
         Ok(heads.into_iter().map(|(_, head)| head).collect())
     }
 
-    /// Records that the chain of `head` was taken.
     #[inline]
     pub fn take(&mut self, head: u16) {
         self.area.store_u64(record(head) + COUNTER, self.counter, Relaxed);
@@ -95,7 +89,6 @@ impl SplitInflight {
         self.counter = self.counter.wrapping_add(1);
     }
 
-    /// Adds the chain of `head` to the batch that is about to be published.
     #[inline]
     pub fn complete(&mut self, head: u16) {
         self.area.store_u16(record(head) + NEXT, self.last_batch, Relaxed);

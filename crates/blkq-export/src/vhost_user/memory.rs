@@ -24,7 +24,6 @@ pub struct RegionSpec {
     /// Address of the first byte in the front end, which names the parts of rings by such addresses.
     pub user_start: u64,
     pub length: u64,
-    /// The file that contains the region.
     pub file: OwnedFd,
     /// Offset of the region in the file.
     pub file_offset: u64,
@@ -81,19 +80,15 @@ pub struct Span<'a> {
     registration: Option<&'a RegisteredMemory>,
 }
 
-/// The table of a guest's memory. A change creates a new table. Regions that both tables contain are mapped
-/// once, and unmapped when the last table that contains them is dropped.
+/// The table of a guest's memory, replaced by each change. Common regions are unmapped with the last table.
 pub struct GuestMemory {
     /// Sorted by guest address; no two overlap.
     regions: Box<[Region]>,
 }
 
 impl GuestMemory {
-    /// Maps `regions` into a new table.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] for regions that overlap, that exceed the address space or that are more than
-    /// [`REGIONS_MAX`], and the errors of [`Mapping::new`].
+    /// Maps `regions`. Fails with [`ErrorKind::Invalid`] for regions that overlap, exceed the address space
+    /// or are more than [`REGIONS_MAX`], and as [`Mapping::new`] does.
     pub fn map(regions: Vec<RegionSpec>) -> Result<GuestMemory, Error> {
         if regions.len() > REGIONS_MAX {
             return Err(invalid(format!("{} regions are more than {REGIONS_MAX}", regions.len())));
@@ -122,10 +117,7 @@ impl GuestMemory {
         Ok(GuestMemory { regions: regions.into() })
     }
 
-    /// The table with an additional region.
-    ///
-    /// # Errors
-    /// As for [`GuestMemory::map`].
+    /// The table with an additional region. Fails as [`GuestMemory::map`] does.
     pub fn with_region(&self, spec: RegionSpec) -> Result<GuestMemory, Error> {
         if self.regions.len() >= REGIONS_MAX {
             return Err(invalid(format!("there are already {REGIONS_MAX} regions, the maximum")));
@@ -135,10 +127,8 @@ impl GuestMemory {
         GuestMemory::of(regions)
     }
 
-    /// The table without the region that has exactly this address, front end address and length.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if there is no such region.
+    /// The table without the region of exactly these values. Fails with [`ErrorKind::Invalid`] if there is
+    /// none.
     pub fn without_region(
         &self,
         guest_start: u64,
@@ -167,10 +157,7 @@ impl GuestMemory {
         GuestMemory { regions }
     }
 
-    /// Calls `register` for each region that is not registered, with the region's mapping and length.
-    ///
-    /// # Errors
-    /// Returns the first error of `register`.
+    /// Calls `register` with the mapping and length of each unregistered region, up to the first error.
     pub fn register_missing<E>(
         &mut self,
         mut register: impl FnMut(&Arc<Mapping>, u64) -> Result<Registrations, E>,
@@ -185,19 +172,16 @@ impl GuestMemory {
         self.regions.len()
     }
 
-    /// Total length of the regions in bytes.
     pub fn bytes(&self) -> u64 {
         self.regions.iter().map(|region| region.length).sum()
     }
 
-    /// Whether the file of a region was truncated while it was mapped. The rings that use the table must then
-    /// stop.
+    /// Whether the file of a mapped region was truncated. The rings that use the table must then stop.
     #[inline]
     pub fn is_broken(&self) -> bool {
         self.regions.iter().any(|region| region.mapping.is_broken())
     }
 
-    /// The region that contains the guest address `address`, and the offset in it.
     #[inline]
     fn find(&self, cursor: &mut Cursor, address: u64) -> Option<(&Region, u64)> {
         if let Some(region) = self.regions.get(cursor.0)
@@ -250,8 +234,7 @@ impl GuestMemory {
         })
     }
 
-    /// Fills `bytes` from guest address `address` on. Returns false if a part of the range is not guest
-    /// memory; `bytes` may then be filled in part.
+    /// Returns false if a part is not guest memory; `bytes` may then be filled in part.
     #[inline]
     pub fn read(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &mut [u8]) -> bool {
         while !bytes.is_empty() {
@@ -268,8 +251,7 @@ impl GuestMemory {
         true
     }
 
-    /// Copies `bytes` to guest address `address`. Returns false if a part of the range is not guest memory;
-    /// `bytes` may then be written in part.
+    /// Returns false if a part is not guest memory; `bytes` may then be written in part.
     #[inline]
     pub fn write(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &[u8]) -> bool {
         while !bytes.is_empty() {
@@ -286,8 +268,7 @@ impl GuestMemory {
         true
     }
 
-    /// The part of a ring with `bytes` bytes at the front end's address `user_address`. `None` if the part is
-    /// not aligned to `align` bytes, or not inside one region.
+    /// The part of a ring at the front end's `user_address`; `None` if misaligned or not inside one region.
     pub fn area(&self, user_address: u64, bytes: usize, align: usize) -> Option<Area> {
         self.regions.iter().find_map(|region| {
             let offset = user_address.checked_sub(region.user_start)?;
@@ -321,7 +302,6 @@ impl Span<'_> {
         self.bytes
     }
 
-    /// The span as a segment of a bio.
     #[inline]
     pub fn segment(self) -> Segment {
         match self.registration {
@@ -330,8 +310,7 @@ impl Span<'_> {
         }
     }
 
-    /// Copies `N` bytes from `offset` on; `None` if the span does not contain all of them. Each byte is read
-    /// once.
+    /// Copies `N` bytes from `offset` on, each once; `None` if the span does not contain all of them.
     #[inline]
     pub fn load<const N: usize>(self, offset: u32) -> Option<[u8; N]> {
         let left = self.bytes.checked_sub(offset)?;
@@ -345,8 +324,7 @@ impl Span<'_> {
         Some(bytes)
     }
 
-    /// Fills `bytes` from the beginning of the span. Each byte is read once, so that a checked value cannot
-    /// change afterwards.
+    /// Reads each byte once, so that a checked value cannot change afterwards.
     #[inline]
     pub fn copy_to(self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.bytes as usize);
@@ -366,7 +344,6 @@ impl Span<'_> {
         }
     }
 
-    /// Copies `bytes` to the beginning of the span.
     #[inline]
     pub fn copy_from(self, bytes: &[u8]) {
         assert!(bytes.len() <= self.bytes as usize);

@@ -22,8 +22,7 @@ const NEED_REPLY: u32 = 1 << 3;
 /// A flag in the payload of messages with the eventfd of a ring: the message has no descriptor.
 const NO_FILE: u64 = 1 << 8;
 
-/// `VHOST_USER_F_PROTOCOL_FEATURES`: a feature bit that virtio does not use, and that announces protocol
-/// features.
+/// `VHOST_USER_F_PROTOCOL_FEATURES`: a feature bit, unused by virtio, that announces protocol features.
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
 /// The protocol features that this back end offers (`VHOST_USER_PROTOCOL_F_*`).
@@ -121,7 +120,6 @@ pub fn name(code: u32) -> String {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct Header {
-    /// One of the request codes ([`code`]).
     pub code: u32,
     flags: u32,
     /// Length in bytes of the payload that follows.
@@ -129,10 +127,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// Parses a header that a front end sent.
-    ///
-    /// # Errors
-    /// A refusal of a version other than 1, of a reply, and of a payload of more than [`PAYLOAD_MAX_BYTES`].
+    /// Refuses a version other than 1, a reply, and a payload of more than [`PAYLOAD_MAX_BYTES`].
     pub fn parse(bytes: [u8; HEADER_BYTES]) -> Result<Header, Refusal> {
         let header: Header = zerocopy::transmute!(bytes);
         if header.flags & VERSION_MASK != VERSION {
@@ -151,7 +146,6 @@ impl Header {
         Ok(header)
     }
 
-    /// Whether the front end asks for an acknowledgement.
     pub fn needs_reply(&self) -> bool {
         self.flags & NEED_REPLY != 0
     }
@@ -192,11 +186,9 @@ pub struct VringAddresses {
     pub used: u64,
     /// Address of the available ring, or of the driver's event suppression in a packed ring.
     pub available: u64,
-    /// Guest address of the log.
     pub log: u64,
 }
 
-/// A region of guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct Region {
@@ -205,20 +197,15 @@ pub struct Region {
     pub size: u64,
     /// Address of the first byte in the front end.
     pub user: u64,
-    /// Offset of the region in its file.
     pub offset: u64,
 }
 
-/// Describes the memory that records requests in flight.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct InflightArea {
     pub size: u64,
-    /// Offset of the record in its file.
     pub offset: u64,
-    /// Number of rings that the record is for.
     pub queues: u16,
-    /// Number of descriptors of each ring.
     pub queue_size: u16,
     /// The padding at the end of the C structure.
     pub padding: u32,
@@ -231,7 +218,6 @@ const INFLIGHT_BYTES: usize = 20;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub struct ConfigRange {
-    /// Offset of the first byte.
     pub offset: u32,
     /// Length in bytes, at least 1.
     pub size: u32,
@@ -273,12 +259,8 @@ pub enum Request {
 }
 
 impl Request {
-    /// Parses the payload and the descriptors of a request with `header`. If the request is refused, its
-    /// descriptors are closed.
-    ///
-    /// # Errors
-    /// A refusal of an unknown request, of a payload with a wrong size, and of too few or too many
-    /// descriptors.
+    /// Refuses an unknown request, a payload of a wrong size, and a wrong number of descriptors, and then
+    /// closes the descriptors.
     pub fn parse(header: &Header, payload: &[u8], files: Vec<UntrustedFd>) -> Result<Request, Refusal> {
         let mut files = files.into_iter();
         let request = match header.code {
@@ -349,7 +331,6 @@ fn empty(payload: &[u8], request: Request) -> Result<Request, Refusal> {
     if payload.is_empty() { Ok(request) } else { Err(wrong_size(payload)) }
 }
 
-/// Parses the whole payload as one value.
 fn whole<T: FromBytes>(payload: &[u8]) -> Result<T, Refusal> {
     T::read_from_bytes(payload).map_err(|_| wrong_size(payload))
 }
@@ -404,7 +385,6 @@ fn config(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
     Ok((range, bytes))
 }
 
-/// Parses the structure with or without its padding: 24 or 20 bytes.
 fn inflight(payload: &[u8]) -> Result<InflightArea, Refusal> {
     let mut padded = [0; size_of::<InflightArea>()];
     if payload.len() != INFLIGHT_BYTES && payload.len() != padded.len() {
@@ -414,21 +394,17 @@ fn inflight(payload: &[u8]) -> Result<InflightArea, Refusal> {
     Ok(zerocopy::transmute!(padded))
 }
 
-/// A reply to a front end.
 #[derive(Debug)]
 pub struct Reply {
     pub bytes: Vec<u8>,
-    /// A descriptor to send with the reply.
     pub file: Option<OwnedFd>,
 }
 
 impl Reply {
-    /// The reply to request `code` with this payload.
     pub fn new(code: u32, payload: &[u8]) -> Reply {
         Reply { bytes: message(code, VERSION | REPLY, payload), file: None }
     }
 
-    /// The reply to request `code` with one number.
     pub fn number(code: u32, value: u64) -> Reply {
         Reply::new(code, value.as_bytes())
     }

@@ -1,5 +1,4 @@
-//! vhost-user-blk: serves the disk to a virtual machine, whose requests and data are in the guest's own
-//! memory.
+//! vhost-user-blk: serves the disk to a virtual machine, whose requests and data are in the guest's memory.
 //!
 //! - `device` starts and stops a device. Its thread (`control`) serves one front end at a time: a `channel`
 //!   receives whole messages, `message` parses them, and a `session` executes them. `shared` and `status` are

@@ -1,7 +1,6 @@
-//! Notifies a front end through a descriptor that the front end controls as well: at any time it may fill an
-//! eventfd and choose whether a write to it blocks. So this module never writes to an eventfd. The eventfd is
-//! registered with an io_uring of its own, and the kernel signals it when a NOP completes there. That adds 1
-//! to its counter, up to the counter's limit, and never blocks.
+//! Notifies a front end through an eventfd, which the front end may fill and make blocking. So this module
+//! never writes to an eventfd, but registers it with an io_uring of its own. When a NOP completes there, the
+//! kernel adds 1 to the counter, up to its limit, and never blocks.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -16,17 +15,15 @@ use rustix::net::{SendFlags, send};
 
 use super::untrusted_fd::CallFile;
 
-/// How long [`Notifier::prepare`] waits for memory. The kernel frees a closed ring some time later, and until
-/// then its locked memory counts.
+/// Time that [`Notifier::prepare`] waits for memory: that of a closed ring counts until the kernel frees it.
 pub const MEMORY_WAIT: Duration = Duration::from_secs(2);
 const MEMORY_RETRY: Duration = Duration::from_millis(20);
 
 // The only operations that a ring may register: IORING_REGISTER_EVENTFD, IORING_UNREGISTER_EVENTFD.
 const REGISTER_OPERATIONS: [u8; 2] = [4, 5];
 
-/// Sends notifications to a front end. Its io_uring is created with the first eventfd, or before by
-/// [`Notifier::prepare`], and stays: the kernel frees closed rings late, so rings are not created for each
-/// connection.
+/// Sends notifications to a front end. Its io_uring is created once and stays: the kernel frees closed rings
+/// late, so rings are not created for each connection.
 #[derive(Default)]
 pub struct Notifier {
     state: Mutex<State>,
@@ -51,16 +48,13 @@ enum Ring {
 enum Target {
     #[default]
     None,
-    /// An eventfd that is registered with the ring.
     Event,
     Socket(CallFile),
 }
 
 impl Notifier {
-    /// Creates the ring, for a process that cannot create one later. Waits for memory until `deadline`.
-    ///
-    /// # Errors
-    /// Returns the error of io_uring_setup(2); [`Notifier::set`] then rejects eventfds.
+    /// Creates the ring, for a process that cannot create one later. Waits for memory until `deadline`. After
+    /// an error of io_uring_setup(2), [`Notifier::set`] rejects eventfds.
     pub fn prepare(&self, deadline: Instant) -> Result<(), Error> {
         let mut state = self.state();
         if matches!(state.ring, Ring::None) {
@@ -80,20 +74,14 @@ impl Notifier {
         }
     }
 
-    /// Sets the descriptor for notifications.
-    ///
-    /// # Errors
-    /// Returns the error of io_uring_setup(2) or io_uring_register(2); no descriptor is then set.
+    /// Sets the descriptor, or none after an error of io_uring_setup(2) or io_uring_register(2).
     pub fn set(&self, file: Option<CallFile>) -> Result<(), Error> {
         self.state().set(file).map_err(failed)
     }
 
     /// Notifies the front end, and returns whether a descriptor is set. Never blocks: a full or closed socket
     /// is skipped. Does nothing while another thread sets a descriptor; that thread must then make the engine
-    /// notify the new descriptor.
-    ///
-    /// # Errors
-    /// Returns the error of io_uring_enter(2), if the kernel has no memory.
+    /// notify the new descriptor. Fails as io_uring_enter(2) does, if the kernel has no memory.
     pub fn notify(&self) -> io::Result<bool> {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -109,10 +97,7 @@ impl Notifier {
         Ok(true)
     }
 
-    /// Notifies through `file` once.
-    ///
-    /// # Errors
-    /// As for [`Notifier::set`] and [`Notifier::notify`].
+    /// Notifies through `file` once. Fails as [`Notifier::set`] and [`Notifier::notify`] do.
     pub fn notify_once(&self, file: &CallFile) -> Result<(), Error> {
         if matches!(file, CallFile::Socket(_)) {
             send_one(file);
@@ -142,7 +127,6 @@ impl State {
         Ok(())
     }
 
-    /// Registers an eventfd with the ring, and returns the ring. The descriptor need not stay open.
     fn register(&mut self, event: &CallFile) -> io::Result<&mut IoUring> {
         if matches!(self.ring, Ring::None) {
             self.ring = Ring::Made(Box::new(make_ring()?));
@@ -168,7 +152,6 @@ fn make_ring() -> io::Result<IoUring> {
     Ok(ring)
 }
 
-/// Submits a NOP and takes its completion.
 fn complete_one(ring: &mut IoUring) -> io::Result<()> {
     // SAFETY: a NOP has no memory. If the queue is full, a NOP that could not be submitted before is still in
     // it.

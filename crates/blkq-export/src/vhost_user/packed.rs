@@ -1,5 +1,4 @@
-//! A packed ring (virtio 1.2, 2.8): one table that both sides write. Two bits of a descriptor's flags say
-//! whose it is.
+//! A packed ring (virtio 1.2, 2.8): one table that both sides write. Flags of a descriptor say whose it is.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -43,7 +42,6 @@ impl Position {
         self.index | if self.wrap { 0x8000 } else { 0 }
     }
 
-    /// Advances by `slots`, which is at most one lap.
     #[inline]
     fn advance(&mut self, slots: u16, size: u16) {
         self.index += slots;
@@ -54,18 +52,15 @@ impl Position {
     }
 }
 
-/// The available bit and the used bit of a descriptor's flags.
 fn wrap_bits(flags: u16) -> (bool, bool) {
     (flags & AVAILABLE != 0, flags & USED != 0)
 }
 
-/// Whether all descriptors are zero, as a driver leaves a new ring. A descriptor that was once made available
-/// has an address.
+/// Whether all descriptors are zero, as in a new ring. A descriptor that was once available has an address.
 fn is_cleared(descriptors: &Area, size: u16) -> bool {
     (0..usize::from(size) * 2).all(|word| descriptors.load_u64(word * 8, Ordering::Relaxed) == 0)
 }
 
-/// The device's side of a packed ring.
 pub struct PackedRing {
     descriptors: Area,
     driver_event: Area,
@@ -73,12 +68,10 @@ pub struct PackedRing {
     size: u16,
     event_idx: bool,
     indirect: bool,
-    /// The position of the next chain.
     next: Position,
     /// The position of the next used descriptor.
     used: Position,
-    /// Number of descriptors that were taken and that the driver does not see as used. Never more than
-    /// `size`.
+    /// Descriptors that were taken and that the driver does not see as used, at most `size`.
     in_flight: u16,
     /// Used chains that are not published yet, with the number of bytes written.
     unpublished: Vec<(Head, u32)>,
@@ -95,12 +88,9 @@ pub struct PackedRing {
 }
 
 impl PackedRing {
-    /// Opens the ring in `memory`. The lower half of `base` is the position of the next chain, the upper half
-    /// that of the next used descriptor.
-    ///
-    /// # Errors
-    /// A [`RingError`] for a size of 0 or more than 32768, a position beyond the ring, or a part that is not
-    /// inside one region.
+    /// Opens the ring. The lower half of `base` is the position of the next chain, the upper half that of the
+    /// next used descriptor. Fails for a size of 0 or more than 32768, a position beyond the ring, or a part
+    /// outside of one region.
     pub fn new(memory: &Arc<GuestMemory>, layout: &Layout, base: u32) -> Result<PackedRing, RingError> {
         let &Layout { size, event_idx, indirect, .. } = layout;
         if size == 0 || size > 1 << 15 {
@@ -152,9 +142,7 @@ impl PackedRing {
         ))
     }
 
-    /// Records chains in flight in `queue`, and recovers the chains that a killed device has left there.
-    ///
-    /// # Errors
+    /// Records chains in flight, and recovers those that a killed device has left. Fails with
     /// [`RingError::Inflight`] if the record is not that of this ring.
     pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
         let shown = |(index, wrap): UsedPosition| {
@@ -210,7 +198,6 @@ impl PackedRing {
         );
     }
 
-    /// The flags of the next descriptor, if the driver has made it available.
     #[inline]
     fn available(&self) -> Option<u16> {
         // Acquire: the driver writes the flags of the first descriptor last, after the whole chain.
@@ -219,7 +206,6 @@ impl PackedRing {
         (available == self.next.wrap && used != self.next.wrap).then_some(flags)
     }
 
-    /// Takes the next chain. Its descriptors are stored in `chain`.
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         if let Some(recovered) = self.recovered.pop() {
@@ -267,7 +253,6 @@ impl PackedRing {
         Ok(Head { index: id, slots: descriptors.len() as u16, record })
     }
 
-    /// Adds a descriptor to `chain`, and returns whether it is the last one of the chain.
     #[inline]
     fn read_descriptor(
         &mut self,
@@ -297,14 +282,11 @@ impl PackedRing {
         Ok(())
     }
 
-    /// Adds a used chain, of which the device has written `written` bytes. The driver sees it after
-    /// [`PackedRing::publish`].
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         self.unpublished.push((head, written));
     }
 
-    /// Publishes the used chains. Returns whether the driver must be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
         if self.unpublished.is_empty() {
@@ -368,7 +350,6 @@ impl PackedRing {
         self.device_event.store_u32(0, bits, Ordering::Release);
     }
 
-    /// Asks the driver for a kick at the next chain. Returns whether a chain is already available.
     pub fn enable_kicks(&mut self) -> bool {
         match self.event_idx {
             true => self.set_event(self.next.bits(), EVENT_AT),
@@ -380,13 +361,10 @@ impl PackedRing {
         !self.recovered.is_empty() || self.available().is_some()
     }
 
-    /// Identifiers of the chains that were in flight when the previous device was killed; [`PackedRing::pop`]
-    /// returns these first.
     pub fn recovered(&self) -> impl Iterator<Item = u16> {
         self.recovered.iter().map(|chain| chain.id)
     }
 
-    /// The reply to GET_VRING_BASE: both positions.
     pub fn base(&self) -> u32 {
         u32::from(self.next.bits()) | u32::from(self.used.bits()) << 16
     }

@@ -1,13 +1,11 @@
-//! Registers guest memory as buffers of the engines' io_urings: the kernel then pins the pages once, and not
-//! for each request.
+//! Registers guest memory with the engines' io_urings: the kernel pins the pages once, not for each request.
 //!
 //! Each engine has its own table of guest memory, whose regions refer to the registrations with the engine's
 //! ring. A request keeps its table, a table keeps its registrations, and a registration keeps its mapping. So
 //! nothing is unregistered while a request uses it, and no other memory is ever mapped at an address that a
 //! ring takes for guest memory.
 //!
-//! Memory is registered as a whole or not at all: if it does not fit the limits, all engines serve it
-//! unregistered.
+//! Memory is registered as a whole or not at all: if it exceeds the limits, engines serve it unregistered.
 
 use std::error::Error as _;
 use std::io;
@@ -20,17 +18,14 @@ use blkq::{EngineHandle, Error, ErrorKind, RegisteredMemory};
 use super::memory::{GuestMemory, Registrations};
 use crate::mapping::Mapping;
 
-/// How long registration is retried after ENOMEM. The locked memory of a daemon that was just killed counts
-/// until the kernel has closed its rings, some time later.
+/// Time for retries after ENOMEM: a killed daemon's locked memory counts until the kernel closes its rings.
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
-/// Delay between two attempts to register memory.
 const MEMORY_RETRY: Duration = Duration::from_millis(100);
 
 /// Limits for the registration of guest memory. `None`: no limit.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct RegistrationLimits {
-    /// The most memory in bytes that all engines together may lock: RLIMIT_MEMLOCK. `None` for engines with
-    /// CAP_IPC_LOCK.
+    /// Bytes that all engines together may lock: RLIMIT_MEMLOCK. `None` for engines with CAP_IPC_LOCK.
     pub locked_max: Option<u64>,
     /// The memory in bytes that the cgroup of this process can still allocate.
     pub memory_left: Option<u64>,
@@ -45,7 +40,6 @@ pub struct RegisteredTables {
 }
 
 impl RegisteredTables {
-    /// Tables for `engines`, without memory.
     pub fn new(engines: Vec<EngineHandle>, limits: RegistrationLimits) -> RegisteredTables {
         RegisteredTables { engines, limits, tables: Vec::new() }
     }
@@ -55,11 +49,9 @@ impl RegisteredTables {
         self.tables.get(index)
     }
 
-    /// Registers `memory` instead of the current memory. Regions that both contain stay registered. No ring
-    /// of the guest may be served meanwhile. This takes as long as the kernel needs to pin the pages.
-    ///
-    /// # Errors
-    /// Returns the limit that is exceeded, or the kernel's error; no memory is then registered.
+    /// Registers `memory` instead of the current memory; common regions stay registered. No ring of the guest
+    /// may be served meanwhile. Takes as long as the kernel pins the pages. After an error (a limit, or the
+    /// kernel's), no memory is registered.
     pub fn replace(&mut self, memory: &GuestMemory) -> Result<(), Error> {
         let table_of =
             |index| memory.with_registrations_of(self.tables.get(index).map(|table: &Arc<_>| &**table));
@@ -106,7 +98,6 @@ impl RegisteredTables {
         Ok(())
     }
 
-    /// Unregisters the memory that no table uses.
     fn release(&mut self) {
         self.tables.clear();
         for engine in &self.engines {
@@ -122,7 +113,6 @@ impl Drop for RegisteredTables {
     }
 }
 
-/// Registers the first `bytes` bytes of `mapping` with the ring of `engine`.
 fn register(engine: &EngineHandle, mapping: &Arc<Mapping>, bytes: u64) -> Result<Registrations, Error> {
     let mut pieces = Vec::new();
     let mut at = 0;

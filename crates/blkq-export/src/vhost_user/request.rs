@@ -1,6 +1,5 @@
-//! Parses a chain as a request of a virtio block device (virtio 1.2, 5.2.6). The driver may split a request
-//! into buffers in any way: the first 16 readable bytes are the header, the last writable byte is the status,
-//! and the bytes between are data.
+//! Parses a chain as a request (virtio 1.2, 5.2.6), split into buffers in any way: the first 16 readable
+//! bytes are the header, the last writable byte is the status, and the bytes between are data.
 
 use std::sync::Arc;
 
@@ -15,7 +14,6 @@ use super::segments::{Gathered, SegmentPool};
 /// Most data of a request in bytes. Longer requests fail.
 const DATA_MAX_BYTES: u64 = 1 << 30;
 
-/// A range of a discard or of write zeroes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Range {
     /// The first sector of 512 bytes.
@@ -26,18 +24,13 @@ pub struct Range {
     pub unmap: bool,
 }
 
-/// The operation that a request asks for.
 #[derive(Debug)]
 pub enum Action {
-    /// A read or write of `bytes` bytes, a multiple of 512. If `bytes` is 0 there is no data, and the request
-    /// is complete.
+    /// A read or write of `bytes` bytes, a multiple of 512. With 0 bytes, the request is complete.
     Transfer {
-        /// Either [`Operation::Read`] or [`Operation::Write`].
         operation: Operation,
         sector: Sector,
-        /// The length of the data in bytes.
         bytes: u64,
-        /// The memory of the guest.
         data: Data,
         /// All addresses and lengths of the segments, combined by OR. If a bit below the disk's
         /// `memory_align` is set, the data must be copied.
@@ -47,7 +40,6 @@ pub enum Action {
     },
     /// A discard or write zeroes of the ranges in [`Parser::ranges`], which has 1 to [`RANGES_MAX`] ranges.
     Ranges {
-        /// Either [`Operation::Discard`] or [`Operation::WriteZeroes`].
         operation: Operation,
     },
     Flush,
@@ -65,15 +57,13 @@ pub struct BlockRequest {
 }
 
 impl BlockRequest {
-    /// The number of bytes that the device has written without a gap, from the first writable byte of the
-    /// chain on.
+    /// The bytes that the device has written without a gap, from the chain's first writable byte on.
     pub fn written(writable: u32, status: u8) -> u32 {
         // After an error the data may have gaps, unless the status is the only writable byte.
         if status == S_OK || writable == 1 { writable } else { 0 }
     }
 }
 
-/// The status byte for the result of a request.
 pub fn status_of(result: IoResult) -> u8 {
     match result {
         Ok(()) => S_OK,
@@ -82,7 +72,6 @@ pub fn status_of(result: IoResult) -> u8 {
     }
 }
 
-/// Parses requests. The memory that this needs is reused for the next request.
 pub struct Parser {
     /// The ranges of the last [`Action::Ranges`].
     pub ranges: Vec<Range>,
@@ -92,7 +81,6 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// A parser for a device with the serial number `id`, of which guests see the first 20 bytes.
     pub fn new(id: &str) -> Parser {
         let mut bytes = [0; ID_BYTES];
         let length = id.len().min(ID_BYTES);
@@ -105,23 +93,18 @@ impl Parser {
         }
     }
 
-    /// Reuses the segments of a completed request.
     #[inline]
     pub fn recycle(&mut self, data: Data) {
         self.segments.recycle(data);
     }
 
-    /// Writes the status byte at guest address `address`.
     #[inline]
     pub fn write_status(&mut self, memory: &GuestMemory, address: u64, status: u8) -> bool {
         memory.write_byte(&mut self.cursor, address, status)
     }
 
-    /// Parses the request in `chain`.
-    ///
-    /// # Errors
-    /// A [`RingError`] if the header or the status byte is missing, or if a buffer is not guest memory. The
-    /// ring must then stop.
+    /// Fails if the header or status byte is missing, or a buffer is not guest memory: the ring must then
+    /// stop.
     #[inline]
     pub fn parse(&mut self, chain: &Chain, memory: &Arc<GuestMemory>) -> Result<BlockRequest, RingError> {
         let header: [u8; HEADER_BYTES] = match chain.readable().first() {
@@ -195,7 +178,6 @@ impl Parser {
         Ok(Action::Transfer { operation, sector, bytes, data, unaligned, registered_pieces })
     }
 
-    /// Writes as much of the serial number as `room` bytes can hold.
     fn identify(&mut self, chain: &Chain, memory: &GuestMemory, room: u64) -> Result<Action, RingError> {
         let mut id = &self.id[..room.min(ID_BYTES as u64) as usize];
         for &Buffer { address, length } in chain.writable() {
@@ -236,7 +218,6 @@ impl Parser {
         Ok(Action::Ranges { operation })
     }
 
-    /// Fills `bytes` from offset `skip` of `buffers` on. Returns the number of bytes that the buffers had.
     fn read(
         &mut self,
         buffers: &[Buffer],

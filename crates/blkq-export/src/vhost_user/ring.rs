@@ -24,7 +24,6 @@ pub struct RingSpec {
     pub event_idx: bool,
     /// Whether VIRTIO_F_INDIRECT_DESC was negotiated.
     pub indirect: bool,
-    /// The address of the descriptors.
     pub descriptors: u64,
     /// Address of the available ring, or of the driver's event suppression area.
     pub driver_area: u64,
@@ -62,11 +61,9 @@ mod tests;
 /// The device's side of a ring. No two chains in flight have the same head.
 pub struct Ring {
     kind: Kind,
-    /// For each head: whether it is in flight.
     in_flight: Box<[bool]>,
     count: usize,
     memory: Arc<GuestMemory>,
-    /// The mapping of the record of requests in flight.
     record: Option<Arc<Mapping>>,
 }
 
@@ -80,13 +77,10 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// Opens the ring that `spec` describes in `memory`. Chains in flight are recorded in `inflight`. If a
-    /// killed daemon has left chains there, [`Ring::pop`] returns these first, in the order in which they
-    /// were taken, and the record determines where the ring continues.
-    ///
-    /// # Errors
-    /// A [`RingError`] for an invalid size or base, for a part that is not inside one memory region, and for
-    /// a record that does not fit the ring.
+    /// Opens the ring in `memory`. Chains in flight are recorded in `inflight`. If a killed daemon has left
+    /// chains there, [`Ring::pop`] returns these first, in their order, and the record determines where the
+    /// ring continues. Fails for an invalid size or base, a part that is not inside one memory region, or a
+    /// record that does not fit.
     pub fn new(
         memory: Arc<GuestMemory>,
         spec: &RingSpec,
@@ -118,11 +112,8 @@ impl Ring {
         Ok(Ring { kind, in_flight: vec![false; usize::from(spec.size)].into(), count: 0, memory, record })
     }
 
-    /// Takes the next chain into `chain`, and returns its head; `None` if no chain is available.
-    ///
-    /// # Errors
-    /// Returns the rule that the driver broke. No more chains may then be taken, but those in flight can
-    /// complete.
+    /// Takes the next chain into `chain`, and returns its head; `None` if there is none. The error is the
+    /// rule that the driver broke: afterwards, only chains in flight can complete.
     #[inline]
     pub fn pop(&mut self, chain: &mut Chain) -> Result<Option<Head>, RingError> {
         let head = match &mut self.kind {
@@ -147,11 +138,8 @@ impl Ring {
         Ok(Some(head))
     }
 
-    /// Adds the chain of `head`, of which the device has written the first `written` bytes, to the used
-    /// chains. The driver sees it after [`Ring::publish`].
-    ///
-    /// # Panics
-    /// If the chain is not in flight.
+    /// Adds a chain, of which the device has written `written` bytes. The driver sees it after
+    /// [`Ring::publish`]. Panics if the chain is not in flight.
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         let was = std::mem::replace(&mut self.in_flight[usize::from(head.index)], false);
@@ -163,7 +151,6 @@ impl Ring {
         }
     }
 
-    /// Whether [`Ring::pop`] has yet to return chains that a killed daemon left in flight.
     #[inline]
     pub fn has_recovered(&self) -> bool {
         match &self.kind {
@@ -178,15 +165,13 @@ impl Ring {
         either!(self, ring => ring.publish())
     }
 
-    /// Asks the driver for a kick at the next chain. Returns whether a chain is already available; then
-    /// [`Ring::pop`] returns it, and the driver may not send a kick.
+    /// Asks for a kick at the next chain. Returns whether a chain is available already: it may cause no kick.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
         either!(self, ring => ring.enable_kicks())
     }
 
-    /// The position at which the ring continues, for the reply to GET_VRING_BASE. Valid when no chain is in
-    /// flight.
+    /// The position at which the ring continues (GET_VRING_BASE). Valid when no chain is in flight.
     pub fn base(&self) -> u32 {
         match &self.kind {
             Kind::Split(ring) => ring.base().into(),

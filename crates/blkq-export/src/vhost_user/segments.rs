@@ -1,5 +1,4 @@
-//! The data of a request as segments of guest memory. The lists of segments of completed requests are reused,
-//! so that a request allocates nothing.
+//! The data of a request as segments of guest memory. The lists of completed requests are reused.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -19,7 +18,6 @@ const IDLE_SEGMENTS_MAX: usize = 2 * SEGMENTS_MAX as usize;
 /// the advertised size. A guest may have 64 rings.
 const IDLE_SEGMENTS_TOTAL_MAX: usize = 32 << 10;
 
-/// Segments of guest memory, which stay mapped as long as the value refers to them.
 #[derive(Default)]
 struct GuestSegments {
     segments: Vec<Segment>,
@@ -77,7 +75,6 @@ impl GuestSegments {
         Ok(unaligned)
     }
 
-    /// The number of segments if all are in the same registration, else 0.
     #[inline]
     fn registered_pieces(&self) -> usize {
         let Some(first) = self.segments.first().filter(|first| first.is_registered()) else { return 0 };
@@ -85,8 +82,7 @@ impl GuestSegments {
         if together { self.segments.len() } else { 0 }
     }
 
-    /// Adds a segment, or extends the last one if `segment` follows it in memory and has the same
-    /// registration.
+    /// Adds a segment, or extends the last one if both are adjacent and have the same registration.
     #[inline]
     fn push(&mut self, segment: Segment) {
         if let Some(last) = self.segments.last_mut()
@@ -102,7 +98,6 @@ impl GuestSegments {
     }
 }
 
-/// Idle lists of segments, which no bio uses.
 #[derive(Default)]
 pub struct SegmentPool {
     #[allow(clippy::vec_box, reason = "the boxes that bios carry")]
@@ -112,9 +107,7 @@ pub struct SegmentPool {
     cursor: Cursor,
 }
 
-/// The data of a request.
 pub struct Gathered {
-    /// The segments, for a bio.
     pub data: Data,
     /// All addresses and lengths of the segments, combined by OR: its low zero bits are their alignment.
     pub unaligned: usize,
@@ -123,11 +116,8 @@ pub struct Gathered {
 }
 
 impl SegmentPool {
-    /// Collects the segments of the `bytes` bytes (at least 1) of `buffers` that follow the first `skip`.
-    /// `buffers` must contain that number of bytes.
-    ///
-    /// # Errors
-    /// [`RingError::BufferUnmapped`] if one of the bytes is not guest memory.
+    /// Collects the segments of `bytes` bytes (at least 1) after the first `skip`, which `buffers` must
+    /// contain. Fails with [`RingError::BufferUnmapped`] if a byte is not guest memory.
     #[inline]
     pub fn gather(
         &mut self,
@@ -155,7 +145,6 @@ impl SegmentPool {
         }
     }
 
-    /// Keeps the segments of a completed request for reuse, if they came from [`SegmentPool::gather`].
     #[inline]
     pub fn recycle(&mut self, data: Data) {
         if let Data::Segments(owner) = data {

@@ -1,6 +1,5 @@
-//! The session of a connected front end: it negotiates features, and its requests change the table of memory
-//! and the rings. All of this runs on the control thread, which may wait for engines; engines never wait for
-//! it.
+//! The session of a front end: it negotiates features, and its requests change the table of memory and the
+//! rings, on the control thread, which may wait for engines; engines never wait for it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -29,7 +28,6 @@ use crate::sync::atomic::Ordering::SeqCst;
 /// A bit in the status of a virtio device: the driver must reset the device (virtio 1.2, 2.1).
 const DEVICE_NEEDS_RESET: u64 = 0x40;
 
-/// The state of the connection to a front end.
 pub struct Session {
     shared: Arc<Shared>,
     peer: Arc<str>,
@@ -40,11 +38,8 @@ pub struct Session {
     /// The tables of `memory` with its registrations, if memory is to be registered.
     registered: Option<RegisteredTables>,
     vrings: Vec<Vring>,
-    /// The record of requests in flight, if the front end has passed one.
     inflight: Option<Arc<InflightRegion>>,
-    /// A ring has been served in this session, so the requests in the record are those of this session.
     has_served: bool,
-    /// The socket for requests of the back end.
     request_socket: Option<UntrustedFd>,
     /// The write cache setting of the driver.
     writeback: bool,
@@ -55,10 +50,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// The session of the front end `peer`, which has been admitted.
-    ///
-    /// # Errors
-    /// Returns an error if the empty table of memory cannot be created.
+    /// `peer` must have been admitted. Fails if the empty table of memory cannot be created.
     pub fn new(shared: Arc<Shared>, peer: &str) -> Result<Session, blkq::Error> {
         let registered =
             shared.register_memory.map(|limits| RegisteredTables::new(shared.engines.clone(), limits));
@@ -81,10 +73,8 @@ impl Session {
         })
     }
 
-    /// Executes a message, and returns its reply if it has one.
-    ///
-    /// # Errors
-    /// Returns the violation of the protocol if it can be answered only by closing the connection.
+    /// Executes a message, and returns its reply. The error is a violation of the protocol that can be
+    /// answered only by closing the connection.
     pub fn handle(&mut self, incoming: Incoming) -> Result<Option<Reply>, Refusal> {
         let Incoming { header, payload, files } = incoming;
         self.not_started = None;
@@ -269,7 +259,6 @@ impl Session {
         self.writeback && (self.features == 0 || self.features & feature::FLUSH != 0)
     }
 
-    /// Records the write cache setting for the daemon that follows this one.
     fn record_write_cache(&self) {
         if let Some(region) = &self.inflight {
             region.set_write_cache(self.writeback);
@@ -287,7 +276,6 @@ impl Session {
         }
     }
 
-    /// Starts ring `index` if it has all that it needs.
     fn start_ring(&mut self, index: u32) {
         let (context, enabled) = (self.context(index), self.features & F_PROTOCOL_FEATURES == 0);
         let Some(vring) = self.vrings.get_mut(index as usize) else { return };
@@ -297,8 +285,7 @@ impl Session {
         }
     }
 
-    /// Replaces the table of memory. Rings are drained before and continue afterwards, so that no request is
-    /// in flight in memory that is no longer in the table.
+    /// Rings are drained before and continue afterwards, so that no request uses memory that was removed.
     fn set_memory(&mut self, memory: GuestMemory) {
         let served: Vec<u32> =
             self.vrings.iter().filter(|vring| vring.is_served()).map(Vring::index).collect();
@@ -329,9 +316,8 @@ impl Session {
         }
     }
 
-    /// Resets the device, except for the state that the front end expects to stay: the protocol features, the
-    /// memory, and the write cache setting (virtio 1.2, 5.2.5: after a reset it may be on or off). QEMU
-    /// continues to show drivers the last setting, and sends only changes.
+    /// Resets the device, except for what the front end expects to stay: protocol features, memory, and the
+    /// write cache setting (virtio 1.2, 5.2.5 allows both values), of which QEMU sends only changes.
     fn reset(&mut self) {
         stop_all(&mut self.vrings);
         self.vrings.iter_mut().for_each(|vring| vring.reset());
@@ -340,8 +326,7 @@ impl Session {
         self.update_write_through();
     }
 
-    /// Discards the recorded requests after a reset. The rings are drained, so these are requests of a
-    /// rejected ring, and the driver no longer waits for them.
+    /// The rings are drained, so these are requests of a rejected ring, for which the driver no longer waits.
     fn discard_in_flight(&self) {
         if let Some(region) = self.inflight.as_ref().filter(|_| self.has_served) {
             region.clear();
@@ -407,7 +392,6 @@ impl Session {
         Ok(())
     }
 
-    /// Handles the reasons of a wake-up: the configuration has changed, or rings were rejected.
     pub fn handle_wakeup(&mut self) {
         if self.shared.config_changed.swap(false, SeqCst) {
             self.notify_config_change();
@@ -415,7 +399,6 @@ impl Session {
         self.report_rejections();
     }
 
-    /// Notifies the front end, if it supports that, that the configuration has changed.
     fn notify_config_change(&mut self) {
         let Some(socket) = &self.request_socket else { return };
         let message = config_change();
@@ -429,8 +412,7 @@ impl Session {
         }
     }
 
-    /// The socket for requests of the back end. It is polled to detect that the front end closes it or sends
-    /// data.
+    /// The socket for requests of the back end, polled to detect that the front end closes it or sends data.
     pub fn request_socket(&self) -> Option<BorrowedFd<'_>> {
         self.request_socket.as_ref().map(AsFd::as_fd)
     }
@@ -445,14 +427,12 @@ impl Session {
         }
     }
 
-    /// Closes the socket for requests of the back end, and reports the consequence.
     fn close_backend_channel(&mut self, why: &str) {
         self.request_socket = None;
         let reason = format!("the front end will not be notified of a new size: {why}");
         self.shared.registry.report(&self.peer, Event::Refused(reason));
     }
 
-    /// Reports the rings that were rejected since the last call.
     fn report_rejections(&mut self) {
         for vring in &mut self.vrings {
             for reason in vring.take_rejections(&self.shared) {
@@ -461,7 +441,6 @@ impl Session {
         }
     }
 
-    /// The process of the front end, for messages to users.
     pub fn peer(&self) -> &str {
         &self.peer
     }

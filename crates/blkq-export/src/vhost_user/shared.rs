@@ -19,29 +19,23 @@ pub struct Shared {
     pub disk: Arc<Disk>,
     /// The engines that serve rings, at least one.
     pub engines: Vec<EngineHandle>,
-    /// The serial number. Guests see the first 20 bytes.
     pub serial: Arc<str>,
-    /// The address of the listening socket.
     pub address: Option<SocketAddrAny>,
     pub registry: Registry,
-    /// Set if guest memory is to be registered with the engines' rings.
     pub register_memory: Option<RegistrationLimits>,
     /// Wakes the control thread when a ring was rejected, or when one of the flags below was set.
     pub wake: Arc<Wakeup>,
     pub stopping: AtomicBool,
     pub config_changed: AtomicBool,
-    /// One notifier for each ring, which signals the driver (a call). While a ring is served, only its engine
-    /// notifies.
+    /// Notifiers that signal the drivers of the rings. While a ring is served, only its engine notifies.
     pub calls: [Arc<Notifier>; VRINGS_MAX],
     /// Signals the front end that a ring was rejected.
     pub errors: Notifier,
 }
 
 impl Shared {
-    /// The state of a device without a listening socket, report events and registered memory.
-    ///
-    /// # Errors
-    /// Returns the error of eventfd(2).
+    /// The state of a device without a listening socket, report events and registered memory. Fails as
+    /// eventfd(2) does.
     pub fn new(disk: &Arc<Disk>, engines: Vec<EngineHandle>, serial: &str) -> Result<Shared, Error> {
         Ok(Shared {
             disk: disk.clone(),
@@ -58,17 +52,14 @@ impl Shared {
         })
     }
 
-    /// The number of queues that drivers are shown: one for each engine.
     pub fn queues(&self) -> u16 {
         self.engines.len() as u16
     }
 
-    /// The index of the engine that serves ring `index`.
     pub fn engine_of(&self, index: u32) -> usize {
         index as usize % self.engines.len()
     }
 
-    /// Notes that the size or the limits of the disk have changed, and wakes the control thread.
     pub fn change_config(&self) {
         // A swap instead of a store, because loom would let the swap that reads the flag return the older
         // value.
@@ -76,7 +67,6 @@ impl Shared {
         self.wake.wake();
     }
 
-    /// Makes the control thread exit.
     pub fn stop(&self) {
         self.stopping.store(true, SeqCst);
         self.wake.wake();

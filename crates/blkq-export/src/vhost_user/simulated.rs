@@ -1,5 +1,4 @@
-//! A device for simulations: a session without a socket and without a thread. And the guest that the tests of
-//! this module use.
+//! A device for simulations: a session without a socket or thread, and the guest of the unit tests.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -25,7 +24,6 @@ use super::untrusted_fd::UntrustedFd;
 /// The serial number of each device.
 pub const SERIAL: &str = "simulated";
 
-/// A device, and the session of its front end.
 pub struct Device {
     pub(super) shared: Arc<Shared>,
     session: Session,
@@ -35,24 +33,14 @@ pub struct Device {
 pub type Reply = (Vec<u8>, Option<OwnedFd>);
 
 impl Device {
-    /// Connects a front end to the device of `disk`. `engine` serves all rings, and drivers are shown
-    /// `queues` queues.
-    ///
-    /// # Errors
-    /// Returns why there can be no session.
+    /// `engine` serves all rings, and drivers are shown `queues` queues. Fails if there can be no session.
     pub fn connect(disk: &Arc<Disk>, engine: &EngineHandle, queues: usize) -> Result<Device, blkq::Error> {
         let shared = Arc::new(Shared::new(disk, vec![engine.clone(); queues], SERIAL)?);
         shared.registry.admit("simulated");
         Ok(Device { session: Session::new(shared.clone(), "simulated")?, shared })
     }
 
-    /// Executes a message, which consists of header and payload.
-    ///
-    /// # Errors
-    /// Returns how the message violates the protocol.
-    ///
-    /// # Panics
-    /// If the message is shorter than a header.
+    /// Executes a message, or returns how it violates the protocol. Panics if it is shorter than a header.
     pub fn handle(&mut self, message: &[u8], files: Vec<OwnedFd>) -> Result<Option<Reply>, String> {
         let (header, payload) = message.split_at(HEADER_BYTES);
         let mut bytes = [0; HEADER_BYTES];
@@ -70,7 +58,6 @@ impl Device {
         self.turn();
     }
 
-    /// Handles a wake-up, as the control thread does.
     pub fn turn(&mut self) {
         take_wakeup(&self.shared, Some(&mut self.session));
     }
@@ -87,7 +74,6 @@ impl Device {
         self.shared.registry.front_end()?.rings.into_iter().find_map(|ring| ring.rejected)
     }
 
-    /// The counters of all rings.
     pub fn counters(&self) -> VhostUserCounters {
         self.shared.registry.counters()
     }

@@ -1,6 +1,5 @@
-//! Serves a ring on its engine. A turn of the engine takes the available requests, as far as the budget
-//! allows, submits them under one plug, and calls the guest at most once. The source stops when no request of
-//! the ring is in flight.
+//! Serves a ring on its engine. A turn takes the available requests, as far as the budget allows, submits
+//! them under one plug, and calls the guest at most once. The source stops when no request is in flight.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -42,22 +41,17 @@ const POLL_NS: u64 = 1_000_000;
 /// Time in nanoseconds after which unused buffers are released.
 const IDLE_NS: u64 = 1_000_000_000;
 
-/// A ring, and all that is needed to serve it.
 pub struct VringStart {
     pub ring: Ring,
-    /// The guest memory that contains the ring and the data.
     pub memory: Arc<GuestMemory>,
     /// Becomes readable when the driver has added requests. Without it the ring is polled.
     pub kick: Option<Arc<OwnedFd>>,
-    /// Notifies the driver of completed requests.
     pub call: Arc<Notifier>,
     pub status: Arc<RingStatus>,
-    /// Writes must be durable when they complete.
     pub write_through: Arc<AtomicBool>,
     pub serial: Arc<str>,
     /// Woken when the ring is rejected.
     pub wake: Arc<Wakeup>,
-    /// The process of the front end, for messages to users.
     pub peer: Arc<str>,
 }
 
@@ -70,7 +64,6 @@ struct Slot {
     status: u64,
     /// The first argument of [`BlockRequest::written`].
     writable: u32,
-    /// Number of bios that have not completed.
     bios: u32,
     result: IoResult,
     read: bool,
@@ -82,14 +75,12 @@ struct Slot {
     bounced: Option<Data>,
 }
 
-/// Data that was read into a bounce buffer, and is to be copied to the guest.
 struct CopyOut {
     slot: u64,
     guest: Data,
     buffer: IoBuffer,
 }
 
-/// The source of a ring.
 pub struct VringSource {
     start: VringStart,
     parser: Parser,
@@ -98,7 +89,6 @@ pub struct VringSource {
     /// Bios that the disk's queue had no room for.
     requeued: VecDeque<Bio>,
     bounces: BounceBuffers,
-    /// Completed reads whose data must be copied to the guest.
     copies: VecDeque<CopyOut>,
     work: TurnWork,
     idle_since_ns: Option<u64>,
@@ -178,16 +168,14 @@ impl VringSource {
         }
     }
 
-    /// Whether recovered requests have yet to begin. These are no longer available in the ring, so they must
-    /// begin before the source stops.
+    /// Recovered requests are no longer available in the ring, so they must begin before the source stops.
     fn has_recovered(&self) -> bool {
         !self.rejected && !self.engine_exits && self.start.ring.has_recovered()
     }
 
-    /// Takes the available requests, as far as the turn's budget allows. A source that stops takes only
-    /// recovered requests. The budget is needed because the guest chooses the number of descriptors of a
-    /// request, because many requests may share an indirect table, and because requests that complete
-    /// immediately are not limited by the depth of the queue.
+    /// Takes the available requests; a source that stops takes only recovered ones. The budget is needed
+    /// because the guest chooses the number of descriptors, because many requests may share an indirect
+    /// table, and because requests that complete immediately are not limited by the depth of the queue.
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.may_have_more = false;
         loop {
@@ -219,7 +207,6 @@ impl VringSource {
         }
     }
 
-    /// Begins the request of `head`, which is in `self.chain`.
     fn begin(&mut self, cx: &mut SourceContext<'_>, head: Head) {
         self.counters.requests += 1;
         let BlockRequest { status, writable, action } =
@@ -287,8 +274,7 @@ impl VringSource {
         }
     }
 
-    /// Submits a read or write of `data`; through a bounce buffer if the disk does not accept the alignment
-    /// of `data`.
+    /// Uses a bounce buffer if the disk does not accept the alignment of `data`.
     fn transfer(&mut self, cx: &mut SourceContext<'_>, mut slot: Slot, data: Data, registered_pieces: usize) {
         let data = if is_aligned(cx, &slot) {
             let is_reached = registered_pieces == 1 || self.vectors_registered;
@@ -348,7 +334,6 @@ impl VringSource {
         }
     }
 
-    /// Copies data of completed reads to the guest, as far as the turn's budget allows.
     fn copy_reads(&mut self) {
         while !self.work.is_over()
             && let Some(CopyOut { slot: number, guest, buffer }) = self.copies.pop_front()
@@ -362,7 +347,6 @@ impl VringSource {
         }
     }
 
-    /// Completes a bio of the request in slot `number`, and the request with its last bio.
     #[inline]
     fn complete_bio(&mut self, number: u64, result: IoResult) {
         let Some(slot) = self.slots.get_mut(number) else { return };
@@ -376,7 +360,6 @@ impl VringSource {
         }
     }
 
-    /// Completes a request. The guest sees it after the next [`VringSource::publish`].
     fn finish(&mut self, slot: Slot, status: u8) {
         if status != S_OK {
             self.counters.errors += 1;
@@ -394,7 +377,6 @@ impl VringSource {
         self.unpublished = true;
     }
 
-    /// Publishes the completed requests, and calls the guest if necessary.
     fn publish(&mut self) {
         if !std::mem::take(&mut self.unpublished) || self.rejected {
             return;
@@ -427,7 +409,6 @@ impl VringSource {
     }
 }
 
-/// Whether the disk accepts the alignment of the request's data.
 fn is_aligned(cx: &SourceContext<'_>, slot: &Slot) -> bool {
     slot.unaligned & (cx.limits(ENGINE_QUEUE).memory_align as usize - 1) == 0
 }

@@ -18,7 +18,6 @@ const FLAGS: usize = 0;
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
 
-/// The device's side of a split ring.
 pub struct SplitRing {
     descriptors: Area,
     available: Area,
@@ -26,13 +25,11 @@ pub struct SplitRing {
     size: u16,
     event_idx: bool,
     indirect: bool,
-    /// The available index of the next chain.
     next: u16,
     /// The available index at the last read.
     seen: u16,
     /// The used index, including chains that are not published yet.
     used_next: u16,
-    /// The used index that the driver sees.
     published: u16,
     /// The driver was not called yet since the ring was opened. It is called once in any case, because it may
     /// wait for a call that the previous device did not make.
@@ -45,11 +42,8 @@ pub struct SplitRing {
 }
 
 impl SplitRing {
-    /// Opens the ring in `memory`. `next` is the available index of the next chain.
-    ///
-    /// # Errors
-    /// A [`RingError`] for a size that is not a power of two up to 32768, or a part that is not inside one
-    /// region.
+    /// `next` is the available index of the next chain. Fails for a size that is not a power of two up to
+    /// 32768, or a part that is not inside one region.
     pub fn new(memory: &Arc<GuestMemory>, layout: &Layout, next: u16) -> Result<SplitRing, RingError> {
         let &Layout { size, event_idx, indirect, .. } = layout;
         if !size.is_power_of_two() {
@@ -89,10 +83,7 @@ impl SplitRing {
         self.size - 1
     }
 
-    /// Records chains in flight in `queue`, and recovers the chains that a killed device has left there.
-    ///
-    /// # Errors
-    /// [`RingError::Inflight`] if the record is not that of this ring.
+    /// As [`PackedRing::record`](super::packed::PackedRing::record).
     pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
         let (inflight, heads) = SplitInflight::open(queue, self.published)?;
         if let Some(heads) = heads {
@@ -105,7 +96,6 @@ impl SplitRing {
         Ok(())
     }
 
-    /// Takes the head of the next chain.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<u16>, RingError> {
         if let Some(head) = self.recovered.pop() {
@@ -131,8 +121,7 @@ impl SplitRing {
         Ok(Some(head))
     }
 
-    /// Reads the available index, and returns whether it is new. Acquire: the driver writes the chain and its
-    /// entry in the ring before the index.
+    /// Returns whether the index is new. Acquire: the driver writes the chain and its entry before the index.
     fn read_available_index(&mut self) -> bool {
         self.seen = self.available.load_u16(INDEX, Ordering::Acquire);
         self.seen != self.next
@@ -185,8 +174,6 @@ impl SplitRing {
         Err(RingError::ChainLoop { head })
     }
 
-    /// Adds the chain of `head`, of which the device has written `written` bytes, to the used ring. The
-    /// driver sees it after [`SplitRing::publish`].
     #[inline]
     pub fn push_used(&mut self, head: u16, written: u32) {
         let at = ENTRIES + usize::from(self.used_next & self.mask()) * 8;
@@ -198,7 +185,6 @@ impl SplitRing {
         }
     }
 
-    /// Publishes the used chains. Returns whether the driver must be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.used_next);
@@ -226,7 +212,6 @@ impl SplitRing {
         }
     }
 
-    /// Asks the driver for a kick at the next chain. Returns whether a chain is already available.
     pub fn enable_kicks(&mut self) -> bool {
         if self.event_idx {
             let event = ENTRIES + usize::from(self.size) * 8;
@@ -240,12 +225,10 @@ impl SplitRing {
         !self.recovered.is_empty() || self.seen != self.next || self.read_available_index()
     }
 
-    /// The reply to GET_VRING_BASE: the available index of the next chain.
     pub fn base(&self) -> u16 {
         self.next
     }
 
-    /// Heads that were in flight when the previous device was killed; [`SplitRing::pop`] returns these first.
     pub fn recovered(&self) -> impl Iterator<Item = u16> {
         self.recovered.iter().copied()
     }

@@ -1,5 +1,4 @@
-//! The status of a device for the process that runs it: the front end, its rings, counters, and events for
-//! the log.
+//! The status of a device for its owner: the front end, its rings, counters, and events for the log.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
@@ -131,7 +130,6 @@ pub(super) struct RingStatus {
     in_flight: AtomicU64,
     /// The position at which the ring continues. Valid when its source has stopped.
     pub base: AtomicU32,
-    /// Why the ring was rejected.
     pub rejected: OnceLock<String>,
 }
 
@@ -169,7 +167,6 @@ pub(super) struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// Whether the front end tracks its requests in flight.
     pub fn is_recorded(&self) -> bool {
         self.recorded
     }
@@ -204,9 +201,7 @@ struct State {
 /// The state that the control thread shares with the owner of the device. Engines never take its lock.
 pub(super) struct Registry {
     state: Mutex<State>,
-    /// An eventfd that is written when the front end has disconnected.
     idle_event: Option<Arc<OwnedFd>>,
-    /// An eventfd that is written when there is a report.
     report_event: Option<Arc<OwnedFd>>,
 }
 
@@ -228,7 +223,6 @@ impl Registry {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Admits the front end `peer`, unless another one is connected or the device does not admit any.
     pub fn admit(&self, peer: &str) -> bool {
         let mut state = self.state();
         if state.closed || state.paused > 0 || state.front_end.is_some() {
@@ -268,7 +262,6 @@ impl Registry {
         }
     }
 
-    /// Sets whether the front end tracks its requests in flight.
     pub fn set_recorded(&self, recorded: bool) {
         if let Some(front_end) = &mut self.state().front_end {
             front_end.recorded = recorded;
@@ -281,7 +274,6 @@ impl Registry {
         }
     }
 
-    /// Adds a ring that is about to be served.
     pub fn add_ring(&self, ring: &Arc<RingStatus>) {
         let mut state = self.state();
         let Some(front_end) = &mut state.front_end else { return };
@@ -293,7 +285,6 @@ impl Registry {
         front_end.rings.sort_by_key(|ring| ring.index);
     }
 
-    /// Counts `event` of `peer`, and reports it unless there were too many events of its kind.
     pub fn report(&self, peer: &str, event: Event) {
         let mut state = self.state();
         match &event {
@@ -326,8 +317,7 @@ impl Registry {
         self.state().front_end.is_some()
     }
 
-    /// Stops admitting front ends if `may` returns true for the connected one. Otherwise returns false, and
-    /// changes nothing.
+    /// Stops admitting front ends if `may` returns true for the connected one. Returns whether it did.
     pub fn close_if(&self, may: impl FnOnce(Option<&FrontEnd>) -> bool) -> bool {
         let mut state = self.state();
         let closes = may(state.front_end.as_ref());

@@ -18,7 +18,6 @@ use crate::vhost_user::ring::Ring;
 
 const RINGS: u64 = 0x10_0000;
 const DATA: u64 = 0x20_0000;
-/// The environment variable that names the case.
 const CASE: &str = "BLKQ_SIGBUS_CASE";
 
 fn ring_on_truncated_memory() {
@@ -86,7 +85,6 @@ fn many_threads_at_once() {
     assert!(guest.memory.is_broken());
 }
 
-/// The file of another mapping, which is not guest memory, is truncated.
 fn fault_elsewhere() {
     let guest = Guest::new(&[(RINGS, 0x1000)]);
     let file = File::from(memfd_create("other", MemfdFlags::CLOEXEC).unwrap());

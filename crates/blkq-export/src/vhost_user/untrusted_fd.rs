@@ -25,8 +25,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// A thread exits after this time without work.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// A descriptor that a front end passed, or the socket of a front end, whose queue may contain such
-/// descriptors. When it is dropped, another thread closes it.
+/// A descriptor of a front end, or a socket whose queue may contain some. Another thread closes it.
 #[derive(Debug)]
 pub struct UntrustedFd(Option<OwnedFd>);
 
@@ -35,21 +34,15 @@ impl UntrustedFd {
         UntrustedFd(Some(file))
     }
 
-    /// Returns the descriptor if it is an eventfd.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if it is anything else.
+    /// Returns the descriptor if it is an eventfd, else [`ErrorKind::Invalid`].
     pub fn into_event(mut self) -> Result<OwnedFd, Error> {
         self.0.take_if(|file| is_event(file)).ok_or_else(|| unfit("the descriptor is not an eventfd"))
     }
 
-    /// Returns the descriptor if it is an eventfd, or a connected unix stream socket, which user-mode Linux
-    /// passes instead. The socket is shut down for reading, because received messages could contain
-    /// descriptors.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if it is anything else, has received data, or is rejected by
-    /// [`UntrustedFd::check_socket`].
+    /// Returns an eventfd, or a connected unix stream socket, which user-mode Linux passes instead. The
+    /// socket is shut down for reading, because received messages could contain descriptors. Fails with
+    /// [`ErrorKind::Invalid`] for anything else, after received data, and as [`UntrustedFd::check_socket`]
+    /// does.
     pub fn into_call(mut self, own: Option<&SocketAddrAny>) -> Result<CallFile, Error> {
         let file = self.as_fd();
         let is_event = is_event(file);
@@ -66,10 +59,8 @@ impl UntrustedFd {
         Ok(if is_event { CallFile::Event(file) } else { CallFile::Socket(file) })
     }
 
-    /// Returns the descriptor if it is a file in memory or on a local file system.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if it is not, or if its file system does not answer in time.
+    /// Returns a file in memory or on a local file system. Fails with [`ErrorKind::Invalid`] for others, or
+    /// if the file system does not answer in time.
     pub fn into_memory(mut self) -> Result<OwnedFd, Error> {
         // Only files of tmpfs and hugetlbfs have seals, and the kernel answers this without asking a server.
         if let Some(file) = self.0.take_if(|file| fcntl_get_seals(file).is_ok()) {
@@ -88,11 +79,8 @@ impl UntrustedFd {
         file.ok_or_else(|| unfit("the descriptor is closed"))
     }
 
-    /// Checks that the descriptor is a connected unix socket, and not a connection to `own`, the socket on
-    /// which the device listens: the device would itself keep such a connection open.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if it is anything else.
+    /// Fails with [`ErrorKind::Invalid`] for all but a connected unix socket, and for a connection to `own`,
+    /// the socket on which the device listens: the device would itself keep such a connection open.
     pub fn check_socket(&self, own: Option<&SocketAddrAny>) -> Result<(), Error> {
         let is_unix = sockopt::socket_domain(self).is_ok_and(|domain| domain == AddressFamily::UNIX);
         let peer = getpeername(self).ok().filter(|_| is_unix);
@@ -106,7 +94,6 @@ impl UntrustedFd {
     }
 }
 
-/// A descriptor through which a front end is notified.
 #[derive(Debug)]
 pub enum CallFile {
     Event(OwnedFd),
@@ -120,8 +107,7 @@ impl AsFd for CallFile {
     }
 }
 
-/// Whether `file` is an eventfd. The kernel's own name of the file says so, and reading that name asks no
-/// file system.
+/// Whether `file` is an eventfd, by the kernel's name of the file, for which no file system is asked.
 fn is_event(file: impl AsFd) -> bool {
     match std::fs::read_link(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd())) {
         Ok(name) => name.as_os_str() == "anon_inode:[eventfd]",
@@ -153,7 +139,6 @@ impl Drop for UntrustedFd {
     }
 }
 
-/// Whether too many descriptors wait to be closed or examined, so that none should be received.
 pub fn are_too_many() -> bool {
     [&CLOSERS, &EXAMINERS].iter().any(|threads| threads.state().jobs.len() > WAITING_MAX)
 }
@@ -190,7 +175,6 @@ impl Threads {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a thread run `job`, and does not wait for it.
     fn run(&'static self, job: Job) {
         if runs_on_caller() {
             return job();

@@ -17,15 +17,12 @@ use super::source::{CallChanged, VringSource, VringStart};
 use super::status::{Event, RingStatus};
 use super::untrusted_fd::{CallFile, UntrustedFd};
 
-/// The values that all rings of a device have in common when they are started.
 pub struct RingContext {
     /// The table of guest memory for the engine of the ring.
     pub memory: Arc<GuestMemory>,
     /// The features of virtio that the driver has acknowledged.
     pub features: u64,
-    /// The record of requests in flight.
     pub inflight: Option<Arc<InflightRegion>>,
-    /// Writes must be durable when they complete.
     pub write_through: Arc<AtomicBool>,
 }
 
@@ -39,7 +36,6 @@ enum Kick {
     Event(Arc<OwnedFd>),
 }
 
-/// The source that serves a ring.
 struct Serving {
     disk: Arc<Disk>,
     engine: EngineHandle,
@@ -50,7 +46,6 @@ struct Serving {
 }
 
 impl Serving {
-    /// Why the ring was rejected; returned only once.
     fn take_rejection(&mut self) -> Option<String> {
         let reason = self.status.rejected.get().filter(|_| !self.reported)?;
         self.reported = true;
@@ -68,12 +63,10 @@ pub struct Vring {
     error: Option<CallFile>,
     enabled: Option<bool>,
     serving: Option<Serving>,
-    /// Reasons of rejections that have not been reported yet.
     rejections: Vec<String>,
 }
 
 impl Vring {
-    /// Ring `index`, before the front end describes it.
     pub fn new(index: usize) -> Vring {
         Vring { index: index as u32, ..Vring::default() }
     }
@@ -96,7 +89,6 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets the number of descriptors.
     pub fn set_size(&mut self, size: u32) -> Result<(), Refusal> {
         if size == self.size {
             return Ok(());
@@ -109,7 +101,6 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets the addresses of the parts of the ring.
     pub fn set_addresses(&mut self, addresses: VringAddresses) -> Result<(), Refusal> {
         let parts = |it: &VringAddresses| (it.descriptors, it.used, it.available);
         if self.addresses.as_ref().map(parts) == Some(parts(&addresses)) {
@@ -120,7 +111,6 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets the position at which the ring starts.
     pub fn set_base(&mut self, base: u32) -> Result<(), Refusal> {
         self.refuse_if_served("base")?;
         self.base = base;
@@ -135,7 +125,6 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets the descriptor through which the driver is called.
     pub fn set_call(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Refusal> {
         let file = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         shared.calls[self.index as usize].set(file)?;
@@ -145,13 +134,11 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets the descriptor that is signaled when the ring is rejected.
     pub fn set_error(&mut self, shared: &Shared, file: Option<UntrustedFd>) -> Result<(), Refusal> {
         self.error = file.map(|file| file.into_call(shared.address.as_ref())).transpose()?;
         Ok(())
     }
 
-    /// Enables or disables the ring. A ring that is disabled is drained.
     pub fn set_enabled(&mut self, enabled: bool) {
         self.enabled = Some(enabled);
         if !enabled {
@@ -159,11 +146,8 @@ impl Vring {
         }
     }
 
-    /// Starts serving the ring if the front end has described it completely, and it is enabled. `enabled`
-    /// counts if the front end has not enabled or disabled the ring.
-    ///
-    /// # Errors
-    /// Returns why the ring cannot be served. This is also reported as a rejection.
+    /// Starts serving the ring if it is described completely and enabled. `enabled` counts if the front end
+    /// has not enabled or disabled the ring. The error is also reported as a rejection.
     pub fn start(
         &mut self,
         shared: &Arc<Shared>,
@@ -222,8 +206,6 @@ impl Vring {
         Ok(())
     }
 
-    /// Stops serving the ring when none of its requests is in flight. It can be started again at the same
-    /// position.
     pub fn stop(&mut self) {
         stop_all(std::slice::from_mut(self));
     }
@@ -258,8 +240,7 @@ impl Vring {
     }
 }
 
-/// Stops `vrings`. All of them begin to stop before the first one is waited for, so that none serves its
-/// guest longer than another.
+/// All rings begin to stop before the first is waited for, so that none serves its guest longer.
 pub fn stop_all(vrings: &mut [Vring]) {
     let served = vrings.iter_mut().filter_map(|vring| vring.serving.take().map(|serving| (vring, serving)));
     let served: Vec<(&mut Vring, Serving)> = served.collect();

@@ -17,18 +17,14 @@ mod event {
     pub struct Wakeup(OwnedFd);
 
     impl Wakeup {
-        /// Creates the event, which is not set.
-        ///
-        /// # Errors
-        /// Returns the error of eventfd(2).
+        /// Creates the event, which is not set, or returns the error of eventfd(2).
         pub fn new() -> Result<Wakeup, Error> {
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map(Wakeup)
                 .map_err(|errno| Error::system("vhost-user: cannot create an eventfd", errno))
         }
 
-        /// Wakes the control thread, now or when it next waits. The caller must have stored the reason
-        /// before.
+        /// Wakes the control thread, now or when it next waits. The reason must have been stored before.
         pub fn wake(&self) {
             signal(&self.0);
         }

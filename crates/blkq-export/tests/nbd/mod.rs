@@ -126,7 +126,6 @@ impl<S: Read + Write> Client<S> {
         Client { stream, style, flags: 0, size: 0, parts: BTreeMap::new() }
     }
 
-    /// Completes the handshake and enters the transmission phase.
     pub fn begin(stream: S, style: ReplyStyle) -> Client<S> {
         let mut client = Client::new(stream, style);
         assert_eq!(client.take(18), b"NBDMAGICIHAVEOPT\0\x03");
@@ -149,7 +148,6 @@ impl<S: Read + Write> Client<S> {
         taken
     }
 
-    /// Sends an option and expects an acknowledgement.
     fn option(&mut self, option: u32, data: &[u8]) {
         self.stream.write_all(&option_bytes(option, data)).unwrap();
         loop {
@@ -169,7 +167,6 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// Encodes a request.
     pub fn bytes(
         &self,
         command: u16,
@@ -212,8 +209,7 @@ impl<S: Read + Write> Client<S> {
         (short(4), short(6), word(&header[8..16]), self.take(length as usize))
     }
 
-    /// Receives chunks until a reply is complete. `read_bytes` returns the length of the data in a simple
-    /// reply.
+    /// Receives a whole reply. `read_bytes` returns the length of the data in a simple reply.
     pub fn reply(&mut self, read_bytes: impl FnOnce(u64) -> usize) -> Reply {
         let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap());
         if self.style == ReplyStyle::Simple {
@@ -256,7 +252,6 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// Sends a request and receives its reply.
     pub fn call(
         &mut self,
         command: u16,

@@ -27,12 +27,10 @@ impl Pki {
         self.directory.join(name)
     }
 
-    /// Creates a self-signed authority.
     pub fn authority(&self, name: &str) {
         self.request(name, &["-addext", "keyUsage=critical,keyCertSign,cRLSign"]);
     }
 
-    /// Creates a certificate that is signed by `authority`.
     pub fn issue(&self, authority: &str, name: &str, usage: &str) {
         let [cert, key] = [format!("{authority}-cert.pem"), format!("{authority}-key.pem")];
         let usage = format!("extendedKeyUsage={usage}");
@@ -41,8 +39,7 @@ impl Pki {
         self.request(name, &[&extensions[..], &name_of_host].concat());
     }
 
-    /// Creates a certificate with these extensions. It is signed by `authority`, or self-signed if that is
-    /// `None`.
+    /// Creates a certificate with these extensions, signed by `authority` or self-signed.
     pub fn certificate(&self, authority: Option<&str>, name: &str, extensions: &[&str]) {
         let of = authority.map(|it| [format!("{it}-cert.pem"), format!("{it}-key.pem")]);
         let signed = of.iter().flat_map(|[cert, key]| ["-CA", cert, "-CAkey", key]);
@@ -82,7 +79,6 @@ impl Pki {
         directory
     }
 
-    /// Runs openssl in the directory of certificates.
     pub fn openssl(&self, words: &[&str]) {
         let mut command = Command::new("openssl");
         let output = command.args(words).current_dir(Path::new(&self.directory)).output();

@@ -114,7 +114,6 @@ impl Memory {
     }
 }
 
-/// A reply, with its payload and its descriptor.
 pub struct Reply {
     pub code: u32,
     pub payload: Vec<u8>,
@@ -135,7 +134,6 @@ pub fn longs(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// The connection of a front end to the device.
 pub struct Connection(pub UnixStream);
 
 impl Connection {
@@ -145,7 +143,6 @@ impl Connection {
         Connection(stream)
     }
 
-    /// Sends a message with any header.
     pub fn raw(&self, header: [u32; 3], payload: &[u8], files: &[BorrowedFd<'_>]) {
         self.bytes(&[words(&header), payload.to_vec()].concat(), files);
     }
@@ -165,7 +162,6 @@ impl Connection {
         self.raw([code, 1, payload.len() as u32], payload, files);
     }
 
-    /// Receives the next reply; `None` if the connection is closed.
     pub fn reply(&mut self) -> Option<Reply> {
         let mut header = [0; 12];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -208,7 +204,6 @@ impl Connection {
         assert_eq!(self.acknowledged(code, payload, files), 0, "request {code}");
     }
 
-    /// Whether the device has closed the connection.
     pub fn is_closed(&mut self) -> bool {
         self.reply().is_none()
     }
@@ -224,7 +219,6 @@ impl Connection {
     }
 }
 
-/// A front end with the memory and the rings of a guest.
 pub struct FrontEnd {
     pub connection: Connection,
     pub memory: Memory,
@@ -247,14 +241,12 @@ impl FrontEnd {
         front
     }
 
-    /// As [`FrontEnd::new`], and starts the rings.
     pub fn started(path: &Path, features: u64, rings: u32) -> FrontEnd {
         let mut front = FrontEnd::new(path, features, rings);
         (0..rings).for_each(|ring| front.start(ring, 0));
         front
     }
 
-    /// Negotiates features and shares the memory.
     pub fn begin(&mut self, features: u64) {
         self.connection.negotiate(features);
         let region = longs(&[GUEST, self.shared as u64, self.memory.user(), 0]);
@@ -262,8 +254,7 @@ impl FrontEnd {
         self.connection.done(SET_MEM_TABLE, &table, &[self.memory.file.as_fd()]);
     }
 
-    /// Starts ring `ring` at the position `base`, which counts the chains of a split ring or the descriptors
-    /// of a packed one.
+    /// `base` counts the chains of a split ring or the descriptors of a packed one.
     pub fn start(&mut self, ring: u32, base: u16) {
         self.prepare(ring, base);
         self.connection.done(SET_VRING_ENABLE, &words(&[ring, 1]), &[]);
@@ -300,7 +291,6 @@ impl FrontEnd {
         self.rings[ring as usize].count(base)
     }
 
-    /// Writes descriptor `index` of a split ring.
     pub fn descriptor(&self, ring: usize, index: u16, at: u64, bytes: u32, flags: u16, next: u16) {
         self.rings[ring].descriptor(&self.memory, index, (at, bytes, false), flags, next);
     }
@@ -314,7 +304,6 @@ impl FrontEnd {
         self.connection.acknowledged(ADD_MEM_REG, &longs(&[0, guest, bytes, guest | USER, 0]), &[file])
     }
 
-    /// Removes a region that [`FrontEnd::add_region`] has shared.
     pub fn remove_region(&mut self, guest: u64, bytes: u64) {
         self.connection.done(REM_MEM_REG, &longs(&[0, guest, bytes, guest | USER, 0]), &[]);
     }
@@ -350,7 +339,6 @@ impl FrontEnd {
         self.submit_pieces(ring, kind, sector, if bytes > 0 { &data } else { &[] })
     }
 
-    /// Makes the chain of a split ring available that begins with descriptor `head`.
     pub fn make_available(&mut self, ring: usize, head: u16) {
         self.rings[ring].make_available(&self.memory, head);
     }
@@ -359,8 +347,7 @@ impl FrontEnd {
         rustix::io::write(&self.rings[ring].kick, &1u64.to_ne_bytes()).unwrap();
     }
 
-    /// The requests that completed since the last call, each with its head, its status and the number of
-    /// bytes written.
+    /// The requests that completed since the last call: head, status and number of bytes written.
     pub fn completed(&mut self, ring: usize) -> Vec<(u16, u8, u32)> {
         let it = &mut self.rings[ring];
         let mut all = Vec::new();
@@ -370,8 +357,7 @@ impl FrontEnd {
         all
     }
 
-    /// The position up to which the device has published used chains: chains of a split ring, descriptors of
-    /// a packed one.
+    /// The position of the published used chains: chains of a split ring, descriptors of a packed one.
     pub fn used_index(&self, ring: usize) -> u16 {
         self.rings[ring].published(&self.memory)
     }
@@ -399,7 +385,6 @@ impl FrontEnd {
         ready && rustix::io::read(call, &mut [0; 8]).unwrap() == 8
     }
 
-    /// Runs one request, and returns its status.
     pub fn run(&mut self, ring: usize, kind: u32, sector: u64, at: usize, bytes: u32) -> u8 {
         let head = self.submit(ring, kind, sector, at, bytes);
         self.kick(ring);
@@ -431,7 +416,6 @@ impl FrontEnd {
         self.start_all();
     }
 
-    /// Starts all rings at the positions where they were.
     pub fn start_all(&mut self) {
         for ring in 0..self.rings.len() {
             let base = self.used_index(ring);
@@ -440,9 +424,8 @@ impl FrontEnd {
     }
 }
 
-/// Repeatedly fills `event` and makes it blocking, until `stop`. An engine that writes to such an eventfd
-/// would block sooner or later. Returns false, and leaves the eventfd full, if `progress` does not change for
-/// 20 s.
+/// Fills `event` and makes it blocking, again and again, until `stop`: a write of an engine would block.
+/// Returns false, with a full eventfd, if `progress` does not change for 20 s.
 fn refill(event: &OwnedFd, progress: &AtomicU64, stop: &AtomicBool) -> bool {
     let full = (u64::MAX - 1).to_ne_bytes();
     while !stop.load(Ordering::Relaxed) {
@@ -490,7 +473,6 @@ pub fn withstand_refills(front: &mut FrontEnd, at: usize, mut besides: impl FnMu
     });
 }
 
-/// Sends bytes that are no message.
 pub fn write_all(connection: &mut Connection, bytes: &[u8]) {
     let _ = connection.0.write_all(bytes);
 }

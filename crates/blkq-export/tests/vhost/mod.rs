@@ -39,8 +39,7 @@ pub fn image(direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
     device
 }
 
-/// Opens an image. If a killed process had it open, this waits until the kernel has completed the I/O of that
-/// process's rings.
+/// Opens an image, once the kernel has completed the I/O of a killed process that had it open.
 pub fn open_image(path: &Path, direct_io: DirectIo, sector_size: Option<u32>) -> Box<dyn Driver> {
     let options = LoopOptions { direct_io, logical_block_bytes: sector_size, ..LoopOptions::new(path) };
     let mut device = LoopDevice::open(&options);
@@ -93,7 +92,6 @@ fn serve_with(disk: Arc<Disk>, path: PathBuf, register_memory: Option<Registrati
 }
 
 impl Served {
-    /// Waits for the next report of the device.
     pub fn report(&self) -> Report {
         let mut reports = Vec::new();
         wait_until("a report", || {
@@ -103,7 +101,6 @@ impl Served {
         reports.remove(0)
     }
 
-    /// Waits until a ring is rejected because its memory was truncated.
     pub fn until_truncated(&self, ring: u32) {
         let report = self.report();
         let is_it = matches!(&report.event, Event::RingRejected(index, why) if *index == ring && why.contains("truncated"));
@@ -115,7 +112,6 @@ impl Served {
     }
 }
 
-/// Memory that a front end can share.
 pub struct SharedMemory {
     pub file: OwnedFd,
     pub start: *mut u8,

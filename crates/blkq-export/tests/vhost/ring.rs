@@ -30,14 +30,12 @@ pub struct Ring {
     pub free: Vec<u16>,
     /// Number of chains of a split ring, or of descriptors of a packed one, that were made available.
     available: u16,
-    /// Number of chains or descriptors that the device has used.
     pub used: u16,
     /// For each identifier: the number of descriptors of its chain.
     taken: [u16; SIZE as usize],
 }
 
 impl Ring {
-    /// Ring `index` of a driver with `features`.
     pub fn new(index: u32, features: u64) -> Ring {
         let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let mut ring = Ring {
@@ -59,7 +57,6 @@ impl Ring {
         (self.available, self.used) = (0, 0);
     }
 
-    /// Empties the ring, as a driver does that starts from the beginning.
     pub fn clear(&mut self, memory: &Memory) {
         memory.bytes(self.base(), HEADERS).fill(0);
         self.forget();
@@ -100,15 +97,13 @@ impl Ring {
         position | position << 16
     }
 
-    /// The count that `base` encodes.
     pub fn count(&self, base: u32) -> u16 {
         let is_it = |ahead: &u16| self.vring_base(self.used.wrapping_add(*ahead)) == base;
         let ahead = (0..=self.available.wrapping_sub(self.used)).find(is_it);
         self.used.wrapping_add(ahead.unwrap_or_else(|| panic!("no position of the driver: {base:#x}")))
     }
 
-    /// Writes descriptor `index` of the table at offset `table`. `last` is the identifier, or the index of
-    /// the next descriptor.
+    /// Writes a descriptor at offset `table`. `last` is the identifier, or the next descriptor's index.
     fn put(
         memory: &Memory,
         table: usize,
@@ -126,7 +121,6 @@ impl Ring {
         memory.at::<AtomicU16>(place + flags_at).store(flags, Ordering::Release);
     }
 
-    /// Writes descriptor `index` of a split ring.
     pub fn descriptor(&self, memory: &Memory, index: u16, buffer: Buffer, flags: u16, next: u16) {
         Ring::put(memory, self.base(), index, buffer, flags, next, false);
     }
@@ -169,7 +163,6 @@ impl Ring {
         self.available = self.available.wrapping_add(chain.len() as u16);
     }
 
-    /// Makes the chain of a split ring available that begins with descriptor `head`.
     pub fn make_available(&mut self, memory: &Memory, head: u16) {
         let entry = self.available_at() + 4 + usize::from(self.available % SIZE) * 2;
         self.available = self.available.wrapping_add(1);
@@ -177,8 +170,7 @@ impl Ring {
         memory.at::<AtomicU16>(self.available_at() + 2).store(self.available, Ordering::Release);
     }
 
-    /// The chain that the device has used at position `count`: its head, the number of bytes written, and the
-    /// next position.
+    /// The used chain at position `count`: head, number of bytes written, and next position.
     fn used_chain(&self, memory: &Memory, count: u16) -> Option<(u16, u32, u16)> {
         if !self.has(F_PACKED) {
             // Acquire: the device writes the entries of the used ring before the index.
@@ -205,7 +197,6 @@ impl Ring {
         Some((head, length, count.wrapping_add(self.taken[usize::from(head)])))
     }
 
-    /// Takes the next chain that the device has used. Returns its head and the number of bytes written.
     pub fn take_used(&mut self, memory: &Memory) -> Option<(u16, u32)> {
         let (head, length, behind) = self.used_chain(memory, self.used)?;
         self.used = behind;
@@ -214,7 +205,6 @@ impl Ring {
         Some((head, length))
     }
 
-    /// The position up to which the device has published used chains.
     pub fn published(&self, memory: &Memory) -> u16 {
         let mut count = self.used;
         while let Some((_, _, behind)) = self.used_chain(memory, count) {

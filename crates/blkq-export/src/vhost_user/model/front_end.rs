@@ -12,7 +12,6 @@ use super::super::message::{code, protocol};
 use super::super::simulated::Device;
 
 const RING: u64 = 0x10000;
-/// Address of the driver area of the ring.
 const DRIVER_AREA: u64 = RING + 0x4000;
 const HEADERS: u64 = 0x100000;
 const SIZE: u16 = 16;
@@ -30,8 +29,7 @@ pub struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// A front end that has negotiated features, shared its memory and the record of requests in flight, and
-    /// described its ring.
+    /// A front end that negotiated features, shared memory and record, and described its ring.
     pub fn connect() -> FrontEnd {
         let disk = Disk::builder(Box::new(Null::new(NullOptions::new(1 << 20)).unwrap())).build().unwrap();
         let engine = EngineThread::spawn("model", vec![(disk.clone(), 0)]).unwrap();
@@ -62,7 +60,6 @@ impl FrontEnd {
         this
     }
 
-    /// Sends a message whose payload is `words`, and returns the reply.
     fn send(
         &mut self,
         code: u32,
@@ -80,7 +77,6 @@ impl FrontEnd {
         self.send(code::SET_VRING_KICK, &[POLLED], &[]);
     }
 
-    /// Stops the ring, and returns its base.
     pub fn stop(&mut self) -> u64 {
         let (reply, _) = self.send(code::GET_VRING_BASE, &[0], &[]).unwrap();
         u64::from_ne_bytes(reply[12..20].try_into().unwrap()) >> 32
@@ -90,7 +86,6 @@ impl FrontEnd {
         self.send(code::RESET_DEVICE, &[], &[]);
     }
 
-    /// Makes the device send its requests to the other end of `socket`.
     pub fn take_requests_on(&mut self, socket: OwnedFd) {
         self.send(code::SET_BACKEND_REQ_FD, &[], &[socket.as_fd()]);
     }
@@ -108,12 +103,10 @@ impl FrontEnd {
         self.guest.put16(DRIVER_AREA + 2, count + 1);
     }
 
-    /// Makes the descriptor of [`FrontEnd::spoil`] unavailable again.
     pub fn repair(&self, count: u16) {
         self.guest.put16(DRIVER_AREA + 2, count);
     }
 
-    /// The number of rejections that were signaled since the last call.
     pub fn errors(error: &OwnedFd) -> u64 {
         let mut count = [0; 8];
         match rustix::io::read(error, &mut count) {
@@ -122,7 +115,6 @@ impl FrontEnd {
         }
     }
 
-    /// The event that signals rejections.
     pub fn error(&self) -> OwnedFd {
         self.error.try_clone().unwrap()
     }

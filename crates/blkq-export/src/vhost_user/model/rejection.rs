@@ -6,7 +6,6 @@ use super::{model, thread};
 
 const REQUESTS: u16 = 2;
 
-/// The control thread's next step after it has started the spoiled ring.
 #[derive(Clone, Copy, PartialEq)]
 enum NextStep {
     /// Stop the ring, let the driver repair it, and start it again.

@@ -1,6 +1,5 @@
-//! The control thread sleeps until it is woken by an engine whose ring is rejected, or by the owner of the
-//! device, who changes the configuration or stops the device. After a wake-up the thread must find each
-//! reason.
+//! The control thread sleeps until an engine that rejected a ring, or the owner of the device, wakes it.
+//! After a wake-up the thread must find each reason.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -39,7 +38,6 @@ fn misses_no_wakeup(stops: bool) {
     drop(engine);
 }
 
-/// The number of messages of the device that have arrived.
 fn messages(socket: &UnixStream) -> usize {
     socket.set_nonblocking(true).unwrap();
     let socket: OwnedFd = socket.try_clone().unwrap().into();

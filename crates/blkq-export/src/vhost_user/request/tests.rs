@@ -37,7 +37,6 @@ fn parse(guest: &Guest, chain: &Chain) -> Result<BlockRequest, RingError> {
     Parser::new("serial").parse(chain, &guest.memory)
 }
 
-/// The address in this process of the guest address `address`.
 fn place(guest: &Guest, address: u64) -> *mut u8 {
     let span: Span<'_> = guest.memory.span(&mut Cursor::default(), address, 1).unwrap();
     span.start().as_ptr()
@@ -269,7 +268,6 @@ fn segments_of_a_completed_request_are_reused() {
 }
 
 proptest! {
-    /// Header, data and status are found in any split of the buffers.
     #[test]
     fn the_driver_may_split_a_request_anywhere(
         cuts in prop::collection::vec(8u32..200, 0..12), sectors in 1u32..8, writes: bool, gap in 0u64..3,

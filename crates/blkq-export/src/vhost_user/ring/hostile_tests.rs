@@ -38,8 +38,7 @@ fn open(guest: &Guest, spec: &RingSpec) -> Result<Ring, RingError> {
     Ring::new(Arc::clone(&guest.memory), spec, None)
 }
 
-/// Pops the first chain of a split ring with these descriptors: address, length, flags, next. Returns its
-/// number of buffers.
+/// Pops the first chain of a split ring: address, length, flags, next. Returns its number of buffers.
 fn split(descriptors: &[(u64, u32, u16, u16)], table: &[(u64, u32, u16, u16)]) -> Result<usize, RingError> {
     let guest = guest();
     let spec = spec(&guest, false);
@@ -317,7 +316,6 @@ fn a_new_record_of_a_used_ring_keeps_descriptor_0() {
     }
 }
 
-/// A guest starts again with a new ring, and the front end keeps the record of the old ring.
 #[test]
 fn a_record_of_an_old_ring_is_initialized_for_a_new_one() {
     for packed in [false, true] {
@@ -411,7 +409,6 @@ fn a_record_of_another_ring_is_rejected() {
     }
 }
 
-/// The guest writes random content to random addresses while its ring is served.
 #[test]
 fn a_guest_that_writes_at_random_harms_only_itself() {
     for packed in [false, true] {

@@ -1,10 +1,8 @@
-//! Tests the record of requests in flight as the next daemon may find it: the previous daemon may be killed
-//! anywhere, and its stores may have become visible in a different order.
+//! Tests the record of requests in flight after a kill at any point, also with reordered stores.
 //!
-//! A kill leaves what the CPU has executed, in the order of the machine code. There, a store with release
-//! ordering comes after all accesses that precede it in the program. The compiler may move other stores
-//! ahead, but not before a load with acquire ordering. The tests create each set of stores that these rules
-//! allow, and let a ring recover from it.
+//! A kill leaves what the CPU has executed, in the order of the machine code: a store with release ordering
+//! comes after all accesses before it; the compiler may move other stores ahead, but not before a load with
+//! acquire ordering. The tests create each allowed set of stores, and let a ring recover from it.
 
 use std::collections::HashMap;
 
@@ -19,8 +17,7 @@ const DATA: u64 = 0x20_0000;
 /// most two of them, or all but at most two.
 const ALL_SETS_MAX: usize = 6;
 
-/// Calls `check` with each state of memory that a kill during `events` may leave, and then restores the last
-/// state. Returns the number of states.
+/// Calls `check` with each state that a kill during `events` may leave. Returns the number of states.
 fn for_each_state(events: &[Event], mut check: impl FnMut()) -> usize {
     let stores = |from: usize, to: usize| {
         events[from..to].iter().filter_map(|event| match event {
@@ -69,7 +66,6 @@ struct World {
     region: InflightRegion,
     /// Heads that are available or in flight, in the order in which they were added.
     outstanding: Vec<u16>,
-    /// The buffers of each head.
     offers: HashMap<u16, Vec<Offer>>,
 }
 
@@ -98,7 +94,6 @@ impl World {
         }
     }
 
-    /// The driver takes the used chains.
     fn take_used(&mut self) {
         while let Some((head, _)) = self.driver.take_used(&self.guest) {
             self.outstanding.retain(|other| *other != head);

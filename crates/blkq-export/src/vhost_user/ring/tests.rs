@@ -16,7 +16,6 @@ fn guest() -> Guest {
     Guest::new(&[(RINGS, Driver::BYTES), (DATA, 0x10000)])
 }
 
-/// A step of the driver or the device.
 #[derive(Clone, Debug)]
 enum Step {
     /// The driver adds `times` chains with this number of readable and writable buffers.
@@ -26,7 +25,6 @@ enum Step {
         indirect: bool,
         times: usize,
     },
-    /// The device takes at most this number of chains.
     Pop(usize),
     /// The device completes one of the chains in flight, with this number of bytes written.
     Complete(usize, u32),
@@ -57,7 +55,6 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The state of a driver and a device, and what each of them must see.
 struct Model {
     guest: Guest,
     driver: Driver,
@@ -66,13 +63,11 @@ struct Model {
     chain: Chain,
     /// Chains that are available and not taken, in order.
     waiting: VecDeque<(u16, Vec<Offer>)>,
-    /// Chains that were taken and have not completed.
     in_flight: Vec<(Head, Vec<Offer>)>,
     /// Chains that have completed and are not published.
     completed: Vec<(u16, u32)>,
     /// Chains that were published and not taken by the driver.
     published: VecDeque<(u16, u32)>,
-    /// The driver has enabled calls.
     calls: bool,
     asleep: bool,
     /// For each head in flight: the order in which it was taken, and its buffers.
@@ -174,7 +169,6 @@ impl Model {
         assert!(entered || !called, "a call without a used chain");
     }
 
-    /// The driver takes all used chains, which must be those that were published.
     fn take_used(&mut self) {
         while let Some(used) = self.driver.take_used(&self.guest) {
             let expected = self.published.pop_front().expect("used before it was published");
@@ -191,7 +185,6 @@ impl Model {
         self.asleep = false;
     }
 
-    /// Starts another device after one was killed in the middle of a step.
     fn recover(&mut self) {
         crash::after(None);
         // The driver sees either none or all of the chains that were not published yet, each at most once.
