@@ -20,7 +20,8 @@ const FREE_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
 /// each direct I/O. Larger buffers are few and short-lived.
 const REGISTERED_MAX_BYTES: usize = 64 << 10;
 /// Smallest buffer in bytes that is part of a row: adjacent buffers in one mapping that the kernel may fill
-/// with huge pages. In small pages, such a buffer would be many segments for a device.
+/// with huge pages. In small pages, such a buffer would be many segments for a device. A row is unmapped when
+/// its last buffer is dropped.
 const ROW_MIN_BYTES: usize = 128 << 10;
 const _: () = assert!(ROW_MIN_BYTES > REGISTERED_MAX_BYTES, "others of a row are not registered");
 /// Bytes of a row. Its unused buffers are allocated together with the one that is needed.

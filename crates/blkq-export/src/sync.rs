@@ -7,7 +7,8 @@ pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
 #[cfg(not(model_check))]
 pub(crate) use std::sync::{Mutex, MutexGuard, OnceLock, atomic};
 
-/// Replaces `std::sync::OnceLock`, which a model checker cannot see. The flag shows the order of accesses.
+/// Replaces `std::sync::OnceLock`, which model checkers cannot see. The flag shows them the order of
+/// accesses.
 #[cfg(model_check)]
 #[derive(Default)]
 pub(crate) struct OnceLock<T> {

@@ -6,7 +6,8 @@ use blkq::{SourceContext, TURN_BUDGET};
 /// Bytes that a thread copies in about the time of one item.
 const BYTES_PER_ITEM: usize = 32 << 10;
 
-/// Items spent in the current turn. Whatever a client chooses the amount of counts: requests, copied bytes.
+/// The items that a source has spent in the current turn. Everything whose amount a client chooses is
+/// counted: requests, descriptors, options, and bytes that are copied.
 #[derive(Default)]
 pub struct TurnWork {
     turn: u64,

@@ -173,7 +173,7 @@ fn depths(disk: &Disk, range: &Range<u64>, max: usize) -> Result<Vec<StatusExten
     Ok(depths.into_iter().map(|run| StatusExtent { length: run.length, flags: run.depth }).collect())
 }
 
-/// Reads no further requests. The handshake and the sending of replies may last until `until_ns`.
+/// Queries the driver, again if it was replaced meanwhile: a block commit may have emptied the old image.
 fn query_current_driver<T>(disk: &Disk, ask: impl Fn(&dyn Driver) -> Result<T, Error>) -> Result<T, Status> {
     loop {
         let driver = disk.driver();

@@ -18,7 +18,8 @@ use crate::peer::Peer;
 
 /// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Send buffer of a unix socket: the replies of a deep queue of small reads, or net.core.wmem_max.
+/// Send buffer of a unix socket, in bytes: the replies of one deep queue of small reads. A process without
+/// CAP_NET_ADMIN is limited by net.core.wmem_max.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
 /// TCP keepalive: a probe every 10 s after 30 s of silence; three without an answer break the connection.
@@ -26,7 +27,7 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// Group and mode of a unix socket that the server creates. To connect needs write permission (unix(7)).
+/// Group and mode of a unix socket that the server creates. Connecting needs write permission (unix(7)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SocketAccess {
     /// Mode of the socket file, at most 0o777.

@@ -36,7 +36,8 @@ impl Blocks {
         self.range.end - self.range.start
     }
 
-    /// Offsets of the first and last block that `part` covers partly. `self` must be around `part`.
+    /// The offsets of the first and the last block, if `part` does not cover them completely. `self` must be
+    /// [`Blocks::around`] `part`. If both are the same block, it is returned once.
     pub fn edges(&self, part: &Range<u64>) -> [Option<u64>; 2] {
         let head = self.range.start;
         let tail = self.range.end - self.block;

@@ -156,7 +156,7 @@ pub mod option_reply {
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
     /// `NBD_REP_ERR_SHUTDOWN`: the server is shutting down.
     pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
-    /// `NBD_REP_ERR_BLOCK_SIZE_REQD`: the client must request [`info::BLOCK_SIZE`](super::info) first.
+    /// `NBD_REP_ERR_BLOCK_SIZE_REQD`: the client must request `info::BLOCK_SIZE` first.
     pub const ERR_BLOCK_SIZE_REQD: u32 = 0x8000_0008;
     /// `NBD_REP_ERR_TOO_BIG`: the option exceeds a limit of the server.
     pub const ERR_TOO_BIG: u32 = 0x8000_0009;

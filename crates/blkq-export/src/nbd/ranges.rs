@@ -74,7 +74,8 @@ struct Newest {
 }
 
 impl Newest {
-    /// Makes `ticket` the newest of `range`. Appends the replaced tickets to `older`, possibly repeatedly.
+    /// Makes `ticket` the newest of `range`. Appends the replaced tickets to `older`, some of them
+    /// repeatedly.
     fn replace(&mut self, range: &Range<u64>, ticket: u64, older: &mut Vec<u64>) {
         if let Some((_, (end, before))) = self.ranges.range_mut(..range.start).next_back()
             && *end > range.start

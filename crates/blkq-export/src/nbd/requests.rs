@@ -471,7 +471,8 @@ impl Requests {
         }
     }
 
-    /// Handles a part of a read, also without memory for it. Only the last chunk reports an error.
+    /// Handles a part of a read that completed, or for which there was no memory. An error is reported in the
+    /// last chunk, so a reply contains at most one.
     fn complete_part(
         &mut self,
         request: InFlight,

@@ -127,7 +127,7 @@ impl NbdServer {
         self.registry.list()
     }
 
-    /// Connections that were rejected, because there were too many, no memory, or the server was stopping.
+    /// Connections that were rejected: too many, no memory for another one, or the server was stopping.
     pub fn refused_connections(&self) -> u64 {
         self.registry.refused()
     }

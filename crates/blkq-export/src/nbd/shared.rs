@@ -147,7 +147,7 @@ impl EngineShared {
         self.unaligned.must_order()
     }
 
-    /// Passes a write to the range lock: it must not overlap another write to the same block.
+    /// Passes a write to the range lock: it must not run together with another write to the same block.
     pub fn order(&mut self, write: OrderedWrite) {
         self.unaligned.push(write);
     }

@@ -13,7 +13,7 @@ use super::transmission::Request;
 
 /// Bytes of each part but the last. With 64 KiB, reads were slower than without splitting (docs/bench.md).
 const PART_BYTES: u64 = 128 << 10;
-/// Parts of one client in flight: 4 MiB keep any disk busy, and other clients need not wait for 32 MiB.
+/// Maximum parts of one client in flight: 4 MiB keep any disk busy, and others need not wait for 32 MiB.
 const IN_FLIGHT_MAX: usize = 32;
 
 #[derive(Clone, Copy)]

@@ -137,7 +137,8 @@ fn open_in(admission: u64) -> usize {
 }
 
 pub(super) struct Registry {
-    /// Held only to change or copy the list. Engines lock it when a connection opens or closes.
+    /// Held only to change or copy the list, never while waiting. Engines lock it when a connection opens or
+    /// closes.
     connections: Mutex<Connections>,
     /// The admitted connections ([`OPEN`]), the [`Paused`] guards ([`PAUSE`]), and whether the server is
     /// stopping ([`CLOSED`]). One word, so that a failed attempt to stop or pause rejects no client.

@@ -19,7 +19,7 @@ const _: () = assert!(INPUT_BUFFER_BYTES >= INPUT_BYTES);
 /// `IORING_RECVSEND_POLL_FIRST` of io_uring.h: poll the socket before the first attempt to receive.
 const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 
-/// Allocated first, so that a client can be rejected if there is no memory.
+/// Memory of a connection, allocated first, so that a client can be rejected if there is none.
 pub(super) struct ConnectionBuffers {
     input: Box<[u8]>,
     tls: Option<Box<Tls>>,
@@ -45,7 +45,7 @@ pub(super) enum Received {
     Failed,
 }
 
-/// It must not move while an operation is in flight.
+/// The stream must not move while an operation is in flight.
 pub(super) struct Stream {
     slot: u32,
     socket: OwnedFd,
@@ -215,8 +215,9 @@ impl Stream {
         self.tls.as_ref().map(|tls| tls.failure()).unwrap_or_default()
     }
 
-    /// Prepares to send the gathered replies, or what TLS itself has to send. Returns the length of the replies
-    /// in bytes, or `None` if there is nothing to send. After `Some`, the caller calls [`Stream::push_send`].
+    /// Prepares to send the gathered replies, or what TLS itself has to send. Returns the length of the
+    /// replies in bytes, `None` if there is nothing to send. After `Some`, the caller calls
+    /// [`Stream::push_send`].
     pub fn prepare_send(&mut self) -> Option<u64> {
         if self.gathering.is_empty() {
             return self.tls.as_ref().is_some_and(|tls| tls.wants_send()).then_some(0);

@@ -13,8 +13,7 @@ pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 /// terminal or a service manager sends to all processes of a server, because it must still be running when
 /// the server stops its device; so `body` must return when the server has exited. Fails as fork(2) does.
 ///
-/// # Safety
-/// This process must have only one thread: the new process has a copy of the thread that forks only, and a
+/// This process must have only one thread: the new process contains only a copy of the forking thread, and a
 /// lock that another thread holds would stay locked in it.
 pub(super) unsafe fn fork<const N: usize>(
     name: &CStr,

@@ -157,8 +157,8 @@ impl UblkDevice {
     /// Takes over the device `identity`, whose server has exited or is exiting. The kernel reissues the
     /// server's I/O in flight to this process. After an error, the device still waits for a server.
     ///
-    /// # Errors
-    /// [`ErrorKind::Mismatch`] if the disk does not fit the device. The server has 30 s to exit.
+    /// [`ErrorKind::Mismatch`] if the disk does not fit the device; an error if the server does not exit
+    /// within 30 s; and the kernel's error.
     pub fn take_over(
         identity: Identity,
         disk: &Arc<Disk>,
@@ -365,8 +365,8 @@ impl UblkDevice {
     /// Stops and removes the device. With `force`, the kernel writes back cached data if that takes at most a
     /// few seconds, and fails later I/O.
     ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] without `force` if the device is in use; it keeps running. Or the kernel's error.
+    /// Without `force`, [`ErrorKind::Busy`] if the device is in use; it keeps running. Also the kernel's
+    /// error.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         let mut paused = self.pause_watch();
         // Other processes write back and stop the device. A thread of this one would wait for I/O that the
@@ -382,8 +382,7 @@ impl UblkDevice {
     }
 
     /// While `on`, the event of [`IdleWatch`] is written when the device has no users any longer. Users from
-    /// before the call count. Fails if the process that scans for users does, for example on reading the
-    /// node.
+    /// before the call count. Fails if the process that scans for users fails, for example to read the node.
     pub fn watch_users(&self, on: bool) -> Result<(), Error> {
         let mut users = self.users();
         if !on {

@@ -75,9 +75,8 @@ impl IdleWatch {
     /// Forks the process, which writes the event `idle`. There, `confine` drops all privileges but reading
     /// `/proc` and `/dev`, and returns whether that succeeded; if not, the process exits.
     ///
-    /// # Safety
-    /// This process must have only one thread: the new process has a copy of the thread that forks only, and
-    /// a lock that another thread holds would stay locked in it.
+    /// This process must have only one thread: the new process contains only a copy of the forking thread,
+    /// and a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(idle: &OwnedFd, confine: impl FnOnce() -> bool) -> Result<IdleWatch, Error> {
         // SAFETY: as the caller guarantees.
         unsafe { IdleWatch::fork_in(Path::new("/dev"), idle, confine) }.map_err(|e| {
@@ -291,7 +290,7 @@ impl Watch<'_> {
         }
     }
 
-    /// Fails if the server has exited.
+    /// Executes the next request. Fails if the server has exited.
     fn serve(&mut self) -> io::Result<()> {
         let mut request = Request::new_zeroed();
         self.socket.read_exact(request.as_mut_bytes())?;

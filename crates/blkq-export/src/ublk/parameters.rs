@@ -7,9 +7,10 @@ use super::copy::CopyMode;
 
 /// Largest request in bytes, which is the size of the buffer of one tag.
 pub const REQUEST_MAX_BYTES: u32 = 512 << 10;
-/// Maximum discard and write zeroes in bytes: few enough for 32 bits, and not to delay others for long.
+/// Largest discard and write zeroes in bytes. The kernel counts both in 32 bits of bytes. A smaller maximum
+/// than that keeps one request from delaying others for long.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
-/// The kernel's smallest value for the largest request (`PAGE_SECTORS`), and the largest logical block.
+/// Page size: the kernel's minimum for the largest request (`PAGE_SECTORS`), and the largest logical block.
 const PAGE_BYTES: u32 = 4096;
 
 fn shift(bytes: u32) -> u8 {

@@ -63,9 +63,8 @@ impl SetupProcess {
     /// Forks the process. There, `confine` drops all privileges but `/dev/ublk-control` and the settings of
     /// block devices, and returns whether that succeeded; if not, the process exits.
     ///
-    /// # Safety
-    /// This process must have only one thread: the new process has a copy of the thread that forks only, and
-    /// a lock that another thread holds would stay locked in it.
+    /// This process must have only one thread: the new process contains only a copy of the forking thread,
+    /// and a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {
         let failure = |e| Error::system("cannot start the process that controls the ublk device", e);
         let (socket, other) = UnixStream::pair().map_err(failure)?;

@@ -102,13 +102,13 @@ impl QueueOptions {
     }
 }
 
-/// A tag. Its index is the payload of the tag's tokens, and the `user_data` of its bios.
+/// A tag of this thread. The slot's index is the payload of its tokens, and the `user_data` of its bios.
 struct Slot {
     tag: u16,
     /// With [`CopyMode::Kernel`]: the tag's buffer, `None` while a bio owns it.
     buffer: Option<IoBuffer>,
-    /// Requests of at most [`FRONT_BYTES`] since the memory was released, up to 2. The second one registers
-    /// the front of the buffer, which costs as much as several requests.
+    /// Requests of at most [`FRONT_BYTES`] since the memory was released, up to 2. Only the second one
+    /// registers the front of the buffer, because that costs as much as several requests.
     front_requests: u8,
     /// Address of the data for the kernel; with [`CopyMode::None`] an index in the ring's table of buffers.
     place: u64,
@@ -151,8 +151,8 @@ enum Copying {
 
 pub(super) struct QueueSource {
     options: QueueOptions,
-    /// Registered with the ring until it is closed, which waits for all its I/O, including file I/O. Only
-    /// then the kernel lets another server take the device over.
+    /// The character device, registered with the ring until the ring is closed, which waits for all its I/O,
+    /// including file I/O. Only then the kernel lets another server take the device over.
     file: Option<FileSlot>,
     descriptors: Option<Descriptors>,
     slots: Vec<Slot>,
@@ -408,7 +408,7 @@ impl QueueSource {
         self.in_flight == 0 && (self.armed == 0 || self.forced)
     }
 
-    /// Releases everything when this source has stopped and all requests have completed.
+    /// Closes the device and releases the memory when this source has stopped and no request is left.
     fn release(&mut self, cx: &mut SourceContext<'_>) {
         // If the engine exits, the ring is closed soon, and until then the kernel may access the buffers.
         if self.stopping && !self.forced && self.is_drained() {
