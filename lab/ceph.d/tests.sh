@@ -374,7 +374,7 @@ monitors_stopped() {
     load $((32 * MIB))
     kill -STOP "$(ceph_process mon.a)"
     proceeds 30 || fail "I/O waits for a monitor"
-    not_served 'the cluster did not answer within 60 seconds while connecting to its monitors' rbd/none
+    not_served 'the cluster did not answer within 60 seconds (step: connecting to the monitors)' rbd/none
     kill -CONT "$(ceph_process mon.a)"
     kill_daemon KILL mon.a
     proceeds 30 || fail "I/O waits for a monitor"

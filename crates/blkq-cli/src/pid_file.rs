@@ -47,7 +47,7 @@ impl PidFile {
     }
 
     fn write_to(path: &Path, image: Option<FileId>) -> Outcome<PidFile> {
-        let failed = |e: io::Error| Failure::new(format!("--pid-file {}: {e}", path.display()));
+        let failed = |e: io::Error| Failure::new(format!("cannot write --pid-file {}: {e}", path.display()));
         for _ in 0..ATTEMPTS_MAX {
             // Stays locked until it has been replaced.
             let earlier = look_at(path, image)?;
@@ -56,7 +56,10 @@ impl PidFile {
                 return Ok(PidFile { path: real, file });
             }
         }
-        Err(failed(io::ErrorKind::ResourceBusy.into()))
+        Err(Failure::new(format!(
+            "another process keeps replacing --pid-file {}; choose another path",
+            path.display()
+        )))
     }
 
     pub fn path(&self) -> &Path {
@@ -105,7 +108,7 @@ pub fn real_path(path: &Path) -> io::Result<PathBuf> {
 /// replaced.
 fn look_at(path: &Path, image: Option<FileId>) -> Outcome<Option<File>> {
     let shown = path.display();
-    let failed = |e: io::Error| Failure::new(format!("--pid-file {shown}: {e}"));
+    let failed = |e: io::Error| Failure::new(format!("cannot open --pid-file {shown}: {e}"));
     let refused = |what: &str| Failure::new(format!("--pid-file {shown} {what}; choose another path"));
     // O_PATH, because opening a device or a FIFO can have side effects.
     let found = match OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path) {

@@ -161,7 +161,9 @@ fn a_report_has_its_figures_beside_it_and_keeps_other_pages() {
     fs::create_dir(place.0.join("site")).unwrap();
     fs::write(place.0.join("site/index.html"), "dear").unwrap();
     assert!(
-        place.refused(&["clock", "--quick", "--report", "site"]).contains("index.html: contains other data")
+        place
+            .refused(&["clock", "--quick", "--report", "site"])
+            .contains("index.html: the file contains other data")
     );
     assert_eq!(fs::read(place.0.join("site/index.html")).unwrap(), b"dear");
 }

@@ -510,7 +510,7 @@ fn a_daemon_whose_sockets_were_removed_is_named() {
         let output = place.run(words);
         let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
         assert!(
-            text.contains(&format!("control socket was removed, `kill {pid}` detaches the device")),
+            text.contains(&format!("control socket was removed, run `kill {pid}` to detach the device")),
             "{text}"
         );
     }

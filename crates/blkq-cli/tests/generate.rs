@@ -33,7 +33,7 @@ fn manuals_and_completions_come_from_the_command_line() {
     // Only files that an earlier `blkq generate` wrote are replaced.
     place.done(&["generate", "man", dir]);
     fs::write(place.dir.join("blkq.1"), "notes").unwrap();
-    assert!(place.refused(&["generate", "man", dir]).contains("blkq.1: contains other data"));
+    assert!(place.refused(&["generate", "man", dir]).contains("blkq.1: the file contains other data"));
     fs::remove_file(place.dir.join("blkq.1")).unwrap();
     let page = fs::read_to_string(place.dir.join("blkq-stat.1")).unwrap();
     for section in ["SYNOPSIS", "OPTIONS", "EXAMPLES", "ENVIRONMENT", "FILES", "EXIT STATUS", "SEE ALSO"] {

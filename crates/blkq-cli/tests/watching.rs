@@ -358,7 +358,7 @@ fn a_trace_to_a_pipe_is_text() {
     let uri = place.done(&["attach", "ram:1M"]);
     let mut client = session(&uri, "ram");
     for (words, is_text) in [(&["trace", "ram"][..], true), (&["trace", "ram", "--output", "-"], false)] {
-        let traced = || log(&place, "ram").matches(" traced by ").count();
+        let traced = || log(&place, "ram").matches(" trace: started by ").count();
         let before = traced();
         let mut trace = place.command(words);
         let trace = trace.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();

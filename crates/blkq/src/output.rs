@@ -41,13 +41,13 @@ fn open(path: &Path, is_earlier: impl FnOnce(&[u8]) -> bool) -> io::Result<File>
     let file = OpenOptions::new().read(is_file).write(true).create(true).truncate(false).open(path)?;
     let metadata = file.metadata()?;
     if metadata.file_type().is_block_device() {
-        return refused("is a block device; choose a file");
+        return refused("the path is a block device; choose a file");
     }
     if metadata.is_file() && metadata.len() > 0 {
         let mut head = Vec::new();
         (&file).take(HEAD_BYTES).read_to_end(&mut head)?;
         if !is_earlier(&head) {
-            return refused("contains other data, which would be lost; choose another file");
+            return refused("the file contains other data, which would be lost; choose another file");
         }
         io::Seek::rewind(&mut &file)?;
     }

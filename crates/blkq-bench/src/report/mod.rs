@@ -61,10 +61,10 @@ fn is_json(head: &[u8]) -> bool {
 }
 
 fn check_output(path: &Path, is_earlier: fn(&[u8]) -> bool) -> Result {
-    output::check(path, is_earlier).map_err(|e| format!("{}: {e}", path.display()).into())
+    output::check(path, is_earlier).map_err(|e| format!("cannot write {}: {e}", path.display()).into())
 }
 
 fn write_output(path: &Path, is_earlier: fn(&[u8]) -> bool, text: &str) -> Result {
     let written = output::create(path, is_earlier).and_then(|mut file| file.write_all(text.as_bytes()));
-    written.map_err(|e| format!("{}: {e}", path.display()).into())
+    written.map_err(|e| format!("cannot write {}: {e}", path.display()).into())
 }

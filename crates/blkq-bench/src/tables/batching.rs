@@ -298,26 +298,26 @@ fn published() -> Published {
 fn notes() -> Vec<String> {
     [
         format!(
-            "{SUBMITTERS} threads, each in its own region, 4 KiB at a time, up to {WINDOW} in flight, on a \
-             device with {DEPTH} tags; off: a woken submitter gets one request, in the order of waiting"
+            "{SUBMITTERS} threads, each in a separate region, do I/Os of 4 KiB, each with up to {WINDOW} in flight, on a \
+             device with {DEPTH} tags; off: a thread that is woken gets one request, in the order of waiting"
         ),
         format!(
-            "the modelled disk has one arm: a request takes a seek that grows with the distance, half a rotation and the \
-             transfer, in the order of arrival; it is a disk with 7200 rpm and 150 MB/s, \
-             {DISK_SPEED} times faster, so multiply its latencies and divide its rates by {DISK_SPEED}. \
-             Unlike the disk of 2003, it has no cache, no read-ahead and no elevator: ratios of sequential \
+            "the modelled disk has one arm and takes requests in the order of arrival. A request takes a seek that \
+             grows with the distance, half a rotation, and the transfer. The model is a disk with 7200 rpm and \
+             150 MB/s, {DISK_SPEED} times faster, so multiply its latencies and divide its rates by {DISK_SPEED}. \
+             Unlike the disk of 2003, it has no cache, no read-ahead and no elevator, so the ratios of sequential \
              streams are larger here"
         ),
-        "nothing merged: neighbours that merge in a submitter's software queue use one request together, so that a \
- wake-up carries a whole window even without batching, and batching adds nothing to the rate of sequential \
- streams (see: neighbours merge)"
+        "nothing merged: neighbours that merge in a submitter's software queue use one request together. A wake-up then \
+         carries a whole window even without batching, and batching adds nothing to the rate of sequential streams \
+         (see: neighbours merge)"
             .into(),
-        "a latency includes the wait for a request. The longest latency shows the cost of batching: while one submitter \
- uses its batch, the others wait"
+        "the latency includes the time for which a thread waits for a request. The longest latency shows the cost of \
+         batching: while one thread uses its batch, the others wait"
             .into(),
-        "random I/O gains on the modelled disk because the requests of a batch lie in one region".into(),
-        "on the modelled disk each completion is one more context switch of the engine, with or without batching: \
- switches are compared on the other devices"
+        "on the modelled disk batching makes random I/O faster, because the requests of a batch are in one region".into(),
+        "on the modelled disk each completion causes one more context switch of the engine, with or without batching, \
+         so context switches are compared on the other devices only"
             .into(),
     ]
     .into()

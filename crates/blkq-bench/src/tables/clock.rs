@@ -85,14 +85,15 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
 
 fn notes() -> Vec<String> {
     [
-        "batches of 1 gain nothing: the clock is read once at submission and once at completion, cached or not"
+        "a cached clock gains nothing with batches of 1: in both modes, the clock is read once at submission and once \
+         at completion"
             .into(),
         format!(
-            "age max: the longest time between a cached reading and the next one, which is an upper bound for the \
-             error of a time stamp. Readings before the thread sleeps or the queue is idle are not counted. A \
+            "age max is the longest time between a cached reading and the next one, an upper bound for the error of a \
+             time stamp. Readings before the thread sleeps or the queue is idle are not counted. A \
              cached reading is dropped when the plug is flushed, after each batch of completions and after \
-             {CLOCK_USES_MAX} uses, but not when the thread is preempted: ages of milliseconds are time slices of \
-             other threads"
+             {CLOCK_USES_MAX} uses, but not when the thread is preempted: an age of milliseconds means that other \
+             threads ran meanwhile"
         ),
         "without iostats the clock is not read in either mode, so one case represents both".into(),
     ]

@@ -189,26 +189,27 @@ fn compare(
 fn notes(bytes: u64) -> Vec<String> {
     vec![
         format!(
-            "the client does I/O like a file system on a loop device, in this process: files in extents of 1 MiB, a page \
- cache of {} MiB for all jobs (the file has {} MiB), read-ahead of up to 128 KiB, write-back of dirty pages \
- in the order of the file; the client is the same in all cases",
+            "the client, which is the same in all cases, does I/O in this process like a file system on a loop device: \
+             files in extents of 1 MiB, a page cache of {} MiB for all jobs (the file has {} MiB), read-ahead of up to \
+             128 KiB, write-back of dirty pages in the order of the file",
             (bytes / CACHE_SHARE) >> 20,
             bytes >> 20
         ),
-        "each job has its own file and one blocking I/O at a time, like fio's engine psync; no page is used twice in a \
- run, like fio's random map; the time of a write run includes the final flush"
+        "each job has a separate file and one blocking I/O at a time, like fio's engine psync. No page is used twice in a \
+         run, like fio's random map. The time of a write run includes the last flush"
             .into(),
-        "the main comparison is buffered (concurrent dispatch) and direct; the base of the published figures did one \
- buffered request at a time, which is serial buffered; its file was on an HDD, the file here may not be"
+        "the main comparison is between buffered (concurrent dispatch) and direct. The base of the published figures did \
+         one buffered request at a time, as serial buffered does here. Its file was on an HDD; the file of this \
+         measurement may be on another kind of disk"
             .into(),
-        "io_uring workers do buffered writes, and are woken for them; direct writes need no worker, which saves the \
- context switches; a read waits for its data either way"
+        "io_uring workers do buffered writes, and are woken for them. Direct writes need no worker, which saves the \
+         context switches. A read waits for its data in either case"
             .into(),
-        "published: 16 % (randread) and 33 % (read) fewer context switches with 16 jobs, 10 % and 50 % with one; about \
- 10 % of the memory was used after the four tests, compared with more than 55 %"
+        "the publication also reports 16 % (randread) and 33 % (read) fewer context switches with 16 jobs, and 10 % and \
+         50 % with one; about 10 % of the memory was in use after the four tests, instead of more than 55 %"
             .into(),
-        "RSS is of this process: the client's cache and buffers; cached MiB is what a buffered loop device caches in \
- addition; processor time of the kernel's write-back threads is not counted"
+        "RSS is that of this process: the client's cache and buffers. cached MiB is the page cache that a buffered loop \
+         device uses in addition. The processor time of the kernel's write-back threads is not counted"
             .into(),
     ]
 }

@@ -115,8 +115,8 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         Expected::AtLeast(1.0),
     );
     table.left_out.push(
-        "cache lines taken from another processor (perf c2c): needs hardware counters, which virtual machines \
- rarely provide; time per I/O is measured instead"
+        "cache lines that move between processors (perf c2c): counting them needs hardware counters, which virtual \
+         machines rarely have; the time per I/O is measured instead"
             .into(),
     );
     table.notes = notes();
@@ -154,13 +154,14 @@ fn notes() -> Vec<String> {
             "padded is blkq; shared is a second build of its sources without padding to cache lines. {SUBMITTERS} \
  threads, {DEPTH} I/Os in flight each, on all processors"
         ),
-        "these words share lines without padding: the flags with which the owner of a queue and a freeze \
-         synchronise (two atomic writes for each batch of 32), the gate's counters and the settings, the locks of \
-         software queues. Statistics do not share lines in either build: those of one queue are larger than a line"
+        "without padding, these words share cache lines: the flags with which the owner of a queue and a freeze \
+         synchronise (two atomic writes for each batch of 32), the gate's counters and the settings, and the locks \
+         of software queues. Statistics share no lines in either build, because those of one queue are larger than \
+         a line"
             .into(),
-        "on one processor no line is taken from another processor: padding can only cost there".into(),
+        "on one processor no cache line moves between processors, so padding can only cost time".into(),
         "the same publication reports 55 % (randwrite) to 92 % (reads) fewer context switches, because faster \
-         submission finds completions in batches. A null device completes immediately, so there is nothing to compare"
+         submission finds completions in batches. A null device completes immediately, so this cannot be compared here"
             .into(),
     ]
     .into()

@@ -79,10 +79,10 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     table.target("modelled disk: throughput, limit / no limit", iops, Expected::AtLeast(0.97));
     table.comparisons.push(comparison);
     let mut notes = vec![match found {
-        true => "the modelled disk's bucket is refilled every 50 ms: at its ceiling, the disk does most I/Os right \
-                 after a refill, and the others wait for the next refill"
+        true => "the modelled disk has a token bucket that is refilled every 50 ms: at its ceiling, the disk completes \
+                 most I/Os directly after a refill, and the others wait for the next refill"
             .to_owned(),
-        false => "the modelled disk's ceiling was not found: the machine was too busy for a steady load".to_owned(),
+        false => "the ceiling of the modelled disk was not found, because the machine was too busy for a steady load".to_owned(),
     }];
 
     let path = bench.file()?.path().to_owned();
@@ -96,11 +96,11 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     table.comparisons.push(comparison);
     notes.push(match found {
         true => {
-            "the file: a ceiling was found, because latency falls several times when the rate is slightly \
-             lower; the limit is active"
+            "the file: a ceiling was found, because the latency is several times lower at a slightly lower rate, so \
+             the limit is active"
                 .into()
         }
-        false => "the file: no ceiling was found, so there is no limit".into(),
+        false => "the file: no ceiling was found, so no limit is active".into(),
     });
     table.notes = notes;
     Ok(table)

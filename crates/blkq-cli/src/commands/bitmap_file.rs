@@ -25,7 +25,7 @@ impl BitmapFile {
             Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
                 Ok(None)
             }
-            Err(e) => Err(Failure::new(e.to_string()).during(path.display())),
+            Err(e) => Err(Failure::new(format!("cannot open {}: {e}", path.display()))),
         }
     }
 

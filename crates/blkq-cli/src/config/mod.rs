@@ -262,7 +262,7 @@ pub fn directory() -> PathBuf {
 /// The paths of the files in the directory, sorted; empty if the directory does not exist.
 pub fn files() -> Outcome<Vec<PathBuf>> {
     let dir = directory();
-    let failed = |e: io::Error| Failure::new(format!("{}: {e}", dir.display()));
+    let failed = |e: io::Error| Failure::new(format!("cannot read the directory {}: {e}", dir.display()));
     let entries = match fs::read_dir(&dir) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries.map_err(failed)?,
@@ -285,9 +285,10 @@ pub fn configured() -> Outcome<Vec<(PathBuf, Outcome<Configured>)>> {
         let image = image_text(&options.image);
         Ok(Configured { name: file.name(), state: "configured", image, config: path.to_owned() })
     };
-    let unknown = || Failure::new(format!("{}: the file cannot be read", directory().display()));
+    let unknown = |path: &Path| Failure::new(format!("cannot read {}", path.display()));
     let outcome = |path: PathBuf| {
-        let outcome = device(&path).map_err(|failure: Option<Failure>| failure.unwrap_or_else(unknown));
+        let outcome =
+            device(&path).map_err(|failure: Option<Failure>| failure.unwrap_or_else(|| unknown(&path)));
         (path, outcome)
     };
     Ok(files()?.into_iter().map(outcome).collect())

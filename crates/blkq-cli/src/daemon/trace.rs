@@ -21,9 +21,9 @@ pub(super) fn serve_trace(shared: &Shared, stream: &UnixStream, ring_bytes: u64)
     shared.stage().check()?;
     let trace = shared.device().trace(ring_bytes, &tracer)?;
     send_with_file(stream, (), trace.memory().file())?;
-    log::line(&format!("traced by {tracer}"));
+    log::line(&format!("trace: started by {tracer}"));
     shared.without_answer(|| wait_for_close(stream));
-    log::line("no longer traced");
+    log::line("trace: stopped");
     Ok(())
 }
 

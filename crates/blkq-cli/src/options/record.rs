@@ -33,7 +33,7 @@ impl Record {
     pub fn read(&self) -> Outcome<AttachOptions> {
         if self.version != VERSION {
             return Err(Failure::new(format!(
-                "the options have format {}, and this blkq reads format {VERSION}; use the blkq that attached the device, or a later one",
+                "the options of the device have format {}, but this version of blkq reads format {VERSION}; use the version that attached the device, or a newer one",
                 self.version
             )));
         }
@@ -43,7 +43,7 @@ impl Record {
             Failure::new(text.split(", expected").next().unwrap_or_default())
         });
         let checked = options.and_then(|options: AttachOptions| options.check().map(|()| options));
-        checked.map_err(|e| e.during("the options of the device are not understood by this blkq"))
+        checked.map_err(|e| e.during("this version of blkq does not understand the options of the device"))
     }
 }
 
@@ -198,9 +198,12 @@ mod tests {
             ("image", json!("rbd:i")),
         ] {
             let why = why(&|record| record.options[key] = value.clone());
-            assert!(why.starts_with("the options of the device are not understood by this blkq: "), "{why}");
+            assert!(
+                why.starts_with("this version of blkq does not understand the options of the device: "),
+                "{why}"
+            );
         }
-        assert!(why(&|record| record.options = json!([])).contains("not understood"));
+        assert!(why(&|record| record.options = json!([])).contains("does not understand"));
         let without = |record: &mut Record| drop(record.options.as_object_mut().unwrap().remove("depth"));
         assert!(why(&without).contains("depth"));
     }

@@ -146,7 +146,9 @@ pub(super) fn refusal(error: blkq::Error, options: &AttachOptions, claim: &Claim
             let can_share = options.format != Some(Format::Qcow2)
                 && holders.as_ref().is_none_or(|holders| holders.can_share);
             match &options.image {
-                DriverSpec::Rbd(_) => "; release it there first, or attach with --read-only".to_owned(),
+                DriverSpec::Rbd(_) => {
+                    "; close the image in that client first, or attach with --read-only".to_owned()
+                }
                 _ if can_share => {
                     format!("{place}; release it there first, or attach with --shared on both sides")
                 }

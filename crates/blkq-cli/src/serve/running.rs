@@ -77,7 +77,7 @@ impl Running {
         if !limits.write_cache || limits.read_only {
             return Ok(());
         }
-        self.disk.submitter().flush().map_err(|e| Failure::new(format!("flush: {e}")))
+        self.disk.submitter().flush().map_err(|e| Failure::new(format!("cannot flush the image: {e}")))
     }
 }
 

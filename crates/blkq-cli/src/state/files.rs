@@ -82,8 +82,8 @@ impl OptionsFile {
         match file.version {
             VERSION => Ok(file),
             version => Err(Failure::new(format!(
-                "the file has format {version}, and this blkq reads format {VERSION}; use the blkq that attached the device, \
-                 or a later one"
+                "the file has format {version}, but this version of blkq reads format {VERSION}; use the version that attached \
+                 the device, or a newer one"
             ))),
         }
     }

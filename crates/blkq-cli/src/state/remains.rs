@@ -37,7 +37,7 @@ impl Busy {
         let process = self.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
         match self {
             Busy { pid: Some(pid), has_socket: false } => format!(
-                "starting or stopping{process}; if its control socket was removed, `kill {pid}` detaches the device"
+                "starting or stopping{process}; if the control socket was removed, run `kill {pid}` to detach the device"
             ),
             _ => format!("starting or stopping{process}"),
         }

@@ -166,7 +166,7 @@ fn failed(path: &Path, error: &io::Error) -> OutputError {
 }
 
 fn failure(path: &Path, error: &io::Error) -> Failure {
-    Failure::new(format!("{}: {error}", path.display()))
+    Failure::new(format!("cannot write {}: {error}", path.display()))
 }
 
 fn to_stdout(bytes: &[u8]) -> Result<(), OutputError> {

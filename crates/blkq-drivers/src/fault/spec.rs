@@ -205,10 +205,10 @@ impl FromStr for Rule {
         let first = words.next().unwrap_or_default();
         let (name, value) = first.split_once('=').map_or((first, None), |(name, value)| (name, Some(value)));
         let needs =
-            || invalid(format!("the fault {name} needs a value, such as error=EIO, short=EIO or delay=2ms"));
+            || invalid(format!("the fault {name} needs a value, as in error=EIO, short=EIO or delay=2ms"));
         let alone = |effect| match value {
             None => Ok(effect),
-            Some(_) => Err(invalid(format!("the fault {name} takes no value"))),
+            Some(_) => Err(invalid(format!("the fault {name} takes no value; write only {name}"))),
         };
         let effect = match name {
             "error" => Effect::Error(parse_errno(value.ok_or_else(needs)?)?),
@@ -241,8 +241,10 @@ impl FromStr for Rule {
                 "file" => return Err(invalid(format!("file must be an absolute path, not {value:?}"))),
                 "p99" => rule.effect = with_p99(effect, parse_time_ns(value)?)?,
                 _ => {
-                    let hint = "use one of op, range, rate, after, count, file, or p99 for a delay";
-                    return Err(invalid(format!("{word:?} is not a condition of {name}; {hint}")));
+                    let hint = "use one of op, range, rate, after, count and file, and p99 with delay";
+                    return Err(invalid(format!(
+                        "{word:?} is not a valid condition of the fault {name}; {hint}"
+                    )));
                 }
             }
         }
@@ -252,10 +254,10 @@ impl FromStr for Rule {
 
 fn with_p99(effect: Effect, p99_ns: u64) -> Result<Effect, Error> {
     let Effect::Delay { mean_ns, .. } = effect else {
-        return Err(invalid("p99 applies only to the fault delay".to_owned()));
+        return Err(invalid("p99 applies only to the fault delay, as in delay=2ms,p99=20ms".to_owned()));
     };
     if p99_ns < mean_ns || p99_ns / mean_ns > P99_BY_MEAN_MAX {
-        let message = format!("p99 must be 1 to {P99_BY_MEAN_MAX} times the mean");
+        let message = format!("p99 must be 1 to {P99_BY_MEAN_MAX} times the delay, as in delay=2ms,p99=20ms");
         return Err(invalid(message));
     }
     Ok(Effect::Delay { mean_ns, p99_ns: Some(p99_ns) })

@@ -225,7 +225,7 @@ fn check_writable(file: &File, path: &Path, block_device: bool) -> Result<(), Er
     let why = if block_device && is_read_only(file) {
         "the kernel has set this block device to read-only"
     } else if !block_device && fstatfs(file).is_ok_and(|stat| stat.f_type == HUGETLBFS_MAGIC) {
-        "files of hugetlbfs can only be mapped"
+        "files on hugetlbfs do not support write(2)"
     } else {
         return Ok(());
     };

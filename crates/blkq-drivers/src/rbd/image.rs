@@ -129,13 +129,13 @@ impl Image {
     ) -> Result<(Image, Facts), Error> {
         let library = Library::get()?;
         let spec = &options.spec;
-        step("reading its configuration");
+        step("reading the configuration");
         let cluster = Cluster::create(library, options)?;
-        step("connecting to its monitors");
+        step("connecting to the monitors");
         // SAFETY: the handle was made and is not connected yet.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
         check(connected, || format!("cannot connect to the cluster as {}", options.client())).map_err(
-            |e| e.with_cure("check the configuration, the user's keyring, and that the monitors are running"),
+            |e| e.with_cure("check the Ceph configuration and the keyring of the user, and whether the monitors are running"),
         )?;
         // Read after the connection, because the monitors have settings for their clients.
         let discard_granularity = cluster.number(DISCARD_GRANULARITY.0).unwrap_or(DISCARD_GRANULARITY.1);
@@ -153,7 +153,7 @@ impl Image {
         };
         check(notified, || format!("cannot register for completions of rbd:{spec}"))?;
         let lock = image.take_lock(options, step)?;
-        step("reading its size");
+        step("reading the size of the image");
         if spec.snapshot().is_none() {
             // Before the size is read, so that no later change is missed.
             image.watch(changed)?;
@@ -270,7 +270,7 @@ impl Image {
         }
         let spec = &options.spec;
         let mut features = 0;
-        step("reading its features");
+        step("reading the features of the image");
         // SAFETY: the image is open.
         check(unsafe { (self.library.rbd_get_features)(self.handle, &mut features) }, || {
             format!("cannot read the features of rbd:{spec}")
@@ -278,8 +278,8 @@ impl Image {
         if features & FEATURE_EXCLUSIVE_LOCK == 0 {
             return Ok(Lock::Missing);
         }
-        step("taking its exclusive lock");
-        let what = || format!("cannot take the exclusive lock of rbd:{spec}");
+        step("acquiring the exclusive lock of the image");
+        let what = || format!("cannot acquire the exclusive lock of rbd:{spec}");
         let owner = || self.lock_owner().map_err(|errno| failed(errno, what()));
         let mut locked_by = owner()?;
         if let Some(address) = locked_by.as_ref().filter(|owner| options.predecessor.as_ref() == Some(owner))
@@ -374,7 +374,7 @@ impl Image {
                 argument as *mut c_void,
             )
         };
-        check(result, || "cannot watch the image for changes".to_owned()).inspect_err(|_| {
+        check(result, || "cannot watch the image for changes of its size".to_owned()).inspect_err(|_| {
             // SAFETY: the registration has failed, so librbd does not have the argument.
             drop(unsafe { Arc::from_raw(argument) });
         })?;
@@ -503,7 +503,9 @@ pub(super) fn is_false(value: &str) -> bool {
 }
 
 fn text(bytes: &[u8]) -> Result<CString, Error> {
-    CString::new(bytes).map_err(|_| Error::new(ErrorKind::Invalid, "a name contains a zero byte"))
+    CString::new(bytes).map_err(|_| {
+        Error::new(ErrorKind::Invalid, "a name of the RBD image or of the Ceph user contains a zero byte")
+    })
 }
 
 fn check(result: c_int, what: impl FnOnce() -> String) -> Result<(), Error> {

@@ -159,8 +159,10 @@ impl Loaded {
         // SAFETY: loading runs the initialisers of Ceph's libraries, which any program may run.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            let message =
-                format!("RBD images need Ceph's libraries: {}; install the package librbd1", last_error());
+            let message = format!(
+                "RBD images need the libraries of Ceph: {}; install the package librbd1",
+                last_error()
+            );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         Ok(Loaded { name, handle })
@@ -172,7 +174,7 @@ impl Loaded {
         let address = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
         if address.is_null() {
             let message = format!(
-                "{} has no function {name}: RBD images need Ceph 15 or newer; update the package librbd1",
+                "RBD images need Ceph 15 or newer, and {} has no function {name}; update the package librbd1",
                 self.name
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -211,7 +213,7 @@ fn last_error() -> String {
     unsafe {
         let text = libc::dlerror();
         if text.is_null() {
-            return "they cannot be loaded".to_owned();
+            return "the dynamic loader reports no reason".to_owned();
         }
         CStr::from_ptr(text).to_string_lossy().into_owned()
     }

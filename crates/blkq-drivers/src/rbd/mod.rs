@@ -196,7 +196,7 @@ impl Driver for Rbd {
             Some(_) => {
                 let spec = &self.options.spec;
                 let message = format!(
-                    "rbd:{spec} has {now} bytes; resize the image with `rbd resize`, and the device takes the new size"
+                    "rbd:{spec} has {now} bytes; to change the size of the device, resize the image with `rbd resize`"
                 );
                 Err(Error::new(ErrorKind::Invalid, message))
             }
@@ -221,7 +221,10 @@ impl Driver for Rbd {
         // the image.
         match unsafe { self.shared.image.close() } {
             true => Ok(()),
-            false => Err(Error::new(ErrorKind::System, "the cluster does not answer")),
+            false => Err(Error::new(
+                ErrorKind::System,
+                "the cluster did not answer in time, so the image is still open",
+            )),
         }
     }
 

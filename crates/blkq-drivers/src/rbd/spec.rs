@@ -43,14 +43,15 @@ impl FromStr for RbdSpec {
 
     fn from_str(text: &str) -> Result<RbdSpec, Error> {
         let invalid = |why: &str| {
-            let message = format!("{text:?} {why}: an RBD image is POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]");
+            let message =
+                format!("{text:?} is not an RBD image: {why}; write rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]");
             Err(Error::new(ErrorKind::Invalid, message))
         };
         let (pool, namespace, image) = match text.split('/').collect::<Vec<_>>()[..] {
             [pool, image] => (pool, None, image),
             [pool, namespace, image] => (pool, Some(namespace), image),
-            [_] => return invalid("names no pool"),
-            _ => return invalid("has more than three parts"),
+            [_] => return invalid("the pool is missing"),
+            _ => return invalid("it has more than two slashes"),
         };
         let (image, snapshot) = match image.split_once('@') {
             Some((image, snapshot)) => (image, Some(snapshot)),
@@ -58,13 +59,13 @@ impl FromStr for RbdSpec {
         };
         let parts = [Some(pool), namespace, Some(image), snapshot];
         if parts.iter().flatten().any(|part| part.is_empty()) {
-            return invalid("has an empty part");
+            return invalid("a name in it is empty");
         }
         if [namespace, snapshot].iter().flatten().any(|part| part.contains('@')) {
-            return invalid("has an unexpected @");
+            return invalid("a namespace or a snapshot contains @");
         }
         if CString::new(text).is_err() {
-            return invalid("contains a zero byte");
+            return invalid("it contains a zero byte");
         }
         Ok(RbdSpec {
             pool: pool.to_owned(),

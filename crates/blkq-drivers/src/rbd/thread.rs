@@ -81,7 +81,7 @@ impl ImageThread {
                 Err(RecvTimeoutError::Timeout) => {
                     // The thread keeps waiting, and closes the image if the cluster ever answers.
                     let message = format!(
-                        "rbd:{spec}: the cluster did not answer within {} seconds while {at}; check that its monitors and OSDs are running and reachable",
+                        "rbd:{spec}: the cluster did not answer within {} seconds (step: {at}); check whether its monitors and OSDs are running and reachable",
                         OPEN_TIMEOUT.as_secs()
                     );
                     return Err(Error::new(ErrorKind::System, message));

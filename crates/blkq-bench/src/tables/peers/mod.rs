@@ -120,7 +120,8 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
     table.comparisons = vec![memory(&mut comparisons)];
     table.comparisons.splice(0..0, comparisons);
     table.notes.push(
-        "server ns/IO of the kernel's loop device is the time of the whole machine without fio: the device has no process"
+        "server ns/IO of the kernel's loop device is the processor time of the whole machine except fio, because the device \
+         has no process"
             .into(),
     );
     Ok(table)

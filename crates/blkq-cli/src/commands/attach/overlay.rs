@@ -31,7 +31,7 @@ pub fn options(options: &AttachOptions, file: &Path) -> Outcome<AttachOptions> {
 
 pub fn create(options: &AttachOptions, file: &Path) -> Outcome<NewImage> {
     let DriverSpec::Image(path) = &options.image else {
-        return Err(Failure::new("--overlay needs an image file"));
+        return Err(Failure::new("--overlay needs an image file; omit it"));
     };
     let format = match options.format {
         Some(Format::Raw) => ImageFormat::Raw,
