@@ -20,6 +20,7 @@ use super::stream::{ConnectionBuffers, Received, Stream};
 use super::tls::{Tls, TlsEnd};
 use super::unaligned::Finished;
 
+#[expect(clippy::large_enum_variant, reason = "a connection is in its handshake only briefly")]
 enum Phase {
     Handshake(Handshake, Vec<Export>),
     Transmission(Requests),

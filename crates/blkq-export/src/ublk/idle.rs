@@ -75,6 +75,7 @@ impl IdleWatch {
     /// Forks the process, which writes the event `idle`. There, `confine` drops all privileges but reading
     /// `/proc` and `/dev`, and returns whether that succeeded; if not, the process exits.
     ///
+    /// # Safety
     /// This process must have only one thread: the new process contains only a copy of the forking thread,
     /// and a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(idle: &OwnedFd, confine: impl FnOnce() -> bool) -> Result<IdleWatch, Error> {

@@ -63,6 +63,7 @@ impl SetupProcess {
     /// Forks the process. There, `confine` drops all privileges but `/dev/ublk-control` and the settings of
     /// block devices, and returns whether that succeeded; if not, the process exits.
     ///
+    /// # Safety
     /// This process must have only one thread: the new process contains only a copy of the forking thread,
     /// and a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {

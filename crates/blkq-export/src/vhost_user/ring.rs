@@ -24,6 +24,7 @@ pub struct RingSpec {
     pub event_idx: bool,
     /// Whether VIRTIO_F_INDIRECT_DESC was negotiated.
     pub indirect: bool,
+    /// Address of the descriptor table, or of the descriptor ring.
     pub descriptors: u64,
     /// Address of the available ring, or of the driver's event suppression area.
     pub driver_area: u64,

@@ -24,6 +24,7 @@ use super::untrusted_fd::UntrustedFd;
 /// The serial number of each device.
 pub const SERIAL: &str = "simulated";
 
+/// A device, and the session of its front end.
 pub struct Device {
     pub(super) shared: Arc<Shared>,
     session: Session,
@@ -58,6 +59,7 @@ impl Device {
         self.turn();
     }
 
+    /// Handles a wake-up, as the control thread does.
     pub fn turn(&mut self) {
         take_wakeup(&self.shared, Some(&mut self.session));
     }
@@ -74,6 +76,7 @@ impl Device {
         self.shared.registry.front_end()?.rings.into_iter().find_map(|ring| ring.rejected)
     }
 
+    /// The counters of all rings.
     pub fn counters(&self) -> VhostUserCounters {
         self.shared.registry.counters()
     }
