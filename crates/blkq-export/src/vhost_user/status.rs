@@ -25,7 +25,7 @@ counters! {
         /// Front ends that were disconnected because they violated the protocol.
         violations: "Front ends dropped after a protocol violation.", row 0 "protocol errors";
         /// Rings that were stopped, or never started, because of their content.
-        rejected_rings: "Rings stopped because of invalid contents.", row 0 "invalid rings";
+        rejected_rings: "Virtqueues stopped for invalid contents.", row 0 "invalid rings";
         /// Kicks that drivers have sent.
         kicks: "Kicks received from guests.", row 2 "kicks";
         /// Calls that were sent to drivers.
