@@ -44,10 +44,10 @@ pub type Result<T = ()> = std::result::Result<T, Error>;
 
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "\
-A table compares a mechanism of blkq, off and on, or blkq with other programs: in turn, for several
-rounds. It prints the median, the spread of the rounds, the counters that explain the result, and
-the published result for comparison. A ratio marked with ~ is not larger than its spread: measure
-longer, or on a machine with less load.
+Each table compares blkq with a mechanism off and on, or blkq with other programs. The programs run
+in turn, for several rounds. The table has the median, the spread of the rounds, the counters that
+explain the result, and the published result for comparison. ~ marks an effect that is not larger
+than its spread: measure longer, or on a machine with less load.
 
 Examples:
   blkq bench all --quick             # all tables, in less than two minutes

@@ -24,7 +24,7 @@ const OTHERS: [(&[&str], &str); 20] = [
     (&["-e", "--clients"], "to limit the number of connections: --max-connections N"),
     (
         &["-t", "--persistent"],
-        "a device stays until blkq detach; to detach it with its last client: --autoclear",
+        "a device stays until blkq detach; to detach it when its last client disconnects: --autoclear",
     ),
     (&["--tls-creds"], "to use TLS: --tls-certificates DIR"),
     (

@@ -172,7 +172,7 @@ fn modelled_disk(bench: &mut Bench, table: &mut Table) -> Result<Vec<Devices>> {
     let devices = Devices::model(true)?;
     let load = Load::write(Pattern::Sequential, WINDOW);
     let mut comparison =
-        devices.compare(bench, "modelled disk, sequential write, neighbours merge", &load)?;
+        devices.compare(bench, "modelled disk, sequential write, adjacent I/Os merge", &load)?;
     comparison.effect("batching", "off", "on", Metric::MibPerSecond, None);
     table.comparisons.push(comparison);
     all.push(devices);

@@ -105,12 +105,12 @@ pub fn run(bench: &mut Bench) -> Result<Table> {
         table.comparisons.push(comparison);
     }
     table.mechanism(
-        "padded: cache lines with words of different writers",
+        "padded: cache lines with words that different threads write",
         padded::side::contended(&padded) as f64,
         Expected::Exactly(0.0),
     );
     table.mechanism(
-        "shared: cache lines with words of different writers",
+        "shared: cache lines with words that different threads write",
         shared::side::contended(&shared) as f64,
         Expected::AtLeast(1.0),
     );

@@ -84,7 +84,7 @@ enum Command {
         /// The bitmaps to read, which are not changed
         #[arg(required = true)]
         from: Vec<String>,
-        /// The bitmap to add to
+        /// The bitmap that gets the dirty parts
         #[arg(required = true)]
         into: String,
     },

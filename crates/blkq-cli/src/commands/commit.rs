@@ -47,7 +47,7 @@ pub struct Args {
     device: String,
     /// Choose which backing file is accepted
     ///
-    /// With `allow`, the backing file may be in another directory than that of the overlay.
+    /// With `allow`, the backing file may be outside of the overlay's directory.
     #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
     backing_chain: BackingChain,
     /// Print the result as one JSON object

@@ -37,7 +37,7 @@ pub struct Args {
         required_unless_present = "all"
     )]
     name: Option<String>,
-    /// Recover all devices whose daemons have died
+    /// Recover all devices whose daemons were killed or crashed
     #[arg(long, conflicts_with = "name")]
     all: bool,
 }

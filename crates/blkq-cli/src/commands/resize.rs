@@ -26,7 +26,7 @@ pub struct Args {
     /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// The new size, or a + and the size by which the device grows [default: the size that the image has now]
+    /// The new size, or +SIZE to make the device larger by SIZE [default: the size that the image has now]
     #[arg(value_parser = parse_size, value_name = "[+]SIZE")]
     size: Option<NewSize>,
     /// Shrink the device even if clients are connected or the block device is in use

@@ -24,7 +24,7 @@ pub struct Args {
     /// The device, by its name, image, URI or node in /dev
     #[arg(value_parser = device_parser(), add = completion::devices(), value_name = "DEVICE")]
     name: String,
-    /// The settings to change, in this order, up to the first that fails
+    /// The settings, which are changed in this order until one fails
     #[arg(required_unless_present = "all", value_name = "KEY=VALUE", add = completion::settings(), value_parser = parse_setting)]
     settings: Vec<(String, String)>,
     /// Change the settings of all devices

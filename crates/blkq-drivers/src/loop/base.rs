@@ -41,7 +41,7 @@ impl DeviceTerms {
         match mode.direct {
             Some(align) if align.memory.max(align.offset) > self.memory_align => {
                 let reason = format!(
-                    "it requires an alignment of {} bytes, and the clients of the device use one of {} bytes",
+                    "it requires an alignment of {} bytes, but the device's clients align to {} bytes",
                     align.memory.max(align.offset),
                     self.memory_align
                 );

@@ -123,7 +123,7 @@ pub(super) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Resu
         let (count, shown) = (others.len(), path.display());
         stored.warnings.push(match count {
             1 => format!("a bitmap in {shown} cannot be kept up to date: {error}"),
-            _ => format!("{count} bitmaps in {shown} cannot be kept up to date, the first: {error}"),
+            _ => format!("{count} bitmaps in {shown} cannot be kept up to date; for the first: {error}"),
         });
     }
     for (place, _) in others {

@@ -79,7 +79,7 @@ impl Journals {
     /// # Errors
     /// The system's error if it cannot be created or the kernel's `boot_id` cannot be read.
     pub fn open(directory: &Path) -> Result<Arc<Journals>, Error> {
-        let failed = |e| Error::system(format!("cannot make the directory {}", directory.display()), e);
+        let failed = |e| Error::system(format!("cannot create the directory {}", directory.display()), e);
         match DirBuilder::new().mode(0o700).create(directory) {
             // `create` applies the umask of the process, which may remove permissions.
             Ok(()) => std::fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,

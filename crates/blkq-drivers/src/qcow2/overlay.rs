@@ -309,7 +309,7 @@ fn choose_buffered(top: &Opened, below: &OverlayBase, slice_bytes: u64) -> Resul
         return Ok(None);
     }
     let reason = format!(
-        "it requires an alignment of {} bytes, and the clients of the device use one of {} bytes",
+        "it requires an alignment of {} bytes, but the device's clients align to {} bytes",
         align.memory.max(align.offset),
         below.memory_align
     );

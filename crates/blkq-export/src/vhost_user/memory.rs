@@ -53,7 +53,7 @@ impl Region {
         for (start, whose) in [(guest_start, "guest"), (user_start, "front end")] {
             if start.checked_add(length).is_none() {
                 return Err(invalid(format!(
-                    "{length} bytes at the {whose} address {start:#x} exceed 64 bits"
+                    "{length} bytes at the {whose} address {start:#x} exceed the 64-bit address space"
                 )));
             }
         }

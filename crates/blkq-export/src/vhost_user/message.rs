@@ -314,7 +314,7 @@ impl Request {
         };
         match files.count() {
             0 => Ok(request),
-            more => Err(refuse(format!("the message has {more} descriptors too many"))),
+            more => Err(refuse(format!("the message has {more} file descriptors too many"))),
         }
     }
 }
@@ -324,7 +324,7 @@ fn wrong_size(payload: &[u8]) -> Refusal {
 }
 
 fn needed(file: Option<UntrustedFd>) -> Result<UntrustedFd, Refusal> {
-    file.ok_or_else(|| refuse("the message has no descriptor"))
+    file.ok_or_else(|| refuse("the message has no file descriptor"))
 }
 
 fn empty(payload: &[u8], request: Request) -> Result<Request, Refusal> {

@@ -390,7 +390,7 @@ impl VringSource {
     fn call(&mut self) {
         match self.start.call.notify() {
             Ok(notified) => self.counters.calls += u64::from(notified),
-            Err(error) => self.reject(&format_args!("the driver cannot be called: {error}")),
+            Err(error) => self.reject(&format_args!("cannot notify the guest's driver: {error}")),
         }
     }
 

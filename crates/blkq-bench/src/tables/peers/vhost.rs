@@ -354,7 +354,11 @@ fn state_targets(table: &mut Table, comparison: &mut Comparison) {
     }
     if title == ONE.title {
         let beyond = median(comparison, BLKQ, metric) - median(comparison, RAW, metric);
-        table.target(format!("{title}: mean us more than {RAW}"), beyond, Expected::AtMost(15.0));
+        table.target(
+            format!("{title}: mean latency, {BLKQ} minus {RAW}, us"),
+            beyond,
+            Expected::AtMost(15.0),
+        );
     }
     if title == LARGE.title {
         let server = median(comparison, BLKQ, Metric::ServerCpuNsPerIo);

@@ -233,7 +233,7 @@ fn block_devices() -> Finding {
         }
         Ok(_) => Finding::limited(
             name,
-            "available, but the kernel removes a device when its daemon dies",
+            "available, but the kernel removes a device when its daemon is killed",
             "boot Linux 6.5 or newer",
         ),
         Err(e) => {
@@ -243,7 +243,7 @@ fn block_devices() -> Finding {
                     "; Debian 13 has ublk, and Debian 12 in backports; NBD works without it"
                 }
                 ErrorKind::Denied => {
-                    "; the rules are in packaging/udev/60-blkq-ublk.rules, and need usermod -aG ublk $USER"
+                    "; the rules are packaging/udev/60-blkq-ublk.rules, for users in the group ublk: usermod -aG ublk $USER"
                 }
                 _ => "",
             };

@@ -69,10 +69,10 @@ pub struct Args {
     /// Set the size of the device to that of its file
     #[arg(short = 'c', long, value_name = "DEVICE", group = "action")]
     set_capacity: Option<OsString>,
-    /// List the devices of FILE, under any name of the file
+    /// List the devices of FILE, also if another path to it was attached
     #[arg(short = 'j', long, value_name = "FILE", group = "action")]
     associated: Option<PathBuf>,
-    /// Fail, because nothing remains of a detached device
+    /// Fail: a device is removed when it is detached
     #[arg(long, value_name = "DEVICE...", group = "action")]
     remove: Option<OsString>,
     /// Reuse the device that already serves these bytes of the file, if there is one
