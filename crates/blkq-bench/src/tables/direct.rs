@@ -103,7 +103,7 @@ impl Job {
 pub fn run(bench: &mut Bench) -> Result<Table> {
     let mut table = Table::new(
         What::Direct,
-        "direct: direct asynchronous I/O instead of the page cache, below a file system's cache",
+        "direct: direct asynchronous I/O instead of the page cache, under a file system with its own cache",
     );
     table.published = Some(Published {
         origin: "loop with direct I/O and AIO, Ming Lei, 2015".into(),

@@ -29,7 +29,7 @@ a client that does not accept a reply within a second is disconnected. Later I/O
 After 2 seconds the command prints what it waits for. With --force it stops waiting after a minute;
 the device then detaches as soon as its storage responds.
 
-If the daemon has died, its stale files are removed, and its ublk device (an orphan) as well.
+If the daemon was killed or crashed, the command removes its stale files and its ublk device.
 
 Examples:
   blkq detach disk.img

@@ -33,7 +33,7 @@ pub struct Args {
     /// List also the devices of the configuration files in /etc/blkq that are not attached
     #[arg(long)]
     configured: bool,
-    /// Remove the stale files of daemons that have died, before the devices are listed
+    /// Remove the stale files of daemons that were killed or crashed, before the devices are listed
     ///
     /// Each removal is reported on standard error. Orphans stay.
     #[arg(long)]

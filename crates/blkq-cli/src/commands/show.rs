@@ -17,7 +17,7 @@ use blkq::units::format_bytes;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Prints the image, exports, clients, daemon, size, settings and warnings of each device. If the
-daemon has died, prints the last lines of its log.
+daemon was killed or crashed, prints the last lines of its log.
 
 Examples:
   blkq show disk.img

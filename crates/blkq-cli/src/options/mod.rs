@@ -202,7 +202,7 @@ pub struct AttachOptions {
     pub copy: Copying,
     /// Pin the memory of a virtual machine, so that direct I/O need not pin it for each request
     ///
-    /// All of the memory is taken as soon as the machine connects. The guest must not free memory: use no balloon and
+    /// All of its memory is allocated when the machine connects. The guest must not free memory: use no balloon and
     /// no free page reporting (docs/vhost-user.md).
     #[arg(long, help_heading = headings::PERFORMANCE)]
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -342,7 +342,7 @@ fn mem_table(payload: &[u8], files: Vec<UntrustedFd>) -> Result<Vec<(Region, Unt
         return Err(refuse(format!("a payload of {} bytes does not fit {count} regions", payload.len())));
     }
     if files.len() != count {
-        return Err(refuse(format!("the message has {} descriptors for {count} regions", files.len())));
+        return Err(refuse(format!("the message has {} file descriptors for {count} regions", files.len())));
     }
     let mut regions = Vec::with_capacity(count);
     for file in files {

@@ -47,7 +47,7 @@ pub fn run(bench: &mut Bench, pace: Pace, place: &Place, job: &Job, table: &mut 
         case(NBD.name, |length| NBD.visit(place, job, length)),
         case(VHOST.name, |length| VHOST.visit(place, &vhost::RANDOM.load(), length)),
     ];
-    let title = format!("a device of {DEPTH} x 320 us, {}", job.title);
+    let title = format!("a device that does {DEPTH} requests at a time, in 320 us each, {}", job.title);
     let mut comparison = bench.compare_at(pace, &title, cases)?;
     for name in [NBD.name, VHOST.name] {
         let effect = comparison.effect(

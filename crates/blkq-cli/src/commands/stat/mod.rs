@@ -72,7 +72,7 @@ pub struct Args {
     /// Print the time before each report
     #[arg(long, short = 't')]
     timestamp: bool,
-    /// Print also operations and parts that were idle
+    /// Print also the lines of operations and mechanisms that did nothing
     #[arg(long, short)]
     verbose: bool,
     /// Print the distribution of latencies; for one device, or with --json
