@@ -75,8 +75,8 @@ pub struct Args {
     options: AttachOptions,
     /// Reuse the device that already serves these bytes of the image, if there is one
     ///
-    /// Its exports are printed. If the bytes of another device only overlap, the attach fails. Of several
-    /// such commands at the same time, one attaches.
+    /// Its exports are printed. If the bytes of another device only overlap, the attach fails. If several
+    /// such commands run at the same time, only one attaches a device.
     #[arg(long, conflicts_with_all = ["shared", "foreground"], help_heading = headings::ACCESS, display_order = 2)]
     nooverlap: bool,
     /// Read the image, and options that are not given here, from a TOML file
