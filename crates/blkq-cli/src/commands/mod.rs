@@ -117,7 +117,7 @@ pub enum Command {
     Detach(detach::Args),
     /// Measure what each mechanism gains on this machine, and compare blkq with other servers
     Bench(bench::Args),
-    /// Start a new daemon for a device whose daemon has died
+    /// Start a new daemon for a device whose daemon was killed or crashed
     Recover(recover::Args),
     /// Hand a device in use to a new daemon of this program, without I/O errors
     Upgrade(upgrade::Args),

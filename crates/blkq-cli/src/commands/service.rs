@@ -14,9 +14,9 @@ use crate::systemd::{self, unescape_instance};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Serves the device of /etc/blkq/NAME.toml in this process, and notifies the service manager when the
-device is ready. If there is a block device of this name whose daemon has died, this process serves
-that device instead, with its options and settings, and reissues the I/O that waited. A mistake in
-the file then only causes a warning.
+device is ready. If there is a block device of this name whose daemon was killed or crashed, this
+process serves that device instead, with its options and settings, and reissues the I/O that waited.
+A mistake in the file then only causes a warning.
 
 Examples:
   blkq service data")]
