@@ -18,8 +18,12 @@ fn attach(place: &Place) {
 
 /// Waits until a daemon serves the device, which `recover` starts if no daemon is running.
 fn check_served(place: &Place, at: usize) {
-    let settles =
-        ["another process has the device", "of this device is running", "no such device", "does not answer"];
+    let settles = [
+        "another process has locked the device",
+        "of this device is running",
+        "no such device",
+        "does not answer",
+    ];
     wait_until(&format!("it is served after the kill at step {at}"), || {
         let output = place.run(&["recover", "d"]);
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();

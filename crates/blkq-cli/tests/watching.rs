@@ -121,7 +121,10 @@ fn stat_shows_all_that_is_counted() {
     assert!(page.contains("flushes    1 requested, 1 sent, 0 coalesced\n"), "{page}");
     assert!(page.contains("nbd        1 connected, 1 connections, 0 rejected"), "{page}");
     assert!(page.contains("22 requests, 1 errors, 1 invalid requests\n"), "{page}");
-    assert!(page.contains("\nwrite: 20 latencies, from ... to\n") && !page.contains("\nread: "), "{page}");
+    assert!(
+        page.contains("\nwrite: 20 latencies (from, to, count, share)\n") && !page.contains("\nread: "),
+        "{page}"
+    );
     let stat = place.json(&["stat", "d", "--json", "--histogram"]);
     let bars = stat["write"]["histogram"].as_array().unwrap();
     assert_eq!(bars.iter().map(|bar| bar["count"].as_u64().unwrap()).sum::<u64>(), 20);

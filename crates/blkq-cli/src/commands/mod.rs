@@ -65,7 +65,7 @@ Files in the state directory:
   NAME.json           the device as it is served, with its settings, for `blkq recover`
   NAME.options        the options of the device, for `blkq recover`
   NAME.lock           locked while the daemon is running
-  journals/           changes that qcow2 images would lack if their daemons were killed
+  journals/           journals of qcow2 images, which are applied after their daemons were killed
   groups/GROUP        the limits and the members of a group
 
 Exit status:

@@ -77,7 +77,7 @@ pub fn take_over(name: &str, inherited: Vec<OwnedFd>, parent: &mut Parent) -> Ou
     if let Called::Answered(()) = call::<()>(&dir, name, &Request::Ping {})? {
         return Err(Failure::new(format!("the daemon is running; to replace it, run `blkq upgrade {name}`")));
     }
-    let busy = || Failure::new("another process has the device at the moment; try again");
+    let busy = || Failure::new("another process has locked the device; try again");
     match dir.inspect(name)? {
         Found::Remains(remains) if remains.state == Fate::Dead => {
             let Some(state) = dir.read_state(name) else { return Err(remains.failure()) };

@@ -47,7 +47,7 @@ pub struct Args {
     to: Option<PathBuf>,
     /// Choose which backing files the overlay may name
     ///
-    /// With `allow`, the overlay may be created in another directory than that of the image.
+    /// With `allow`, the image may be outside of the overlay's directory.
     #[arg(long, value_enum, value_name = "WHICH", default_value = "own-directory")]
     backing_chain: BackingChain,
 }

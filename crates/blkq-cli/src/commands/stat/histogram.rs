@@ -46,7 +46,10 @@ pub fn draw(name: &str, histogram: &Histogram) -> String {
         return String::new();
     }
     use Align::{Left, Right};
-    format!("{name}: {all} latencies, from ... to\n{}", render([Right, Right, Left, Right, Right], &rows))
+    format!(
+        "{name}: {all} latencies (from, to, count, share)\n{}",
+        render([Right, Right, Left, Right, Right], &rows)
+    )
 }
 
 /// Formats nanoseconds with three digits, in a suitable unit.
@@ -77,7 +80,7 @@ mod tests {
         histogram.record(20_000);
         let text = draw("read", &histogram);
         let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines[0], "read: 101 latencies, from ... to");
+        assert_eq!(lines[0], "read: 101 latencies (from, to, count, share)");
         assert_eq!(lines.len(), 1 + 5);
         assert_eq!(lines[1].matches('#').count(), 40);
         assert_eq!(lines[2].matches('#').count(), 10);
