@@ -1,6 +1,6 @@
-//! Which data has its own cache lines: data that one thread writes while other threads use adjacent data.
-//! `blkq bench layout` measures the benefit by comparison with the same sources built with
-//! `cfg(shared_layout)`, in which nothing is padded.
+//! Padding to cache lines, for data that one thread writes while other threads use adjacent data. `blkq bench
+//! layout` measures the benefit by comparison with the same sources built with `cfg(shared_layout)`, in which
+//! nothing is padded.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ pub use crossbeam_utils::CachePadded;
 /// twice this size on processors that fetch lines in pairs.
 pub const LINE_BYTES: usize = 64;
 
-/// A replacement for the padding of other builds that does not pad.
+/// Replaces the `CachePadded` of other builds, and does not pad.
 #[cfg(shared_layout)]
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[repr(transparent)]
@@ -49,13 +49,13 @@ const _: () = assert!(align_of::<CachePadded<u32>>() == 4 && size_of::<CachePadd
 /// The threads that write a field while I/O runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Writer {
-    /// No thread. Settings and limits, which all threads read.
+    /// No thread: all threads read the field, such as a setting or a limit.
     Nobody,
     /// The owner of the queue with this number.
     Owner(usize),
     /// The submitters of a software queue: the number of the hardware queue, and that of its software queue.
     Submitter(usize, usize),
-    /// Any submitter or owner. Shared words are distinguished by their numbers.
+    /// Any submitter or owner. Each such word has its own number, because two of them must not share a line.
     Everybody(usize),
 }
 

@@ -27,8 +27,8 @@ pub struct Segment {
     pub ptr: *mut u8,
     /// The length of the segment in bytes.
     pub len: u32,
-    /// The registration of the buffer that contains the segment, or [`Segment::UNREGISTERED`]. Possibly only
-    /// a first part of that buffer is registered.
+    /// The registration of the buffer that contains the segment, or [`Segment::UNREGISTERED`]. The end of
+    /// that buffer may be unregistered.
     pub(crate) registered: u16,
 }
 
@@ -40,8 +40,8 @@ impl Segment {
         Segment { ptr, len, registered: Segment::UNREGISTERED }
     }
 
-    /// A segment of `len` bytes from `ptr` on that is inside `memory`, so that I/O on its ring need not pin
-    /// the pages. I/O on bytes outside of `memory` fails.
+    /// A segment of `len` bytes from `ptr` on that is inside `memory`. I/O on the ring of `memory` need not
+    /// pin its pages. I/O on bytes outside of `memory` fails.
     #[inline]
     pub fn registered(ptr: *mut u8, len: u32, memory: &RegisteredMemory) -> Segment {
         Segment { ptr, len, registered: memory.0 }
@@ -60,7 +60,7 @@ impl Segment {
     }
 }
 
-/// Keeps registered memory mapped that is not an [`IoBuffer`].
+/// Owns registered memory that is not an [`IoBuffer`], and keeps it mapped.
 pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
 /// Memory that is registered with a ring and is not an [`IoBuffer`]
@@ -188,7 +188,7 @@ impl IoBuffer {
         });
         for (first, bytes) in runs {
             // SAFETY: these are whole pages that the buffers own exclusively. If the kernel refuses, the
-            // pages merely stay.
+            // pages merely stay allocated.
             let _ = unsafe { madvise(first.as_ptr().cast(), bytes, Advice::LinuxDontNeed) };
         }
     }
@@ -231,7 +231,7 @@ fn whole_pages(address: usize, bytes: usize, page: usize) -> Range<usize> {
 }
 
 impl Drop for IoBuffer {
-    // Not inlined: code that moves buffers without dropping them is smaller.
+    // Not inlined, to keep the code small that moves buffers and rarely drops one.
     #[cold]
     fn drop(&mut self) {
         #[cfg(not(model_check))]
@@ -280,9 +280,9 @@ impl fmt::Debug for IoBuffer {
 ///
 /// # Safety
 /// The segments must stay valid and unchanged until the owner is dropped, or is changed through an exclusive
-/// borrow, which is impossible while a bio carries it. All threads may access the memory. Until a bio with it
-/// has completed, no other code in this process may access memory that a read fills, or write memory from
-/// which a write reads.
+/// borrow, which is impossible while a bio carries it. The memory must be accessible on all threads. Until a
+/// bio with it has completed, no other code in this process may access memory that a read fills, or write
+/// memory whose content a write transfers.
 ///
 /// If the memory is shared with another process, such as a guest, that process may access it at any time. The
 /// bytes of a segment can therefore change between two accesses, and a driver must not create references to
@@ -307,8 +307,8 @@ impl KernelPages {
     /// The first `len` bytes of the registered buffer `index`.
     ///
     /// # Safety
-    /// Bios with this memory, with a copy or a part of it, must be submitted only to queues on the buffer's
-    /// ring. The buffer must stay registered, with at least `len` bytes, until they have completed.
+    /// Bios with this value, a copy or a part of it must be submitted only to queues on the buffer's ring.
+    /// The buffer must stay registered, with at least `len` bytes, until these bios have completed.
     pub unsafe fn new(index: u16, len: u32) -> KernelPages {
         KernelPages { offset: 0, len, index }
     }
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_buffer_takes_memory_as_it_is_filled() {
+    fn a_large_buffer_occupies_memory_as_it_is_filled() {
         let mut buffer = IoBuffer::zeroed(32 << 20);
         assert_eq!(resident_pages(&buffer), 0);
         buffer[5 << 20..6 << 20].fill(1);
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_side_by_side_are_released_and_no_others() {
+    fn adjacent_buffers_are_released_and_no_others() {
         let mut buffers: Vec<_> = (0..9).map(|_| IoBuffer::zeroed(MAPPED_MIN_BYTES)).collect();
         buffers.push(IoBuffer::zeroed(BUFFER_ALIGN));
         buffers.iter_mut().for_each(|buffer| buffer.fill(1));

@@ -125,7 +125,8 @@ impl DiskBuilder {
         self
     }
 
-    /// Builds the disk. Fails with [`ErrorKind::Invalid`] if the driver's limits or a number are invalid.
+    /// Builds the disk. Fails with [`ErrorKind::Invalid`] if the number of queues, the depth or the driver's
+    /// limits are invalid.
     pub fn build(self) -> Result<Arc<Disk>, Error> {
         let DiskBuilder {
             driver,
@@ -165,7 +166,7 @@ impl Disk {
         Disk::builder_shared(driver.into())
     }
 
-    /// Starts to build a disk with `driver`, which the caller keeps using too, for example as an image.
+    /// Starts to build a disk with `driver`, which the caller also uses, for example as an image.
     pub fn builder_shared(driver: Arc<dyn Driver>) -> DiskBuilder {
         DiskBuilder {
             name: driver.name().to_string(),

@@ -32,7 +32,7 @@ use crate::sync::{Mutex, lock};
 use crate::tags::TagSet;
 use crate::throttle::{Ceiling, Member, RateLimits, ThrottleControl};
 
-/// How long a live change waits for I/O in flight to complete, as a freeze with a timeout.
+/// How long a change of the disk waits for I/O in flight before it fails with [`ErrorKind::Busy`].
 const FREEZE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub use crate::limits::QUEUES_MAX;
@@ -45,7 +45,8 @@ use hold::HoldControl;
 pub use hold::{ErrorPolicy, Resume};
 pub use settings::{DEPTH_DEFAULT, DEPTH_MAX, Setting, Settings};
 
-/// The number of the next disk of this process. Only counted, so the model checkers need not see it.
+/// The number of the next disk of this process. Not an atomic of [`sync`](crate::sync): nothing depends on
+/// the order of its changes, so the model checkers need not see them.
 static NEXT_NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
 
 /// The part of a hardware queue that other threads use.
@@ -71,7 +72,7 @@ pub struct Disk {
     settings: Mutex<Settings>,
     /// Locked during a change of the disk, so that changes do not overlap. The first lock in the lock order.
     changing: Mutex<()>,
-    /// Changed only under a freeze, and read whenever the limits are.
+    /// Changed only under a freeze. A part of [`Disk::limits`].
     read_only: AtomicBool,
     /// The largest number of tags of a queue, or of the set that all queues share.
     depth_max: u16,
@@ -200,7 +201,7 @@ impl Disk {
         self.gate.counters()
     }
 
-    /// The number of submitters that wait at the request gate: for reads, for all other operations.
+    /// The number of submitters that wait at the request gate to read, and of those with other operations.
     pub fn gate_waiting(&self) -> [u32; 2] {
         [Direction::Read, Direction::Write].map(|direction| self.gate.waiting(direction))
     }
@@ -231,7 +232,8 @@ impl Disk {
             fields.push(HotField::of("statistics", Writer::Nobody, stats));
             fields.push(HotField::of("open", Writer::Nobody, open));
             fields.push(HotField::of("counters", Writer::Owner(index), &***stats));
-            // The gate has two numbers, each queue has two, and the tag set has all further ones.
+            // The number of each shared word: the gate has 0 and 1, each queue has two, and the tag set has
+            // all further ones.
             kick.hot_fields(Writer::Everybody(2 + 2 * index), &mut fields);
             software.hot_fields(index, Writer::Everybody(3 + 2 * index), &mut fields);
         }
@@ -246,9 +248,9 @@ impl Disk {
     /// # Errors
     /// [`ErrorKind::Invalid`] for a depth for which the disk has no room, [`ErrorKind::Unsupported`] if a
     /// read-only device must become writable, [`ErrorKind::Busy`] if I/O in flight does not complete within
-    /// 30 seconds, [`ErrorKind::Held`] if requests are held after errors, and for read-only the driver's
-    /// errors. Invalid values are rejected without a freeze. Only whether a device can be made writable is
-    /// found out under the freeze.
+    /// 30 seconds, [`ErrorKind::Held`] if requests are held after errors, and the driver's errors for
+    /// [`Setting::ReadOnly`]. An invalid value is rejected without a freeze, but the freeze comes before the
+    /// check whether a device can become writable.
     pub fn set(&self, setting: Setting) -> Result<(), Error> {
         let _one_at_a_time = lock(&self.changing);
         let mut settings = self.settings();
@@ -283,7 +285,7 @@ impl Disk {
         })
     }
 
-    /// Changes a setting of the driver, as [`Disk::set`] changes those of the disk. There is no freeze if the
+    /// Changes a setting of the driver, as [`Disk::set`] changes one of the disk. There is no freeze if the
     /// driver needs none ([`Change::Live`]).
     ///
     /// # Errors
@@ -314,7 +316,7 @@ impl Disk {
         self.throttle.ceiling()
     }
 
-    /// Makes the disk a member of a group. A previous membership ends.
+    /// Makes the disk a member of a group, in place of a previous membership.
     pub fn join_group(&self, member: Member) {
         self.throttle.set_member(member);
         self.wake_queues();
@@ -349,15 +351,16 @@ impl Disk {
     }
 
     /// Resumes the held requests: reissues or fails them. Requests that fail again are held again. Does not
-    /// wait. Returns the number of resumed requests, without those that an earlier call has resumed.
+    /// wait. Returns the number of resumed requests; those that an earlier call has resumed do not count
+    /// again.
     pub fn resume(&self, how: Resume) -> u64 {
         let resumed = self.hold.resume(how, |queue| self.queues[queue].stats.held());
         self.wake_queues();
         resumed
     }
 
-    /// Fails the held requests, and lets all errors be reported until the returned value is dropped: for a
-    /// disk that is stopping. Nests.
+    /// Fails the held requests, and until the returned value is dropped reports errors instead of holding
+    /// requests: for a disk that is stopping. Nests.
     pub fn report_errors(self: &Arc<Disk>) -> Reporting {
         self.hold.set_reporting(true);
         self.wake_queues();
@@ -392,13 +395,12 @@ impl Disk {
         self.driver().prepare_resize(bytes)
     }
 
-    /// Resizes the disk to that number of bytes, or, for `None`, to the size of the backing store. Returns
-    /// the new size. New space is dirty in the bitmaps of the disk.
+    /// Resizes the disk to `bytes`, or, for `None`, to the size of the backing store. Returns the new size.
+    /// New space is dirty in the bitmaps of the disk.
     ///
     /// # Errors
-    /// The driver's errors; [`ErrorKind::Unsupported`] if the bitmaps would need too much memory, or if there
-    /// are bitmaps after [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for
-    /// [`Disk::set`].
+    /// The driver's errors; [`ErrorKind::Unsupported`] if the bitmaps would need too much memory, or were
+    /// closed by [`Disk::close_bitmaps`]; [`ErrorKind::Busy`] and [`ErrorKind::Held`] as for [`Disk::set`].
     pub fn resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let _one_at_a_time = lock(&self.changing);
         if self.bitmaps.list().is_empty() {
@@ -420,7 +422,8 @@ impl Disk {
         self.driver().limits().validate()
     }
 
-    /// Freezes the disk. Fails if requests in flight do not complete in time, or if requests are held.
+    /// Freezes the disk, until the caller drops a [`Frozen`]. Fails, unfrozen, if requests in flight do not
+    /// complete in time, or if requests are held.
     fn freeze_timeout(&self) -> Result<(), Error> {
         // Held requests do not complete until the operator resumes the disk, so waiting for them is futile.
         let has_held = || self.held() > 0;
@@ -460,7 +463,7 @@ impl Disk {
         }
         let _one_at_a_time = lock(&self.changing);
         self.freeze_timeout()?;
-        // SAFETY: the disk is frozen, and is not unfrozen: the freeze has no guard.
+        // SAFETY: the disk is frozen, and nothing ends this freeze, because it has no [`Frozen`].
         unsafe { self.driver().release() }
     }
 

@@ -177,7 +177,7 @@ impl Engine {
                 }
                 Message::To(id, message) => {
                     let (sources, parts) = self.split();
-                    sources.with_named(id, parts, |source, cx| source.on_message(cx, message));
+                    sources.with_id(id, parts, |source, cx| source.on_message(cx, message));
                 }
                 Message::Stop { id, force, stopped } => {
                     let (sources, parts) = self.split();

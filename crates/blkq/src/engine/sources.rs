@@ -81,7 +81,7 @@ impl Sources {
         Some(call(&mut *attached.source, &mut cx))
     }
 
-    pub fn with_named(
+    pub fn with_id(
         &mut self,
         id: SourceId,
         mut parts: EngineParts<'_>,
@@ -132,7 +132,7 @@ impl Sources {
 
     /// Starts to stop source `id`. `stopped` is notified when the source is dropped.
     pub fn stop(&mut self, id: SourceId, force: bool, stopped: Sender<()>, parts: EngineParts<'_>) {
-        self.with_named(id, parts, |source, cx| source.stop(cx, force));
+        self.with_id(id, parts, |source, cx| source.stop(cx, force));
         self.stopping.push((id, stopped));
     }
 
@@ -149,8 +149,8 @@ impl Sources {
     pub fn drop_stopped(&mut self) {
         let attached = &mut self.attached;
         self.stopping.retain(|(id, stopped)| {
-            let named = |place: &&mut Option<AttachedSource>| place.as_ref().is_some_and(|it| it.id == *id);
-            if let Some(place) = attached.get_mut(id.index()).filter(named) {
+            let has_id = |place: &&mut Option<AttachedSource>| place.as_ref().is_some_and(|it| it.id == *id);
+            if let Some(place) = attached.get_mut(id.index()).filter(has_id) {
                 if place.as_ref().is_some_and(|attached| !attached.source.is_stopped()) {
                     return true;
                 }

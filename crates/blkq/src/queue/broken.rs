@@ -1,4 +1,5 @@
-//! Replaces a driver queue that could not be opened while the disk was in use.
+//! Replaces a queue that a new driver could not open while the disk was in use
+//! ([`Exchange::replace`](crate::disk::Exchange::replace)).
 
 use crate::driver::{DriverContext, DriverQueue, Taken};
 use crate::error::Status;

@@ -1,12 +1,12 @@
 //! Detects I/O that hangs: which requests have been in flight for too long, where they are, and how they
-//! complete in the end. Unlike the kernel's request timeout (block/blk-timeout.c), this only reports: nothing is
-//! aborted or retried.
+//! complete in the end. Unlike the kernel's request timeout (block/blk-timeout.c), this only reports: nothing
+//! is aborted or retried.
 //!
 //! The data path does no work for this. A watcher asks the owner of a queue from time to time to scan its
 //! requests, and passes the time of its own clock. The scan runs on the owner's thread, so it needs no lock
-//! and sees no request half changed. Requests carry their start time anyway, for their latency. Only without
-//! iostats they carry none: then the first scan that sees a request writes the watcher's time into it, and the
-//! request's age is counted from that time.
+//! and sees no request half changed. With iostats, requests already carry their start time, for the latency.
+//! Without iostats, the first scan that sees a request writes the watcher's time into it, and the request's
+//! age is counted from that time.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -47,7 +47,7 @@ pub enum Place {
     Dispatch,
     /// The request waits for the end of a quiesce.
     Quiesced,
-    /// The driver has it. The text is the driver's ([`DriverQueue::state`](crate::DriverQueue::state)).
+    /// The driver has the request. The text is from [`DriverQueue::state`](crate::DriverQueue::state).
     Driver(Cow<'static, str>),
 }
 
@@ -133,7 +133,7 @@ pub struct Hang {
 pub struct HangCompletion {
     /// The request or bio that hung.
     pub io: HungIo,
-    /// How long it was in flight, in nanoseconds, as far as known.
+    /// How long it was in flight, in nanoseconds. Without iostats or a result, only as exact as the scans.
     pub age_ns: u64,
     /// The result, or `None` if a bio completed between two scans and never became a request.
     pub result: Option<IoResult>,
@@ -143,8 +143,8 @@ pub struct HangCompletion {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct HangScan {
-    /// Hangs that were found for the first time. At most [`REPORTED_MAX`] per queue are reported and not
-    /// completed at any time.
+    /// Hangs that were found for the first time. A queue with [`REPORTED_MAX`] reported hangs reports further
+    /// ones only after some of these have completed.
     pub hangs: Vec<Hang>,
     /// The number of further hangs that were found for the first time.
     pub more: u64,
@@ -178,14 +178,14 @@ struct ReportedHang {
 
 #[derive(Debug, Default)]
 pub(super) struct HangTracker {
-    /// For each bio slot the start time of the bio that was counted as hanging. Identifies the bio: no other
-    /// bio in the same slot has the same start time.
+    /// For each bio slot the start time of the bio that was counted as hanging. The time identifies the bio:
+    /// no other bio in the same slot has the same start time.
     counted_ns: Vec<u64>,
     /// The start time of the driver's flush that was counted as hanging.
     flush_counted_ns: u64,
     reported: Vec<ReportedHang>,
-    /// Completions since the last scan. True: the age is a start time instead, because no clock was read when
-    /// the request completed.
+    /// Completions since the last scan. True: `age_ns` is a start time, because without iostats no clock was
+    /// read when the request completed.
     completed: Vec<(HangCompletion, bool)>,
     reported_count: u64,
 }
@@ -272,8 +272,8 @@ impl HangTracker {
         self.reported.push(ReportedHang { io: io.clone(), bio, start_ns, seen: true });
     }
 
-    /// Ends a scan. Returns the completions since the last scan: those of requests, and of reported hangs
-    /// that this scan has not seen.
+    /// Ends a scan. Returns the reported hangs that have completed since the last scan, also those of bios
+    /// that never became requests, which this scan no longer sees.
     pub fn finish_scan(&mut self, now_ns: u64) -> Vec<HangCompletion> {
         let mut all = Vec::new();
         self.reported.retain(|one| {

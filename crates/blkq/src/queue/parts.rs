@@ -3,7 +3,7 @@
 //! most [`PARTS_MAX`] parts of a bio are in flight, so that even an emulated write-zeroes of the whole device
 //! needs little memory.
 //!
-//! A part is a bio slot of its own with its parent's index. The parent completes when all parts have
+//! A part has its own bio slot, which contains its parent's index. The parent completes when all parts have
 //! completed, with the first error among them; after an error no further part is made.
 
 use std::mem::ManuallyDrop;

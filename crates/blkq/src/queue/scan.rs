@@ -1,4 +1,4 @@
-//! Scans a queue for requests that hang, for [`hang`](super::hang).
+//! Scans a queue for requests that hang: see [`hang`](super::hang).
 
 use std::fmt::Write;
 
@@ -70,8 +70,8 @@ impl Queue {
         found
     }
 
-    /// Calls `name` to write the client of the first failed request, unless its client is known. `name` receives
-    /// the `user_data` of a bio whose completion the queue's owner has not taken yet.
+    /// If the client of the first failed request is not known yet, calls `name` to write it. Must be called
+    /// before the queue's owner takes the completion of the bio whose `user_data` `name` receives.
     #[inline]
     pub(crate) fn name_failed(&mut self, name: impl FnOnce(u64, &mut dyn Write)) {
         if self.failures.lacks_name() {
@@ -88,12 +88,12 @@ impl Queue {
         let start_ns = request.start_ns;
         let (first, operation, flags) = (request.first_bio, request.operation, request.flags);
         let (sector, sectors) = (request.sector, request.sectors);
-        // The time in which a request waits for a limit does not count.
+        // The time for which a request waits for a rate limit does not count.
         let is_hung = scan.is_hung(start_ns.max(self.throttled_until_ns(tag)));
         if is_hung {
             scan.found.hung += 1;
         }
-        // Any of its bios may have been counted or reported before it had a request.
+        // Any bio of the request may have been counted or reported before it was part of a request.
         let (mut counted, mut bios, mut bio) = (false, 0, first);
         if bio == NIL {
             counted = self.hang_tracker.has_counted(NIL, start_ns);
@@ -192,7 +192,7 @@ impl Queue {
         }
     }
 
-    /// When the request stopped waiting for a limit; `u64::MAX` while it waits.
+    /// When the request stopped waiting for a rate limit; `u64::MAX` while it waits.
     fn throttled_until_ns(&self, tag: Tag) -> u64 {
         let throttle = self.dispatch.throttle();
         match self.dispatch.is_scheduled(tag) && throttle.is_blocked(self.in_flight[tag].operation) {

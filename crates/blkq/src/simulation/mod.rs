@@ -30,8 +30,8 @@ pub trait World {
     /// engine reads its clock.
     fn now_ns(&self) -> u64;
 
-    /// Submits `entries`, whose registered files are indices into `files`, and waits for `want` completions,
-    /// at most for `timeout`.
+    /// Submits `entries`, which name registered files by their indices in `files`, and waits for `want`
+    /// completions, at most for `timeout`.
     fn enter(&self, entries: &mut Vec<squeue::Entry>, files: &[i32], want: usize, timeout: Option<Duration>);
 
     /// Passes `user_data`, result and flags of each completed operation to `reap`.
@@ -55,7 +55,7 @@ pub fn install(world: &'static dyn World) {
     WORLD.set(Some(world));
 }
 
-/// Whether this thread has a world, in which it is the only thread.
+/// Whether this thread has a world. The world contains no other thread.
 pub fn is_one_thread() -> bool {
     WORLD.get().is_some()
 }
