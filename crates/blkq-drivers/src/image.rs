@@ -76,8 +76,8 @@ pub trait Image: Send + Sync {
     /// The current sizes of the image. Fails with the I/O error of the file, or the error of the cluster.
     fn usage(&self) -> Result<Usage, Error>;
 
-    /// The image as the backing file of an overlay ([`Qcow2::over`]), after all writes were made durable. The disk must be
-    /// frozen.
+    /// Makes all writes durable, and returns the image as the backing file of an overlay
+    /// ([`Qcow2::over`]). The disk must be frozen.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the image cannot become a backing file, for example because only a part of it is
@@ -91,11 +91,12 @@ pub trait Image: Send + Sync {
     /// its backing file was deleted; [`ErrorKind::FaultInjection`] while faults are injected.
     fn commit_source(self: Arc<Self>) -> Result<CommitSource, Error>;
 
-    /// Leaves the image to another driver, which only reads it: closes the journal, and converts the lock to a reader's.
-    /// The disk must already use the other driver.
+    /// Hands the image over to another driver of this process, which only reads it: closes the journal, and
+    /// converts the lock to a reader's. The disk must already use the other driver.
     ///
     /// # Errors
-    /// The errors of [`Image::overlay_base`], and the I/O error of flushing metadata. The lock is converted even then.
+    /// The errors of [`Image::overlay_base`], and the I/O error of flushing metadata, after which the lock is
+    /// converted nevertheless.
     fn supersede(&self) -> Result<(), Error>;
 }
 
@@ -219,7 +220,7 @@ fn usage_of(file: &File, path: &Path, virtual_bytes: u64) -> Result<Usage, Error
     let file_bytes = backing::size(file, path)?;
     let metadata =
         file.metadata().map_err(|e| Error::system(format!("cannot inspect {}", path.display()), e))?;
-    // `st_blocks` of a block device is 0, and all of its space is allocated.
+    // `st_blocks` of a block device is 0. All of its space counts as allocated.
     let allocated_bytes = match metadata.is_file() {
         true => metadata.blocks() * BLOCK_BYTES,
         false => file_bytes,

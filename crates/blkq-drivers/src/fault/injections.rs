@@ -15,18 +15,19 @@ thread_local! {
 /// A request that a rule has hit, and the effect.
 #[derive(Clone, Debug)]
 pub struct Hit {
-    /// The request's queue and tag, until it has completed.
+    /// The queue and the tag of the request. They identify the request until it has completed.
     pub request: (u16, u16),
     /// The effect; delays are not recorded.
     pub effect: Effect,
-    /// For a short or torn transfer, the number of bytes that are transferred. For a misdirected one, its new offset in bytes
-    /// of the device. For a corrupted one, the number of the flipped bit, counted from the beginning of the request. Else 0.
+    /// For a short or torn transfer, the number of bytes that are transferred. For a misdirected transfer,
+    /// its new offset on the device, in bytes. For corrupted data, the number of the flipped bit, counted from
+    /// the beginning of the request. Else 0.
     pub at: u64,
     /// The operation of the request.
     pub operation: Operation,
     /// Whether the request has the flag FUA.
     pub fua: bool,
-    /// Offset of the request in bytes of the device.
+    /// Offset of the request on the device, in bytes.
     pub offset: u64,
     /// Length of the request in bytes.
     pub bytes: u64,

@@ -20,6 +20,8 @@ const AGAIN_NS: u64 = 3_000_000;
 /// The 99th percentile of the standard normal distribution.
 const Z99: f64 = 2.326_347_874_040_841;
 
+/// A request is planned, waits if its plan requires that, and is then completed or submitted to the wrapped
+/// queue. When it completes there, effects on the data of a read are applied.
 pub(super) struct FaultQueue {
     /// The queue of the wrapped driver. Each of its requests has one bio.
     inner: WrappedQueue,
@@ -32,7 +34,7 @@ pub(super) struct FaultQueue {
     plans: Box<[Plan]>,
     /// Delayed and stuck requests, with the time in nanoseconds at which they begin or complete.
     timers: BinaryHeap<Reverse<(u64, Tag)>>,
-    requeued: VecDeque<Tag>,
+    prepared: VecDeque<Tag>,
     again_ns: u64,
 }
 
@@ -59,14 +61,14 @@ impl FaultQueue {
             index,
             plans: (0..tags).map(|_| Plan::default()).collect(),
             timers: BinaryHeap::with_capacity(tags),
-            requeued: VecDeque::with_capacity(tags),
+            prepared: VecDeque::with_capacity(tags),
             again_ns: 0,
         }
     }
 
     /// Applies changed rules. Returns the delayed and stuck requests, which must continue without a fault.
     fn reload_rules(&mut self) -> Vec<Tag> {
-        // Acquire: pairs with the release after the rules were replaced.
+        // Acquire: pairs with the release store after the rules were replaced.
         let generation = self.shared.generation.load(Acquire);
         if generation == self.generation {
             return Vec::new();
@@ -128,7 +130,7 @@ impl FaultQueue {
         state.hits.fetch_update(Relaxed, Relaxed, |hits| (hits < rule.count).then_some(hits + 1)).is_ok()
     }
 
-    /// Begins requests: completes those that must not reach the wrapped queue, and offers it the others.
+    /// Begins requests: completes those that must not reach the wrapped queue, and submits the others to it.
     fn begin(&mut self, cx: &mut DriverContext<'_>, tags: impl IntoIterator<Item = Tag>) {
         for tag in tags {
             let effect = self.plans[tag.index()].effect;
@@ -143,7 +145,7 @@ impl FaultQueue {
                 injections::hit(cx, tag, effect, 0);
                 cx.complete(tag, result);
             } else if self.build(cx, tag, effect) {
-                self.requeued.push_back(tag);
+                self.prepared.push_back(tag);
             } else {
                 // A short or torn transfer of 0 bytes: nothing reaches the wrapped queue.
                 self.complete(cx, tag, Ok(()));
@@ -186,8 +188,8 @@ impl FaultQueue {
         true
     }
 
-    /// Another sector for a request of `bytes` bytes, at the same offset within a chunk, so that the request crosses no
-    /// boundary that it must not cross.
+    /// Another sector for a request of `bytes` bytes, at the same offset within a chunk, so that the request
+    /// crosses no chunk boundary there.
     fn misdirected_sector(&mut self, sector: Sector, bytes: u64) -> Sector {
         let unit = u64::from(self.limits.chunk_bytes.max(self.limits.logical_block_bytes));
         let within = sector.bytes() % unit;
@@ -217,10 +219,10 @@ impl FaultQueue {
     }
 
     fn offer(&mut self, cx: &mut DriverContext<'_>) {
-        if !self.requeued.is_empty() {
-            let tags: Vec<Tag> = self.requeued.drain(..).collect();
+        if !self.prepared.is_empty() {
+            let tags: Vec<Tag> = self.prepared.drain(..).collect();
             if let Taken::First(taken, _) = self.inner.queue_requests(cx, &tags) {
-                self.requeued.extend(&tags[taken..]);
+                self.prepared.extend(&tags[taken..]);
                 self.again_ns = monotonic_ns() + AGAIN_NS;
             }
         }
@@ -270,8 +272,8 @@ fn alter_read(cx: &DriverContext<'_>, tag: Tag, from: u64, to: u64, change: impl
     });
 }
 
-// SAFETY: a request completes when its request in the wrapped queue has completed, or before that was made. The wrapped
-// queue receives each request, and each completion of its submissions, once.
+// SAFETY: a request completes after the wrapped queue has completed its part, or without a part in the wrapped
+// queue. The wrapped queue receives each request, and each completion of its submissions, once.
 unsafe impl DriverQueue for FaultQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
         let released = self.reload_rules();
@@ -294,7 +296,7 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
         self.inner.complete_cqe(cx, cqe);
-        let offers = !self.requeued.is_empty();
+        let offers = !self.prepared.is_empty();
         self.offer(cx);
         if offers {
             self.commit(cx);
@@ -310,7 +312,7 @@ unsafe impl DriverQueue for FaultQueue {
             self.timers.pop();
             begin.push(tag);
         }
-        let begun = !begin.is_empty() || !self.requeued.is_empty();
+        let begun = !begin.is_empty() || !self.prepared.is_empty();
         self.begin(cx, begin);
         if begun {
             self.inner.commit(cx);
@@ -326,7 +328,7 @@ unsafe impl DriverQueue for FaultQueue {
                 _ => "in the driver, delayed by a fault rule".into(),
             };
         }
-        if self.requeued.contains(&tag) {
+        if self.prepared.contains(&tag) {
             return "requeued: the driver below the fault rules was busy".into();
         }
         self.inner.state(tag)
@@ -334,7 +336,7 @@ unsafe impl DriverQueue for FaultQueue {
 
     fn deadline_ns(&self) -> Option<u64> {
         let timer = self.timers.peek().map(|Reverse((due, _))| *due);
-        let again = (!self.requeued.is_empty()).then_some(self.again_ns);
+        let again = (!self.prepared.is_empty()).then_some(self.again_ns);
         [self.inner.deadline_ns(), timer, again].into_iter().flatten().min()
     }
 

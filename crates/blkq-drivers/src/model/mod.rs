@@ -27,9 +27,10 @@ pub struct ModelOptions {
     pub completion: ModelCompletion,
     /// How long the driver blocks the engine's thread for each request.
     pub blocking: ModelBlocking,
-    /// One request in this number is not taken, with [`Busy::Resource`], and so requeued; 0: all are taken.
+    /// N, if every Nth request is not taken ([`Busy::Resource`]) and so requeued; 0: all are taken.
     pub busy_resource_every: u32,
-    /// One request in this number is not taken, with [`Busy::UntilCompletion`], if a completion is due; 0: all are taken.
+    /// N, if every Nth request is not taken ([`Busy::UntilCompletion`]) while others are in flight; 0: all
+    /// are taken.
     pub busy_until_completion_every: u32,
     /// Whether reads fill their memory with zeroes, as [`NullOptions::zero_reads`].
     pub zero_reads: bool,
@@ -38,7 +39,7 @@ pub struct ModelOptions {
 impl ModelOptions {
     /// A device of `capacity_bytes` bytes that supports every operation and completes requests immediately.
     pub fn new(capacity_bytes: u64) -> ModelOptions {
-        // All that the null device supports.
+        // The limits of the null device, which supports every operation.
         let NullOptions { limits, zero_reads } = NullOptions::new(capacity_bytes);
         ModelOptions {
             limits,
@@ -171,7 +172,7 @@ unsafe impl DriverQueue for ModelQueue {
     // Called once per turn, and at the deadline at the latest. Completes the requests that are due.
     fn poll(&mut self, cx: &mut DriverContext<'_>) {
         if self.delays.earliest_ns().is_some() {
-            // Not the queue's cached time, with which requests that are due now would wait for the next turn.
+            // The queue's cached time may be too old: requests that are due now would wait for the next turn.
             let now = monotonic_ns();
             while let Some(tag) = self.delays.take_due(now) {
                 cx.complete(tag, Ok(()));

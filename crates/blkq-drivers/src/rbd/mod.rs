@@ -2,8 +2,8 @@
 //!
 //! - `spec`: the name of an image. `options`: the options of the driver.
 //! - `library`: the functions of Ceph's libraries, which are loaded when they are needed.
-//! - `image`: opens, inspects and closes an image. Its calls may block for any time, so they run on the thread of
-//!   `thread`.
+//! - `image`: opens, inspects and closes an image. Its calls may block without a limit, so they run on a thread of
+//!   their own, in `thread`.
 //! - `queue`: the data path. `outcome`: the results of librbd as statuses. `extents`: allocated ranges.
 //!   `shared`: the parts that the device shares with its queue.
 
@@ -37,8 +37,8 @@ use shared::{SEGMENTS_MAX, Shared};
 pub use spec::RbdSpec;
 use thread::ImageThread;
 
-/// Largest read or write, in bytes, and the largest request for which zeroes are really written: the default size of
-/// an object.
+/// Largest read or write, and largest write zeroes that must not deallocate, in bytes: the default size of an
+/// object.
 const REQUEST_MAX_BYTES: u64 = 4 << 20;
 /// Largest discard and write zeroes in bytes.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
@@ -66,8 +66,8 @@ pub struct Rbd {
     capacity: AtomicU64,
     /// An eventfd. librbd's watch makes it readable when the size of the image may have changed.
     changed: Arc<OwnedFd>,
-    /// A query of extents has not been answered yet. Only one may be pending, because each takes a job of the image's
-    /// thread, and a cluster that does not respond would let them pile up.
+    /// A query of extents has not been answered yet. Only one may be pending: each is a job of the image's
+    /// thread, and the jobs would pile up while the cluster does not respond.
     querying: Arc<AtomicBool>,
 }
 
