@@ -18,8 +18,8 @@ use crate::peer::Peer;
 
 /// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Send buffer of a unix socket, in bytes: the replies of one deep queue of small reads. A process without
-/// CAP_NET_ADMIN is limited by net.core.wmem_max.
+/// Send buffer of a unix socket, in bytes: room for the replies to one deep queue of small reads. A process
+/// without CAP_NET_ADMIN is limited by net.core.wmem_max.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
 /// TCP keepalive: a probe every 10 s after 30 s of silence; three without an answer break the connection.
@@ -50,7 +50,8 @@ pub enum Listen {
     Unix(PathBuf),
     /// TCP, with a host name or address and a port. Port 0 selects any free port.
     Tcp(String, u16),
-    /// A stream socket that another process opened: listening (socket activation), or with the only client.
+    /// A stream socket that another process opened. It listens (socket activation), or is connected to the
+    /// only client.
     Inherited(OwnedFd),
 }
 

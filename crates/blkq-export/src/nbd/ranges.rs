@@ -1,17 +1,20 @@
 //! A lock on byte ranges of a device, shared by all engines that serve the device with unaligned requests.
 //!
-//! A write of a part of a block reads the block, changes it, and writes it back. Two such writes at the same
-//! time would lose one of them. So an unaligned write locks its blocks exclusively; overlapping writes run in
-//! the order of their arrival. Writes of whole blocks lock nothing. Only if [`RangeLock::is_taken`] (one
-//! load), they search the table and wait for the entries that they overlap.
+//! A write of a part of a block reads the block, changes it, and writes it back. Another write to the block
+//! at the same time could be lost. So an unaligned write locks its blocks exclusively; overlapping writes run
+//! in the order of their arrival. Writes of whole blocks lock nothing. They check with one load whether any
+//! range is locked ([`RangeLock::is_taken`]). Only then they search the table, and wait for entries that they
+//! overlap.
 //!
 //! The table maps each byte to its newest entry, as disjoint ranges ordered by offset. A new entry waits for
-//! those that it replaces, so that adding one needs a search by offset and no scan.
+//! the entries that it replaces, which in turn wait for older ones. So adding an entry needs a search by
+//! offset, and no scan.
 //!
 //! Writes of whole blocks submitted before a range was locked are not in the table. So a range is granted
 //! only after each member (the source of a server on one engine) found no such write in flight:
-//! [`LockedTable::check`]. Therefore the load in `is_taken` may be relaxed: a member that misses the new
-//! range finds its own writes in its check, and after the check it has held the mutex, and so sees the range.
+//! [`LockedTable::check`]. Therefore the load in `is_taken` may be relaxed. Until its check, a member
+//! may miss the new range, but the check finds the writes that the member has submitted. After the check, the
+//! member has held the mutex, and so sees the range.
 //!
 //! Engines never wait for the mutex ([`Member::try_enter`]), and wake each other with messages.
 
@@ -38,7 +41,8 @@ pub(super) type Wake = Arc<dyn Fn() + Send + Sync>;
 /// [`NbdOptions::unaligned`](super::NbdOptions::unaligned).
 #[derive(Default)]
 pub struct RangeLock {
-    /// Exclusive entries, granted or waiting. Changed under the mutex, read without it: see the module.
+    /// The number of exclusive entries, granted or waiting. Changed under the mutex, and read without it: see
+    /// the documentation of the module.
     taken: AtomicUsize,
     table: Mutex<Table>,
 }
@@ -58,11 +62,13 @@ struct Entry {
     member: usize,
     /// Identifies the entry for its member: see [`LockedTable::take_granted`].
     key: u32,
-    /// Older entries, plus members that must still check. The entry is granted when this is 0.
+    /// The number of older entries to wait for, plus the number of members that must still check their
+    /// writes. The entry is granted when this is 0.
     blockers: usize,
     /// Tickets of the newer entries that wait for this one.
     waiters: Vec<u64>,
-    /// The member left before the grant. The entry stays until then, to keep the order of its waiters.
+    /// The member left before the entry was granted. The entry stays until it would be granted, so that its
+    /// waiters keep their order.
     abandoned: bool,
 }
 
@@ -74,8 +80,8 @@ struct Newest {
 }
 
 impl Newest {
-    /// Makes `ticket` the newest of `range`. Appends the replaced tickets to `older`, some of them
-    /// repeatedly.
+    /// Makes `ticket` the newest of `range`. Appends the replaced tickets to `older`, some of them several
+    /// times.
     fn replace(&mut self, range: &Range<u64>, ticket: u64, older: &mut Vec<u64>) {
         if let Some((_, (end, before))) = self.ranges.range_mut(..range.start).next_back()
             && *end > range.start
@@ -191,6 +197,7 @@ pub(super) struct Member {
 }
 
 impl Member {
+    /// Returns `None` if another thread has locked the table. The caller must then try again soon.
     pub fn try_enter(&mut self) -> Option<LockedTable<'_>> {
         let table = match self.lock.table.try_lock() {
             Ok(table) => table,
@@ -234,8 +241,8 @@ impl Drop for Member {
     }
 }
 
-/// The locked table, in the name of one member. When it is dropped, it wakes the members whose entries were
-/// granted.
+/// The table, locked by one member. When this is dropped, it wakes the members whose entries were granted, or
+/// who must check their writes.
 pub(super) struct LockedTable<'a> {
     taken: &'a AtomicUsize,
     /// `None` only while this is dropped.
@@ -249,7 +256,8 @@ impl LockedTable<'_> {
         self.table.as_mut().expect("taken out only when the session is dropped")
     }
 
-    /// Adds an exclusive entry. [`LockedTable::take_granted`] returns `key` when it is granted.
+    /// Adds an exclusive entry, and returns its ticket. When the entry is granted,
+    /// [`LockedTable::take_granted`] returns `key`.
     pub fn lock(&mut self, range: Range<u64>, key: u32) -> u64 {
         self.taken.fetch_add(1, Relaxed);
         let mut unchecked = 0;
@@ -311,8 +319,9 @@ impl LockedTable<'_> {
         }
     }
 
-    /// For each exclusive entry to check, asks whether this member has writes in flight in the range. Returns
-    /// true if there are such entries: then call this again when writes have completed.
+    /// For each exclusive entry that waits for this member's check, calls `has_writes` to find out whether
+    /// the member has writes in flight in the range. Returns true if it has: then call this again when writes
+    /// have completed.
     pub fn check(&mut self, mut has_writes: impl FnMut(&Range<u64>) -> bool) -> bool {
         let member = self.member;
         let Some(state) = &mut self.table().members[member] else { return false };
@@ -332,7 +341,8 @@ impl LockedTable<'_> {
         left
     }
 
-    /// Grants an entry without blockers. Returns true if its member left: the caller must release it.
+    /// Removes one blocker of an entry, and grants the entry if none is left. Returns true if its member left
+    /// instead: the caller must release the entry.
     fn unblock(&mut self, ticket: u64) -> bool {
         let Some(entry) = self.table().entries.get_mut(&ticket) else { return false };
         entry.blockers -= 1;

@@ -4,7 +4,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Rejections of one kind that are recorded within [`WINDOW`]; others are counted, not to flood the log.
+/// Rejections of one kind that are recorded within [`WINDOW`]. Further ones are only counted, so that clients
+/// cannot flood the log.
 const REPORTED_MAX: u32 = 8;
 const WINDOW: Duration = Duration::from_secs(60);
 
@@ -83,7 +84,7 @@ impl Rejections {
         Rejections { queue: Mutex::default(), event }
     }
 
-    /// Does nothing without an event, and only counts the rejection if there were too many.
+    /// Only counts the rejection if there were too many. Without an event, does nothing.
     pub fn push(&self, reason: Reason, peer: impl FnOnce() -> String) {
         let Some(event) = &self.event else { return };
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);

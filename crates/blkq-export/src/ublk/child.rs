@@ -1,5 +1,5 @@
-//! Forks processes that do what a server itself must not do. The server forks them before it starts threads.
-//! They share no memory with the server, and keep only the descriptors that they need.
+//! Forks processes for work that a server must not do in its own process. The server forks them before it
+//! starts threads. They share no memory with the server, and keep only the descriptors that they need.
 
 use std::ffi::CStr;
 use std::fs::OpenOptions;
@@ -13,6 +13,7 @@ pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 /// terminal or a service manager sends to all processes of a server, because it must still be running when
 /// the server stops its device; so `body` must return when the server has exited. Fails as fork(2) does.
 ///
+/// # Safety
 /// This process must have only one thread: the new process contains only a copy of the forking thread, and a
 /// lock that another thread holds would stay locked in it.
 pub(super) unsafe fn fork<const N: usize>(

@@ -23,10 +23,11 @@ pub struct VhostUserOptions {
     pub access: SocketAccess,
     /// A non-blocking eventfd that is written whenever the front end has disconnected.
     pub idle_event: Option<Arc<OwnedFd>>,
-    /// A non-blocking eventfd, written when [`VhostUserDevice::take_reports`] has events. `None`: no events.
+    /// A non-blocking eventfd that is written when [`VhostUserDevice::take_reports`] has events. If it is
+    /// `None`, no events are collected.
     pub report_event: Option<Arc<OwnedFd>>,
     /// Registers guest memory with the engines' rings, so that direct I/O does not pin its pages each time.
-    /// All guest memory is then allocated, and memory that the guest frees later is kept: see
+    /// All guest memory is then allocated, also the memory that the guest frees later (balloon): see
     /// docs/vhost-user.md.
     pub register_memory: Option<RegistrationLimits>,
 }
@@ -113,7 +114,7 @@ impl VhostUserDevice {
         }
         let deadline = Instant::now() + MEMORY_WAIT;
         let calls = self.shared.calls.iter().map(Arc::as_ref);
-        // All are tried, even after an error.
+        // Prepares all notifiers, even after an error.
         let prepare = |result: Result<(), Error>, notifier: &Notifier| result.and(notifier.prepare(deadline));
         calls.chain([&self.shared.errors]).fold(Ok(()), prepare)
     }
@@ -181,14 +182,15 @@ impl VhostUserDevice {
         self.shared.change_config();
     }
 
-    /// Rejects all front ends until the value is dropped. `None` if a front end is connected.
+    /// Rejects all front ends until the returned value is dropped. Returns `None` if a front end is
+    /// connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
         self.shared.registry.pause_if_empty()
     }
 
     /// Stops the device and removes its socket. With `force`, a connected front end is disconnected after its
-    /// requests in flight have completed; without, it is an error ([`ErrorKind::Busy`]), and the device
-    /// continues to run.
+    /// requests in flight have completed. Without `force`, this fails with [`ErrorKind::Busy`] if a front end
+    /// is connected, and the device continues to run.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
         self.begin_stop(force)?.wait();
         Ok(())

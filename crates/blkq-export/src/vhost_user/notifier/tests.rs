@@ -35,6 +35,7 @@ fn notifying_an_eventfd_counts_and_never_blocks() {
         assert_eq!(take(&one), 1000);
         notifier.set(Some(second)).unwrap();
         fcntl_setfl(&other, OFlags::empty()).unwrap();
+        // With its largest count, a blocking eventfd would block write(2).
         rustix::io::write(&other, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         for _ in 0..10 {
             assert!(notifier.notify().unwrap());
@@ -66,7 +67,7 @@ fn notifying_a_socket_sends_a_number_and_never_blocks() {
 }
 
 #[test]
-fn one_notification_leaves_no_descriptor() {
+fn notify_once_keeps_no_descriptor() {
     let notifier = Notifier::default();
     let ((one, file), (other, second)) = (event(), event());
     notifier.notify_once(&file).unwrap();
@@ -112,7 +113,7 @@ fn a_ring_can_execute_nothing_but_nops() {
 }
 
 #[test]
-fn without_its_ring_only_sockets_are_notified() {
+fn without_a_ring_only_sockets_are_notified() {
     let notifier = Notifier { state: State { ring: Ring::Missing(libc::ENOMEM), ..State::default() }.into() };
     let (_, file) = event();
     for result in [notifier.prepare(Instant::now()), notifier.set(Some(file))] {
