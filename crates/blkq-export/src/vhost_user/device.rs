@@ -27,7 +27,7 @@ pub struct VhostUserOptions {
     /// `None`, no events are collected.
     pub report_event: Option<Arc<OwnedFd>>,
     /// Registers guest memory with the engines' rings, so that direct I/O does not pin its pages each time.
-    /// All guest memory is then allocated, also the memory that the guest frees later (balloon): see
+    /// All guest memory is then allocated. A guest that frees memory (balloon) corrupts its data: see
     /// docs/vhost-user.md.
     pub register_memory: Option<RegistrationLimits>,
 }
