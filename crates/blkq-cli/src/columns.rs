@@ -38,6 +38,7 @@ impl Cell {
 
     pub fn json(&self) -> Value {
         match self {
+            // Only tables show the spaces with which `pair` aligns device numbers.
             Cell::Text(text) => text.trim().into(),
             Cell::Number(number) | Cell::Bytes(number) | Cell::Seconds(number) => (*number).into(),
             Cell::Switch(on) => (*on).into(),

@@ -105,7 +105,7 @@ impl Signals {
             unsafe { libc::sigaddset(&mut unblocked, number) };
         }
         set_action(libc::SIGXFSZ, libc::SIG_IGN).map_err(failure)?;
-        // SAFETY: changes only the signal mask of this thread, which new threads inherit.
+        // SAFETY: the call changes only the signal mask of this thread, which new threads inherit.
         match unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &unblocked, std::ptr::null_mut()) } {
             0 => Ok(Signals { pipe: std::fs::File::from(pipe) }),
             error => Err(failure(std::io::Error::from_raw_os_error(error))),

@@ -29,13 +29,13 @@ fn wrong_usage_and_refusals_have_exit_codes_of_their_own() {
     {
         assert!(place.refused(words).contains("no such device"), "{words:?}");
     }
-    // A device is named once.
+    // A refusal names the device once.
     for words in [&["commit", "nosuch"][..], &["snapshot", "nosuch", "--to", "new"]] {
         assert_eq!(place.refused(words).matches("nosuch").count(), 1, "{words:?}");
     }
     let unwritable = place.refused(&["attach", "/proc/new.img", "--create", "1M"]);
     assert_eq!(unwritable.matches("/proc/new.img").count(), 1, "{unwritable}");
-    // The usage is that of the command.
+    // A usage error shows the usage of the subcommand.
     for (words, usage) in [
         (&["stat", "a", "0"][..], "Usage: blkq stat "),
         (&["stat", "--histogram"], "Usage: blkq stat "),

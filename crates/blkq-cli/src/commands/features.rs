@@ -39,7 +39,7 @@ const UBLK_FEATURES: [(ublk::Features, &str, &str); 9] = [
 struct Feature {
     name: &'static str,
     available: bool,
-    /// Why blkq uses the feature; if it is missing and the reason is known, also the reason.
+    /// Why blkq uses the feature and, if known, why the feature is missing.
     purpose: String,
 }
 

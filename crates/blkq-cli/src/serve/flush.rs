@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::running::{Running, stopping};
 use crate::failure::{Failure, Outcome};
 
-/// How often a waiting flush checks whether requests are held, for which it would wait.
+/// How often a caller that waits for a flush checks whether requests are held. The flush cannot complete
+/// before these requests.
 const HELD_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// If the flush takes longer than `wait`, it continues on its own thread and this fails.
@@ -34,7 +35,7 @@ pub(super) fn flush_unless_stopped(running: &Arc<Running>, stop: &dyn Fn() -> Ou
     }
 }
 
-/// The thread continues even if the receiver is dropped.
+/// Flushes on a new thread, which continues even if the receiver is dropped.
 fn begin_flush(running: &Arc<Running>) -> Outcome<Receiver<Outcome>> {
     let (sender, flushed) = channel();
     let running = running.clone();

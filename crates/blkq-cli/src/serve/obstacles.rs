@@ -15,7 +15,7 @@ pub struct Obstacle {
     pub failure: Failure,
 }
 
-/// Changes nothing; the image may be in use.
+/// Finds the reasons for which `attach` would refuse `options`. Changes nothing; the image may be in use.
 pub fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
     let mut found = Vec::new();
     let mut add = |option, failure| found.push(Obstacle { option, failure });
@@ -30,8 +30,8 @@ pub fn obstacles(options: &AttachOptions) -> Vec<Obstacle> {
         add("tls-certificates", failure);
     }
     let has_certificates = options.tls_certificates.is_some();
-    let is_required = has_certificates && !matches!(options.tls, Some(Tls::On | Tls::Off));
-    if !is_required && !options.insecure {
+    let requires_tls = has_certificates && !matches!(options.tls, Some(Tls::On | Tls::Off));
+    if !requires_tls && !options.insecure {
         let listens = options.listen.iter().filter_map(|address| listen_at(address).ok());
         listens
             .filter_map(|listen| listen.beyond_this_machine())

@@ -1,8 +1,8 @@
 //! The two files from which the next daemon of a device reads how the device was attached.
 //!
-//! `NAME.options` is trusted. It holds the attach options for each image that the device may have. The daemon
-//! writes the file before it has clients; afterwards only commands write it. The daemon does not keep it
-//! open, and cannot open it once it is confined. A command that switches the device to another image appends
+//! `NAME.options` is trusted. It holds the attach options for each image that the device may serve. The
+//! daemon writes the file before it has clients; afterwards only commands write it. The daemon does not keep
+//! it open, and cannot open it once it is confined. A command that switches the device to another image appends
 //! that image before it asks the daemon to switch. So the next daemon finds the image, no matter when the
 //! command is killed.
 //!
@@ -55,12 +55,13 @@ pub struct OptionsFile {
     images: Vec<ImageEntry>,
 }
 
-/// An image that the device has, had, or may switch to.
+/// An image that the device serves, has served, or may switch to.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ImageEntry {
     /// Identifies the entry in `NAME.json`.
     number: u64,
+    /// Path of the image, or a word such as `ram:SIZE` or `rbd:POOL/IMAGE`.
     path: String,
     /// The file that was at `path`; it may have been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -118,7 +119,8 @@ impl OptionsFile {
             image: image.unwrap_or_default(),
             exports,
             attach_options,
-            // The daemon may have died before it knew the number of the block device; the kernel knows it.
+            // The daemon may have died before it recorded the number of the block device.
+            // The kernel knows the number.
             ublk: self.ublk.map(|cookie| BlockDevice::new(Identity { id: u32::MAX, cookie })),
             owner,
             settings,
@@ -389,12 +391,12 @@ mod tests {
         assert_eq!(dir.write_options("a", "/first", &first, None), Ok(0));
         assert_eq!(dir.read_state("a"), None, "its daemon was killed early");
         let file = dir.write_state("a", &daemon_state(0)).unwrap();
-        assert_eq!(dir.write_options("a", "/first", &first, None), Ok(0), "it is there");
+        assert_eq!(dir.write_options("a", "/first", &first, None), Ok(0), "the entry exists");
         assert_eq!(dir.next_image("a"), Some(1));
         dir.add_image("a", 1, "/second", &second).unwrap();
         assert!(dir.add_image("a", 1, "/second", &second).unwrap_err().to_string().contains("try again"));
         let image = || dir.read_state("a").map(|state| (state.image, state.attach_options));
-        assert_eq!(image(), Some(("/first".to_owned(), Some(first))), "the daemon was not asked yet");
+        assert_eq!(image(), Some(("/first".to_owned(), Some(first))), "the daemon has not switched");
         overwrite_state(&file, &daemon_state(1)).unwrap();
         assert_eq!(image(), Some(("/second".to_owned(), Some(second.clone()))));
         // The image that the device serves stays, no matter how many commands were killed.
@@ -435,7 +437,7 @@ mod tests {
             let of_daemons: Vec<_> = daemons.collect();
             commands.into_iter().flat_map(|command| command.join().unwrap()).chain(of_daemons).collect()
         });
-        // Fewer than IMAGES_MAX, so none was dropped.
+        // The images are fewer than IMAGES_MAX, so none was dropped.
         let file = dir.read_options("a").unwrap();
         added.sort_unstable();
         assert_eq!(added, file.images[1..].iter().map(|image| image.number).collect::<Vec<_>>());

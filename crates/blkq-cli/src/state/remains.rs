@@ -12,7 +12,7 @@ use super::{OLD_LOG, StateDir};
 use crate::failure::{Failure, Outcome};
 use crate::file_id::FileId;
 
-const LINES: usize = 10;
+const LOG_LINES: usize = 10;
 /// Number of bytes at the end of the log in which its last lines are searched.
 const TAIL_BYTES: u64 = 8 << 10;
 
@@ -44,12 +44,13 @@ impl Busy {
     }
 }
 
+/// The state that a daemon which died has left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {
-    /// Only files, which the next attach of this name removes.
+    /// Only files are left, which the next attach of this name removes.
     Dead,
-    /// A block device of the kernel, whose I/O waits until another daemon recovers it.
+    /// A block device is left in the kernel. Its I/O waits until another daemon recovers it.
     Orphan,
 }
 
@@ -62,6 +63,7 @@ impl Fate {
     }
 }
 
+/// A device whose daemon died.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Remains {
     pub name: String,
@@ -143,8 +145,8 @@ impl StateDir {
         })))
     }
 
-    /// The log of the last daemon of `name`, which died. If the next daemon failed to start, the log already has its
-    /// other name.
+    /// The log of the last daemon of `name` that ran. If a later daemon has failed to start, that log already has the
+    /// suffix [`OLD_LOG`].
     pub(super) fn last_log(&self, name: &str) -> PathBuf {
         let [log, old] = [".log", OLD_LOG].map(|suffix| self.file(name, suffix));
         if !log.exists() && old.exists() { old } else { log }
@@ -196,7 +198,7 @@ fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool, r
     )
 }
 
-/// Whether the process is running and has `path` open. If the process cannot be inspected, it may have.
+/// Whether the process is running and has `path` open. True if this process is not permitted to find out.
 fn has_open(process: u32, path: &std::path::Path) -> bool {
     match fs::read_dir(format!("/proc/{process}/fd")) {
         Ok(files) => files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|open| open == path)),
@@ -213,7 +215,7 @@ pub(super) fn last_lines(log: &std::path::Path) -> io::Result<Vec<String>> {
     let text = String::from_utf8_lossy(&bytes);
     let lines: Vec<&str> = text.lines().collect();
     let printable = |line: &&str| line.replace(char::is_control, "?");
-    Ok(lines[lines.len().saturating_sub(LINES)..].iter().map(printable).collect())
+    Ok(lines[lines.len().saturating_sub(LOG_LINES)..].iter().map(printable).collect())
 }
 
 #[cfg(test)]
@@ -223,15 +225,15 @@ mod tests {
 
     // Contract: detach
     #[test]
-    fn a_daemon_that_exits_well_meanwhile_did_not_die() {
-        let dir = scratch("exits-well");
+    fn a_daemon_that_exits_cleanly_meanwhile_did_not_die() {
+        let dir = scratch("exits-cleanly");
         let lock = dir.file("a", ".lock");
         fs::write(&lock, "7\n").unwrap();
-        let exit_well = |_| {
+        let exit_cleanly = |_| {
             fs::remove_file(&lock).unwrap();
             false
         };
-        assert!(matches!(dir.lock_owner("a", exit_well), Ok(LockOwner::NoLock)));
+        assert!(matches!(dir.lock_owner("a", exit_cleanly), Ok(LockOwner::NoLock)));
 
         fs::write(&lock, "7\n").unwrap();
         let attach_again = |pid| {
