@@ -35,11 +35,11 @@ impl Pace {
 
 pub struct Bench {
     pub pace: Pace,
-    /// For work that takes long and is not a run.
+    /// Public for long work other than runs.
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
     pub(crate) file_wanted: Wanted,
-    /// Planned seconds that are done: those of the finished tables, and the time of the current table.
+    /// The planned seconds of the finished tables, and the seconds that the current table has taken so far.
     pub(crate) over_seconds: f64,
 }
 

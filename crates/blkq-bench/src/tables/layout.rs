@@ -16,7 +16,7 @@ mod shared;
 const SUBMITTERS: usize = 4;
 /// I/Os in flight of each thread.
 const DEPTH: u16 = 1024;
-/// Size of each thread's region: that of the published measurement.
+/// Size of each thread's region, as in the published measurement.
 const REGION_BYTES: u64 = 8 << 30;
 const CASES: usize = 16;
 

@@ -2,9 +2,9 @@
 //!
 //! `NAME.options` is trusted. It holds the attach options for each image that the device may serve. The
 //! daemon writes the file before it has clients; afterwards only commands write it. The daemon does not keep
-//! it open, and cannot open it once it is confined. A command that switches the device to another image appends
-//! that image before it asks the daemon to switch. So the next daemon finds the image, no matter when the
-//! command is killed.
+//! it open, and cannot open it once it is confined. A command that switches the device to another image
+//! appends that image before it asks the daemon to switch. So the next daemon finds the image, no matter when
+//! the command is killed.
 //!
 //! `NAME.json` belongs to the daemon. It says which of these images the daemon serves, and holds its
 //! settings. The daemon keeps it open for writing, so an attacker who controls the engine can write anything

@@ -537,7 +537,7 @@ impl Client {
                 assert_eq!(content.len(), sector_bytes(&asked.sectors));
                 for (sector, bytes) in asked.sectors.clone().zip(content.chunks(SECTOR_BYTES)) {
                     if let Err(wrong) = asked.check_read(&common.model, sector, bytes) {
-                        panic!("a read brought what cannot be: {wrong}");
+                        panic!("a read returned impossible data: {wrong}");
                     }
                 }
             }

@@ -579,7 +579,7 @@ fn check_all(common: &mut Common, check: impl Fn(&mut Model, u64, &[u8]) -> Resu
     simulation::with_file(|file| {
         for sector in 0..common.model.sectors() {
             if let Err(wrong) = check(&mut common.model, sector, file.sector(sector as usize)) {
-                panic!("the file holds what cannot be: {wrong}");
+                panic!("the file contains impossible data: {wrong}");
             }
         }
     });

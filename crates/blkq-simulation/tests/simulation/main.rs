@@ -216,12 +216,12 @@ fn equal_seeds_have_equal_results() {
 
 /// For each defect: the messages with which clients or the model report it, and the number of seeds that suffice.
 const NOTICED: [(Defect, &[&str], u64); 8] = [
-    (Defect::LostSync, &["the file holds what cannot be"], 32),
-    (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
-    (Defect::MisplacedWrite, &["a read brought what cannot be", "the file holds what cannot be"], 32),
-    (Defect::StaleRead, &["a read brought what cannot be"], 32),
-    (Defect::LostSize, &["the file holds what cannot be"], 128),
-    (Defect::IgnoredDsync, &["the file holds what cannot be"], 64),
+    (Defect::LostSync, &["the file contains impossible data"], 32),
+    (Defect::LostWrite, &["a read returned impossible data", "the file contains impossible data"], 32),
+    (Defect::MisplacedWrite, &["a read returned impossible data", "the file contains impossible data"], 32),
+    (Defect::StaleRead, &["a read returned impossible data"], 32),
+    (Defect::LostSize, &["the file contains impossible data"], 128),
+    (Defect::IgnoredDsync, &["the file contains impossible data"], 64),
     (Defect::CompletedTwice, &["twice"], 32),
     (
         Defect::NeverCompleted,
@@ -232,7 +232,7 @@ const NOTICED: [(Defect, &[&str], u64); 8] = [
 
 /// Defects that only one world can show.
 const NOTICED_IN: [(Defect, &[&str], Worlds); 2] = [
-    (Defect::PagesApart, &["a read brought what cannot be"], Worlds::TWO_QUEUES),
+    (Defect::PagesApart, &["a read returned impossible data"], Worlds::TWO_QUEUES),
     (Defect::GhostFile, &["hit without"], Worlds::TRIGGERS),
 ];
 /// Number of seeds of which one shows the defect in that world, and none shows it in the plain world.
@@ -294,11 +294,11 @@ fn defects_are_noticed() {
 
 /// For each defect of the kernel or of a device: the messages with which a machine reports it.
 const NOTICED_BY_MACHINES: [(Defect, &[&str]); 7] = [
-    (Defect::LostSync, &["the file holds what cannot be"]),
-    (Defect::LostWrite, &["a read brought what cannot be", "the file holds what cannot be"]),
-    (Defect::MisplacedWrite, &["a read brought what cannot be", "the file holds what cannot be"]),
-    (Defect::StaleRead, &["a read brought what cannot be"]),
-    (Defect::IgnoredDsync, &["the file holds what cannot be"]),
+    (Defect::LostSync, &["the file contains impossible data"]),
+    (Defect::LostWrite, &["a read returned impossible data", "the file contains impossible data"]),
+    (Defect::MisplacedWrite, &["a read returned impossible data", "the file contains impossible data"]),
+    (Defect::StaleRead, &["a read returned impossible data"]),
+    (Defect::IgnoredDsync, &["the file contains impossible data"]),
     (Defect::CompletedTwice, &["twice"]),
     (
         Defect::NeverCompleted,
@@ -316,7 +316,7 @@ const TAMPERS_NOTICED: [(Tamper, &[&str]); 5] = [
         &["requests are not answered", "in flight in a stopped ring", "made available while it is in flight"],
     ),
     (Tamper::CompletesTwice, &["used without being available", "used with status 255"]),
-    (Tamper::UsedBeforeData, &["a read brought what cannot be"]),
+    (Tamper::UsedBeforeData, &["a read returned impossible data"]),
     (Tamper::StrayByte, &["memory that is not the device's has changed"]),
     (Tamper::WritesAfterStop, &["memory that is not the device's has changed"]),
 ];

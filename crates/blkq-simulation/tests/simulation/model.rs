@@ -11,8 +11,8 @@ pub enum Content {
     Zero,
     /// The data of the write with this number.
     Write(u64),
-    /// The content that was found after a power failure.
-    Found(Box<[u8]>),
+    /// Bytes that were found after a power failure, or that a fault made of the data of a write.
+    Bytes(Box<[u8]>),
 }
 
 impl Content {
@@ -20,7 +20,7 @@ impl Content {
         match self {
             Content::Zero => 0,
             Content::Write(number) => stamp(*number, sector)[at % 8],
-            Content::Found(bytes) => bytes[at],
+            Content::Bytes(bytes) => bytes[at],
         }
     }
 
@@ -32,7 +32,7 @@ impl Content {
                 let stamp = stamp(*number, sector);
                 bytes.chunks(8).all(|chunk| chunk == stamp)
             }
-            Content::Found(found) => **found == *bytes,
+            Content::Bytes(own) => **own == *bytes,
         }
     }
 }
@@ -62,10 +62,10 @@ struct Version {
     done: bool,
     /// Whether the version must survive a power failure.
     promised: bool,
-    /// A sync failed in the life of the server that wrote it: no later sync makes it durable.
+    /// A sync failed in the process that wrote this version, so no later sync makes the version durable.
     doubtful: bool,
-    /// The request may have had no effect although it succeeded: the fault driver hit it or another request with the same
-    /// data.
+    /// The request may have had no effect although it succeeded: a fault hit either this request or another one with
+    /// the same data.
     uncertain: bool,
 }
 
@@ -119,8 +119,8 @@ impl Model {
         }
     }
 
-    /// Requests in flight that write `bytes` to `sector`.
-    fn on_their_way(&self, sector: u64, bytes: &[u8]) -> Vec<usize> {
+    /// Requests in flight that write `bytes` to `sector`, as indices of their versions.
+    fn writes_in_flight(&self, sector: u64, bytes: &[u8]) -> Vec<usize> {
         let versions = self.sectors[sector as usize].iter().enumerate();
         let found = versions.filter(|(_, version)| {
             version.completed == u64::MAX && version.request < STRAY && version.content.is(sector, bytes)
@@ -132,7 +132,7 @@ impl Model {
 
     /// A request that writes `bytes` to `sector` will not take effect. Returns its number if only one matches.
     pub fn undo(&mut self, sector: u64, bytes: &[u8]) -> Option<u64> {
-        let found = self.on_their_way(sector, bytes);
+        let found = self.writes_in_flight(sector, bytes);
         let versions = &mut self.sectors[sector as usize];
         if let [only] = found[..] {
             return Some(versions.remove(only).request);
@@ -141,11 +141,11 @@ impl Model {
         None
     }
 
-    /// A request that writes `bytes` to `sector` writes `instead`.
+    /// A fault changes a request that writes `bytes` to `sector`: it writes `instead`.
     pub fn alter(&mut self, sector: u64, bytes: &[u8], instead: &[u8]) {
-        let found = self.on_their_way(sector, bytes);
+        let found = self.writes_in_flight(sector, bytes);
         let versions = &mut self.sectors[sector as usize];
-        let content = Content::Found(instead.into());
+        let content = Content::Bytes(instead.into());
         if let [only] = found[..] {
             versions[only].content = content;
             return;
@@ -162,7 +162,7 @@ impl Model {
     pub fn stray(&mut self, first: u64, bytes: &[u8], now: u64) -> u64 {
         let request = STRAY + now;
         for (versions, bytes) in self.sectors[first as usize..].iter_mut().zip(bytes.chunks(SECTOR_BYTES)) {
-            versions.push(Version::begun(Content::Found(bytes.into()), request, now));
+            versions.push(Version::begun(Content::Bytes(bytes.into()), request, now));
         }
         request
     }
@@ -186,12 +186,12 @@ impl Model {
         }
     }
 
-    /// The process in which a sync failed has exited, so the failure is no longer known.
+    /// The process in which a sync failed has exited. Syncs of later processes do not report that failure.
     pub fn doubt(&mut self) {
         self.sectors.iter_mut().flatten().for_each(|version| version.doubtful = true);
     }
 
-    /// Checks the bytes of `sector` that a read returned which was sent at `submitted`.
+    /// Checks the bytes of `sector` that a read returned. The client sent the read at `submitted`.
     pub fn check_read(&self, sector: u64, submitted: u64, bytes: &[u8]) -> Result<(), String> {
         let versions = &self.sectors[sector as usize];
         let overwritten = |old: &Version| {
@@ -204,7 +204,7 @@ impl Model {
     pub fn check_after_power_cut(&mut self, sector: u64, bytes: &[u8]) -> Result<(), String> {
         let versions = &mut self.sectors[sector as usize];
         check(versions, |old| is_lost(versions, old), sector, bytes)?;
-        *versions = vec![first(Content::Found(bytes.into()))];
+        *versions = vec![first(Content::Bytes(bytes.into()))];
         Ok(())
     }
 }

@@ -1,5 +1,5 @@
-//! One side of the comparison. Two modules include this file: one over blkq, and one over a build of the same sources
-//! without padding.
+//! One side of the comparison. Two modules include this file: one with blkq as `library`, and one with a build of the
+//! same sources without padding.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
@@ -128,7 +128,7 @@ impl Running {
     }
 }
 
-/// Runs `body` on `count` threads for `length`, and returns their total.
+/// Runs `body`, which returns a number of I/Os, on `count` threads for `length`. Returns the rate of all I/Os.
 fn together(
     count: usize,
     processors: Processors,

@@ -26,7 +26,7 @@ const SLOT_BYTES: u64 = 0x4800;
 const SLOTS: u64 = 2 * REGION_BYTES / SLOT_BYTES;
 /// Maximum size of the data of a request.
 const DATA_MAX_BYTES: u64 = 12 << 10;
-const TABLE_MAX: usize = 8;
+const BUFFERS_MAX: usize = 8;
 /// Initial content of the buffer of a read.
 const UNREAD: u8 = 0xee;
 
@@ -67,7 +67,7 @@ struct Asked {
     ranges: Vec<Range<u64>>,
     /// Number of the request, which is also the time at which it was made available.
     submitted: u64,
-    /// The request is invalid, because it is beyond any size, so it must fail.
+    /// The request is beyond the end of any device, so it must fail.
     wrong: bool,
     slot: u64,
     /// Address and length of each data buffer.
@@ -162,12 +162,14 @@ pub struct Machine {
     slots: Vec<u64>,
     pub sectors: u64,
     pub discards: bool,
+    /// Whether the write cache is enabled.
     pub cache: History<bool>,
     pub daemon_began: u64,
     pub tamper: Option<Tamper>,
     pub requests: u64,
     pub errors: u64,
-    /// Requests that were in flight when a daemon was killed, and completed later; and those of descriptor 0.
+    /// The number of requests that were in flight when a daemon was killed and completed later, and how many of these
+    /// began with descriptor 0.
     pub recovered: [u64; 2],
 }
 
@@ -212,7 +214,7 @@ impl Machine {
             self.rings[index] = ring;
         }
         self.slots = slots();
-        // Each of its requests took effect, or never will.
+        // Each request in flight before the reset took effect, or never will.
         common.now += 1;
         common.model.settle(common.now);
     }
@@ -249,7 +251,8 @@ impl Machine {
         }
     }
 
-    /// Runs without faults until all requests complete, with kicks and calls only.
+    /// Runs until all requests complete, which must not take more than `turns_max` turns of the engine. Processes used
+    /// buffers only when the device calls. No faults may be injected.
     pub fn drain(&mut self, common: &mut Common, engine: &mut SimulatedEngine, turns_max: u64) {
         for index in 0..self.rings.len() {
             self.collect(index, common, true);
@@ -318,7 +321,8 @@ impl Machine {
         }
     }
 
-    /// The daemon was killed: processes the buffers that it used. `in_flight` reports which heads the record of a ring contains.
+    /// The daemon was killed: processes the buffers that it used. `in_flight` returns whether the record of
+    /// requests in flight contains a head of a ring.
     pub fn killed(&mut self, common: &mut Common, in_flight: impl Fn(usize, u16) -> bool) {
         for index in 0..self.rings.len() {
             self.collect(index, common, true);
@@ -410,7 +414,7 @@ impl Machine {
             recovered: false,
         };
         let indirect = self.wiring.indirect && chance.one_in(2);
-        let most = if indirect { TABLE_MAX } else { TABLE_MAX.min(self.wiring.size.into()) };
+        let most = if indirect { BUFFERS_MAX } else { BUFFERS_MAX.min(self.wiring.size.into()) };
         let offers = self.write_request(&mut asked, most, chance);
         let Machine { rings, guest, slots, .. } = self;
         let ring = &mut rings[ring];
@@ -460,7 +464,8 @@ impl Machine {
             offers = vec![(header, 5, false), (header + 5, 11, false)];
         }
         let writes = matches!(asked.kind, Kind::Read | Kind::Id);
-        // The mapping in this process is shifted by 64 bytes against the guest's pages.
+        // The mapping in this process is shifted by 64 bytes against the guest's pages. So an address 448 bytes after a
+        // boundary of 512 bytes in the guest is aligned in this process.
         let aligned = chance.one_in(2) && data.len().is_multiple_of(SECTOR_BYTES);
         let unit = if aligned { SECTOR_BYTES } else { 1 };
         let begin = asked.slot + 0x80;
@@ -517,8 +522,8 @@ impl Machine {
         let may_fail = common.errors_allowed || common.slow || may_deny || may_be_beyond;
         assert!(ok || may_fail, "status {status} though nothing went wrong: {asked:?}");
         if must_deny || must_be_beyond {
-            assert!(!ok, "not rejected as it must be: {asked:?}");
-            // An earlier daemon may have executed a part of it.
+            assert!(!ok, "a request succeeded that must be rejected: {asked:?}");
+            // An earlier daemon may have executed a part of the request.
             if since > self.daemon_began && writes {
                 return asked.ranges.iter().for_each(|range| common.model.reject(since, range.clone()));
             }
@@ -531,7 +536,7 @@ impl Machine {
                 }
                 for (sector, bytes) in asked.ranges[0].clone().zip(bytes.chunks(SECTOR_BYTES)) {
                     if let Err(wrong) = common.model.check_read(sector, since, bytes) {
-                        panic!("a read brought what cannot be: {wrong}");
+                        panic!("a read returned impossible data: {wrong}");
                     }
                 }
             }
