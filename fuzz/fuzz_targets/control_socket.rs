@@ -1,10 +1,11 @@
 //! The control socket of a real daemon with arbitrary clients. The daemon must answer each request with one line of JSON,
 //! close the connection, and continue to serve the device.
 //!
-//! Input: the size of the pieces that are sent, then the request: the bytes themselves if the size is even, otherwise
-//! settings, one per line, for a well-formed `set`. If the size is 255, choices follow from which requests are generated:
-//! requests that a model of the device knows, after which the device must match the model, and well-formed requests
-//! with a defect. A command that would stop the daemon is not sent.
+//! Input: a byte that selects the size of the pieces in which the request is sent, then the request. If the byte is
+//! even, the request is in the input as it is sent; if the byte is odd, the input contains the settings of a well-formed
+//! `set`, one per line. The byte 255 is an exception: choices follow, from which requests are generated, some valid and
+//! some with a defect, and the device must then have the expected settings. A command that would stop the daemon is not
+//! sent.
 // Contract: bounded-input
 
 #![no_main]
@@ -56,10 +57,10 @@ static SOCKET: LazyLock<PathBuf> = LazyLock::new(|| {
     directory.join("fuzz.control")
 });
 
-fn ask(request: &[u8], at_once: usize) -> Vec<u8> {
+fn ask(request: &[u8], piece_bytes: usize) -> Vec<u8> {
     let mut stream = UnixStream::connect(&*SOCKET).expect("the daemon listens");
     stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
-    for piece in request.chunks(at_once) {
+    for piece in request.chunks(piece_bytes) {
         // The daemon may have stopped reading.
         if stream.write_all(piece).is_err() {
             break;
@@ -76,10 +77,10 @@ fn ask(request: &[u8], at_once: usize) -> Vec<u8> {
 }
 
 /// Returns the daemon's answer, if it sent one.
-fn answered<T: serde::de::DeserializeOwned>(request: &Value, at_once: usize) -> Option<Reply<T>> {
+fn answered<T: serde::de::DeserializeOwned>(request: &Value, piece_bytes: usize) -> Option<Reply<T>> {
     let mut line = serde_json::to_vec(request).expect("JSON");
     line.push(b'\n');
-    let answer = ask(&line, at_once);
+    let answer = ask(&line, piece_bytes);
     (!answer.is_empty()).then(|| serde_json::from_slice(&answer).expect("a reply"))
 }
 
@@ -90,8 +91,8 @@ fn show() -> DeviceInfo {
     }
 }
 
-/// Settings for one request, and the number of those that take effect: all before the first invalid one.
-fn set(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
+/// Sends several settings in one `set`, and checks that exactly those before the first invalid one take effect.
+fn set(u: &mut Unstructured<'_>, piece_bytes: usize) -> Result<()> {
     let all = [&SETTINGS[..], &OTHERS].concat();
     let (mut settings, mut done) = (Vec::new(), None);
     for number in 0..u.int_in_range(1..=6)? {
@@ -103,7 +104,7 @@ fn set(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
         }
     }
     let before = show();
-    let reply: Option<Reply<()>> = answered(&json!({ "command": "set", "settings": settings }), at_once);
+    let reply: Option<Reply<()>> = answered(&json!({ "command": "set", "settings": settings }), piece_bytes);
     assert_eq!(matches!(reply, Some(Reply::Ok(()))), done.is_none(), "{settings:?}: {reply:?}");
     let after = show();
     let settings = &settings[..done.unwrap_or(settings.len())];
@@ -116,9 +117,9 @@ fn set(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
 }
 
 /// Checks that a device in memory cannot be resized.
-fn resize(u: &mut Unstructured<'_>, at_once: usize) -> Result<()> {
+fn resize(u: &mut Unstructured<'_>, piece_bytes: usize) -> Result<()> {
     let size: Option<u64> = u.arbitrary()?;
-    let reply: Option<Reply<u64>> = answered(&json!({ "command": "resize", "size": size }), at_once);
+    let reply: Option<Reply<u64>> = answered(&json!({ "command": "resize", "size": size }), piece_bytes);
     assert!(matches!(reply, Some(Reply::Error(_))), "{size:?}: {reply:?}");
     assert_eq!(show().size, 1 << 20);
     Ok(())
@@ -142,7 +143,7 @@ fn broken(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
         };
         fields.push((name.to_owned(), value));
     }
-    // Formats the request without an object, which could contain each name only once.
+    // Formats the request by hand, because an object of serde_json contains each name only once.
     let fields: Vec<String> = fields.iter().map(|(name, value)| format!("{}:{value}", json!(name))).collect();
     let mut line = format!("{{{}}}", fields.join(",")).into_bytes();
     if u.ratio(1, 8)? {
@@ -154,24 +155,24 @@ fn broken(u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(line)
 }
 
-fn made(u: &mut Unstructured<'_>) -> Result<()> {
+fn send_generated(u: &mut Unstructured<'_>) -> Result<()> {
     for _ in 0..u.int_in_range(1..=4)? {
-        let at_once = if u.ratio(1, 2)? { usize::MAX } else { u.int_in_range(1..=64)? };
+        let piece_bytes = if u.ratio(1, 2)? { usize::MAX } else { u.int_in_range(1..=64)? };
         match u.int_in_range(0..=3)? {
-            0 => set(u, at_once)?,
-            1 => resize(u, at_once)?,
+            0 => set(u, piece_bytes)?,
+            1 => resize(u, piece_bytes)?,
             2 => {
-                let reply: Option<Reply<Value>> = answered(&json!({ "command": "stat" }), at_once);
+                let reply: Option<Reply<Value>> = answered(&json!({ "command": "stat" }), piece_bytes);
                 assert!(matches!(reply, Some(Reply::Ok(Value::Object(_)))), "{reply:?}");
             }
-            _ => request(&broken(u)?, at_once),
+            _ => request(&broken(u)?, piece_bytes),
         }
     }
     Ok(())
 }
 
 /// Sends `request`, unless it would stop the daemon, and checks the reply.
-fn request(request: &[u8], at_once: usize) {
+fn request(request: &[u8], piece_bytes: usize) {
     let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let parsed = parse_request(line);
     if let Ok(request) = &parsed {
@@ -189,7 +190,7 @@ fn request(request: &[u8], at_once: usize) {
         Ok(Request::Resize { size: Some(size), .. }) if (64 << 20..=i64::MAX as u64).contains(size) => return,
         _ => {}
     }
-    let answer = ask(request, at_once);
+    let answer = ask(request, piece_bytes);
     assert!(answer.len() <= REPLY_BYTES_MAX);
     let cut_off = request.len() > LINE_BYTES_MAX || line.len() < request.len();
     assert!(cut_off || answer.ends_with(b"\n"), "{:?}", String::from_utf8_lossy(&answer));
@@ -206,7 +207,7 @@ fuzz_target!(|data: &[u8]| {
     let Some((choice, rest)) = data.split_first() else { return };
     if *choice == u8::MAX {
         // The requests stop when the choices are used up.
-        let _ = made(&mut Unstructured::new(rest));
+        let _ = send_generated(&mut Unstructured::new(rest));
         return;
     }
     let mut line = rest.to_vec();

@@ -56,7 +56,7 @@ const VALUES: [&str; 44] = [
     "NAME,SIZE",
     "+BACK-FILE,nonsense",
 ];
-/// Maximum number of arguments of a line.
+/// Maximum number of arguments of a line after the required ones.
 const ARGUMENTS_MAX: usize = 10;
 
 /// The commands of blkq. They are built once, because that takes much longer than parsing a line.
@@ -74,7 +74,7 @@ pub fn parse(words: &[String]) -> Option<String> {
     Cli::from_arg_matches(&matches).ok().map(|cli| format!("{cli:?}"))
 }
 
-/// Chooses a value for `argument`, more often a possible value.
+/// Chooses a value for `argument`, usually one that its description in clap lists, if it lists any.
 fn value(u: &mut Unstructured<'_>, argument: &Arg) -> Result<String> {
     let possible = argument.get_possible_values();
     Ok(match u.int_in_range(0..=7)? {
@@ -90,7 +90,8 @@ fn positional(value: &str) -> String {
     value.trim_start_matches('-').to_owned()
 }
 
-/// Formats `argument` with a value, if it takes one: as a single word, and as separate words.
+/// Formats `argument` in two ways with the same meaning: with a value as a single word and as separate words, or
+/// without a value by its long and its short name.
 fn spelled(u: &mut Unstructured<'_>, argument: &Arg) -> Result<[Vec<String>; 2]> {
     let (long, short) = (argument.get_long(), argument.get_short());
     if !argument.get_action().takes_values() {
@@ -105,7 +106,7 @@ fn spelled(u: &mut Unstructured<'_>, argument: &Arg) -> Result<[Vec<String>; 2]>
         return Ok([vec![word.clone()], vec![word]]);
     };
     let joined = vec![format!("--{long}={value}")];
-    // An empty word, or a word that looks like an option, must be in the same word as its option.
+    // A value that is empty or looks like an option must be in the same word as its option.
     if argument.is_require_equals_set() || value.is_empty() || value.starts_with('-') {
         return Ok([joined.clone(), joined]);
     }
