@@ -12,11 +12,12 @@
 //!
 //! Writes of whole blocks submitted before a range was locked are not in the table. So a range is granted
 //! only after each member (the source of a server on one engine) found no such write in flight:
-//! [`LockedTable::check`]. Therefore the load in `is_taken` may be relaxed. Until its check, a member
-//! may miss the new range, but the check finds the writes that the member has submitted. After the check, the
+//! [`LockedTable::check`]. Therefore the load in `is_taken` may be relaxed. Until its check, a member may
+//! miss the new range, but the check finds the writes that the member has submitted. After the check, the
 //! member has held the mutex, and so sees the range.
 //!
-//! Engines never wait for the mutex ([`Member::try_enter`]), and wake each other with messages.
+//! Engines wait for the mutex only when a source starts or is dropped. Otherwise they try to lock it
+//! ([`Member::try_enter`]). They wake each other with messages.
 
 #[cfg(test)]
 mod tests;
