@@ -44,7 +44,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// The measured file. The first call creates and fills it.
+    /// The file on which cases do I/O. The first call creates and fills it.
     pub fn file(&mut self) -> Result<&TestFile> {
         if self.file.is_none() {
             let wanted = &self.file_wanted;

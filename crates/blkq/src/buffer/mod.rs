@@ -83,8 +83,8 @@ impl Drop for RegisteredMemory {
     }
 }
 
-// SAFETY: a segment is only an address. The code that created it promises what may be done with the memory on
-// which thread (see `Data`, whose constructors demand it).
+// SAFETY: a segment is only an address. Which threads may access its memory is a promise of the owner: see
+// `SegmentOwner`, an unsafe trait.
 unsafe impl Send for Segment {}
 
 /// Owned, zeroed, page-aligned memory for I/O.

@@ -307,7 +307,7 @@ impl Machine {
         assert_eq!(changed, None, "memory that is not the device's has changed");
     }
 
-    /// Ring `index` was stopped and continues at `base`: all requests that the device took from it have completed.
+    /// Ring `index` was stopped and can continue at `base`: all requests that the device took from it have completed.
     pub fn stopped(&mut self, index: usize, base: u32, common: &mut Common, chance: &mut Random) {
         self.collect(index, common, true);
         self.check();
@@ -423,7 +423,7 @@ impl Machine {
             return slots.push(slot);
         }
         if ring.unkicked + descriptors > self.wiring.size.into() {
-            // The ring must not be filled more than once without a check whether to kick.
+            // Between two checks whether to kick, at most as many descriptors as the ring has may be added.
             ring.kick(guest);
         }
         ring.unkicked += descriptors;
