@@ -76,7 +76,8 @@ class Mode:
             self.load.connect(server.socket, self.connections)
             # Often in the first moments, sometimes after many requests.
             end = time.monotonic() + min(self.random.expovariate(1 / 0.06), 0.5)
-            self.load.run(self.depth, lambda: time.monotonic() > end)
+            # But not before a write was answered in this mode: without one, the kills test nothing.
+            self.load.run(self.depth, lambda: time.monotonic() > end and self.load.answered["write"])
             self.unanswered += self.load.in_flight()
             server.kill()
             self.load.take_all_that_was_sent()
