@@ -53,9 +53,9 @@ fn after_help() -> String {
         "\
 A device whose daemon was killed or crashed has the mode `dead`: `blkq show` prints why, `blkq
 recover` serves it again with its options, and the next `blkq attach` with this name, `blkq detach`
-or --clean removes its stale files. A ublk device outlives its daemon and then has the mode `orphan`:
-run `blkq recover` or `blkq detach`. The last line names the devices that can be recovered. With
---configured, a device that is not attached has the mode `configured`.
+or --clean removes its stale files. A ublk device outlives its daemon and then has the mode
+`orphan`: run `blkq recover` or `blkq detach`. The last line names the devices that can be
+recovered. With --configured, a device that is not attached has the mode `configured`.
 
 --output also accepts the columns of `blkq losetup`.
 
