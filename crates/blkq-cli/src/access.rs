@@ -4,7 +4,7 @@ use std::ffi::{CStr, CString};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use blkq_export::nbd::SocketAccess;
+use blkq_export::SocketAccess;
 
 use crate::failure::{Failure, Outcome};
 

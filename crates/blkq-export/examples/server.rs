@@ -5,7 +5,8 @@ use std::io::Read;
 
 use blkq::drivers::ram::Ram;
 use blkq::{Disk, EngineThread, StatGroup};
-use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer};
+use blkq_export::Listen;
+use blkq_export::nbd::{NbdExport, NbdOptions, NbdServer};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let socket = std::env::args().nth(1).ok_or("usage: server SOCKET")?;

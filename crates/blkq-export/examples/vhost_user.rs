@@ -7,7 +7,7 @@ use std::io::Read;
 
 use blkq::{Disk, EngineThread, StatGroup};
 use blkq_drivers::{DriverOptions, open};
-use blkq_export::nbd::Listen;
+use blkq_export::Listen;
 use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -8,7 +8,8 @@
 //! ```
 //! use blkq::drivers::ram::Ram;
 //! use blkq::{Disk, EngineThread};
-//! use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer};
+//! use blkq_export::Listen;
+//! use blkq_export::nbd::{NbdExport, NbdOptions, NbdServer};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let disk = Disk::builder(Box::new(Ram::new(64 << 20, 512, false)?)).build()?;
@@ -27,6 +28,7 @@
 mod buffers;
 pub mod client_kind;
 mod counters;
+mod listener;
 pub mod mapping;
 pub mod nbd;
 pub mod peer;
@@ -37,3 +39,4 @@ pub mod vhost_user;
 mod work;
 
 pub use counters::Counted;
+pub use listener::{Listen, Listener, SocketAccess};

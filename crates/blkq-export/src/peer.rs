@@ -1,9 +1,11 @@
-//! The process at the other end of a unix socket.
+//! The other end of a socket: the process for a unix socket, else an address.
 
 use std::mem::MaybeUninit;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 
 use rustix::io::Errno;
+use rustix::net::{AddressFamily, sockopt};
 use rustix::process::{Pid, Uid};
 
 /// A process, as the kernel recorded it when the connection was made (`SO_PEERCRED`).
@@ -44,6 +46,25 @@ impl Peer {
         }
         Ok(Peer { pid: Pid::from_raw(peer.pid), uid: Uid::from_raw(peer.uid) })
     }
+}
+
+/// Describes the peer for logs and lists of connections.
+pub(crate) fn peer_name(socket: impl AsFd) -> String {
+    let socket = socket.as_fd();
+    if is_unix(socket) {
+        return match Peer::of(socket) {
+            Ok(Peer { pid, uid }) => format!("pid {}, uid {}", Pid::as_raw(pid), uid.as_raw()),
+            Err(_) => "unknown".into(),
+        };
+    }
+    match rustix::net::getpeername(socket).ok().flatten().map(SocketAddr::try_from) {
+        Some(Ok(address)) => address.to_string(),
+        _ => "unknown".into(),
+    }
+}
+
+pub(crate) fn is_unix(socket: impl AsFd) -> bool {
+    sockopt::socket_domain(socket) == Ok(AddressFamily::UNIX)
 }
 
 #[cfg(test)]

@@ -21,8 +21,9 @@ use blkq::{
     Tag, Taken,
 };
 use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
+use blkq_export::Listen;
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{Listen, NbdOptions, NbdServer};
+use blkq_export::nbd::{NbdOptions, NbdServer};
 use nbd::*;
 use rustix::net::{AddressFamily, SocketType};
 

@@ -15,8 +15,9 @@ use std::sync::mpsc::channel;
 
 use blkq::testing::wait_until;
 use blkq::{Completion, Cqe, Disk, EngineHandle, Error, Source, SourceContext, TURN_BUDGET};
+use blkq_export::Listen;
+use blkq_export::nbd::NbdServer;
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{Listen, NbdServer};
 use blkq_export::vhost_user::{VhostUserDevice, VhostUserOptions};
 use front_end::{DATA, F_INDIRECT, FEATURES, FrontEnd, SIZE};
 

@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use blkq_export::nbd::{Listen, Listener};
+use blkq_export::{Listen, Listener};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::failure::{Failure, Outcome};

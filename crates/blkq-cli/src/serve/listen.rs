@@ -5,8 +5,9 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use blkq::ErrorKind;
-use blkq_export::nbd::{Listen, NbdOptions, NbdServer, SocketAccess, TlsCertificates, TlsOptions};
+use blkq_export::nbd::{NbdOptions, NbdServer, TlsCertificates, TlsOptions};
 use blkq_export::vhost_user::VhostUserDevice;
+use blkq_export::{Listen, SocketAccess};
 
 use crate::access::closed_directory;
 use crate::failure::{Failure, Outcome};

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::Journals;
-use blkq_export::nbd::{Listen, TlsOptions};
+use blkq_export::Listen;
+use blkq_export::nbd::TlsOptions;
 use blkq_export::ublk::{IdleWatch, SetupProcess, process};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 

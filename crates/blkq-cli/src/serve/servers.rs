@@ -1,9 +1,10 @@
 use std::sync::Arc;
 
 use blkq::{Disk, EngineHandle};
+use blkq_export::SocketAccess;
 use blkq_export::nbd::{
-    ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, SocketAccess,
-    StoppingServer, TlsOptions,
+    ConnectionInfo, NbdExport, NbdOptions, NbdServer, NbdSwitches, Paused, RangeLock, StoppingServer,
+    TlsOptions,
 };
 use blkq_export::vhost_user::{self, StoppingDevice, VhostUserDevice, VhostUserOptions};
 

@@ -9,7 +9,6 @@ mod connection;
 pub mod contexts;
 pub mod handshake;
 mod in_flight;
-mod listener;
 mod options;
 mod outgoing;
 mod payload;
@@ -42,7 +41,6 @@ pub mod fuzzing {
 }
 
 pub use certificates::{PreparedCertificates, TlsCertificates};
-pub use listener::{Listen, Listener, SocketAccess};
 pub use options::{NbdExport, NbdOptions, NbdSwitches};
 pub use ranges::RangeLock;
 pub use rejections::{Reason, Rejection};

@@ -7,10 +7,10 @@ use std::sync::atomic::AtomicBool;
 use blkq::{Error, ErrorKind};
 
 use super::handshake::TlsPolicy;
-use super::listener::SocketAccess;
 use super::proto::{PAYLOAD_MAX_BYTES, STRING_MAX_BYTES};
 use super::ranges::RangeLock;
 use super::tls::TlsOptions;
+use crate::listener::SocketAccess;
 
 /// Limit of [`NbdOptions::requests_max`]: a reply takes up to two iovecs, and one send at most 1024.
 const REQUESTS_MAX: usize = 500;

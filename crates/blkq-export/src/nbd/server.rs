@@ -1,17 +1,18 @@
 //! The server as its owner uses it: start, observe, stop.
 
 use std::net::SocketAddr;
+use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blkq::{EngineHandle, Error, ErrorKind, SourceId, StoppingSource};
 
 use super::handshake::TlsPolicy;
-use super::listener::{Listen, ListenAddress, Opened, Socket};
 use super::options::NbdOptions;
 use super::rejections::Rejection;
 use super::source::{ClientOrigin, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
+use crate::listener::{Listen, ListenAddress, Opened, Socket};
 
 /// Runs the server's source on a simulated engine, with clients that arrive as messages.
 #[cfg(simulation)]
@@ -62,7 +63,7 @@ impl NbdServer {
         options.validate()?;
         let Opened { socket, listen_address } = listen.open(options.access)?;
         check_reach(&options, &listen_address)?;
-        let uri = listen_address.uri(options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
+        let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
         let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
         let options = Arc::new(options);
         // A single connection is served by one engine.
@@ -199,4 +200,31 @@ fn check_reach(options: &NbdOptions, listen_address: &ListenAddress) -> Result<(
     let message =
         format!("other machines can connect to {address} and could read and change the device without TLS");
     Err(Error::new(ErrorKind::Exposed, message))
+}
+
+/// The URI of the export with this name, or of the server if the name is empty. `tls`: clients must use TLS.
+fn uri(address: &ListenAddress, tls: bool, export: &str) -> String {
+    let scheme = if tls { "nbds" } else { "nbd" };
+    let export = escaped(export.as_bytes());
+    match address {
+        ListenAddress::Unix(path, _) => {
+            format!("{scheme}+unix:///{export}?socket={}", escaped(path.as_os_str().as_bytes()))
+        }
+        ListenAddress::Tcp(address) if export.is_empty() => format!("{scheme}://{address}"),
+        ListenAddress::Tcp(address) => format!("{scheme}://{address}/{export}"),
+        ListenAddress::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
+        ListenAddress::Inherited { connected: true, .. } => {
+            format!("{scheme} on an inherited connection")
+        }
+    }
+}
+
+/// Percent-encodes `text` for a URI.
+fn escaped(text: &[u8]) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
+    let escaped = text.iter().map(|byte| match plain(*byte) {
+        true => char::from(*byte).to_string(),
+        false => format!("%{byte:02X}"),
+    });
+    escaped.collect()
 }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,7 +15,6 @@ use io_uring::{opcode, types};
 use super::connection::Connection;
 use super::contexts::offered_bitmaps;
 use super::handshake::Export;
-use super::listener::{peer_name, tune};
 use super::options::NbdOptions;
 use super::proto::TransmissionFlags;
 use super::rejections::Reason;
@@ -23,6 +22,7 @@ use super::shared::{ACCEPTED, CANCELLED, EngineShared, Message, SENT, token};
 use super::status::Registry;
 use super::stream::{ConnectionBuffers, block_sigpipe};
 use super::unaligned::RangesChanged;
+use crate::peer::peer_name;
 
 /// Pause in accepting after accept failed, for example for lack of descriptors.
 const ACCEPT_PAUSE_NS: u64 = 100_000_000;
@@ -136,7 +136,7 @@ impl NbdSource {
         if cqe.result >= 0 {
             // SAFETY: the kernel returned this new descriptor, which nothing else owns.
             let socket = unsafe { OwnedFd::from_raw_fd(cqe.result) };
-            if self.registry.admit(self.shared.options.connections_max, || peer_name(socket.as_fd())) {
+            if self.registry.admit(self.shared.options.connections_max, || peer_name(&socket)) {
                 self.assign(cx, socket);
             }
         } else if !matches!(-cqe.result, libc::ECONNABORTED | libc::EINTR | libc::EAGAIN) {
@@ -165,12 +165,11 @@ impl NbdSource {
         let Some(buffers) = buffers else {
             self.loads[self.engine].fetch_sub(1, Relaxed);
             if !self.stopping {
-                self.registry.rejections.push(Reason::NoMemory, || peer_name(socket.as_fd()));
+                self.registry.rejections.push(Reason::NoMemory, || peer_name(&socket));
             }
             return self.registry.reject_admitted();
         };
-        tune(socket.as_fd());
-        let status = self.registry.register(peer_name(socket.as_fd()));
+        let status = self.registry.register(peer_name(&socket));
         let unaligned = self.shared.options.unaligned.is_some();
         let exports = self.shared.options.exports.iter().map(|export| {
             let limits = cx.limits(export.queue);
@@ -300,7 +299,7 @@ unsafe impl Source for NbdSource {
         self.shared.join(cx);
         if let ClientOrigin::Client(client) = &mut self.client_origin
             && let Some(socket) = client.take()
-            && self.registry.admit(1, || peer_name(socket.as_fd()))
+            && self.registry.admit(1, || peer_name(&socket))
         {
             self.assign(cx, socket);
         }

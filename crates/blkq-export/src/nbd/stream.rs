@@ -1,12 +1,14 @@
 //! The byte stream of one connection: the socket, TLS, and at most one receive and one send on the ring.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use blkq::SourceContext;
 use io_uring::{opcode, types};
-use rustix::net::{Shutdown, shutdown};
+use rustix::net::{Shutdown, shutdown, sockopt};
 
 use crate::buffers::{BufferPool, try_zeroed};
+use crate::peer::is_unix;
 
 use super::handshake::INPUT_BYTES;
 use super::outgoing::Outgoing;
@@ -16,6 +18,16 @@ use super::tls::{Tls, TlsEnd, TlsOptions};
 /// Size of the input buffer in bytes: room for thirty writes of 4 KiB, or for any option of the handshake.
 const INPUT_BUFFER_BYTES: usize = 128 << 10;
 const _: () = assert!(INPUT_BUFFER_BYTES >= INPUT_BYTES);
+/// Send buffer of a unix socket, in bytes: the replies of one deep queue of small reads. A process without
+/// CAP_NET_ADMIN is limited by net.core.wmem_max.
+const SEND_BUFFER_BYTES: usize = 1 << 20;
+
+/// TCP keepalive: after 30 s of silence the kernel probes the client every 10 s, and breaks the connection
+/// when three probes had no answer. So a dead client is detected after a minute.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEPALIVE_PROBES: u32 = 3;
+
 /// `IORING_RECVSEND_POLL_FIRST` of io_uring.h: poll the socket before the first attempt to receive.
 const IORING_RECVSEND_POLL_FIRST: u16 = 1 << 0;
 
@@ -72,6 +84,7 @@ pub(super) struct Stream {
 
 impl Stream {
     pub fn new(slot: u32, socket: OwnedFd, buffers: ConnectionBuffers) -> Stream {
+        tune(&socket);
         Stream {
             slot,
             socket,
@@ -352,4 +365,20 @@ pub(super) fn block_sigpipe() {
 
 fn iovec(bytes: &mut [u8]) -> libc::iovec {
     libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
+}
+
+/// Sets the options of a client's socket. Errors are ignored, because the options only affect speed and the
+/// detection of dead clients.
+fn tune(socket: &OwnedFd) {
+    if is_unix(socket) {
+        if sockopt::set_socket_send_buffer_size_force(socket, SEND_BUFFER_BYTES).is_err() {
+            let _ = sockopt::set_socket_send_buffer_size(socket, SEND_BUFFER_BYTES);
+        }
+    } else {
+        let _ = sockopt::set_tcp_nodelay(socket, true);
+        let _ = sockopt::set_socket_keepalive(socket, true);
+        let _ = sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE);
+        let _ = sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL);
+        let _ = sockopt::set_tcp_keepcnt(socket, KEEPALIVE_PROBES);
+    }
 }

@@ -16,8 +16,8 @@ use super::session::Session;
 use super::shared::Shared;
 use super::status::Event;
 use super::untrusted_fd::{UntrustedFd, are_too_many};
-use crate::nbd::Listener;
-use crate::peer::Peer;
+use crate::listener::Listener;
+use crate::peer::peer_name;
 use crate::sync::atomic::Ordering::SeqCst;
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -193,14 +193,5 @@ pub fn close_listener(listener: Listener) {
         while let Ok(socket) = accept_with(&listener, SocketFlags::CLOEXEC) {
             drop(UntrustedFd::new(socket));
         }
-    }
-}
-
-fn peer_name(socket: &UntrustedFd) -> String {
-    match Peer::of(socket) {
-        Ok(Peer { pid, uid }) => {
-            format!("pid {}, uid {}", rustix::process::Pid::as_raw(pid), uid.as_raw())
-        }
-        Err(_) => "unknown".into(),
     }
 }

@@ -12,7 +12,7 @@ use super::notifier::{MEMORY_WAIT, Notifier};
 use super::registration::RegistrationLimits;
 use super::shared::Shared;
 use super::status::{FrontEnd, FrontEndInfo, Paused, Registry, Report, VhostUserCounters};
-use crate::nbd::{Listen, Listener, SocketAccess};
+use crate::listener::{Listen, Listener, SocketAccess};
 
 /// The options of a device that [`VhostUserDevice::start`] creates.
 #[derive(Clone, Debug, Default)]

@@ -15,8 +15,9 @@ use std::time::Duration;
 use blkq::drivers::ram::Ram;
 use blkq::{Disk, Driver, EngineThread};
 use blkq_drivers::model::{Model, ModelCompletion, ModelOptions};
+use blkq_export::Listen;
 use blkq_export::nbd::reply::ReplyStyle;
-use blkq_export::nbd::{Listen, NbdExport, NbdOptions, NbdServer};
+use blkq_export::nbd::{NbdExport, NbdOptions, NbdServer};
 
 pub const SIZE: u64 = 256 << 20;
 

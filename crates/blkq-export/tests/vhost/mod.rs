@@ -11,7 +11,7 @@ use blkq::drivers::ram::Ram;
 use blkq::testing::wait_until;
 use blkq::{Disk, Driver, EngineThread, ErrorKind};
 use blkq_drivers::r#loop::{DirectIo, LoopDevice, LoopOptions};
-use blkq_export::nbd::Listen;
+use blkq_export::Listen;
 use blkq_export::vhost_user::{Event, RegistrationLimits, Report, VhostUserDevice, VhostUserOptions};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;

@@ -6,26 +6,14 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use blkq::{Error, ErrorKind};
 use rustix::fs::{AtFlags, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
-use rustix::process::Pid;
-
-use crate::peer::Peer;
 
 /// Length of the kernel's queue of clients that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Send buffer of a unix socket, in bytes: room for the replies to one deep queue of small reads. A process
-/// without CAP_NET_ADMIN is limited by net.core.wmem_max.
-const SEND_BUFFER_BYTES: usize = 1 << 20;
-
-/// TCP keepalive: a probe every 10 s after 30 s of silence; three without an answer break the connection.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-const KEEPALIVE_PROBES: u32 = 3;
 
 /// Group and mode of a unix socket that the server creates. Connecting needs write permission (unix(7)).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -55,12 +43,13 @@ pub enum Listen {
     Inherited(OwnedFd),
 }
 
-pub(super) struct Opened {
+/// An open socket, and its address.
+pub(crate) struct Opened {
     pub socket: Socket,
     pub listen_address: ListenAddress,
 }
 
-pub(super) enum Socket {
+pub(crate) enum Socket {
     Listening(OwnedFd),
     /// A socket that is connected to the only client.
     Connected(OwnedFd),
@@ -72,8 +61,9 @@ pub struct Listener {
     listen_address: ListenAddress,
 }
 
-/// The address of a server. Dropping it removes the unix socket file that the server created.
-pub(super) enum ListenAddress {
+/// The address of a server. When it is dropped, it removes the socket file of a unix socket that the server
+/// created.
+pub(crate) enum ListenAddress {
     /// The path, and the device and inode number of the socket file.
     Unix(PathBuf, (u64, u64)),
     Tcp(SocketAddr),
@@ -87,7 +77,7 @@ pub(super) enum ListenAddress {
 }
 
 impl Listen {
-    /// Listens for a server other than NBD, on a non-blocking socket.
+    /// Listens. The socket is non-blocking.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if another process listens there, [`ErrorKind::Invalid`] for a connected socket.
@@ -119,7 +109,7 @@ impl Listen {
         addresses.find(|address| !is_loopback(address))
     }
 
-    pub(super) fn open(self, access: SocketAccess) -> Result<Opened, Error> {
+    pub(crate) fn open(self, access: SocketAccess) -> Result<Opened, Error> {
         match self {
             Listen::Unix(path) => listen_unix(path, access),
             Listen::Tcp(host, port) => listen_tcp(&host, port),
@@ -302,23 +292,7 @@ impl AsFd for Listener {
 }
 
 impl ListenAddress {
-    /// The NBD URI of an export, or of the server if the name is empty. `tls`: clients must use TLS.
-    pub fn uri(&self, tls: bool, export: &str) -> String {
-        let scheme = if tls { "nbds" } else { "nbd" };
-        let export = escaped(export.as_bytes());
-        match self {
-            ListenAddress::Unix(path, _) => {
-                format!("{scheme}+unix:///{export}?socket={}", escaped(path.as_os_str().as_bytes()))
-            }
-            ListenAddress::Tcp(address) if export.is_empty() => format!("{scheme}://{address}"),
-            ListenAddress::Tcp(address) => format!("{scheme}://{address}/{export}"),
-            ListenAddress::Inherited { connected: false, .. } => format!("{scheme} on an inherited socket"),
-            ListenAddress::Inherited { connected: true, .. } => {
-                format!("{scheme} on an inherited connection")
-            }
-        }
-    }
-
+    /// The name of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
         match self {
             ListenAddress::Inherited { open, .. } => open.clone(),
@@ -348,15 +322,6 @@ impl ListenAddress {
     }
 }
 
-fn escaped(text: &[u8]) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
-    let escaped = text.iter().map(|byte| match plain(*byte) {
-        true => char::from(*byte).to_string(),
-        false => format!("%{byte:02X}"),
-    });
-    escaped.collect()
-}
-
 impl Drop for ListenAddress {
     fn drop(&mut self) {
         let ListenAddress::Unix(path, made) = &*self else { return };
@@ -369,38 +334,6 @@ impl Drop for ListenAddress {
 
 fn is_loopback(address: &SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
-}
-
-/// Sets options that only affect speed and the detection of dead clients, so errors are ignored.
-pub(super) fn tune(socket: BorrowedFd<'_>) {
-    if is_unix(socket) {
-        if sockopt::set_socket_send_buffer_size_force(socket, SEND_BUFFER_BYTES).is_err() {
-            let _ = sockopt::set_socket_send_buffer_size(socket, SEND_BUFFER_BYTES);
-        }
-    } else {
-        let _ = sockopt::set_tcp_nodelay(socket, true);
-        let _ = sockopt::set_socket_keepalive(socket, true);
-        let _ = sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE);
-        let _ = sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL);
-        let _ = sockopt::set_tcp_keepcnt(socket, KEEPALIVE_PROBES);
-    }
-}
-
-pub(super) fn peer_name(socket: BorrowedFd<'_>) -> String {
-    if is_unix(socket) {
-        return match Peer::of(socket) {
-            Ok(Peer { pid, uid }) => format!("pid {}, uid {}", Pid::as_raw(pid), uid.as_raw()),
-            Err(_) => "unknown".into(),
-        };
-    }
-    match rustix::net::getpeername(socket).ok().flatten().map(SocketAddr::try_from) {
-        Some(Ok(address)) => address.to_string(),
-        _ => "unknown".into(),
-    }
-}
-
-fn is_unix(socket: BorrowedFd<'_>) -> bool {
-    sockopt::socket_domain(socket.as_fd()) == Ok(AddressFamily::UNIX)
 }
 
 #[cfg(test)]
