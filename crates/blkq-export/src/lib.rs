@@ -28,10 +28,12 @@
 mod buffers;
 pub mod client_kind;
 mod counters;
+mod event;
 mod listener;
 pub mod mapping;
 pub mod nbd;
 pub mod peer;
+mod reports;
 mod slots;
 mod sync;
 pub mod ublk;

@@ -136,7 +136,7 @@ impl NbdServer {
     /// Takes the clients that were rejected or disconnected since the last call, with the reasons: at most
     /// eight a minute for each kind of reason. Empty unless [`NbdOptions::rejection_event`] is set.
     pub fn take_rejections(&self) -> Vec<Rejection> {
-        self.registry.rejections.take()
+        self.registry.take_rejections()
     }
 
     /// Counters since the server started, over all connections.

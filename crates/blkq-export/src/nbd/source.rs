@@ -165,7 +165,7 @@ impl NbdSource {
         let Some(buffers) = buffers else {
             self.loads[self.engine].fetch_sub(1, Relaxed);
             if !self.stopping {
-                self.registry.rejections.push(Reason::NoMemory, || peer_name(&socket));
+                self.registry.report(Reason::NoMemory, || peer_name(&socket));
             }
             return self.registry.reject_admitted();
         };
@@ -276,7 +276,7 @@ impl NbdSource {
         if let Some(mut connection) = self.connections[slot as usize].take() {
             connection.release(&mut self.shared);
             if let Some(reason) = connection.take_rejection() {
-                self.registry.rejections.push(reason, || connection.status().id_and_peer().1.to_owned());
+                self.registry.report(reason, || connection.status().id_and_peer().1.to_owned());
             }
             self.registry.unregister(connection.status());
             self.loads[self.engine].fetch_sub(1, Relaxed);

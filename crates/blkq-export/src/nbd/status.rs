@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::counters::counters;
+use crate::event::signal;
+use crate::reports::Reports;
 
-use super::rejections::{Reason, Rejections};
+use super::rejections::{KINDS, Reason, Rejection};
 
 /// The state of one connection.
 #[derive(Clone, Debug)]
@@ -151,7 +153,7 @@ pub(super) struct Registry {
     served: AtomicBool,
     /// Open connections whose clients have chosen an export.
     established: Arc<AtomicUsize>,
-    pub rejections: Rejections,
+    rejections: Reports<Rejection, KINDS>,
     /// An eventfd that is written when the last client disconnects, once `served` is set.
     idle_event: Option<Arc<OwnedFd>>,
 }
@@ -175,7 +177,7 @@ impl Registry {
             receive_backoffs: AtomicU64::new(0),
             served: AtomicBool::new(false),
             established: Arc::default(),
-            rejections: Rejections::new(rejection_event),
+            rejections: Reports::new(rejection_event),
             idle_event,
         }
     }
@@ -195,7 +197,7 @@ impl Registry {
         if let Err(admission) = admitted {
             self.refused.fetch_add(1, Relaxed);
             if open_in(admission) >= connections_max {
-                self.rejections.push(Reason::TooMany(connections_max), peer);
+                self.report(Reason::TooMany(connections_max), peer);
             }
         }
         admitted.is_ok()
@@ -206,6 +208,20 @@ impl Registry {
         self.leave();
     }
 
+    /// Reports that `peer` was rejected or disconnected, unless there were too many.
+    pub fn report(&self, reason: Reason, peer: impl FnOnce() -> String) {
+        self.rejections.push(reason.kind(), |unreported, last| Rejection {
+            peer: peer(),
+            reason,
+            unreported,
+            last,
+        });
+    }
+
+    pub fn take_rejections(&self) -> Vec<Rejection> {
+        self.rejections.take()
+    }
+
     /// Counts one open connection less, and signals the idle event if it was the last one.
     fn leave(&self) {
         let last = open_in(self.admission.fetch_sub(1, Ordering::SeqCst)) == 1;
@@ -213,9 +229,7 @@ impl Registry {
             && let Some(event) = &self.idle_event
             && self.served.load(Ordering::SeqCst)
         {
-            // If the write fails, the counter of the eventfd is at its maximum, so the reader will be woken
-            // anyway.
-            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+            signal(event);
         }
     }
 

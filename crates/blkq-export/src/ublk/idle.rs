@@ -30,6 +30,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
 use super::child;
 use super::usage::{self, Use};
+use crate::event::signal;
 
 /// Delay between an open or a close and the scan. Events often come in groups.
 const SETTLE: Duration = Duration::from_millis(250);
@@ -252,7 +253,7 @@ impl Watch<'_> {
                 Use::Unused => {
                     let rest = IDLE_INTERVAL.saturating_sub(last_event.elapsed());
                     if rest.is_zero() {
-                        let _ = rustix::io::write(&self.idle, &1u64.to_ne_bytes());
+                        signal(&self.idle);
                     }
                     Some(if rest.is_zero() { IDLE_INTERVAL } else { rest })
                 }

@@ -28,6 +28,7 @@ use zerocopy::IntoBytes;
 
 use crate::buffers::BufferPool;
 use crate::client_kind;
+use crate::event::signal;
 
 use super::abi::{self, IoCommand, IoDescriptor};
 use super::copy::CopyMode;
@@ -400,7 +401,7 @@ impl QueueSource {
         let QueueOptions { shared, queue, .. } = &self.options;
         let tag = self.slots[usize::from(index)].tag;
         if shared.refused.set(RefusedCommand { queue: *queue, tag, errno }).is_ok() {
-            let _ = rustix::io::write(&shared.failure_event, &1u64.to_ne_bytes());
+            signal(&shared.failure_event);
         }
     }
 

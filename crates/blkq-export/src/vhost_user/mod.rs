@@ -23,7 +23,6 @@ mod config;
 mod control;
 mod descriptor;
 mod device;
-mod event;
 #[cfg(any(test, simulation))]
 mod harness;
 mod inflight;

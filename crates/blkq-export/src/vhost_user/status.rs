@@ -5,15 +5,11 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::counters::counters;
+use crate::event::signal;
+use crate::reports::Reports;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicU32, AtomicU64};
 use crate::sync::{Mutex, MutexGuard, OnceLock};
-
-use super::event::signal;
-
-/// Most reports of one kind within [`WINDOW`]. Further events are only counted.
-const REPORTED_MAX: u32 = 8;
-const WINDOW: Duration = Duration::from_secs(60);
 
 counters! {
     /// Counters of a device since it was attached, over all of its front ends.
@@ -178,13 +174,6 @@ impl FrontEnd {
     }
 }
 
-#[derive(Clone, Copy, Default)]
-struct Limit {
-    since: Option<Instant>,
-    reported: u32,
-    unreported: u64,
-}
-
 #[derive(Default)]
 struct State {
     front_end: Option<FrontEnd>,
@@ -194,15 +183,13 @@ struct State {
     closed: bool,
     /// Number of [`Paused`] values. While it is not 0, front ends are not admitted.
     paused: usize,
-    limits: [Limit; KINDS],
-    reports: Vec<Report>,
 }
 
 /// The state that the control thread shares with the owner of the device. Engines never take its lock.
 pub(super) struct Registry {
     state: Mutex<State>,
     idle_event: Option<Arc<OwnedFd>>,
-    report_event: Option<Arc<OwnedFd>>,
+    reports: Reports<Report, KINDS>,
 }
 
 /// While this exists, the device has no front end and admits none.
@@ -216,7 +203,7 @@ impl Drop for Paused<'_> {
 
 impl Registry {
     pub fn new(idle_event: Option<Arc<OwnedFd>>, report_event: Option<Arc<OwnedFd>>) -> Registry {
-        Registry { state: Mutex::default(), idle_event, report_event }
+        Registry { state: Mutex::default(), idle_event, reports: Reports::new(report_event) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -286,31 +273,16 @@ impl Registry {
     }
 
     pub fn report(&self, peer: &str, event: Event) {
-        let mut state = self.state();
         match &event {
-            Event::Violation(_) => state.sum.violations += 1,
-            Event::RingRejected(..) => state.sum.rejected_rings += 1,
+            Event::Violation(_) => self.state().sum.violations += 1,
+            Event::RingRejected(..) => self.state().sum.rejected_rings += 1,
             _ => {}
         }
-        let Some(wake) = &self.report_event else { return };
-        let full = state.reports.len() >= KINDS * REPORTED_MAX as usize;
-        let limit = &mut state.limits[event.kind()];
-        if limit.since.is_none_or(|since| since.elapsed() >= WINDOW) {
-            (limit.since, limit.reported) = (Some(Instant::now()), 0);
-        }
-        if limit.reported == REPORTED_MAX || full {
-            limit.unreported += 1;
-            return;
-        }
-        limit.reported += 1;
-        let unreported = std::mem::take(&mut limit.unreported);
-        state.reports.push(Report { peer: peer.to_owned(), event, unreported });
-        drop(state);
-        signal(wake);
+        self.reports.push(event.kind(), |unreported, _| Report { peer: peer.to_owned(), event, unreported });
     }
 
     pub fn take_reports(&self) -> Vec<Report> {
-        std::mem::take(&mut self.state().reports)
+        self.reports.take()
     }
 
     pub fn is_connected(&self) -> bool {

@@ -12,7 +12,7 @@ mod event {
     use blkq::Error;
     use rustix::event::{EventfdFlags, eventfd};
 
-    use super::super::event::signal;
+    use crate::event::signal;
 
     pub struct Wakeup(OwnedFd);
 
