@@ -6,7 +6,10 @@ use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-/// Name of the process of [`IdleWatch`](super::IdleWatch), by which [`usage`](super::usage) recognizes it.
+use rustix::process::getppid;
+
+/// Name of the process of [`IdleWatch`](super::IdleWatch). [`usage`](super::usage) recognizes the process by
+/// it.
 pub(super) const IDLE_NAME: &CStr = c"blkq-idle";
 
 /// Forks a process called `name` that runs `body` with the descriptors `kept`. It ignores the signals that a
@@ -45,6 +48,11 @@ pub(super) unsafe fn fork<const N: usize>(
         }
         _ => Ok(()),
     }
+}
+
+/// Whether the process `server` is the parent of this one. If the server has exited, another process is.
+pub(super) fn is_child_of(server: u32) -> bool {
+    getppid().is_some_and(|parent| parent.as_raw_nonzero().get() as u32 == server)
 }
 
 /// Sent to all processes of a server by a terminal or a service manager.

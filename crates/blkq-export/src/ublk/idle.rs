@@ -13,22 +13,20 @@
 
 use std::ffi::OsString;
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io;
 use std::mem::MaybeUninit;
-use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq::Error;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
-use rustix::process::getppid;
-use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
+use super::abi::DeviceInfo;
 use super::child;
+use super::child_socket::{ChildEnd, ServerEnd};
 use super::usage::{self, Use};
 use crate::event::signal;
 
@@ -41,6 +39,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Buffer for inotify events, whose size depends on the name of the file.
 const EVENT_BYTES: usize = 4096;
 
+const TASK: &str = "scans for users";
+
 // Requests to the process.
 const OFF: u32 = 0;
 const ON: u32 = 1;
@@ -48,27 +48,11 @@ const PAUSE: u32 = 2;
 const RESUME: u32 = 3;
 const WRITE_BACK: u32 = 4;
 
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
-#[repr(C)]
-struct Request {
-    what: u32,
-    id: u32,
-    sequence: u32,
-}
-
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
-#[repr(C)]
-struct Reply {
-    sequence: u32,
-    errno: i32,
-}
-
 /// A process that reports when the last user of a block device has closed it, while that is switched on, and
 /// that writes back what the users wrote. It exits when this is dropped or the server exits.
 #[derive(Debug)]
 pub struct IdleWatch {
-    socket: UnixStream,
-    sequence: u32,
+    socket: ServerEnd,
     on: bool,
 }
 
@@ -93,20 +77,18 @@ impl IdleWatch {
         idle: &OwnedFd,
         confine: impl FnOnce() -> bool,
     ) -> io::Result<IdleWatch> {
-        let (socket, other) = UnixStream::pair()?;
-        socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        let (socket, other) = ServerEnd::pair(TASK, ANSWER_TIMEOUT)?;
         let server = std::process::id();
         let body = |[socket, idle]: [OwnedFd; 2]| {
             // If the server has exited before this line, another process is the parent.
-            let orphaned = getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server);
-            if !orphaned && confine() {
+            if child::is_child_of(server) && confine() {
                 Watch::new(directory, server, socket.into(), idle).run()?;
             }
             Ok(())
         };
         // SAFETY: as the caller guarantees.
-        unsafe { child::fork(child::IDLE_NAME, [other.into(), idle.try_clone()?], body) }?;
-        Ok(IdleWatch { socket, sequence: 0, on: false })
+        unsafe { child::fork(child::IDLE_NAME, [other, idle.try_clone()?], body) }?;
+        Ok(IdleWatch { socket, on: false })
     }
 
     /// Watches the block device `id`. When it has had a user, now or later, and is unused, the process writes
@@ -116,7 +98,7 @@ impl IdleWatch {
         self.on = started.is_ok();
         if started.is_err() {
             // A process that has not replied in time may still start to scan.
-            let _ = self.send(OFF, 0);
+            let _ = self.send(OFF);
         }
         started
     }
@@ -137,7 +119,7 @@ impl IdleWatch {
 
     pub(super) fn resume(&mut self) {
         if self.on {
-            let _ = self.send(RESUME, 0);
+            let _ = self.send(RESUME);
         }
     }
 
@@ -147,42 +129,11 @@ impl IdleWatch {
     }
 
     fn ask(&mut self, what: u32, id: u32) -> io::Result<()> {
-        self.send(what, id)?;
-        loop {
-            let mut reply = Reply::new_zeroed();
-            self.socket.read_exact(reply.as_mut_bytes()).map_err(no_answer)?;
-            // A reply with another sequence number is the late one of an earlier request.
-            if reply.sequence == self.sequence {
-                return match reply.errno {
-                    0 => Ok(()),
-                    errno => Err(io::Error::from_raw_os_error(errno)),
-                };
-            }
-        }
+        self.socket.ask(what, DeviceInfo { dev_id: id, ..DeviceInfo::default() }).map(|_| ())
     }
 
-    fn send(&mut self, what: u32, id: u32) -> io::Result<()> {
-        self.sequence = self.sequence.wrapping_add(1);
-        let request = Request { what, id, sequence: self.sequence };
-        self.socket.write_all(request.as_bytes()).map_err(no_answer)
-    }
-}
-
-fn no_answer(error: io::Error) -> io::Error {
-    match error.kind() {
-        // A socket reports its timeout as EAGAIN.
-        io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
-        _ => io::Error::other("the process that scans for users was killed"),
-    }
-}
-
-impl Drop for IdleWatch {
-    fn drop(&mut self) {
-        // The process exits when the server's side is shut down, and closes its own side last. So the end of
-        // the stream means that it has exited.
-        let _ = self.socket.shutdown(Shutdown::Write);
-        // Replies that came late are still in the stream.
-        while self.socket.read(&mut [0; size_of::<Reply>()]).is_ok_and(|bytes| bytes > 0) {}
+    fn send(&mut self, what: u32) -> io::Result<()> {
+        self.socket.send(what, DeviceInfo::default())
     }
 }
 
@@ -191,7 +142,7 @@ struct Watch<'a> {
     directory: &'a Path,
     /// Process ID of the server, which does not count as a user.
     server: u32,
-    socket: UnixStream,
+    socket: ChildEnd,
     idle: OwnedFd,
     /// The watched nodes; `None` while watching is off.
     nodes: Option<Nodes>,
@@ -207,7 +158,7 @@ enum Wake {
 }
 
 impl Watch<'_> {
-    fn new(directory: &Path, server: u32, socket: UnixStream, idle: OwnedFd) -> Watch<'_> {
+    fn new(directory: &Path, server: u32, socket: ChildEnd, idle: OwnedFd) -> Watch<'_> {
         Watch { directory, server, socket, idle, nodes: None, paused: false, used: false }
     }
 
@@ -294,9 +245,9 @@ impl Watch<'_> {
 
     /// Executes the next request. Fails if the server has exited.
     fn serve(&mut self) -> io::Result<()> {
-        let mut request = Request::new_zeroed();
-        self.socket.read_exact(request.as_mut_bytes())?;
-        let path = self.directory.join(format!("ublkb{}", request.id)).to_string_lossy().into_owned();
+        let request = self.socket.receive()?;
+        let path =
+            self.directory.join(format!("ublkb{}", request.info.dev_id)).to_string_lossy().into_owned();
         let done = match request.what {
             ON => {
                 self.used = false;
@@ -319,8 +270,7 @@ impl Watch<'_> {
                 Ok(())
             }
         };
-        let errno = done.err().map_or(0, |e| e.raw_os_error().unwrap_or(libc::EIO));
-        self.socket.write_all(Reply { sequence: request.sequence, errno }.as_bytes())
+        self.socket.reply(request.sequence, done.map(|()| request.info))
     }
 }
 
@@ -476,12 +426,12 @@ mod tests {
     // Contract: detach
     #[test]
     fn late_replies_and_a_killed_process_are_recognized() {
-        let (socket, mut other) = UnixStream::pair().unwrap();
-        socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-        let mut watch = IdleWatch { socket, sequence: 0, on: false };
+        let (socket, other) = ServerEnd::pair(TASK, Duration::from_millis(50)).unwrap();
+        let (mut watch, mut other) = (IdleWatch { socket, on: false }, ChildEnd::from(other));
         assert_eq!(watch.start(0).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        for (sequence, errno) in [(1, libc::ENOENT), (2, 0), (3, 0)] {
-            other.write_all(Reply { sequence, errno }.as_bytes()).unwrap();
+        other.reply(1, Err(io::ErrorKind::NotFound.into())).unwrap();
+        for sequence in [2, 3] {
+            other.reply(sequence, Ok(DeviceInfo::default())).unwrap();
         }
         watch.start(0).unwrap();
         drop(other);

@@ -6,11 +6,12 @@
 //! - `source` serves a queue on an engine, and `descriptors` maps the requests that the kernel writes.
 //! - `device` creates, starts, takes over, stops and removes a device; `identity` finds one without a server.
 //! - `setup` is a process that issues the commands that may hang, and `idle` one that detects when the device
-//!   has no users. `child` forks both, and `usage` finds users.
+//!   has no users. `child` forks both, they receive requests from a `child_socket`, and `usage` finds users.
 //! - [`process`] prepares a process to serve a block device.
 
 mod abi;
 mod child;
+mod child_socket;
 mod command;
 mod control;
 mod copy;

@@ -9,54 +9,37 @@
 //! command waits for it without a timeout. It exits with the server.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use blkq::Error;
 use io_uring::{IoUring, opcode, squeue, types};
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
-use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
+use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::abi::DeviceInfo;
 use super::child;
+use super::child_socket::{ChildEnd, ServerEnd};
 use super::command::{ADD, Command, DELETE, START};
 use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
 
-const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How much longer the server waits for a reply than the process waits for the kernel.
 const SLACK: Duration = Duration::from_secs(2);
 /// How long the process waits for the kernel to apply a setting of a new device. Must be less than [`SLACK`].
 const SETTING_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Directory of the settings of block devices without hardware.
+const TASK: &str = "controls the ublk device";
+
+/// Directory of the settings of block devices without hardware. The process changes the settings of a new
+/// device there.
 pub const SETTINGS_DIRECTORY: &str = "/sys/devices/virtual/block";
-
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
-#[repr(C)]
-struct Request {
-    what: Command,
-    pid: u32,
-    info: DeviceInfo,
-}
-
-#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
-#[repr(C)]
-struct Reply {
-    errno: i32,
-    pad: u32,
-    info: DeviceInfo,
-}
 
 /// The server's end of the process, which exits when this is dropped.
 #[derive(Debug)]
 pub struct SetupProcess {
-    socket: UnixStream,
-    /// The process did not reply in time: the next reply on the socket would belong to an earlier request.
+    socket: ServerEnd,
+    /// The process did not reply in time, and would not reply to another request either.
     silent: bool,
-    /// A command did not complete in time. The process cannot exit before it does.
-    hangs: bool,
 }
 
 impl SetupProcess {
@@ -68,72 +51,49 @@ impl SetupProcess {
     /// and a lock that another thread holds would stay locked in it.
     pub unsafe fn fork(confine: impl FnOnce() -> bool) -> Result<SetupProcess, Error> {
         let failure = |e| Error::system("cannot start the process that controls the ublk device", e);
-        let (socket, other) = UnixStream::pair().map_err(failure)?;
-        let answer_timeout = Some(START_TIMEOUT + SLACK);
-        socket.set_read_timeout(answer_timeout).map_err(failure)?;
+        let (socket, other) = ServerEnd::pair(TASK, START_TIMEOUT + SLACK).map_err(failure)?;
+        let server = std::process::id();
         let body = |[socket]: [OwnedFd; 1]| {
-            let mut socket = UnixStream::from(socket);
+            let mut socket = ChildEnd::from(socket);
             if confine() {
                 let mut unfinished = None;
-                while serve(&mut socket, &mut unfinished).is_ok() {}
+                while serve(&mut socket, server, &mut unfinished).is_ok() {}
             }
             Ok(())
         };
         // SAFETY: the caller guarantees that there are no other threads.
-        unsafe { child::fork(c"blkq-setup", [other.into()], body) }.map_err(failure)?;
-        Ok(SetupProcess { socket, silent: false, hangs: false })
+        unsafe { child::fork(c"blkq-setup", [other], body) }.map_err(failure)?;
+        Ok(SetupProcess { socket, silent: false })
     }
 
-    fn ask(&mut self, request: Request) -> io::Result<DeviceInfo> {
+    fn ask(&mut self, what: Command, info: DeviceInfo) -> io::Result<DeviceInfo> {
         if self.silent {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        let mut reply = Reply::new_zeroed();
-        let exchange = self
-            .socket
-            .write_all(request.as_bytes())
-            .and_then(|()| self.socket.read_exact(reply.as_mut_bytes()));
-        match exchange {
-            Ok(()) if reply.errno == 0 => Ok(reply.info),
-            Ok(()) => {
-                self.hangs |= reply.errno == libc::ETIMEDOUT;
-                Err(io::Error::from_raw_os_error(reply.errno))
+        self.socket.ask(what, info).inspect_err(|e| {
+            if e.kind() == io::ErrorKind::TimedOut {
+                // The process cannot exit before the command completes.
+                self.socket.abandon();
+                // The error of a process that replied has a number.
+                self.silent = e.raw_os_error().is_none();
             }
-            // A socket reports its timeout as EAGAIN.
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                self.silent = true;
-                Err(io::ErrorKind::TimedOut.into())
-            }
-            Err(_) => Err(io::Error::other("the process that controls the ublk device was killed")),
-        }
+        })
     }
 
     /// As [`ControlDevice::add`], with its error as the source.
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> Result<(), Error> {
-        *info = self.ask(Request { what: ADD, pid: 0, info: *info }).map_err(not_added)?;
+        *info = self.ask(ADD, *info).map_err(not_added)?;
         Ok(())
     }
 
     pub(super) fn start(&mut self, info: &DeviceInfo) -> Result<(), Error> {
-        let request = Request { what: START, pid: std::process::id(), info: *info };
-        self.ask(request).map(|_| ()).map_err(|e| failed("start a device", e))
+        self.ask(START, *info).map(|_| ()).map_err(|e| failed("start a device", e))
     }
 
     /// As [`ControlDevice::issue`]; also fails with [`io::ErrorKind::TimedOut`].
     pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
         let info = DeviceInfo { dev_id: id, ..DeviceInfo::default() };
-        self.ask(Request { what, pid: 0, info }).map(|_| ())
-    }
-}
-
-impl Drop for SetupProcess {
-    fn drop(&mut self) {
-        // The process exits when the server's side is shut down, and closes its own side last. So the end of
-        // the stream means that it has exited.
-        let _ = self.socket.shutdown(std::net::Shutdown::Write);
-        if !self.silent && !self.hangs && self.socket.set_read_timeout(Some(EXIT_TIMEOUT)).is_ok() {
-            let _ = self.socket.read(&mut [0]);
-        }
+        self.ask(what, info).map(|_| ())
     }
 }
 
@@ -144,11 +104,13 @@ struct Unfinished {
     control: ControlDevice,
 }
 
-/// Executes the next request. If the same command for the same device has not completed, this waits for that
-/// one again, because a second command would only wait for the first. Fails if the server has exited.
-fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
-    let mut request = Request::new_zeroed();
-    socket.read_exact(request.as_mut_bytes())?;
+/// Executes the next request. If the same command for the same device has not completed yet, this waits for
+/// it again, because a second command would only wait for the first one.
+///
+/// # Errors
+/// Returns an error if the server has exited.
+fn serve(socket: &mut ChildEnd, server: u32, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
+    let request = socket.receive()?;
     let mut info = request.info;
     let (what, id) = (request.what, info.dev_id);
     let given = match unfinished.take_if(|unfinished| (unfinished.what, unfinished.id) == (what, id)) {
@@ -156,8 +118,8 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
         None => ControlDevice::open().map(|mut control| {
             let done = match what {
                 ADD => control.add(&mut info),
-                START => while_server_runs(request.pid, || {
-                    control.start(id, request.pid)?;
+                START => while_server_runs(server, || {
+                    control.start(id, server)?;
                     remove_scheduler(id);
                     Ok(())
                 }),
@@ -178,11 +140,9 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
         // reason.
         Err(_) => Err(io::Error::from_raw_os_error(libc::EIO)),
     };
-    let result =
-        result.map_err(|e| if e.kind() == io::ErrorKind::TimedOut { libc::ETIMEDOUT } else { raw(&e) });
-    let reply = Reply { errno: result.err().unwrap_or(0), pad: 0, info };
-    let sent = socket.write_all(reply.as_bytes());
-    if sent.is_err() && request.what == ADD && reply.errno == 0 {
+    let added = what == ADD && result.is_ok();
+    let sent = socket.reply(request.sequence, result.map(|()| info));
+    if sent.is_err() && added {
         // The server has been killed, and its state file does not contain the number of the device.
         if let Ok(mut control) = ControlDevice::open() {
             let _ = control.issue(DELETE, info.dev_id);
@@ -196,7 +156,7 @@ fn serve(socket: &mut UnixStream, unfinished: &mut Option<Unfinished>) -> io::Re
 fn while_server_runs(server: u32, start: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
     set_parent_process_death_signal(Some(Signal::KILL))?;
     // If the server exited before prctl(2), the kernel does not send the signal.
-    if getppid().is_none_or(|parent| parent.as_raw_nonzero().get() as u32 != server) {
+    if !child::is_child_of(server) {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }
     let started = start();
@@ -241,51 +201,45 @@ fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<
     }
 }
 
-fn raw(error: &io::Error) -> i32 {
-    error.raw_os_error().unwrap_or(libc::EIO)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
     use crate::ublk::command::STOP;
 
-    fn setup_process_of(socket: UnixStream) -> SetupProcess {
-        socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-        SetupProcess { socket, silent: false, hangs: false }
+    fn setup_process() -> (SetupProcess, ChildEnd) {
+        let (socket, other) = ServerEnd::pair(TASK, Duration::from_millis(50)).unwrap();
+        (SetupProcess { socket, silent: false }, other.into())
     }
 
     #[test]
     fn a_killed_setup_process_is_not_taken_for_a_hung_kernel() {
-        let (socket, other) = UnixStream::pair().unwrap();
-        let mut setup = setup_process_of(socket);
+        let (mut setup, other) = setup_process();
         drop(other);
         let error = setup.issue(STOP, 0).unwrap_err();
         assert!(error.to_string().contains("killed"), "{error}");
-        assert!(!setup.silent && !setup.hangs, "drop waits for its exit");
+        assert!(!setup.silent && !setup.socket.is_abandoned(), "drop waits for its exit");
     }
 
     // Contract: detach
     #[test]
     fn drop_does_not_wait_for_a_setup_process_without_a_reply() {
-        let (socket, mut other) = UnixStream::pair().unwrap();
-        let mut setup = setup_process_of(socket);
+        let (mut setup, mut other) = setup_process();
         assert_eq!(setup.issue(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
         // The late reply is not taken for the reply to another command.
-        other.write_all(Reply::new_zeroed().as_bytes()).unwrap();
+        other.reply(1, Ok(DeviceInfo::default())).unwrap();
         assert_eq!(setup.issue(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
     fn a_command_that_did_not_complete_can_be_repeated() {
-        let (socket, mut other) = UnixStream::pair().unwrap();
-        let mut setup = setup_process_of(socket);
-        for errno in [libc::ETIMEDOUT, 0] {
-            other.write_all(Reply { errno, ..Reply::new_zeroed() }.as_bytes()).unwrap();
-        }
+        let (mut setup, mut other) = setup_process();
+        other.reply(1, Err(io::ErrorKind::TimedOut.into())).unwrap();
+        other.reply(2, Ok(DeviceInfo::default())).unwrap();
         assert_eq!(setup.issue(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
         setup.issue(STOP, 0).unwrap();
-        assert!(setup.hangs, "drop does not wait for its exit");
+        assert!(setup.socket.is_abandoned(), "drop does not wait for its exit");
     }
 
     // Contract: detach
