@@ -2,6 +2,7 @@
 //! must not write logs. A server may report only a few events of each kind per minute, so that clients cannot
 //! flood the log.
 
+use std::mem::Discriminant;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,50 +13,57 @@ use crate::sync::{Mutex, MutexGuard};
 /// Most reports of one kind within [`WINDOW`]. Further events are only counted.
 const REPORTED_MAX: u32 = 8;
 const WINDOW: Duration = Duration::from_secs(60);
+/// Most reports that wait to be taken.
+const WAITING_MAX: usize = 64;
 
-#[derive(Clone, Copy, Default)]
-struct Limit {
+struct Limit<E> {
+    kind: Discriminant<E>,
     since: Option<Instant>,
     reported: u32,
     unreported: u64,
 }
 
-struct Queue<T, const KINDS: usize> {
-    limits: [Limit; KINDS],
+struct Queue<T, E> {
+    /// One for each variant of which there was an event.
+    limits: Vec<Limit<E>>,
     reports: Vec<T>,
 }
 
-/// Reports that the owner has not taken yet, at most [`REPORTED_MAX`] of each kind for each minute.
-pub struct Reports<T, const KINDS: usize> {
+/// Reports of events `E` that the owner has not taken yet, at most [`REPORTED_MAX`] of each kind for each minute.
+pub struct Reports<T, E> {
     /// Locked to push a report, and to take all of them.
-    queue: Mutex<Queue<T, KINDS>>,
+    queue: Mutex<Queue<T, E>>,
     /// An eventfd that is written when there are reports to take.
     event: Option<Arc<OwnedFd>>,
 }
 
-impl<T, const KINDS: usize> Reports<T, KINDS> {
+impl<T, E> Reports<T, E> {
     /// Without `event`, nothing is reported.
-    pub fn new(event: Option<Arc<OwnedFd>>) -> Reports<T, KINDS> {
-        let queue = Queue { limits: [Limit::default(); KINDS], reports: Vec::new() };
+    pub fn new(event: Option<Arc<OwnedFd>>) -> Reports<T, E> {
+        let queue = Queue { limits: Vec::new(), reports: Vec::new() };
         Reports { queue: Mutex::new(queue), event }
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue<T, KINDS>> {
+    fn queue(&self) -> MutexGuard<'_, Queue<T, E>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a report of the kind with the index `kind`, or only counts the event if there were too many. The
+    /// Adds a report of an event of the variant `kind`, or only counts the event if there were too many. The
     /// arguments of `report` are the number of earlier events of this kind that were only counted, and
     /// whether further ones are only counted until a minute has passed.
-    pub fn push(&self, kind: usize, report: impl FnOnce(u64, bool) -> T) {
+    pub fn push(&self, kind: Discriminant<E>, report: impl FnOnce(u64, bool) -> T) {
         let Some(event) = &self.event else { return };
         let mut queue = self.queue();
         let Queue { limits, reports } = &mut *queue;
-        let limit = &mut limits[kind];
+        let index = limits.iter().position(|limit| limit.kind == kind).unwrap_or_else(|| {
+            limits.push(Limit { kind, since: None, reported: 0, unreported: 0 });
+            limits.len() - 1
+        });
+        let limit = &mut limits[index];
         if limit.since.is_none_or(|since| since.elapsed() >= WINDOW) {
             (limit.since, limit.reported) = (Some(Instant::now()), 0);
         }
-        if limit.reported == REPORTED_MAX || reports.len() >= KINDS * REPORTED_MAX as usize {
+        if limit.reported == REPORTED_MAX || reports.len() >= WAITING_MAX {
             limit.unreported += 1;
             return;
         }
@@ -74,6 +82,8 @@ impl<T, const KINDS: usize> Reports<T, KINDS> {
 
 #[cfg(test)]
 mod tests {
+    use std::mem::discriminant;
+
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
@@ -81,27 +91,29 @@ mod tests {
     #[test]
     fn many_events_of_one_kind_do_not_hide_other_kinds() {
         let event = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
-        let reports = Reports::<_, 2>::new(Some(event.clone()));
-        let push = |kind| reports.push(kind, |unreported, last| (kind, unreported, last));
-        (0..100).for_each(|_| push(0));
-        push(1);
+        let reports = Reports::new(Some(event.clone()));
+        let push =
+            |kind: Option<()>| reports.push(discriminant(&kind), |unreported, last| (kind, unreported, last));
+        (0..100).for_each(|_| push(None));
+        push(Some(()));
         let taken = reports.take();
         assert_eq!(taken.len(), REPORTED_MAX as usize + 1);
         assert!(taken[..7].iter().all(|(.., last)| !last) && taken[7].2);
-        assert_eq!(taken[8], (1, 0, false));
+        assert_eq!(taken[8], (Some(()), 0, false));
         let mut count = [0; 8];
         rustix::io::read(&*event, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 9);
         // The test pretends that a minute has passed.
-        reports.queue.lock().unwrap().limits[0].since = Instant::now().checked_sub(WINDOW);
-        push(0);
+        let minute_ago = Instant::now().checked_sub(WINDOW);
+        reports.queue().limits.iter_mut().for_each(|limit| limit.since = minute_ago);
+        push(None);
         assert_eq!(reports.take()[0].1, 92);
     }
 
     #[test]
     fn events_are_not_reported_without_an_eventfd() {
-        let reports = Reports::<(), 1>::new(None);
-        reports.push(0, |_, _| unreachable!());
+        let reports = Reports::<(), Option<()>>::new(None);
+        reports.push(discriminant(&None), |_, _| unreachable!());
         assert_eq!(reports.take(), []);
     }
 }

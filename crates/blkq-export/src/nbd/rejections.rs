@@ -20,24 +20,6 @@ pub enum Reason {
     Late,
 }
 
-impl Reason {
-    /// Index of the kind, less than [`KINDS`].
-    pub(super) fn kind(&self) -> usize {
-        match self {
-            Reason::TooMany(_) => 0,
-            Reason::NoMemory => 1,
-            Reason::WithoutTls => 2,
-            Reason::Tls(_) => 3,
-            Reason::Handshake => 4,
-            Reason::Request => 5,
-            Reason::Late => 6,
-        }
-    }
-}
-
-/// Number of kinds of reasons.
-pub(super) const KINDS: usize = 7;
-
 /// A client that the server rejected or disconnected.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]

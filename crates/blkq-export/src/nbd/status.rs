@@ -1,5 +1,6 @@
 //! The connections and counters of a server, as its owner reads them.
 
+use std::mem::discriminant;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::{self, Relaxed};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
@@ -10,7 +11,7 @@ use crate::counters::counters;
 use crate::event::signal;
 use crate::reports::Reports;
 
-use super::rejections::{KINDS, Reason, Rejection};
+use super::rejections::{Reason, Rejection};
 
 /// The state of one connection.
 #[derive(Clone, Debug)]
@@ -153,7 +154,7 @@ pub(super) struct Registry {
     served: AtomicBool,
     /// Open connections whose clients have chosen an export.
     established: Arc<AtomicUsize>,
-    rejections: Reports<Rejection, KINDS>,
+    rejections: Reports<Rejection, Reason>,
     /// An eventfd that is written when the last client disconnects, once `served` is set.
     idle_event: Option<Arc<OwnedFd>>,
 }
@@ -210,7 +211,7 @@ impl Registry {
 
     /// Reports that `peer` was rejected or disconnected, unless there were too many.
     pub fn report(&self, reason: Reason, peer: impl FnOnce() -> String) {
-        self.rejections.push(reason.kind(), |unreported, last| Rejection {
+        self.rejections.push(discriminant(&reason), |unreported, last| Rejection {
             peer: peer(),
             reason,
             unreported,

@@ -1,5 +1,6 @@
 //! The status of a device for its owner: the front end, its rings, counters, and events for the log.
 
+use std::mem::discriminant;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -91,20 +92,6 @@ pub enum Event {
     MemoryUnregistered(String),
 }
 
-impl Event {
-    fn kind(&self) -> usize {
-        match self {
-            Event::Occupied => 0,
-            Event::Violation(_) => 1,
-            Event::Refused(_) => 2,
-            Event::RingRejected(..) => 3,
-            Event::MemoryUnregistered(_) => 4,
-        }
-    }
-}
-
-const KINDS: usize = 5;
-
 /// An [`Event`] for the log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Report {
@@ -189,7 +176,7 @@ struct State {
 pub(super) struct Registry {
     state: Mutex<State>,
     idle_event: Option<Arc<OwnedFd>>,
-    reports: Reports<Report, KINDS>,
+    reports: Reports<Report, Event>,
 }
 
 /// While this exists, the device has no front end and admits none.
@@ -278,7 +265,11 @@ impl Registry {
             Event::RingRejected(..) => self.state().sum.rejected_rings += 1,
             _ => {}
         }
-        self.reports.push(event.kind(), |unreported, _| Report { peer: peer.to_owned(), event, unreported });
+        self.reports.push(discriminant(&event), |unreported, _| Report {
+            peer: peer.to_owned(),
+            event,
+            unreported,
+        });
     }
 
     pub fn take_reports(&self) -> Vec<Report> {
