@@ -34,6 +34,7 @@ pub mod mapping;
 pub mod nbd;
 pub mod peer;
 mod reports;
+mod retry;
 mod slots;
 mod sync;
 pub mod ublk;

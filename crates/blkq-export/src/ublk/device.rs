@@ -20,6 +20,7 @@ use super::parameters::{REQUEST_MAX_BYTES, parameters};
 use super::setup::SetupProcess;
 use super::source::{QueueOptions, QueueSource, RefusedCommand, Shared};
 use super::usage;
+use crate::retry::retry;
 
 /// Time for a device node to appear, and for udev to set its permissions, which it does later.
 const NODE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -208,13 +209,8 @@ impl UblkDevice {
                 "the image is smaller than the device; enlarge it to the size of the device",
             );
         }
-        let until = Instant::now() + TAKE_OVER_TIMEOUT;
-        while let Err(error) = control.start_recovery(identity.id) {
-            if error.kind() != ErrorKind::Busy || Instant::now() > until {
-                return Err(error);
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
+        let is_busy = |error: &Error| error.kind() == ErrorKind::Busy;
+        poll(TAKE_OVER_TIMEOUT, || control.start_recovery(identity.id), is_busy)?;
         let device = UblkDevice::new(kernel, info, threads_per_queue, setup, users);
         let file = open_node(&character_path(identity.id))?;
         device.serve(&mut control, file, engines, true, failure_event)?;
@@ -316,15 +312,11 @@ impl UblkDevice {
 
     fn wait_for_node(&self) -> Result<(), Error> {
         let path = self.identity.path();
-        let until = Instant::now() + NODE_TIMEOUT;
-        while !std::path::Path::new(&path).exists() {
-            if Instant::now() > until {
-                let message = format!("{path} did not appear; mount a devtmpfs on /dev, or run udev");
-                return Err(Error::new(ErrorKind::System, message));
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        Ok(())
+        let appears = || std::path::Path::new(&path).exists().then_some(()).ok_or(());
+        poll(NODE_TIMEOUT, appears, |()| true).map_err(|()| {
+            let message = format!("{path} did not appear; mount a devtmpfs on /dev, or run udev");
+            Error::new(ErrorKind::System, message)
+        })
     }
 
     /// The number of the device and the cookie that the kernel stores with it.
@@ -400,9 +392,9 @@ impl UblkDevice {
     pub fn quiesce(&self, disk: &Disk) {
         let quiesced = self.info.flags & Features::QUIESCE.bits() != 0
             && ControlDevice::open().and_then(|mut control| control.quiesce(self.identity.id)).is_ok();
-        let until = Instant::now() + ANSWER_TIMEOUT;
-        while quiesced && disk.stats().in_flight != [0; 2] && Instant::now() < until {
-            std::thread::sleep(POLL_INTERVAL);
+        if quiesced {
+            let is_idle = || (disk.stats().in_flight == [0; 2]).then_some(()).ok_or(());
+            let _ = poll(ANSWER_TIMEOUT, is_idle, |()| true);
         }
     }
 
@@ -488,23 +480,23 @@ const BLKROSET: libc::Ioctl = 0x125d;
 const BLKROGET: libc::Ioctl = 0x125e;
 
 fn open_node(path: &str) -> Result<File, Error> {
-    let until = Instant::now() + NODE_TIMEOUT;
-    loop {
-        // Without O_NONBLOCK, io_uring would read and write the device on a kernel worker thread.
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-        match OpenOptions::new().read(true).write(true).custom_flags(flags).open(path) {
-            Ok(file) => return Ok(file),
-            Err(e) if Instant::now() > until => {
-                let hint = match e.kind() {
-                    io::ErrorKind::NotFound => "mount a devtmpfs on /dev, or run udev",
-                    io::ErrorKind::PermissionDenied => {
-                        "run this as root, or install the udev rules of docs/ublk.md"
-                    }
-                    _ => "see docs/ublk.md",
-                };
-                return Err(Error::system(format!("cannot open {path}"), e).with_cure(hint));
-            }
-            Err(_) => std::thread::sleep(POLL_INTERVAL),
-        }
-    }
+    // Without O_NONBLOCK, io_uring would read and write the device on a kernel worker thread.
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    let open = || OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
+    poll(NODE_TIMEOUT, open, |_| true).map_err(|e| {
+        let hint = match e.kind() {
+            io::ErrorKind::NotFound => "mount a devtmpfs on /dev, or run udev",
+            io::ErrorKind::PermissionDenied => "run this as root, or install the udev rules of docs/ublk.md",
+            _ => "see docs/ublk.md",
+        };
+        Error::system(format!("cannot open {path}"), e).with_cure(hint)
+    })
+}
+
+fn poll<T, E>(
+    timeout: Duration,
+    attempt: impl FnMut() -> Result<T, E>,
+    is_temporary: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    retry(Instant::now() + timeout, POLL_INTERVAL, attempt, is_temporary)
 }

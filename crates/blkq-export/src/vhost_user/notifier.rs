@@ -5,7 +5,6 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use blkq::Error;
@@ -14,6 +13,7 @@ use io_uring::{IoUring, opcode};
 use rustix::net::{SendFlags, send};
 
 use super::untrusted_fd::CallFile;
+use crate::retry::retry;
 
 /// Time that [`Notifier::prepare`] waits for memory: that of a closed ring counts until the kernel frees it.
 pub const MEMORY_WAIT: Duration = Duration::from_secs(2);
@@ -58,14 +58,10 @@ impl Notifier {
     pub fn prepare(&self, deadline: Instant) -> Result<(), Error> {
         let mut state = self.state();
         if matches!(state.ring, Ring::None) {
-            state.ring = loop {
-                match make_ring() {
-                    Ok(ring) => break Ring::Made(Box::new(ring)),
-                    Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && Instant::now() < deadline => {
-                        thread::sleep(MEMORY_RETRY);
-                    }
-                    Err(e) => break Ring::Missing(e.raw_os_error().unwrap_or(libc::EIO)),
-                }
+            let lacks_memory = |e: &io::Error| e.raw_os_error() == Some(libc::ENOMEM);
+            state.ring = match retry(deadline, MEMORY_RETRY, make_ring, lacks_memory) {
+                Ok(ring) => Ring::Made(Box::new(ring)),
+                Err(e) => Ring::Missing(e.raw_os_error().unwrap_or(libc::EIO)),
             };
         }
         match state.ring {

@@ -17,6 +17,7 @@ use blkq::{EngineHandle, Error, ErrorKind, RegisteredMemory};
 
 use super::memory::{GuestMemory, Registrations};
 use crate::mapping::Mapping;
+use crate::retry::retry;
 
 /// Time for retries after ENOMEM: a killed daemon's locked memory counts until the kernel closes its rings.
 const MEMORY_WAIT: Duration = Duration::from_secs(2);
@@ -133,8 +134,7 @@ fn register_piece(
     at: usize,
     bytes: usize,
 ) -> Result<RegisteredMemory, Error> {
-    let begin = Instant::now();
-    loop {
+    let register = || {
         let mapping = Arc::clone(mapping);
         let registered = engine.with_registrar(move |mut registrar| {
             // SAFETY: the caller passes a range inside the region.
@@ -142,17 +142,13 @@ fn register_piece(
             // SAFETY: the bytes are mapped as long as the mapping exists. Only the handler of SIGBUS maps
             // other memory there; it marks the mapping as broken, and the rings that use it stop.
             unsafe { registrar.register_memory(start, bytes, mapping) }
-        })?;
-        let error = match registered {
-            Ok(memory) => return Ok(memory),
-            Err(error) => error,
-        };
-        let errno = error.source().and_then(|it| it.downcast_ref::<io::Error>()?.raw_os_error());
-        let hint = match errno {
-            Some(libc::ENOMEM) if begin.elapsed() < MEMORY_WAIT => {
-                std::thread::sleep(MEMORY_RETRY);
-                continue;
-            }
+        });
+        registered.flatten()
+    };
+    let errno = |error: &Error| error.source().and_then(|it| it.downcast_ref::<io::Error>()?.raw_os_error());
+    let lacks_memory = |error: &Error| errno(error) == Some(libc::ENOMEM);
+    retry(Instant::now() + MEMORY_WAIT, MEMORY_RETRY, register, lacks_memory).map_err(|error| {
+        let hint = match errno(&error) {
             Some(libc::ENOMEM) => {
                 "the limit of locked memory is too small, or other processes of this user use it: raise it (ulimit -l, LimitMEMLOCK= of systemd)"
             }
@@ -161,6 +157,6 @@ fn register_piece(
             }
             _ => "",
         };
-        return Err(error.with_cure(hint));
-    }
+        error.with_cure(hint)
+    })
 }
