@@ -3,7 +3,6 @@
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 use super::abi::DeviceInfo;
 
 /// How long a process may take to exit if no request hangs.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
@@ -38,7 +37,7 @@ pub(super) struct ServerEnd {
     stream: UnixStream,
     /// The sequence number of the last request.
     sequence: u32,
-    /// What the process does, for messages.
+    /// The task of the process, for messages.
     task: &'static str,
     /// The process cannot exit soon, so nothing waits for its exit.
     abandoned: bool,
@@ -49,10 +48,10 @@ impl ServerEnd {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn pair(task: &'static str, timeout: Duration) -> io::Result<(ServerEnd, OwnedFd)> {
+    pub fn pair(task: &'static str, timeout: Duration) -> io::Result<(ServerEnd, UnixStream)> {
         let (stream, other) = UnixStream::pair()?;
         stream.set_read_timeout(Some(timeout))?;
-        Ok((ServerEnd { stream, sequence: 0, task, abandoned: false }, other.into()))
+        Ok((ServerEnd { stream, sequence: 0, task, abandoned: false }, other))
     }
 
     /// Sends a request and waits for its reply.
@@ -99,11 +98,6 @@ impl ServerEnd {
     }
 
     #[cfg(test)]
-    pub fn is_abandoned(&self) -> bool {
-        self.abandoned
-    }
-
-    #[cfg(test)]
     pub fn try_clone(&self) -> io::Result<UnixStream> {
         self.stream.try_clone()
     }
@@ -121,42 +115,29 @@ impl Drop for ServerEnd {
     }
 }
 
-/// The end of the forked process.
-pub(super) struct ChildEnd(UnixStream);
-
-impl ChildEnd {
-    /// Waits for the next request.
-    ///
-    /// # Errors
-    /// Returns an error if the server has exited.
-    pub fn receive(&mut self) -> io::Result<Request> {
-        let mut request = Request::new_zeroed();
-        self.0.read_exact(request.as_mut_bytes())?;
-        Ok(request)
-    }
-
-    /// Replies to the request number `sequence`.
-    ///
-    /// # Errors
-    /// Returns an error if the server has exited.
-    pub fn reply(&mut self, sequence: u32, result: io::Result<DeviceInfo>) -> io::Result<()> {
-        let (errno, info) = match result {
-            Ok(info) => (0, info),
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => (libc::ETIMEDOUT, DeviceInfo::default()),
-            Err(e) => (e.raw_os_error().unwrap_or(libc::EIO), DeviceInfo::default()),
-        };
-        self.0.write_all(Reply { sequence, errno, info }.as_bytes())
-    }
+/// Waits for the next request, in the forked process.
+///
+/// # Errors
+/// Returns an error if the server has exited.
+pub(super) fn receive(socket: &mut UnixStream) -> io::Result<Request> {
+    let mut request = Request::new_zeroed();
+    socket.read_exact(request.as_mut_bytes())?;
+    Ok(request)
 }
 
-impl From<OwnedFd> for ChildEnd {
-    fn from(socket: OwnedFd) -> ChildEnd {
-        ChildEnd(socket.into())
-    }
-}
-
-impl AsFd for ChildEnd {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
+/// Replies to the request number `sequence`, in the forked process.
+///
+/// # Errors
+/// Returns an error if the server has exited.
+pub(super) fn reply(
+    socket: &mut UnixStream,
+    sequence: u32,
+    result: io::Result<DeviceInfo>,
+) -> io::Result<()> {
+    let (errno, info) = match result {
+        Ok(info) => (0, info),
+        Err(e) if e.kind() == io::ErrorKind::TimedOut => (libc::ETIMEDOUT, DeviceInfo::default()),
+        Err(e) => (e.raw_os_error().unwrap_or(libc::EIO), DeviceInfo::default()),
+    };
+    socket.write_all(Reply { sequence, errno, info }.as_bytes())
 }

@@ -4,10 +4,10 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkq::{Error, ErrorKind};
-use io_uring::squeue::Entry128;
+use io_uring::squeue::{Entry128, EntryMarker};
 use io_uring::{IoUring, cqueue, opcode, types};
 use rustix::thread::{CapabilitySet, CpuSet, capabilities};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
@@ -59,6 +59,31 @@ pub fn character_path(id: u32) -> String {
 /// Path of the block device of device `id`.
 pub fn block_path(id: u32) -> String {
     format!("/dev/ublkb{id}")
+}
+
+/// Submits the operation in `ring`, if it has not been submitted, and returns its result.
+///
+/// # Errors
+/// Returns [`io::ErrorKind::TimedOut`] if the operation does not complete in time, and the error of
+/// io_uring_enter(2). The operation is then still in flight.
+pub(super) fn complete_one<S: EntryMarker>(
+    ring: &mut IoUring<S, cqueue::Entry>,
+    timeout: Duration,
+) -> io::Result<i32> {
+    let until = Instant::now() + timeout;
+    loop {
+        let left = types::Timespec::from(until.saturating_duration_since(Instant::now()));
+        let waited = ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&left));
+        if let Some(cqe) = ring.completion().next() {
+            return Ok(cqe.result());
+        }
+        match waited {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.raw_os_error() == Some(libc::ETIME) => return Err(io::ErrorKind::TimedOut.into()),
+            Err(e) => return Err(e),
+            Ok(_) => {}
+        }
+    }
 }
 
 impl ControlDevice {
@@ -124,7 +149,7 @@ impl ControlDevice {
         // SAFETY: the file is open as long as the ring is. If the command does not complete in time, the
         // memory is leaked.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
-        match self.wait(timeout) {
+        match complete_one(&mut self.ring, timeout) {
             Ok(result) if result >= 0 => {
                 buffer.copy_from_slice(&memory[path.len()..]);
                 Ok(())
@@ -142,30 +167,15 @@ impl ControlDevice {
     /// Waits again for a command without a buffer that did not complete in time. Fails with the kernel's
     /// error, or with [`io::ErrorKind::TimedOut`].
     pub(super) fn wait_again(&mut self) -> io::Result<()> {
-        let result = self.wait(STOP_TIMEOUT)?;
+        let result = complete_one(&mut self.ring, STOP_TIMEOUT)?;
         self.pending = false;
         if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
     }
 
-    fn wait(&mut self, timeout: Duration) -> io::Result<i32> {
-        let timespec = types::Timespec::from(timeout);
-        let args = types::SubmitArgs::new().timespec(&timespec);
-        loop {
-            match self.ring.submitter().submit_with_args(1, &args) {
-                Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
-                Err(e) if e.raw_os_error() == Some(libc::ETIME) => {
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-                Err(e) => return Err(e),
-                Ok(_) => {}
-            }
-            if let Some(cqe) = self.ring.completion().next() {
-                return Ok(cqe.result());
-            }
-        }
-    }
-
-    /// Reads the features of the driver. Fails with [`ErrorKind::Unsupported`] before Linux 6.5.
+    /// Reads the features of the kernel's ublk driver.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] before Linux 6.5, which has no such command.
     pub fn features(&mut self) -> Result<Features, Error> {
         let mut features = 0u64;
         let (command, buffer) = (abi::Control::GetFeatures, features.as_mut_bytes());
@@ -375,7 +385,7 @@ mod tests {
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let timeout = Duration::from_millis(20);
         let mut control = busy(&event);
-        assert_eq!(control.wait(timeout).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        assert_eq!(complete_one(&mut control.ring, timeout).unwrap_err().kind(), io::ErrorKind::TimedOut);
         rustix::io::write(&event, &1u64.to_ne_bytes()).unwrap();
         control.wait_again().unwrap();
         assert!(!control.pending);

@@ -52,12 +52,7 @@ impl Identity {
     /// The device with its number, if it waits for a new server. If no server can take it over, this removes
     /// the device. Fails with the kernel's error.
     pub fn survivor(&self) -> Result<Option<Identity>, Error> {
-        let mut control = match ControlDevice::open() {
-            Ok(control) => control,
-            // The driver is not loaded, so there are no devices.
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(e),
-        };
+        let Some(mut control) = open_if_loaded()? else { return Ok(None) };
         let Some(info) = self.info(&mut control)? else { return Ok(None) };
         let id = info.dev_id;
         if is_recoverable(&info) {
@@ -71,11 +66,7 @@ impl Identity {
 
     /// As [`Identity::survivor`], but never removes a device.
     pub fn waiting(&self) -> Result<Option<Identity>, Error> {
-        let mut control = match ControlDevice::open() {
-            Ok(control) => control,
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(e),
-        };
+        let Some(mut control) = open_if_loaded()? else { return Ok(None) };
         let info = self.info(&mut control)?.filter(is_recoverable);
         Ok(info.map(|info| Identity { id: info.dev_id, cookie: self.cookie }))
     }
@@ -109,6 +100,15 @@ impl Identity {
     }
 }
 
+/// Opens the control device; `None` if the driver is not loaded, so that there are no devices.
+fn open_if_loaded() -> Result<Option<ControlDevice>, Error> {
+    match ControlDevice::open() {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+/// Whether another server can take the device over.
 fn is_recoverable(info: &DeviceInfo) -> bool {
     info.state != STATE_DEAD && info.flags & Features::USER_RECOVERY.bits() != 0
 }

@@ -17,16 +17,17 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkq::Error;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
 use super::abi::DeviceInfo;
 use super::child;
-use super::child_socket::{ChildEnd, ServerEnd};
+use super::child_socket::{ServerEnd, receive, reply};
 use super::usage::{self, Use};
 use crate::event::signal;
 
@@ -87,7 +88,7 @@ impl IdleWatch {
             Ok(())
         };
         // SAFETY: as the caller guarantees.
-        unsafe { child::fork(child::IDLE_NAME, [other, idle.try_clone()?], body) }?;
+        unsafe { child::fork(child::IDLE_NAME, [other.into(), idle.try_clone()?], body) }?;
         Ok(IdleWatch { socket, on: false })
     }
 
@@ -142,7 +143,7 @@ struct Watch<'a> {
     directory: &'a Path,
     /// Process ID of the server, which does not count as a user.
     server: u32,
-    socket: ChildEnd,
+    socket: UnixStream,
     idle: OwnedFd,
     /// The watched nodes; `None` while watching is off.
     nodes: Option<Nodes>,
@@ -158,7 +159,7 @@ enum Wake {
 }
 
 impl Watch<'_> {
-    fn new(directory: &Path, server: u32, socket: ChildEnd, idle: OwnedFd) -> Watch<'_> {
+    fn new(directory: &Path, server: u32, socket: UnixStream, idle: OwnedFd) -> Watch<'_> {
         Watch { directory, server, socket, idle, nodes: None, paused: false, used: false }
     }
 
@@ -220,10 +221,7 @@ impl Watch<'_> {
     }
 
     fn wait(&self, time: Option<Duration>) -> Wake {
-        let time = time.map(|time| rustix::event::Timespec {
-            tv_sec: time.as_secs() as i64,
-            tv_nsec: i64::from(time.subsec_nanos()),
-        });
+        let time = time.and_then(|time| Timespec::try_from(time).ok());
         let request = PollFd::new(&self.socket, PollFlags::IN);
         let (ready, request) = match self.nodes() {
             Some(nodes) => {
@@ -245,7 +243,7 @@ impl Watch<'_> {
 
     /// Executes the next request. Fails if the server has exited.
     fn serve(&mut self) -> io::Result<()> {
-        let request = self.socket.receive()?;
+        let request = receive(&mut self.socket)?;
         let path =
             self.directory.join(format!("ublkb{}", request.info.dev_id)).to_string_lossy().into_owned();
         let done = match request.what {
@@ -270,7 +268,7 @@ impl Watch<'_> {
                 Ok(())
             }
         };
-        self.socket.reply(request.sequence, done.map(|()| request.info))
+        reply(&mut self.socket, request.sequence, done.map(|()| request.info))
     }
 }
 
@@ -426,12 +424,12 @@ mod tests {
     // Contract: detach
     #[test]
     fn late_replies_and_a_killed_process_are_recognized() {
-        let (socket, other) = ServerEnd::pair(TASK, Duration::from_millis(50)).unwrap();
-        let (mut watch, mut other) = (IdleWatch { socket, on: false }, ChildEnd::from(other));
+        let (socket, mut other) = ServerEnd::pair(TASK, Duration::from_millis(50)).unwrap();
+        let mut watch = IdleWatch { socket, on: false };
         assert_eq!(watch.start(0).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        other.reply(1, Err(io::ErrorKind::NotFound.into())).unwrap();
+        reply(&mut other, 1, Err(io::ErrorKind::NotFound.into())).unwrap();
         for sequence in [2, 3] {
-            other.reply(sequence, Ok(DeviceInfo::default())).unwrap();
+            reply(&mut other, sequence, Ok(DeviceInfo::default())).unwrap();
         }
         watch.start(0).unwrap();
         drop(other);

@@ -11,7 +11,8 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use blkq::Error;
 use io_uring::{IoUring, opcode, squeue, types};
@@ -19,9 +20,9 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 
 use super::abi::DeviceInfo;
 use super::child;
-use super::child_socket::{ChildEnd, ServerEnd};
+use super::child_socket::{Request, ServerEnd, receive, reply};
 use super::command::{ADD, Command, DELETE, START};
-use super::control::{ControlDevice, START_TIMEOUT, failed, not_added};
+use super::control::{ControlDevice, START_TIMEOUT, complete_one, failed, not_added};
 
 /// How much longer the server waits for a reply than the process waits for the kernel.
 const SLACK: Duration = Duration::from_secs(2);
@@ -54,7 +55,7 @@ impl SetupProcess {
         let (socket, other) = ServerEnd::pair(TASK, START_TIMEOUT + SLACK).map_err(failure)?;
         let server = std::process::id();
         let body = |[socket]: [OwnedFd; 1]| {
-            let mut socket = ChildEnd::from(socket);
+            let mut socket = UnixStream::from(socket);
             if confine() {
                 let mut unfinished = None;
                 while serve(&mut socket, server, &mut unfinished).is_ok() {}
@@ -62,7 +63,7 @@ impl SetupProcess {
             Ok(())
         };
         // SAFETY: the caller guarantees that there are no other threads.
-        unsafe { child::fork(c"blkq-setup", [other], body) }.map_err(failure)?;
+        unsafe { child::fork(c"blkq-setup", [other.into()], body) }.map_err(failure)?;
         Ok(SetupProcess { socket, silent: false })
     }
 
@@ -109,10 +110,9 @@ struct Unfinished {
 ///
 /// # Errors
 /// Returns an error if the server has exited.
-fn serve(socket: &mut ChildEnd, server: u32, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
-    let request = socket.receive()?;
-    let mut info = request.info;
-    let (what, id) = (request.what, info.dev_id);
+fn serve(socket: &mut UnixStream, server: u32, unfinished: &mut Option<Unfinished>) -> io::Result<()> {
+    let Request { what, sequence, mut info } = receive(socket)?;
+    let id = info.dev_id;
     let given = match unfinished.take_if(|unfinished| (unfinished.what, unfinished.id) == (what, id)) {
         Some(Unfinished { mut control, .. }) => Ok((control.wait_again(), control)),
         None => ControlDevice::open().map(|mut control| {
@@ -141,7 +141,7 @@ fn serve(socket: &mut ChildEnd, server: u32, unfinished: &mut Option<Unfinished>
         Err(_) => Err(io::Error::from_raw_os_error(libc::EIO)),
     };
     let added = what == ADD && result.is_ok();
-    let sent = socket.reply(request.sequence, result.map(|()| info));
+    let sent = reply(socket, sequence, result.map(|()| info));
     if sent.is_err() && added {
         // The server has been killed, and its state file does not contain the number of the device.
         if let Ok(mut control) = ControlDevice::open() {
@@ -182,35 +182,29 @@ fn write_within(limit: Duration, file: File, text: &'static [u8]) -> io::Result<
     let entry = opcode::Write::new(fd, text.as_ptr(), text.len() as u32).build().flags(squeue::Flags::ASYNC);
     // SAFETY: the text is static, and the file stays open until the write has completed.
     unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
-    let until = Instant::now() + limit;
-    loop {
-        let left = types::Timespec::from(until.saturating_duration_since(Instant::now()));
-        let waited = ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&left));
-        if let Some(cqe) = ring.completion().next() {
-            return if cqe.result() < 0 { Err(io::Error::from_raw_os_error(-cqe.result())) } else { Ok(()) };
+    match complete_one(&mut ring, limit) {
+        Ok(result) if result < 0 => Err(io::Error::from_raw_os_error(-result)),
+        Ok(_) => Ok(()),
+        Err(error) => {
+            // Leaked, because closing the ring would wait for the write.
+            std::mem::forget((ring, file));
+            Err(error)
         }
-        let error = match waited {
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-            Err(e) if e.raw_os_error() == Some(libc::ETIME) => io::ErrorKind::TimedOut.into(),
-            Err(e) => e,
-            Ok(_) => continue,
-        };
-        // Leaked, because closing the ring would wait for the write.
-        std::mem::forget((ring, file));
-        return Err(error);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::io::Read;
+    use std::time::Instant;
 
     use super::*;
+    use crate::ublk::child_socket::EXIT_TIMEOUT;
     use crate::ublk::command::STOP;
 
-    fn setup_process() -> (SetupProcess, ChildEnd) {
+    fn setup_process() -> (SetupProcess, UnixStream) {
         let (socket, other) = ServerEnd::pair(TASK, Duration::from_millis(50)).unwrap();
-        (SetupProcess { socket, silent: false }, other.into())
+        (SetupProcess { socket, silent: false }, other)
     }
 
     #[test]
@@ -219,7 +213,7 @@ mod tests {
         drop(other);
         let error = setup.issue(STOP, 0).unwrap_err();
         assert!(error.to_string().contains("killed"), "{error}");
-        assert!(!setup.silent && !setup.socket.is_abandoned(), "drop waits for its exit");
+        assert!(!setup.silent, "drop waits for its exit");
     }
 
     // Contract: detach
@@ -228,18 +222,20 @@ mod tests {
         let (mut setup, mut other) = setup_process();
         assert_eq!(setup.issue(STOP, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
         // The late reply is not taken for the reply to another command.
-        other.reply(1, Ok(DeviceInfo::default())).unwrap();
+        reply(&mut other, 1, Ok(DeviceInfo::default())).unwrap();
         assert_eq!(setup.issue(DELETE, 0).unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
     fn a_command_that_did_not_complete_can_be_repeated() {
         let (mut setup, mut other) = setup_process();
-        other.reply(1, Err(io::ErrorKind::TimedOut.into())).unwrap();
-        other.reply(2, Ok(DeviceInfo::default())).unwrap();
+        reply(&mut other, 1, Err(io::ErrorKind::TimedOut.into())).unwrap();
+        reply(&mut other, 2, Ok(DeviceInfo::default())).unwrap();
         assert_eq!(setup.issue(STOP, 0).unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
         setup.issue(STOP, 0).unwrap();
-        assert!(setup.socket.is_abandoned(), "drop does not wait for its exit");
+        let begin = Instant::now();
+        drop(setup);
+        assert!(begin.elapsed() < EXIT_TIMEOUT, "drop does not wait for its exit");
     }
 
     // Contract: detach

@@ -68,8 +68,7 @@ impl Control {
         let deadline = self.connected.as_ref().and_then(|connected| connected.channel.deadline());
         let left = deadline.map(|deadline| deadline.saturating_duration_since(now));
         let timeout = pause.filter(|_| !accepts).into_iter().chain(left).min();
-        let timeout =
-            timeout.map(|it| Timespec { tv_sec: it.as_secs() as i64, tv_nsec: it.subsec_nanos().into() });
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let mut polls = vec![PollFd::from_borrowed_fd(self.shared.wake.as_fd(), PollFlags::IN)];
         let events = if accepts { PollFlags::IN } else { PollFlags::empty() };
         polls.push(PollFd::from_borrowed_fd(self.listener.as_fd(), events));
