@@ -3,7 +3,7 @@
 use std::alloc::{Layout, alloc_zeroed};
 use std::ptr::{NonNull, slice_from_raw_parts_mut};
 
-use blkq::{IoBuffer, Registrar};
+use blkq::{IoBuffer, Registrar, SourceContext};
 
 /// Size in bytes of the largest buffer for a request of whole blocks.
 pub const BUFFER_MAX_BYTES: u32 = 32 << 20;
@@ -26,6 +26,8 @@ const ROW_MIN_BYTES: usize = 128 << 10;
 const _: () = assert!(ROW_MIN_BYTES > REGISTERED_MAX_BYTES, "others of a row are not registered");
 /// Bytes of a row. Its unused buffers are allocated together with the one that is needed.
 const ROW_BYTES: usize = 2 << 20;
+/// Time in nanoseconds after which unused buffers are released.
+const IDLE_NS: u64 = 1_000_000_000;
 
 /// Returns `None` for 0 bytes or without memory. The kernel may provide the pages on first use.
 pub(crate) fn try_zeroed(bytes: usize) -> Option<Box<[u8]>> {
@@ -41,13 +43,20 @@ pub(crate) fn try_zeroed(bytes: usize) -> Option<Box<[u8]>> {
 pub(crate) struct BufferPool {
     free: [Vec<IoBuffer>; CLASSES],
     free_bytes: usize,
-    /// Buffers that were taken and not put back.
-    used: usize,
+    /// Size of the buffers that were taken and not put back.
+    used_bytes: usize,
+    /// Time since which no buffer is in use, if there is free memory to release.
+    idle_since_ns: Option<u64>,
 }
 
 impl BufferPool {
     pub fn new() -> BufferPool {
-        BufferPool { free: [const { Vec::new() }; CLASSES], free_bytes: 0, used: 0 }
+        BufferPool {
+            free: [const { Vec::new() }; CLASSES],
+            free_bytes: 0,
+            used_bytes: 0,
+            idle_since_ns: None,
+        }
     }
 
     /// Size in bytes of the buffer for a request of `bytes`, which is at most [`UNALIGNED_MAX_BYTES`].
@@ -78,7 +87,7 @@ impl BufferPool {
                 buffer
             }
         };
-        self.used += 1;
+        self.used_bytes += size;
         Some(buffer)
     }
 
@@ -95,7 +104,7 @@ impl BufferPool {
     }
 
     pub fn put(&mut self, mut buffer: IoBuffer) {
-        self.used -= 1;
+        self.used_bytes -= buffer.len();
         // A registered buffer is kept whatever the limit, because only `trim` has the ring to unregister it.
         if self.free_bytes + buffer.len() <= FREE_MAX_BYTES || buffer.is_registered() {
             self.free_bytes += buffer.len();
@@ -108,7 +117,30 @@ impl BufferPool {
     }
 
     pub fn is_idle(&self) -> bool {
-        self.used == 0 && self.free_bytes > 0
+        self.used_bytes == 0 && self.free_bytes > 0
+    }
+
+    pub fn used_bytes(&self) -> usize {
+        self.used_bytes
+    }
+
+    /// Releases all free memory if no buffer has been in use for [`IDLE_NS`]. A source calls this at the end
+    /// of each turn, and at [`BufferPool::trim_at_ns`].
+    pub fn trim_if_idle(&mut self, cx: &mut SourceContext<'_>) {
+        match (self.is_idle(), self.trim_at_ns()) {
+            (false, _) => self.idle_since_ns = None,
+            (true, None) => self.idle_since_ns = Some(cx.now_ns()),
+            (true, Some(at_ns)) if cx.now_ns() < at_ns => {}
+            (true, Some(_)) => {
+                self.trim(cx.registrar());
+                self.idle_since_ns = None;
+            }
+        }
+    }
+
+    /// The time at which free memory is to be released, if no buffer is used until then.
+    pub fn trim_at_ns(&self) -> Option<u64> {
+        self.idle_since_ns.map(|since_ns| since_ns + IDLE_NS)
     }
 
     pub fn trim(&mut self, mut ring: Registrar<'_>) {

@@ -36,6 +36,7 @@ pub mod peer;
 mod reports;
 mod retry;
 mod slots;
+mod submissions;
 mod sync;
 pub mod ublk;
 pub mod vhost_user;

@@ -30,8 +30,6 @@ const ACCEPT_PAUSE_NS: u64 = 100_000_000;
 const CROWDED_POLL_NS: u64 = 20_000_000;
 /// Limit of a handshake in that case.
 const CROWDED_HANDSHAKE_NS: u64 = 1_000_000_000;
-/// Time after which unused buffers are released.
-const IDLE_NS: u64 = 1_000_000_000;
 
 pub(super) enum ClientOrigin {
     /// The engine accepts clients, and passes some of them to the sources on these other engines.
@@ -60,8 +58,6 @@ pub(super) struct NbdSource {
     accept_at_ns: u64,
     /// Too many clients were in their handshake when they were last counted.
     crowded: bool,
-    /// Time since which no buffer is in use, if there is free memory to release.
-    idle_since_ns: Option<u64>,
     stopping: bool,
 }
 
@@ -85,7 +81,6 @@ impl NbdSource {
             cancel_armed: false,
             accept_at_ns: 0,
             crowded: false,
-            idle_since_ns: None,
             stopping: false,
         }
     }
@@ -212,8 +207,8 @@ impl NbdSource {
 
     fn timers_ns(&self) -> Option<u64> {
         let mut at_ns = self.shared.deadline_ns();
-        if let Some(since_ns) = self.idle_since_ns {
-            at_ns = at_ns.min(since_ns + IDLE_NS);
+        if let Some(trim_at_ns) = self.shared.buffers.trim_at_ns() {
+            at_ns = at_ns.min(trim_at_ns);
         }
         if self.accept_at_ns > 0 && !self.stopping {
             at_ns = at_ns.min(self.accept_at_ns);
@@ -227,21 +222,16 @@ impl NbdSource {
 
     /// Handles deadlines that have passed. The clock is read only if there is a deadline.
     fn check_deadlines(&mut self, cx: &mut SourceContext<'_>) {
-        let Some(deadline_ns) = self.timers_ns() else { return };
-        let now_ns = cx.now_ns();
-        if now_ns < deadline_ns {
+        if self.shared.deadline_ns() == u64::MAX {
             return;
         }
+        let now_ns = cx.now_ns();
         if self.shared.take_deadline(now_ns) {
             for connection in self.connections.iter_mut().flatten() {
                 connection.check_deadline(now_ns);
                 self.shared.expect_deadline(connection.deadline_ns());
             }
             self.make_all_ready();
-        }
-        if self.idle_since_ns.is_some_and(|since_ns| now_ns >= since_ns + IDLE_NS) {
-            self.shared.buffers.trim(cx.registrar());
-            self.idle_since_ns = None;
         }
     }
 
@@ -387,11 +377,7 @@ unsafe impl Source for NbdSource {
             }
         }
         self.shared.finish_turn(&self.registry);
-        match (self.shared.buffers.is_idle(), self.idle_since_ns) {
-            (true, None) => self.idle_since_ns = Some(cx.now_ns()),
-            (false, Some(_)) => self.idle_since_ns = None,
-            _ => {}
-        }
+        self.shared.buffers.trim_if_idle(cx);
         if !self.accept_armed && !self.stopping {
             self.accept_next(cx);
         }

@@ -11,7 +11,6 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,13 +28,12 @@ use zerocopy::IntoBytes;
 use crate::buffers::BufferPool;
 use crate::client_kind;
 use crate::event::signal;
+use crate::submissions::Submissions;
 
 use super::abi::{self, IoCommand, IoDescriptor};
 use super::copy::CopyMode;
 use super::descriptors::Descriptors;
 
-// An engine has one queue of the disk.
-const ENGINE_QUEUE: usize = 0;
 /// Interval of the check for idleness, which releases the memory of the buffers.
 static IDLE_INTERVAL: types::Timespec = types::Timespec::new().sec(1);
 /// Token payload of the interval's timeout. Payloads of slots are smaller.
@@ -161,8 +159,7 @@ pub(super) struct QueueSource {
     pool: BufferPool,
     /// Slots whose request has arrived and is not submitted yet.
     arrived: Vec<u16>,
-    /// Bios that the disk's queue had no room for.
-    requeued: VecDeque<Bio>,
+    submissions: Submissions,
     /// Number of commands in flight.
     armed: usize,
     in_flight: usize,
@@ -186,6 +183,7 @@ fn no_memory(requests: usize, bytes: u32) -> Error {
 impl QueueSource {
     pub fn new(options: QueueOptions) -> QueueSource {
         let tags = options.tags().len();
+        let submissions = Submissions::new(TraceClient::new(client_kind::UBLK, options.queue.into()));
         QueueSource {
             options,
             file: None,
@@ -193,7 +191,7 @@ impl QueueSource {
             slots: Vec::with_capacity(tags),
             pool: BufferPool::new(),
             arrived: Vec::with_capacity(tags),
-            requeued: VecDeque::new(),
+            submissions,
             armed: 0,
             in_flight: 0,
             timer_runs: false,
@@ -266,7 +264,7 @@ impl QueueSource {
         };
         if !bio.operation.has_data() {
             slot.good_result = 0;
-            return self.submit(cx, bio);
+            return self.submissions.submit(cx, bio);
         }
         let bytes = (bio.sectors << 9) as u32;
         slot.good_result = bytes as i32;
@@ -279,14 +277,14 @@ impl QueueSource {
                 }
                 let data = slot.buffer.take().map_or(Data::None, Data::Buffer);
                 self.use_memory(cx);
-                self.submit(cx, Bio { data, ..bio });
+                self.submissions.submit(cx, Bio { data, ..bio });
             }
             CopyMode::None => {
                 // SAFETY: the request arrived without an error and without `IO_NEED_REGISTER`, so the kernel
                 // has registered its pages in this ring. They stay registered until the command that commits
                 // the request, which follows the completion of the bio.
                 let pages = unsafe { KernelPages::new(slot.place as u16, bytes) };
-                self.submit(cx, Bio { data: Data::Kernel(pages), ..bio });
+                self.submissions.submit(cx, Bio { data: Data::Kernel(pages), ..bio });
             }
             CopyMode::User => {
                 let Some(buffer) = self.pool.take(bytes, cx.registrar()) else {
@@ -296,7 +294,7 @@ impl QueueSource {
                 let bio = Bio { data: Data::Buffer(buffer), ..bio };
                 match bio.operation {
                     Operation::Write => self.copy(cx, index, Copying::Write(bio)),
-                    _ => self.submit(cx, bio),
+                    _ => self.submissions.submit(cx, bio),
                 }
             }
         }
@@ -327,7 +325,7 @@ impl QueueSource {
         let whole = result == slot.good_result;
         let errno = if result < 0 { -result } else { libc::EIO };
         match slot.copying.take() {
-            Some(Copying::Write(bio)) if whole => self.submit(cx, bio),
+            Some(Copying::Write(bio)) if whole => self.submissions.submit(cx, bio),
             Some(copying) => {
                 let buffer = match copying {
                     Copying::Read(buffer) => Some(buffer),
@@ -342,29 +340,7 @@ impl QueueSource {
         }
     }
 
-    fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
-        // Requeued bios go first, so that none starves.
-        let result = if self.requeued.is_empty() { self.submit_now(cx, bio) } else { Err(bio) };
-        if let Err(bio) = result {
-            self.requeued.push_back(bio);
-        }
-    }
-
-    #[inline]
-    fn submit_now(&self, cx: &mut SourceContext<'_>, bio: Bio) -> Result<(), Bio> {
-        let queue = self.options.queue;
-        cx.set_trace_client(ENGINE_QUEUE, || TraceClient::new(client_kind::UBLK, queue.into()));
-        cx.submit(ENGINE_QUEUE, bio)
-    }
-
-    fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) {
-        while let Some(bio) = self.requeued.pop_front() {
-            if let Err(bio) = self.submit_now(cx, bio) {
-                return self.requeued.push_front(bio);
-            }
-        }
-    }
-
+    /// Notes that a request uses a buffer, and starts the check for idleness.
     fn use_memory(&mut self, cx: &mut SourceContext<'_>) {
         self.used_buffers = true;
         if !self.timer_runs {
@@ -518,7 +494,7 @@ unsafe impl Source for QueueSource {
     fn on_turn(&mut self, cx: &mut SourceContext<'_>) {
         // If the engine exits, the next server gets the remaining requests.
         if !self.forced {
-            self.resubmit_requeued(cx);
+            self.submissions.resubmit(cx);
             let mut arrived = std::mem::take(&mut self.arrived);
             arrived.drain(..).for_each(|index| self.begin(cx, index));
             self.arrived = arrived;
@@ -545,7 +521,7 @@ unsafe impl Source for QueueSource {
             cx.registrar().abandon();
             // Requeued bios are not in flight any longer, but their slots stay: the kernel may still access
             // the buffers. The next server gets their requests with all others.
-            self.in_flight -= self.requeued.len();
+            self.in_flight -= self.submissions.requeued();
         }
         self.release(cx);
     }

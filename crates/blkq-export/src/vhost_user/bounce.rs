@@ -1,8 +1,6 @@
 //! Copies data between a guest's memory and a buffer whose alignment the disk accepts.
 
-use blkq::{Data, IoBuffer, Segment};
-
-use crate::buffers::{BUFFER_MAX_BYTES, BufferPool};
+use blkq::{Data, Segment};
 
 /// A word at an unaligned address.
 #[repr(C, packed)]
@@ -61,47 +59,5 @@ fn for_each(guest: &Data, bytes: usize, mut piece: impl FnMut(*mut u8, usize, us
         let len = (len as usize).min(bytes - at);
         piece(ptr, at, len);
         at += len;
-    }
-}
-
-/// While this number of bytes is in buffers, a ring takes no requests. Otherwise a guest with little
-/// memory could make this process allocate much, with many requests that name the same memory.
-const IN_USE_MAX_BYTES: u64 = 2 * BUFFER_MAX_BYTES as u64;
-
-/// The buffers of one ring.
-pub struct BounceBuffers {
-    pool: BufferPool,
-    in_use_bytes: u64,
-}
-
-impl BounceBuffers {
-    pub fn new() -> BounceBuffers {
-        BounceBuffers { pool: BufferPool::new(), in_use_bytes: 0 }
-    }
-
-    pub fn take(&mut self, bytes: u32, ring: blkq::Registrar<'_>) -> Option<IoBuffer> {
-        if bytes > BUFFER_MAX_BYTES {
-            return None;
-        }
-        let buffer = self.pool.take(bytes, ring)?;
-        self.in_use_bytes += buffer.len() as u64;
-        Some(buffer)
-    }
-
-    pub fn put(&mut self, buffer: IoBuffer) {
-        self.in_use_bytes -= buffer.len() as u64;
-        self.pool.put(buffer);
-    }
-
-    pub fn is_exhausted(&self) -> bool {
-        self.in_use_bytes >= IN_USE_MAX_BYTES
-    }
-
-    pub fn is_idle(&self) -> bool {
-        self.pool.is_idle()
-    }
-
-    pub fn trim(&mut self, ring: blkq::Registrar<'_>) {
-        self.pool.trim(ring);
     }
 }

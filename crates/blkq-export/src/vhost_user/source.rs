@@ -16,12 +16,14 @@ use blkq::{
 };
 use io_uring::{opcode, types};
 
+use crate::buffers::{BUFFER_MAX_BYTES, BufferPool};
 use crate::client_kind;
 use crate::slots::Slots;
+use crate::submissions::{ENGINE_QUEUE, Submissions};
 use crate::work::TurnWork;
 
 use super::abi::{S_IOERR, S_OK};
-use super::bounce::{BounceBuffers, copy_in, copy_out};
+use super::bounce::{copy_in, copy_out};
 use super::chain::{Chain, Head, RingError};
 use super::config::range_sectors_max;
 use super::memory::GuestMemory;
@@ -31,15 +33,14 @@ use super::ring::Ring;
 use super::status::{RingStatus, VhostUserCounters};
 use super::wakeup::Wakeup;
 
-// An engine has one queue of the disk.
-const ENGINE_QUEUE: usize = 0;
 // Token payloads: the poll for kicks, and its cancellation.
 const KICKED: u64 = 1 << 32;
 const CANCELLED: u64 = 2 << 32;
 /// Interval in nanoseconds at which a ring without a kick eventfd is polled.
 const POLL_NS: u64 = 1_000_000;
-/// Time in nanoseconds after which unused buffers are released.
-const IDLE_NS: u64 = 1_000_000_000;
+/// While this number of bytes is in bounce buffers, a ring takes no requests. Otherwise a guest with little
+/// memory could make this process allocate much, with many requests that name the same memory.
+const BOUNCED_MAX_BYTES: usize = 2 * BUFFER_MAX_BYTES as usize;
 
 pub struct VringStart {
     pub ring: Ring,
@@ -86,12 +87,11 @@ pub struct VringSource {
     parser: Parser,
     chain: Chain,
     slots: Slots<Slot>,
-    /// Bios that the disk's queue had no room for.
-    requeued: VecDeque<Bio>,
-    bounces: BounceBuffers,
+    submissions: Submissions,
+    bounces: BufferPool,
+    /// Completed reads whose data must be copied to the guest.
     copies: VecDeque<CopyOut>,
     work: TurnWork,
-    idle_since_ns: Option<u64>,
     counters: VhostUserCounters,
     /// Requests have completed that the guest does not see yet.
     unpublished: bool,
@@ -117,11 +117,10 @@ impl VringSource {
             parser: Parser::new(&start.serial),
             chain: Chain::new(),
             slots: Slots::default(),
-            requeued: VecDeque::new(),
-            bounces: BounceBuffers::new(),
+            submissions: Submissions::new(TraceClient::new(client_kind::VRING, start.status.index)),
+            bounces: BufferPool::new(),
             copies: VecDeque::new(),
             work: TurnWork::default(),
-            idle_since_ns: None,
             counters: VhostUserCounters::default(),
             unpublished: false,
             may_have_more: true,
@@ -179,7 +178,10 @@ impl VringSource {
     fn take_requests(&mut self, cx: &mut SourceContext<'_>) {
         self.may_have_more = false;
         loop {
-            if self.rejected || !self.requeued.is_empty() || self.bounces.is_exhausted() {
+            if self.rejected
+                || self.submissions.requeued() > 0
+                || self.bounces.used_bytes() >= BOUNCED_MAX_BYTES
+            {
                 return;
             }
             if self.stopping && !self.has_recovered() {
@@ -244,7 +246,7 @@ impl VringSource {
             }
             Action::Flush => {
                 let user_data = self.slots.insert(slot);
-                self.submit(cx, Bio::flush(user_data));
+                self.submissions.submit(cx, Bio::flush(user_data));
             }
             Action::Ranges { operation } => {
                 let sectors_max = range_sectors_max(limits, operation);
@@ -267,7 +269,8 @@ impl VringSource {
                         flags.set(BioFlags::NO_UNMAP, !range.unmap);
                     }
                     let (sector, sectors) = (range.sector, range.sectors);
-                    self.submit(cx, Bio { operation, flags, sector, sectors, data: Data::None, user_data });
+                    self.submissions
+                        .submit(cx, Bio { operation, flags, sector, sectors, data: Data::None, user_data });
                 }
                 self.parser.ranges = ranges;
             }
@@ -281,7 +284,9 @@ impl VringSource {
             self.counters.registered += u64::from(registered_pieces > 0 && is_reached);
             data
         } else {
-            let Some(mut buffer) = self.bounces.take(slot.bytes, cx.registrar()) else {
+            let fits = slot.bytes <= BUFFER_MAX_BYTES;
+            let buffer = if fits { self.bounces.take(slot.bytes, cx.registrar()) } else { None };
+            let Some(mut buffer) = buffer else {
                 self.parser.recycle(data);
                 return self.finish(slot, S_IOERR);
             };
@@ -303,7 +308,7 @@ impl VringSource {
         };
         let (sector, sectors) = (slot.sector, u64::from(slot.bytes) >> 9);
         let user_data = self.slots.insert(slot);
-        self.submit(cx, Bio { operation, flags, sector, sectors, data, user_data });
+        self.submissions.submit(cx, Bio { operation, flags, sector, sectors, data, user_data });
     }
 
     /// The load is relaxed for the reason in `Session::update_write_through`.
@@ -311,29 +316,7 @@ impl VringSource {
         if self.start.write_through.load(Relaxed) { BioFlags::FUA } else { BioFlags::empty() }
     }
 
-    fn submit(&mut self, cx: &mut SourceContext<'_>, bio: Bio) {
-        // Waiting bios go first, so that none starves.
-        let result = if self.requeued.is_empty() { self.submit_now(cx, bio) } else { Err(bio) };
-        if let Err(bio) = result {
-            self.requeued.push_back(bio);
-        }
-    }
-
-    #[inline]
-    fn submit_now(&self, cx: &mut SourceContext<'_>, bio: Bio) -> Result<(), Bio> {
-        let ring = self.start.status.index;
-        cx.set_trace_client(ENGINE_QUEUE, || TraceClient::new(client_kind::VRING, ring));
-        cx.submit(ENGINE_QUEUE, bio)
-    }
-
-    fn resubmit_requeued(&mut self, cx: &mut SourceContext<'_>) {
-        while let Some(bio) = self.requeued.pop_front() {
-            if let Err(bio) = self.submit_now(cx, bio) {
-                return self.requeued.push_front(bio);
-            }
-        }
-    }
-
+    /// Copies data of completed reads to the guest, as far as the turn's budget allows.
     fn copy_reads(&mut self) {
         while !self.work.is_over()
             && let Some(CopyOut { slot: number, guest, buffer }) = self.copies.pop_front()
@@ -391,20 +374,6 @@ impl VringSource {
         match self.start.call.notify() {
             Ok(notified) => self.counters.calls += u64::from(notified),
             Err(error) => self.reject(&format_args!("cannot notify the guest's driver: {error}")),
-        }
-    }
-
-    fn trim(&mut self, cx: &mut SourceContext<'_>) {
-        match (self.bounces.is_idle(), self.idle_since_ns) {
-            (false, None) => {}
-            (false, Some(_)) => self.idle_since_ns = None,
-            (true, None) => self.idle_since_ns = Some(cx.now_ns()),
-            (true, Some(since_ns)) => {
-                if cx.now_ns() >= since_ns + IDLE_NS {
-                    self.bounces.trim(cx.registrar());
-                    self.idle_since_ns = None;
-                }
-            }
         }
     }
 }
@@ -486,7 +455,7 @@ unsafe impl Source for VringSource {
             self.reject(&RingError::MemoryLost);
         }
         self.work.begin(cx);
-        self.resubmit_requeued(cx);
+        self.submissions.resubmit(cx);
         self.copy_reads();
         self.publish();
         if !self.stopping || self.has_recovered() {
@@ -504,7 +473,7 @@ unsafe impl Source for VringSource {
                 self.watch_kicks(cx);
             }
         }
-        self.trim(cx);
+        self.bounces.trim_if_idle(cx);
         self.start.status.publish(&self.counters, self.slots.len());
         // Release: pairs with the load in `vring::stop_all`.
         self.start.status.base.store(self.start.ring.base(), Release);
@@ -524,8 +493,7 @@ unsafe impl Source for VringSource {
             return None;
         }
         let poll_ns = self.start.kick.is_none().then_some(self.next_poll_ns);
-        let idle_ns = self.idle_since_ns.map(|since_ns| since_ns + IDLE_NS);
-        poll_ns.into_iter().chain(idle_ns).min()
+        poll_ns.into_iter().chain(self.bounces.trim_at_ns()).min()
     }
 
     fn write_client(&self, mark: u64, text: &mut dyn fmt::Write) -> fmt::Result {
