@@ -111,7 +111,7 @@ pub trait Driver: Send + Sync {
         None
     }
 
-    /// The name under which the backing store knows this process as its only writer, if the store has such a
+    /// The name under which this process holds the store's lock for a single writer, if the store has such a
     /// lock. The next process passes the name when it opens the store, and then need not wait until the lock
     /// of its predecessor expires. The default is `None`.
     fn owner(&self) -> Option<String> {
@@ -345,8 +345,9 @@ impl DriverContext<'_> {
         &mut self.requests[tag.index()].pdu
     }
 
-    /// The memory of a request whose data only the kernel can access. It is all of its memory, because such a
-    /// request never merges. Only drivers that declare [`QueueLimits::kernel_pages`] get such requests.
+    /// The memory of a request whose data only the kernel can access. This is the request's whole memory,
+    /// because such a request never merges. Only drivers that declare [`QueueLimits::kernel_pages`] get such
+    /// requests.
     #[inline]
     pub fn kernel_pages(&self, tag: Tag) -> Option<KernelPages> {
         match self.requests[tag.index()].first_bio {

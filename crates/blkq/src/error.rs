@@ -109,7 +109,8 @@ impl Status {
     }
 
     /// The NBD error for this status. The protocol's list is closed: `NBD_EPERM` 1, `NBD_EIO` 5, `NBD_ENOMEM`
-    /// 12, `NBD_EINVAL` 22, `NBD_ENOSPC` 28, `NBD_ENOTSUP` 95, `NBD_ESHUTDOWN` 108.
+    /// 12, `NBD_EINVAL` 22, `NBD_ENOSPC` 28, `NBD_EOVERFLOW` 75 (unused here), `NBD_ENOTSUP`
+    /// 95, `NBD_ESHUTDOWN` 108.
     pub const fn nbd(self) -> u32 {
         match self {
             Status::ReadOnly => 1,

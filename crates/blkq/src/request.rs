@@ -13,7 +13,8 @@ pub(crate) enum RequestState {
     Idle,
     /// The request was built and has not completed.
     Busy,
-    /// As `Busy`, with a single plain bio that reads. The bio is in the slot whose number is the tag.
+    /// As `Busy`, with a single plain bio (`SlotFlags::PLAIN`) that reads. The bio is in the slot whose number
+    /// is the tag.
     /// Position, length and start time are stored only in the request until `BioSlab::fill_plain`.
     PlainRead,
     /// As `PlainRead`, with a bio that writes.

@@ -28,7 +28,7 @@ impl Queue {
         self.complete_requests_of(completed);
     }
 
-    /// Completes `completed`. None of these requests may have to be held.
+    /// Completes `completed`, from which the requests that must be held have been removed.
     pub(super) fn complete_requests_of(&mut self, completed: Vec<(Tag, IoResult)>) {
         if self.dispatch.observes_completions() || self.hang_tracker.has_reported() {
             self.note_completed(&completed);
@@ -87,9 +87,9 @@ impl Queue {
         }
     }
 
-    /// Completes the requests after the first `count`, which are complete and have `sectors` in total. Stops
-    /// at a request that is plain, that is not of `operation` or that has another start time. Returns the new
-    /// values of `count` and `sectors`.
+    /// Completes further requests of `completed`. Its first `count` requests are complete, with `sectors` in
+    /// total. Stops at a request that is plain, that is not of `operation` or that has another start time.
+    /// Returns the new values of `count` and `sectors`.
     #[inline(never)]
     fn complete_others(
         &mut self,
@@ -201,7 +201,7 @@ impl Queue {
             && result == Err(Status::NotSupported)
             && !slot.flags.contains(BioFlags::NO_FALLBACK)
         {
-            // The driver has found out while executing it that the operation is not supported.
+            // The driver has learned from this request that the device does not support the operation.
             self.begin_zeroes(index);
             return true;
         }

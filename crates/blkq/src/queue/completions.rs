@@ -22,7 +22,7 @@ pub(super) struct Completions {
     taken: usize,
     /// Completions of bios that other threads submitted.
     remote: Vec<(Completer, IoResult, Data)>,
-    /// Requests to return to the request gate: reads, all others.
+    /// Completed bios that the request gate still counts as in flight: reads, all others.
     gate_owed: [u32; 2],
 }
 
@@ -64,8 +64,8 @@ impl Completions {
         std::mem::take(&mut self.requests)
     }
 
-    /// Returns the buffer of a batch, so that it is reused. Nothing to reuse if the driver has completed
-    /// further requests meanwhile.
+    /// Returns the buffer of a batch, so that it is reused. Drops the buffer if the driver has completed
+    /// further requests meanwhile, which are in a new one.
     #[inline]
     pub fn put_back_requests(&mut self, mut batch: Vec<(Tag, IoResult)>) {
         batch.clear();
@@ -149,7 +149,7 @@ impl Completions {
     }
 
     /// Notifies other threads of completed bios. Must be called after the counters are updated, so that a
-    /// submitter that has been notified finds its I/O counted. Returns requests to the gate first, so that
+    /// submitter that has been notified finds its I/O counted. Reports the bios to the gate first, so that
     /// waiting submitters continue.
     #[inline]
     pub fn deliver_remote(&mut self, gate: &RequestGate) {

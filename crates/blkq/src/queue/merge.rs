@@ -31,7 +31,8 @@ impl Queue {
         let merged = self.disk.settings().merge && self.merge_into(tag, index, side, segments);
         if merged {
             self.plug.merged(&self.in_flight[tag]);
-            if self.plug.has_grown() {
+            if self.plug.has_large_request() {
+                // The slow path flushes the plug before it adds the next request.
                 self.close_fast_path();
             }
         }

@@ -102,7 +102,7 @@ impl Plug {
     }
 
     #[inline]
-    pub fn has_grown(&self) -> bool {
+    pub fn has_large_request(&self) -> bool {
         self.grown
     }
 

@@ -54,7 +54,7 @@ impl Queue {
             || self.disk.is_frozen()
             || !self.waiting.is_empty()
             || self.dispatch.observes_bios()
-            || self.plug.has_grown()
+            || self.plug.has_large_request()
             || self.dispatch.throttle().has_waiting()
             || self.tags.own() == 0
         {
@@ -370,7 +370,7 @@ impl Queue {
     /// Adds a request to the plug, and flushes the plug if it is full or the request is large.
     #[inline]
     fn plug_request(&mut self, tag: Tag, outline: &Outline, mut ring: Option<&mut Ring>) {
-        if self.plug.has_grown() {
+        if self.plug.has_large_request() {
             self.flush_full_plug(ring.as_deref_mut());
         }
         if self.dispatch.is_traced() {

@@ -20,7 +20,7 @@ const FILE_SLOTS: u32 = 1024;
 const FILE_SLOTS_MIN: u32 = 16;
 /// The number of slots of the table of registered buffers that [`Ring::register_buffer`] fills.
 const BUFFER_SLOTS: u16 = 1024;
-/// The number of further slots, reserved for the kernel to fill: as many as a ublk queue can have tags.
+/// The number of further slots, which only the kernel fills: as many as a ublk queue can have tags.
 const KERNEL_SLOTS: u16 = 4096;
 
 /// Drivers' submissions that reach the kernel together while early submission is on; neither fewer nor
@@ -50,14 +50,14 @@ pub struct Ring {
     probe: Probe,
     files: Vec<u32>,
     buffers: BufferTable,
-    /// The slots for the kernel to fill that are not reserved yet.
+    /// The slots for the kernel that no source has reserved.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
     /// The number of submissions through [`Ring::push_early`] since the last call into the kernel.
     unsubmitted_io: u32,
     /// Completions that were reaped before [`Ring::reap_all`] to make room in the completion queue.
     reaped: Vec<Cqe>,
-    /// Dropping the ring must not wait for operations in flight.
+    /// Operations in flight never complete by themselves, so dropping the ring must not wait for them.
     abandoned: bool,
 }
 
@@ -324,7 +324,7 @@ impl Ring {
             return Err(Error::new(ErrorKind::System, message));
         };
         let iovec = libc::iovec { iov_base: start.as_ptr().cast(), iov_len: bytes };
-        // SAFETY: as in `register_buffer`. In addition the caller promises that the memory is mapped while
+        // SAFETY: as in `register_front`. In addition the caller promises that the memory is mapped while
         // its owner exists, and the table keeps the owner until the kernel has unpinned the pages.
         let done =
             unsafe { self.uring.submitter().register_buffers_update(u32::from(place), &[iovec], None) };

@@ -1,4 +1,4 @@
-//! Replaces `admissions.rs` outside of a simulated world, where nothing checks which requests are admitted.
+//! Replaces `admissions.rs` in builds without simulation, which do not check which requests are admitted.
 
 use crate::request::Request;
 use crate::tags::Tag;
