@@ -99,14 +99,16 @@ struct Session {
 impl Session {
     fn begin(style: ReplyStyle) -> Session {
         let mut client = SERVED.client(style);
-        // Whatever the previous session left on the disk.
+        // Zeroes the disk, on which the previous session has left data.
         assert_eq!(client.call(6, 0, 0, SIZE, &[]).0, 0);
         Session { client, model: vec![0; SIZE as usize], sent: BTreeMap::new(), next: 1, queued: Vec::new() }
     }
 
     fn send_queued(&mut self, piece: usize) {
         let queued = std::mem::take(&mut self.queued);
-        queued.chunks(piece.max(1)).for_each(|piece| self.client.stream.write_all(piece).expect("it reads"));
+        queued
+            .chunks(piece.max(1))
+            .for_each(|piece| self.client.stream.write_all(piece).expect("the server reads"));
     }
 
     /// Receives replies until at most `left` requests are unanswered.

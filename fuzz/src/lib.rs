@@ -90,8 +90,8 @@ fn positional(value: &str) -> String {
     value.trim_start_matches('-').to_owned()
 }
 
-/// Formats `argument` in two ways with the same meaning: with a value as a single word and as separate words, or
-/// without a value by its long and its short name.
+/// Formats `argument` in two ways with the same meaning. An argument with a value becomes one word (`--depth=4`) and two
+/// words (`--depth 4`), and an argument without a value becomes its long and its short name.
 fn spelled(u: &mut Unstructured<'_>, argument: &Arg) -> Result<[Vec<String>; 2]> {
     let (long, short) = (argument.get_long(), argument.get_short());
     if !argument.get_action().takes_values() {

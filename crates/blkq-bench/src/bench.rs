@@ -35,11 +35,11 @@ impl Pace {
 
 pub struct Bench {
     pub pace: Pace,
-    /// Public for long work other than runs.
+    /// Public, so that callers show the progress of long work other than runs.
     pub progress: Progress,
     pub(crate) file: Option<TestFile>,
     pub(crate) file_wanted: Wanted,
-    /// The planned seconds of the finished tables, and the seconds that the current table has taken so far.
+    /// The planned seconds of the finished tables, plus the seconds that the current table has taken so far.
     pub(crate) over_seconds: f64,
 }
 

@@ -155,8 +155,8 @@ impl SectorSize {
         sizes.find(|size| size.bytes().map(u64::from) == Some(bytes)).copied()
     }
 
-    /// For another image of the same device, whose sector size must stay `bytes`. With `auto` it would become
-    /// 512 if the image allows that.
+    /// The option for another image of the same device, whose sector size must stay `bytes`. With `auto` the
+    /// size would become 512 if the image allows that.
     pub fn keep(self, bytes: u32) -> SectorSize {
         let same = if bytes == 512 { None } else { SectorSize::of(bytes.into()) };
         same.unwrap_or(self)
@@ -224,7 +224,7 @@ The image to serve:
   rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT]
               an image in a Ceph cluster (docs/rbd.md)";
 
-/// Uses the parser of the block layer.
+/// Accepts one of `values`, and converts it by the parser of the block layer.
 pub(super) fn one_of<T>(values: &[Described]) -> impl TypedValueParser<Value = T> + use<T>
 where
     T: std::str::FromStr<Err = blkq::Error> + Clone + Send + Sync + 'static,
@@ -280,7 +280,7 @@ pub fn parse_listen(text: &str) -> Result<Address, String> {
     }
 }
 
-/// As on the command line.
+/// The image as a user writes it on the command line.
 pub fn image_text(image: &DriverSpec) -> String {
     match image {
         DriverSpec::Image(path) => path.display().to_string(),

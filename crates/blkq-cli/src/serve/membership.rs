@@ -20,7 +20,8 @@ impl Device {
         let watch = GroupWatch::new(joined.keeper(&member), running.disk.clone());
         let mut background = self.background();
         let background = background.as_mut().ok_or_else(stopping)?;
-        // The thread repairs its own group with the member of the disk, so both must be of the same group.
+        // The `blkq-group` thread repairs the previous group's file from the member of the disk, so it must
+        // stop before the disk gets a member of another group.
         background.stop_group();
         running.disk.join_group(member);
         self.group.replace(Some(joined));

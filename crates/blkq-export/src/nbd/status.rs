@@ -146,7 +146,7 @@ pub(super) struct Registry {
     /// The admitted connections ([`OPEN`]), the [`Paused`] guards ([`PAUSE`]), and whether the server is
     /// stopping ([`CLOSED`]). One word, so that a failed attempt to stop or pause rejects no client.
     admission: AtomicU64,
-    /// Statistics, as are the two counters below: relaxed accesses suffice.
+    // These three are statistics: relaxed accesses suffice.
     accepted: AtomicU64,
     refused: AtomicU64,
     receive_backoffs: AtomicU64,

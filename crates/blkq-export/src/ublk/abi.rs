@@ -222,7 +222,7 @@ pub struct BasicParameters {
     pub logical_bs_shift: u8,
     pub physical_bs_shift: u8,
     pub io_opt_shift: u8,
-    /// Smallest size of a request that is not slower than necessary.
+    /// Preferred minimum size of a request (`minimum_io_size` in sysfs).
     pub io_min_shift: u8,
     pub max_sectors: u32,
     /// The kernel splits requests at multiples of this number of sectors; 0: no such boundary.

@@ -20,8 +20,8 @@ use super::untrusted_fd::UntrustedFd;
 const WAITING_MAX: usize = 1;
 /// Time that a front end may take to send the rest of a message, or to read a reply.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-/// `SCM_MAX_FD`, the most descriptors that the kernel passes in one message. With room for all of them none
-/// is dropped: the kernel would close a descriptor that does not fit on the receiving thread, which may hang.
+/// `SCM_MAX_FD`, the most descriptors that the kernel passes in one message. A receive has room for all:
+/// otherwise the kernel would close the rest on the receiving thread, which may block it forever.
 const PASSED_MAX: usize = 253;
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -84,6 +84,7 @@ impl Channel {
         Err(Closed::Violation(refuse(format!("the front end has not {what} for {seconds} s"))))
     }
 
+    /// Whether to poll the socket for a message, and whether to poll it for room to send replies.
     pub fn interest(&self) -> (bool, bool) {
         (self.waiting.len() < WAITING_MAX, !self.waiting.is_empty())
     }

@@ -145,7 +145,7 @@ pub fn make_faults(world: &Rc<RefCell<World>>) {
         }
     }
     world.seen.changes += 1;
-    world.common.ruled = spec != "none";
+    world.common.has_rules = spec != "none";
     world.disk().set_driver(&spec.parse::<FaultSpec>().unwrap()).unwrap();
 }
 

@@ -133,7 +133,8 @@ pub struct Common {
     pub slow: bool,
     /// Whether the driver may be exchanged for one without FUA.
     pub exchanges: bool,
-    pub ruled: bool,
+    /// Whether the fault driver has rules.
+    pub has_rules: bool,
     /// Unanswered reads of clients that have disconnected.
     pub ghosts: Vec<Range<u64>>,
     /// Requests that must fail, because the fault driver failed a part of them.
@@ -157,6 +158,7 @@ impl Common {
         self.now
     }
 
+    /// Resumes the device or changes its error policy, at random.
     pub fn step_held(&mut self, disk: &Disk) {
         if let Some(holding) = &mut self.holding {
             self.now += 1;
@@ -504,8 +506,8 @@ impl Client {
         let writes = matches!(asked.command, Command::Write | Command::Trim | Command::WriteZeroes);
         let may_deny = writes && common.read_only.may(since, |read_only| read_only);
         let must_deny = writes && !common.read_only.may(since, |read_only| !read_only);
-        let (end, in_place) = (asked.sectors.end, asked.command != Command::Flush);
-        let may_be_beyond = in_place && common.sectors.may(since, |sectors| sectors < end);
+        let (end, has_range) = (asked.sectors.end, asked.command != Command::Flush);
+        let may_be_beyond = has_range && common.sectors.may(since, |sectors| sectors < end);
         let must_be_beyond = (writes || asked.command == Command::Read)
             && !common.sectors.may(since, |sectors| sectors >= end);
         let unknown = asked.command == Command::Trim && !self.flags.contains(TransmissionFlags::SEND_TRIM);

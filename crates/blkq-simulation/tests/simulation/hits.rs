@@ -111,7 +111,7 @@ impl Common {
         // When rules are removed, delayed requests continue as without rules. Effects that have begun still happen: a
         // read is corrupted when it completes.
         let at_its_end = hit.effect == Effect::Corrupt && hit.operation == Operation::Read;
-        assert!(self.ruled || at_its_end, "hit without a rule: {hit:?}");
+        assert!(self.has_rules || at_its_end, "hit without a rule: {hit:?}");
         let now = self.tick();
         let sectors = hit.offset >> 9..(hit.offset + hit.bytes) >> 9;
         if hit.effect == Effect::Misdirect {

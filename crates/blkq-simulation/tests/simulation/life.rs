@@ -221,7 +221,7 @@ pub fn begin(seed: u64, defect: Option<Defect>, worlds: Worlds) -> (Setup, Rc<Re
             writes_seen: 0,
             slow: false,
             exchanges: worlds.exchanges,
-            ruled: false,
+            has_rules: false,
             ghosts: Vec::new(),
             must_fail: BTreeSet::new(),
             astray: BTreeMap::new(),
@@ -318,7 +318,7 @@ impl World {
         common.read_only = History::new(common.now, false);
         let (changing, faulty) = (chance.one_in(2), chance.one_in(2));
         common.slow = faulty;
-        common.ruled = false;
+        common.has_rules = false;
         common.ghosts.clear();
         common.must_fail.clear();
         common.astray.clear();
@@ -453,7 +453,7 @@ impl World {
         // An orderly stop also works with faults, which block nothing for ever.
         if common.slow && !panicked && (how != 1 || chance.one_in(2)) {
             disk.set_driver(&FaultSpec::default()).unwrap();
-            common.ruled = false;
+            common.has_rules = false;
         }
         match how {
             0 => {
