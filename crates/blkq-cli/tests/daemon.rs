@@ -16,7 +16,7 @@ use place::*;
 
 // Contract: bounded-input
 #[test]
-fn few_open_files_are_enough_and_leave_some_for_commands() {
+fn a_low_limit_on_open_files_leaves_some_for_commands() {
     let place = Place::new("few");
     let limited = ["-c", "ulimit -n 160 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_blkq")];
     let attach = ["attach", "ram:1M", "--export", "nbd", "--max-connections", "1000"];
@@ -53,7 +53,7 @@ fn signals_stop_a_daemon_in_order() {
     }
 }
 
-/// SIGTERM during a detach repeats the request to stop; it does not shorten it.
+/// SIGTERM during a detach repeats the request to stop; it does not shorten the detach.
 #[test]
 fn a_signal_during_a_detach_loses_nothing() {
     let place = Place::new("both");
@@ -126,7 +126,7 @@ fn sockets_of_the_service_manager_are_served_and_left_there() {
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let mut printed = String::new();
     child.stdout.unwrap().read_to_string(&mut printed).unwrap();
-    assert_eq!(printed, "", "standard output belongs to the client that made the socket");
+    assert_eq!(printed, "", "standard output belongs to the program that passed the socket");
     assert!(path.exists());
 }
 
@@ -170,7 +170,7 @@ fn sockets_and_files_are_the_owners_alone() {
 
 // Contract: bounded-input
 #[test]
-fn a_daemon_has_given_up_what_it_does_not_need() {
+fn a_daemon_drops_privileges_that_it_does_not_need() {
     let place = Place::new("sandbox");
     place.done(&["attach", "ram:1M", "--queues", "2"]);
     let fields = |name: &str| -> Vec<String> {
@@ -188,9 +188,9 @@ fn a_daemon_has_given_up_what_it_does_not_need() {
         lines
     };
     let zero = "0".repeat(16);
-    let given_up =
+    let dropped =
         [format!("CapEff: {zero}"), format!("CapPrm: {zero}"), "NoNewPrivs: 1".into(), "Seccomp: 2".into()];
-    assert_eq!(fields("ram"), given_up);
+    assert_eq!(fields("ram"), dropped);
     let sandbox = &place.json(&["show", "ram", "--json"])["sandbox"];
     assert_eq!((&sandbox["capabilities"], &sandbox["seccomp"]), (&"none".into(), &true.into()));
     place.done(&["attach", "ram:1M", "--name", "open", "--no-sandbox"]);
