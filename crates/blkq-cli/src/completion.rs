@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 
 use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
 
-use crate::settings::KEYS;
+use crate::options::Row;
 use crate::state::StateDir;
 
 /// The environment variable that the scripts set to the name of their shell.
@@ -22,7 +22,7 @@ pub fn devices() -> ArgValueCandidates {
 pub fn settings() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let current = current.to_string_lossy();
-        let keys = KEYS.iter().map(|key| format!("{}=", key.name));
+        let keys = Row::sorted_by_name().into_iter().map(|row| format!("{}=", row.name));
         keys.filter(|key| key.starts_with(&*current)).map(CompletionCandidate::new).collect()
     })
 }

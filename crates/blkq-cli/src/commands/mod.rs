@@ -183,6 +183,7 @@ impl Command {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::Row;
 
     const COMMAND_PAGE: &str = include_str!("../../../../docs/command.md");
     /// The `max_term_width` of the command, in columns. Clap wraps longer lines.
@@ -204,6 +205,16 @@ mod tests {
             wide.extend(lines.map(|line| format!("{}: {line}", one.get_name())));
         }
         assert!(wide.is_empty(), "{wide:#?}");
+    }
+
+    #[test]
+    fn the_page_lists_all_settings_with_their_values() {
+        let row = |row: &Row| {
+            let devices = if row.scope.text().is_empty() { "all" } else { row.scope.text() };
+            format!("| {:<18} | {:<26} | {devices:<29} |\n", format!("`{}`", row.name), row.values())
+        };
+        let rows: String = Row::sorted_by_name().into_iter().map(row).collect();
+        assert!(COMMAND_PAGE.contains(&format!("|\n{rows}\n")), "docs/command.md must contain this:\n{rows}");
     }
 
     #[test]

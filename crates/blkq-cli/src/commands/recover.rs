@@ -124,7 +124,7 @@ mod tests {
 
     use super::*;
     use crate::info::BlockDevice;
-    use crate::options::{Address, Copying, Export, Record, Scheduler, Tls};
+    use crate::options::{Address, Copying, Export, Record, Tls};
     use crate::state::parse_state;
 
     /// The state files were written by the last version that stored the words of the command line.
@@ -148,7 +148,7 @@ mod tests {
         assert_eq!(options.tls_certificates, path("/srv/images/../tls"));
         assert_eq!(options.pid_file, path("/srv/images/blkq.pid"));
         assert_eq!((options.max_connections, options.handshake_timeout), (Some(8), Some(20)));
-        assert_eq!((options.copy, options.scheduler), (Copying::User, Scheduler::MqDeadline));
+        assert_eq!((options.copy, options.scheduler), (Copying::User, blkq::SchedulerKind::MqDeadline));
         assert!(options.autoclear && options.insecure);
         assert!(options.partscan.refused && options.merge && options.sandbox);
         assert_eq!(options.fault.unwrap().to_string(), "delay=1ms,op=write,rate=50%");

@@ -10,8 +10,7 @@ use crate::control::{Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome, for_each};
 use crate::group::open_for_daemon;
-use crate::options::parse_group_name;
-use crate::settings::{KEYS, Key, NO_GROUP};
+use crate::options::{NO_GROUP, Row, parse_group_name};
 use crate::state::StateDir;
 use crate::usage::exit;
 
@@ -35,13 +34,16 @@ pub struct Args {
 }
 
 fn after_help() -> String {
-    let line = |key: &Key| {
-        let of = key.of.text();
+    format!("{INTRODUCTION}\nSettings and their values:\n{}\n{EXAMPLES}", settings_and_values())
+}
+
+fn settings_and_values() -> String {
+    let line = |row: &Row| {
+        let of = row.scope.text();
         let of = if of.is_empty() { String::new() } else { format!("  (only {of})") };
-        format!("  {:<18}{}{of}\n", key.name, key.values)
+        format!("  {:<18}{}{of}\n", row.name, row.values())
     };
-    let keys: String = KEYS.iter().map(line).collect();
-    format!("{INTRODUCTION}\nSettings and their values:\n{keys}\n{EXAMPLES}")
+    Row::sorted_by_name().into_iter().map(line).collect()
 }
 
 const INTRODUCTION: &str = "\

@@ -3,9 +3,9 @@ use std::fs::File;
 use super::shared::{Shared, Stage};
 use crate::failure::{Failure, Outcome};
 use crate::log;
-use crate::options::parse_new_group_name;
+use crate::options::{Setting, parse_new_group_name};
 use crate::serve::Change;
-use crate::settings::{Setting, is_removed};
+use crate::settings::is_removed;
 
 impl Shared {
     pub(super) fn set(&self, settings: &[(String, String)]) -> Outcome {
@@ -46,7 +46,7 @@ impl Shared {
     /// Returns `failure`, with the changes that could not be undone.
     fn undo(&self, done: &[&Change], mut failure: Failure) -> Failure {
         for change in done.iter().rev() {
-            log::line(&format!("undo {}", change.to.key()));
+            log::line(&format!("undo {}", change.to.name()));
             if let Err(e) = self.device().undo(change) {
                 let (key, value) = change.to.to_text();
                 failure = Failure::new(format!("{failure} ({key}={value} could not be undone: {e})"));

@@ -7,7 +7,7 @@ use blkq_drivers::r#loop::{DirectIo, Dispatch};
 use super::values::{parse_ceph_user, parse_export_name, parse_group_name};
 use super::{
     Address, AttachOptions, Backing, CONNECTIONS, Copying, DEPTH, Export, Format, HANDSHAKE_TIMEOUT_S,
-    QUEUES, Tls, image_text,
+    QUEUES, ROWS, Row, Scope, Tls, image_text,
 };
 use crate::failure::{Failure, Outcome};
 
@@ -117,17 +117,21 @@ impl AttachOptions {
             (self.export_name.is_some(), "--export-name"),
             (self.max_connections.is_some(), "--max-connections"),
             (self.handshake_timeout.is_some(), "--handshake-timeout"),
-            (!self.receive_backoff, "--no-receive-backoff"),
-            (!self.split_reads, "--no-split-reads"),
             (self.insecure && self.metrics.is_none(), "--insecure"),
         ];
-        let of_nbd = of_nbd.iter().filter(|(given, _)| *given && !nbd);
-        mistakes.extend(
-            of_nbd.map(|(_, option)| {
-                Failure::new(format!("{option} is for NBD; add --export nbd, or omit it"))
-            }),
-        );
+        if !nbd {
+            let given = of_nbd.iter().filter(|(given, _)| *given).map(|(_, option)| (*option).to_owned());
+            let for_nbd = |option| Failure::new(format!("{option} is for NBD; add --export nbd, or omit it"));
+            mistakes.extend(given.chain(self.nbd_switches_off()).map(for_nbd));
+        }
         mistakes
+    }
+
+    /// The options that turn off settings of NBD, all of which are switches that are on by default.
+    fn nbd_switches_off(&self) -> impl Iterator<Item = String> {
+        let of_nbd = ROWS.iter().filter(|row| row.scope == Scope::Nbd);
+        let is_off = |row: &&Row| self.setting(row.key).is_some_and(|setting| setting.value() == "off");
+        of_nbd.filter(is_off).map(|row| format!("--no-{}", row.name))
     }
 
     fn mistakes_of_image(&self) -> Vec<Failure> {

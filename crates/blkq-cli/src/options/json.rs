@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blkq::throttle::LimitMode;
-use blkq::{ClockMode, ErrorPolicy};
+use blkq::{ClockMode, ErrorPolicy, SchedulerKind};
 use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::r#loop::{DirectIo, Dispatch};
@@ -130,6 +130,7 @@ by_name! {
     DirectIo: |mode| mode.name().to_owned();
     Dispatch: |mode| mode.name().to_owned();
     ClockMode: |mode| mode.to_string();
+    SchedulerKind: |kind| kind.to_string();
     FaultSpec: |spec| spec.to_string();
     LimitMode: |limits| limits.to_string();
     ErrorPolicy: |policy| policy.to_string();

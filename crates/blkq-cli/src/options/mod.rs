@@ -2,9 +2,11 @@
 //! and the state file use it in the form of a [`Record`].
 
 mod check;
+mod declare;
 pub mod headings;
 mod json;
 mod record;
+mod syntax;
 mod values;
 
 use std::ffi::OsString;
@@ -17,7 +19,7 @@ use std::time::Duration;
 use blkq::disk::{DEPTH_MAX, QUEUES_MAX};
 use blkq::throttle::{LimitMode, WEIGHT_MAX};
 use blkq::units::parse_bytes;
-use blkq::{ClockMode, ErrorPolicy};
+use blkq::{ClockMode, ErrorPolicy, SchedulerKind};
 use blkq_drivers::DriverSpec;
 use blkq_drivers::fault::FaultSpec;
 use blkq_drivers::r#loop::{DirectIo, Dispatch};
@@ -30,13 +32,16 @@ use crate::access::parse_mode;
 use crate::failure::{Failure, Outcome};
 use crate::hangs;
 
+use declare::attach_options;
 pub use record::Record;
+use syntax::Values;
 pub use values::{
-    Address, Backing, Copying, Export, Format, PartitionScan, Scheduler, SectorSize, Tls, image_text,
+    Address, Backing, Copying, Export, Format, NO_GROUP, PartitionScan, SectorSize, Tls, image_text,
     parse_group_name, parse_listen, parse_new_group_name,
 };
 use values::{
-    CLOCK, DIRECT_IO, DISPATCH, IMAGE_HELP, ON_ERROR, one_of, parse_ceph_user, parse_export_name, parse_image,
+    CLOCK, DIRECT_IO, DISPATCH, IMAGE_HELP, ON_ERROR, SCHEDULER, one_of, parse_ceph_user, parse_export_name,
+    parse_image,
 };
 
 const QUEUES: RangeInclusive<u16> = 1..=QUEUES_MAX as u16;
@@ -47,6 +52,7 @@ const HANDSHAKE_TIMEOUT_S: RangeInclusive<u16> = 1..=3600;
 /// Hidden options that are still accepted and ignored, for one release after their removal.
 pub const REMOVED: [&str; 1] = ["no-pacing"];
 
+attach_options! {
 /// How a device is attached. [`AttachOptions::check`] has the rules between options.
 ///
 /// The fields are in the order of the headings in `blkq attach --help`, and of the options under each
@@ -92,7 +98,8 @@ pub struct AttachOptions {
     /// Bypass the page cache
     #[arg(long, value_name = "MODE", default_value = "auto", value_parser = one_of::<DirectIo>(DIRECT_IO), help_heading = headings::IMAGE)]
     #[serde(with = "json")]
-    pub direct_io: DirectIo,
+    pub direct_io: DirectIo
+        => "direct-io" DirectIo(DirectIo) for Images by Disk as syntax::DIRECT_IO,
     /// Complete flushes and FUA writes without making data durable
     ///
     /// A crash of this machine or a power loss then destroys the image. Use it for disks that may be lost, such as
@@ -103,7 +110,8 @@ pub struct AttachOptions {
     /// Inject faults into the I/O of the device, to test the programs that use it (docs/fault.md)
     #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>, help_heading = headings::IMAGE)]
     #[serde(with = "json")]
-    pub fault: Option<FaultSpec>,
+    pub fault: Option<FaultSpec>
+        => "fault" Fault(FaultSpec) for Faults by Disk as syntax::FAULT,
 
     /// Choose how to serve the device; may be given several times
     ///
@@ -140,7 +148,8 @@ pub struct AttachOptions {
 
     /// Open the image read-only and refuse writes
     #[arg(long, help_heading = headings::ACCESS, display_order = 0)]
-    pub read_only: bool,
+    pub read_only: bool
+        => "read-only" ReadOnly(bool) for All by Disk as syntax::SWITCH,
     /// Allow others to use the same bytes of the image at the same time
     ///
     /// The other devices need this option, too. This option also permits an image that is mounted or used by the
@@ -182,7 +191,8 @@ pub struct AttachOptions {
     pub queues: u16,
     /// Set the number of requests in flight per queue
     #[arg(long, value_name = "N", default_value = "128", value_parser = in_range(DEPTH), help_heading = headings::PERFORMANCE)]
-    pub depth: u16,
+    pub depth: u16
+        => "depth" Depth(u16) for All by Disk as syntax::DEPTH,
     /// Set the number of threads per queue of a ublk device
     ///
     /// The threads share the tags of their queue, so that a client on few processors can use several threads. More
@@ -191,12 +201,15 @@ pub struct AttachOptions {
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub threads_per_queue: u16,
     /// Choose the order in which requests reach the driver
-    #[arg(long, value_enum, default_value = "none", help_heading = headings::PERFORMANCE)]
-    pub scheduler: Scheduler,
+    #[arg(long, default_value = "none", value_parser = one_of::<SchedulerKind>(SCHEDULER), help_heading = headings::PERFORMANCE)]
+    #[serde(with = "json")]
+    pub scheduler: SchedulerKind
+        => "scheduler" Scheduler(SchedulerKind) for All by Disk as syntax::SCHEDULER,
     /// Choose how the image file is accessed
     #[arg(long, value_name = "MODE", default_value = "concurrent", value_parser = one_of::<Dispatch>(DISPATCH), help_heading = headings::PERFORMANCE)]
     #[serde(with = "json")]
-    pub dispatch: Dispatch,
+    pub dispatch: Dispatch
+        => "dispatch" Dispatch(Dispatch) for Images by Disk as syntax::DISPATCH,
     /// Choose who copies the data of a ublk device between the kernel and the daemon
     #[arg(long, value_enum, value_name = "MODE", default_value = "auto", help_heading = headings::PERFORMANCE)]
     pub copy: Copying,
@@ -210,32 +223,37 @@ pub struct AttachOptions {
     /// Choose how often the clock is read for time stamps
     #[arg(long, value_name = "MODE", default_value = "cached", value_parser = one_of::<ClockMode>(CLOCK), help_heading = headings::PERFORMANCE)]
     #[serde(with = "json")]
-    pub clock: ClockMode,
+    pub clock: ClockMode
+        => "clock" Clock(ClockMode) for All by Disk as syntax::CLOCK,
     /// Whether adjacent requests are merged.
     #[arg(
         long = "no-merge", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
         help = "Do not merge adjacent requests"
     )]
-    pub merge: bool,
+    pub merge: bool
+        => "merge" Merge(bool) for All by Disk as syntax::SWITCH,
     /// Whether a thread that waits for a tag gets several.
     #[arg(
         long = "no-batching", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
         help = "Let threads that wait for a full device submit one request per wake-up, not up to 32"
     )]
-    pub batching: bool,
+    pub batching: bool
+        => "batching" Batching(bool) for All by Disk as syntax::SWITCH,
     /// Whether I/O is submitted to the kernel a few at a time.
     #[arg(
         long = "no-early-submission", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
         help = "Submit the I/O of a batch to the kernel at its end, not four at a time"
     )]
     #[serde(default = "on", skip_serializing_if = "is_on")]
-    pub early_submission: bool,
+    pub early_submission: bool
+        => "early-submission" EarlySubmission(bool) for All by Disk as syntax::SWITCH,
     /// Whether requests are counted and timed.
     #[arg(
         long = "no-iostats", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
         help = "Do not count and time requests"
     )]
-    pub iostats: bool,
+    pub iostats: bool
+        => "iostats" Iostats(bool) for All by Disk as syntax::SWITCH,
     /// Ignored. Earlier versions had this option: their command lines, configuration files and records are accepted, and
     /// records contain the key for them, because an upgrade falls back to the old program if the new one does not start.
     #[arg(long, hide = true)]
@@ -246,14 +264,16 @@ pub struct AttachOptions {
         long = "no-receive-backoff", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
         help = "Receive from NBD clients immediately, even while they are busy reading replies"
     )]
-    pub receive_backoff: bool,
+    pub receive_backoff: bool
+        => "receive-backoff" ReceiveBackoff(bool) for Nbd by Daemon as syntax::SWITCH,
     /// Whether large reads of NBD clients are served in parts.
     #[arg(
         long = "no-split-reads", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
         help = "Serve large NBD reads in one piece, not in parts of 128 KiB"
     )]
     #[serde(default = "on", skip_serializing_if = "is_on")]
-    pub split_reads: bool,
+    pub split_reads: bool
+        => "split-reads" SplitReads(bool) for Nbd by Daemon as syntax::SWITCH,
 
     /// Limit the rate of I/Os or bytes: KEY=RATE,... or auto
     ///
@@ -262,15 +282,18 @@ pub struct AttachOptions {
     /// searched, and the limit is kept just below it (docs/limits.md).
     #[arg(long, value_name = "LIMITS", value_parser = str::parse::<LimitMode>, default_value = "none", help_heading = headings::LIMITS)]
     #[serde(default, with = "json", skip_serializing_if = "LimitMode::is_none")]
-    pub limit: LimitMode,
+    pub limit: LimitMode
+        => "limit" Limit(LimitMode) for All by Daemon as syntax::LIMIT,
     /// Share the limits of this group; create it with `blkq group set`
     #[arg(long, value_name = "NAME", value_parser = parse_new_group_name, help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub group: Option<String>,
+    pub group: Option<String>
+        => "group" Group(Option<String>) for All by Daemon as syntax::GROUP,
     /// Set the weight of the device in its group, relative to the other members [default: 100]
     #[arg(long, value_name = "N", value_parser = in_range(1..=WEIGHT_MAX), help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub weight: Option<u32>,
+    pub weight: Option<u32>
+        => "weight" Weight(u32) for Groups by Disk as syntax::WEIGHT,
 
     /// Read the configuration of the cluster from FILE [default: as other Ceph clients, such as /etc/ceph/ceph.conf]
     #[arg(long, value_name = "FILE", help_heading = headings::CEPH)]
@@ -292,19 +315,22 @@ pub struct AttachOptions {
     ///
     /// The clients of a block device are its mounts, and the processes that write to it or keep it open for a while.
     #[arg(long, help_heading = headings::SERVICE)]
-    pub autoclear: bool,
+    pub autoclear: bool
+        => "autoclear" Autoclear(bool) for All by Daemon as syntax::SWITCH,
     /// Choose what happens to a request that fails
     ///
     /// Errors that are the request's own fault, and errors of flushes, are always reported (docs/durability.md).
     #[arg(long, value_name = "POLICY", default_value = "report", value_parser = one_of::<ErrorPolicy>(ON_ERROR), help_heading = headings::SERVICE)]
     #[serde(default, with = "json", skip_serializing_if = "is_report")]
-    pub on_error: ErrorPolicy,
+    pub on_error: ErrorPolicy
+        => "on-error" OnError(ErrorPolicy) for All by Disk as syntax::ON_ERROR,
     /// Log requests that are in flight for longer; 0 turns this off
     ///
     /// Each request is logged once, with its state (docs/watching.md).
     #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse, help_heading = headings::SERVICE)]
     #[serde(with = "json")]
-    pub hang_warning: Duration,
+    pub hang_warning: Duration
+        => "hang-warning" HangWarning(Duration) for All by Daemon as syntax::HANG_WARNING,
     /// Serve metrics for Prometheus over HTTP at unix:PATH or tcp:HOST:PORT
     ///
     /// An address that other machines can reach needs --insecure (docs/watching.md).
@@ -319,6 +345,91 @@ pub struct AttachOptions {
     /// Over NBD, serve whole sectors only, as losetup does
     #[arg(long, hide = true)]
     pub whole_sectors: bool,
+}
+}
+
+/// A setting of `blkq set`, with the facts that all of its uses share.
+#[derive(Debug)]
+pub struct Row {
+    pub key: Key,
+    pub name: &'static str,
+    pub scope: Scope,
+    pub implementer: Implementer,
+    values: Values,
+    parse: fn(&str) -> Outcome<Setting>,
+}
+
+/// The devices that have a setting.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scope {
+    All,
+    Images,
+    /// Devices that were attached with --fault.
+    Faults,
+    Groups,
+    /// Devices with an NBD export. The key is valid for all devices; the daemon checks whether there is an export.
+    Nbd,
+}
+
+impl Scope {
+    /// Describes the devices for the help text; empty for all devices.
+    pub fn text(self) -> &'static str {
+        match self {
+            Scope::All => "",
+            Scope::Images => "devices of image files",
+            Scope::Faults => "devices attached with --fault",
+            Scope::Groups => "devices in a group",
+            Scope::Nbd => "NBD exports",
+        }
+    }
+}
+
+/// Decides how the next daemon restores a saved setting.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Implementer {
+    /// The disk, whose setting is changed before it is used. An option of `attach` may do more, for example `--depth`
+    /// sets the largest depth as well.
+    Disk,
+    /// The daemon, which starts as if the option of `attach` had this value.
+    Daemon,
+}
+
+impl Row {
+    pub fn find(name: &str) -> Option<&'static Row> {
+        ROWS.iter().find(|row| row.name == name)
+    }
+
+    pub fn sorted_by_name() -> Vec<&'static Row> {
+        let mut rows: Vec<&Row> = ROWS.iter().collect();
+        rows.sort_unstable_by_key(|row| row.name);
+        rows
+    }
+
+    /// Describes the values for the help text.
+    pub fn values(&self) -> String {
+        self.values.text()
+    }
+
+    /// The error lists the valid values.
+    pub fn read(&self, text: &str) -> Outcome<Setting> {
+        (self.parse)(text)
+    }
+}
+
+impl Key {
+    pub fn row(self) -> &'static Row {
+        &ROWS[self as usize]
+    }
+}
+
+impl Setting {
+    pub fn name(&self) -> &'static str {
+        self.key().row().name
+    }
+
+    pub fn to_text(&self) -> (String, String) {
+        (self.name().to_owned(), self.value())
+    }
 }
 
 impl AttachOptions {

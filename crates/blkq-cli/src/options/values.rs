@@ -1,7 +1,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use blkq::{ErrorKind, SchedulerKind};
+use blkq::ErrorKind;
 use blkq_drivers::DriverSpec;
 use blkq_drivers::qcow2::BackingChain;
 use blkq_export::ublk::CopyMode;
@@ -174,29 +174,8 @@ impl SectorSize {
     }
 }
 
-#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Scheduler {
-    /// The order of submission
-    None,
-    /// The order of positions, with a deadline for each request
-    MqDeadline,
-    /// A share for each kind of request, so that latencies stay near their targets
-    Kyber,
-}
-
-impl Scheduler {
-    pub fn kind(self) -> SchedulerKind {
-        match self {
-            Scheduler::None => SchedulerKind::None,
-            Scheduler::MqDeadline => SchedulerKind::MqDeadline,
-            Scheduler::Kyber => SchedulerKind::Kyber,
-        }
-    }
-}
-
 /// A value of an option, with its description in the help.
-type Described = (&'static str, &'static str);
+pub(super) type Described = (&'static str, &'static str);
 
 pub(super) const DIRECT_IO: &[Described] = &[
     ("on", "Always; the attach fails if the image does not allow it"),
@@ -213,6 +192,15 @@ pub(super) const ON_ERROR: &[Described] = &[
     ("hold", "The request is held, and its client waits, until `blkq resume`"),
     ("hold-enospc", "As hold, but only if the file system of the image has no space"),
 ];
+
+pub(super) const SCHEDULER: &[Described] = &[
+    ("none", "The order of submission"),
+    ("mq-deadline", "The order of positions, with a deadline for each request"),
+    ("kyber", "A share for each kind of request, so that latencies stay near their targets"),
+];
+
+/// The value of `blkq set group=` for a device that is in no group.
+pub const NO_GROUP: &str = "none";
 
 /// The indentation keeps each kind on a line of its own in the manual page.
 pub(super) const IMAGE_HELP: &str = "\
@@ -304,7 +292,7 @@ pub fn parse_ceph_user(text: &str) -> Result<String, String> {
 /// `none` for no group; older versions had groups of that name.
 pub fn parse_new_group_name(text: &str) -> Result<String, String> {
     match text {
-        "none" => Err("a group cannot have the name none".to_owned()),
+        NO_GROUP => Err("a group cannot have the name none".to_owned()),
         _ => parse_group_name(text),
     }
 }

@@ -91,9 +91,7 @@ impl BackgroundThreads {
         self.metrics.as_ref()?.warning()
     }
 
-    pub(super) fn describe(&self) -> Vec<(&'static str, String)> {
-        let limit = ("hang-warning", self.hangs.limit().as_secs_f64().to_string());
-        let metrics = self.metrics.iter().map(|endpoint| ("metrics", endpoint.uri().to_owned()));
-        std::iter::once(limit).chain(metrics).collect()
+    pub(super) fn metrics_uri(&self) -> Option<String> {
+        self.metrics.as_ref().map(|endpoint| endpoint.uri().to_owned())
     }
 }

@@ -5,6 +5,7 @@ use blkq::{Disk, Driver, EngineHandle, EngineThread};
 
 use super::persistent_bitmaps::PersistentBitmaps;
 use super::saved_settings::SavedSettings;
+use super::settings::apply;
 use crate::confine;
 use crate::failure::{Failure, Outcome};
 use crate::group::{self, GroupWatch, Joined};
@@ -46,7 +47,7 @@ impl ServedDisk {
         let engines = Vec::new();
         let mut served = ServedDisk { engines, group: None, group_watch: None, bitmaps, disk, warnings };
         served.join_group(options, claim, start.is_successor)?;
-        saved.set(&served.disk);
+        saved.restore(|setting| apply(&served.disk, None, setting));
         served.engines = start_engines(&served.disk, options.sandbox, start.partscan)?;
         Ok(served)
     }
@@ -86,7 +87,7 @@ fn build(options: &AttachOptions, name: &str, driver: Arc<dyn Driver>) -> Outcom
         .name(name)
         .queues(usize::from(options.queues) * usize::from(options.threads_per_queue))
         .depth(options.depth)
-        .scheduler(options.scheduler.kind())
+        .scheduler(options.scheduler)
         .merge(options.merge)
         .early_submission(options.early_submission)
         .batching(options.batching)

@@ -1,9 +1,8 @@
 //! The state of a device, for `blkq show` and `blkq list`.
 
 use std::path::Path;
-use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::throttle::{Ceiling, LimitMode};
+use blkq::throttle::Ceiling;
 use blkq::{Disk, QueueLimits};
 use blkq_export::nbd::ConnectionInfo;
 use blkq_export::vhost_user::{FrontEndInfo, VhostUserDevice};
@@ -14,7 +13,10 @@ use super::running::Running;
 use crate::failure::Outcome;
 use crate::info::{ClientInfo, DeviceInfo, DirectIoInfo};
 use crate::log;
-use crate::settings::Setting;
+use crate::options::{Key, ROWS, Scope};
+
+/// Settings that have fields of [`DeviceInfo`], or are among the facts of the driver.
+const SHOWN_ELSEWHERE: [Key; 4] = [Key::Autoclear, Key::DirectIo, Key::Fault, Key::ReadOnly];
 
 impl Device {
     /// Includes notes for the user who attached the device. Fails if the device has stopped.
@@ -32,10 +34,12 @@ impl Device {
         let disk = &running.disk;
         let limits = disk.limits();
         let mut facts = disk.driver().describe();
-        let direct_io = take_direct_io(&mut facts);
-        let dispatch = take(&mut facts, "dispatch").map(|dispatch| ("dispatch", dispatch));
         let front_end = running.servers.vhost.as_ref().and_then(VhostUserDevice::front_end);
         let owned = |(name, value): (&'static str, String)| (name.to_owned(), value);
+        let settings = self.settings_now(&running, &facts, front_end.as_ref()).map(owned).collect();
+        let direct_io = take_direct_io(&mut facts);
+        // Shown with the settings.
+        take(&mut facts, Key::Dispatch.row().name);
         Ok(DeviceInfo {
             name: self.attached.name.clone(),
             pid: std::process::id(),
@@ -64,17 +68,17 @@ impl Device {
             direct_io,
             attach_options: now.attach_options,
             capabilities: capabilities(&limits),
-            settings: self.settings_now(&running, dispatch, front_end.as_ref()).map(owned).collect(),
+            settings,
             driver_facts: facts.into_iter().map(owned).collect(),
             warnings: self.warnings_now(disk, front_end.as_ref()),
         })
     }
 
-    /// Also contains facts that are shown with settings, including the driver's `dispatch`.
+    /// Also contains facts that are shown with settings. `facts` are those of the driver.
     fn settings_now(
         &self,
         running: &Running,
-        dispatch: Option<(&'static str, String)>,
+        facts: &[(&'static str, String)],
         front_end: Option<&FrontEndInfo>,
     ) -> impl Iterator<Item = (&'static str, String)> {
         let Running { servers, ublk, disk, .. } = running;
@@ -83,19 +87,22 @@ impl Device {
             Ceiling::Unknown => Some(("ceiling", "not found yet".to_owned())),
             Ceiling::Found(limits) => Some(("ceiling", limits.to_string())),
         };
-        let group = self.group.group().map(|group| ("group", group));
         let ublk = ublk.as_ref().map(|ublk| ("ublk", ublk.describe()));
         let register_memory = servers.vhost.as_ref().filter(|vhost| vhost.registers_memory());
         let register_memory = register_memory.map(|_| ("register-memory", registered_memory(front_end)));
-        let watching = self.background().as_ref().map(BackgroundThreads::describe).unwrap_or_default();
+        let metrics = self.background().as_ref().and_then(BackgroundThreads::metrics_uri);
+        let in_force = ROWS
+            .iter()
+            .filter(|row| !SHOWN_ELSEWHERE.contains(&row.key))
+            .filter(|row| row.scope != Scope::Nbd || !servers.nbd.is_empty())
+            .filter_map(|row| self.read_back(running, facts, row.key))
+            .map(|setting| (setting.name(), setting.value()));
         std::iter::once(("queues", disk.queue_count().to_string()))
-            .chain(settings_in_force(running).into_iter().map(|setting| (setting.key(), setting.value())))
+            .chain(in_force)
             .chain(ceiling)
-            .chain(group)
-            .chain(dispatch)
             .chain(ublk)
             .chain(register_memory)
-            .chain(watching)
+            .chain(metrics.map(|uri| ("metrics", uri)))
     }
 
     fn warnings_now(&self, disk: &Disk, front_end: Option<&FrontEndInfo>) -> Vec<String> {
@@ -108,33 +115,6 @@ impl Device {
         warnings.extend(front_end.and_then(unregistered_memory));
         warnings
     }
-}
-
-fn settings_in_force(running: &Running) -> Vec<Setting> {
-    let Running { servers, disk, .. } = running;
-    let settings = disk.settings();
-    let mut now = vec![
-        Setting::Depth(settings.depth),
-        Setting::Scheduler(settings.scheduler),
-        Setting::Merge(settings.merge),
-        Setting::EarlySubmission(settings.early_submission),
-        Setting::Batching(settings.batching),
-        Setting::Iostats(settings.iostats),
-        Setting::Clock(settings.clock),
-        Setting::Limit(match disk.ceiling() {
-            Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
-            _ => LimitMode::Auto,
-        }),
-        Setting::OnError(disk.error_policy()),
-    ];
-    if !servers.nbd.is_empty() {
-        now.extend([
-            Setting::ReceiveBackoff(servers.switches.receive_backoff.load(Relaxed)),
-            Setting::SplitReads(servers.switches.split_reads.load(Relaxed)),
-        ]);
-    }
-    now.extend(disk.group_member().map(|member| Setting::Weight(member.weight())));
-    now
 }
 
 fn take(facts: &mut Vec<(&'static str, String)>, name: &str) -> Option<String> {

@@ -2,12 +2,9 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use blkq::{Disk, ErrorKind};
-use blkq_drivers::r#loop::LoopSetting;
-
 use crate::failure::{Failure, Outcome};
-use crate::options::AttachOptions;
-use crate::settings::{Setting, SettingGroups, is_removed};
+use crate::options::{AttachOptions, Implementer, Key, Setting};
+use crate::settings::{SettingGroups, is_removed};
 
 pub(super) struct DeviceSettings {
     /// Changes when the device joins or leaves a group.
@@ -52,9 +49,9 @@ impl DeviceSettings {
     /// Records the group and the device's weight in it for the next daemon. The weight of the attach options
     /// must not apply to a group that was joined later.
     pub(super) fn note_group(&self, group: Option<(&str, u32)>) {
-        self.replace("weight", group.map(|(_, weight)| Setting::Weight(weight).to_text()));
+        self.replace(Key::Weight.row().name, group.map(|(_, weight)| Setting::Weight(weight).to_text()));
         let setting = Setting::Group(group.map(|(name, _)| name.to_owned()));
-        self.replace(setting.key(), Some(setting.to_text()));
+        self.replace(setting.name(), Some(setting.to_text()));
     }
 
     fn groups(&self) -> SettingGroups {
@@ -88,95 +85,38 @@ impl SavedSettings {
         self.warnings.push(format!("cannot restore the setting {key}={value}: {failure}"));
     }
 
-    /// Applies the settings that the daemon itself implements. A setting that `options` exclude becomes a
+    /// Gives `options` the settings that the daemon itself implements. A setting that `options` exclude becomes a
     /// warning: they may differ from the options of the last daemon.
     pub fn apply_to(&mut self, options: &mut AttachOptions) {
         for setting in std::mem::take(&mut self.settings) {
+            if setting.key().row().implementer == Implementer::Disk {
+                self.settings.push(setting);
+                continue;
+            }
             let mut changed = options.clone();
-            match &setting {
-                Setting::Autoclear(on) => changed.autoclear = *on,
-                Setting::Group(group) => {
-                    changed.group.clone_from(group);
-                    changed.weight = changed.weight.filter(|_| group.is_some());
-                }
-                Setting::HangWarning(limit) => changed.hang_warning = *limit,
-                Setting::Limit(mode) => changed.limit = *mode,
-                Setting::ReceiveBackoff(on) => changed.receive_backoff = *on,
-                Setting::SplitReads(on) => changed.split_reads = *on,
-                _ => {}
+            changed.put(&setting);
+            if matches!(setting, Setting::Group(None)) {
+                // A weight is only for a device in a group.
+                changed.weight = None;
             }
             match changed.check() {
                 // If the options are invalid anyway, no setting is the cause.
                 Err(failure) if options.check().is_ok() => {
-                    self.warn(setting.key(), &setting.value(), &failure);
+                    self.warn(setting.name(), &setting.value(), &failure)
                 }
-                _ => {
-                    *options = changed;
-                    self.settings.push(setting);
-                }
+                _ => *options = changed,
             }
         }
     }
 
-    /// The disk must not be in use yet.
-    pub fn set(&mut self, disk: &Disk) {
+    /// Passes the settings that the disk implements to `apply`. The disk must not be in use yet.
+    pub fn restore(&mut self, apply: impl Fn(&Setting) -> Outcome) {
         for setting in std::mem::take(&mut self.settings) {
-            if let Err(failure) = set_disk(disk, &setting) {
-                self.warn(setting.key(), &setting.value(), &failure);
+            if let Err(failure) = apply(&setting) {
+                self.warn(setting.name(), &setting.value(), &failure);
             }
         }
     }
-}
-
-/// Rejects a depth that exceeds the depth with which the disk was attached. The error names the largest
-/// depth.
-pub(super) fn check_depth(disk: &Disk, depth: u16) -> Outcome {
-    if depth <= disk.depth_max() {
-        return Ok(());
-    }
-    Err(Failure::new(format!(
-        "depth must be 1 to {}, not {depth}; to use {depth}, detach the device and attach it with --depth {depth}",
-        disk.depth_max()
-    )))
-}
-
-/// Does nothing for settings that the daemon implements. Fails if the disk rejects the value.
-pub(super) fn set_disk(disk: &Disk, setting: &Setting) -> Outcome {
-    let changed = match setting {
-        Setting::Batching(on) => disk.set(blkq::Setting::Batching(*on)),
-        Setting::Clock(mode) => disk.set(blkq::Setting::Clock(*mode)),
-        Setting::Depth(depth) => {
-            check_depth(disk, *depth)?;
-            disk.set(blkq::Setting::Depth(*depth))
-        }
-        Setting::Iostats(on) => disk.set(blkq::Setting::Iostats(*on)),
-        Setting::Merge(on) => disk.set(blkq::Setting::Merge(*on)),
-        Setting::EarlySubmission(on) => disk.set(blkq::Setting::EarlySubmission(*on)),
-        Setting::ReadOnly(on) => disk.set(blkq::Setting::ReadOnly(*on)),
-        Setting::Scheduler(kind) => disk.set(blkq::Setting::Scheduler(*kind)),
-        Setting::Limit(mode) => {
-            disk.set_rate_limits(&mode.limits());
-            Ok(())
-        }
-        Setting::OnError(policy) => {
-            disk.set_error_policy(*policy);
-            Ok(())
-        }
-        Setting::Weight(weight) => disk.group_member().map_or(Ok(()), |member| member.set_weight(*weight)),
-        Setting::DirectIo(mode) => disk.set_driver(&LoopSetting::DirectIo(*mode)),
-        Setting::Dispatch(dispatch) => disk.set_driver(&LoopSetting::Dispatch(*dispatch)),
-        Setting::Fault(spec) => disk.set_driver(spec),
-        Setting::Autoclear(_)
-        | Setting::Group(_)
-        | Setting::HangWarning(_)
-        | Setting::ReceiveBackoff(_)
-        | Setting::SplitReads(_) => Ok(()),
-    };
-    changed.map_err(not_set)
-}
-
-pub(super) fn not_set(error: blkq::Error) -> Failure {
-    Failure::of(error, ErrorKind::Lost, "detach the device and attach it again")
 }
 
 #[cfg(test)]
@@ -193,7 +133,7 @@ mod tests {
             let mut options = options(&[&["ram:1M", "--export", "nbd"], words].concat());
             let mut saved = SavedSettings::read(SettingGroups::new(&options), &text(value));
             saved.apply_to(&mut options);
-            let left: Vec<_> = saved.settings.iter().map(Setting::key).collect();
+            let left: Vec<_> = saved.settings.iter().map(Setting::name).collect();
             (options.limit.to_string(), left.join(" "), saved.warnings)
         };
         let (limit, left, warnings) = put(&["--group", "g", "--limit", "iops=10"], "auto");
@@ -202,7 +142,7 @@ mod tests {
         assert!(warnings.len() == 1 && warnings[0].starts_with(why), "{warnings:?}");
         for (words, value) in [(&["--group", "g"][..], "iops=5"), (&[], "auto")] {
             let (limit, left, warnings) = put(words, value);
-            assert_eq!((limit.as_str(), left.as_str(), warnings), (value, "limit depth", Vec::new()));
+            assert_eq!((limit.as_str(), left.as_str(), warnings), (value, "depth", Vec::new()));
         }
     }
 
@@ -219,9 +159,9 @@ mod tests {
         let text = |key: &str, value: &str| (key.to_owned(), value.to_owned());
         let settings = DeviceSettings::new(&attached, Vec::new());
         settings.note_group(None);
-        assert_eq!(restored(&settings), (None, None, vec![text("group", "none")], Vec::new()));
+        assert_eq!(restored(&settings), (None, None, Vec::new(), Vec::new()));
         settings.note_group(Some(("silver", 100)));
-        let left = vec![text("weight", "100"), text("group", "silver")];
+        let left = vec![text("weight", "100")];
         assert_eq!(restored(&settings), (Some("silver".to_owned()), Some(50), left, Vec::new()));
     }
 }

@@ -1,14 +1,18 @@
+//! Changes settings of a device in use. A new setting needs an arm in [`apply`] and in [`Device::read_back`], and one
+//! in [`Device::check_change`] only if it has a rule that depends on the device.
+
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::ErrorKind;
-use blkq::throttle::LimitMode;
+use blkq::throttle::{Ceiling, LimitMode};
+use blkq::{Disk, DriverSetting, ErrorKind};
+use blkq_drivers::r#loop::LoopSetting;
 
 use super::Device;
 use super::running::{Running, stopping};
-use super::saved_settings::{check_depth, not_set, set_disk};
 use crate::failure::{Failure, Outcome};
-use crate::info::DeviceInfo;
-use crate::settings::{Setting, is_removed};
+use crate::options::{Key, Scope, Setting};
+use crate::settings::is_removed;
 
 impl Device {
     pub fn read_setting(&self, key: &str, value: &str) -> Outcome<Setting> {
@@ -21,31 +25,9 @@ impl Device {
         let running = self.running()?;
         // Serializes concurrent changes, so that the recorded value is the one that was set last.
         let _changing = self.begin_change();
-        check(&running, setting)?;
-        match setting {
-            Setting::HangWarning(limit) => {
-                self.background().as_ref().ok_or_else(stopping)?.set_hang_warning(*limit);
-            }
-            Setting::Limit(mode) => {
-                self.background().as_mut().ok_or_else(stopping)?.set_limit(&running.disk, *mode)?;
-            }
-            Setting::Autoclear(on) => {
-                if let Some(ublk) = &running.ublk {
-                    ublk.watch_users(*on)?;
-                }
-                self.autoclear.set(*on);
-            }
-            Setting::Group(None) => return self.leave_group(&running),
-            Setting::ReceiveBackoff(on) => running.servers.switches.receive_backoff.store(*on, Relaxed),
-            Setting::SplitReads(on) => running.servers.switches.split_reads.store(*on, Relaxed),
-            Setting::ReadOnly(on) => {
-                self.check_not_changed()?;
-                set_read_only(&running, *on)?;
-            }
-            _ => set_disk(&running.disk, setting)?,
-        }
-        let text = setting.to_text();
-        self.settings.replace(setting.key(), Some(text));
+        self.check_change(&running, setting)?;
+        apply(&running.disk, Some((self, &running)), setting)?;
+        self.settings.replace(setting.name(), Some(setting.to_text()));
         Ok(())
     }
 
@@ -53,20 +35,17 @@ impl Device {
     /// possible without making it. Fails with the first setting that the device cannot have.
     pub fn prepare_changes(&self, settings: &[(String, String)]) -> Outcome<Vec<Change>> {
         let running = self.running()?;
-        let info = self.info()?;
+        let facts = running.disk.driver().describe();
         let mut changes = Vec::new();
         for (key, value) in settings.iter().filter(|(key, _)| !is_removed(key)) {
             let during = |failure: Failure| failure.during(format_args!("{key}={value}"));
             let to = self.settings.read(key, value).map_err(during)?;
-            let from = value_now(&running, &info, key).and_then(|value| self.settings.read(key, &value).ok());
+            let from = self.read_back(&running, &facts, to.key());
             // Some settings cannot be set at all on this device, not even to the value that they have.
             if from.as_ref() == Some(&to) {
                 continue;
             }
-            if matches!(to, Setting::ReadOnly(_)) {
-                self.check_not_changed().map_err(during)?;
-            }
-            check(&running, &to).map_err(during)?;
+            self.check_change(&running, &to).map_err(during)?;
             let saved = self.settings.changed().into_iter().find(|(other, _)| other == key);
             changes.push(Change { to, from, saved });
         }
@@ -76,8 +55,129 @@ impl Device {
     /// Undoes a change, for the next daemon as well. Fails as [`Device::set`] does; the change then stays.
     pub fn undo(&self, change: &Change) -> Outcome {
         change.from.as_ref().map_or(Ok(()), |from| self.set(from))?;
-        self.settings.replace(change.to.key(), change.saved.clone());
+        self.settings.replace(change.to.name(), change.saved.clone());
         Ok(())
+    }
+
+    /// Checks the rules that depend on the device and not on the value alone.
+    fn check_change(&self, running: &Running, setting: &Setting) -> Outcome {
+        if setting.key().row().scope == Scope::Nbd && running.servers.nbd.is_empty() {
+            let rule = "this setting applies only to NBD, and the device is not served over NBD";
+            return Err(Failure::new(rule));
+        }
+        match setting {
+            Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
+                Err(Failure::new("limit=auto is not possible for a device in a group"))
+            }
+            // `blkq set` sends another request to join a group, with the file of the group.
+            Setting::Group(Some(group)) => {
+                let name = running.disk.name();
+                Err(Failure::new(format!("only `blkq set {name} group={group}` can change the group")))
+            }
+            Setting::Depth(depth) => check_depth(&running.disk, *depth),
+            Setting::ReadOnly(_) => self.check_not_changed(),
+            _ => Ok(()),
+        }
+    }
+
+    /// The value that is in force; `None` if there is none, for example the weight of a device without a group.
+    /// `facts` are those of the driver.
+    #[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
+    pub(super) fn read_back(
+        &self,
+        running: &Running,
+        facts: &[(&'static str, String)],
+        key: Key,
+    ) -> Option<Setting> {
+        let Running { servers, disk, .. } = running;
+        let now = disk.settings();
+        let fact = |name| facts.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str());
+        Some(match key {
+            Key::Autoclear => Setting::Autoclear(self.autoclear.is_on()),
+            Key::Batching => Setting::Batching(now.batching),
+            Key::Clock => Setting::Clock(now.clock),
+            Key::Depth => Setting::Depth(now.depth),
+            Key::DirectIo => Setting::DirectIo(fact("direct-io-requested")?.parse().ok()?),
+            Key::Dispatch => Setting::Dispatch(fact("dispatch")?.parse().ok()?),
+            Key::EarlySubmission => Setting::EarlySubmission(now.early_submission),
+            Key::Fault => Setting::Fault(fact("fault")?.parse().ok()?),
+            Key::Group => Setting::Group(Some(self.group.group()?)),
+            Key::HangWarning => Setting::HangWarning(self.background().as_ref()?.hangs().limit()),
+            Key::Iostats => Setting::Iostats(now.iostats),
+            Key::Limit => Setting::Limit(match disk.ceiling() {
+                Ceiling::NotSearched => LimitMode::Fixed(disk.rate_limits()),
+                Ceiling::Unknown | Ceiling::Found(_) => LimitMode::Auto,
+            }),
+            Key::Merge => Setting::Merge(now.merge),
+            Key::OnError => Setting::OnError(disk.error_policy()),
+            Key::ReadOnly => Setting::ReadOnly(disk.limits().read_only),
+            Key::ReceiveBackoff => Setting::ReceiveBackoff(servers.switches.receive_backoff.load(Relaxed)),
+            Key::Scheduler => Setting::Scheduler(now.scheduler),
+            Key::SplitReads => Setting::SplitReads(servers.switches.split_reads.load(Relaxed)),
+            Key::Weight => Setting::Weight(disk.group_member()?.weight()),
+        })
+    }
+}
+
+/// Changes the setting of the disk, or of the device that serves it. There is no device before the disk is in use; the
+/// settings that the daemon implements are then options. Fails if the disk or the device rejects the value.
+#[deny(clippy::wildcard_enum_match_arm, reason = "a new setting needs an arm")]
+pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setting: &Setting) -> Outcome {
+    let of_disk = |setting| disk.set(setting).map_err(not_set);
+    let of_driver = |setting: &dyn DriverSetting| disk.set_driver(setting).map_err(not_set);
+    let of_device = |set: &dyn Fn(&Device, &Running) -> Outcome| {
+        device.map_or(Ok(()), |(device, running)| set(device, running))
+    };
+    match setting {
+        Setting::Autoclear(on) => of_device(&|device, running| {
+            running.ublk.as_ref().map_or(Ok(()), |ublk| ublk.watch_users(*on))?;
+            device.autoclear.set(*on);
+            Ok(())
+        }),
+        Setting::Batching(on) => of_disk(blkq::Setting::Batching(*on)),
+        Setting::Clock(mode) => of_disk(blkq::Setting::Clock(*mode)),
+        Setting::Depth(depth) => {
+            check_depth(disk, *depth)?;
+            of_disk(blkq::Setting::Depth(*depth))
+        }
+        Setting::DirectIo(mode) => of_driver(&LoopSetting::DirectIo(*mode)),
+        Setting::Dispatch(dispatch) => of_driver(&LoopSetting::Dispatch(*dispatch)),
+        Setting::EarlySubmission(on) => of_disk(blkq::Setting::EarlySubmission(*on)),
+        Setting::Fault(spec) => of_driver(spec),
+        // `Device::join_group` has the file of the group.
+        Setting::Group(Some(_)) => Ok(()),
+        Setting::Group(None) => of_device(&Device::leave_group),
+        Setting::HangWarning(limit) => of_device(&|device, _| {
+            device.background().as_ref().ok_or_else(stopping)?.set_hang_warning(*limit);
+            Ok(())
+        }),
+        Setting::Iostats(on) => of_disk(blkq::Setting::Iostats(*on)),
+        Setting::Limit(mode) => {
+            of_device(&|device, _| device.background().as_mut().ok_or_else(stopping)?.set_limit(disk, *mode))
+        }
+        Setting::Merge(on) => of_disk(blkq::Setting::Merge(*on)),
+        Setting::OnError(policy) => {
+            disk.set_error_policy(*policy);
+            Ok(())
+        }
+        Setting::ReadOnly(on) => {
+            let was = disk.limits().read_only;
+            of_disk(blkq::Setting::ReadOnly(*on))?;
+            of_device(&|_, running| set_block_device_read_only(running, *on, was))
+        }
+        Setting::ReceiveBackoff(on) => of_device(&|_, running| {
+            running.servers.switches.receive_backoff.store(*on, Relaxed);
+            Ok(())
+        }),
+        Setting::Scheduler(kind) => of_disk(blkq::Setting::Scheduler(*kind)),
+        Setting::SplitReads(on) => of_device(&|_, running| {
+            running.servers.switches.split_reads.store(*on, Relaxed);
+            Ok(())
+        }),
+        Setting::Weight(weight) => {
+            let set = disk.group_member().map_or(Ok(()), |member| member.set_weight(*weight));
+            set.map_err(not_set)
+        }
     }
 }
 
@@ -88,52 +188,30 @@ pub struct Change {
     saved: Option<(String, String)>,
 }
 
-/// `None` if the setting is not reported.
-fn value_now(running: &Running, info: &DeviceInfo, key: &str) -> Option<String> {
-    let switch = |on: bool| Some(if on { "on" } else { "off" }.to_owned());
-    match key {
-        "autoclear" => switch(info.autoclear),
-        "read-only" => switch(info.read_only),
-        "direct-io" => Some(info.direct_io.requested.clone()),
-        "receive-backoff" => switch(running.servers.switches.receive_backoff.load(Relaxed)),
-        "split-reads" => switch(running.servers.switches.split_reads.load(Relaxed)),
-        _ => {
-            let mut all = info.settings.iter().chain(&info.driver_facts);
-            all.find(|(other, _)| other == key).map(|(_, value)| value.clone())
-        }
+/// Rejects a depth that exceeds the depth with which the disk was attached. The error names the largest
+/// depth.
+fn check_depth(disk: &Disk, depth: u16) -> Outcome {
+    if depth <= disk.depth_max() {
+        return Ok(());
     }
+    Err(Failure::new(format!(
+        "depth must be 1 to {}, not {depth}; to use {depth}, detach the device and attach it with --depth {depth}",
+        disk.depth_max()
+    )))
 }
 
-fn check(running: &Running, setting: &Setting) -> Outcome {
-    match setting {
-        Setting::Limit(LimitMode::Auto) if running.disk.group_member().is_some() => {
-            Err(Failure::new("limit=auto is not possible for a device in a group"))
-        }
-        // `blkq set` sends another request to join a group, with the file of the group.
-        Setting::Group(Some(group)) => {
-            let name = running.disk.name();
-            Err(Failure::new(format!("only `blkq set {name} group={group}` can change the group")))
-        }
-        Setting::ReceiveBackoff(_) | Setting::SplitReads(_) if running.servers.nbd.is_empty() => {
-            Err(Failure::new("this setting applies only to NBD, and the device is not served over NBD"))
-        }
-        Setting::Depth(depth) => check_depth(&running.disk, *depth),
-        _ => Ok(()),
-    }
+/// Changes the kernel's block device, if there is one. If this fails, the disk is again as it `was`.
+fn set_block_device_read_only(running: &Running, on: bool, was: bool) -> Outcome {
+    let Some(ublk) = &running.ublk else { return Ok(()) };
+    ublk.set_read_only(on).map_err(|error| {
+        // The error of the block device is the reason for the failure.
+        let _ = running.disk.set(blkq::Setting::ReadOnly(was));
+        Failure::of(error, ErrorKind::Unsupported, "detach the device and attach it again")
+    })
 }
 
-/// Changes the disk and the kernel's block device, if there is one; both or neither.
-fn set_read_only(running: &Running, on: bool) -> Outcome {
-    let was = running.disk.limits().read_only;
-    running.disk.set(blkq::Setting::ReadOnly(on)).map_err(not_set)?;
-    if let Some(ublk) = &running.ublk {
-        ublk.set_read_only(on).map_err(|error| {
-            // The disk gets its old value back; the error of the block device is the reason for the failure.
-            let _ = running.disk.set(blkq::Setting::ReadOnly(was));
-            Failure::of(error, ErrorKind::Unsupported, "detach the device and attach it again")
-        })?;
-    }
-    Ok(())
+fn not_set(error: blkq::Error) -> Failure {
+    Failure::of(error, ErrorKind::Lost, "detach the device and attach it again")
 }
 
 #[cfg(test)]
@@ -145,6 +223,7 @@ mod tests {
     use super::super::open::Plan;
     use super::*;
     use crate::group::GroupFile;
+    use crate::options::Row;
     use crate::options::tests::options;
     use crate::serve::image::open_driver;
     use crate::state::parse_state;
@@ -183,16 +262,18 @@ mod tests {
             let all = info.settings.iter().chain(&info.driver_facts);
             all.filter(|(other, _)| other == key).map(|(_, value)| value.as_str()).next()
         };
-        let switches = device.running().unwrap().servers.switches.clone();
+        let running = device.running().unwrap();
         for (key, value) in &saved {
             let value = value.as_str();
             match key.as_str() {
                 "autoclear" => assert!(info.autoclear),
                 "read-only" => assert!(info.read_only),
                 "direct-io" => assert_eq!(info.direct_io.requested, value),
-                // Without a server, this setting is not reported.
-                "receive-backoff" => assert!(!switches.receive_backoff.load(Relaxed)),
-                "split-reads" => assert!(!switches.split_reads.load(Relaxed)),
+                // Without a server, these settings are not reported.
+                "receive-backoff" | "split-reads" => {
+                    let now = device.read_back(&running, &[], Row::find(key).unwrap().key).unwrap();
+                    assert_eq!(now.value(), value, "{key}");
+                }
                 "colour" | "depth-of-sea" | "scheduler-of-old" => {
                     let warning = format!("cannot restore the setting {key}={value}: no such setting");
                     assert!(
@@ -214,6 +295,7 @@ mod tests {
         assert_eq!(settings.pop(), Some(("depth".to_owned(), "16".to_owned())));
         assert!(saved.iter().filter(|(key, _)| key != "depth").eq(&settings));
 
+        drop(running);
         device.close(true).unwrap();
         device.stop().unwrap();
         drop((device, claim));

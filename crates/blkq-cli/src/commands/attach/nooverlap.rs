@@ -15,8 +15,7 @@ use crate::control::{Called, Request, call};
 use crate::devices::{Entry, all};
 use crate::failure::{Failure, Outcome};
 use crate::info::DeviceInfo;
-use crate::options::{AttachOptions, Format, image_text};
-use crate::settings::Setting;
+use crate::options::{AttachOptions, Format, Setting, image_text};
 use crate::state::{Fate, StateDir};
 
 /// The longest wait for devices that are starting or stopping.
