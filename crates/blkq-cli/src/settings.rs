@@ -3,14 +3,12 @@
 use blkq_drivers::DriverSpec;
 
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, FIELDS, NO_GROUP, Row, Scope, Setting};
+use crate::options::{AttachOptions, FIELDS, NO_GROUP, REMOVED, Row, Scope, Setting};
 use crate::similar::closest;
 
-/// Settings that are still accepted and ignored, for one release after their removal.
-const REMOVED: [&str; 1] = ["pacing"];
-
+/// Whether the setting is still accepted and ignored, as its option is.
 pub fn is_removed(key: &str) -> bool {
-    REMOVED.contains(&key)
+    REMOVED.iter().any(|option| option.strip_prefix("no-") == Some(key))
 }
 
 /// The groups of settings that a device has.

@@ -20,7 +20,7 @@ use clap::{Arg, Command, Id};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, Format, image_text};
+use crate::options::{AttachOptions, Format, Key, image_text};
 use crate::serve::{Obstacle, obstacles};
 use crate::settings::SettingGroups;
 use crate::state::check_name;
@@ -76,23 +76,16 @@ impl ConfigFile {
     /// have. The group is left out, too: it may have been changed live, an older daemon cannot change it, and
     /// one setting that is refused would keep all others from being applied.
     pub fn settings(&self, groups: SettingGroups) -> Vec<(String, String)> {
-        // A key with the value false has no words. `autoclear = false` means autoclear=off, `no-merge =
-        // false` means merge=on.
-        let unset = self.keys.iter().filter(|key| key.words.is_empty()).filter_map(|key| {
-            let (key, value) =
-                key.key.strip_prefix("no-").map_or((key.key.as_str(), "off"), |key| (key, "on"));
-            (key != "group" && groups.has(key)).then(|| (key.to_owned(), value.to_owned()))
-        });
-        let setting = |word: &String| {
-            let word = word.strip_prefix("--")?;
-            let (key, value) = match (word.split_once('='), word.strip_prefix("no-")) {
-                (Some(setting), _) => setting,
-                (None, Some(key)) => (key, "off"),
-                (None, None) => (word, "on"),
-            };
-            (key != "group" && groups.has(key)).then(|| (key.to_owned(), value.to_owned()))
+        let setting = |key: &Words| {
+            let inverse = key.key.strip_prefix("no-");
+            let name = inverse.unwrap_or(&key.key);
+            // A key with the value false has no words. `autoclear = false` means autoclear=off, `no-merge =
+            // false` means merge=on.
+            let is_on = key.words.is_empty() == inverse.is_some();
+            let value = key.value().unwrap_or_else(|| if is_on { "on" } else { "off" }.to_owned());
+            (name != Key::Group.row().name && groups.has(name)).then(|| (name.to_owned(), value))
         };
-        self.keys.iter().flat_map(|key| &key.words).filter_map(setting).chain(unset).collect()
+        self.keys.iter().filter_map(setting).collect()
     }
 
     fn has_image(&self) -> bool {

@@ -98,8 +98,7 @@ pub struct AttachOptions {
     /// Bypass the page cache
     #[arg(long, value_name = "MODE", default_value = "auto", value_parser = one_of::<DirectIo>(DIRECT_IO), help_heading = headings::IMAGE)]
     #[serde(with = "json")]
-    pub direct_io: DirectIo
-        => "direct-io" DirectIo(DirectIo) for Images by Disk as syntax::DIRECT_IO,
+    pub direct_io: DirectIo => "direct-io" DirectIo(DirectIo) for Images by Disk as syntax::DIRECT_IO,
     /// Complete flushes and FUA writes without making data durable
     ///
     /// A crash of this machine or a power loss then destroys the image. Use it for disks that may be lost, such as
@@ -110,8 +109,7 @@ pub struct AttachOptions {
     /// Inject faults into the I/O of the device, to test the programs that use it (docs/fault.md)
     #[arg(long, value_name = "SPEC", value_parser = str::parse::<FaultSpec>, help_heading = headings::IMAGE)]
     #[serde(with = "json")]
-    pub fault: Option<FaultSpec>
-        => "fault" Fault(FaultSpec) for Faults by Disk as syntax::FAULT,
+    pub fault: Option<FaultSpec> => "fault" Fault(FaultSpec) for Faults by Disk as syntax::FAULT,
 
     /// Choose how to serve the device; may be given several times
     ///
@@ -148,8 +146,7 @@ pub struct AttachOptions {
 
     /// Open the image read-only and refuse writes
     #[arg(long, help_heading = headings::ACCESS, display_order = 0)]
-    pub read_only: bool
-        => "read-only" ReadOnly(bool) for All by Disk as syntax::SWITCH,
+    pub read_only: bool => "read-only" ReadOnly(bool) for All by Disk as syntax::SWITCH,
     /// Allow others to use the same bytes of the image at the same time
     ///
     /// The other devices need this option, too. This option also permits an image that is mounted or used by the
@@ -179,11 +176,8 @@ pub struct AttachOptions {
     /// They can then read and change the device, or read its metrics.
     #[arg(long, help_heading = headings::ACCESS)]
     pub insecure: bool,
-    /// Whether the daemon drops the privileges and system calls that it does not need.
-    #[arg(
-        long = "no-sandbox", action = ArgAction::SetFalse, help_heading = headings::ACCESS,
-        help = "Keep all privileges of the daemon and do not filter its system calls, for debugging"
-    )]
+    /// Keep all privileges of the daemon and do not filter its system calls, for debugging
+    #[arg(long = "no-sandbox", action = ArgAction::SetFalse, help_heading = headings::ACCESS)]
     pub sandbox: bool,
 
     /// Set the number of hardware queues, each with its own thread
@@ -191,8 +185,7 @@ pub struct AttachOptions {
     pub queues: u16,
     /// Set the number of requests in flight per queue
     #[arg(long, value_name = "N", default_value = "128", value_parser = in_range(DEPTH), help_heading = headings::PERFORMANCE)]
-    pub depth: u16
-        => "depth" Depth(u16) for All by Disk as syntax::DEPTH,
+    pub depth: u16 => "depth" Depth(u16) for All by Disk as syntax::DEPTH,
     /// Set the number of threads per queue of a ublk device
     ///
     /// The threads share the tags of their queue, so that a client on few processors can use several threads. More
@@ -203,13 +196,11 @@ pub struct AttachOptions {
     /// Choose the order in which requests reach the driver
     #[arg(long, default_value = "none", value_parser = one_of::<SchedulerKind>(SCHEDULER), help_heading = headings::PERFORMANCE)]
     #[serde(with = "json")]
-    pub scheduler: SchedulerKind
-        => "scheduler" Scheduler(SchedulerKind) for All by Disk as syntax::SCHEDULER,
+    pub scheduler: SchedulerKind => "scheduler" Scheduler(SchedulerKind) for All by Disk as syntax::SCHEDULER,
     /// Choose how the image file is accessed
     #[arg(long, value_name = "MODE", default_value = "concurrent", value_parser = one_of::<Dispatch>(DISPATCH), help_heading = headings::PERFORMANCE)]
     #[serde(with = "json")]
-    pub dispatch: Dispatch
-        => "dispatch" Dispatch(Dispatch) for Images by Disk as syntax::DISPATCH,
+    pub dispatch: Dispatch => "dispatch" Dispatch(Dispatch) for Images by Disk as syntax::DISPATCH,
     /// Choose who copies the data of a ublk device between the kernel and the daemon
     #[arg(long, value_enum, value_name = "MODE", default_value = "auto", help_heading = headings::PERFORMANCE)]
     pub copy: Copying,
@@ -223,57 +214,32 @@ pub struct AttachOptions {
     /// Choose how often the clock is read for time stamps
     #[arg(long, value_name = "MODE", default_value = "cached", value_parser = one_of::<ClockMode>(CLOCK), help_heading = headings::PERFORMANCE)]
     #[serde(with = "json")]
-    pub clock: ClockMode
-        => "clock" Clock(ClockMode) for All by Disk as syntax::CLOCK,
-    /// Whether adjacent requests are merged.
-    #[arg(
-        long = "no-merge", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
-        help = "Do not merge adjacent requests"
-    )]
-    pub merge: bool
-        => "merge" Merge(bool) for All by Disk as syntax::SWITCH,
-    /// Whether a thread that waits for a tag gets several.
-    #[arg(
-        long = "no-batching", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
-        help = "Let threads that wait for a full device submit one request per wake-up, not up to 32"
-    )]
-    pub batching: bool
-        => "batching" Batching(bool) for All by Disk as syntax::SWITCH,
-    /// Whether I/O is submitted to the kernel a few at a time.
-    #[arg(
-        long = "no-early-submission", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
-        help = "Submit the I/O of a batch to the kernel at its end, not four at a time"
-    )]
+    pub clock: ClockMode => "clock" Clock(ClockMode) for All by Disk as syntax::CLOCK,
+    /// Do not merge adjacent requests
+    #[arg(long = "no-merge", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
+    pub merge: bool => "merge" Merge(bool) for All by Disk as syntax::SWITCH,
+    /// Let threads that wait for a full device submit one request per wake-up, not up to 32
+    #[arg(long = "no-batching", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
+    pub batching: bool => "batching" Batching(bool) for All by Disk as syntax::SWITCH,
+    /// Submit the I/O of a batch to the kernel at its end, not four at a time
+    #[arg(long = "no-early-submission", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
     #[serde(default = "on", skip_serializing_if = "is_on")]
-    pub early_submission: bool
-        => "early-submission" EarlySubmission(bool) for All by Disk as syntax::SWITCH,
-    /// Whether requests are counted and timed.
-    #[arg(
-        long = "no-iostats", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
-        help = "Do not count and time requests"
-    )]
-    pub iostats: bool
-        => "iostats" Iostats(bool) for All by Disk as syntax::SWITCH,
+    pub early_submission: bool => "early-submission" EarlySubmission(bool) for All by Disk as syntax::SWITCH,
+    /// Do not count and time requests
+    #[arg(long = "no-iostats", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
+    pub iostats: bool => "iostats" Iostats(bool) for All by Disk as syntax::SWITCH,
     /// Ignored. Earlier versions had this option: their command lines, configuration files and records are accepted, and
     /// records contain the key for them, because an upgrade falls back to the old program if the new one does not start.
     #[arg(long, hide = true)]
     #[serde(default, rename = "pacing", serialize_with = "write_inverse", deserialize_with = "read_inverse")]
     pub no_pacing: bool,
-    /// Whether a connection of NBD waits before it receives from a client that is busy reading replies.
-    #[arg(
-        long = "no-receive-backoff", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
-        help = "Receive from NBD clients immediately, even while they are busy reading replies"
-    )]
-    pub receive_backoff: bool
-        => "receive-backoff" ReceiveBackoff(bool) for Nbd by Daemon as syntax::SWITCH,
-    /// Whether large reads of NBD clients are served in parts.
-    #[arg(
-        long = "no-split-reads", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE,
-        help = "Serve large NBD reads in one piece, not in parts of 128 KiB"
-    )]
+    /// Receive from NBD clients immediately, even while they are busy reading replies
+    #[arg(long = "no-receive-backoff", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
+    pub receive_backoff: bool => "receive-backoff" ReceiveBackoff(bool) for Nbd by Daemon as syntax::SWITCH,
+    /// Serve large NBD reads in one piece, not in parts of 128 KiB
+    #[arg(long = "no-split-reads", action = ArgAction::SetFalse, help_heading = headings::PERFORMANCE)]
     #[serde(default = "on", skip_serializing_if = "is_on")]
-    pub split_reads: bool
-        => "split-reads" SplitReads(bool) for Nbd by Daemon as syntax::SWITCH,
+    pub split_reads: bool => "split-reads" SplitReads(bool) for Nbd by Daemon as syntax::SWITCH,
 
     /// Limit the rate of I/Os or bytes: KEY=RATE,... or auto
     ///
@@ -282,18 +248,15 @@ pub struct AttachOptions {
     /// searched, and the limit is kept just below it (docs/limits.md).
     #[arg(long, value_name = "LIMITS", value_parser = str::parse::<LimitMode>, default_value = "none", help_heading = headings::LIMITS)]
     #[serde(default, with = "json", skip_serializing_if = "LimitMode::is_none")]
-    pub limit: LimitMode
-        => "limit" Limit(LimitMode) for All by Daemon as syntax::LIMIT,
+    pub limit: LimitMode => "limit" Limit(LimitMode) for All by Daemon as syntax::LIMIT,
     /// Share the limits of this group; create it with `blkq group set`
     #[arg(long, value_name = "NAME", value_parser = parse_new_group_name, help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub group: Option<String>
-        => "group" Group(Option<String>) for All by Daemon as syntax::GROUP,
+    pub group: Option<String> => "group" Group(Option<String>) for All by Daemon as syntax::GROUP,
     /// Set the weight of the device in its group, relative to the other members [default: 100]
     #[arg(long, value_name = "N", value_parser = in_range(1..=WEIGHT_MAX), help_heading = headings::LIMITS)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub weight: Option<u32>
-        => "weight" Weight(u32) for Groups by Disk as syntax::WEIGHT,
+    pub weight: Option<u32> => "weight" Weight(u32) for Groups by Disk as syntax::WEIGHT,
 
     /// Read the configuration of the cluster from FILE [default: as other Ceph clients, such as /etc/ceph/ceph.conf]
     #[arg(long, value_name = "FILE", help_heading = headings::CEPH)]
@@ -315,22 +278,19 @@ pub struct AttachOptions {
     ///
     /// The clients of a block device are its mounts, and the processes that write to it or keep it open for a while.
     #[arg(long, help_heading = headings::SERVICE)]
-    pub autoclear: bool
-        => "autoclear" Autoclear(bool) for All by Daemon as syntax::SWITCH,
+    pub autoclear: bool => "autoclear" Autoclear(bool) for All by Daemon as syntax::SWITCH,
     /// Choose what happens to a request that fails
     ///
     /// Errors that are the request's own fault, and errors of flushes, are always reported (docs/durability.md).
     #[arg(long, value_name = "POLICY", default_value = "report", value_parser = one_of::<ErrorPolicy>(ON_ERROR), help_heading = headings::SERVICE)]
-    #[serde(default, with = "json", skip_serializing_if = "is_report")]
-    pub on_error: ErrorPolicy
-        => "on-error" OnError(ErrorPolicy) for All by Disk as syntax::ON_ERROR,
+    #[serde(default, with = "json", skip_serializing_if = "is_default")]
+    pub on_error: ErrorPolicy => "on-error" OnError(ErrorPolicy) for All by Disk as syntax::ON_ERROR,
     /// Log requests that are in flight for longer; 0 turns this off
     ///
     /// Each request is logged once, with its state (docs/watching.md).
     #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse, help_heading = headings::SERVICE)]
     #[serde(with = "json")]
-    pub hang_warning: Duration
-        => "hang-warning" HangWarning(Duration) for All by Daemon as syntax::HANG_WARNING,
+    pub hang_warning: Duration => "hang-warning" HangWarning(Duration) for All by Daemon as syntax::HANG_WARNING,
     /// Serve metrics for Prometheus over HTTP at unix:PATH or tcp:HOST:PORT
     ///
     /// An address that other machines can reach needs --insecure (docs/watching.md).
@@ -534,10 +494,6 @@ pub fn find_ceph_files(options: &mut AttachOptions, variable: impl Fn(&str) -> O
 
 fn on() -> bool {
     true
-}
-
-fn is_report(policy: &ErrorPolicy) -> bool {
-    *policy == ErrorPolicy::Report
 }
 
 /// Writes the inverse of a `--no-` switch, as older versions do.

@@ -2,11 +2,12 @@
 //! in [`Device::check_change`] only if it has a rule that depends on the device.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use blkq::throttle::{Ceiling, LimitMode};
 use blkq::{Disk, DriverSetting, ErrorKind};
 use blkq_drivers::r#loop::LoopSetting;
+use blkq_export::nbd::NbdSwitches;
 
 use super::Device;
 use super::running::{Running, stopping};
@@ -128,6 +129,11 @@ pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setti
     let of_device = |set: &dyn Fn(&Device, &Running) -> Outcome| {
         device.map_or(Ok(()), |(device, running)| set(device, running))
     };
+    let of_nbd = |switch: fn(&NbdSwitches) -> &AtomicBool, on| {
+        let switches = device.map(|(_, running)| &running.servers.switches);
+        switches.iter().for_each(|switches| switch(switches).store(on, Relaxed));
+        Ok(())
+    };
     match setting {
         Setting::Autoclear(on) => of_device(&|device, running| {
             running.ublk.as_ref().map_or(Ok(()), |ublk| ublk.watch_users(*on))?;
@@ -165,15 +171,9 @@ pub(super) fn apply(disk: &Arc<Disk>, device: Option<(&Device, &Running)>, setti
             of_disk(blkq::Setting::ReadOnly(*on))?;
             of_device(&|_, running| set_block_device_read_only(running, *on, was))
         }
-        Setting::ReceiveBackoff(on) => of_device(&|_, running| {
-            running.servers.switches.receive_backoff.store(*on, Relaxed);
-            Ok(())
-        }),
+        Setting::ReceiveBackoff(on) => of_nbd(|switches| &switches.receive_backoff, *on),
         Setting::Scheduler(kind) => of_disk(blkq::Setting::Scheduler(*kind)),
-        Setting::SplitReads(on) => of_device(&|_, running| {
-            running.servers.switches.split_reads.store(*on, Relaxed);
-            Ok(())
-        }),
+        Setting::SplitReads(on) => of_nbd(|switches| &switches.split_reads, *on),
         Setting::Weight(weight) => {
             let set = disk.group_member().map_or(Ok(()), |member| member.set_weight(*weight));
             set.map_err(not_set)
