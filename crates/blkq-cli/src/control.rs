@@ -393,7 +393,8 @@ fn exits(process: &OwnedFd) -> bool {
     is_readable(process, Some(Instant::now() + DYING_WAIT))
 }
 
-/// As [`call`], for a `name` that the user gave. Also fails if no such device exists, or its daemon died.
+/// As [`call`], for a `name` that the user gave. Also fails if no such device exists, or its daemon was killed
+/// or crashed.
 pub fn ask<T: DeserializeOwned>(dir: &StateDir, name: &str, request: &Request) -> Outcome<T> {
     ask_if_there(dir, name, request)?.ok_or_else(|| no_such_device(name))
 }
@@ -435,7 +436,7 @@ pub fn died(name: &str, last_log_line: &str) -> Failure {
         line => format!("last log line: {line}"),
     };
     Failure::new(format!(
-        "{name}: the daemon died ({reason}), and its stale files were removed; attach the image again"
+        "{name}: the daemon was killed or crashed ({reason}), and its stale files were removed; attach the image again"
     ))
 }
 

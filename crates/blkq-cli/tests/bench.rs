@@ -247,7 +247,7 @@ const NAMED: &[Named] = &[
     ("dispatch", &["randread, concurrent: mean reads in flight"], |reads| reads > 1.0),
     ("dispatch", &["maximum concurrent writers"], |writers| writers == 1.0),
     ("direct", &["direct: maximum MiB of the file in the page cache"], |mib| mib <= 1.0),
-    ("batching", &["on: largest grant, in requests"], |requests| (1.0..=32.0).contains(&requests)),
+    ("batching", &["on: largest batch admitted, in requests"], |requests| (1.0..=32.0).contains(&requests)),
     ("clock", &["cached: clock readings"], |reads| reads <= 2.5 / 32.0),
     ("clock", &["precise: clock readings"], |reads| reads >= 2.0),
     ("clock", &["iostats off: clock readings"], |reads| reads == 0.0),

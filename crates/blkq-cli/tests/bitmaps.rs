@@ -523,7 +523,7 @@ fn a_commit_that_stops_leaves_bitmaps_to_the_device() {
     // A refused commit does not change the bitmaps of the backing file.
     let low = path("low");
     for (clusters, size, why) in
-        [("cluster_size=64k", "8M", "blkq resize"), ("cluster_size=512", "32M", "its L1 table has room for")]
+        [("cluster_size=64k", "8M", "blkq resize"), ("cluster_size=512", "32M", "its L1 table maps ")]
     {
         fs::remove_file(&top).unwrap();
         run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", clusters, &low, "16M"]);

@@ -152,7 +152,7 @@ fn a_killed_daemon_stops_nothing() {
     kill(place.pid("disk.img"));
     let listed = place.run(&["list", "--json", "--clean"]);
     let errors = without_progress(listed.stderr);
-    assert!(errors.starts_with("blkq: disk.img: the daemon died"), "{errors}");
+    assert!(errors.starts_with("blkq: disk.img: the daemon was killed or crashed"), "{errors}");
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!((listed.as_array().unwrap().len(), &listed[0]["name"]), (1, &"other".into()));
     assert!(!place.files().iter().any(|file| file.starts_with("disk.img")));
@@ -192,7 +192,10 @@ fn list_and_info_of_a_dead_device_change_nothing() {
         let (page, why) =
             (String::from_utf8(shown.stdout).unwrap(), String::from_utf8(shown.stderr).unwrap());
         assert_eq!(shown.status.code(), Some(1));
-        assert!(page.contains(&format!("process {pid}, died")) && page.contains("d.log"), "{page}");
+        assert!(
+            page.contains(&format!("process {pid}, killed or crashed")) && page.contains("d.log"),
+            "{page}"
+        );
         assert!(page.contains("Z Serving ") && page.contains("Z set depth=16\n"), "{page}");
         assert!(why.starts_with("blkq: d: the daemon") && why.lines().count() == 1, "{why}");
         let shown = place.run(&["show", "d", "--json"]).stdout;
@@ -229,7 +232,10 @@ fn a_daemon_that_is_killed_while_it_is_asked_has_died() {
         let line = String::from_utf8(show.wait_with_output().unwrap().stderr).unwrap();
         (!line.contains("is stopped")).then_some(line)
     });
-    assert!(line.contains("the daemon (pid ") && line.contains(" died (last log line: "), "{line}");
+    assert!(
+        line.contains("the daemon (pid ") && line.contains(" was killed or crashed (last log line: "),
+        "{line}"
+    );
 }
 
 // Contract: errors

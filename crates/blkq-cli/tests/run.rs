@@ -109,7 +109,7 @@ fn a_device_detached_before_the_command_exits_is_reported() {
         kill(place.pid("ram"));
         let (exited, _, errors) = finish(child, output);
         assert_eq!(exited, Some(expected), "{errors}");
-        assert!(errors.starts_with("blkq: ram: the daemon died (signal: 9"), "{errors}");
+        assert!(errors.starts_with("blkq: ram: the daemon was killed or failed (signal: 9"), "{errors}");
         assert!(!place.files().iter().any(|file| file.ends_with(".control")), "{:?}", place.files());
     }
     // A detach on purpose, while the command runs, is reported too.
@@ -130,7 +130,7 @@ fn a_device_of_the_same_name_is_left_alone_after_a_death() {
     kill(place.pid("ram"));
     place.done(&["attach", "ram:2M", "--name", "ram"]);
     let (code, _, errors) = finish(child, output);
-    assert!(errors.contains("the daemon died"), "{errors}");
+    assert!(errors.contains("the daemon was killed or failed"), "{errors}");
     assert_eq!(code, Some(1));
     assert_eq!(place.json(&["show", "ram", "--json"])["size"], 2 << 20);
 }

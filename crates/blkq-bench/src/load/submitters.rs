@@ -87,7 +87,7 @@ impl Window {
 
 /// Runs `load` on `submitters` threads for `length`. Each thread uses its own region of the device; one
 /// engine serves all of them. `load.depth` limits the I/Os in flight of a submitter, and must exceed the
-/// largest grant, so that the gate is the limit.
+/// largest batch, so that the gate is the limit.
 pub fn run(disk: &Arc<Disk>, submitters: usize, load: &Load, length: Duration) -> Result<Run> {
     let _engine = EngineThread::spawn("bench-engine", vec![(disk.clone(), 0)])?;
     let region_bytes = disk.limits().capacity_bytes / submitters as u64;

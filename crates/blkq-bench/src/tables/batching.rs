@@ -20,14 +20,15 @@ use crate::{Result, What};
 const SUBMITTERS: usize = 64;
 /// Tags of the device, per direction.
 const DEPTH: u16 = 128;
-/// Maximum I/Os in flight of a submitter: twice the largest grant, so that the gate is the limit. All submitters
+/// Maximum I/Os in flight of a submitter: twice the largest batch, so that the gate is the limit. All submitters
 /// together want 32 times the depth.
 const WINDOW: usize = 2 * BATCH_REQUESTS as usize;
 /// The modelled disk is this factor faster than a real disk.
 const DISK_SPEED: u64 = 100;
 /// Size of the modelled disk, and of the null device.
 const DEVICE_BYTES: u64 = 64 << 30;
-/// Minimum length of a run on the modelled disk, in seconds: twice the time in which each submitter gets a grant.
+/// Minimum length of a run on the modelled disk, in seconds: twice the time in which each submitter submits one
+/// batch.
 const DISK_SECONDS_MIN: f64 = 0.3;
 /// Time until the last I/Os of a run on the modelled disk complete, in seconds.
 const DRAIN_SECONDS: f64 = 0.03;
@@ -214,10 +215,10 @@ fn gate_mechanisms(table: &mut Table, all: &[Devices]) {
     };
     let grants: u64 = off.iter().map(|counters| counters.grants).sum();
     let largest = on.iter().map(|counters| counters.largest_grant).max().unwrap_or(0);
-    table.mechanism("off: grants", grants as f64, Expected::Exactly(0.0));
+    table.mechanism("off: batches admitted", grants as f64, Expected::Exactly(0.0));
     table.mechanism("off: most in flight / depth", most(&off), Expected::AtMost(1.0));
     table.mechanism(
-        "on: largest grant, in requests",
+        "on: largest batch admitted, in requests",
         f64::from(largest),
         Expected::AtMost(f64::from(BATCH_REQUESTS)),
     );

@@ -81,7 +81,10 @@ fn page_of_remains(remains: &Remains) -> String {
     let mut row = |name: &str, value: String| rows.push([name.to_owned(), value]);
     row("image", image.clone());
     exports.iter().for_each(|export| row("export", export.clone()));
-    row("daemon", pid.map_or("died".to_owned(), |pid| format!("process {pid}, died")));
+    row(
+        "daemon",
+        pid.map_or("killed or crashed".to_owned(), |pid| format!("process {pid}, killed or crashed")),
+    );
     row("log", log.display().to_string());
     log_lines.iter().for_each(|line| row("", line.clone()));
     render([Align::Left, Align::Left], &rows)

@@ -147,10 +147,10 @@ impl Page {
         }
         self.counter("gate_waits", "Times that a thread had to wait at the request gate.", gate.waits);
         self.counter("gate_wakeups", "Wake-ups of threads at the request gate.", gate.wakeups);
-        self.counter("gate_grants", "Batches of requests granted at the request gate.", gate.grants);
+        self.counter("gate_grants", "Batches of requests admitted at the request gate.", gate.grants);
         self.gauge(
             "gate_largest_grant",
-            "Most requests of a batch granted at the request gate.",
+            "Requests in the largest batch admitted at the gate.",
             gate.largest_grant,
         );
     }

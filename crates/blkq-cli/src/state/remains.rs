@@ -44,7 +44,7 @@ impl Busy {
     }
 }
 
-/// The state that a daemon which died has left.
+/// The state that a killed or crashed daemon has left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fate {
@@ -63,7 +63,7 @@ impl Fate {
     }
 }
 
-/// A device whose daemon died.
+/// A device whose daemon was killed or crashed.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Remains {
     pub name: String,
@@ -71,7 +71,7 @@ pub struct Remains {
     /// Whether `blkq recover` can serve the device again.
     pub recoverable: bool,
     pub pid: Option<u32>,
-    /// Path of the image; empty if the daemon died before it recorded the path.
+    /// Path of the image; empty if the daemon was killed before it recorded the path.
     pub image: String,
     /// The file that is now at the path of the image.
     #[serde(skip)]
@@ -194,7 +194,7 @@ fn died(name: &str, pid: Option<u32>, last_line: Option<&str>, is_guest: bool, r
         (false, false) => "attach the image again".to_owned(),
     };
     format!(
-        "{name}: the daemon{process} died ({why}); {hint}, or run `blkq detach {name}` to remove its stale files"
+        "{name}: the daemon{process} was killed or crashed ({why}); {hint}, or run `blkq detach {name}` to remove its stale files"
     )
 }
 

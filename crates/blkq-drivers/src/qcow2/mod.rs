@@ -498,7 +498,10 @@ impl Driver for Qcow2 {
             return refused("it is read-only", "");
         }
         match grow::room(&locked(&self.shared.state)) {
-            room if bytes > room => refused(&format!("its L1 table has room for {room} bytes"), offline),
+            room if bytes > room => {
+                let why = format!("its L1 table maps {room} bytes and cannot grow while the image is in use");
+                refused(&why, offline)
+            }
             _ => Ok(bytes),
         }
     }

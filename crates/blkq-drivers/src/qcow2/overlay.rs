@@ -78,7 +78,7 @@ impl Qcow2 {
     pub(crate) fn overlay_base(&self) -> Result<OverlayBase, Error> {
         if !self.writable || self.read_only.load(Relaxed) {
             let message =
-                format!("{} is read-only, so that an overlay would have no use", self.path.display());
+                format!("{} is read-only, so there is nothing to take a snapshot of", self.path.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         // A flush of its own, because data that was overwritten in place makes no table dirty.

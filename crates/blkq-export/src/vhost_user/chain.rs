@@ -190,7 +190,7 @@ impl fmt::Display for RingError {
             }
             HeaderShort { bytes } => write!(f, "a request has only {bytes} bytes of its header"),
             NoStatus => f.write_str("a request has no byte for its status"),
-            Inflight { what } => write!(f, "the record of requests in flight is invalid: {what}"),
+            Inflight { what } => write!(f, "the in-flight table is invalid: {what}"),
             MemoryLost => f.write_str("the file of guest memory was truncated"),
         }
     }

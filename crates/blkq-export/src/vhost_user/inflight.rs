@@ -158,7 +158,7 @@ fn trailer_of(mapping: &Arc<Mapping>, bytes: u64) -> Area {
 }
 
 fn invalid(what: String) -> Error {
-    Error::new(ErrorKind::Invalid, format!("the record of requests in flight: {what}"))
+    Error::new(ErrorKind::Invalid, format!("the in-flight table: {what}"))
 }
 
 fn check(queues: u16, size: u16) -> Result<(), Error> {

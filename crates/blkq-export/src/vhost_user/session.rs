@@ -374,7 +374,7 @@ impl Session {
         self.need(protocol::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
         check_inflight(&area)?;
         if self.vrings.iter().any(Vring::is_served) {
-            return Err(refuse("the record of requests in flight cannot change while rings are served"));
+            return Err(refuse("the in-flight table cannot change while rings are served"));
         }
         let packed = self.features & feature::RING_PACKED != 0;
         let InflightArea { size, offset, queues, queue_size, .. } = area;

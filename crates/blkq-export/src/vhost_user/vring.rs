@@ -182,7 +182,7 @@ impl Vring {
         };
         let record = context.inflight.as_ref().map(|region| {
             let queue = region.queue(self.index as u16, spec.size, spec.packed);
-            queue.ok_or_else(|| rejected("the record of requests in flight does not fit the ring".into()))
+            queue.ok_or_else(|| rejected("the in-flight table does not fit the ring".into()))
         });
         let record = record.transpose()?;
         let ring = Ring::new(context.memory.clone(), &spec, record).map_err(|e| rejected(e.to_string()))?;

@@ -88,9 +88,9 @@ struct GateWaiter {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct GateCounters {
-    /// How often a submitter became a batcher.
+    /// Batches admitted: how often a submitter became a batcher.
     pub grants: u64,
-    /// The largest number of requests of one grant.
+    /// The number of requests in the largest batch.
     pub largest_grant: u32,
     /// How often a submitter had to wait.
     pub waits: u64,

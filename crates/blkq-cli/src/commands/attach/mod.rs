@@ -75,8 +75,8 @@ pub struct Args {
     options: AttachOptions,
     /// Reuse the device that already serves these bytes of the image, if there is one
     ///
-    /// Its exports are printed. If the bytes of another device only overlap, the attach fails. If several
-    /// such commands run at the same time, only one attaches a device.
+    /// Its exports are printed. The attach fails if another device serves some of these bytes, but not the same
+    /// range. If several such commands run at the same time, only one attaches a device.
     #[arg(long, conflicts_with_all = ["shared", "foreground"], help_heading = headings::ACCESS, display_order = 2)]
     nooverlap: bool,
     /// Read the image, and options that are not given here, from a TOML file

@@ -52,7 +52,7 @@ struct Device<'a> {
     name: &'a str,
     daemon: &'a mut Child,
     exited: Option<ExitStatus>,
-    /// The daemon died, or the device could not be detached cleanly.
+    /// The daemon was killed or failed, or the device could not be detached cleanly.
     failed: bool,
 }
 
@@ -64,7 +64,7 @@ impl Device<'_> {
         }
         self.failed = !status.success();
         let what = match self.failed {
-            true => format!("the daemon died ({status})"),
+            true => format!("the daemon was killed or failed ({status})"),
             false => "the device was detached".to_owned(),
         };
         complain(&Failure::new(format!("{}: {what} before the command of --run exited", self.name)));

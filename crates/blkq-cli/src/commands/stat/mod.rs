@@ -63,7 +63,7 @@ pub struct Args {
     all: bool,
     /// Print a report every SECONDS
     ///
-    /// A number among the arguments is then the name of a device.
+    /// A number among the arguments then names a device, and is no interval.
     #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
     interval: Option<Duration>,
     /// Stop after N reports; needs an interval

@@ -131,7 +131,7 @@ impl Figures {
         let waiting = u64::from(waiting[0] + waiting[1]);
         if verbose || waiting + waits + wakeups + grants > 0 {
             let text = format!(
-                "{waiting} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches granted (largest {largest_grant})"
+                "{waiting} waiting, {waits} waits, {wakeups} wake-ups, {grants} batches admitted (largest: {largest_grant} requests)"
             );
             rows.push(row("gate", text));
         }

@@ -196,12 +196,12 @@ pub mod tests {
         devices.asked(names(&["a", "b"]), begin);
         assert!(devices.get("c").is_none());
         devices.answered("c", Ok(None));
-        devices.answered("b", Err(Failure::new("b: the daemon died (killed); attach it again")));
+        devices.answered("b", Err(Failure::new("b: the daemon was killed or crashed; attach it again")));
         devices.mark_silent(later);
         let rows = devices.rows();
         assert_eq!(rows[0].error.as_deref(), Some("the daemon has not answered for 3 s"));
         assert_eq!(rows[0].iops, None, "the figures of the previous interval must not be shown");
-        assert_eq!(rows[1].error.as_deref(), Some("the daemon died (killed); attach it again"));
+        assert_eq!(rows[1].error.as_deref(), Some("the daemon was killed or crashed; attach it again"));
         // An interval without an answer is a gap in the map. A late answer covers the time since the last
         // sample.
         devices.asked(names(&["a", "b"]), later);

@@ -268,12 +268,12 @@ mod tests {
         let mut view = view(&[("a", 100), ("b", 50)]);
         let now = Instant::now();
         view.devices.asked(vec!["a".into(), "b".into()], now);
-        view.devices.answered("b", Err(Failure::new("b: the daemon died (killed)")));
+        view.devices.answered("b", Err(Failure::new("b: the daemon was killed or crashed")));
         view.devices.mark_silent(now + Duration::from_secs(7));
         let lines = lines(&mut view, 80, 10);
         assert!(lines[0].contains("! 2 stuck"), "{lines:#?}");
         assert!(lines[2].starts_with("a ") && lines[2].contains("not answered for 7 s"), "{lines:#?}");
-        assert!(lines[3].contains("the daemon died (killed)"), "{lines:#?}");
+        assert!(lines[3].contains("the daemon was killed or crashed"), "{lines:#?}");
     }
 
     #[test]
