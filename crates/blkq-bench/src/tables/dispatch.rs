@@ -216,14 +216,14 @@ const NOTES: [&str; 7] = [
      reads), or an eighth of it, but at least 64 MiB (writes)",
     "writes go to the page cache, as in the published measurement. A cold write is a write to pages that are not cached. \
      Dirty pages are written back after the run, outside of the measured time",
-    "serial, unmerged is the base of the published figures: one executor that does one bio after another. serial and \
+    "serial, unmerged is the base of the published figures: a thread that executes one bio after another. serial and \
      concurrent differ in --dispatch only, and both merge in the plug",
     "serial and concurrent execute one write at a time: serial submits a write when the previous one has completed; \
      concurrent submits up to 32 writes, which the kernel executes one after another, so that the thread is not woken \
      after each",
     "raw io_uring resubmits completed I/Os with one call, as the block layer does. raw, one by one makes a call for each \
      I/O, so that a read does not wait until the kernel has submitted the reads after it, which can be faster",
-    "one thread calls pread or pwrite in a loop: it is an executor without a block layer",
+    "one thread is a thread that calls pread or pwrite in a loop, without a block layer",
     "threads work like the workers of the kernel's loop device: each free thread takes the next block. concurrent keeps \
      the same number of reads in flight, but one thread issues them in order, so that read-ahead works and no thread is \
      woken for each read",
