@@ -285,7 +285,7 @@ pub struct AttachOptions {
     #[arg(long, value_name = "POLICY", default_value = "report", value_parser = one_of::<ErrorPolicy>(ON_ERROR), help_heading = headings::SERVICE)]
     #[serde(default, with = "json", skip_serializing_if = "is_default")]
     pub on_error: ErrorPolicy => "on-error" OnError(ErrorPolicy) for All by Disk as syntax::ON_ERROR,
-    /// Log requests that are in flight for longer; 0 turns this off
+    /// Log requests that are in flight for longer than SECONDS; 0 turns this off
     ///
     /// Each request is logged once, with its state (docs/watching.md).
     #[arg(long, value_name = "SECONDS", default_value = hangs::DEFAULT, value_parser = hangs::parse, help_heading = headings::SERVICE)]
