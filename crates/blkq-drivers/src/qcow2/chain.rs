@@ -15,10 +15,10 @@ use crate::r#loop::backing::{self, Backing};
 use crate::r#loop::format;
 use crate::r#loop::lock::{self, LockKind};
 
-use super::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
+use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
 use super::journal::{self, Journals};
 use super::options::BackingChain;
-use super::state::Tables;
+use super::tables::state::Tables;
 
 /// Most backing files in a chain.
 pub(super) const DEPTH_MAX: usize = 64;
@@ -86,7 +86,7 @@ pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
 pub(super) fn read_numbers(backing: &Backing, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
     let mut bytes = vec![0; count * 8];
     read_at(&backing.file, &backing.path, &mut bytes, offset)?;
-    Ok(bytes.chunks_exact(8).map(|entry| super::header::u64_at(entry, 0)).collect())
+    Ok(bytes.chunks_exact(8).map(|entry| super::format::header::u64_at(entry, 0)).collect())
 }
 
 fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<(), Error> {

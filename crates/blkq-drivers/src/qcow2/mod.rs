@@ -1,70 +1,32 @@
 //! The qcow2 driver. It serves an image in QEMU's format, together with its chain of backing files, on the
 //! io_uring of one queue.
 //!
-//! The modules, from the format to the block jobs:
+//! The modules, each of which names only those before it:
 //!
-//! * `header`, `entry`, `bitmaps`: parse and build the structures of the format.
-//! * `chain`, `create`: open an image and its backing files; create an empty overlay.
-//! * `state`, `cache`, `refcounts`, `unlinked`: what is in memory. The L1 table and the refcount table are
-//!   complete; of L2 tables and refcount blocks only slices are cached.
-//! * `io`, `env`, `epochs`, `inflate`: operations on the files as futures, the tasks that wait for them, and
-//!   what these tasks share.
-//! * `read`, `write`, `zero`, `grow`, `allocate`, `reserve`: the tasks.
-//! * `flush_metadata`: writes tables back, in an order that survives a power loss.
-//! * `queue`: the data path. `blocking` runs the same tasks without a queue.
-//! * `journal`, `mapping`, `recover`, `replay`, `leaks`: keep completed writes if the process is killed.
-//! * `keep`, `places`: save the persistent dirty bitmaps in the image.
-//! * `overlay`: external snapshots.
-//! * `block_commit`, `block_commit_base`, `allocated`, `uncached_slices`, `changes`, `empty`: commit the
-//!   overlay into its backing file.
-//! * `extents`: block status.
+//! * `format`: parses and builds the structures of the format.
+//! * `journal`: keeps completed writes if the process is killed.
+//! * `tables`: the tables of the image in memory. `chain` reads them from the files of a chain.
+//! * `io`: operations on the files, the tasks that use them, the queue, and the flush of metadata.
+//! * `bitmaps`: saves the persistent dirty bitmaps in the image.
+//! * `jobs`: recovery after a kill, overlays, external snapshots and block commit.
 
-mod allocate;
-mod allocated;
 mod bitmaps;
-mod block_commit;
-mod block_commit_base;
-mod blocking;
-mod cache;
 mod chain;
-mod changes;
-mod create;
-mod empty;
-mod entry;
-mod env;
-mod epochs;
-mod extents;
-mod flush_metadata;
-mod grow;
-mod header;
-mod inflate;
+mod format;
 mod io;
+mod jobs;
 mod journal;
-mod keep;
-mod leaks;
-mod mapping;
 mod options;
-mod overlay;
-mod places;
-mod queue;
-mod read;
-mod recover;
-mod refcounts;
-mod replay;
-mod reserve;
-mod state;
+mod tables;
 #[cfg(test)]
 #[cfg(not(model_check))]
 mod tests;
-mod uncached_slices;
-mod unlinked;
-mod write;
-mod zero;
 
 use std::collections::{BTreeSet, HashSet};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::bitmap::{Bitmap, BitmapStore};
@@ -81,22 +43,24 @@ use super::r#loop::name::ImageName;
 use super::r#loop::options::{Mode, choose_mode};
 use super::r#loop::{DirectIo, claim};
 use super::size::check_logical_block;
-pub use block_commit::{BaseImage, BlockCommit, CommitSource};
-pub use block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
-use cache::{CACHE_BYTES, Cache, SLICE_MAX_BYTES};
+use bitmaps::store::{Image, PersistentBitmaps};
 use chain::{LOCKED, Opened};
-pub use create::Base;
-use entry::OFFSET;
-use env::Shared;
-use header::Header;
+use format::entry::{OFFSET, SLICE_MAX_BYTES};
+use format::header::Header;
+use io::env::{Env, Shared};
+use io::flush_metadata::flush_metadata;
+use io::queue::{Qcow2Queue, SEGMENTS_MAX};
+use io::reserve::free_reserved;
+use io::{blocking, extents, grow};
+pub use jobs::block_commit::{BaseImage, BlockCommit, CommitSource};
+pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
+pub use jobs::create::Base;
+pub use jobs::overlay::OverlayBase;
 pub use journal::Journals;
-use keep::{Image, PersistentBitmaps};
 pub use options::{BackingChain, Qcow2Options};
-pub use overlay::OverlayBase;
-use queue::{Qcow2Queue, SEGMENTS_MAX};
-use reserve::free_reserved;
-use state::{Layer, State, Writer};
-use unlinked::Unlinked;
+use tables::cache::{CACHE_BYTES, Cache};
+use tables::state::{Layer, State, Writer};
+use tables::unlinked::Unlinked;
 
 /// Largest read or write in bytes, the same as of the loop driver.
 const REQUEST_MAX_BYTES: u32 = 2560 << 9;
@@ -287,7 +251,7 @@ impl Qcow2 {
     fn run<F: Future<Output = blkq::IoResult> + 'static>(
         &self,
         what: &str,
-        task: impl FnOnce(std::rc::Rc<env::Env>) -> F,
+        task: impl FnOnce(Rc<Env>) -> F,
     ) -> Result<(), Error> {
         blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.path.display()), task)
     }
@@ -302,7 +266,7 @@ impl Qcow2 {
             if !locked(&self.shared.state).is_dirty() {
                 break;
             }
-            self.run("write the tables", async |env| flush_metadata::flush_metadata(&env, true).await)?;
+            self.run("write the tables", async |env| flush_metadata(&env, true).await)?;
         }
         Ok(())
     }

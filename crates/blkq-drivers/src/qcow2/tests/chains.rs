@@ -3,7 +3,8 @@
 use super::data::exercise;
 use super::*;
 use crate::ImageFormat;
-use crate::qcow2::block_commit_base::open_base;
+use crate::qcow2::format::header::L1_AT;
+use crate::qcow2::jobs::block_commit_base::open_base;
 
 fn error(options: &Qcow2Options) -> Error {
     Qcow2::open(options).err().expect("opening the image should fail")
@@ -319,8 +320,7 @@ fn a_chain_whose_tables_take_much_memory_is_rejected() {
         }
         // An L1 table of 32 MiB, which is a hole.
         let file = File::options().write(true).open(directory.0.join(name)).unwrap();
-        std::os::unix::fs::FileExt::write_all_at(&file, &(4u32 << 20).to_be_bytes(), header::L1_AT as u64)
-            .unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &(4u32 << 20).to_be_bytes(), L1_AT as u64).unwrap();
         file.set_len(64 << 20).unwrap();
     }
     drop(open(&directory.0.join("3")));

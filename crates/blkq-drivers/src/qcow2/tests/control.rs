@@ -5,10 +5,10 @@ use std::os::fd::AsRawFd;
 use std::rc::Rc;
 
 use super::*;
-use crate::qcow2::blocking::perform;
-use crate::qcow2::env::{BOUNCE_MAX_BYTES, Env};
-use crate::qcow2::io::{Action, Executor};
-use crate::qcow2::write::{Source, write};
+use crate::qcow2::io::blocking::perform;
+use crate::qcow2::io::env::{BOUNCE_MAX_BYTES, Env};
+use crate::qcow2::io::operations::{Action, Executor};
+use crate::qcow2::io::write::{Source, write};
 use crate::{DriverOptions, DriverSpec, ImageFormat};
 
 fn run(h: &mut Harness, operation: Operation, offset: u64, bytes: u64) {

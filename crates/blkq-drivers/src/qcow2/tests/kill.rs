@@ -11,13 +11,13 @@ use blkq::{IoBuffer, Segment, Tag};
 
 use super::power::{Disk, SECTOR, content_of, run_read};
 use super::*;
-use crate::qcow2::blocking::perform;
-use crate::qcow2::env::Env;
-use crate::qcow2::flush_metadata::flush_metadata;
-use crate::qcow2::io::{Executor, Memory};
+use crate::qcow2::io::blocking::perform;
+use crate::qcow2::io::env::Env;
+use crate::qcow2::io::flush_metadata::flush_metadata;
+use crate::qcow2::io::operations::{Executor, Memory};
+use crate::qcow2::io::write::{Source, write};
+use crate::qcow2::io::zero::{Wanted, clear};
 use crate::qcow2::journal::{self, Left, Record};
-use crate::qcow2::write::{Source, write};
-use crate::qcow2::zero::{Wanted, clear};
 use crate::{DriverOptions, DriverSpec, ImageFormat, check};
 
 /// Index in the journal of the identity of its image.

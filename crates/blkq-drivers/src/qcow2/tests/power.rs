@@ -9,13 +9,13 @@ use blkq::random::Random;
 use blkq::{IoBuffer, Segment, Tag};
 
 use super::*;
-use crate::qcow2::env::Env;
-use crate::qcow2::flush_metadata::flush_metadata;
-use crate::qcow2::io::{Action, Executor, Memory, Submitted};
-use crate::qcow2::places::{BitmapEntry, Places, exchange};
-use crate::qcow2::read::read_device;
-use crate::qcow2::write::{Source, write};
-use crate::qcow2::zero::{Wanted, clear};
+use crate::qcow2::bitmaps::places::{BitmapEntry, Places, exchange};
+use crate::qcow2::io::env::Env;
+use crate::qcow2::io::flush_metadata::flush_metadata;
+use crate::qcow2::io::operations::{Action, Executor, Memory, Submitted};
+use crate::qcow2::io::read::read_device;
+use crate::qcow2::io::write::{Source, write};
+use crate::qcow2::io::zero::{Wanted, clear};
 
 pub(super) const SECTOR: usize = 512;
 

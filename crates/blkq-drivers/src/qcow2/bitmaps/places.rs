@@ -1,0 +1,432 @@
+//! The clusters of dirty bitmaps in the image. A bitmap gets clusters for all of its bits as soon as it is
+//! added, so that saving it cannot fail for lack of space. The directory names it, marked as in use, until
+//! the bits are written.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+
+use blkq::bitmap::{Bitmap, BitmapState, bytes_for};
+use blkq::{IoBuffer, IoResult, Status};
+
+use crate::qcow2::format::header::{AUTOCLEAR_BITMAPS, BitmapsExtension};
+use crate::qcow2::io::allocate::{Clusters, allocate_apart, change_header, free_unused};
+use crate::qcow2::io::env::Env;
+use crate::qcow2::io::flush_metadata::{flush_metadata, refcount_of, sync};
+use crate::qcow2::io::operations::Op;
+
+use super::format::{DirectoryEntry, HeaderChange, Layout, entry_name, plan_extension};
+
+/// Attempts to find contiguous clusters for a table or directory.
+const SEARCHES_MAX: usize = 64;
+const WRITE_BYTES: usize = 1 << 20;
+
+/// The properties of a bitmap that its directory entry and its clusters depend on.
+#[derive(Clone)]
+pub(in crate::qcow2) struct BitmapEntry {
+    name: String,
+    granularity: u64,
+    state: BitmapState,
+    /// Size of the bits in bytes.
+    bytes: u64,
+}
+
+impl BitmapEntry {
+    /// The entry for `bitmap` in an image of `size` bytes.
+    pub fn of(bitmap: &Bitmap, size: u64) -> BitmapEntry {
+        let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
+        let bytes = match bitmap.state() {
+            // The format requires a table even without bits. One of full size could take any amount of
+            // memory.
+            BitmapState::Inconsistent => 1,
+            _ => bytes_for(size, granularity),
+        };
+        BitmapEntry { name, granularity, state: bitmap.state(), bytes }
+    }
+
+    /// The entry with the table size of `old`, if the bitmap has no bits.
+    fn in_place_of(self, old: &BitmapEntry) -> BitmapEntry {
+        let bytes = if self.has_bits() { self.bytes } else { old.bytes };
+        BitmapEntry { bytes, ..self }
+    }
+
+    fn has_bits(&self) -> bool {
+        self.state != BitmapState::Inconsistent
+    }
+
+    /// Whether the directory entries of both are equal, apart from flags without a meaning while they are
+    /// marked as in use.
+    fn is_like(&self, other: &BitmapEntry) -> bool {
+        self.name == other.name && self.granularity == other.granularity && self.has_place_of(other, 1)
+    }
+
+    /// Whether the clusters of one suit the other, with clusters of `cluster` bytes. The table of a bitmap
+    /// without bits may have any size.
+    fn has_place_of(&self, other: &BitmapEntry, cluster: u64) -> bool {
+        let clusters = |named: &BitmapEntry| named.has_bits().then(|| named.bytes.div_ceil(cluster));
+        clusters(self) == clusters(other)
+    }
+}
+
+/// A bitmap in the image, with its clusters.
+#[derive(Clone)]
+struct Place {
+    named: BitmapEntry,
+    table: Clusters,
+    bits: Vec<Clusters>,
+}
+
+/// All bitmaps in the image.
+#[derive(Clone, Default)]
+pub(in crate::qcow2) struct Places {
+    directory: Option<Clusters>,
+    places: Vec<Place>,
+    /// Clusters of loaded bitmaps that could not be adopted. They are released once a new directory is
+    /// written.
+    loaded: Vec<u64>,
+    /// Directory entries that blkq does not know. They stay unchanged.
+    others: Vec<Vec<u8>>,
+    /// The bits may be in the file: the directory may name the bitmaps as not in use.
+    stored: bool,
+}
+
+impl Places {
+    /// Whether the directory names exactly `named`, all marked as in use.
+    pub fn has(&self, named: &[BitmapEntry]) -> bool {
+        let is_empty = named.is_empty() && self.others.is_empty() && self.loaded.is_empty();
+        let is_there = self.directory.is_some() || is_empty;
+        // QEMU may write them in another order.
+        let are_like = named.iter().all(|named| self.places.iter().any(|place| place.named.is_like(named)));
+        is_there && !self.stored && self.places.len() == named.len() && are_like
+    }
+
+    /// The first name in `named` that an unknown directory entry has too.
+    pub fn find_other<'a>(&self, named: &'a [BitmapEntry]) -> Option<&'a str> {
+        let has = |name: &&str| self.others.iter().any(|other| entry_name(other) == Some(name.as_bytes()));
+        named.iter().map(|named| &named.name[..]).find(has)
+    }
+
+    /// Returns these places for [`store`], with the properties in `named`, and notes that the file may have
+    /// the bits.
+    pub fn begin_store(&mut self, named: Vec<BitmapEntry>) -> Places {
+        self.stored = true;
+        for named in named {
+            self.places
+                .iter_mut()
+                .filter(|place| place.named.name == named.name)
+                .for_each(|place| place.named = named.clone().in_place_of(&place.named));
+        }
+        self.clone()
+    }
+
+    /// The content of the directory, with all bitmaps marked as in use or not.
+    fn directory(&self, cluster: u64, in_use: bool) -> Vec<u8> {
+        let mut directory = self.others.concat();
+        for Place { named, table, .. } in &self.places {
+            let entry = DirectoryEntry {
+                name: &named.name,
+                granularity: named.granularity,
+                state: named.state,
+                in_use,
+                table: table.host,
+                clusters: named.bytes.div_ceil(cluster),
+            };
+            directory.extend(entry.to_bytes());
+        }
+        directory
+    }
+
+    fn count(&self) -> u32 {
+        (self.places.len() + self.others.len()) as u32
+    }
+
+    fn runs(&self) -> Vec<Clusters> {
+        let of_bitmaps =
+            self.places.iter().flat_map(|place| std::iter::once(&place.table).chain(&place.bits));
+        self.directory.iter().chain(of_bitmaps).copied().collect()
+    }
+
+    /// The offsets of all clusters, which have `cluster` bytes.
+    fn hosts(&self, cluster: u64) -> Vec<u64> {
+        let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
+        self.runs().into_iter().flat_map(each).collect()
+    }
+}
+
+/// Adopts the clusters of loaded bitmaps, which are marked as in use, for `named`. This needs clusters for
+/// all bits that nothing else uses; else none is adopted, and all bitmaps get new clusters.
+pub(in crate::qcow2) async fn adopt(env: &Env, layout: Layout, named: Vec<BitmapEntry>) -> Places {
+    let cluster = 1 << env.state().cluster_bits();
+    let run =
+        |host: u64, bytes: usize| Clusters { host, count: (bytes as u64).div_ceil(cluster), fresh: false };
+    let mut adopted = Places { others: layout.others.clone(), ..Places::default() };
+    adopted.directory = Some(run(layout.directory, layout.marked.len()));
+    let mut are_whole = true;
+    for (mut named, (table, clusters)) in named.into_iter().zip(layout.tables) {
+        if !named.has_bits() {
+            named.bytes = clusters.len() as u64 * cluster;
+        }
+        are_whole &= clusters.iter().all(|host| (*host != 0) == named.has_bits());
+        let table = run(table, clusters.len() * 8);
+        let mut bits: Vec<Clusters> = Vec::new();
+        for host in clusters.into_iter().filter(|_| named.has_bits()) {
+            match bits.last_mut() {
+                Some(last) if last.host + last.count * cluster == host => last.count += 1,
+                _ => bits.push(run(host, 1)),
+            }
+        }
+        adopted.places.push(Place { named, table, bits });
+    }
+    let is_same = adopted.directory(cluster, true) == layout.marked;
+    if are_whole && is_same && is_exclusive(env, &adopted, cluster).await {
+        return adopted;
+    }
+    Places { loaded: layout.clusters, others: layout.others, ..Places::default() }
+}
+
+/// Whether only these bitmaps use the clusters, as far as the image says. Also reserves space for all bits.
+async fn is_exclusive(env: &Env, places: &Places, cluster: u64) -> bool {
+    let (hosts, mut seen) = (places.hosts(cluster), HashSet::new());
+    let tables = env.state().tables_among(hosts.iter().copied());
+    if !tables.is_empty() || !hosts.iter().all(|host| seen.insert(*host)) {
+        return false;
+    }
+    for host in hosts {
+        if refcount_of(env, host).await != Some(1) {
+            return false;
+        }
+    }
+    for run in places.places.iter().flat_map(|place| &place.bits) {
+        // In a copy of an image, clusters may be holes.
+        match env.io.run(Op::extend(run.host, run.count * cluster)).await {
+            Ok(_) | Err(Status::NotSupported) => {}
+            Err(_) => return false,
+        }
+    }
+    true
+}
+
+/// Writes a new directory that names `named`, marked as in use and each with space for its bits, and makes
+/// the header refer to it, durably. Returns the new places. Old clusters are kept where they suit, and else
+/// released.
+///
+/// # Errors
+/// The I/O error of the file. The image then keeps the old places.
+pub(in crate::qcow2) async fn exchange(
+    env: &Env,
+    old: Places,
+    named: Vec<BitmapEntry>,
+) -> Result<Places, Status> {
+    let mut taken = Vec::new();
+    let exchanged = write_directory(env, &old, named, &mut taken).await;
+    let Ok(new) = exchanged else {
+        // After a failed write of the header, the header on disk may refer to the new clusters.
+        let taken = if env.state().writer.failed { Vec::new() } else { taken };
+        for clusters in taken {
+            free_unused(env, clusters).await;
+        }
+        return exchanged;
+    };
+    {
+        let mut state = env.state();
+        let cluster = 1 << state.cluster_bits();
+        let kept = HashSet::<u64>::from_iter(new.hosts(cluster));
+        // In a damaged image, tables may be in these clusters, or a cluster may be named twice.
+        let released: BTreeSet<u64> = old.hosts(cluster).into_iter().chain(old.loaded).collect();
+        let tables = state.tables_among(released.iter().copied());
+        let is_unused = |host: &u64| !kept.contains(host) && !tables.contains(host);
+        state.writer.released.extend(released.into_iter().filter(is_unused));
+    }
+    // If this fails, the old clusters stay allocated. They are wasted, but nothing is damaged.
+    let _ = flush_metadata(env, true).await;
+    Ok(new)
+}
+
+async fn write_directory(
+    env: &Env,
+    old: &Places,
+    named: Vec<BitmapEntry>,
+    taken: &mut Vec<Clusters>,
+) -> Result<Places, Status> {
+    let cluster = 1 << env.state().cluster_bits();
+    let mut new = Places { others: old.others.clone(), ..Places::default() };
+    for named in named {
+        let suits =
+            |place: &&Place| place.named.name == named.name && place.named.has_place_of(&named, cluster);
+        let place = match old.places.iter().find(suits) {
+            Some(place) => Place { named: named.in_place_of(&place.named), ..place.clone() },
+            None => make_place(env, named, cluster, taken).await?,
+        };
+        new.places.push(place);
+    }
+    let directory = new.directory(cluster, true);
+    let extension = match new.count() {
+        0 => None,
+        count => {
+            let place = write_new(env, &directory, taken).await?;
+            new.directory = Some(place);
+            let directory_bytes = directory.len() as u64;
+            Some(BitmapsExtension { count, directory_bytes, directory: place.host })
+        }
+    };
+    // The flush also makes the new directory and tables durable, before the header refers to them.
+    flush_metadata(env, true).await?;
+    write_extension(env, extension).await?;
+    Ok(new)
+}
+
+/// Changes the header to name the directory of `extension`, or none, durably.
+///
+/// # Errors
+/// The I/O error of the file, or [`Status::NotSupported`] if the header has no room.
+pub(in crate::qcow2) async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
+    let changes =
+        plan_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
+    for HeaderChange { at, bytes } in changes {
+        let changed = change_header(env, at, &bytes).await;
+        if changed.is_err() {
+            // The header on disk may be the old or the new one.
+            env.state().writer.failed = true;
+        }
+        changed?;
+    }
+    let mut state = env.state();
+    let header = &mut state.top_mut()?.header;
+    header.autoclear = if extension.is_some() { AUTOCLEAR_BITMAPS } else { 0 };
+    header.bitmaps = extension;
+    Ok(())
+}
+
+/// Allocates the clusters of a bitmap, and writes a table that names them.
+async fn make_place(
+    env: &Env,
+    named: BitmapEntry,
+    cluster: u64,
+    taken: &mut Vec<Clusters>,
+) -> Result<Place, Status> {
+    let clusters = named.bytes.div_ceil(cluster);
+    let (mut bits, mut table) = (Vec::new(), Vec::new());
+    while named.has_bits() && (table.len() as u64) < clusters {
+        if env.state().is_crowded() {
+            flush_metadata(env, false).await?;
+        }
+        let run = allocate_apart(env, clusters - table.len() as u64).await?;
+        taken.push(run);
+        bits.push(run);
+        table.extend((0..run.count).map(|number| run.host + number * cluster));
+        make_room(env, run, cluster).await?;
+    }
+    table.resize(clusters as usize, 0);
+    let table: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+    let table = write_new(env, &table, taken).await?;
+    Ok(Place { named, table, bits })
+}
+
+/// Reserves space in the file for new clusters; writes zeroes where that is not supported.
+async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
+    let (start, end) = (run.host, run.host + run.count * cluster);
+    env.state().cache.forget(0, start..end);
+    match env.io.run(Op::extend(start, end - start)).await {
+        Err(Status::NotSupported) => {
+            let zeroes = vec![0; WRITE_BYTES.min((end - start) as usize)];
+            for at in (start..end).step_by(WRITE_BYTES) {
+                write(env, at, &zeroes[..WRITE_BYTES.min((end - at) as usize)]).await?;
+            }
+            Ok(())
+        }
+        reserved => reserved.map(drop),
+    }
+}
+
+/// Writes the bits of `bitmaps` to their clusters, and then marks them as not in use, durably. Nothing may be
+/// written to the device afterwards.
+///
+/// # Errors
+/// The I/O error of the file. The bitmaps then stay marked as in use.
+pub(in crate::qcow2) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
+    let (size, cluster) = {
+        let state = env.state();
+        let header = &state.top()?.header;
+        (header.size, header.cluster_bytes())
+    };
+    for place in places.places.iter().filter(|place| place.named.has_bits()) {
+        let named = bitmaps.iter().find(|bitmap| bitmap.name() == place.named.name);
+        let bitmap = named.ok_or(Status::Io)?;
+        // The bitmap may come from a larger image that was replaced by this one.
+        let cut = (bitmap.size() > size).then(|| bitmap.resized(size)).transpose();
+        let cut = cut.map_err(|_| Status::NotSupported)?;
+        let mut bits = cut.as_ref().unwrap_or(bitmap.as_ref()).to_bytes();
+        bits.resize((place.named.bytes.div_ceil(cluster) * cluster) as usize, 0);
+        let mut rest = &bits[..];
+        for run in &place.bits {
+            let (part, after) = rest.split_at_checked((run.count * cluster) as usize).ok_or(Status::Io)?;
+            rest = after;
+            for (number, bytes) in part.chunks(WRITE_BYTES).enumerate() {
+                write(env, run.host + (number * WRITE_BYTES) as u64, bytes).await?;
+            }
+        }
+    }
+    sync(env).await?;
+    let Some(directory) = places.directory else { return Ok(()) };
+    write(env, directory.host, &places.directory(cluster, false)).await?;
+    sync(env).await
+}
+
+/// Writes `bytes` to new contiguous clusters, and returns these.
+async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result<Clusters, Status> {
+    let bits = env.state().cluster_bits();
+    let count = (bytes.len() as u64).div_ceil(1 << bits);
+    let mut shorter = Vec::new();
+    let mut found = Err(Status::NoSpace);
+    for search in 0..SEARCHES_MAX {
+        if search == SEARCHES_MAX / 2 {
+            // The searches found only short runs. Beyond the end of the file a long one is free.
+            let writer = &mut env.state().writer;
+            writer.next_free = match writer.fresh_from {
+                u64::MAX => writer.next_free,
+                fresh_from => writer.next_free.max(fresh_from),
+            };
+        }
+        match allocate_apart(env, count).await {
+            Ok(clusters) if clusters.count == count => {
+                found = Ok(clusters);
+                break;
+            }
+            Ok(clusters) => shorter.push(clusters),
+            Err(status) => {
+                found = Err(status);
+                break;
+            }
+        }
+    }
+    for clusters in shorter {
+        free_unused(env, clusters).await;
+    }
+    let clusters = found?;
+    taken.push(clusters);
+    env.state().cache.forget(0, clusters.host..clusters.host + (count << bits));
+    let mut whole = bytes.to_vec();
+    whole.resize((count << bits) as usize, 0);
+    write(env, clusters.host, &whole).await?;
+    Ok(clusters)
+}
+
+/// Writes `bytes` at byte `offset` of the file.
+///
+/// # Errors
+/// The I/O error of the file.
+pub(in crate::qcow2) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
+    let align = env.state().layers[0].align.max(512) as usize;
+    let mut buffer = IoBuffer::zeroed(bytes.len().next_multiple_of(align));
+    buffer[..bytes.len()].copy_from_slice(bytes);
+    env.io.run(env.write_op(offset).with_buffer(buffer)).await.map(drop)
+}
+
+/// Reads the first cluster, which contains the header.
+///
+/// # Errors
+/// The I/O error of the file.
+pub(in crate::qcow2) async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
+    let cluster = 1 << env.state().cluster_bits();
+    let mut read = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(cluster))).await?;
+    Ok(read.buffers.pop().ok_or(Status::Io)?.to_vec())
+}

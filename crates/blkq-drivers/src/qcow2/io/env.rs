@@ -1,0 +1,211 @@
+//! State and operations that the tasks of an image share.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blkq::sync::{Mutex, MutexGuard, lock};
+use blkq::{IoBuffer, Status, Wake};
+
+use crate::qcow2::tables::cache::{Key, Table};
+use crate::qcow2::tables::state::State;
+
+use super::changes::Changes;
+use super::epochs::Epochs;
+use super::inflate::{Compressed, Inflater, Place};
+use super::operations::{Io, Op};
+
+/// Memory for copies and decompressed clusters at a time, in bytes.
+pub(in crate::qcow2) const BOUNCE_MAX_BYTES: u64 = 64 << 20;
+
+/// The state that a device and its queue share.
+pub(in crate::qcow2) struct Shared {
+    pub state: Mutex<State>,
+    pub epochs: Arc<Epochs>,
+    pub changes: Changes,
+    /// While this is a list, released clusters are added to it and not freed: the overlay of a block commit
+    /// reads the image by older tables.
+    /// Locked while `state` is locked, so no thread may lock `state` while it holds this lock.
+    held: Mutex<Option<Vec<u64>>>,
+}
+
+impl Shared {
+    pub fn new(state: State) -> Arc<Shared> {
+        let changes = Changes::default();
+        Arc::new(Shared { state: Mutex::new(state), epochs: Arc::default(), changes, held: Mutex::default() })
+    }
+
+    /// Stops freeing clusters that are released from now on.
+    pub fn hold(&self) {
+        *lock(&self.held) = Some(Vec::new());
+    }
+
+    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were kept allocated
+    /// meanwhile.
+    pub fn release_held(&self) {
+        let held = lock(&self.held).take();
+        lock(&self.state).writer.released.extend(held.into_iter().flatten());
+    }
+
+    /// Returns the clusters of `released` that may be freed: all of them, or none while clusters are held
+    /// back.
+    pub fn without_held(&self, released: Vec<u64>) -> Vec<u64> {
+        match &mut *lock(&self.held) {
+            None => released,
+            Some(held) => {
+                held.extend(released);
+                Vec::new()
+            }
+        }
+    }
+}
+
+/// The content of a compressed cluster, and where the compressed data begins.
+pub(in crate::qcow2) type Decompressed = (Place, Rc<Vec<u8>>);
+
+/// The state and the operations that the tasks of one thread share.
+pub(in crate::qcow2) struct Env {
+    pub shared: Arc<Shared>,
+    pub io: Io,
+    loading: RefCell<HashSet<Key>>,
+    bounce: Cell<u64>,
+    /// The compressed cluster that was decompressed last.
+    pub decompressed: RefCell<Option<Decompressed>>,
+    /// Compressed clusters that tasks are decompressing.
+    pub decompressing: RefCell<HashSet<Place>>,
+    /// The decompressing thread; `None` to decompress on this thread.
+    inflater: Option<RefCell<Inflater>>,
+    inflated: RefCell<HashMap<Place, Result<Vec<u8>, Status>>>,
+}
+
+impl Env {
+    /// For tasks on a thread that may block.
+    pub fn new(shared: Arc<Shared>) -> Rc<Env> {
+        Env::with_inflater(shared, None)
+    }
+
+    /// For the tasks of the queue that `wake` wakes.
+    pub fn of_queue(shared: Arc<Shared>, wake: Arc<dyn Wake>) -> Rc<Env> {
+        Env::with_inflater(shared, Some(RefCell::new(Inflater::new(wake))))
+    }
+
+    fn with_inflater(shared: Arc<Shared>, inflater: Option<RefCell<Inflater>>) -> Rc<Env> {
+        Rc::new(Env {
+            shared,
+            io: Io::default(),
+            loading: RefCell::default(),
+            bounce: Cell::new(0),
+            decompressed: RefCell::default(),
+            decompressing: RefCell::default(),
+            inflater,
+            inflated: RefCell::default(),
+        })
+    }
+
+    /// Decompresses the cluster at `place`. No other task may be decompressing it.
+    ///
+    /// # Errors
+    /// [`Status::Io`] if the bytes are not the compressed data of a cluster.
+    pub async fn inflate(&self, place: Place, compressed: Compressed) -> Result<Vec<u8>, Status> {
+        let started = match &self.inflater {
+            Some(inflater) => inflater.borrow_mut().start(place, compressed),
+            None => Err(compressed),
+        };
+        if let Err(compressed) = started {
+            return compressed.inflate();
+        }
+        loop {
+            self.io.wait().await;
+            if let Some(inflated) = self.inflated.borrow_mut().remove(&place) {
+                return inflated;
+            }
+        }
+    }
+
+    /// Hands results of the decompressing thread to the tasks that wait for them.
+    pub fn take_inflated(&self) {
+        let Some(inflater) = &self.inflater else { return };
+        let mut any = false;
+        while let Some((place, content)) = inflater.borrow().next() {
+            self.inflated.borrow_mut().insert(place, content);
+            any = true;
+        }
+        if any {
+            self.io.changed();
+        }
+    }
+
+    /// Locks the state. A task must not hold the lock while it waits: another task on the same thread would
+    /// deadlock.
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.shared.state)
+    }
+
+    pub fn read_op(&self, layer: u8, offset: u64) -> Op {
+        let state = self.state();
+        let from = &state.layers[usize::from(layer)];
+        Op::read(layer, offset).aligned(from.align).of_file(from.file_bytes)
+    }
+
+    /// An operation that writes to the active image.
+    pub fn write_op(&self, offset: u64) -> Op {
+        let align = self.state().layers[0].align;
+        Op::write(offset).aligned(align)
+    }
+
+    /// Waits until [`BOUNCE_MAX_BYTES`] allow copies of `bytes`; a task may exceed the limit if no other has
+    /// memory reserved. A task that has memory reserved or an operation in an epoch must not wait for more,
+    /// because others may be waiting for it.
+    pub async fn reserve(&self, bytes: u64) -> Bounce<'_> {
+        loop {
+            let used = self.bounce.get();
+            if bytes == 0 || used == 0 || used + bytes <= BOUNCE_MAX_BYTES {
+                self.bounce.set(used + bytes);
+                return Bounce { env: self, bytes };
+            }
+            self.io.wait().await;
+        }
+    }
+
+    #[cfg(test)]
+    #[cfg(not(model_check))]
+    pub fn reserved(&self) -> u64 {
+        self.bounce.get()
+    }
+
+    /// Reads a slice into the cache. Returns false if no slice could be evicted.
+    ///
+    /// # Errors
+    /// The I/O error of the file.
+    pub async fn load(&self, key: Key, table: Table) -> Result<bool, Status> {
+        if !self.loading.borrow_mut().insert(key) {
+            self.io.wait().await;
+            return Ok(true);
+        }
+        let bytes = self.state().cache.slice_bytes();
+        // The read is in an epoch, so that the cluster of the slice cannot be reused before the slice is in
+        // the cache.
+        let op = self.read_op(key.layer, key.offset).with_buffer(IoBuffer::zeroed(bytes));
+        let read = self.io.run(op.in_epoch(&self.shared.epochs)).await;
+        self.loading.borrow_mut().remove(&key);
+        self.io.changed();
+        let read = read?;
+        Ok(self.state().cache.insert(key, table, &read.buffers[0]).is_some())
+    }
+}
+
+/// Memory for copies that is reserved until this is dropped.
+pub(in crate::qcow2) struct Bounce<'a> {
+    env: &'a Env,
+    bytes: u64,
+}
+
+impl Drop for Bounce<'_> {
+    fn drop(&mut self) {
+        self.env.bounce.set(self.env.bounce.get() - self.bytes);
+        if self.bytes > 0 {
+            self.env.io.changed();
+        }
+    }
+}

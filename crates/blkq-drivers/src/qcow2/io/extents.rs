@@ -1,0 +1,92 @@
+//! Block status: which bytes of the device are data, and at which depth of the chain. The lookups
+//! may wait for I/O, so they do not run on the thread of the queue.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use blkq::sync::lock;
+use blkq::{DepthExtent, Extent};
+
+use crate::r#loop::extents::of_file;
+use crate::qcow2::tables::state::Found;
+
+use super::env::Shared;
+use super::uncached_slices::UncachedSlices;
+
+/// The extents of `range`, at most `max`.
+pub(in crate::qcow2) fn of_chain(
+    shared: &Shared,
+    files: &[Arc<File>],
+    range: Range<u64>,
+    max: usize,
+) -> io::Result<Vec<Extent>> {
+    let mut extents: Vec<Extent> = Vec::new();
+    let is_raw = |layer: u8| lock(&shared.state).layers[usize::from(layer)].tables.is_none();
+    each_run(shared, files, range, |found, _, run| {
+        let parts = match found {
+            Found::Data { layer, host } if is_raw(layer) => {
+                of_file(&files[usize::from(layer)], 0, 512, host..host + run, max)?
+            }
+            Found::Zero | Found::Unallocated => vec![Extent { length: run, hole: true, zero: true }],
+            _ => vec![Extent { length: run, hole: false, zero: false }],
+        };
+        let mut done = 0;
+        for part in parts {
+            let full = extents.len() == max;
+            match extents.last_mut() {
+                Some(last) if (last.hole, last.zero) == (part.hole, part.zero) => last.length += part.length,
+                _ if full => return Ok(None),
+                _ => extents.push(part),
+            }
+            done += part.length;
+        }
+        Ok(Some(done))
+    })?;
+    Ok(extents)
+}
+
+/// The depths in the chain at which the bytes of `range` are allocated, as at most `max` runs. As in QEMU,
+/// the bytes beyond the end of a backing file count as allocated in it.
+pub(in crate::qcow2) fn depths(
+    shared: &Shared,
+    files: &[Arc<File>],
+    range: Range<u64>,
+    max: usize,
+) -> io::Result<Vec<DepthExtent>> {
+    let mut depths: Vec<DepthExtent> = Vec::new();
+    each_run(shared, files, range, |found, layer, run| {
+        let depth = if found == Found::Unallocated { 0 } else { layer as u32 + 1 };
+        let full = depths.len() == max;
+        match depths.last_mut() {
+            Some(last) if last.depth == depth => last.length += run,
+            _ if full => return Ok(None),
+            _ => depths.push(DepthExtent { length: run, depth }),
+        }
+        Ok(Some(run))
+    })?;
+    Ok(depths)
+}
+
+/// Calls `each` with the runs of `range`, in order: how the run is stored, the number of the layer, and the
+/// bytes. `each` returns how many of the bytes it took, or `None` to stop.
+fn each_run(
+    shared: &Shared,
+    files: &[Arc<File>],
+    range: Range<u64>,
+    mut each: impl FnMut(Found, usize, u64) -> io::Result<Option<u64>>,
+) -> io::Result<()> {
+    let end = range.end.min(lock(&shared.state).size);
+    let mut at = range.start;
+    let mut slices = UncachedSlices::default();
+    while at < end {
+        let (found, layer, run) =
+            slices.find(shared, files, |state, extra| state.find_with_layer(0, at, end - at, Some(extra)))?;
+        match each(found, layer, run)? {
+            Some(taken) => at += taken,
+            None => break,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,272 @@
+//! Flushes metadata. Tables are changed in memory first, and written to the file here. The order of the
+//! writes ensures that an image after a power loss has everything that was flushed, and at worst clusters to
+//! which nothing refers:
+//!
+//! 1. Write the refcounts, then sync. The sync also makes the data of new clusters and new L2 tables durable.
+//! 2. Write the entries of the refcount table for new refcount blocks, then sync.
+//! 3. Write the L2 and L1 entries. Sync if the caller asks for it or clusters were released.
+//! 4. Decrement the refcounts of released clusters in memory. Only now may the clusters be reused.
+//!
+//! In memory, an L2 entry changes only after the data to which it refers was written.
+
+use std::collections::BTreeSet;
+
+use blkq::{IoBuffer, IoResult, Status};
+
+use crate::qcow2::journal::Journal;
+use crate::qcow2::tables::cache::{Key, Table};
+use crate::qcow2::tables::refcounts::{refcount, refcount_place, set_refcounts};
+use crate::qcow2::tables::state::{NotReady, State};
+
+use super::env::Env;
+use super::operations::Op;
+
+/// Writes in flight at the same time.
+const WRITES_MAX: usize = 32;
+
+/// Writes all dirty tables. If `durable`, also makes everything durable that was written before.
+///
+/// # Errors
+/// The I/O error of the file. Tables that were not written stay dirty. After a failed sync every later flush
+/// fails too, because the kernel may have dropped the data that the sync should have written (fsync(2)).
+pub(in crate::qcow2) async fn flush_metadata(env: &Env, durable: bool) -> IoResult {
+    while !begin(&mut env.state())? {
+        env.io.wait().await;
+    }
+    let result = write_all(env, durable).await;
+    env.state().writer.flushing = false;
+    env.io.changed();
+    result
+}
+
+/// Writes the dirty refcounts, durably, for a task that replaces the refcount table. [`begin`] must have
+/// returned true.
+///
+/// # Errors
+/// As [`flush_metadata`].
+pub(in crate::qcow2) async fn flush_refcounts(env: &Env) -> IoResult {
+    let dirty = env.state().cache.take_dirty(Table::Refcounts);
+    write_slices(env, dirty).await?;
+    sync(env).await
+}
+
+/// Makes everything durable that was written to the file.
+///
+/// # Errors
+/// As [`flush_metadata`].
+pub(in crate::qcow2) async fn sync(env: &Env) -> IoResult {
+    let synced = env.io.run(Op::sync()).await;
+    if synced.is_err() {
+        env.state().writer.failed = true;
+    }
+    synced.map(drop)
+}
+
+/// Begins a flush. Returns false if another task is flushing.
+///
+/// # Errors
+/// [`Status::Io`] after a failed sync.
+pub(in crate::qcow2) fn begin(state: &mut State) -> Result<bool, Status> {
+    if state.writer.failed {
+        return Err(Status::Io);
+    }
+    Ok(!std::mem::replace(&mut state.writer.flushing, true))
+}
+
+async fn write_all(env: &Env, durable: bool) -> IoResult {
+    // The epoch that this flush begins must be idle: I/O left from its last use would be counted as new.
+    while !env.state().writer.released.is_empty() && !env.shared.epochs.may_turn() {
+        env.io.wait().await;
+    }
+    let (refcounts, l2, l1, table, released, epoch, l1_sectors, table_sectors, turned);
+    {
+        let mut state = env.state();
+        state.flushes += 1;
+        turned = state.journal.as_mut().is_none_or(Journal::turn);
+        refcounts = state.cache.take_dirty(Table::Refcounts);
+        l2 = state.cache.take_dirty(Table::L2);
+        let align = state.layers[0].align;
+        let (writer, tables) = (&state.writer, state.top()?);
+        l1_sectors = sectors_of(&writer.l1_dirty, tables.header.l1_offset, &tables.l1, align);
+        let at = tables.header.refcount_table_offset;
+        table_sectors = sectors_of(&writer.refcount_table_dirty, at, &writer.refcount_table, align);
+        l1 = std::mem::take(&mut state.writer.l1_dirty);
+        table = std::mem::take(&mut state.writer.refcount_table_dirty);
+        released = env.shared.without_held(std::mem::take(&mut state.writer.released));
+        if turned {
+            state.note_pending(&released);
+        }
+        epoch = (!released.is_empty()).then(|| env.shared.epochs.turn());
+    }
+    let mut rest = Rest { env, l2, l1, table, released };
+    write_slices(env, refcounts).await?;
+    if !rest.l2.is_empty() || !rest.l1.is_empty() || !rest.table.is_empty() {
+        sync(env).await?;
+    }
+    if !rest.table.is_empty() {
+        write_sectors(env, table_sectors).await?;
+        sync(env).await?;
+        rest.table.clear();
+    }
+    let l2 = std::mem::take(&mut rest.l2);
+    write_slices(env, l2).await?;
+    write_sectors(env, l1_sectors).await?;
+    rest.l1.clear();
+    if durable || !rest.released.is_empty() {
+        sync(env).await?;
+    }
+    let released = std::mem::take(&mut rest.released);
+    drop(rest);
+    if let Some(journal) = &mut env.state().journal {
+        journal.finish();
+    }
+    if !turned {
+        // The journal still has records that may be about these clusters. They must not be reused until it is
+        // emptied.
+        env.state().writer.released.extend(released);
+    } else if let Some(epoch) = epoch {
+        while !env.shared.epochs.is_idle(epoch) {
+            env.io.wait().await;
+        }
+        free(env, released).await;
+    }
+    Ok(())
+}
+
+/// The tables that are still to be written. If the flush fails, dropping this makes them dirty again.
+struct Rest<'a> {
+    env: &'a Env,
+    l2: Vec<(Key, Vec<u8>)>,
+    l1: BTreeSet<usize>,
+    table: BTreeSet<usize>,
+    released: Vec<u64>,
+}
+
+impl Drop for Rest<'_> {
+    fn drop(&mut self) {
+        let mut state = self.env.state();
+        for (key, _) in &self.l2 {
+            state.cache.written(*key, false);
+        }
+        state.writer.l1_dirty.append(&mut self.l1);
+        state.writer.refcount_table_dirty.append(&mut self.table);
+        state.writer.released.append(&mut self.released);
+    }
+}
+
+async fn write_slices(env: &Env, slices: Vec<(Key, Vec<u8>)>) -> IoResult {
+    let mut result = Ok(());
+    for group in slices.chunks(WRITES_MAX) {
+        let mut running = Vec::with_capacity(group.len());
+        for (key, content) in group {
+            let mut buffer = IoBuffer::zeroed(content.len());
+            buffer.copy_from_slice(content);
+            running.push((*key, env.io.submit(env.write_op(key.offset).with_buffer(buffer))));
+        }
+        for (key, running) in running {
+            let written = running.await;
+            env.state().cache.written(key, written.is_ok());
+            result = result.and(written.map(drop));
+        }
+    }
+    result
+}
+
+/// Copies of the sectors of a table that contain `entries`. They are copied now, because an entry that is set
+/// later may refer to data that is not durable when the sectors are written.
+fn sectors_of(entries: &BTreeSet<usize>, offset: u64, table: &[u64], align: u64) -> Vec<(u64, IoBuffer)> {
+    let sector = align.max(512) as usize;
+    let numbers: BTreeSet<usize> = entries.iter().map(|entry| entry * 8 / sector).collect();
+    let content = |number: usize| {
+        let mut buffer = IoBuffer::zeroed(sector);
+        let first = number * sector / 8;
+        let last = (first + sector / 8).min(table.len());
+        for (place, entry) in buffer.chunks_exact_mut(8).zip(&table[first..last]) {
+            place.copy_from_slice(&entry.to_be_bytes());
+        }
+        buffer
+    };
+    numbers.into_iter().map(|number| (offset + (number * sector) as u64, content(number))).collect()
+}
+
+async fn write_sectors(env: &Env, sectors: Vec<(u64, IoBuffer)>) -> IoResult {
+    for (offset, buffer) in sectors {
+        env.io.run(env.write_op(offset).with_buffer(buffer)).await?;
+    }
+    Ok(())
+}
+
+/// Decrements the refcounts of clusters, and frees the space of those that reach 0. A cluster whose refcount
+/// cannot be read stays allocated: it is wasted, but nothing is damaged.
+async fn free(env: &Env, mut released: Vec<u64>) {
+    released.sort_unstable();
+    let cluster_bytes = 1u64 << env.state().cluster_bits();
+    let mut run = 0..0;
+    for host in released {
+        match refcount_of(env, host).await {
+            // In a damaged image, two entries may refer to a cluster with a refcount of 1. It is freed once.
+            Some(1) if run.contains(&host) => {}
+            Some(1) if run.end == host => run.end += cluster_bytes,
+            Some(1) => {
+                free_run(env, run, cluster_bytes).await;
+                run = host..host + cluster_bytes;
+            }
+            Some(_) => count_down(env, host),
+            None => {}
+        }
+    }
+    free_run(env, run, cluster_bytes).await;
+}
+
+async fn free_run(env: &Env, run: std::ops::Range<u64>, cluster_bytes: u64) {
+    if run.is_empty() {
+        return;
+    }
+    // The hole is punched while the clusters are still allocated, so that it cannot destroy new data. Errors
+    // are ignored, because not every file system can punch holes.
+    let _ = env.io.run(Op::punch(run.start, run.end - run.start)).await;
+    for host in run.step_by(cluster_bytes as usize) {
+        // The slice with the refcount may have been evicted since the first lookup.
+        if refcount_of(env, host).await.is_some() {
+            count_down(env, host);
+        }
+    }
+}
+
+/// The refcount of the cluster at byte `host`; `None` if it cannot be read. Afterwards its slice is in the
+/// cache.
+pub(in crate::qcow2) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
+    // Repeated, because the slice may be evicted between its load and the lookup.
+    for _ in 0..8 {
+        let found = {
+            let mut state = env.state();
+            let (order, cluster) = (state.top().ok()?.header.refcount_order, host >> state.cluster_bits());
+            let place = refcount_place(&mut state, cluster);
+            place.map(|(slot, index)| refcount(state.cache.get(slot), index, order))
+        };
+        match found {
+            Ok(count) => return Some(count),
+            Err(NotReady::Slice(key, table)) => drop(env.load(key, table).await.ok()?),
+            Err(_) => return None,
+        }
+    }
+    None
+}
+
+/// Decrements the refcount of a cluster. If the journal has no room for that, leaves it to the next flush.
+fn count_down(env: &Env, host: u64) {
+    let mut state = env.state();
+    if !state.journal.as_ref().is_none_or(Journal::has_room) {
+        return state.writer.released.push(host);
+    }
+    let bits = state.cluster_bits();
+    let Ok(order) = state.top().map(|tables| tables.header.refcount_order) else { return };
+    let Ok((slot, index)) = refcount_place(&mut state, host >> bits) else { return };
+    let count = refcount(state.cache.get(slot), index, order);
+    if count > 0 {
+        set_refcounts(&mut state, (slot, index), host >> bits, 1, count - 1);
+    }
+    if count == 1 {
+        state.writer.next_free = state.writer.next_free.min(host >> bits);
+    }
+}

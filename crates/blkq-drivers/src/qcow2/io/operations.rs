@@ -1,0 +1,564 @@
+//! Operations on the files of an image, as futures. A task submits operations and waits for them; an
+//! [`Executor`] polls the tasks that are ready. Nothing here enters the kernel: the queue, or another driver
+//! of the executor, performs the operations and reports their results.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use blkq::{IoBuffer, IoResult, Segment, Status, Tag};
+use io_uring::{opcode, squeue, types};
+
+use super::epochs::{Epochs, InEpoch};
+
+/// A block of zeroes. Any number of pieces of a write may point to it.
+#[repr(align(4096))]
+struct Zeroes([u8; 64 << 10]);
+
+static ZEROES: Zeroes = Zeroes([0; _]);
+
+/// Attempts without progress after which an operation fails.
+const ATTEMPTS_MAX: u32 = 64;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::qcow2) enum Action {
+    Read,
+    Write,
+    /// Makes the data of the file durable (fdatasync).
+    Sync,
+    /// Frees the space of a range. The range reads as zeroes afterwards.
+    Punch,
+    /// Allocates space for a range, and extends the file if the range ends beyond it.
+    Extend,
+}
+
+impl Action {
+    /// The mode for fallocate(2); only [`Action::Punch`] and [`Action::Extend`] use it.
+    pub fn fallocate_mode(self) -> i32 {
+        if self == Action::Punch { libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE } else { 0 }
+    }
+}
+
+/// An operation on a file. It owns the memory that the kernel uses, unless that is the memory of a request.
+pub(in crate::qcow2) struct Op {
+    pub action: Action,
+    /// The image of the chain whose file this is for.
+    pub layer: u8,
+    pub offset: u64,
+    pub bytes: u64,
+    /// The memory that is left to transfer: parts of `buffers`, or of the request with `tag`.
+    pieces: Vec<libc::iovec>,
+    pub buffers: Vec<IoBuffer>,
+    tag: Option<Tag>,
+    /// Direct I/O makes progress only in multiples of this number of bytes.
+    align: u64,
+    /// Size that the file is known to have had, in bytes. A read that ends before it found a truncated file.
+    file_bytes: u64,
+    done: u64,
+    attempts: u32,
+    _epoch: Option<InEpoch>,
+}
+
+impl Op {
+    fn new(action: Action, layer: u8, offset: u64) -> Op {
+        Op {
+            action,
+            layer,
+            offset,
+            bytes: 0,
+            pieces: Vec::new(),
+            buffers: Vec::new(),
+            tag: None,
+            align: 1,
+            file_bytes: 0,
+            done: 0,
+            attempts: 0,
+            _epoch: None,
+        }
+    }
+
+    /// A read at byte `offset` of the file of `layer`, into the memory that is added.
+    pub fn read(layer: u8, offset: u64) -> Op {
+        Op::new(Action::Read, layer, offset)
+    }
+
+    /// A write to the active image.
+    pub fn write(offset: u64) -> Op {
+        Op::new(Action::Write, 0, offset)
+    }
+
+    /// A sync of the active image.
+    pub fn sync() -> Op {
+        Op::new(Action::Sync, 0, 0)
+    }
+
+    /// Frees the space of a range of the active image.
+    pub fn punch(offset: u64, bytes: u64) -> Op {
+        Op { bytes, ..Op::new(Action::Punch, 0, offset) }
+    }
+
+    /// Allocates `bytes` from `offset` on in the active image.
+    pub fn extend(offset: u64, bytes: u64) -> Op {
+        Op { bytes, ..Op::new(Action::Extend, 0, offset) }
+    }
+
+    /// Appends all of `buffer` to the memory.
+    pub fn with_buffer(mut self, mut buffer: IoBuffer) -> Op {
+        self.pieces.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
+        self.bytes += buffer.len() as u64;
+        self.buffers.push(buffer);
+        self
+    }
+
+    /// Appends `bytes` zeroes to a write. All pieces share one block of zeroes.
+    pub fn with_zeroes(mut self, bytes: u64) -> Op {
+        debug_assert_eq!(self.action, Action::Write);
+        let Zeroes(zeroes) = &ZEROES;
+        let mut left = bytes as usize;
+        while left > 0 {
+            let iov_len = left.min(zeroes.len());
+            self.pieces.push(libc::iovec { iov_base: zeroes.as_ptr().cast_mut().cast(), iov_len });
+            left -= iov_len;
+        }
+        self.bytes += bytes;
+        self
+    }
+
+    /// Appends `bytes` of a request's memory, from its byte `skip` on.
+    pub fn with_memory(mut self, memory: &Memory, skip: u64, bytes: u64) -> Op {
+        memory.for_each_piece(skip, bytes, |piece| self.pieces.push(piece));
+        self.bytes += bytes;
+        self.tag = Some(memory.tag);
+        self
+    }
+
+    /// Counts the operation in the present epoch until it completes.
+    pub fn in_epoch(mut self, epochs: &Arc<Epochs>) -> Op {
+        self._epoch = Some(InEpoch::new(epochs));
+        self
+    }
+
+    /// Sets the alignment of the file's direct I/O, in bytes.
+    pub fn aligned(mut self, align: u64) -> Op {
+        self.align = align;
+        self
+    }
+
+    /// Sets the size that the file is known to have had, in bytes.
+    pub fn of_file(mut self, bytes: u64) -> Op {
+        self.file_bytes = bytes;
+        self
+    }
+
+    /// The submission for what is left of the operation.
+    fn entry(&self, file: types::Fixed) -> squeue::Entry {
+        let (pieces, count) = (self.pieces.as_ptr(), self.pieces.len() as u32);
+        let offset = self.offset + self.done;
+        match self.action {
+            Action::Read => opcode::Readv::new(file, pieces, count).offset(offset).build(),
+            Action::Write => opcode::Writev::new(file, pieces, count).offset(offset).build(),
+            Action::Sync => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
+            Action::Punch | Action::Extend => opcode::Fallocate::new(file, self.bytes)
+                .offset(offset)
+                .mode(self.action.fallocate_mode())
+                .build(),
+        }
+    }
+
+    /// Applies a result of the kernel. Returns `None` if the operation must be submitted again for the rest.
+    fn progress(&mut self, result: i32) -> Option<IoResult> {
+        if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
+            self.attempts += 1;
+            return (self.attempts >= ATTEMPTS_MAX).then_some(Err(Status::Resource));
+        }
+        if result < 0 {
+            return Some(Err(Status::from_errno(-result)));
+        }
+        if !matches!(self.action, Action::Read | Action::Write) {
+            return Some(Ok(()));
+        }
+        let reached = self.done + result as u64;
+        if reached >= self.bytes {
+            return Some(Ok(()));
+        }
+        let step = reached - reached % self.align - self.done;
+        if step > 0 {
+            self.skip(step);
+            self.done += step;
+            return None;
+        }
+        match self.action {
+            // The file was truncated.
+            Action::Read if self.offset + reached < self.file_bytes => Some(Err(Status::Io)),
+            // The last cluster of a file may be incomplete. The bytes beyond the end of the file read as
+            // zeroes.
+            Action::Read => {
+                self.skip(reached - self.done);
+                self.clear();
+                Some(Ok(()))
+            }
+            _ if result == 0 => Some(Err(Status::NoSpace)),
+            _ => {
+                self.attempts += 1;
+                (self.attempts >= ATTEMPTS_MAX).then_some(Err(Status::Io))
+            }
+        }
+    }
+
+    /// Drops the first `bytes` of the memory.
+    fn skip(&mut self, mut bytes: u64) {
+        let fits = |piece: &libc::iovec| {
+            let len = piece.iov_len as u64;
+            let fits = len <= bytes;
+            if fits {
+                bytes -= len;
+            }
+            !fits
+        };
+        let kept = self.pieces.iter().position(fits).unwrap_or(self.pieces.len());
+        self.pieces.drain(..kept);
+        if let Some(first) = self.pieces.first_mut() {
+            first.iov_base = first.iov_base.wrapping_byte_add(bytes as usize);
+            first.iov_len -= bytes as usize;
+        }
+    }
+
+    fn clear(&mut self) {
+        for piece in &self.pieces {
+            // SAFETY: the kernel has completed the read, and its memory belongs to the operation until the
+            // operation is done.
+            unsafe { piece.iov_base.cast::<u8>().write_bytes(0, piece.iov_len) }
+        }
+    }
+}
+
+pub(in crate::qcow2) struct Memory {
+    tag: Tag,
+    segments: Vec<Segment>,
+}
+
+impl Memory {
+    /// The memory of the request with `tag`.
+    ///
+    /// # Safety
+    /// `segments` must be all segments of the request. The request must not complete before the [`Io`] to
+    /// which operations on this memory are submitted returns the request from [`Io::take_finished`].
+    pub unsafe fn new(tag: Tag, segments: Vec<Segment>) -> Memory {
+        Memory { tag, segments }
+    }
+
+    fn for_each_piece(&self, mut skip: u64, mut bytes: u64, mut each: impl FnMut(libc::iovec)) {
+        for segment in &self.segments {
+            let len = u64::from(segment.len);
+            if skip >= len {
+                skip -= len;
+                continue;
+            }
+            let part = bytes.min(len - skip);
+            if part == 0 {
+                return;
+            }
+            let iov_base = segment.ptr.wrapping_add(skip as usize).cast();
+            each(libc::iovec { iov_base, iov_len: part as usize });
+            (skip, bytes) = (0, bytes - part);
+        }
+    }
+
+    /// Copies `from` into a read's memory from byte `skip` on.
+    pub fn fill(&self, skip: u64, from: &[u8]) {
+        let mut rest = from;
+        self.for_each_piece(skip, from.len() as u64, |piece| {
+            let (part, others) = rest.split_at(piece.iov_len);
+            // SAFETY: until the read has completed, the driver may fill its memory, and no operation of the
+            // kernel uses this part of it.
+            unsafe { piece.iov_base.cast::<u8>().copy_from_nonoverlapping(part.as_ptr(), part.len()) }
+            rest = others;
+        });
+    }
+
+    /// Zeroes `bytes` of a read's memory from byte `skip` on.
+    pub fn clear(&self, skip: u64, bytes: u64) {
+        self.for_each_piece(skip, bytes, |piece| {
+            // SAFETY: as for `fill`.
+            unsafe { piece.iov_base.cast::<u8>().write_bytes(0, piece.iov_len) }
+        });
+    }
+}
+
+struct Slot {
+    op: Op,
+    result: Option<IoResult>,
+    /// The task that waits for the operation; `None` if the task was dropped.
+    task: Option<u32>,
+}
+
+/// An operation to perform without a ring. Its memory is valid until [`Io::complete`] gets its result.
+pub(in crate::qcow2) struct Submitted {
+    pub place: u32,
+    pub action: Action,
+    pub layer: u8,
+    pub range: std::ops::Range<u64>,
+    pub pieces: Vec<libc::iovec>,
+}
+
+#[derive(Default)]
+struct State {
+    slots: Vec<Option<Slot>>,
+    free: Vec<u32>,
+    submitted: VecDeque<u32>,
+    ready: VecDeque<u32>,
+    /// Tasks that become ready at the next call of [`Executor::run`].
+    paused: Vec<u32>,
+    /// Tasks that wait for a change of the image's state.
+    waiting: Vec<u32>,
+    current: u32,
+    finished: Vec<(Tag, IoResult)>,
+    /// For each tag, the number of operations in flight on the request's memory.
+    of_tag: Vec<u32>,
+    in_flight: usize,
+}
+
+/// The operations in flight of one thread, and the tasks that wait for them.
+#[derive(Default)]
+pub(in crate::qcow2) struct Io(RefCell<State>);
+
+impl Io {
+    /// Submits an operation. Its memory stays valid until it has completed, even if the task that waits is
+    /// dropped.
+    pub fn submit(&self, op: Op) -> Running<'_> {
+        let mut state = self.0.borrow_mut();
+        let state = &mut *state;
+        if let Some(tag) = op.tag {
+            let index = tag.index();
+            if state.of_tag.len() <= index {
+                state.of_tag.resize(index + 1, 0);
+            }
+            state.of_tag[index] += 1;
+        }
+        let slot = Slot { op, result: None, task: Some(state.current) };
+        let place = match state.free.pop() {
+            Some(place) => place,
+            None => {
+                state.slots.push(None);
+                state.slots.len() as u32 - 1
+            }
+        };
+        state.slots[place as usize] = Some(slot);
+        state.submitted.push_back(place);
+        state.in_flight += 1;
+        Running { io: self, place }
+    }
+
+    /// Submits an operation and waits for it.
+    ///
+    /// # Errors
+    /// The error of the operation.
+    pub async fn run(&self, op: Op) -> Result<Op, Status> {
+        self.submit(op).await
+    }
+
+    /// Waits for the next call of [`Io::changed`].
+    pub async fn wait(&self) {
+        let mut waited = false;
+        poll_fn(|_| {
+            if std::mem::replace(&mut waited, true) {
+                return Poll::Ready(());
+            }
+            let mut state = self.0.borrow_mut();
+            let current = state.current;
+            state.waiting.push(current);
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Yields to everything else on the thread, including the operations of other tasks.
+    pub async fn pause(&self) {
+        let mut paused = false;
+        poll_fn(|_| {
+            if std::mem::replace(&mut paused, true) {
+                return Poll::Ready(());
+            }
+            let mut state = self.0.borrow_mut();
+            let current = state.current;
+            state.paused.push(current);
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Whether a task has yielded, so that [`Executor::run`] must be called without waiting for a completion.
+    pub fn has_paused(&self) -> bool {
+        !self.0.borrow().paused.is_empty()
+    }
+
+    /// Makes the tasks ready that wait for a change.
+    pub fn changed(&self) {
+        let mut state = self.0.borrow_mut();
+        let state = &mut *state;
+        state.ready.extend(state.waiting.drain(..));
+    }
+
+    /// Records the result of the request `tag`.
+    pub fn finish(&self, tag: Tag, result: IoResult) {
+        self.0.borrow_mut().finished.push((tag, result));
+    }
+
+    /// Takes a request that has its result and whose memory no operation uses any longer.
+    pub fn take_finished(&self) -> Option<(Tag, IoResult)> {
+        let mut state = self.0.borrow_mut();
+        let free = |(tag, _): &(Tag, IoResult)| state.of_tag.get(tag.index()).is_none_or(|count| *count == 0);
+        let index = state.finished.iter().position(free)?;
+        Some(state.finished.swap_remove(index))
+    }
+
+    /// Takes the next submitted operation, for the kernel. The memory of the entry stays valid until
+    /// [`Io::complete`] gets the result.
+    pub fn next_entry(&self, file: impl Fn(u8) -> types::Fixed) -> Option<(u32, squeue::Entry)> {
+        let mut state = self.0.borrow_mut();
+        let place = state.submitted.pop_front()?;
+        let slot = state.slots[place as usize].as_ref()?;
+        Some((place, slot.op.entry(file(slot.op.layer))))
+    }
+
+    /// As [`Io::next_entry`], for callers without a ring.
+    pub fn next_operation(&self) -> Option<Submitted> {
+        let mut state = self.0.borrow_mut();
+        let place = state.submitted.pop_front()?;
+        let op = &state.slots[place as usize].as_ref()?.op;
+        let range = op.offset + op.done..op.offset + op.bytes;
+        Some(Submitted { place, action: op.action, layer: op.layer, range, pieces: op.pieces.clone() })
+    }
+
+    /// Applies the kernel's result of an operation.
+    pub fn complete(&self, place: u32, result: i32) {
+        let mut state = self.0.borrow_mut();
+        let state = &mut *state;
+        let Some(slot) = state.slots.get_mut(place as usize).and_then(Option::as_mut) else { return };
+        let Some(result) = slot.op.progress(result) else {
+            state.submitted.push_back(place);
+            return;
+        };
+        if let Some(tag) = slot.op.tag {
+            state.of_tag[tag.index()] -= 1;
+        }
+        slot.result = Some(result);
+        state.in_flight -= 1;
+        let in_epoch = slot.op._epoch.take().is_some();
+        match slot.task {
+            Some(task) => state.ready.push_back(task),
+            None => {
+                state.slots[place as usize] = None;
+                state.free.push(place);
+            }
+        }
+        // A flush of the metadata may wait until the epoch is idle.
+        if in_epoch {
+            state.ready.extend(state.waiting.drain(..));
+        }
+    }
+
+    /// Number of operations that have not completed.
+    pub fn in_flight(&self) -> usize {
+        self.0.borrow().in_flight
+    }
+
+    /// Leaks the memory of all operations in flight, because the kernel may still use it.
+    pub fn leak(&self) {
+        std::mem::forget(std::mem::take(&mut self.0.borrow_mut().slots));
+    }
+}
+
+/// A submitted operation. The future completes with its result.
+pub(in crate::qcow2) struct Running<'a> {
+    io: &'a Io,
+    place: u32,
+}
+
+impl Future for Running<'_> {
+    type Output = Result<Op, Status>;
+
+    fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut state = self.io.0.borrow_mut();
+        let place = self.place as usize;
+        let result = state.slots[place].as_ref().and_then(|slot| slot.result);
+        let Some(result) = result else { return Poll::Pending };
+        let op = state.slots[place].take().map(|slot| slot.op);
+        state.free.push(self.place);
+        drop(state);
+        // The slot may belong to another operation from now on, so `drop` must not touch it.
+        self.get_mut().place = u32::MAX;
+        Poll::Ready(result.and(op.ok_or(Status::Io)))
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let mut state = self.io.0.borrow_mut();
+        let place = self.place as usize;
+        let Some(slot) = state.slots.get_mut(place) else { return };
+        match slot {
+            Some(slot) if slot.result.is_none() => slot.task = None,
+            Some(_) => {
+                let done = slot.take();
+                state.free.push(self.place);
+                drop(state);
+                drop(done);
+            }
+            None => {}
+        }
+    }
+}
+
+type Task = Pin<Box<dyn Future<Output = ()>>>;
+
+#[derive(Default)]
+pub(in crate::qcow2) struct Executor {
+    tasks: Vec<Option<Task>>,
+    free: Vec<u32>,
+}
+
+impl Executor {
+    /// Adds a task. [`Executor::run`] starts it.
+    pub fn spawn(&mut self, io: &Io, task: impl Future<Output = ()> + 'static) {
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None => {
+                self.tasks.push(None);
+                self.tasks.len() as u32 - 1
+            }
+        };
+        self.tasks[index as usize] = Some(Box::pin(task));
+        io.0.borrow_mut().ready.push_back(index);
+    }
+
+    /// Polls the tasks that are ready, until all wait or have yielded.
+    pub fn run(&mut self, io: &Io) {
+        {
+            let mut state = io.0.borrow_mut();
+            let state = &mut *state;
+            state.ready.extend(state.paused.drain(..));
+        }
+        loop {
+            let index = {
+                let mut state = io.0.borrow_mut();
+                let Some(index) = state.ready.pop_front() else { return };
+                state.current = index;
+                index
+            };
+            let Some(task) = self.tasks.get_mut(index as usize).and_then(Option::as_mut) else { continue };
+            if task.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready() {
+                self.tasks[index as usize] = None;
+                self.free.push(index);
+            }
+        }
+    }
+
+    /// Whether all tasks have completed.
+    pub fn is_idle(&self) -> bool {
+        self.tasks.len() == self.free.len()
+    }
+}

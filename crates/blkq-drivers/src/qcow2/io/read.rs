@@ -1,0 +1,148 @@
+//! Reads from the active image, its backing files, and compressed clusters.
+
+use std::rc::Rc;
+
+use blkq::{IoBuffer, IoResult, Status};
+
+use crate::qcow2::tables::state::Found;
+
+use super::allocate::provide;
+use super::env::Env;
+use super::inflate::Compressed;
+use super::operations::Memory;
+
+/// Operations of one request in flight at the same time.
+const READS_MAX: usize = 64;
+
+/// Reads `bytes` from `position` of the device on into the memory of a request.
+///
+/// # Errors
+/// The I/O error of a file, or [`Status::Io`] if the tables are damaged.
+pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) -> IoResult {
+    let (mut done, mut running) = (0, Vec::new());
+    let (mut result, mut bounce) = (Ok(()), None);
+    while done < bytes && result.is_ok() {
+        let (found, run) = find_from(env, 0, position + done, bytes - done).await?;
+        match found {
+            Found::Zero | Found::Unallocated => memory.clear(done, run),
+            Found::Data { layer, host } => {
+                let op = env.read_op(layer, host).with_memory(memory, done, run);
+                running.push(env.io.submit(op.in_epoch(&env.shared.epochs)));
+                if running.len() == READS_MAX {
+                    for read in running.drain(..) {
+                        result = result.and(read.await.map(drop));
+                    }
+                }
+            }
+            Found::Compressed { layer, host, bytes, skip } => {
+                if bounce.is_none() {
+                    // Looks the cluster up again after the wait, because a write may have replaced it
+                    // meanwhile.
+                    bounce = Some(env.reserve(bytes + cluster_bytes(env, layer)).await);
+                    continue;
+                }
+                let content = decompressed(env, layer, host, bytes).await?;
+                bounce = None;
+                let Some(content) = content else { continue };
+                memory.fill(done, &content[skip as usize..][..run as usize]);
+            }
+        }
+        done += run;
+    }
+    for read in running {
+        result = result.and(read.await.map(drop));
+    }
+    result
+}
+
+/// Reads `bytes` from `position` of the device on, from the chain without the layers before `first`. The
+/// caller has reserved the memory ([`Env::reserve`]).
+///
+/// # Errors
+/// As [`read`].
+pub(in crate::qcow2) async fn read_device(
+    env: &Env,
+    first: usize,
+    position: u64,
+    bytes: u64,
+) -> Result<IoBuffer, Status> {
+    let mut buffer = IoBuffer::zeroed(bytes as usize);
+    let mut done = 0;
+    while done < bytes {
+        let (found, run) = find_from(env, first, position + done, bytes - done).await?;
+        let part = done as usize..(done + run) as usize;
+        match found {
+            Found::Zero | Found::Unallocated => {}
+            Found::Data { layer, host } => {
+                let op = env.read_op(layer, host).with_buffer(IoBuffer::zeroed(run as usize));
+                let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
+                match read.buffers.pop() {
+                    Some(all) if run == bytes => return Ok(all),
+                    Some(read) => buffer[part].copy_from_slice(&read),
+                    None => return Err(Status::Io),
+                }
+            }
+            Found::Compressed { layer, host, bytes, skip } => {
+                let Some(content) = decompressed(env, layer, host, bytes).await? else { continue };
+                buffer[part].copy_from_slice(&content[skip as usize..][..run as usize]);
+            }
+        }
+        done += run;
+    }
+    Ok(buffer)
+}
+
+async fn find_from(env: &Env, first: usize, position: u64, bytes: u64) -> Result<(Found, u64), Status> {
+    loop {
+        let found = env.state().find_from(first, position, bytes, None);
+        match found {
+            Ok(found) => return Ok(found),
+            Err(reason) => provide(env, reason).await?,
+        }
+    }
+}
+
+fn cluster_bytes(env: &Env, layer: u8) -> u64 {
+    let state = env.state();
+    state.layers[usize::from(layer)].tables.as_ref().map_or(0, |tables| tables.header.cluster_bytes())
+}
+
+/// The content of a compressed cluster, of which at most `bytes` compressed bytes are at `host`. `None` means
+/// that another task was decompressing it and the cluster must be looked up again.
+async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Option<Rc<Vec<u8>>>, Status> {
+    let cached = |env: &Env| env.decompressed.borrow().as_ref().filter(|one| one.0 == (layer, host)).cloned();
+    if let Some((_, content)) = cached(env) {
+        return Ok(Some(content));
+    }
+    if !env.decompressing.borrow_mut().insert((layer, host)) {
+        while env.decompressing.borrow().contains(&(layer, host)) {
+            env.io.wait().await;
+        }
+        return Ok(cached(env).map(|(_, content)| content));
+    }
+    let done = decompress(env, layer, host, bytes).await.map(Rc::new);
+    env.decompressing.borrow_mut().remove(&(layer, host));
+    if let Ok(content) = &done {
+        *env.decompressed.borrow_mut() = Some(((layer, host), Rc::clone(content)));
+    }
+    env.io.changed();
+    done.map(Some)
+}
+
+async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u8>, Status> {
+    let (align, method, cluster_bytes) = {
+        let state = env.state();
+        let layer = &state.layers[usize::from(layer)];
+        let header = &layer.tables.as_ref().ok_or(Status::Io)?.header;
+        (layer.align, header.compression, header.cluster_bytes())
+    };
+    let begin = host - host % align;
+    let length = (host + bytes).next_multiple_of(align) - begin;
+    let op = env.read_op(layer, begin).with_buffer(IoBuffer::zeroed(length as usize));
+    let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
+    let buffer = read.buffers.pop().ok_or(Status::Io)?;
+    let first = (host - begin) as usize;
+    let range = first..first + bytes as usize;
+    env.inflate((layer, host), Compressed { buffer, range, method, cluster_bytes: cluster_bytes as usize })
+        .await
+}

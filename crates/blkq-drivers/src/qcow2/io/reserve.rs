@@ -1,0 +1,90 @@
+//! Reserves space in the file before it is written. A direct write that extends the file excludes all other
+//! writes to it, and a write to a hole waits until the file system has found space.
+
+use blkq::{IoResult, Status};
+
+use super::env::Env;
+use super::operations::Op;
+
+/// The file grows by `1 / PART` of its length at a time, within these bounds in bytes.
+const PART: u64 = 8;
+const LEAST_BYTES: u64 = 4 << 20;
+const MOST_BYTES: u64 = 64 << 20;
+
+/// Extends the file for a write up to byte `end`, and some more. If this fails, for example on a full file
+/// system or one without fallocate(2), the write continues without it. In some images a cluster may lie far
+/// beyond the end of the file: what is between stays a hole.
+pub(in crate::qcow2) async fn reserve(env: &Env, end: u64) {
+    loop {
+        let range = {
+            let mut state = env.state();
+            let bits = state.cluster_bits();
+            let writer = &mut state.writer;
+            writer.note_written(end, bits);
+            let Some(reached) = writer.extended_to.filter(|reached| *reached < end) else { return };
+            let from = reached.max(end.saturating_sub(MOST_BYTES));
+            let to = end + (from / PART).clamp(LEAST_BYTES, MOST_BYTES);
+            (!std::mem::replace(&mut writer.extending, true)).then_some(from..to)
+        };
+        let Some(range) = range else {
+            env.io.wait().await;
+            continue;
+        };
+        let done = env.io.run(Op::extend(range.start, range.end - range.start)).await;
+        {
+            let mut state = env.state();
+            state.writer.extending = false;
+            state.writer.extended_to = done.is_ok().then_some(range.end);
+            if done.is_ok() {
+                state.layers[0].file_bytes = state.layers[0].file_bytes.max(range.end);
+            }
+        }
+        env.io.changed();
+        return;
+    }
+}
+
+/// Size of the blocks in which file systems allocate space.
+const BLOCK_BYTES: u64 = 4096;
+
+/// Allocates the block of the file that contains entry `index` of the L1 table. qemu-img leaves the table a
+/// hole, and on a full file system a flush could then not write the entry, although the writes before it
+/// completed.
+///
+/// # Errors
+/// [`Status::NoSpace`]. If the file system cannot reserve space, this succeeds.
+pub(in crate::qcow2) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
+    let block = {
+        let state = env.state();
+        let tables = state.top()?;
+        let offset_of = |index: usize| tables.header.l1_offset + index as u64 * 8;
+        let begin = offset_of(index) / BLOCK_BYTES * BLOCK_BYTES;
+        let range = begin.max(offset_of(0))..(begin + BLOCK_BYTES).min(offset_of(tables.l1.len()));
+        let entry_at = |offset: u64| ((offset - offset_of(0)) / 8) as usize;
+        // A block with an entry other than zero was written, and so has space.
+        if tables.l1[entry_at(range.start)..entry_at(range.end)].iter().any(|entry| *entry != 0) {
+            return Ok(());
+        }
+        range
+    };
+    match env.io.run(Op::extend(block.start, block.end - block.start)).await {
+        Err(Status::NoSpace) => Err(Status::NoSpace),
+        _ => Ok(()),
+    }
+}
+
+/// Frees the space that was reserved beyond the last cluster that was ever allocated.
+///
+/// # Errors
+/// The I/O error of the file.
+pub(in crate::qcow2) async fn free_reserved(env: &Env) -> IoResult {
+    let (from, to) = {
+        let state = env.state();
+        let used = state.writer.fresh_from.checked_shl(state.cluster_bits()).unwrap_or(u64::MAX);
+        (used, state.writer.extended_to.unwrap_or(0))
+    };
+    if from < to && !env.state().writer.failed {
+        env.io.run(Op::punch(from, to - from)).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! Lookups on a thread that may wait for I/O, while the queue of the image continues.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use blkq::IoBuffer;
+use blkq::sync::lock;
+
+use crate::qcow2::tables::state::{Extra, NotReady, State};
+
+use super::env::Shared;
+
+/// Slices of tables that were read without the cache, which only the queue fills.
+#[derive(Default)]
+pub(in crate::qcow2) struct UncachedSlices {
+    /// At most one slice of each image, because a lookup may need one of each.
+    extra: Extra,
+    flushes: u64,
+}
+
+impl UncachedSlices {
+    /// Returns the result of `find`, and reads the slices that it lacks from the files. A slice that is not
+    /// in memory is not dirty, so the file has its current content.
+    ///
+    /// # Errors
+    /// The I/O error of a file, or EIO for tables that are damaged.
+    pub fn find<T>(
+        &mut self,
+        shared: &Shared,
+        files: &[Arc<File>],
+        find: impl Fn(&mut State, &Extra) -> Result<T, NotReady>,
+    ) -> io::Result<T> {
+        loop {
+            let found = {
+                let mut state = lock(&shared.state);
+                if std::mem::replace(&mut self.flushes, state.flushes) != state.flushes {
+                    // Since the last lookup, slices may have been changed in memory, written, and evicted.
+                    self.extra.clear();
+                }
+                find(&mut state, &self.extra)
+            };
+            match found {
+                Ok(found) => return Ok(found),
+                Err(NotReady::Slice(key, _)) => {
+                    let layer = usize::from(key.layer);
+                    let (bytes, file_bytes) = {
+                        let state = lock(&shared.state);
+                        (state.cache.slice_bytes(), state.layers[layer].file_bytes)
+                    };
+                    let mut buffer = IoBuffer::zeroed(bytes);
+                    read_host(&files[layer], &mut buffer, key.offset, file_bytes)?;
+                    self.extra.retain(|(other, _)| other.layer != key.layer);
+                    self.extra.push((key, buffer.to_vec()));
+                }
+                Err(_) => return Err(io::Error::from_raw_os_error(libc::EIO)),
+            }
+        }
+    }
+}
+
+/// Fills `buffer` with the bytes of `file`, an image of the chain, from `offset` on. The last cluster of an
+/// image may be incomplete; the rest is filled with zeroes. `file_bytes` is the size that the file is known
+/// to have had.
+///
+/// # Errors
+/// The error of the read, and EIO if the file was truncated.
+pub(in crate::qcow2) fn read_host(
+    file: &File,
+    buffer: &mut [u8],
+    offset: u64,
+    file_bytes: u64,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < buffer.len() {
+        match file.read_at(&mut buffer[done..], offset + done as u64) {
+            Ok(0) if offset + (done as u64) < file_bytes => {
+                return Err(io::Error::from_raw_os_error(libc::EIO));
+            }
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    buffer[done..].fill(0);
+    Ok(())
+}

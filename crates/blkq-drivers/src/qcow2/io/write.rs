@@ -1,0 +1,273 @@
+//! Writes: in place, or to new clusters together with a copy of the data around them.
+
+use std::ops::Range;
+
+use blkq::{IoBuffer, IoResult, Status};
+
+use crate::qcow2::format::entry::{COPIED, Entry};
+use crate::qcow2::tables::state::{NotReady, State};
+
+use super::allocate::{Clusters, allocate, free_unused, provide};
+use super::env::Env;
+use super::flush_metadata::flush_metadata;
+use super::operations::{Memory, Op};
+use super::read::read_device;
+use super::reserve::reserve;
+
+/// Bytes of new clusters that one step of a write allocates. Their clusters of the device are locked during
+/// the step.
+const STEP_MAX_BYTES: u64 = 2 << 20;
+
+#[derive(Clone, Copy)]
+pub(in crate::qcow2) enum Source<'a> {
+    Memory(&'a Memory),
+    Zeroes,
+}
+
+/// The part of a write that is left: from `at` to `end` of the device. The data of `source` begins at
+/// `position`.
+#[derive(Clone, Copy)]
+struct Remaining<'a> {
+    at: u64,
+    end: u64,
+    position: u64,
+    source: Source<'a>,
+}
+
+/// How the next bytes are written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Step {
+    /// In place: the first number is the byte of the file, the second the number of bytes.
+    InPlace(u64, u64),
+    /// To this number of new clusters of the file. The clusters of the device are locked.
+    New(u64),
+    /// To the cluster of the file that is allocated for a zero cluster. The cluster of the device is locked.
+    OverZeroes(u64),
+}
+
+/// Writes `bytes` from `position` of the device on.
+///
+/// # Errors
+/// The I/O error of a file, [`Status::NoSpace`], or [`Status::Io`] if the tables are damaged.
+pub(in crate::qcow2) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'_>) -> IoResult {
+    let end = position + bytes;
+    let (mut at, mut has_freed) = (position, false);
+    while at < end {
+        match write_step(env, Remaining { at, end, position, source }).await {
+            Ok(run) => at += run,
+            Err(Status::NoSpace) if !has_freed && env.state().may_free() => {
+                has_freed = true;
+                flush_metadata(env, false).await?;
+            }
+            Err(status) => return Err(status),
+        }
+    }
+    Ok(())
+}
+
+/// Writes the next bytes, and returns how many.
+async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
+    let Remaining { at, end, position, source } = rest;
+    match next_step(env, at, end).await? {
+        Step::InPlace(host, run) => {
+            let run = run.min(STEP_MAX_BYTES);
+            let op = add(env.write_op(host), source, at - position, run);
+            env.io.run(op.in_epoch(&env.shared.epochs)).await?;
+            Ok(run)
+        }
+        Step::New(count) => write_locked(env, rest, count, None).await,
+        Step::OverZeroes(host) => write_locked(env, rest, 1, Some(host)).await,
+    }
+}
+
+fn add(op: Op, source: Source<'_>, skip: u64, bytes: u64) -> Op {
+    match source {
+        Source::Memory(memory) => op.with_memory(memory, skip, bytes),
+        Source::Zeroes => op.with_zeroes(bytes),
+    }
+}
+
+async fn next_step(env: &Env, position: u64, end: u64) -> Result<Step, Status> {
+    loop {
+        let step = plan(&mut env.state(), position, end);
+        match step {
+            Ok(step) => return Ok(step),
+            Err(reason) => provide(env, reason).await?,
+        }
+    }
+}
+
+fn plan(state: &mut State, position: u64, end: u64) -> Result<Step, NotReady> {
+    if let Some((host, run)) = state.find_in_place(position, end - position)? {
+        return Ok(Step::InPlace(host, run));
+    }
+    if state.writer.failed {
+        return Err(NotReady::Failed(Status::Io));
+    }
+    state.may_change()?;
+    let (slot, index) = state.entry_to_change(position)?;
+    let bits = state.cluster_bits();
+    let first = position >> bits;
+    if state.writer.locked.contains(&first) {
+        return Err(NotReady::Busy);
+    }
+    if let Entry::Zero { host: Some(host), copied: true } =
+        Entry::parse(state.cache.entry(slot, index), bits)?
+    {
+        state.check_target(host..host + (1 << bits))?;
+        state.writer.locked.insert(first);
+        state.writer.changing += 1;
+        return Ok(Step::OverZeroes(host));
+    }
+    let in_slice = (state.cache.slice_bytes() / 8 - index) as u64;
+    let asked = ((end - 1) >> bits) - first + 1;
+    let most = asked.min(in_slice).min((STEP_MAX_BYTES >> bits).max(1));
+    let mut count = 1;
+    while count < most {
+        let entry = Entry::parse(state.cache.entry(slot, index + count as usize), bits)?;
+        let is_new = !matches!(entry, Entry::Data { copied: true, .. } | Entry::Zero { host: Some(_), .. });
+        if !is_new || state.writer.locked.contains(&(first + count)) {
+            break;
+        }
+        count += 1;
+    }
+    state.writer.locked.extend(first..first + count);
+    state.writer.changing += 1;
+    Ok(Step::New(count))
+}
+
+/// Writes to the next `count` clusters of the device, which are locked, and unlocks them. Returns the number
+/// of bytes written, which is smaller if fewer clusters of the file are free in a row.
+async fn write_locked(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
+    let first = rest.at >> env.state().cluster_bits();
+    let result = write_new(env, rest, count, host).await;
+    {
+        let writer = &mut env.state().writer;
+        writer.locked.retain(|cluster| !(first..first + count).contains(cluster));
+        writer.changing -= 1;
+    }
+    env.io.changed();
+    result
+}
+
+async fn write_new(env: &Env, rest: Remaining<'_>, count: u64, host: Option<u64>) -> Result<u64, Status> {
+    let clusters = match host {
+        Some(host) => Clusters { host, count, fresh: false },
+        None => allocate(env, count).await?,
+    };
+    let written = copy_and_write(env, rest, clusters).await;
+    if written.is_err() && host.is_none() {
+        free_unused(env, clusters).await;
+    }
+    written
+}
+
+async fn copy_and_write(env: &Env, rest: Remaining<'_>, clusters: Clusters) -> Result<u64, Status> {
+    let Remaining { at, end, position, source } = rest;
+    let bits = env.state().cluster_bits();
+    let begin = at >> bits << bits;
+    let limit = begin + (clusters.count << bits);
+    let until = end.min(limit);
+    let head = around(env, begin, at, clusters.fresh).await?;
+    let tail = around(env, until, limit, clusters.fresh).await?;
+    let bounce = env.reserve(head.memory(1 << bits) + tail.memory(1 << bits)).await;
+    let (head, tail) = (head.content(env).await?, tail.content(env).await?);
+    let skipped = if head.is_none() { at - begin } else { 0 };
+    let mut op = env.write_op(clusters.host + skipped);
+    if let Some(head) = head {
+        op = op.with_buffer(head);
+    }
+    op = add(op, source, at - position, until - at);
+    if let Some(tail) = tail {
+        op = op.with_buffer(tail);
+    }
+    let written_end = op.offset + op.bytes;
+    reserve(env, written_end).await;
+    drop(env.io.run(op).await?);
+    drop(bounce);
+    {
+        let mut state = env.state();
+        state.layers[0].file_bytes = state.layers[0].file_bytes.max(written_end);
+    }
+    link(env, begin, clusters).await?;
+    Ok(until - at)
+}
+
+/// The bytes that new clusters need next to the data of a write.
+enum Around {
+    /// Nothing: the clusters already read as zeroes there, or the data reaches their edge.
+    There,
+    /// This number of zeroes.
+    Zeroes(u64),
+    /// A copy of these bytes of the device.
+    Copy(Range<u64>),
+}
+
+impl Around {
+    /// An upper bound for the memory that this takes, in bytes: the copy, a second one of each part, and a
+    /// compressed cluster with its content.
+    fn memory(&self, cluster: u64) -> u64 {
+        match self {
+            Around::There => 0,
+            Around::Zeroes(bytes) => *bytes,
+            Around::Copy(range) => 2 * (range.end - range.start) + 2 * cluster,
+        }
+    }
+
+    async fn content(self, env: &Env) -> Result<Option<IoBuffer>, Status> {
+        match self {
+            Around::There => Ok(None),
+            Around::Zeroes(bytes) => Ok(Some(IoBuffer::zeroed(bytes as usize))),
+            Around::Copy(range) => read_device(env, 0, range.start, range.end - range.start).await.map(Some),
+        }
+    }
+}
+
+/// Finds out how to fill the bytes from `from` to `to` of the device. `fresh`: the new clusters read as
+/// zeroes.
+async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, Status> {
+    if from == to {
+        return Ok(Around::There);
+    }
+    loop {
+        let zero = env.state().is_zero(0, from, to - from);
+        match zero {
+            Ok(true) if fresh => return Ok(Around::There),
+            Ok(true) => return Ok(Around::Zeroes(to - from)),
+            Ok(false) => return Ok(Around::Copy(from..to)),
+            Err(reason) => provide(env, reason).await?,
+        }
+    }
+}
+
+/// Makes the L2 table refer to the new clusters, after their content was written.
+async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
+    loop {
+        let place = env.state().entry_to_change(position);
+        match place {
+            Ok((slot, index)) => {
+                let mut state = env.state();
+                let bits = state.cluster_bits();
+                for number in 0..clusters.count {
+                    let host = clusters.host + (number << bits);
+                    let old = Entry::parse(state.cache.entry(slot, index + number as usize), bits)?;
+                    if !matches!(old, Entry::Zero { host: Some(old), .. } if old == host) {
+                        release(env, &mut state, old);
+                    }
+                }
+                state.set_entries(slot, index, clusters.host | COPIED, clusters.count);
+                return Ok(());
+            }
+            Err(reason) => provide(env, reason).await?,
+        }
+    }
+}
+
+/// Releases the clusters to which an entry referred.
+pub(in crate::qcow2) fn release(env: &Env, state: &mut State, old: Entry) {
+    // The cached content may belong to this cluster, whose offset may soon be reused.
+    if matches!(old, Entry::Compressed { .. }) {
+        env.decompressed.borrow_mut().take();
+    }
+    state.release(old);
+}

@@ -1,0 +1,157 @@
+//! Discard and write zeroes. Whole clusters are changed in their L2 entries; the parts of clusters at both
+//! ends are written.
+
+use blkq::{IoResult, Status};
+
+use crate::qcow2::format::entry::{Entry, ZERO};
+use crate::qcow2::tables::state::{NotReady, State};
+
+use super::allocate::provide;
+use super::env::Env;
+use super::write::{Source, release, write};
+
+/// Why a range is cleared.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::qcow2) enum Wanted {
+    /// The data is no longer needed, and may read as anything.
+    Discard,
+    /// The range must read as zeroes. Its space may be freed.
+    Zeroes,
+    /// The range must read as zeroes, and its space must stay allocated.
+    ZeroesKept,
+}
+
+/// Discards or zeroes `bytes` from `position` of the device on.
+///
+/// # Errors
+/// As [`write`].
+pub(in crate::qcow2) async fn clear(env: &Env, position: u64, bytes: u64, wanted: Wanted) -> IoResult {
+    let end = position + bytes;
+    let (cluster, size) = {
+        let state = env.state();
+        (1u64 << state.cluster_bits(), state.layers[0].size)
+    };
+    // At the end of the device, the rest of the last cluster has no data, so the cluster counts as whole.
+    let whole_end = if end == size { end.next_multiple_of(cluster) } else { end - end % cluster };
+    let whole = position.next_multiple_of(cluster)..whole_end;
+    if whole.start >= whole.end {
+        return clear_part(env, position, end, wanted).await;
+    }
+    clear_part(env, position, whole.start, wanted).await?;
+    clear_whole(env, whole.start, whole.end, wanted).await?;
+    clear_part(env, whole.end.min(end), end, wanted).await
+}
+
+/// Writes zeroes to a part of a cluster, unless it reads as zeroes already.
+async fn clear_part(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoResult {
+    if position == end || wanted == Wanted::Discard {
+        return Ok(());
+    }
+    loop {
+        let zero = env.state().is_zero(0, position, end - position);
+        match zero {
+            Ok(true) => return Ok(()),
+            Ok(false) => return write(env, position, end - position, Source::Zeroes).await,
+            Err(reason) => provide(env, reason).await?,
+        }
+    }
+}
+
+async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoResult {
+    let mut at = position;
+    while at < end {
+        let next = clear_entries(env, &mut env.state(), at, end, wanted);
+        match next {
+            Ok(Next::At(next)) => at = next,
+            Ok(Next::Write(bytes)) => {
+                let size = env.state().layers[0].size;
+                let bytes = bytes.min(size - at);
+                write(env, at, bytes, Source::Zeroes).await?;
+                at += bytes;
+                if at >= size {
+                    return Ok(());
+                }
+            }
+            Err(reason) => provide(env, reason).await?,
+        }
+    }
+    Ok(())
+}
+
+enum Next {
+    /// Everything before this byte is done.
+    At(u64),
+    /// The next bytes cannot be cleared in the L2 entries: write this number of zeroes.
+    Write(u64),
+}
+
+/// Changes L2 entries of one cached slice, from `position` to `end` at most.
+fn clear_entries(
+    env: &Env,
+    state: &mut State,
+    position: u64,
+    end: u64,
+    wanted: Wanted,
+) -> Result<Next, NotReady> {
+    let bits = state.cluster_bits();
+    let cluster = 1u64 << bits;
+    let (has_backing, v3, covers) = {
+        let header = &state.top()?.header;
+        (state.layers.len() > 1, header.version >= 3, header.l2_covers())
+    };
+    let place = match state.entry_place(position)? {
+        Some(place) => Some(place),
+        None if wanted == Wanted::Discard || !has_backing => None,
+        None if !v3 => return Ok(Next::Write(cluster)),
+        None => {
+            state.may_change()?;
+            return Err(NotReady::L2Table((position / covers) as usize));
+        }
+    };
+    let Some((slot, mut index)) = place else {
+        return Ok(Next::At((position / covers + 1).saturating_mul(covers).min(end)));
+    };
+    let count = state.cache.slice_bytes() / 8;
+    let mut at = position;
+    while at < end && index < count {
+        let old = state.cache.entry(slot, index);
+        let parsed = Entry::parse(old, bits)?;
+        let unmapped = if has_backing { ZERO } else { 0 };
+        let new = match (wanted, parsed) {
+            (Wanted::Discard, Entry::Unallocated) | (_, Entry::Zero { host: None, .. }) => old,
+            (Wanted::Discard, _) if has_backing && !v3 => old,
+            (Wanted::ZeroesKept, Entry::Zero { .. }) => old,
+            (_, Entry::Unallocated) if !has_backing => old,
+            (Wanted::ZeroesKept, Entry::Data { copied: true, .. }) if v3 => old | ZERO,
+            (Wanted::ZeroesKept, _) => return Ok(written_next(at, position, cluster)),
+            _ if has_backing && !v3 => return Ok(written_next(at, position, cluster)),
+            _ => unmapped,
+        };
+        if new != old {
+            if state.writer.failed {
+                return Err(NotReady::Failed(Status::Io));
+            }
+            if let Err(reason) = state.may_change() {
+                return if at == position { Err(reason) } else { Ok(Next::At(at)) };
+            }
+            if state.writer.locked.contains(&(at >> bits)) {
+                return if at == position { Err(NotReady::Busy) } else { Ok(Next::At(at)) };
+            }
+            // Checked here, because a snapshot may share the L2 table, which is then copied before the
+            // change.
+            state.entry_to_change(at)?;
+            state.set_entries(slot, index, new, 1);
+            if new & !ZERO == 0 {
+                release(env, state, parsed);
+            }
+        }
+        at += cluster;
+        index += 1;
+    }
+    Ok(Next::At(at))
+}
+
+/// Everything before `at` is done; if that is nothing, the cluster at `at` must be written.
+fn written_next(at: u64, position: u64, cluster: u64) -> Next {
+    if at > position { Next::At(at) } else { Next::Write(cluster) }
+}

@@ -1,0 +1,106 @@
+//! Reads the clusters that are allocated in the active overlay, for a block commit. It runs on a thread
+//! besides the queue's.
+
+use std::io;
+use std::ops::Range;
+
+use blkq::IoBuffer;
+use blkq::sync::lock;
+
+use crate::qcow2::Qcow2;
+use crate::qcow2::io::inflate::Compressed;
+use crate::qcow2::io::uncached_slices::{UncachedSlices, read_host};
+use crate::qcow2::tables::state::Found;
+
+/// Largest read of data in bytes.
+pub(in crate::qcow2) const READ_MAX_BYTES: u64 = 1 << 20;
+
+/// The content of a part of the device.
+pub(crate) enum Extent {
+    Data(IoBuffer),
+    /// This number of zero bytes.
+    Zeroes(u64),
+    /// The overlay does not map this number of bytes; the backing file has them.
+    Unallocated(u64),
+}
+
+impl Extent {
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Extent::Data(data) => data.len() as u64,
+            Extent::Zeroes(bytes) | Extent::Unallocated(bytes) => *bytes,
+        }
+    }
+}
+
+impl Qcow2 {
+    /// How the overlay maps the start of `range`, and how many bytes it maps in the same way contiguously.
+    fn find_allocated(&self, slices: &mut UncachedSlices, range: &Range<u64>) -> io::Result<(Found, u64)> {
+        slices.find(&self.shared, &self.files, |state, extra| {
+            state.find_allocated(range.start, range.end - range.start, Some(extra))
+        })
+    }
+
+    /// The first part of `range` that the overlay maps, as data or as zeroes.
+    ///
+    /// # Errors
+    /// The I/O error of a table.
+    pub(in crate::qcow2) fn next_allocated(
+        &self,
+        slices: &mut UncachedSlices,
+        mut range: Range<u64>,
+    ) -> io::Result<Option<Range<u64>>> {
+        while range.start < range.end {
+            let (found, bytes) = self.find_allocated(slices, &range)?;
+            if found != Found::Unallocated {
+                return Ok(Some(range.start..range.start + bytes));
+            }
+            range.start += bytes;
+        }
+        Ok(None)
+    }
+
+    /// Reads from the start of `range`. A write that is in flight may appear in the result completely, in
+    /// part, or not at all.
+    ///
+    /// # Errors
+    /// The I/O error of the image.
+    pub(in crate::qcow2) fn read_extent(
+        &self,
+        slices: &mut UncachedSlices,
+        range: &Range<u64>,
+    ) -> io::Result<Extent> {
+        let (found, bytes) = self.find_allocated(slices, range)?;
+        match found {
+            Found::Unallocated => Ok(Extent::Unallocated(bytes)),
+            Found::Zero => Ok(Extent::Zeroes(bytes)),
+            Found::Data { host, .. } => self.read_host(host, bytes.min(READ_MAX_BYTES)).map(Extent::Data),
+            Found::Compressed { host, bytes: compressed, skip, .. } => {
+                let content = self.decompress(host, compressed)?;
+                let mut content_part = IoBuffer::zeroed(bytes as usize);
+                content_part.copy_from_slice(&content[skip as usize..][..bytes as usize]);
+                Ok(Extent::Data(content_part))
+            }
+        }
+    }
+
+    fn read_host(&self, host: u64, bytes: u64) -> io::Result<IoBuffer> {
+        let file_bytes = lock(&self.shared.state).layers[0].file_bytes;
+        let mut buffer = IoBuffer::zeroed(bytes as usize);
+        read_host(&self.files[0], &mut buffer, host, file_bytes)?;
+        Ok(buffer)
+    }
+
+    fn decompress(&self, host: u64, bytes: u64) -> io::Result<Vec<u8>> {
+        let (align, method, cluster_bytes) = {
+            let state = lock(&self.shared.state);
+            let header = &state.top()?.header;
+            (state.layers[0].align, header.compression, header.cluster_bytes() as usize)
+        };
+        let begin = host - host % align;
+        let buffer = self.read_host(begin, (host + bytes).next_multiple_of(align) - begin)?;
+        let first = (host - begin) as usize;
+        let compressed = Compressed { buffer, range: first..first + bytes as usize, method, cluster_bytes };
+        Ok(compressed.inflate()?)
+    }
+}

@@ -1,0 +1,516 @@
+//! Live block commit. Copies the clusters allocated in the active overlay into its backing file (the base)
+//! while clients use the device, then pivots the device to the base.
+//!
+//! # Interruption
+//!
+//! A commit may be cancelled, killed, or cut off by a power loss at any point without changing what the
+//! device reads. Two rules make this so:
+//!
+//! 1. The base is written only at offsets that the overlay's *on-disk* L2 tables map, as data or as zeroes.
+//!    Reads of these offsets never reach the base. Therefore each batch of extents is looked up
+//!    ([`BlockCommit::find`]), the overlay's metadata is flushed, and only then are the extents copied
+//!    ([`BlockCommit::copy`]).
+//! 2. An offset that the overlay maps stays mapped. In an image with a backing file, a discard turns an L2
+//!    entry into a zero entry, and never into an unallocated one.
+//!
+//! These rules also allow a copy to race with a client's write. No client can read the result, and the region
+//! is copied again, because the write is recorded in [`Changes`](crate::qcow2::io::changes::Changes).
+//!
+//! # Passes
+//!
+//! The first pass covers the whole device, and each further pass the regions written during the pass before
+//! it. The last pass runs with the disk frozen ([`BlockCommit::finish`]), so that no write is missed.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
+
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::lock as locked;
+use blkq::{Driver, Error, ErrorKind};
+use rustix::fs::{OFlags, fcntl_getfl};
+
+use crate::r#loop::backing;
+use crate::r#loop::lock::{self, LockKind};
+use crate::qcow2::Qcow2;
+use crate::qcow2::chain::LOCKED;
+use crate::qcow2::io::changes::RegionMap;
+use crate::qcow2::io::flush_metadata::flush_metadata;
+use crate::qcow2::io::uncached_slices::UncachedSlices;
+use crate::qcow2::journal::Journals;
+
+use super::allocated::Extent;
+use super::block_commit_base::{BaseFiles, Target};
+use super::overlay::path_of;
+
+/// Extents that are looked up before the overlay's metadata is flushed and they are copied. One flush serves
+/// them all; the list takes at most 256 KiB.
+const BATCH_EXTENTS_MAX: usize = 16384;
+/// Bytes of the device that are looked up between two checks for cancellation.
+const LOOKUP_MAX_BYTES: u64 = 1 << 30;
+/// How often a thread that waits for a sync checks for cancellation.
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The backing file of the image that a device serves.
+#[derive(Debug)]
+pub struct BaseImage {
+    /// Absolute, with all symbolic links resolved unless the image is found through a link that must be kept.
+    pub path: PathBuf,
+    /// Whether the backing file is a qcow2 image; else it is raw.
+    pub qcow2: bool,
+}
+
+/// An image that can be committed into its backing file.
+pub struct CommitSource {
+    overlay: Arc<Qcow2>,
+    base: BaseImage,
+}
+
+impl CommitSource {
+    /// Checks that the image of `overlay` can be committed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the image has no backing file, contains internal snapshots or is
+    /// read-only, or if the backing file was deleted.
+    pub(crate) fn new(overlay: Arc<Qcow2>) -> Result<CommitSource, Error> {
+        let path = path_of(overlay.check_committable()?, &overlay.backing_paths[0])?;
+        let qcow2 = locked(&overlay.shared.state).layers[1].tables.is_some();
+        Ok(CommitSource { overlay, base: BaseImage { path, qcow2 } })
+    }
+
+    /// The backing file, into which the image is committed.
+    pub fn base(&self) -> &BaseImage {
+        &self.base
+    }
+
+    /// Starts the commit. `files` must be the backing file, opened as by [`open_base`](crate::qcow2::open_base).
+    ///
+    /// Locks the base exclusively. Extends the base if it is shorter than the device. Marks the persistent
+    /// bitmaps of the base as in use, because those of the device will replace them. A qcow2 base gets a
+    /// journal in `journals`.
+    ///
+    /// # Errors
+    /// * [`ErrorKind::Unsupported`] as for [`Image::commit_source`](crate::Image::commit_source), or if the
+    ///   device cannot be served from the base;
+    /// * [`ErrorKind::Invalid`] if `files` are not the backing file, or not opened as they must be;
+    /// * [`ErrorKind::Busy`] if another open file description has a lock on the base;
+    /// * [`ErrorKind::Mismatch`] if the base is longer than the device;
+    /// * the I/O error of a file.
+    pub fn begin(self, files: BaseFiles, journals: Option<&Journals>) -> Result<BlockCommit, Error> {
+        let device = self.overlay;
+        let size = device.limits().size_bytes();
+        // The descriptors are duplicated before the lock is taken, because a failure after it would have to
+        // restore the lock of the chain.
+        let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
+        let base = files.image.try_clone().map_err(cannot)?;
+        let synced = files.synced.try_clone().map_err(cannot)?;
+        let path = device.lock_base(&files)?;
+        let target =
+            device.open_target(files, path, journals).map_err(|error| device.after_unlock(&base, error))?;
+        // Tracking begins before the first lookup: the first pass sees every write that has completed by
+        // then, and all other writes are recorded.
+        device.shared.changes.track(size);
+        Ok(BlockCommit {
+            overlay: device,
+            target: Some(target),
+            base,
+            synced,
+            slices: UncachedSlices::default(),
+            pass: RegionMap::full(size),
+            lookup_position: 0,
+            extents: VecDeque::new(),
+            copied_bytes: 0,
+            data_bytes: 0,
+            total_bytes: 0,
+        })
+    }
+}
+
+/// A block commit in progress. Dropping it cancels the commit ([`BlockCommit::stop`]).
+pub struct BlockCommit {
+    overlay: Arc<Qcow2>,
+    /// The base, opened for writing. `None` after the pivot and after a cancellation.
+    target: Option<Target>,
+    /// A second descriptor of the base's open file description, which holds the lock. It is kept apart from
+    /// `target` so that the lock can be changed after `target` is closed.
+    base: File,
+    /// The open file description that the syncs of a raw target use, too.
+    synced: File,
+    slices: UncachedSlices,
+    /// Regions of the device to copy in this pass.
+    pass: RegionMap,
+    /// Where the lookup of this pass continues.
+    lookup_position: u64,
+    /// Extents that the lookup has found and that are not copied yet. Their L2 entries are on disk once the
+    /// device has been flushed after the lookup.
+    extents: VecDeque<Range<u64>>,
+    copied_bytes: u64,
+    /// The part of `copied_bytes` that was data. Zero clusters are not in it.
+    data_bytes: u64,
+    total_bytes: u64,
+}
+
+impl BlockCommit {
+    /// Counts the bytes to copy in this pass, for [`BlockCommit::progress`]. Copies nothing.
+    ///
+    /// # Errors
+    /// The I/O error of a table of the overlay, or the error of `check_cancelled`, which is called before each
+    /// lookup.
+    pub fn count<E: From<Error>>(&mut self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+        let mut bytes = 0;
+        while let Some(range) = self.next_allocated(check_cancelled)? {
+            bytes += range.end - range.start;
+        }
+        self.lookup_position = 0;
+        self.total_bytes = self.copied_bytes + bytes;
+        Ok(())
+    }
+
+    /// The driver of the base, to which the device will pivot.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] after the pivot and after a cancellation.
+    pub fn driver(&self) -> Result<&dyn Driver, Error> {
+        self.target().map(Target::driver)
+    }
+
+    /// The bytes copied so far and the bytes to copy, of all passes. Each pass adds to both.
+    pub fn progress(&self) -> (u64, u64) {
+        (self.copied_bytes, self.total_bytes.max(self.copied_bytes))
+    }
+
+    /// The bytes of data copied so far, without zeroes. Estimate the copy rate from this number: zeroes are
+    /// usually copied without I/O, and would inflate the rate.
+    pub fn data_bytes(&self) -> u64 {
+        self.data_bytes
+    }
+
+    /// Makes the copies durable, then begins another pass, over the regions that were written since the last
+    /// pass began.
+    ///
+    /// # Errors
+    /// The I/O error of the base, and as [`BlockCommit::count`].
+    pub fn next_pass<E: From<Error>>(
+        &mut self,
+        check_cancelled: &dyn Fn() -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.sync_base(check_cancelled)?;
+        self.target()?.sync()?;
+        self.take_changes()?;
+        self.count(check_cancelled)
+    }
+
+    /// Syncs the base on a helper thread, and checks for cancellation while it runs. The sync of the target,
+    /// which follows and cannot be cancelled, then has little to write.
+    ///
+    /// # Errors
+    /// The error of the sync, or the error of `check_cancelled`. In the second case the helper thread is left
+    /// running.
+    fn sync_base<E: From<Error>>(&self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
+        let cannot = |e| Error::system("cannot sync the backing file", e);
+        let file = self.synced.try_clone().map_err(cannot)?;
+        let (sender, synced) = channel();
+        let sync = move || _ = sender.send(backing::sync(&file));
+        thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
+        loop {
+            match synced.recv_timeout(CANCEL_POLL_INTERVAL) {
+                // The kernel reports a write-back error once to each open file description. The descriptors
+                // of a raw target share theirs with `file`, so that the target's own sync would not report
+                // the error again.
+                Ok(result) => return Ok(result.map_err(cannot)?),
+                Err(RecvTimeoutError::Timeout) => check_cancelled()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    let message = "the thread that syncs the backing file has panicked";
+                    return Err(Error::new(ErrorKind::System, message).into());
+                }
+            }
+        }
+    }
+
+    /// Looks up the next extents to copy in this pass, at most 16384, and calls `flush`, which must
+    /// flush the device: only then are the L2 entries of these extents on disk (rule 1 above). Returns false,
+    /// without a flush, if the pass has nothing left to copy.
+    ///
+    /// # Errors
+    /// The I/O error of a table of the overlay, or the error of `check_cancelled` or `flush`.
+    pub fn find<E: From<Error>>(
+        &mut self,
+        check_cancelled: &dyn Fn() -> Result<(), E>,
+        flush: impl FnOnce() -> Result<(), E>,
+    ) -> Result<bool, E> {
+        while self.extents.len() < BATCH_EXTENTS_MAX {
+            let Some(range) = self.next_allocated(check_cancelled)? else { break };
+            self.extents.push_back(range);
+        }
+        if self.extents.is_empty() {
+            return Ok(false);
+        }
+        flush().map(|()| true)
+    }
+
+    /// Copies from the first extent: at most 1 MiB of data, one compressed cluster, or one run of zeroes.
+    /// Returns false if no extent is left.
+    ///
+    /// # Errors
+    /// The I/O error of one of the two images.
+    pub fn copy(&mut self) -> Result<bool, Error> {
+        let Some(range) = self.extents.front().cloned() else { return Ok(false) };
+        let device = &*self.overlay;
+        let extent = device.read_extent(&mut self.slices, &range).map_err(|e| cannot_read(device, e))?;
+        let bytes = extent.bytes();
+        match extent {
+            Extent::Data(data) => {
+                self.target()?.write(range.start, data)?;
+                self.data_bytes += bytes;
+            }
+            Extent::Zeroes(_) => self.target()?.zero(range.start..range.start + bytes)?,
+            // Rule 2 excludes this. There would be nothing to copy: the base has these bytes.
+            Extent::Unallocated(_) => {}
+        }
+        self.copied_bytes += bytes;
+        match range.start + bytes {
+            end if end < range.end => self.extents[0].start = end,
+            _ => drop(self.extents.pop_front()),
+        }
+        Ok(true)
+    }
+
+    /// Copies all that is left, syncs the base, and returns true: until the disk thaws, the base reads as the
+    /// device does. Returns false as soon as `may_continue` does, which is called before each copy. The disk
+    /// must be frozen. It may thaw afterwards, and this may be called again.
+    ///
+    /// # Errors
+    /// The I/O error of one of the two images, or the error of `may_continue`.
+    pub fn catch_up<E: From<Error>>(
+        &mut self,
+        may_continue: &dyn Fn() -> Result<bool, E>,
+    ) -> Result<bool, E> {
+        let device = &*self.overlay;
+        // From here until the disk thaws, the tables on disk match those in memory, and rule 1 is met without
+        // further flushes.
+        device.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
+        device.flush_all_metadata()?;
+        // First the rest of this pass, then the regions written since the pass began.
+        if !self.copy_all(may_continue)? {
+            return Ok(false);
+        }
+        self.take_changes()?;
+        if !self.copy_all(may_continue)? {
+            return Ok(false);
+        }
+        self.target()?.sync()?;
+        Ok(true)
+    }
+
+    /// Copies all that is left and empties the overlay on disk: from then on both images read the same,
+    /// whatever is written to the base. Then calls `save_state`, to record that the device uses the base, and
+    /// returns the base. The disk must be frozen.
+    ///
+    /// # Errors
+    /// The I/O error of one of the two images, or the error of `save_state`. The device keeps using the
+    /// overlay, whose tables are restored.
+    pub fn finish<E: From<Error>>(
+        &mut self,
+        save_state: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Target, E> {
+        self.catch_up(&|| Ok::<_, E>(true))?;
+        let device = &*self.overlay;
+        // The overlay's file is complete. A journal that is replayed after the overlay was emptied would
+        // bring stale mappings back.
+        device.empty_journal(None)?;
+        let emptied = device.empty().map_err(E::from).and_then(|()| save_state());
+        // The tables in memory are still those of the full overlay. They are written back before the disk
+        // thaws.
+        emptied.inspect_err(|_| device.refill())?;
+        if let Some(journal) = locked(&device.shared.state).journal.take() {
+            journal.remove();
+        }
+        device.shared.changes.stop();
+        device.superseded.store(true, Relaxed);
+        let target = self.target.take().ok_or_else(already_ended)?;
+        match &target {
+            Target::Raw(_) => {
+                // A raw device locks only the bytes that it serves.
+                let size = device.limits().size_bytes();
+                lock::release(&self.base, &(size..LOCKED.end));
+            }
+            // The overlay read the base by tables from before the commit. It no longer does, so clusters that
+            // the copies released can be freed.
+            Target::Qcow2(qcow2) => qcow2.shared.release_held(),
+        }
+        Ok(target)
+    }
+
+    /// Frees the clusters of an overlay that [`BlockCommit::finish`] has emptied, and releases its lock. Call
+    /// this when no queue uses the overlay any longer. Does nothing before the pivot.
+    ///
+    /// Errors are ignored. The overlay is empty in any case; at worst it keeps clusters that nothing refers
+    /// to.
+    pub fn free(&self) {
+        let overlay = &self.overlay;
+        if !overlay.superseded.load(Relaxed) {
+            return;
+        }
+        // `free_unreferenced` frees the clusters of bitmaps too, so the header must not name them then.
+        let _ = overlay.image().remove_bitmaps().and_then(|()| overlay.free_unreferenced());
+        // `finish` has removed the journal. With its tag still in the header, the next attach would warn that
+        // the journal is missing.
+        let _ = overlay.set_tag(0);
+        lock::release(&overlay.files[0], &LOCKED);
+    }
+
+    /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
+    /// after the pivot.
+    ///
+    /// # Errors
+    /// The error of restoring the shared lock on the base.
+    pub fn stop(&mut self) -> Result<(), Error> {
+        let Some(target) = self.target.take() else { return Ok(()) };
+        let device = &*self.overlay;
+        device.shared.changes.stop();
+        target.close();
+        device.unlock_base(&self.base)
+    }
+
+    fn copy_all<E: From<Error>>(&mut self, may_continue: &dyn Fn() -> Result<bool, E>) -> Result<bool, E> {
+        // The caller has flushed all metadata, so no flush is needed here.
+        while self.find(&|| Ok::<_, Error>(()), || Ok(()))? {
+            while may_continue()? {
+                if !self.copy()? {
+                    break;
+                }
+            }
+            if !self.extents.is_empty() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Makes the regions written since the last call the regions of the next pass.
+    fn take_changes(&mut self) -> Result<(), Error> {
+        self.pass = self.overlay.shared.changes.take();
+        self.lookup_position = 0;
+        Ok(())
+    }
+
+    /// The next extent in this pass that the overlay maps.
+    fn next_allocated<E: From<Error>>(
+        &mut self,
+        check_cancelled: &dyn Fn() -> Result<(), E>,
+    ) -> Result<Option<Range<u64>>, E> {
+        let device = &*self.overlay;
+        while let Some(range) = self.pass.next(self.lookup_position) {
+            check_cancelled()?;
+            let end = range.end.min(range.start + LOOKUP_MAX_BYTES);
+            let extent = device
+                .next_allocated(&mut self.slices, range.start..end)
+                .map_err(|e| cannot_read(device, e))?;
+            self.lookup_position = extent.as_ref().map_or(end, |extent| extent.end);
+            if extent.is_some() {
+                return Ok(extent);
+            }
+        }
+        Ok(None)
+    }
+
+    fn target(&self) -> Result<&Target, Error> {
+        self.target.as_ref().ok_or_else(already_ended)
+    }
+}
+
+impl Drop for BlockCommit {
+    fn drop(&mut self) {
+        let _ = self.stop();
+    }
+}
+
+fn already_ended() -> Error {
+    Error::new(ErrorKind::Invalid, "the commit has already ended")
+}
+fn cannot_read(device: &Qcow2, error: std::io::Error) -> Error {
+    Error::system(format!("cannot read {}", device.path.display()), error)
+}
+
+impl Qcow2 {
+    /// Checks whether the image can be committed, and returns its backing file.
+    fn check_committable(&self) -> Result<&Arc<File>, Error> {
+        let (snapshots, has_base) = {
+            let state = locked(&self.shared.state);
+            (state.top().map_or(0, |tables| tables.header.snapshots), state.layers.len() > 1)
+        };
+        let refused = [
+            (!has_base, "it has no backing file"),
+            (!self.writable || self.read_only.load(Relaxed), "it is read-only"),
+            (snapshots > 0, "it contains internal snapshots, which the backing file cannot take over"),
+        ];
+        if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
+            let message = format!("{} cannot be committed: {why}", self.path.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok(&self.files[1])
+    }
+
+    /// Replaces the chain's shared lock on the base by an exclusive lock of the file in `files`. Returns the
+    /// path of the base.
+    fn lock_base(&self, BaseFiles { image: base, synced, .. }: &BaseFiles) -> Result<PathBuf, Error> {
+        let file = self.check_committable()?;
+        let path = path_of(file, &self.backing_paths[0])?;
+        let identity = |file: &File| file.metadata().ok().map(|data| (data.dev(), data.ino()));
+        let is_same = |opened: &File, access: OFlags| {
+            let flags = fcntl_getfl(opened);
+            identity(opened).is_some_and(|mine| Some(mine) == identity(file))
+                && flags.is_ok_and(|flags| flags & (OFlags::RWMODE | OFlags::APPEND | OFlags::PATH) == access)
+        };
+        if !is_same(base, OFlags::RDWR) || !is_same(synced, OFlags::RDONLY) {
+            let message = format!(
+                "cannot commit into {}: the file that was opened does not match the backing file in use; \
+                 it must be opened once read-write and once read-only",
+                path.display()
+            );
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        // The locks overlap, so that no writer can lock the base in between.
+        lock::acquire(base, &path, &LOCKED, LockKind::Shared, false)?;
+        lock::release(file, &LOCKED);
+        if let Err(error) = lock::acquire(base, &path, &LOCKED, LockKind::Exclusive, false) {
+            return Err(self.after_unlock(base, error));
+        }
+        Ok(path)
+    }
+
+    /// Turns the exclusive lock of `base` into a shared one, and takes the chain's shared lock again.
+    ///
+    /// # Errors
+    /// The error of the lock. Writers may then lock the base as soon as `base` is closed.
+    fn unlock_base(&self, base: &File) -> Result<(), Error> {
+        lock::downgrade(base, &LOCKED);
+        lock::acquire(&self.files[1], &self.backing_paths[0], &LOCKED, LockKind::Shared, false).map(drop)
+    }
+
+    /// Restores the shared locks because of `error`, and returns `error`. If a lock cannot be restored, that
+    /// error is appended.
+    fn after_unlock(&self, base: &File, error: Error) -> Error {
+        match self.unlock_base(base) {
+            Ok(()) => error,
+            Err(other) => Error::new(error.kind(), format!("{error}; {other}")),
+        }
+    }
+}
+
+#[cfg(all(test, not(model_check)))]
+impl BlockCommit {
+    /// Number of metadata flushes of a qcow2 base that have begun.
+    pub(in crate::qcow2) fn base_flushes(&self) -> u64 {
+        match &self.target {
+            Some(Target::Qcow2(qcow2)) => locked(&qcow2.shared.state).flushes,
+            _ => 0,
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! The base of a block commit: opened by a process that has the permission, then written by the daemon of the
+//! device, and served after the pivot.
+
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use blkq::sync::lock as locked;
+use blkq::{Driver, Error, ErrorKind, IoBuffer};
+
+use crate::r#loop::backing::{self, Backing};
+use crate::r#loop::base::DeviceTerms;
+use crate::r#loop::{LoopDevice, claim};
+use crate::qcow2::Qcow2;
+use crate::qcow2::chain::{LOCKED, open_one, prefer_link, read_header};
+use crate::qcow2::io::blocking::write_data;
+use crate::qcow2::io::flush_metadata::flush_metadata;
+use crate::qcow2::io::zero::{Wanted, clear};
+use crate::qcow2::journal::Journals;
+use crate::qcow2::options::BackingChain;
+
+/// The files of the base, opened by a process that has the permission.
+#[derive(Debug)]
+pub struct BaseFiles {
+    /// The base, open for reading and writing.
+    pub image: File,
+    /// The base in a second open file description, read-only, for syncs.
+    pub synced: File,
+    /// The file `IMAGE.bitmaps` with the dirty bitmaps of a raw base.
+    pub bitmaps: Option<File>,
+}
+
+/// A base that was opened.
+#[derive(Debug)]
+pub struct OpenedBase {
+    /// Absolute, with all symbolic links resolved.
+    pub path: PathBuf,
+    /// Whether the base is a qcow2 image; else it is raw.
+    pub qcow2: bool,
+    /// Whether the dirty bitmaps of the base belong into a file of their own: it is a raw image in a regular
+    /// file.
+    pub has_bitmap_file: bool,
+    /// The files of the base, without the bitmap file.
+    pub files: BaseFiles,
+}
+
+/// Opens the backing file of `image` for [`CommitSource::begin`](crate::qcow2::CommitSource::begin), as the header
+/// of `image` names it. The daemon that serves the image may lack the permission for this.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] if the image has no backing file; [`ErrorKind::BackingFile`] if `allowed` does
+/// not admit it; [`ErrorKind::Claimed`] if the kernel uses it; the error of opening one of the files.
+pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Error> {
+    let mut top = Backing::open(image, true)?;
+    let header = read_header(&top)?;
+    prefer_link(&mut top, &header);
+    let Some(name) = header.backing else {
+        let message = format!("{} cannot be committed: it has no backing file", top.path.display());
+        return Err(Error::new(ErrorKind::Unsupported, message));
+    };
+    let found = open_one(&top.path, &name, allowed)?;
+    let writable = backing::reopen(&found.file, &found.path, true)?;
+    let synced = backing::reopen(&found.file, &found.path, false)?;
+    let backing = Backing::of_open(writable, found.path)?;
+    claim::check(&backing, &LOCKED, false)?;
+    let qcow2 = name.format.as_deref() == Some("qcow2");
+    Ok(OpenedBase {
+        path: backing.path,
+        qcow2,
+        has_bitmap_file: !qcow2 && !backing.block_device,
+        files: BaseFiles { image: backing.file, synced, bitmaps: None },
+    })
+}
+
+/// The driver of the base, which is served after the pivot.
+pub enum Target {
+    /// A raw image.
+    Raw(Box<LoopDevice>),
+    /// A qcow2 image.
+    Qcow2(Box<Qcow2>),
+}
+
+impl Target {
+    pub(in crate::qcow2) fn driver(&self) -> &dyn Driver {
+        match self {
+            Target::Raw(raw) => &**raw,
+            Target::Qcow2(qcow2) => &**qcow2,
+        }
+    }
+
+    pub(in crate::qcow2) fn write(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
+        match self {
+            Target::Raw(raw) => raw.write_now(position, &data),
+            Target::Qcow2(qcow2) => qcow2.write_now(position, data),
+        }
+    }
+
+    pub(in crate::qcow2) fn zero(&self, range: Range<u64>) -> Result<(), Error> {
+        match self {
+            Target::Raw(raw) => raw.zero_now(range),
+            Target::Qcow2(qcow2) => qcow2.zero_now(range),
+        }
+    }
+
+    pub(in crate::qcow2) fn sync(&self) -> Result<(), Error> {
+        match self {
+            Target::Raw(raw) => raw.sync(),
+            Target::Qcow2(qcow2) => {
+                // A flush of its own, because data that was overwritten in place makes no table dirty.
+                qcow2.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
+                qcow2.flush_all_metadata()
+            }
+        }
+    }
+
+    /// Writes back what is in memory, as far as possible. Errors are ignored, because the overlay hides the
+    /// base.
+    pub(in crate::qcow2) fn close(self) {
+        match self {
+            Target::Raw(raw) => raw.supersede(),
+            Target::Qcow2(qcow2) => {
+                let _ = qcow2.supersede();
+            }
+        }
+    }
+}
+
+impl Qcow2 {
+    /// Writes to the device while no queue does.
+    fn write_now(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
+        let what = format!("write to {}", self.path.display());
+        write_data(&self.shared, &self.files, &what, position, data)
+    }
+
+    /// As [`Qcow2::write_now`], but zeroes.
+    fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
+        self.run("write zeroes", move |env| async move {
+            clear(&env, range.start, range.end - range.start, Wanted::Zeroes).await
+        })
+    }
+
+    /// Opens `files` as the target of a block commit. They are those of the backing file at `path`, and
+    /// locked. Extends the base if it is shorter than the device, and marks its persistent bitmaps as in use.
+    ///
+    /// # Errors
+    /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Mismatch`] if the base is
+    /// longer than the device.
+    pub(in crate::qcow2) fn open_target(
+        &self,
+        files: BaseFiles,
+        path: PathBuf,
+        journals: Option<&Journals>,
+    ) -> Result<Target, Error> {
+        let size = self.limits().size_bytes();
+        let is_raw = locked(&self.shared.state).layers[1].tables.is_none();
+        if is_raw {
+            let terms = DeviceTerms {
+                size,
+                logical_block_bytes: self.logical_block_bytes,
+                memory_align: self.memory_align,
+                requested: self.requested,
+                buffered: self.buffered.clone(),
+            };
+            return LoopDevice::of_base(files.image, files.synced, files.bitmaps, path, terms)
+                .map(|raw| Target::Raw(Box::new(raw)));
+        }
+        let qcow2 = self.of_base(files.image, &path, journals)?;
+        // The overlay reads the base by the tables that the base had when the overlay was opened, so no
+        // cluster of them may be reused.
+        qcow2.shared.hold();
+        let is_shorter = qcow2.limits().size_bytes() < size;
+        let resized = if is_shorter { qcow2.resize(Some(size)).map(drop) } else { Ok(()) };
+        let target = Target::Qcow2(Box::new(qcow2));
+        match resized {
+            Ok(()) => Ok(target),
+            Err(error) => {
+                // Writes the tables back and ends the journal. The base stays locked meanwhile.
+                target.close();
+                Err(error)
+            }
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Empties an overlay whose clusters were all committed into its backing file: from then on it reads as the
+//! backing file does.
+
+use std::collections::BTreeSet;
+
+use blkq::sync::lock;
+use blkq::{Error, IoBuffer};
+
+use crate::r#loop::backing;
+use crate::qcow2::Qcow2;
+use crate::qcow2::io::flush_metadata::{flush_metadata, sync};
+use crate::qcow2::io::operations::Op;
+use crate::qcow2::tables::refcounts::set_refcount;
+
+impl Qcow2 {
+    /// Overwrites the L1 table in the file with zeroes, durably. The tables in memory do not change. A power
+    /// loss meanwhile may leave some of the old entries.
+    ///
+    /// # Errors
+    /// The I/O error of the file.
+    pub(in crate::qcow2) fn empty(&self) -> Result<(), Error> {
+        self.run("empty its tables", async |env| {
+            let (offset, bytes) = {
+                let state = env.state();
+                let tables = state.top()?;
+                let align = state.layers[0].align.max(512) as usize;
+                (tables.header.l1_offset, (tables.l1.len() * 8).next_multiple_of(align))
+            };
+            env.io.run(env.write_op(offset).with_buffer(IoBuffer::zeroed(bytes))).await?;
+            sync(&env).await
+        })
+    }
+
+    /// Writes the L1 table in memory back to the file, to undo [`Qcow2::empty`]. If this fails, the next
+    /// flush writes it.
+    pub(in crate::qcow2) fn refill(&self) {
+        {
+            let mut state = lock(&self.shared.state);
+            let entries = state.top().map_or(0, |tables| tables.l1.len());
+            state.writer.l1_dirty.extend(0..entries);
+        }
+        let _ = self.run("fill its tables again", async |env| flush_metadata(&env, true).await);
+    }
+
+    /// Frees all clusters of an emptied overlay except those of its header and tables.
+    ///
+    /// # Errors
+    /// The I/O error of the file. Clusters to which nothing refers are then left.
+    pub(in crate::qcow2) fn free_unreferenced(&self) -> Result<(), Error> {
+        let (header, blocks) = {
+            let state = lock(&self.shared.state);
+            let header = state.top().map(|tables| tables.header.clone());
+            let header = header.map_err(|status| Error::system("cannot read its header", status))?;
+            (header, state.writer.refcount_table.clone())
+        };
+        let (cluster, order) = (header.cluster_bytes(), header.refcount_order);
+        let per_block = header.refcounts_per_block();
+        let clusters = |offset: u64, bytes: u64| offset / cluster..(offset + bytes).div_ceil(cluster);
+        let mut kept: BTreeSet<u64> = clusters(0, cluster).collect();
+        kept.extend(clusters(header.l1_offset, u64::from(header.l1_entries) * 8));
+        let table_bytes = u64::from(header.refcount_table_clusters) * cluster;
+        kept.extend(clusters(header.refcount_table_offset, table_bytes));
+        kept.extend(blocks.iter().filter(|block| **block != 0).map(|block| block / cluster));
+        let end = backing::size(&self.files[0], &self.path)?.div_ceil(cluster);
+        let ends = kept.iter().map(|number| number + 1);
+        let holes: Vec<_> = std::iter::once(0).chain(ends).zip(kept.iter().copied().chain([end])).collect();
+        let table = move |number: usize| {
+            let first = number as u64 * per_block;
+            let mut content = IoBuffer::zeroed(cluster as usize);
+            for other in kept.range(first..first + per_block) {
+                set_refcount(&mut content, (other - first) as usize, order, 1);
+            }
+            content
+        };
+        self.run("free its clusters", move |env| async move {
+            for (number, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
+                env.io.run(env.write_op(*block).with_buffer(table(number))).await?;
+            }
+            for (from, to) in holes.into_iter().filter(|(from, to)| from < to) {
+                env.io.run(Op::punch(from * cluster, (to - from) * cluster)).await?;
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,180 @@
+//! Recovery after a kill: applies the journal that a killed process left for an image, and begins a new one.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::sync::{Mutex, lock as locked};
+use blkq::{Error, ErrorKind};
+
+use crate::r#loop::backing;
+use crate::qcow2::Qcow2;
+use crate::qcow2::format::header::TAG_AT;
+use crate::qcow2::io::allocate;
+use crate::qcow2::journal::{self, Journal, Journals, Left, Record};
+
+use super::replay;
+
+impl Qcow2 {
+    /// Applies the journal that a killed process left, and begins a new one if there are `journals`.
+    /// `overlay` is the overlay that is committed into this image, if this is for a block commit.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`;
+    /// the I/O error of a file.
+    pub(in crate::qcow2) fn begin_journal(
+        mut self,
+        journals: Option<&Journals>,
+        overlay: Option<(u64, u64)>,
+    ) -> Result<Qcow2, Error> {
+        let (identity, tag) = (self.identity, self.tag());
+        if journals.is_none() && self.writable && tag != 0 {
+            let message = format!(
+                "{} was not closed, and its journal may contain writes that the image lacks; open it with \
+                 the directory of the journal, or read-only",
+                self.path.display()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        // A header of version 2 has no autoclear features, and so no place for the tag.
+        let able = journals.filter(|_| self.version >= 3);
+        if journals.is_some() && able.is_none() && self.writable {
+            self.warnings.push(journal::none_in_version_2(&self.path));
+        }
+        let journals = able;
+        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
+        let found = found.transpose()?.flatten();
+        let mut leaked = BTreeSet::new();
+        match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
+            Left::Nothing if tag != 0 => {
+                let place =
+                    journals.map(|all| format!(" in {}", all.directory().display())).unwrap_or_default();
+                self.warnings.push(format!(
+                    "{} was not closed, and its journal does not exist{place}; writes that were not \
+                     flushed when the daemon was killed, or the machine stopped, are lost",
+                    self.path.display()
+                ));
+            }
+            Left::Nothing => {
+                let file = (identity, self.birth());
+                let ignored = journals.and_then(|all| journal::find_ignored(all, &self.path, file));
+                self.warnings.extend(ignored);
+            }
+            Left::Records(records) if records.is_empty() => {}
+            _ if !self.writable => return Err(journal::lacking(&self.path)),
+            Left::Records(records) => {
+                let path =
+                    found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
+                leaked = self.replay(records).map_err(|error| {
+                    // Drops the driver without writing its tables: the image would get a part of the changes.
+                    self.superseded.store(true, Relaxed);
+                    let message =
+                        format!("{error}; to continue without the writes in its journal, delete {path}");
+                    Error::new(error.kind(), message)
+                })?;
+                self.flush_all_metadata()?;
+            }
+            Left::Incomplete => self.warnings.push(format!(
+                "the journal of {} is damaged; writes that were not flushed when the daemon was killed \
+                 may be lost",
+                self.path.display()
+            )),
+        }
+        if !self.writable {
+            return Ok(self);
+        }
+        let journal = match found {
+            None => journals.map(|all| Journal::find_or_make(all, identity)).transpose(),
+            found => Ok(found),
+        };
+        if let Err(error) = &journal {
+            self.warnings.push(format!(
+                "writes that are not flushed are lost if this process is killed, because there is no \
+                 journal: {error}"
+            ));
+        }
+        let journal = journal.unwrap_or_default();
+        match &journal {
+            Some(journal) => journal.set_birth(self.birth()),
+            None => self.set_tag(0)?,
+        }
+        locked(&self.shared.state).journal = journal;
+        self.empty_journal(overlay)?;
+        // The overlay reads this image by the tables from before, so its clusters must not be reused.
+        if overlay.is_none() {
+            // This must follow `empty_journal`: replaying the old journal again would decrement the refcounts
+            // twice.
+            self.release_leaked(leaked);
+        }
+        Ok(self)
+    }
+
+    fn birth(&self) -> u64 {
+        self.files.first().map_or(0, |file| backing::birth(file))
+    }
+
+    /// Applies the records of a journal in memory. Returns the clusters that the killed process leaked.
+    fn replay(&self, records: Vec<Record>) -> Result<BTreeSet<u64>, Error> {
+        let leaked = Arc::new(Mutex::new(BTreeSet::new()));
+        let found = Arc::clone(&leaked);
+        self.run("apply the journal", async move |env| {
+            let leaked = replay::replay(&env, records).await?;
+            *locked(&found) = leaked;
+            Ok(())
+        })?;
+        Ok(std::mem::take(&mut *locked(&leaked)))
+    }
+
+    /// Releases the clusters that a killed process leaked. The next flush of the metadata frees them.
+    fn release_leaked(&self, mut leaked: BTreeSet<u64>) {
+        let mut state = locked(&self.shared.state);
+        // A damaged journal could name any cluster.
+        let tables = state.tables_among(leaked.iter().copied());
+        leaked.retain(|host| !tables.contains(host));
+        let leaked: Vec<u64> = leaked.into_iter().collect();
+        state.note_released(&leaked);
+        state.writer.released.extend(leaked);
+    }
+
+    /// Ends the journal of an image whose file has all changes.
+    pub(in crate::qcow2) fn end_journal(&self) {
+        let journal = locked(&self.shared.state).journal.take();
+        // The tag is removed first. Without it the journal is ignored, even if the process is killed here.
+        if let Some(journal) = journal.filter(|_| self.set_tag(0).is_ok()) {
+            journal.remove();
+        }
+    }
+
+    /// Empties the journal, if there is one, because the file has all changes. `overlay` is the overlay that
+    /// is committed into this image, if there is one.
+    pub(in crate::qcow2) fn empty_journal(&self, overlay: Option<(u64, u64)>) -> Result<(), Error> {
+        let tag = self.tag();
+        let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, overlay));
+        let Some(next) = next else { return Ok(()) };
+        self.set_tag(next)?;
+        if let Some(journal) = &mut locked(&self.shared.state).journal {
+            journal.began();
+        }
+        Ok(())
+    }
+
+    /// The tag of the image's journal in the header; 0 for none.
+    pub(in crate::qcow2) fn tag(&self) -> u32 {
+        locked(&self.shared.state).top().map_or(0, |tables| tables.header.tag)
+    }
+
+    /// Changes the tag in the header, without a sync. A power loss may undo this, but it destroys the journal
+    /// too.
+    pub(in crate::qcow2) fn set_tag(&self, tag: u32) -> Result<(), Error> {
+        if self.tag() == tag {
+            return Ok(());
+        }
+        self.run("change its header", async move |env| {
+            allocate::write_header(&env, TAG_AT, &tag.to_be_bytes()).await
+        })?;
+        if let Ok(tables) = locked(&self.shared.state).top_mut() {
+            tables.header.tag = tag;
+        }
+        Ok(())
+    }
+}

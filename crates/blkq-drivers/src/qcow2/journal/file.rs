@@ -1,0 +1,571 @@
+//! A journal of table changes that the image file does not have yet. If the process is killed, the next
+//! process that opens the image applies the journal, so that no completed write is lost. A journal is a file
+//! in a directory on tmpfs (`/run`), mapped into memory. A power loss destroys the journal; the image then
+//! has everything that was flushed.
+//!
+//! A record has the new content of a table entry, not a difference, so applying one that the file already has
+//! changes nothing. The journal has two halves, and records are appended to one of them. A flush of the
+//! metadata switches to the other half; when the file has all changes from before the switch, the first half
+//! is emptied.
+//!
+//! The image's header has the tag of its journal in autoclear features, which QEMU clears when it opens the
+//! image for writing. So a journal is not applied after another program has written to the image.
+
+use std::fs::{DirBuilder, File, Permissions};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use blkq::text::shell_word;
+use blkq::{Error, ErrorKind};
+use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, fallocate, ftruncate, openat};
+use rustix::io::Errno;
+
+use crate::qcow2::format::entry::SLICE_MAX_BYTES;
+
+use super::mapping::Words;
+
+/// The bytes `blkqjnl` and the version of the format.
+const MAGIC: u64 = u64::from_be_bytes(*b"blkqjnl\x01");
+/// Words before the first half.
+const HEADER_WORDS: usize = 16;
+const RECORD_WORDS: usize = 3;
+/// Records in a half. A write to new clusters takes two. In tests there are few, so that a half often fills
+/// up.
+const RECORDS: usize = if cfg!(test) { 1 << 10 } else { 16 << 10 };
+const WORDS: usize = HEADER_WORDS + 2 * RECORDS * RECORD_WORDS;
+/// Records in a half from which on no task may begin to change tables. Tasks that have begun need fewer
+/// records than the rest of the half has.
+const CROWDED: usize = RECORDS / 4;
+
+/// Most clusters in a record: the refcounts in a slice of a refcount block, at one bit each.
+pub(in crate::qcow2) const CLUSTERS_MAX: u64 = SLICE_MAX_BYTES * 8;
+
+/// Tasks that may change tables at the same time. Each appends a few records. The limit leaves room for the
+/// records of all of them and of the refcount blocks that they need, beyond what [`Journal::has_room`] allows
+/// others.
+pub(in crate::qcow2) const CHANGES_MAX: usize = RECORDS / 32;
+
+/// Indices of the words in the header.
+const MAGIC_AT: usize = 0;
+const TAG_AT: usize = 1;
+const BOOT_AT: usize = 2;
+const IDENTITY_AT: usize = 4;
+const HALF_AT: usize = 6;
+const OVERFLOW_AT: usize = 7;
+const COUNTS_AT: usize = 8;
+const OVERLAY_AT: usize = 10;
+/// The tag that the image is about to get. Until then, the image may still have the one in [`TAG_AT`].
+const NEXT_TAG_AT: usize = 12;
+/// When the image's file was created, or 0 if unknown.
+const BIRTH_AT: usize = 13;
+
+/// The directory with the journals of images.
+#[derive(Debug)]
+pub struct Journals {
+    directory: PathBuf,
+    /// The boot ID of the kernel. A journal of an earlier boot is void, because the machine was restarted.
+    boot: [u64; 2],
+    /// The user ID that must own the journals.
+    user: u32,
+}
+
+impl Journals {
+    /// Opens the directory, and creates it if it does not exist. It should be on tmpfs.
+    ///
+    /// # Errors
+    /// The system's error if it cannot be created or the kernel's `boot_id` cannot be read.
+    pub fn open(directory: &Path) -> Result<Arc<Journals>, Error> {
+        let failed = |e| Error::system(format!("cannot create the directory {}", directory.display()), e);
+        match DirBuilder::new().mode(0o700).create(directory) {
+            // `create` applies the umask of the process, which may remove permissions.
+            Ok(()) => std::fs::set_permissions(directory, Permissions::from_mode(0o700)).map_err(failed)?,
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && directory.is_dir() => {}
+            Err(e) => return Err(failed(e)),
+        }
+        let path = "/proc/sys/kernel/random/boot_id";
+        let text =
+            std::fs::read_to_string(path).map_err(|e| Error::system(format!("cannot read {path}"), e))?;
+        let id = u128::from_str_radix(&text.trim().replace('-', ""), 16)
+            .map_err(|_| Error::new(ErrorKind::System, format!("{path} does not contain a UUID")))?;
+        let user = rustix::process::geteuid().as_raw();
+        Ok(Arc::new(Journals { directory: directory.to_owned(), boot: [(id >> 64) as u64, id as u64], user }))
+    }
+
+    /// The path of the directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+}
+
+/// A change of a table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::qcow2) enum Record {
+    /// `count` entries of an L2 table, the first at byte `offset` of the file. The first becomes `entry`;
+    /// each further one refers to the cluster after that of the one before.
+    L2 {
+        offset: u64,
+        entry: u64,
+        count: u64,
+    },
+    /// The refcounts of `count` clusters from number `first` on.
+    Refcounts {
+        first: u64,
+        count: u64,
+        refcount: u64,
+    },
+    L1 {
+        index: u64,
+        entry: u64,
+    },
+    RefcountTable {
+        index: u64,
+        entry: u64,
+    },
+    /// `count` free clusters were allocated, and no table refers to them yet. Applied like
+    /// [`Record::Refcounts`] with a refcount of 1.
+    Allocated {
+        first: u64,
+        count: u64,
+    },
+    /// No table refers to `count` clusters any longer. Each refcount is to be decremented by 1.
+    Released {
+        first: u64,
+        count: u64,
+    },
+}
+
+impl Record {
+    fn words(self) -> [u64; RECORD_WORDS] {
+        match self {
+            Record::L2 { offset, entry, count } => [count << 8 | 1, offset, entry],
+            Record::Refcounts { first, count, refcount } => [count << 8 | 2, first, refcount],
+            Record::L1 { index, entry } => [3, index, entry],
+            Record::RefcountTable { index, entry } => [4, index, entry],
+            Record::Allocated { first, count } => [count << 8 | 5, first, 0],
+            Record::Released { first, count } => [count << 8 | 6, first, 0],
+        }
+    }
+
+    /// Parses a record. Returns `None` for words that blkq does not write; a large count, for example, could
+    /// take forever to apply.
+    fn parse([kind, place, value]: [u64; RECORD_WORDS]) -> Option<Record> {
+        let count = kind >> 8;
+        // blkq changes at most one slice of a table with a record.
+        let count_max = if kind & 0xff == 1 { SLICE_MAX_BYTES / 8 } else { CLUSTERS_MAX };
+        if count > count_max || place > 1 << 56 {
+            return None;
+        }
+        Some(match kind & 0xff {
+            1 => Record::L2 { offset: place, entry: value, count },
+            2 => Record::Refcounts { first: place, count, refcount: value },
+            3 => Record::L1 { index: place, entry: value },
+            4 => Record::RefcountTable { index: place, entry: value },
+            5 => Record::Allocated { first: place, count },
+            6 => Record::Released { first: place, count },
+            _ => return None,
+        })
+    }
+}
+
+/// The changes that a killed process left for an image.
+#[derive(PartialEq, Eq, Debug)]
+pub(in crate::qcow2) enum Left {
+    /// The journal does not belong to the image, or does not exist.
+    Nothing,
+    /// All changes, in order.
+    Records(Vec<Record>),
+    /// The journal overflowed or is damaged, so that changes are missing.
+    Incomplete,
+}
+
+impl Left {
+    /// Whether the image lacks data without these changes.
+    fn have_data(&self) -> bool {
+        match self {
+            Left::Nothing => false,
+            Left::Records(records) => {
+                records.iter().any(|record| matches!(record, Record::L2 { .. } | Record::L1 { .. }))
+            }
+            Left::Incomplete => true,
+        }
+    }
+}
+
+pub(in crate::qcow2) struct Journal {
+    words: Words,
+    path: PathBuf,
+    boot: [u64; 2],
+    /// Device number and inode of the image.
+    identity: (u64, u64),
+    half: usize,
+    counts: [usize; 2],
+}
+
+impl Journal {
+    /// Opens the journal of the image with the given device number and inode, if one exists. No other process
+    /// may write to it.
+    ///
+    /// # Errors
+    /// The system's error, for example without memory for the journal; [`ErrorKind::Invalid`] if another user
+    /// owns the file.
+    pub fn find(journals: &Journals, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
+        match Journal::open(journals, identity, OFlags::empty()) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            found => found.map(Some),
+        }
+    }
+
+    /// As [`Journal::find`], and creates the journal if it does not exist.
+    ///
+    /// # Errors
+    /// As [`Journal::find`].
+    pub fn find_or_make(journals: &Journals, identity: (u64, u64)) -> Result<Journal, Error> {
+        Journal::open(journals, identity, OFlags::CREATE)
+    }
+
+    fn open(journals: &Journals, identity: (u64, u64), make: OFlags) -> Result<Journal, Error> {
+        let path = journals.directory.join(format!("{:x}-{:x}", identity.0, identity.1));
+        let failed = |e: Errno| Error::system(format!("cannot open the journal {}", path.display()), e);
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | make;
+        let file = File::from(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?);
+        let metadata =
+            file.metadata().map_err(|e| Error::system(format!("cannot read {}", path.display()), e))?;
+        if !metadata.is_file() || metadata.uid() != journals.user {
+            let message = format!("the journal {} is not a regular file of this user", path.display());
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        let bytes = (WORDS * 8) as u64;
+        if metadata.len() > bytes {
+            ftruncate(&file, bytes).map_err(failed)?;
+        }
+        // Allocates the memory now. Otherwise a store into the mapping would kill the process when memory
+        // runs out.
+        if let Err(error) = fallocate(&file, FallocateFlags::empty(), 0, bytes) {
+            // A file of length 0 was just created and has no records.
+            let _ = (metadata.len() == 0).then(|| std::fs::remove_file(&path));
+            return Err(failed(error));
+        }
+        let words = Words::map(file.as_fd(), WORDS).map_err(failed)?;
+        Ok(Journal { words, path, boot: journals.boot, identity, half: 0, counts: [0; 2] })
+    }
+
+    /// A word of the journal. Loads are `Acquire` and stores `Release`, so that the next process sees the
+    /// stores of a killed one in their order. A comment gives the reason for each exception.
+    fn word(&self, at: usize) -> &AtomicU64 {
+        &self.words.all()[at]
+    }
+
+    /// The changes of a killed process that had the image open with `tag`.
+    pub fn left(&self, tag: u32) -> Left {
+        let tags = [TAG_AT, NEXT_TAG_AT].map(|at| self.word(at).load(Acquire));
+        if tag == 0 || !tags.contains(&tag.into()) || !self.is_of_image() {
+            return Left::Nothing;
+        }
+        self.records()
+    }
+
+    /// Whether this journal has writes that an image without a tag lacks. The image's file was created at
+    /// `birth`. Journals for a base of a block commit do not count: their overlay has the data.
+    fn has_ignored_writes(&self, birth: u64) -> bool {
+        let word = |at: usize| self.word(at).load(Acquire);
+        let has_tag = word(TAG_AT) != 0 || word(NEXT_TAG_AT) != 0;
+        // A new file may have the inode of a removed one.
+        let is_same_file = [0, birth].contains(&word(BIRTH_AT)) || birth == 0;
+        has_tag
+            && is_same_file
+            && self.is_of_image()
+            && self.overlay() == (0, 0)
+            && self.records().have_data()
+    }
+
+    /// Stores when the image's file was created.
+    pub fn set_birth(&self, birth: u64) {
+        self.word(BIRTH_AT).store(birth, Release);
+    }
+
+    fn records(&self) -> Left {
+        let word = |at: usize| self.word(at).load(Acquire);
+        let mut records = Vec::new();
+        let now = (word(HALF_AT) & 1) as usize;
+        for half in [1 - now, now] {
+            let count = word(COUNTS_AT + half) as usize;
+            if count > RECORDS || word(OVERFLOW_AT) != 0 {
+                return Left::Incomplete;
+            }
+            for number in 0..count {
+                let at = record_at(half, number);
+                match Record::parse([word(at), word(at + 1), word(at + 2)]) {
+                    Some(record) => records.push(record),
+                    None => return Left::Incomplete,
+                }
+            }
+        }
+        Left::Records(records)
+    }
+
+    /// The device number and inode of the overlay that is being committed into this image; zeroes if there is
+    /// none. As long as the image is read through that overlay, it lacks nothing.
+    fn overlay(&self) -> (u64, u64) {
+        let word = |at: usize| self.word(at).load(Acquire);
+        (word(OVERLAY_AT), word(OVERLAY_AT + 1))
+    }
+
+    /// Marks the journal as one for writes of clients: no overlay has their data.
+    pub fn clear_overlay(&mut self) {
+        self.set_overlay((0, 0));
+    }
+
+    fn set_overlay(&mut self, (dev, inode): (u64, u64)) {
+        self.word(OVERLAY_AT).store(dev, Release);
+        self.word(OVERLAY_AT + 1).store(inode, Release);
+    }
+
+    /// Whether the journal was begun for this image since the system was booted.
+    fn is_of_image(&self) -> bool {
+        let word = |at: usize| self.word(at).load(Acquire);
+        let identity = (word(IDENTITY_AT), word(IDENTITY_AT + 1));
+        word(MAGIC_AT) == MAGIC
+            && [word(BOOT_AT), word(BOOT_AT + 1)] == self.boot
+            && identity == self.identity
+    }
+
+    /// Empties the journal of an image whose file has all changes, and returns the tag that the image must
+    /// get before [`Journal::began`]. Until then it has `tag`. If the process is killed in between, the
+    /// journal is empty, whichever of the two tags the image has. `overlay` is the overlay that is committed
+    /// into this image, if there is one.
+    pub fn begin(&mut self, tag: u32, overlay: Option<(u64, u64)>) -> u32 {
+        if !self.is_of_image() {
+            self.set_tags(0, 0);
+            let ((dev, inode), [high, low]) = (self.identity, self.boot);
+            let words = [(BOOT_AT, high), (BOOT_AT + 1, low), (IDENTITY_AT, dev), (IDENTITY_AT + 1, inode)];
+            for (at, value) in words.into_iter().chain([(MAGIC_AT, MAGIC)]) {
+                self.word(at).store(value, Release);
+            }
+        }
+        if self.word(NEXT_TAG_AT).load(Acquire) == u64::from(tag) {
+            // The process before was killed between the change of the image and its call of `began`.
+            self.began();
+        }
+        self.set_overlay(overlay.unwrap_or_default());
+        // Each `RandomState` has different keys, so the tag is random.
+        let next = (RandomState::new().build_hasher().finish() as u32).max(1);
+        for (at, value) in stores_to_begin(self.word(HALF_AT).load(Acquire), next) {
+            self.word(at).store(value, Release);
+        }
+        (self.half, self.counts) = (0, [0; 2]);
+        next
+    }
+
+    /// The image has the tag that [`Journal::begin`] returned.
+    pub fn began(&mut self) {
+        // Relaxed: no other process writes to the journal while this one has it open.
+        self.set_tags(self.word(NEXT_TAG_AT).load(Relaxed), 0);
+    }
+
+    fn set_tags(&self, tag: u64, next: u64) {
+        self.word(TAG_AT).store(tag, Release);
+        self.word(NEXT_TAG_AT).store(next, Release);
+    }
+
+    /// Appends a change. It must also be made in memory before anything that depends on it completes.
+    pub fn append(&mut self, record: Record) {
+        let number = self.counts[self.half];
+        if number == RECORDS {
+            // The journal is incomplete until the next flush has written the change.
+            return self.word(OVERFLOW_AT).store(1, Release);
+        }
+        let at = record_at(self.half, number);
+        for (place, word) in record.words().into_iter().enumerate() {
+            // Relaxed: `COUNTS_AT` below publishes the record.
+            self.word(at + place).store(word, Relaxed);
+        }
+        self.counts[self.half] = number + 1;
+        // Release: a process that reads the count also reads the record. The order matters even for a process
+        // that is killed, which stops between two stores.
+        self.word(COUNTS_AT + self.half).store((number + 1) as u64, Release);
+    }
+
+    /// Whether the metadata should be flushed before tasks begin more changes.
+    pub fn is_crowded(&self) -> bool {
+        self.counts[self.half] >= CROWDED
+    }
+
+    /// Whether there is room for a flush to free clusters.
+    pub fn has_room(&self) -> bool {
+        self.counts[self.half] < RECORDS - CROWDED
+    }
+
+    /// The path of the journal's file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether there is room for records of released clusters. Without a record they leak if the process is
+    /// killed: space is wasted, but nothing is damaged.
+    pub fn has_room_for_released(&self) -> bool {
+        self.counts[self.half] < CROWDED / 2
+    }
+
+    /// Switches to the other half, at the beginning of a flush that writes all changes so far. Returns false,
+    /// without a switch, if the other half still has records because the last flush failed.
+    pub fn turn(&mut self) -> bool {
+        let other = 1 - self.half;
+        if self.counts[other] > 0 {
+            return false;
+        }
+        self.half = other;
+        self.word(HALF_AT).store(other as u64, Release);
+        true
+    }
+
+    /// Empties the half from before the last [`Journal::turn`], because the file has its changes.
+    pub fn finish(&mut self) {
+        let other = 1 - self.half;
+        self.counts[other] = 0;
+        self.word(COUNTS_AT + other).store(0, Release);
+        if self.counts[self.half] < RECORDS {
+            self.word(OVERFLOW_AT).store(0, Release);
+        }
+    }
+
+    /// Removes the journal of an image whose file has all changes.
+    pub fn remove(&self) {
+        self.set_tags(0, 0);
+        // If the file cannot be removed, it stays without a tag and is ignored.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Opens the journal of the image at `path`, whose header has a journal's tag.
+///
+/// # Errors
+/// The error of opening a journal that exists: it may contain writes that the image lacks.
+pub(in crate::qcow2) fn find(
+    journals: &Journals,
+    path: &Path,
+    identity: (u64, u64),
+) -> Result<Option<Journal>, Error> {
+    Journal::find(journals, identity).map_err(|error| {
+        let message = format!(
+            "cannot open the journal of {}, which may contain writes that the image lacks: {error}; repair \
+             this, or delete the journal to continue without these writes",
+            path.display()
+        );
+        Error::new(error.kind(), message)
+    })
+}
+
+/// The warning that the image at `path`, whose header has no tag, lacks writes that its journal has.
+pub(in crate::qcow2) fn find_ignored(
+    journals: &Journals,
+    path: &Path,
+    (identity, birth): ((u64, u64), u64),
+) -> Option<String> {
+    let journal = Journal::find(journals, identity).ok().flatten()?;
+    journal.has_ignored_writes(birth).then(|| {
+        format!(
+            "the journal of {} is ignored, because another program opened the image for writing after the \
+             daemon was killed; writes that were not flushed by then are lost",
+            path.display()
+        )
+    })
+}
+
+/// Rejects the image at `path` as the backing file of the image `overlay` if it lacks writes that its journal
+/// has: applying them later would change the backing file under the overlay. Writes of a commit of `overlay`
+/// itself are no reason, because the overlay still has their data. `tag` is the tag in the image's header.
+///
+/// # Errors
+/// As [`find`], and [`lacking`].
+pub(in crate::qcow2) fn check_base(
+    journals: &Journals,
+    path: &Path,
+    (identity, tag): ((u64, u64), u32),
+    overlay: (u64, u64),
+) -> Result<(), Error> {
+    if tag == 0 {
+        return Ok(());
+    }
+    let Some(journal) = find(journals, path, identity)? else { return Ok(()) };
+    let lacks = journal.left(tag).have_data();
+    if lacks && journal.overlay() != overlay { Err(lacking(path)) } else { Ok(()) }
+}
+
+/// The warning for an image that cannot have a journal.
+pub(in crate::qcow2) fn none_in_version_2(path: &Path) -> String {
+    format!(
+        "writes that are not flushed are lost if this process is killed, because {} is of version 2; to \
+         convert the image, run `qemu-img amend -o compat=1.1 {}`",
+        path.display(),
+        shell_word(path)
+    )
+}
+
+/// The error for an image that lacks the writes of its journal and is not opened for writing.
+pub(in crate::qcow2) fn lacking(path: &Path) -> Error {
+    let message = format!(
+        "{} lacks writes that a killed process left in its journal; open it for writing once to apply them",
+        path.display()
+    );
+    Error::new(ErrorKind::Unsupported, message)
+}
+
+/// The stores that empty a journal, whose half `now` was written last, and give it the tag `next`. The
+/// process may be killed after each of them, so the order matters: the older half is emptied first, because
+/// its records without the later ones of the newer half would undo changes.
+fn stores_to_begin(now: u64, next: u32) -> [(usize, u64); 5] {
+    let now = (now & 1) as usize;
+    let emptied = [COUNTS_AT + 1 - now, COUNTS_AT + now, OVERFLOW_AT, HALF_AT].map(|at| (at, 0));
+    let [older, newer, overflow, half] = emptied;
+    [older, newer, overflow, half, (NEXT_TAG_AT, next.into())]
+}
+
+fn record_at(half: usize, number: usize) -> usize {
+    HEADER_WORDS + (half * RECORDS + number) * RECORD_WORDS
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    // Contract: durability
+    #[test]
+    fn a_kill_between_two_stores_undoes_no_change() {
+        let place = std::env::temp_dir().join(format!("blkq-journal-{}", std::process::id()));
+        let journals = Journals::open(&place).unwrap();
+        let entry = |entry| Record::L1 { index: 1, entry };
+        for halves in 1..3 {
+            for stores in 0..=5 {
+                let mut journal = Journal::find_or_make(&journals, (1, 2)).unwrap();
+                let tag = journal.begin(0, None);
+                journal.began();
+                for half in 1..=halves {
+                    journal.append(entry(half));
+                    assert!(journal.turn());
+                    journal.finish();
+                }
+                journal.append(entry(3));
+                assert!(journal.turn());
+                journal.append(entry(4));
+                assert_eq!(journal.left(tag), Left::Records(vec![entry(3), entry(4)]));
+                let next = tag ^ 1;
+                let all = stores_to_begin(journal.half as u64, next);
+                for (at, value) in all.into_iter().take(stores) {
+                    journal.word(at).store(value, Release);
+                }
+                let left = [vec![entry(3), entry(4)], vec![entry(4)], vec![]];
+                let expected = Left::Records(left.into_iter().nth(stores.min(2)).unwrap());
+                assert_eq!(journal.left(tag), expected, "{stores}");
+                let expected = if stores < 5 { Left::Nothing } else { Left::Records(Vec::new()) };
+                assert_eq!(journal.left(next), expected, "{stores}");
+            }
+        }
+        std::fs::remove_dir_all(&place).unwrap();
+    }
+}

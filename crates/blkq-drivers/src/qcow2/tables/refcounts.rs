@@ -1,0 +1,102 @@
+//! Refcounts in a slice of a refcount block. Each has 1 to 64 bits.
+
+use crate::qcow2::format::entry::table_offset;
+use crate::qcow2::journal::Record;
+
+use super::cache::{Key, Table};
+use super::state::{NotReady, State};
+
+/// Refcount `index` of a slice, with refcounts of `1 << order` bits.
+pub(in crate::qcow2) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 {
+    if order < 3 {
+        let bits = 1 << order;
+        let shift = index * bits % 8;
+        return u64::from(slice[index * bits / 8] >> shift) & ((1 << bits) - 1);
+    }
+    let bytes = 1 << (order - 3);
+    slice[index * bytes..][..bytes].iter().fold(0, |count, byte| count << 8 | u64::from(*byte))
+}
+
+/// Sets refcount `index` of a slice to `count`.
+pub(in crate::qcow2) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u64) {
+    if order < 3 {
+        let bits = 1 << order;
+        let shift = index * bits % 8;
+        let mask = (((1u16 << bits) - 1) << shift) as u8;
+        let byte = &mut slice[index * bits / 8];
+        *byte = *byte & !mask | (count << shift) as u8 & mask;
+        return;
+    }
+    let bytes = 1 << (order - 3);
+    slice[index * bytes..][..bytes].copy_from_slice(&count.to_be_bytes()[8 - bytes..]);
+}
+
+/// Sets the refcounts of `count` clusters from number `first` on. `place` is the slot and the index of the
+/// first; all must be in one slice.
+pub(in crate::qcow2) fn set_refcounts(
+    state: &mut State,
+    place: (usize, usize),
+    first: u64,
+    count: u64,
+    refcount: u64,
+) {
+    change(state, place, count, refcount);
+    state.writer.unlinked.remove(first..first + count);
+    state.note(Record::Refcounts { first, count, refcount });
+}
+
+/// As [`set_refcounts`], for clusters that were free: sets the refcounts to 1. A table is about to refer to
+/// the clusters; until then they are unlinked.
+pub(in crate::qcow2) fn allocate_refcounts(state: &mut State, place: (usize, usize), first: u64, count: u64) {
+    change(state, place, count, 1);
+    state.writer.unlinked.insert(first..first + count);
+    state.note(Record::Allocated { first, count });
+}
+
+fn change(state: &mut State, (slot, index): (usize, usize), count: u64, refcount: u64) {
+    let Ok(order) = state.top().map(|tables| tables.header.refcount_order) else { return };
+    let slice = state.cache.change(slot);
+    (index..index + count as usize).for_each(|at| set_refcount(slice, at, order, refcount));
+}
+
+/// The slot and the index of the refcount of a cluster of the file.
+pub(in crate::qcow2) fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), NotReady> {
+    let slice_bytes = state.cache.slice_bytes() as u64;
+    let header = &state.top()?.header;
+    let per_block = header.refcounts_per_block();
+    let in_slice = (slice_bytes * 8) >> header.refcount_order;
+    let bits = header.cluster_bits;
+    let (block, index) = (cluster / per_block, cluster % per_block);
+    let Some(entry) = state.writer.refcount_table.get(block as usize) else {
+        return Err(NotReady::RefcountTable(block));
+    };
+    let Some(offset) = table_offset(*entry, bits)? else { return Err(NotReady::RefcountBlock(block)) };
+    state.check_target(offset..offset + (1 << bits))?;
+    let key = Key { layer: 0, offset: offset + index / in_slice * slice_bytes };
+    match state.cache.find(key) {
+        Some(slot) => Ok((slot, (index % in_slice) as usize)),
+        None => Err(NotReady::Slice(key, Table::Refcounts)),
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(model_check))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn setting_a_refcount_of_any_width_changes_no_other() {
+        for order in 0..=6 {
+            let most = u64::MAX >> (64 - (1u32 << order));
+            let mut slice = [0; 64];
+            let count = (64 * 8) >> order;
+            for index in 0..count {
+                set_refcount(&mut slice, index, order, most);
+                assert_eq!(refcount(&slice, index, order), most);
+                assert!((0..count).all(|other| (refcount(&slice, other, order) > 0) == (other <= index)));
+            }
+            set_refcount(&mut slice, 1, order, 0);
+            assert_eq!([0, 1, 2].map(|index| refcount(&slice, index, order)), [most, 0, most]);
+        }
+    }
+}

@@ -1,0 +1,519 @@
+//! The state of an image and its chain: the tables, the cache, and what is allocated. One lock protects all
+//! of it; no task holds the lock while it waits. A lookup that needs a table which is not in memory returns
+//! [`NotReady`]; the task provides what is missing, and repeats the lookup.
+
+use std::collections::{BTreeSet, HashSet};
+use std::ops::Range;
+
+use blkq::Status;
+
+use crate::qcow2::format::entry::{COPIED, Entry, OFFSET, table_offset};
+use crate::qcow2::format::header::{Header, u64_at};
+use crate::qcow2::journal::{CHANGES_MAX, CLUSTERS_MAX, Journal, Record};
+
+use super::cache::{Cache, Key, Table};
+use super::unlinked::Unlinked;
+
+/// Why an operation on the state cannot be done yet. [`provide`](crate::qcow2::io::allocate::provide) resolves it, and
+/// the caller then tries again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::qcow2) enum NotReady {
+    /// This slice of a table is not in the cache.
+    Slice(Key, Table),
+    /// Entry N of the L1 table has no L2 table that may be changed: none at all, or one that a snapshot
+    /// shares.
+    L2Table(usize),
+    /// The refcount block with this number does not exist.
+    RefcountBlock(u64),
+    /// The refcount table is too small to name the block with this number.
+    RefcountTable(u64),
+    /// Another task works on it. Wait for a change.
+    Busy,
+    /// Too many slices are dirty, or too many clusters released: flush the metadata first.
+    FlushFirst,
+    /// The search takes long: let other tasks run first.
+    Yield,
+    /// The operation fails for good.
+    Failed(Status),
+}
+
+impl From<Status> for NotReady {
+    fn from(status: Status) -> NotReady {
+        NotReady::Failed(status)
+    }
+}
+
+/// Clusters, and bytes in them, that may be released before a flush of the metadata frees them.
+const RELEASED_MAX: usize = 1024;
+const RELEASED_MAX_BYTES: usize = 64 << 20;
+
+/// One image of the chain.
+pub(in crate::qcow2) struct Layer {
+    /// The tables of a qcow2 image; `None`: raw.
+    pub tables: Option<Tables>,
+    /// Virtual size in bytes.
+    pub size: u64,
+    /// The unit in bytes in which the file is read and written by direct I/O; 1 through the page cache.
+    pub align: u64,
+    /// A size in bytes that the file is known to have reached. It may be longer; if it is shorter, it was
+    /// truncated, and reads beyond its end fail.
+    pub file_bytes: u64,
+}
+
+/// The parts of a qcow2 image that are always in memory.
+pub(in crate::qcow2) struct Tables {
+    pub header: Header,
+    pub l1: Vec<u64>,
+}
+
+/// Where the bytes of a part of the device are stored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::qcow2) enum Found {
+    /// At byte `host` of the file of `layer`.
+    Data { layer: u8, host: u64 },
+    /// In a compressed cluster: `bytes` is the length of the compressed data at most, and `skip` the offset
+    /// of the part in the decompressed cluster.
+    Compressed { layer: u8, host: u64, bytes: u64, skip: u64 },
+    /// In a zero cluster, or beyond the end of a backing file.
+    Zero,
+    /// No image of the chain maps the part. It reads as zeroes.
+    Unallocated,
+}
+
+/// The state of the active image that only a writer needs.
+pub(in crate::qcow2) struct Writer {
+    pub refcount_table: Vec<u64>,
+    /// Entries of the refcount table that are newer than in the file.
+    pub refcount_table_dirty: BTreeSet<usize>,
+    /// Entries of the L1 table that are newer than in the file.
+    pub l1_dirty: BTreeSet<usize>,
+    /// No cluster of the file before this one is free.
+    pub next_free: u64,
+    /// All clusters of the file from this one on read as zeroes until they are first written.
+    pub fresh_from: u64,
+    /// The file has space up to this byte; `None` if space cannot be reserved.
+    pub extended_to: Option<u64>,
+    pub extending: bool,
+    /// The number of clusters that the file can have: those that fit on a block device, or that the format
+    /// allows.
+    pub clusters_max: u64,
+    /// Offsets of clusters to which no table in memory refers. Tables in the file may still do.
+    pub released: Vec<u64>,
+    /// Clusters that are allocated and to which no table refers yet, except those of dirty bitmaps.
+    pub unlinked: Unlinked,
+    /// Clusters of the device, by number, whose L2 entry a write in progress is about to change.
+    pub locked: HashSet<u64>,
+    /// Number of writes that hold locked clusters.
+    pub changing: usize,
+    /// Entries of the L1 table for which a task creates an L2 table.
+    pub making_l2: HashSet<usize>,
+    /// A task creates refcount blocks or a larger refcount table.
+    pub growing: bool,
+    pub flushing: bool,
+    /// A sync failed, or the file's header is unknown after a failed write. Data may not be durable, so
+    /// nothing more is written to the tables. Never cleared.
+    pub failed: bool,
+}
+
+impl Writer {
+    /// Notes that data is written up to byte `end` of the file. In an image that was copied without its
+    /// holes, allocated clusters may lie beyond the end of the file.
+    pub fn note_written(&mut self, end: u64, cluster_bits: u32) {
+        self.fresh_from = self.fresh_from.max(end.div_ceil(1 << cluster_bits));
+    }
+}
+
+/// The image and its chain.
+pub(in crate::qcow2) struct State {
+    /// The active image first.
+    pub layers: Vec<Layer>,
+    pub cache: Cache,
+    /// The size of the device in bytes, a multiple of the logical block size.
+    pub size: u64,
+    pub writer: Writer,
+    /// Number of metadata flushes that have begun. Slices that were read from a file before a flush may be
+    /// outdated.
+    pub flushes: u64,
+    /// The journal of table changes that the file does not have yet. `None`: these changes are lost with the
+    /// process.
+    pub journal: Option<Journal>,
+}
+
+/// Slices that are not in the cache, with their content in the file.
+pub(in crate::qcow2) type Extra = Vec<(Key, Vec<u8>)>;
+
+/// The slice of an L2 table that maps a given offset of the device.
+struct L2Slice {
+    key: Key,
+    /// The index in the slice of the entry for the offset.
+    index: usize,
+}
+
+impl Layer {
+    /// The slice of the L2 table that maps byte `position`; `None` if no L2 table does.
+    fn l2_slice(&self, layer: usize, position: u64, slot_bytes: usize) -> Result<Option<L2Slice>, Status> {
+        let Some(tables) = &self.tables else { return Err(Status::Io) };
+        let bits = tables.header.cluster_bits;
+        let at = (position / tables.header.l2_covers()) as usize;
+        let entry = tables.l1.get(at).copied().ok_or(Status::Io)?;
+        let Some(table) = table_offset(entry, bits)? else { return Ok(None) };
+        let index = (position >> bits) % (tables.header.cluster_bytes() / 8);
+        let in_slice = slot_bytes as u64 / 8;
+        let offset = table + index / in_slice * slot_bytes as u64;
+        let key = Key { layer: layer as u8, offset };
+        Ok(Some(L2Slice { key, index: (index % in_slice) as usize }))
+    }
+}
+
+impl State {
+    /// The tables of the active image.
+    pub fn top(&self) -> Result<&Tables, Status> {
+        self.layers[0].tables.as_ref().ok_or(Status::Io)
+    }
+
+    pub fn top_mut(&mut self) -> Result<&mut Tables, Status> {
+        self.layers[0].tables.as_mut().ok_or(Status::Io)
+    }
+
+    /// The cluster size of the active image is `1 << cluster_bits` bytes.
+    pub fn cluster_bits(&self) -> u32 {
+        self.layers[0].tables.as_ref().map_or(16, |tables| tables.header.cluster_bits)
+    }
+
+    /// Number of refcounts in a cached slice of a refcount block.
+    pub fn refcounts_per_slice(&self) -> usize {
+        let order = self.layers[0].tables.as_ref().map_or(0, |tables| tables.header.refcount_order);
+        (self.cache.slice_bytes() * 8) >> order
+    }
+
+    /// Looks up the bytes of the device from `position` on. Returns where they are stored, and how many of
+    /// `bytes` are stored there contiguously. `extra` has slices that are not in the cache.
+    pub fn find(
+        &mut self,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, u64), NotReady> {
+        self.find_from(0, position, bytes, extra)
+    }
+
+    /// As [`State::find`], without the layers before `first`.
+    pub fn find_from(
+        &mut self,
+        first: usize,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, u64), NotReady> {
+        self.find_with_layer(first, position, bytes, extra).map(|(found, _, run)| (found, run))
+    }
+
+    /// As [`State::find_from`], and also returns the number of the layer that maps the bytes, or the number
+    /// of layers if none does.
+    pub fn find_with_layer(
+        &mut self,
+        first: usize,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, usize, u64), NotReady> {
+        let mut bytes = bytes;
+        for layer in first..self.layers.len() {
+            let size = self.layers[layer].size;
+            if position >= size {
+                // As in QEMU, an image reads as zeroes beyond its end, whatever its backing file contains
+                // there.
+                return Ok((if layer == 0 { Found::Unallocated } else { Found::Zero }, layer, bytes));
+            }
+            bytes = bytes.min(size - position);
+            let (found, run) = self.find_in(layer, position, bytes, extra)?;
+            bytes = run;
+            if found != Found::Unallocated {
+                return Ok((found, layer, bytes));
+            }
+        }
+        Ok((Found::Unallocated, self.layers.len(), bytes))
+    }
+
+    /// As [`State::find`], in the active image only. [`Found::Unallocated`] means that the backing file
+    /// decides.
+    pub fn find_allocated(
+        &mut self,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, u64), NotReady> {
+        self.find_in(0, position, bytes, extra)
+    }
+
+    fn find_in(
+        &mut self,
+        layer: usize,
+        position: u64,
+        bytes: u64,
+        extra: Option<&Extra>,
+    ) -> Result<(Found, u64), NotReady> {
+        let number = layer as u8;
+        let slot_bytes = self.cache.slice_bytes();
+        let Some(tables) = &self.layers[layer].tables else {
+            return Ok((Found::Data { layer: number, host: position }, bytes));
+        };
+        let (bits, covers) = (tables.header.cluster_bits, tables.header.l2_covers());
+        let Some(slice) = self.layers[layer].l2_slice(layer, position, slot_bytes)? else {
+            return Ok((Found::Unallocated, bytes.min(covers - position % covers)));
+        };
+        let extra = extra.and_then(|extra| extra.iter().find(|(key, _)| *key == slice.key));
+        let content = match (self.cache.find(slice.key), extra) {
+            (Some(slot), _) => self.cache.get(slot),
+            (None, Some((_, content))) => content,
+            (None, None) => return Err(NotReady::Slice(slice.key, Table::L2)),
+        };
+        let cluster = 1 << bits;
+        let skip = position % cluster;
+        let mut entries =
+            content[slice.index * 8..].chunks_exact(8).map(|entry| Entry::parse(u64_at(entry, 0), bits));
+        let first = entries.next().unwrap_or(Err(Status::Io))?;
+        let mut run = cluster - skip;
+        let found = match first {
+            Entry::Unallocated => Found::Unallocated,
+            Entry::Zero { .. } => Found::Zero,
+            Entry::Data { host, .. } => Found::Data { layer: number, host: host + skip },
+            Entry::Compressed { host, bytes: compressed } => {
+                return Ok((
+                    Found::Compressed { layer: number, host, bytes: compressed, skip },
+                    bytes.min(run),
+                ));
+            }
+        };
+        while run < bytes {
+            let continues = match (entries.next(), first) {
+                (Some(Ok(Entry::Unallocated)), Entry::Unallocated) => true,
+                (Some(Ok(Entry::Zero { .. })), Entry::Zero { .. }) => true,
+                (Some(Ok(Entry::Data { host, .. })), Entry::Data { host: begin, .. }) => {
+                    host == begin + skip + run
+                }
+                _ => false,
+            };
+            if !continues {
+                break;
+            }
+            run += cluster;
+        }
+        Ok((found, bytes.min(run)))
+    }
+
+    /// Whether `bytes` from `position` on read as zeroes in the layers from `first` on, as far as the tables
+    /// say. No data is read.
+    pub fn is_zero(&mut self, first: usize, position: u64, bytes: u64) -> Result<bool, NotReady> {
+        let end = position + bytes;
+        let mut position = position;
+        while position < end {
+            match self.find_from(first, position, end - position, None)? {
+                (Found::Zero | Found::Unallocated, run) => position += run,
+                _ => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// The cache slot and the index of the active image's L2 entry for byte `position`; `None` if there is no
+    /// L2 table.
+    pub fn entry_place(&mut self, position: u64) -> Result<Option<(usize, usize)>, NotReady> {
+        let slot_bytes = self.cache.slice_bytes();
+        let Some(slice) = self.layers[0].l2_slice(0, position, slot_bytes)? else { return Ok(None) };
+        match self.cache.find(slice.key) {
+            Some(slot) => Ok(Some((slot, slice.index))),
+            None => Err(NotReady::Slice(slice.key, Table::L2)),
+        }
+    }
+
+    /// As [`State::entry_place`], for an entry that may be changed.
+    pub fn entry_to_change(&mut self, position: u64) -> Result<(usize, usize), NotReady> {
+        let tables = self.top()?;
+        let at = (position / tables.header.l2_covers()) as usize;
+        match tables.l1.get(at) {
+            Some(entry) if entry & COPIED != 0 => {
+                let bits = tables.header.cluster_bits;
+                let table = table_offset(*entry, bits)?.ok_or(NotReady::L2Table(at))?;
+                self.check_target(table..table + (1 << bits))?;
+            }
+            Some(_) => return Err(NotReady::L2Table(at)),
+            None => return Err(NotReady::Failed(Status::Io)),
+        }
+        self.entry_place(position)?.ok_or(NotReady::L2Table(at))
+    }
+
+    /// The byte of the file at which data for `position` is overwritten in place, and how many of `bytes`
+    /// follow contiguously. `None` if the cluster cannot be overwritten: it is not allocated, compressed, a
+    /// zero cluster, or shared with a snapshot.
+    pub fn find_in_place(&mut self, position: u64, bytes: u64) -> Result<Option<(u64, u64)>, NotReady> {
+        let Some((slot, index)) = self.entry_place(position)? else { return Ok(None) };
+        let (bits, cluster) = (self.cluster_bits(), 1u64 << self.cluster_bits());
+        let entry = |index: usize| Entry::parse(self.cache.entry(slot, index), bits);
+        let Entry::Data { host: begin, copied: true } = entry(index)? else { return Ok(None) };
+        let skip = position % cluster;
+        let mut run = cluster - skip;
+        let count = self.cache.slice_bytes() / 8;
+        for next in index + 1..count {
+            if run >= bytes || entry(next)? != (Entry::Data { host: begin + skip + run, copied: true }) {
+                break;
+            }
+            run += cluster;
+        }
+        self.check_target(begin..begin + skip + run)?;
+        self.writer.note_written(begin + skip + run, bits);
+        Ok(Some((begin + skip, bytes.min(run))))
+    }
+
+    /// Rejects a write that would overwrite the header, the L1 table or the refcount table. Only a damaged
+    /// image has tables that refer to these places.
+    pub fn check_target(&self, range: Range<u64>) -> Result<(), Status> {
+        let tables = self.top()?;
+        let header = &tables.header;
+        let reserved = [
+            0..header.cluster_bytes(),
+            header.l1_offset..header.l1_offset + tables.l1.len() as u64 * 8,
+            header.refcount_table_offset
+                ..header.refcount_table_offset + self.writer.refcount_table.len() as u64 * 8,
+        ];
+        let overlaps = |other: &Range<u64>| range.start < other.end && other.start < range.end;
+        if reserved.iter().any(overlaps) { Err(Status::Io) } else { Ok(()) }
+    }
+
+    /// Of the clusters at the offsets `hosts`, returns those with the header or a table, as far as the tables
+    /// in memory say. Needed because a damaged bitmap directory may name any cluster.
+    pub fn tables_among(&self, hosts: impl Iterator<Item = u64>) -> HashSet<u64> {
+        let cluster = 1 << self.cluster_bits();
+        // The offsets are few compared to the tables of a large image, so they are the ones to hash.
+        let hosts = HashSet::<u64>::from_iter(hosts);
+        let l1 = self.top().map_or(&[][..], |tables| &tables.l1);
+        let named = l1.iter().chain(&self.writer.refcount_table).map(|entry| entry & OFFSET);
+        let mut tables: HashSet<u64> = named.filter(|host| hosts.contains(host)).collect();
+        tables.extend(hosts.into_iter().filter(|host| self.check_target(*host..host + cluster).is_err()));
+        tables
+    }
+
+    /// Releases the clusters to which `entry` of the active image refers. They are free after the next flush
+    /// of the metadata.
+    pub fn release(&mut self, entry: Entry) {
+        let cluster = 1u64 << self.cluster_bits();
+        match entry {
+            Entry::Data { host, .. } | Entry::Zero { host: Some(host), .. } => {
+                self.writer.released.push(host)
+            }
+            Entry::Compressed { host, bytes } => {
+                let first = host - host % cluster;
+                self.writer.released.extend((first..host + bytes).step_by(cluster as usize));
+            }
+            Entry::Unallocated | Entry::Zero { host: None, .. } => {}
+        }
+    }
+
+    /// Sets `count` consecutive L2 entries of the active image. The first becomes `entry`; each further one
+    /// refers to the cluster after that of the one before.
+    pub fn set_entries(&mut self, slot: usize, index: usize, entry: u64, count: u64) {
+        let bits = self.cluster_bits();
+        for number in 0..count {
+            self.cache.set_entry(slot, index + number as usize, entry + (number << bits));
+        }
+        let offset = self.cache.entry_offset(slot, index);
+        self.note(Record::L2 { offset, entry, count });
+        let first = (entry & OFFSET) >> bits;
+        self.writer.unlinked.remove(first..first + count);
+    }
+
+    /// Sets an entry of the L1 table of the active image.
+    ///
+    /// # Errors
+    /// [`Status::Io`] if the table has no such entry.
+    pub fn set_l1(&mut self, index: usize, entry: u64) -> Result<(), Status> {
+        *self.top_mut()?.l1.get_mut(index).ok_or(Status::Io)? = entry;
+        self.writer.l1_dirty.insert(index);
+        self.note(Record::L1 { index: index as u64, entry });
+        let table = (entry & OFFSET) >> self.cluster_bits();
+        self.writer.unlinked.remove(table..table + 1);
+        Ok(())
+    }
+
+    /// Sets an entry of the refcount table.
+    ///
+    /// # Errors
+    /// [`Status::Io`] if the table has no such entry.
+    pub fn set_refcount_block(&mut self, block: usize, offset: u64) -> Result<(), Status> {
+        *self.writer.refcount_table.get_mut(block).ok_or(Status::Io)? = offset;
+        self.writer.refcount_table_dirty.insert(block);
+        self.note(Record::RefcountTable { index: block as u64, entry: offset });
+        Ok(())
+    }
+
+    /// Appends a change of a table to the journal.
+    pub fn note(&mut self, record: Record) {
+        if let Some(journal) = &mut self.journal {
+            journal.append(record);
+        }
+    }
+
+    /// Appends to the journal the clusters that leak if the process is killed: those to which no table refers
+    /// yet, and those at `released`, whose refcounts are about to be decremented. A flush calls this after it
+    /// has switched the halves of the journal, because the other half, with the earlier records of these
+    /// clusters, is emptied at its end.
+    pub fn note_pending(&mut self, released: &[u64]) {
+        let Some(journal) = &mut self.journal else { return };
+        for clusters in self.writer.unlinked.ranges() {
+            journal.append(Record::Allocated { first: clusters.start, count: clusters.end - clusters.start });
+        }
+        self.note_released(released);
+    }
+
+    /// Appends to the journal the clusters to which no table refers any longer, as far as the journal has
+    /// room.
+    pub fn note_released(&mut self, released: &[u64]) {
+        let bits = self.cluster_bits();
+        let Some(journal) = &mut self.journal else { return };
+        let mut clusters: Vec<u64> = released.iter().map(|host| host >> bits).collect();
+        clusters.sort_unstable();
+        let runs = clusters.chunk_by(|one, next| next - one <= 1);
+        for run in runs.flat_map(|run| run.chunks(CLUSTERS_MAX as usize)) {
+            if let (Some(first), Some(last), true) =
+                (run.first(), run.last(), journal.has_room_for_released())
+            {
+                journal.append(Record::Released { first: *first, count: last - first + 1 });
+            }
+        }
+    }
+
+    /// Whether the metadata should be flushed before more tables are changed, because many slices are dirty,
+    /// many clusters are released, or the journal fills up.
+    pub fn is_crowded(&self) -> bool {
+        let released = self.writer.released.len();
+        let most = RELEASED_MAX.min(RELEASED_MAX_BYTES >> self.cluster_bits());
+        self.cache.is_crowded() || released >= most || self.journal.as_ref().is_some_and(Journal::is_crowded)
+    }
+
+    /// Whether a task may begin to change tables.
+    ///
+    /// # Errors
+    /// [`NotReady::FlushFirst`] if the metadata should be flushed first; [`NotReady::Busy`] if too many tasks
+    /// are changing tables.
+    pub fn may_change(&self) -> Result<(), NotReady> {
+        if self.is_crowded() {
+            return Err(NotReady::FlushFirst);
+        }
+        let changing = self.writer.changing + self.writer.making_l2.len();
+        if changing < CHANGES_MAX { Ok(()) } else { Err(NotReady::Busy) }
+    }
+
+    /// Whether a flush of the metadata may free clusters.
+    pub fn may_free(&self) -> bool {
+        self.writer.flushing || !self.writer.released.is_empty()
+    }
+
+    /// Whether tables in memory are newer than in the file.
+    pub fn is_dirty(&self) -> bool {
+        let writer = &self.writer;
+        self.cache.is_dirty()
+            || !writer.l1_dirty.is_empty()
+            || !writer.refcount_table_dirty.is_empty()
+            || !writer.released.is_empty()
+    }
+}
