@@ -1,11 +1,13 @@
-use std::fs::File;
+//! The image of a device: its identity, its sizes, and the steps by which a device switches to another image, for
+//! external snapshots and commits.
+
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 use std::sync::Arc;
 
 use blkq::{Driver, Error, ErrorKind};
 
-use crate::r#loop::{LoopDevice, backing};
+use crate::image_file::ImageFile;
+use crate::r#loop::LoopDevice;
 use crate::qcow2::{CommitSource, OverlayBase, Qcow2, Target};
 use crate::rbd::{Rbd, RbdSpec};
 
@@ -107,7 +109,7 @@ impl Image for LoopDevice {
     }
 
     fn usage(&self) -> Result<Usage, Error> {
-        usage_of(&self.file(), self.path(), self.limits().size_bytes())
+        usage_of(&self.file(), self.limits().size_bytes())
     }
 
     fn overlay_base(&self) -> Result<OverlayBase, Error> {
@@ -131,7 +133,7 @@ impl Image for Qcow2 {
     }
 
     fn usage(&self) -> Result<Usage, Error> {
-        usage_of(self.file(), self.path(), self.limits().size_bytes())
+        usage_of(self.file(), self.limits().size_bytes())
     }
 
     fn overlay_base(&self) -> Result<OverlayBase, Error> {
@@ -216,10 +218,10 @@ pub fn no_backing_file(driver: &str) -> Error {
     Error::new(ErrorKind::Unsupported, format!("a {driver} device has no backing file"))
 }
 
-fn usage_of(file: &File, path: &Path, virtual_bytes: u64) -> Result<Usage, Error> {
-    let file_bytes = backing::size(file, path)?;
+fn usage_of(file: &ImageFile, virtual_bytes: u64) -> Result<Usage, Error> {
+    let file_bytes = file.size()?;
     let metadata =
-        file.metadata().map_err(|e| Error::system(format!("cannot inspect {}", path.display()), e))?;
+        file.metadata().map_err(|e| Error::system(format!("cannot inspect {}", file.path.display()), e))?;
     // `st_blocks` of a block device is 0. All of its space counts as allocated.
     let allocated_bytes = match metadata.is_file() {
         true => metadata.blocks() * BLOCK_BYTES,
@@ -231,6 +233,8 @@ fn usage_of(file: &File, path: &Path, virtual_bytes: u64) -> Result<Usage, Error
 #[cfg(test)]
 #[cfg(not(model_check))]
 mod tests {
+    use std::fs::File;
+
     use blkq::drivers::ram::Ram;
 
     use super::*;

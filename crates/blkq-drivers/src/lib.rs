@@ -23,6 +23,7 @@
 pub mod fault;
 mod format;
 mod image;
+mod image_file;
 pub mod r#loop;
 pub mod model;
 pub mod qcow2;

@@ -12,8 +12,8 @@ use blkq::{Error, ErrorKind};
 use crate::fault::{Fault, FaultSpec};
 use crate::format::ImageFormat;
 use crate::image::{FaultImage, Image, Opened};
-use crate::r#loop::backing::{self, Backing};
-use crate::r#loop::{DirectIo, Dispatch, LoopDevice, LoopOptions, format};
+use crate::image_file::{DirectIo, ImageFile, check_write_access};
+use crate::r#loop::{Dispatch, LoopDevice, LoopOptions};
 use crate::qcow2::{BackingChain, Journals, Qcow2, Qcow2Options};
 use crate::rbd::{Rbd, RbdOptions, RbdSpec};
 use crate::size::{LOGICAL_BLOCK_SIZES, check_logical_block};
@@ -48,9 +48,9 @@ impl FromStr for DriverSpec {
 /// The name of the format whose magic the image at `path` contains, such as `qcow2` or `VHD`; `None` for raw
 /// data. Fails if the image cannot be opened for reading.
 pub fn detect_format(path: &Path) -> Result<Option<&'static str>, Error> {
-    let backing = Backing::open(path, true)?;
-    let size = backing::size(&backing.file, &backing.path)?;
-    Ok(format::detect(&backing.file, size))
+    let image = ImageFile::open(path, true)?;
+    let size = image.size()?;
+    Ok(image.detect_format(size))
 }
 
 /// The options of all drivers. An option that the chosen driver does not have is an error.
@@ -120,7 +120,7 @@ pub fn check(spec: &DriverSpec, options: &DriverOptions) -> Result<(), Error> {
     if let DriverSpec::Image(path) = spec
         && !options.read_only
     {
-        backing::check_write_access(path)?;
+        check_write_access(path)?;
     }
     let options = DriverOptions { read_only: true, journals: None, predecessor: None, ..options.clone() };
     match open_plain(spec, &options) {

@@ -4,16 +4,15 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use blkq::sync::lock as locked;
 use blkq::{Error, ErrorKind, IoBuffer};
-use rustix::fs::{FallocateFlags, OFlags, fallocate};
 use rustix::io::Errno;
 
-use super::backing::{self, Backing};
-use super::options::{DirectIo, LoopOptions, Mode, choose_mode};
+use crate::image_file::{DirectIo, ImageFile, Mode, choose_mode};
+
+use super::options::LoopOptions;
 use super::{Chosen, LoopDevice, bitmaps};
 
 /// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
@@ -32,12 +31,12 @@ pub(crate) struct DeviceTerms {
 }
 
 impl DeviceTerms {
-    fn mode(&self, backing: &Backing) -> Result<Mode, Error> {
+    fn mode(&self, image: &ImageFile) -> Result<Mode, Error> {
         let buffered = |reason| Ok(Mode { direct: None, reason });
         if let Some(why) = &self.buffered {
             return buffered(why.clone());
         }
-        let mode = choose_mode(self.requested, &backing.direct, &backing.path, self.logical_block_bytes, 0)?;
+        let mode = choose_mode(self.requested, &image.direct, &image.path, self.logical_block_bytes, 0)?;
         match mode.direct {
             Some(align) if align.memory.max(align.offset) > self.memory_align => {
                 let reason = format!(
@@ -47,7 +46,7 @@ impl DeviceTerms {
                 );
                 match self.requested {
                     DirectIo::On => {
-                        let message = format!("no direct I/O on {}: {reason}", backing.path.display());
+                        let message = format!("no direct I/O on {}: {reason}", image.path.display());
                         Err(Error::new(ErrorKind::NoDirectIo, message))
                     }
                     _ => buffered(reason),
@@ -73,22 +72,23 @@ impl LoopDevice {
         path: PathBuf,
         terms: DeviceTerms,
     ) -> Result<LoopDevice, Error> {
-        let backing = Backing::of_open(file, path)?;
+        let image = ImageFile::of_open(file, path)?;
+        let synced = image.with_file(synced);
         let block = terms.logical_block_bytes;
-        if backing.block_device && backing.logical_block > block {
-            let shown = backing.path.display();
+        if image.block_device && image.logical_block > block {
+            let shown = image.path.display();
             let message = format!(
                 "{shown} has sectors of {} bytes, and the device has sectors of {block}",
-                backing.logical_block
+                image.logical_block
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        let bytes = backing::size(&backing.file, &backing.path)?;
-        check_not_longer(&backing.path, bytes - bytes % u64::from(block), terms.size)?;
-        let (bitmaps, warning) = bitmaps::take(bitmaps, &backing, terms.size)?;
+        let bytes = image.size()?;
+        check_not_longer(&image.path, bytes - bytes % u64::from(block), terms.size)?;
+        let (bitmaps, warning) = bitmaps::take(bitmaps, &image, terms.size)?;
         if bytes < terms.size {
-            let shown = backing.path.display();
-            if backing.block_device {
+            let shown = image.path.display();
+            if image.block_device {
                 let message = format!(
                     "{shown} has {bytes} bytes, fewer than the device ({}), and a block device cannot grow",
                     terms.size
@@ -96,16 +96,13 @@ impl LoopDevice {
                 return Err(Error::new(ErrorKind::Unsupported, message));
             }
             // This write of one byte must come before O_DIRECT is set, which requires whole blocks.
-            backing
-                .file
+            image
                 .write_all_at(&[0], terms.size - 1)
                 .map_err(|e| Error::system(format!("cannot extend {shown} to {} bytes", terms.size), e))?;
         }
-        let mode = terms.mode(&backing)?;
-        backing::set_flag(&backing.file, OFlags::DIRECT, mode.direct.is_some())
-            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", backing.path.display()), e))?;
-        let options =
-            LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&backing.path) };
+        let mode = terms.mode(&image)?;
+        image.set_direct(mode.direct.is_some())?;
+        let options = LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&image.path) };
         let chosen = Chosen {
             logical_block_bytes: block,
             mode,
@@ -115,7 +112,7 @@ impl LoopDevice {
             bitmaps,
             warnings: Vec::from_iter(warning),
         };
-        Ok(LoopDevice::assemble(backing, &options, chosen))
+        Ok(LoopDevice::assemble(image, &options, chosen))
     }
 
     /// Writes to the image on the calling thread. No queue may be in use.
@@ -133,8 +130,7 @@ impl LoopDevice {
     /// Returns the I/O error of the image.
     pub(crate) fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
         let file = locked(&self.shared.state).file.clone();
-        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        match fallocate(&file, mode, range.start, range.end - range.start) {
+        match file.punch(range.clone()) {
             Ok(()) => return Ok(()),
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
             Err(e) => return Err(self.cannot_write(e.into())),

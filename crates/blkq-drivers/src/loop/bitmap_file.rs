@@ -12,11 +12,12 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
+use crate::image_file::lock::{self, LockKind};
+
 use super::bitmap_format::{
     FILE_MAX_BYTES, MAGIC, SlotNumber, Step, VERSION, file_bytes, mark_steps, parse, store_steps,
 };
 use super::fingerprint::ImageFingerprint;
-use super::lock::{self, LockKind};
 
 /// An open and locked bitmap file.
 pub(super) struct BitmapFile {

@@ -8,7 +8,8 @@ use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Error, ErrorKind};
 
-use super::backing::Backing;
+use crate::image_file::ImageFile;
+
 use super::bitmap_file::BitmapFile;
 use super::fingerprint::ImageFingerprint;
 use super::options::LoopOptions;
@@ -21,16 +22,16 @@ pub(super) type Place = Result<Mutex<Option<Box<BitmapFile>>>, &'static str>;
 const BLOCK_DEVICE: &str = "it is a block device";
 
 /// Opens the bitmap file of an image. If it cannot be used, it is left unchanged, and a warning is returned.
-pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<String>) {
+pub(super) fn open(options: &LoopOptions, image: &ImageFile) -> (Place, Option<String>) {
     let reasons = [
-        (backing.block_device, BLOCK_DEVICE),
+        (image.block_device, BLOCK_DEVICE),
         (options.offset != 0 || options.size_limit.is_some(), "the device serves only a part of it"),
         (options.shared, "it is shared, and other processes may write to it"),
     ];
     if let Some((_, why)) = reasons.into_iter().find(|(is, _)| *is) {
         return (Err(why), None);
     }
-    match BitmapFile::open(&backing.path, options.read_only) {
+    match BitmapFile::open(&image.path, options.read_only) {
         Ok(file) => (Ok(Mutex::new(file.map(Box::new))), None),
         Err(error) => (Ok(Mutex::new(None)), Some(format!("no dirty bitmaps are loaded: {error}"))),
     }
@@ -43,16 +44,16 @@ pub(super) fn open(options: &LoopOptions, backing: &Backing) -> (Place, Option<S
 /// Returns the I/O error of the bitmap file.
 pub(super) fn take(
     file: Option<File>,
-    backing: &Backing,
+    image: &ImageFile,
     size: u64,
 ) -> Result<(Place, Option<String>), Error> {
-    if backing.block_device {
+    if image.block_device {
         return Ok((Err(BLOCK_DEVICE), None));
     }
     let Some(file) = file else { return Ok((Ok(Mutex::new(None)), None)) };
-    let fingerprint = ImageFingerprint::of(&backing.file, size)
-        .map_err(|e| Error::system(format!("cannot read {}", backing.path.display()), e))?;
-    let loaded = BitmapFile::of_image(file, &backing.path);
+    let fingerprint = ImageFingerprint::of(image, size)
+        .map_err(|e| Error::system(format!("cannot read {}", image.path.display()), e))?;
+    let loaded = BitmapFile::of_image(file, &image.path);
     match loaded.and_then(|mut file| file.load(fingerprint).map(|bitmaps| (file, bitmaps))) {
         Ok((mut file, bitmaps)) => {
             file.mark(&bitmaps.iter().collect::<Vec<_>>(), fingerprint)?;

@@ -1,10 +1,11 @@
 //! The fingerprint of a raw image, saved with its dirty bitmaps. If the image has another fingerprint when it is
 //! opened, another program has written to it, and the bitmaps are inconsistent.
 
-use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
+
+use crate::image_file::ImageFile;
 
 /// Limit of [`ImageFingerprint::wait_until_older`]: a little more than the coarsest time stamp, 2 s on FAT.
 const WAIT_MAX: Duration = Duration::from_millis(2500);
@@ -25,7 +26,7 @@ impl ImageFingerprint {
     ///
     /// # Errors
     /// The I/O error of fstat(2).
-    pub fn of(image: &File, size: u64) -> io::Result<ImageFingerprint> {
+    pub fn of(image: &ImageFile, size: u64) -> io::Result<ImageFingerprint> {
         let metadata = image.metadata()?;
         Ok(ImageFingerprint {
             size,
@@ -54,19 +55,18 @@ impl ImageFingerprint {
 #[cfg(test)]
 #[cfg(not(model_check))]
 mod tests {
-    use std::os::unix::fs::FileExt;
-
     use super::*;
 
     #[test]
     fn a_write_after_the_wait_gives_another_fingerprint() {
         let path = std::env::temp_dir().join(format!("blkq-fingerprint-{}", std::process::id()));
-        let image = File::create(&path).unwrap();
+        std::fs::write(&path, []).unwrap();
+        let image = ImageFile::open(&path, false).unwrap();
         for byte in 0..50 {
-            image.write_at(&[byte], 0).unwrap();
+            image.write_all_at(&[byte], 0).unwrap();
             let fingerprint = ImageFingerprint::of(&image, 1).unwrap();
             fingerprint.wait_until_older();
-            image.write_at(&[byte], 0).unwrap();
+            image.write_all_at(&[byte], 0).unwrap();
             assert_ne!(ImageFingerprint::of(&image, 1).unwrap(), fingerprint);
         }
         std::fs::remove_file(path).unwrap();

@@ -1,13 +1,13 @@
 //! The files of the image that one queue has registered with its ring, and the submissions to them.
 
-use std::fs::File;
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{BioFlags, DriverContext, Error, FileSlot, IoBuffer, Operation, Registrar, Request, Segment, Tag};
 use io_uring::{opcode, squeue, types};
+
+use crate::image_file::ImageFile;
 
 use super::shared::{QueueSettings, SEGMENTS_MAX, Shared};
 use super::tail::{self, Tail};
@@ -19,7 +19,7 @@ const BLOCK_URING_CMD_DISCARD: u32 = 0x12 << 8;
 
 /// The registered files, and the memory that submissions need.
 pub(super) struct Image {
-    file: Arc<File>,
+    file: Arc<ImageFile>,
     slot: FileSlot,
     /// The open file that is used for flushes: see [`Shared::synced`].
     synced: FileSlot,
@@ -45,9 +45,9 @@ impl Image {
         tags: usize,
         ring: &mut Registrar<'_>,
     ) -> Result<Image, Error> {
-        let mut slot = ring.register_file(settings.file.as_fd())?;
+        let mut slot = ring.register_file(settings.file.ring_file())?;
         let mut synced =
-            ring.register_file(shared.synced.as_fd()).inspect_err(|_| ring.unregister_file(&mut slot))?;
+            ring.register_file(shared.synced.ring_file()).inspect_err(|_| ring.unregister_file(&mut slot))?;
         let tail = Tail::open(settings.tail, settings.direct, ring).inspect_err(|_| {
             ring.unregister_file(&mut slot);
             ring.unregister_file(&mut synced);
@@ -75,7 +75,7 @@ impl Image {
         if !Arc::ptr_eq(&self.file, &settings.file)
             && let Some(mut ring) = cx.registrar()
         {
-            let slot = ring.register_file(settings.file.as_fd())?;
+            let slot = ring.register_file(settings.file.ring_file())?;
             ring.unregister_file(&mut self.slot);
             self.slot = slot;
             self.file = settings.file;

@@ -1,33 +1,23 @@
 //! The loop driver: serves a regular file or a block device as raw data, with direct I/O or through the page
 //! cache.
 //!
-//! - `options`: the options, and the choice of sector size and I/O mode. `backing` opens the image and probes
-//!   what its file system and its device support.
+//! - `options`: the options, and the part of the image that is served. The image itself is an `image_file`.
 //! - `queue`: the data path of one queue. `image` builds the submissions, `outcome` interprets the results,
 //!   `progress` is the state of a call, `writer` the token that admits one writing queue at a time, `tail` the
 //!   end of a device whose size is not a multiple of the sector size, `counters` the statistics.
-//! - `lock`: the locks against other processes. `claim` detects uses of the image by the kernel, `format`
-//!   images that are not raw, and `name` follows renames.
-//! - `base`: switches a device to the raw backing file of its image after a commit. `extents` reports data and
-//!   holes.
+//! - `base`: switches a device to the raw backing file of its image after a commit.
 //! - `bitmap_store`, `bitmaps`, `bitmap_file`, `bitmap_format`: the persistent dirty bitmaps in a file beside
 //!   the image. `fingerprint` detects that another program has written to the image since they were saved.
 
-pub(crate) mod backing;
 pub(crate) mod base;
 mod bitmap_file;
 mod bitmap_format;
 mod bitmap_store;
 mod bitmaps;
-pub(crate) mod claim;
 mod counters;
-pub(crate) mod extents;
 mod fingerprint;
-pub(crate) mod format;
 mod image;
-pub(crate) mod lock;
-pub(crate) mod name;
-pub(crate) mod options;
+mod options;
 mod outcome;
 mod progress;
 mod queue;
@@ -38,7 +28,6 @@ mod tail;
 pub(super) mod tests;
 mod writer;
 
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -49,14 +38,13 @@ use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
-use rustix::fs::{Advice, OFlags, fadvise};
 
-use backing::{Backing, DirectAlign};
+use crate::image_file::{ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, choose_mode};
+
+pub use crate::image_file::DirectIo;
 pub use counters::{LoopCounters, LoopSnapshot};
-use lock::LockKind;
-use name::ImageName;
-pub use options::{DirectIo, Dispatch, LoopOptions, LoopSetting};
-use options::{Mode, Window, choose_logical_block, choose_mode, invalid};
+pub use options::{Dispatch, LoopOptions, LoopSetting};
+use options::{Window, invalid};
 use queue::LoopQueue;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
 use writer::{QUEUES_MAX, WriterToken};
@@ -66,12 +54,10 @@ use writer::{QUEUES_MAX, WriterToken};
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
 
 /// Opens the image again, through the page cache, for the last bytes of a device.
-fn tail_file(file: &File, path: &Path, writable: bool) -> Result<Arc<File>, Error> {
-    let tail = backing::reopen(file, path, writable)?;
-    // Turns read-ahead off: the kernel must cache only the page that `tail` reserves for the page cache, and none
-    // that direct I/O uses.
-    fadvise(&tail, 0, None, Advice::Random)
-        .map_err(|e| Error::system(format!("cannot turn off read-ahead for {}", path.display()), e))?;
+fn tail_file(file: &ImageFile, writable: bool) -> Result<Arc<ImageFile>, Error> {
+    let tail = file.reopen(writable)?;
+    // The kernel must cache only the page that `tail` reserves for the page cache, and none that direct I/O uses.
+    tail.turn_off_read_ahead()?;
     Ok(Arc::new(tail))
 }
 
@@ -82,17 +68,16 @@ struct Chosen {
     /// Size of the device, in bytes.
     size: u64,
     /// See [`Shared::synced`].
-    synced: File,
+    synced: ImageFile,
     /// See [`State::tail`].
-    tail: Option<Arc<File>>,
+    tail: Option<Arc<ImageFile>>,
     bitmaps: bitmaps::Place,
     warnings: Vec<String>,
 }
 
 /// A raw image and how it was opened, for a driver that uses it as the backing file of an overlay.
 pub(crate) struct RawImage {
-    pub file: Arc<File>,
-    pub path: PathBuf,
+    pub file: Arc<ImageFile>,
     /// Size of the device, in bytes.
     pub size: u64,
     /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
@@ -109,15 +94,8 @@ pub struct LoopDevice {
     shared: Arc<Shared>,
     name: ImageName,
     path: PathBuf,
-    /// Device number of the file system, and inode. Both survive a rename.
-    identity: (u64, u64),
-    /// The alignment that direct I/O requires, or the reason why direct I/O is not possible.
-    direct: Result<DirectAlign, String>,
     /// Whether the device may end within a sector ([`LoopOptions::partial_block`]).
     partial: bool,
-    physical_block: u32,
-    discard_granularity: u32,
-    rotational: bool,
     shared_use: bool,
     /// Another driver in this process uses the open file and its locks, so this one must not release them.
     superseded: AtomicBool,
@@ -133,76 +111,72 @@ impl LoopDevice {
     /// uses them, [`ErrorKind::Format`] if the image is not raw: for these the caller adds a hint.
     /// [`ErrorKind::Invalid`] if the options do not fit the image, and the I/O errors of the image file.
     pub fn open(options: &LoopOptions) -> Result<LoopDevice, Error> {
-        let backing = Backing::open(&options.path, options.read_only)?;
+        let image = ImageFile::open(&options.path, options.read_only)?;
         let mut warnings = Vec::new();
-        let logical_block_bytes = choose_logical_block(options, &backing)?;
+        let logical_block_bytes =
+            image.choose_logical_block(options.logical_block_bytes, options.direct_io)?;
         if !options.offset.is_multiple_of(u64::from(logical_block_bytes)) {
             return Err(invalid(format!(
                 "the offset {} is not a multiple of the sector size {logical_block_bytes}; choose one that is",
                 options.offset
             )));
         }
-        let mode = choose_mode(
-            options.direct_io,
-            &backing.direct,
-            &backing.path,
-            logical_block_bytes,
-            options.offset,
-        )?;
+        let mode =
+            choose_mode(options.direct_io, &image.direct, &image.path, logical_block_bytes, options.offset)?;
         if options.direct_io == DirectIo::On && mode.direct.is_some_and(|align| align.assumed) {
             warnings.push(format!(
                 "the file system of {} does not report the alignment that direct I/O requires; 512 bytes are assumed",
-                backing.path.display()
+                image.path.display()
             ));
         }
-        let file_size = backing::size(&backing.file, &backing.path)?;
+        let file_size = image.size()?;
         // A block device consists of whole blocks.
-        let partial = options.partial_block && !backing.block_device;
-        let window = Window { path: &backing.path, offset: options.offset, logical_block_bytes, partial };
+        let partial = options.partial_block && !image.block_device;
+        let window = Window { path: &image.path, offset: options.offset, logical_block_bytes, partial };
         let (size, left_out) = window.capacity(file_size, options.size_limit)?;
         if left_out > 0 {
             warnings.push(format!(
                 "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and are not served",
-                backing.path.display()
+                image.path.display()
             ));
         }
         let range = options.offset..options.offset + size;
         let kind = LockKind::of(options.read_only, options.shared);
-        warnings.extend(lock::acquire(&backing.file, &backing.path, &range, kind, options.shared)?);
-        backing::set_flag(&backing.file, OFlags::DIRECT, mode.direct.is_some())
-            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", backing.path.display()), e))?;
+        warnings.extend(image.lock(&range, kind, options.shared)?);
+        image.set_direct(mode.direct.is_some())?;
         // After the lock, and on the open file: the path may name another file by now.
         if !options.shared {
-            claim::check(&backing, &range, options.read_only)?;
+            image.check_unclaimed(&range, options.read_only)?;
         }
-        if let Some(format) = format::detect(&backing.file, file_size).filter(|_| !options.raw) {
-            let message = format!("{} is a {format} image, not raw data", backing.path.display());
+        if let Some(format) = image.detect_format(file_size).filter(|_| !options.raw) {
+            let message = format!("{} is a {format} image, not raw data", image.path.display());
             return Err(Error::new(ErrorKind::Format, message));
         }
-        let (bitmaps, warning) = bitmaps::open(options, &backing);
+        let (bitmaps, warning) = bitmaps::open(options, &image);
         warnings.extend(warning);
-        let synced = backing::reopen(&backing.file, &backing.path, false)?;
-        let tail =
-            partial.then(|| tail_file(&backing.file, &backing.path, !options.read_only)).transpose()?;
+        let synced = image.reopen(false)?;
+        let tail = partial.then(|| tail_file(&image, !options.read_only)).transpose()?;
         let chosen = Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings };
-        Ok(LoopDevice::assemble(backing, options, chosen))
+        Ok(LoopDevice::assemble(image, options, chosen))
     }
 
     /// Makes a device of an image that is open and locked.
-    fn assemble(backing: Backing, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
+    fn assemble(image: ImageFile, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
         let Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings } = chosen;
         let partial = tail.is_some();
         // The kernel rejects fallocate(2) on a part of a block of a block device.
-        let takes_any_sector = !backing.block_device || backing.logical_block <= logical_block_bytes;
+        let (block_device, discards) = (image.block_device, image.discards);
+        let takes_any_sector = !image.block_device || image.logical_block <= logical_block_bytes;
+        let (name, path) = (ImageName::new(&image.path), image.path.clone());
         let shared = Shared {
             offset: options.offset,
             logical_block_bytes,
-            discard_unit: if takes_any_sector { 1 } else { u64::from(backing.logical_block) },
-            cache_unit: u64::from(backing.physical_block).max(rustix::param::page_size() as u64),
-            block_device: backing.block_device,
+            discard_unit: if takes_any_sector { 1 } else { u64::from(image.logical_block) },
+            cache_unit: u64::from(image.physical_block).max(rustix::param::page_size() as u64),
+            block_device,
             synced,
             state: Mutex::new(State {
-                file: Arc::new(backing.file),
+                file: Arc::new(image),
                 writable: !options.read_only,
                 requested: options.direct_io,
                 mode,
@@ -215,22 +189,17 @@ impl LoopDevice {
             writer: CachePadded::new(WriterToken::new()),
             wakes: std::array::from_fn(|_| OnceLock::new()),
             counters: Arc::new(LoopCounters::new()),
-            discard_by_command: AtomicBool::new(backing.block_device),
+            discard_by_command: AtomicBool::new(block_device),
             writeback_failed: AtomicBool::new(false),
-            discards: AtomicBool::new(backing.discards),
+            discards: AtomicBool::new(discards),
             zeroes: AtomicBool::new(takes_any_sector),
             zeroes_no_unmap: AtomicBool::new(takes_any_sector),
         };
         LoopDevice {
             shared: Arc::new(shared),
-            name: ImageName::new(&backing.path),
-            path: backing.path,
-            identity: backing.identity,
-            direct: backing.direct,
+            name,
+            path,
             partial,
-            physical_block: backing.physical_block,
-            discard_granularity: backing.discard_granularity,
-            rotational: backing.rotational,
             shared_use: options.shared,
             superseded: AtomicBool::new(false),
             bitmaps,
@@ -253,10 +222,10 @@ impl LoopDevice {
 
     /// The device number of the image's file system, and its inode.
     pub(crate) fn identity(&self) -> (u64, u64) {
-        self.identity
+        self.file().identity
     }
 
-    pub(crate) fn file(&self) -> Arc<File> {
+    pub(crate) fn file(&self) -> Arc<ImageFile> {
         locked(&self.shared.state).file.clone()
     }
 
@@ -278,7 +247,7 @@ impl LoopDevice {
         let buffered = self.partial || locked(&shared.state).mode.direct.is_none();
         // The kernel reports a failed write-back once to each open file. The flushes use this one, so an error
         // that another open file has received is still reported here.
-        if let Err(e) = backing::sync(&shared.synced) {
+        if let Err(e) = shared.synced.sync() {
             shared.writeback_failed.fetch_or(buffered, Relaxed);
             return Err(Error::system(format!("cannot make {path} durable"), e));
         }
@@ -289,13 +258,14 @@ impl LoopDevice {
         Ok(())
     }
 
-    fn set_direct(&self, file: &File, on: bool) -> Result<(), Error> {
-        backing::set_flag(file, OFlags::DIRECT, on)
-            .map_err(|e| Error::system(format!("cannot change direct I/O of {}", self.path.display()), e))
-    }
-
     fn choose_mode(&self, requested: DirectIo) -> Result<Mode, Error> {
-        choose_mode(requested, &self.direct, &self.path, self.shared.logical_block_bytes, self.shared.offset)
+        choose_mode(
+            requested,
+            &self.file().direct,
+            &self.path,
+            self.shared.logical_block_bytes,
+            self.shared.offset,
+        )
     }
 
     fn set_direct_io(&self, requested: DirectIo) -> Result<(), Error> {
@@ -303,7 +273,7 @@ impl LoopDevice {
         // Direct reads do not see dirty pages, so these must be written before I/O bypasses the page cache.
         self.sync()?;
         let mut state = locked(&self.shared.state);
-        self.set_direct(&state.file, mode.direct.is_some())?;
+        state.file.set_direct(mode.direct.is_some())?;
         state.requested = requested;
         state.mode = mode;
         Ok(())
@@ -350,7 +320,6 @@ impl LoopDevice {
             let direct = state.mode.direct;
             RawImage {
                 file: Arc::clone(&state.file),
-                path: self.path.clone(),
                 size: state.size,
                 align: direct.map_or(1, |align| u64::from(align.offset)),
                 memory_align: direct.map_or(1, |align| align.memory.max(align.offset)),
@@ -367,7 +336,7 @@ impl LoopDevice {
     /// stays when this device is dropped.
     pub(crate) fn supersede(&self) {
         self.superseded.store(true, Relaxed);
-        lock::downgrade(&locked(&self.shared.state).file, &lock::WHOLE_FILE);
+        locked(&self.shared.state).file.downgrade(&WHOLE_FILE);
     }
 
     fn image(&self) -> bitmaps::Image<'_> {
@@ -407,14 +376,15 @@ impl Driver for LoopDevice {
             capacity_bytes,
             padding_bytes: (capacity_bytes - state.size) as u32,
             logical_block_bytes: self.shared.logical_block_bytes,
-            physical_block_bytes: self.physical_block.max(self.shared.logical_block_bytes),
+            physical_block_bytes: state.file.physical_block.max(self.shared.logical_block_bytes),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
             memory_align,
             // The driver zeroes the padding after the last bytes, which it cannot do in pages of the kernel.
             kernel_pages: !self.partial,
             max_discard_bytes: max_bytes(&self.shared.discards),
-            discard_granularity: self
+            discard_granularity: state
+                .file
                 .discard_granularity
                 .max(self.shared.logical_block_bytes)
                 .max(self.shared.discard_unit as u32),
@@ -424,7 +394,7 @@ impl Driver for LoopDevice {
             write_cache: !state.read_only,
             fua: !state.read_only,
             read_only: state.read_only,
-            rotational: self.rotational,
+            rotational: state.file.rotational,
             page_cache: state.mode.direct.is_none(),
             ..QueueLimits::default()
         }
@@ -447,7 +417,7 @@ impl Driver for LoopDevice {
         if self.shared.block_device {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
-        extents::of_file(&file, self.shared.offset, u64::from(self.shared.logical_block_bytes), range, max)
+        file.extents(self.shared.offset, u64::from(self.shared.logical_block_bytes), range, max)
             .map_err(|e| Error::system(format!("cannot read the extents of {}", self.path.display()), e))
     }
 
@@ -485,23 +455,23 @@ impl Driver for LoopDevice {
             return Ok(());
         }
         let range = self.shared.offset..self.shared.offset + state.size;
-        let relock = |file: &File, kind| lock::acquire(file, &self.path, &range, kind, self.shared_use);
+        let relock = |file: &ImageFile, kind| file.lock(&range, kind, self.shared_use);
         if self.shared_use && (read_only || state.writable) {
             // A shared device has the same lock for reading and for writing.
         } else if read_only {
-            lock::downgrade(&state.file, &range);
+            state.file.downgrade(&range);
         } else if state.writable {
-            relock(&state.file, LockKind::Exclusive).inspect_err(|_| lock::downgrade(&state.file, &range))?;
+            relock(&state.file, LockKind::Exclusive).inspect_err(|_| state.file.downgrade(&range))?;
         } else {
-            let file = backing::reopen(&state.file, &self.path, true)?;
-            let tail = self.partial.then(|| tail_file(&file, &self.path, true)).transpose()?;
-            self.set_direct(&file, state.mode.direct.is_some())?;
+            let file = state.file.reopen(true)?;
+            let tail = self.partial.then(|| tail_file(&file, true)).transpose()?;
+            file.set_direct(state.mode.direct.is_some())?;
             // The locks of the two open file descriptions conflict with each other, and the image must not be
             // unlocked in between. So the new one first takes a reader's lock beside the old one's.
             relock(&file, LockKind::Shared)?;
-            lock::release_all(&state.file);
+            state.file.unlock(&WHOLE_FILE);
             if let Err(error) = relock(&file, LockKind::of(false, self.shared_use)) {
-                lock::downgrade(&file, &range);
+                file.downgrade(&range);
                 relock(&state.file, LockKind::Shared)?;
                 return Err(error);
             }
@@ -515,13 +485,13 @@ impl Driver for LoopDevice {
 
     fn prepare_resize(&self, bytes: Option<u64>) -> Result<u64, Error> {
         let state = locked(&self.shared.state);
-        let file_size = backing::size(&state.file, &self.path)?;
+        let file_size = state.file.size()?;
         self.size_after_resize(&state, file_size, bytes)
     }
 
     fn resize(&self, bytes: Option<u64>) -> Result<(), Error> {
         let mut state = locked(&self.shared.state);
-        let file_size = backing::size(&state.file, &self.path)?;
+        let file_size = state.file.size()?;
         let size = self.size_after_resize(&state, file_size, bytes)?;
         let window = self.window();
         let (old_end, end) = (window.offset + state.size, window.offset + size);
@@ -531,15 +501,15 @@ impl Driver for LoopDevice {
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let kind = LockKind::of(state.read_only, self.shared_use);
-        lock::acquire(&state.file, &self.path, &(window.offset..end), kind, self.shared_use)?;
+        state.file.lock(&(window.offset..end), kind, self.shared_use)?;
         if end > file_size
-            && let Err(e) = state.file.set_len(end)
+            && let Err(e) = state.file.set_size(end)
         {
-            lock::release(&state.file, &(old_end.min(end)..end));
+            state.file.unlock(&(old_end.min(end)..end));
             let message = format!("cannot extend {} to {end} bytes", self.path.display());
             return Err(Error::system(message, e).with_cure("choose a smaller size"));
         }
-        lock::release(&state.file, &(end..old_end.max(end)));
+        state.file.unlock(&(end..old_end.max(end)));
         state.size = size;
         if bytes.is_some() && state.size_limit.is_some() {
             state.size_limit = bytes;
@@ -558,6 +528,7 @@ impl Driver for LoopDevice {
     fn describe(&self) -> Vec<(&'static str, String)> {
         let state = locked(&self.shared.state);
         let counters = self.shared.counters.snapshot();
+        let (device, inode) = state.file.identity;
         let (effective, reason) = match &state.mode.direct {
             Some(align) => {
                 ("on", format!("alignment {} for offsets, {} for memory", align.offset, align.memory))
@@ -566,8 +537,8 @@ impl Driver for LoopDevice {
         };
         vec![
             ("backing-file", self.name.now(&state.file)),
-            ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
-            ("backing-inode", self.identity.1.to_string()),
+            ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
+            ("backing-inode", inode.to_string()),
             ("offset", self.shared.offset.to_string()),
             ("size-limit", state.size_limit.map_or("none".to_owned(), |limit| limit.to_string())),
             ("direct-io-requested", state.requested.name().to_owned()),
@@ -593,6 +564,6 @@ impl Drop for LoopDevice {
             return;
         }
         // A ring may keep the file open after the device was removed, and the locks are released only with it.
-        lock::release_all(&locked(&self.shared.state).file);
+        locked(&self.shared.state).file.unlock(&WHOLE_FILE);
     }
 }

@@ -15,7 +15,8 @@ use blkq::{
 };
 use io_uring::squeue;
 
-use super::backing::OPERATIONS;
+use crate::image_file::OPERATIONS;
+
 use super::counters::QueueCounters;
 use super::image::Image;
 use super::outcome::{self, Outcome};

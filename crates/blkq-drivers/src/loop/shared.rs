@@ -1,6 +1,5 @@
 //! The state that a loop device shares with its queues.
 
-use std::fs::File;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
@@ -9,8 +8,10 @@ use blkq::layout::CachePadded;
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::{Mutex, lock as locked};
 
+use crate::image_file::{DirectIo, ImageFile, Mode};
+
 use super::counters::LoopCounters;
-use super::options::{DirectIo, Dispatch, Mode};
+use super::options::Dispatch;
 use super::tail::TailSettings;
 use super::writer::{QUEUES_MAX, WriterToken};
 
@@ -48,7 +49,7 @@ pub(super) struct Shared {
     pub block_device: bool,
     /// The image, opened a second time and used only for syncs. The kernel reports a failed write-back once to
     /// each open file, so an error that a FUA write has received is still reported to the next flush.
-    pub synced: File,
+    pub synced: ImageFile,
     pub state: Mutex<State>,
     /// On a cache line of its own, because queues that only read use the fields around it.
     pub writer: CachePadded<WriterToken>,
@@ -67,7 +68,7 @@ pub(super) struct Shared {
 
 /// The part of the state that changes while the device is in use.
 pub(super) struct State {
-    pub file: Arc<File>,
+    pub file: Arc<ImageFile>,
     /// Whether `file` is open for writing. It may be while the device is read-only.
     pub writable: bool,
     pub requested: DirectIo,
@@ -78,12 +79,12 @@ pub(super) struct State {
     /// Size of the device, in bytes.
     pub size: u64,
     /// The image, opened a second time without direct I/O, if the device may end within a sector.
-    pub tail: Option<Arc<File>>,
+    pub tail: Option<Arc<ImageFile>>,
 }
 
 /// The settings that a queue copies when it is opened, and again after each change.
 pub(super) struct QueueSettings {
-    pub file: Arc<File>,
+    pub file: Arc<ImageFile>,
     pub align: u64,
     pub direct: bool,
     pub tail: TailSettings,

@@ -10,12 +10,12 @@
 //!
 //! A request *reaches the tail* if it extends beyond [`TailSettings::begin`].
 
-use std::fs::File;
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use blkq::{DriverContext, Error, FileSlot, Registrar, Request, Segment, Tag};
+
+use crate::image_file::ImageFile;
 
 /// The settings of the tail that follow from the state of the device.
 #[derive(Clone)]
@@ -26,7 +26,7 @@ pub(super) struct TailSettings {
     /// Size of the device, in bytes.
     pub size: u64,
     /// The image, opened without direct I/O, if the device may end within a sector.
-    pub file: Option<Arc<File>>,
+    pub file: Option<Arc<ImageFile>>,
 }
 
 impl TailSettings {
@@ -37,7 +37,7 @@ impl TailSettings {
         logical_block_bytes: u64,
         offset: u64,
         direct_unit: Option<u64>,
-        file: Option<&Arc<File>>,
+        file: Option<&Arc<ImageFile>>,
     ) -> Self {
         let begin = match direct_unit {
             _ if size.is_multiple_of(logical_block_bytes) => u64::MAX,
@@ -58,7 +58,7 @@ pub(super) struct Tail {
 impl Tail {
     /// Registers the buffered file with the ring. `direct` says whether the rest of the device uses direct I/O.
     pub fn open(settings: TailSettings, direct: bool, ring: &mut Registrar<'_>) -> Result<Tail, Error> {
-        let slot = settings.file.as_ref().map(|file| ring.register_file(file.as_fd())).transpose()?;
+        let slot = settings.file.as_ref().map(|file| ring.register_file(file.ring_file())).transpose()?;
         Ok(Tail { settings, direct, slot })
     }
 

@@ -7,7 +7,7 @@ mod data;
 mod open;
 mod tail;
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::AtomicU32;

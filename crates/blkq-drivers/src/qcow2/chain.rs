@@ -2,18 +2,14 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use blkq::text::shell_word;
 use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
-use crate::r#loop::backing::{self, Backing};
-use crate::r#loop::format;
-use crate::r#loop::lock::{self, LockKind};
+use crate::image_file::{ImageFile, LockKind, WHOLE_FILE, name_now};
 
 use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
 use super::journal::{self, Journals};
@@ -25,11 +21,11 @@ pub(super) const DEPTH_MAX: usize = 64;
 /// Bytes of all L1 tables in a chain. They are in memory as long as the device exists.
 const L1_TABLES_MAX_BYTES: u64 = 128 << 20;
 /// The byte range of each file that is locked.
-pub(super) const LOCKED: std::ops::Range<u64> = lock::WHOLE_FILE;
+pub(super) const LOCKED: std::ops::Range<u64> = WHOLE_FILE;
 
 /// An image of a chain, open.
 pub(super) struct Opened {
-    pub backing: Backing,
+    pub file: ImageFile,
     pub tables: Option<Tables>,
     /// Virtual size in bytes.
     pub size: u64,
@@ -39,15 +35,15 @@ pub(super) struct Opened {
 ///
 /// # Errors
 /// The message has one line: what is wrong with the image, and a hint.
-pub(super) fn read_header(backing: &Backing) -> Result<Header, Error> {
+pub(super) fn read_header(backing: &ImageFile) -> Result<Header, Error> {
     let mut head = vec![0; FIXED_BYTES];
-    read_at(&backing.file, &backing.path, &mut head, 0)?;
+    read_at(backing, &mut head, 0)?;
     let mut bytes = vec![0; cluster_bytes(&head).map_err(|e| not_served(backing, &e))?];
-    read_at(&backing.file, &backing.path, &mut bytes, 0)?;
+    read_at(backing, &mut bytes, 0)?;
     Header::parse(&bytes).map_err(|e| not_served(backing, &e))
 }
 
-fn not_served(backing: &Backing, error: &Error) -> Error {
+fn not_served(backing: &ImageFile, error: &Error) -> Error {
     Error::new(error.kind(), format!("{} cannot be served as qcow2: {error}", backing.path.display()))
 }
 
@@ -55,9 +51,9 @@ fn not_served(backing: &Backing, error: &Error) -> Error {
 ///
 /// # Errors
 /// As [`read_header`]; [`ErrorKind::Format`] if a table is not completely in the file.
-pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
+pub(super) fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
     let header = read_header(backing)?;
-    let file_bytes = backing::size(&backing.file, &backing.path)?;
+    let file_bytes = backing.size()?;
     let tables = [
         ("L1", header.l1_offset, u64::from(header.l1_entries) * 8),
         (
@@ -79,27 +75,23 @@ pub(super) fn read_tables(backing: &Backing) -> Result<Tables, Error> {
     Ok(Tables { header, l1 })
 }
 
-/// Reads a table of big-endian numbers. Entries beyond the end of the file are 0.
+/// Reads a table of big-endian numbers, which is completely in the file.
 ///
 /// # Errors
 /// The I/O error of the file.
-pub(super) fn read_numbers(backing: &Backing, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
+pub(super) fn read_numbers(backing: &ImageFile, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
     let mut bytes = vec![0; count * 8];
-    read_at(&backing.file, &backing.path, &mut bytes, offset)?;
+    backing.read_exact_at(&mut bytes, offset, None).map_err(|e| cannot_read(backing, e))?;
     Ok(bytes.chunks_exact(8).map(|entry| super::format::header::u64_at(entry, 0)).collect())
 }
 
-fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<(), Error> {
-    let mut done = 0;
-    while done < bytes.len() {
-        match file.read_at(&mut bytes[done..], offset + done as u64) {
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(Error::system(format!("cannot read {}", path.display()), e)),
-        }
-    }
-    Ok(())
+/// Reads from an image of which no size is known yet.
+fn read_at(image: &ImageFile, bytes: &mut [u8], offset: u64) -> Result<(), Error> {
+    image.read_padded_at(bytes, offset, 0, None).map_err(|e| cannot_read(image, e))
+}
+
+fn cannot_read(image: &ImageFile, error: std::io::Error) -> Error {
+    Error::system(format!("cannot read {}", image.path.display()), error)
 }
 
 /// Opens the backing files of `top`, in order from the nearest.
@@ -124,28 +116,28 @@ pub(super) fn open_backing_files(
             let message = format!(
                 "{} has more than {DEPTH_MAX} backing files; merge some with `qemu-img commit` or \
                  `qemu-img rebase`",
-                top.backing.path.display()
+                top.file.path.display()
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        let backing = open_one(&last.backing.path, &name, allowed)?;
-        if std::iter::once(top).chain(&chain).any(|one| one.backing.identity == backing.identity) {
+        let backing = open_one(&last.file.path, &name, allowed)?;
+        if std::iter::once(top).chain(&chain).any(|one| one.file.identity == backing.identity) {
             let message = format!(
                 "the backing chain of {} contains {} twice",
-                top.backing.path.display(),
+                top.file.path.display(),
                 backing.path.display()
             );
             return Err(Error::new(ErrorKind::Format, message));
         }
         // The lock comes before the tables are read, because another process may be changing them.
-        lock::acquire(&backing.file, &backing.path, &LOCKED, LockKind::Shared, false)?;
-        let opened = read_one(&last.backing.path, &name, backing)?;
+        backing.lock(&LOCKED, LockKind::Shared, false)?;
+        let opened = read_one(&last.file.path, &name, backing)?;
         if let (Some(tables), Some(all)) = (&opened.tables, journals) {
-            let (path, identity) = (&opened.backing.path, opened.backing.identity);
+            let (path, identity) = (&opened.file.path, opened.file.identity);
             let tag = tables.header.tag;
-            journal::check_base(all, path, (identity, tag), last.backing.identity)?;
+            journal::check_base(all, path, (identity, tag), last.file.identity)?;
             if tag == 0 {
-                let file = (identity, backing::birth(&opened.backing.file));
+                let file = (identity, opened.file.birth());
                 warnings.extend(journal::find_ignored(all, path, file));
             }
         }
@@ -155,7 +147,7 @@ pub(super) fn open_backing_files(
             let message = format!(
                 "the L1 tables of {} and its backing files need more than {} MiB of memory; merge the \
                  chain into one image with `qemu-img convert`",
-                top.backing.path.display(),
+                top.file.path.display(),
                 L1_TABLES_MAX_BYTES >> 20
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -167,11 +159,11 @@ pub(super) fn open_backing_files(
 ///
 /// # Errors
 /// As [`open_backing_files`].
-pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<Backing, Error> {
+pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<ImageFile, Error> {
     let directory = image.parent().unwrap_or(Path::new("/"));
     let path = backing_path(image, &name.name)?;
     let opened = match allowed {
-        BackingChain::Allow => Backing::open(&directory.join(path), true),
+        BackingChain::Allow => ImageFile::open(&directory.join(path), true),
         BackingChain::OwnDirectory => open_beneath(directory, image, path),
     };
     opened.map_err(|error| match error.kind() {
@@ -192,11 +184,11 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
 }
 
 /// Checks the format of the backing file that `image` names, and reads its tables if it is qcow2.
-fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened, Error> {
-    let size = backing::size(&backing.file, &backing.path)?;
+fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Opened, Error> {
+    let size = backing.size()?;
     let shown = backing.path.display();
     let mut magic = [0; 4];
-    read_at(&backing.file, &backing.path, &mut magic, 0)?;
+    read_at(&backing, &mut magic, 0)?;
     match name.format.as_deref() {
         Some("raw") => {}
         Some("qcow2") => return qcow2(backing),
@@ -213,7 +205,7 @@ fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         None => {
-            if let Some(format) = format::detect(&backing.file, size) {
+            if let Some(format) = backing.detect_format(size) {
                 let message = format!(
                     "{shown}, the backing file of {}, is a {format} image, which is not supported",
                     image.display()
@@ -229,20 +221,20 @@ fn read_one(image: &Path, name: &BackingName, backing: Backing) -> Result<Opened
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
     }
-    Ok(Opened { backing, tables: None, size })
+    Ok(Opened { file: backing, tables: None, size })
 }
 
-fn qcow2(mut backing: Backing) -> Result<Opened, Error> {
+fn qcow2(mut backing: ImageFile) -> Result<Opened, Error> {
     let tables = read_tables(&backing)?;
     prefer_link(&mut backing, &tables.header);
     let size = tables.header.size;
-    Ok(Opened { backing, tables: Some(tables), size })
+    Ok(Opened { file: backing, tables: Some(tables), size })
 }
 
 /// Makes `backing`, an image with `header`, use the symbolic link by which it was opened as its path, if it
 /// names its own backing file by a relative name. As in QEMU, such a name is relative to the directory of the
 /// link, not of the image.
-pub(super) fn prefer_link(backing: &mut Backing, header: &Header) {
+pub(super) fn prefer_link(backing: &mut ImageFile, header: &Header) {
     let is_relative =
         |name: &BackingName| backing_path(&backing.path, &name.name).is_ok_and(Path::is_relative);
     if header.backing.as_ref().is_some_and(is_relative)
@@ -286,7 +278,7 @@ fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
 
 /// Opens a file in `directory`, the directory of `image`, or below it. The kernel (`RESOLVE_BENEATH`) ensures
 /// that no `..` and no symbolic link leads out of `directory`, even if the tree changes meanwhile.
-fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<Backing, Error> {
+fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<ImageFile, Error> {
     let refused = || {
         let message = format!(
             "{} has the backing file {}, which is not in its directory or below",
@@ -311,14 +303,14 @@ fn open_beneath(directory: &Path, image: &Path, path: &Path) -> Result<Backing, 
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     let file = File::from(openat2(&at, within, flags, FileMode::empty(), resolve).map_err(failed)?);
-    let name = backing::name_now(&file);
-    let mut backing = Backing::of_open(file, name.unwrap_or_else(|| directory.join(within)))?;
+    let name = name_now(&file);
+    let mut backing = ImageFile::of_open(file, name.unwrap_or_else(|| directory.join(within)))?;
     // The kernel resolves the parent directory under the same rule. The last component may be a symbolic
     // link, and then the file itself is in another directory.
     let parent = within.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let parent = File::from(openat2(&at, parent, flags, FileMode::empty(), resolve).map_err(failed)?);
-    let link = backing::name_now(&parent).zip(within.file_name());
+    let link = name_now(&parent).zip(within.file_name());
     backing.link =
         link.map(|(parent, name)| parent.join(name)).filter(|link| link.parent() != backing.path.parent());
     Ok(backing)

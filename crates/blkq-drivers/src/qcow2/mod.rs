@@ -25,7 +25,7 @@ mod tests;
 use std::collections::{BTreeSet, HashSet};
 use std::fs::File;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -36,13 +36,9 @@ use blkq::sync::{Mutex, lock as locked};
 use blkq::text::shell_word;
 use blkq::{DepthExtent, Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
-pub use super::r#loop::backing::link_elsewhere;
-use super::r#loop::backing::{self, Backing};
-use super::r#loop::lock::{self, LockKind};
-use super::r#loop::name::ImageName;
-use super::r#loop::options::{Mode, choose_mode};
-use super::r#loop::{DirectIo, claim};
-use super::size::check_logical_block;
+pub use crate::image_file::link_elsewhere;
+use crate::image_file::{DirectIo, ImageFile, ImageName, LockKind, Mode, choose_mode};
+
 use bitmaps::store::{Image, PersistentBitmaps};
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
@@ -74,12 +70,8 @@ const FLUSHES_MAX: usize = 4;
 pub struct Qcow2 {
     shared: Arc<Shared>,
     /// The files of the chain, the active image first.
-    files: Vec<Arc<File>>,
+    files: Vec<Arc<ImageFile>>,
     name: ImageName,
-    path: PathBuf,
-    backing_paths: Vec<PathBuf>,
-    /// Device number and inode of the image.
-    identity: (u64, u64),
     writable: bool,
     /// Accessed with `Relaxed`, like `superseded`: no other memory depends on these flags.
     read_only: AtomicBool,
@@ -87,8 +79,6 @@ pub struct Qcow2 {
     superseded: AtomicBool,
     logical_block_bytes: u32,
     memory_align: u32,
-    physical_block: u32,
-    rotational: bool,
     requested: DirectIo,
     /// Why direct I/O is off; `None` if it is on.
     buffered: Option<String>,
@@ -104,19 +94,18 @@ fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
         let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
         return Err(Error::new(ErrorKind::Invalid, message));
     }
-    let mut backing = Backing::open(&options.path, options.read_only)?;
-    let kind = LockKind::of(options.read_only, false);
-    let warning = lock::acquire(&backing.file, &backing.path, &LOCKED, kind, options.shared)?;
+    let mut file = ImageFile::open(&options.path, options.read_only)?;
+    let warning = file.lock(&LOCKED, LockKind::of(options.read_only, false), options.shared)?;
     if !options.shared {
-        claim::check(&backing, &LOCKED, options.read_only)?;
+        file.check_unclaimed(&LOCKED, options.read_only)?;
     }
-    let tables = chain::read_tables(&backing)?;
-    chain::prefer_link(&mut backing, &tables.header);
+    let tables = chain::read_tables(&file)?;
+    chain::prefer_link(&mut file, &tables.header);
     if !options.read_only {
-        check_repaired(&tables.header, &backing.path)?;
+        check_repaired(&tables.header, &file.path)?;
     }
     let size = tables.header.size;
-    Ok((Opened { backing, tables: Some(tables), size }, warning))
+    Ok((Opened { file, tables: Some(tables), size }, warning))
 }
 
 /// Rejects an image that must be repaired before it is written.
@@ -145,8 +134,9 @@ impl Qcow2 {
     pub fn open(options: &Qcow2Options) -> Result<Qcow2, Error> {
         let (top, warning) = open_top(options)?;
         let mut warnings = Vec::from_iter(warning);
-        let path = top.backing.path.clone();
-        let logical_block_bytes = choose_logical_block(options, &top.backing)?;
+        let path = top.file.path.clone();
+        let logical_block_bytes =
+            top.file.choose_logical_block(options.logical_block_bytes, options.direct_io)?;
         let Some(header) = top.tables.as_ref().map(|tables| tables.header.clone()) else {
             return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
         };
@@ -175,10 +165,9 @@ impl Qcow2 {
             .fold(SLICE_MAX_BYTES, u64::min);
         let chain: Vec<Opened> = std::iter::once(top).chain(backing_files).collect();
         let (mut layers, mut files, mut memory_align) = (Vec::new(), Vec::new(), 1);
-        let (mut paths, mut facts, mut direct) = (Vec::new(), None, Vec::new());
-        let mut buffered = None;
+        let (mut direct, mut buffered) = (Vec::new(), None);
         for (number, one) in chain.into_iter().enumerate() {
-            let shown = one.backing.path.display();
+            let shown = one.file.path.display();
             let align = if buffered.is_some() {
                 None
             } else {
@@ -197,29 +186,21 @@ impl Qcow2 {
             direct.push(align.is_some());
             memory_align = memory_align.max(align.map_or(1, |align| align.memory.max(align.offset)));
             let align = align.map_or(1, |align| u64::from(align.offset));
-            let file_bytes = backing::size(&one.backing.file, &one.backing.path)?;
+            let file_bytes = one.file.size()?;
             layers.push(Layer { tables: one.tables, size: one.size, align, file_bytes });
-            facts.get_or_insert((one.backing.identity, one.backing.physical_block, one.backing.rotational));
-            paths.push(one.backing.path);
-            files.push(Arc::new(one.backing.file));
+            files.push(Arc::new(one.file));
         }
-        let (identity, physical_block, rotational) = facts.unwrap_or(((0, 0), 512, false));
         let cache = Cache::new(CACHE_BYTES, smallest as usize);
         let state = State { layers, cache, size, writer, flushes: 0, journal: None };
         let device = Qcow2 {
             shared: Shared::new(state),
             files,
             name: ImageName::new(&path),
-            path,
-            backing_paths: paths.split_off(1),
-            identity,
             writable: !options.read_only,
             read_only: AtomicBool::new(options.read_only),
             superseded: AtomicBool::new(false),
             logical_block_bytes,
             memory_align,
-            physical_block,
-            rotational,
             requested: options.direct_io,
             buffered,
             version: header.version,
@@ -233,17 +214,17 @@ impl Qcow2 {
     }
 
     fn image(&self) -> Image<'_> {
-        let Qcow2 { shared, files, path, writable, persistent_bitmaps, .. } = self;
-        Image { shared, files, path, writable: *writable, persistent_bitmaps }
+        let Qcow2 { shared, files, writable, persistent_bitmaps, .. } = self;
+        Image { shared, files, writable: *writable, persistent_bitmaps }
     }
 
     /// The device number and the inode of the image.
     pub(crate) fn identity(&self) -> (u64, u64) {
-        self.identity
+        self.files[0].identity
     }
 
     /// The file of the active image.
-    pub(crate) fn file(&self) -> &File {
+    pub(crate) fn file(&self) -> &ImageFile {
         &self.files[0]
     }
 
@@ -253,7 +234,7 @@ impl Qcow2 {
         what: &str,
         task: impl FnOnce(Rc<Env>) -> F,
     ) -> Result<(), Error> {
-        blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.path.display()), task)
+        blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.path().display()), task)
     }
 
     /// Flushes all metadata, durably, until no table in memory is dirty. Does nothing if the image is
@@ -273,7 +254,7 @@ impl Qcow2 {
 
     /// The path of the image: absolute, with symbolic links resolved unless `prefer_link` chose the link.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.files[0].path
     }
 }
 
@@ -284,8 +265,8 @@ impl Qcow2 {
 /// # Errors
 /// [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O and it is impossible.
 fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64) -> Result<Mode, Error> {
-    let path = &image.backing.path;
-    let mode = choose_mode(requested, &image.backing.direct, path, block, 0)?;
+    let path = &image.file.path;
+    let mode = choose_mode(requested, &image.file.direct, path, block, 0)?;
     let Some(align) = mode.direct else { return Ok(mode) };
     let unit = u64::from(align.offset.max(align.memory));
     if (512..=slice).contains(&u64::from(align.offset)) && image.size.is_multiple_of(unit) {
@@ -305,40 +286,29 @@ fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64)
     Ok(Mode { direct: None, reason })
 }
 
-fn choose_logical_block(options: &Qcow2Options, backing: &Backing) -> Result<u32, Error> {
-    if let Some(bytes) = options.logical_block_bytes {
-        return check_logical_block(bytes);
-    }
-    let demanded = match &backing.direct {
-        Ok(align) if options.direct_io == DirectIo::On => align.offset.max(align.memory),
-        _ => 512,
-    };
-    Ok(demanded.max(backing.logical_block).clamp(512, 4096).next_power_of_two())
-}
-
 /// The state that only a writer needs, read from the image.
 fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
-    let file_bytes = backing::size(&top.backing.file, &top.backing.path)?;
+    let file_bytes = top.file.size()?;
     let (mut refcount_table, mut bits) = (Vec::new(), 16);
     if let Some(tables) = top.tables.as_ref().filter(|_| !read_only) {
         let header = &tables.header;
         bits = header.cluster_bits;
         let entries = (u64::from(header.refcount_table_clusters) << bits) / 8;
-        refcount_table = chain::read_numbers(&top.backing, header.refcount_table_offset, entries as usize)?;
+        refcount_table = chain::read_numbers(&top.file, header.refcount_table_offset, entries as usize)?;
         // The other bits of an entry are reserved. An entry without an offset names no block.
         refcount_table.iter_mut().for_each(|block| *block &= OFFSET);
         let mut blocks = HashSet::new();
         if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {
-            let shown = top.backing.path.display();
+            let shown = top.file.path.display();
             let message = format!(
                 "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all \
                  {}`, or open it read-only",
-                shell_word(&top.backing.path)
+                shell_word(&top.file.path)
             );
             return Err(Error::new(ErrorKind::Format, message));
         }
     }
-    let block_device = top.backing.block_device;
+    let block_device = top.file.block_device;
     Ok(Writer {
         refcount_table,
         refcount_table_dirty: BTreeSet::new(),
@@ -377,12 +347,12 @@ impl Driver for Qcow2 {
     fn limits(&self) -> QueueLimits {
         let read_only = self.read_only.load(Relaxed);
         // Without zero flags (version 2) a discard would make the data of the backing file visible.
-        let unmaps = !read_only && (self.version >= 3 || self.backing_paths.is_empty());
+        let unmaps = !read_only && (self.version >= 3 || self.files.len() == 1);
         let most = |able: bool| if able { DISCARD_MAX_BYTES } else { 0 };
         QueueLimits {
             capacity_bytes: locked(&self.shared.state).size,
             logical_block_bytes: self.logical_block_bytes,
-            physical_block_bytes: self.physical_block.max(self.logical_block_bytes),
+            physical_block_bytes: self.files[0].physical_block.max(self.logical_block_bytes),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
             memory_align: self.memory_align,
@@ -392,7 +362,7 @@ impl Driver for Qcow2 {
             max_write_zeroes_no_unmap_bytes: most(!read_only && self.version >= 3),
             write_cache: !read_only,
             read_only,
-            rotational: self.rotational,
+            rotational: self.files[0].rotational,
             page_cache: self.buffered.is_some(),
             ..QueueLimits::default()
         }
@@ -413,17 +383,17 @@ impl Driver for Qcow2 {
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
         extents::of_chain(&self.shared, &self.files, range, max)
-            .map_err(|e| Error::system(format!("cannot read the extents of {}", self.path.display()), e))
+            .map_err(|e| Error::system(format!("cannot read the extents of {}", self.path().display()), e))
     }
 
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
         extents::depths(&self.shared, &self.files, range, max)
-            .map_err(|e| Error::system(format!("cannot read the allocation of {}", self.path.display()), e))
+            .map_err(|e| Error::system(format!("cannot read the allocation of {}", self.path().display()), e))
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         if !read_only && !self.writable {
-            let message = format!("{} is open read-only; open it again for writing", self.path.display());
+            let message = format!("{} is open read-only; open it again for writing", self.path().display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         self.flush_all_metadata()?;
@@ -445,7 +415,7 @@ impl Driver for Qcow2 {
             return Ok(now);
         }
         let refused = |why: &str, hint: &str| {
-            let message = format!("cannot resize {} to {bytes} bytes: {why}", self.path.display());
+            let message = format!("cannot resize {} to {bytes} bytes: {why}", self.path().display());
             Err(Error::new(ErrorKind::Unsupported, message).with_cure(hint))
         };
         let offline = "detach the device and run qemu-img resize";
@@ -494,13 +464,13 @@ impl Driver for Qcow2 {
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
-        let name = self.files.first().map(|file| self.name.now(file));
+        let (device, inode) = self.identity();
         let backing_files: Vec<String> =
-            self.backing_paths.iter().map(|path| path.display().to_string()).collect();
+            self.files[1..].iter().map(|file| file.path.display().to_string()).collect();
         vec![
-            ("backing-file", name.unwrap_or_default()),
-            ("backing-device", format!("{}:{}", libc::major(self.identity.0), libc::minor(self.identity.0))),
-            ("backing-inode", self.identity.1.to_string()),
+            ("backing-file", self.name.now(&self.files[0])),
+            ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
+            ("backing-inode", inode.to_string()),
             ("offset", "0".to_owned()),
             ("size-limit", "none".to_owned()),
             ("format", format!("qcow2, version {}", self.version)),
@@ -551,10 +521,7 @@ impl Drop for Qcow2 {
             self.end_journal();
             let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
         }
-        if let Some(file) = self.files.first() {
-            // Released explicitly, because a ring may keep a reference to the file for longer than the device
-            // exists.
-            lock::release(file, &LOCKED);
-        }
+        // Released explicitly, because a ring may keep a reference to the file for longer than the device exists.
+        self.files[0].unlock(&LOCKED);
     }
 }

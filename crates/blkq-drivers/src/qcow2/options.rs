@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::r#loop::DirectIo;
+use crate::image_file::DirectIo;
 
 use super::journal::Journals;
 

@@ -1,6 +1,7 @@
 //! Tests of opening an image: errors, sizes, I/O modes and locks.
 
 use super::*;
+use crate::image_file::DirectAlign;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
 
@@ -210,14 +211,15 @@ fn the_io_mode_follows_from_the_option_and_the_alignment() {
 fn direct_io_on_raises_the_sector_size_to_the_alignment() {
     let directory = Directory::new();
     let path = directory.image(MIB);
-    let mut backing = Backing::open(&path, false).unwrap();
-    backing.direct = Ok(DirectAlign { memory: 512, offset: 4096, assumed: false });
-    assert_eq!(choose_logical_block(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
-    backing.direct = Ok(DirectAlign { memory: 4096, offset: 512, assumed: false });
-    assert_eq!(choose_logical_block(&options(&path, DirectIo::On), &backing).unwrap(), 4096);
-    assert_eq!(choose_logical_block(&options(&path, DirectIo::Auto), &backing).unwrap(), 512);
-    let asked = LoopOptions { logical_block_bytes: Some(512), ..options(&path, DirectIo::On) };
-    assert_eq!(choose_logical_block(&asked, &backing).unwrap(), 512);
+    let mut image = ImageFile::open(&path, false).unwrap();
+    let sector =
+        |image: &ImageFile, requested, direct_io| image.choose_logical_block(requested, direct_io).unwrap();
+    image.direct = Ok(DirectAlign { memory: 512, offset: 4096, assumed: false });
+    assert_eq!(sector(&image, None, DirectIo::On), 4096);
+    image.direct = Ok(DirectAlign { memory: 4096, offset: 512, assumed: false });
+    assert_eq!(sector(&image, None, DirectIo::On), 4096);
+    assert_eq!(sector(&image, None, DirectIo::Auto), 512);
+    assert_eq!(sector(&image, Some(512), DirectIo::On), 512);
 }
 
 // Contract: direct-io

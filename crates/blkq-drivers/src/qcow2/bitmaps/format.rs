@@ -2,14 +2,12 @@
 //! offset of the bitmap directory, the directory names a table for each bitmap, and the table names the
 //! clusters with the bits.
 
-use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 use blkq::{Error, ErrorKind, IoBuffer};
 
+use crate::image_file::ImageFile;
 use crate::qcow2::format::header::{
     AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BITMAPS_EXTENSION_BYTES, BitmapsExtension, EXTENSION_BITMAPS,
     EXTENSION_HEAD_BYTES, Extension, Header, NAME_OFFSET_AT, extensions, u32_at, u64_at,
@@ -77,14 +75,20 @@ struct Entry {
 ///
 /// # Errors
 /// [`ErrorKind::Format`] if the extension is damaged; the I/O error of the file.
-pub(in crate::qcow2) fn read(file: &File, path: &Path, header: &Header, size: u64) -> Result<Stored, Error> {
+pub(in crate::qcow2) fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Error> {
     let Some(extension) = &header.bitmaps else { return Ok(Stored::default()) };
     let cluster = header.cluster_bytes();
+    let file_bytes = file.size()?;
     let read = |range: Range<u64>| {
-        read_at(file, range).map_err(|e| match e.kind() {
-            std::io::ErrorKind::UnexpectedEof => damaged("a part of them lies beyond the end of the file"),
-            _ => Error::system(format!("cannot read {}", path.display()), e),
-        })
+        if range.end > file_bytes {
+            return Err(damaged("a part of them lies beyond the end of the file"));
+        }
+        // The buffer suits direct I/O.
+        let length = (range.end - range.start) as usize;
+        let mut buffer = IoBuffer::zeroed(length.next_multiple_of(4096));
+        file.read_padded_at(&mut buffer, range.start, range.end, None)
+            .map_err(|e| Error::system(format!("cannot read {}", file.path.display()), e))?;
+        Ok(buffer[..length].to_vec())
     };
     if extension.directory_bytes > DIRECTORY_MAX_BYTES {
         return Err(damaged(format!("their directory has {} bytes", extension.directory_bytes)));
@@ -120,7 +124,7 @@ pub(in crate::qcow2) fn read(file: &File, path: &Path, header: &Header, size: u6
         stored.bitmaps.push(bitmap?);
     }
     if let Some((_, error)) = others.first() {
-        let (count, shown) = (others.len(), path.display());
+        let (count, shown) = (others.len(), file.path.display());
         stored.warnings.push(match count {
             1 => format!("a bitmap in {shown} cannot be kept up to date: {error}"),
             _ => format!("{count} bitmaps in {shown} cannot be kept up to date; for the first: {error}"),
@@ -429,23 +433,6 @@ fn place(offset: u64, bytes: u64, cluster: u64) -> Result<Range<u64>, Error> {
         Some(end) if offset >= cluster && offset.is_multiple_of(cluster) => Ok(offset..end),
         _ => Err(damaged(format!("a part of them is at byte {offset}, where no cluster can be"))),
     }
-}
-
-/// Reads a range that begins at a cluster boundary and is completely in the file. The buffer suits direct
-/// I/O.
-fn read_at(file: &File, range: Range<u64>) -> std::io::Result<Vec<u8>> {
-    let length = (range.end - range.start) as usize;
-    let mut buffer = IoBuffer::zeroed(length.next_multiple_of(4096));
-    let mut done = 0;
-    while done < length {
-        match file.read_at(&mut buffer[done..], range.start + done as u64) {
-            Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
-            Ok(bytes) => done += bytes,
-            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(buffer[..length].to_vec())
 }
 
 fn damaged(why: impl Into<String>) -> Error {

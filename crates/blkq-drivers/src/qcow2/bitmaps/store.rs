@@ -2,8 +2,6 @@
 //! for its bits, and the directory names it as in use. The bits are written when the device is detached. If
 //! the daemon is killed before that, the bitmap stays marked as in use, so that no program trusts it.
 
-use std::fs::File;
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -11,6 +9,7 @@ use blkq::bitmap::{Bitmap, BitmapState};
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Error, ErrorKind, IoResult, Status};
 
+use crate::image_file::ImageFile;
 use crate::qcow2::format::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, Header};
 use crate::qcow2::io::allocate::change_header;
 use crate::qcow2::io::blocking;
@@ -30,8 +29,8 @@ pub(in crate::qcow2) struct PersistentBitmaps {
 /// The parts of a device that this module needs.
 pub(in crate::qcow2) struct Image<'a> {
     pub shared: &'a Arc<Shared>,
-    pub files: &'a [Arc<File>],
-    pub path: &'a Path,
+    /// The files of the chain, the active image first.
+    pub files: &'a [Arc<ImageFile>],
     /// The image is open for writing.
     pub writable: bool,
     pub persistent_bitmaps: &'a Mutex<PersistentBitmaps>,
@@ -46,7 +45,7 @@ impl Image<'_> {
     /// The I/O error of the file. A damaged directory is not an error: a warning says that the bitmaps are
     /// lost.
     pub fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
-        let shown = self.path.display();
+        let shown = self.files[0].path.display();
         let (header, size) = {
             let state = locked(&self.shared.state);
             let tables = state.top().map_err(|e| Error::system(format!("cannot read {shown}"), e))?;
@@ -63,9 +62,8 @@ impl Image<'_> {
             self.ignore_bitmaps(&header)?;
             return Ok((Vec::new(), Vec::from_iter(lost)));
         }
-        let Some(file) = self.files.first() else { return Ok((Vec::new(), Vec::new())) };
         let Stored { bitmaps, mut warnings, layout } =
-            match read(file, self.path, &header, size).and_then(|stored| {
+            match read(&self.files[0], &header, size).and_then(|stored| {
                 self.check_directory(&stored.layout)?;
                 Ok(stored)
             }) {
@@ -142,7 +140,7 @@ impl Image<'_> {
     /// # Errors
     /// [`ErrorKind::Unsupported`], with the reason, if it has not.
     pub fn check_bitmaps(&self) -> Result<(), Error> {
-        let of_image = |e: Error| Error::new(e.kind(), format!("{}: {e}", self.path.display()));
+        let of_image = |e: Error| Error::new(e.kind(), format!("{}: {e}", self.files[0].path.display()));
         if !self.writable {
             return Err(of_image(Error::new(ErrorKind::Unsupported, "it is read-only")));
         }
@@ -193,7 +191,7 @@ impl Image<'_> {
             return Ok(());
         }
         if let Some(name) = locked(self.persistent_bitmaps).places.find_other(&named) {
-            let shown = self.path.display();
+            let shown = self.files[0].path.display();
             let message = format!("{shown} already has a bitmap {name}, of a kind that blkq does not know");
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .with_cure("detach the device, and remove the bitmap with `qemu-img bitmap`"));
@@ -242,6 +240,6 @@ impl Image<'_> {
         what: &str,
         task: impl FnOnce(Rc<Env>) -> F,
     ) -> Result<(), Error> {
-        blocking::run(self.shared, self.files, &format!("{what} in {}", self.path.display()), task)
+        blocking::run(self.shared, self.files, &format!("{what} in {}", self.files[0].path.display()), task)
     }
 }

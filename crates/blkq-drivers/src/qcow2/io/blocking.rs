@@ -2,13 +2,14 @@
 //! I/O, and for the last flush. The thread may be forbidden to create a ring.
 
 use std::cell::RefCell;
-use std::fs::File;
 use std::future::Future;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::{Error, ErrorKind, IoBuffer, IoResult, Segment, Tag};
+
+use crate::image_file::ImageFile;
 
 use super::env::{Env, Shared};
 use super::operations::{Action, Executor, Memory, Submitted};
@@ -20,7 +21,7 @@ use super::write::{Source, write};
 /// The error of the task.
 pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
     shared: &Arc<Shared>,
-    files: &[Arc<File>],
+    files: &[Arc<ImageFile>],
     what: &str,
     task: impl FnOnce(Rc<Env>) -> F,
 ) -> Result<(), Error> {
@@ -37,7 +38,7 @@ pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
         let mut idle = !env.io.has_paused();
         while let Some(operation) = env.io.next_operation() {
             idle = false;
-            let done = perform(files[usize::from(operation.layer)].as_raw_fd(), &operation);
+            let done = perform(files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
             env.io.complete(operation.place, done);
         }
         if idle && !executor.is_idle() {
@@ -61,7 +62,7 @@ pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
 /// As [`run`].
 pub(in crate::qcow2) fn write_data(
     shared: &Arc<Shared>,
-    files: &[Arc<File>],
+    files: &[Arc<ImageFile>],
     what: &str,
     position: u64,
     mut data: IoBuffer,

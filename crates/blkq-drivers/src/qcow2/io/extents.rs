@@ -1,7 +1,6 @@
 //! Block status: which bytes of the device are data, and at which depth of the chain. The lookups
 //! may wait for I/O, so they do not run on the thread of the queue.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +8,7 @@ use std::sync::Arc;
 use blkq::sync::lock;
 use blkq::{DepthExtent, Extent};
 
-use crate::r#loop::extents::of_file;
+use crate::image_file::ImageFile;
 use crate::qcow2::tables::state::Found;
 
 use super::env::Shared;
@@ -18,7 +17,7 @@ use super::uncached_slices::UncachedSlices;
 /// The extents of `range`, at most `max`.
 pub(in crate::qcow2) fn of_chain(
     shared: &Shared,
-    files: &[Arc<File>],
+    files: &[Arc<ImageFile>],
     range: Range<u64>,
     max: usize,
 ) -> io::Result<Vec<Extent>> {
@@ -27,7 +26,7 @@ pub(in crate::qcow2) fn of_chain(
     each_run(shared, files, range, |found, _, run| {
         let parts = match found {
             Found::Data { layer, host } if is_raw(layer) => {
-                of_file(&files[usize::from(layer)], 0, 512, host..host + run, max)?
+                files[usize::from(layer)].extents(0, 512, host..host + run, max)?
             }
             Found::Zero | Found::Unallocated => vec![Extent { length: run, hole: true, zero: true }],
             _ => vec![Extent { length: run, hole: false, zero: false }],
@@ -51,7 +50,7 @@ pub(in crate::qcow2) fn of_chain(
 /// the bytes beyond the end of a backing file count as allocated in it.
 pub(in crate::qcow2) fn depths(
     shared: &Shared,
-    files: &[Arc<File>],
+    files: &[Arc<ImageFile>],
     range: Range<u64>,
     max: usize,
 ) -> io::Result<Vec<DepthExtent>> {
@@ -73,7 +72,7 @@ pub(in crate::qcow2) fn depths(
 /// bytes. `each` returns how many of the bytes it took, or `None` to stop.
 fn each_run(
     shared: &Shared,
-    files: &[Arc<File>],
+    files: &[Arc<ImageFile>],
     range: Range<u64>,
     mut each: impl FnMut(Found, usize, u64) -> io::Result<Option<u64>>,
 ) -> io::Result<()> {

@@ -2,9 +2,7 @@
 //! already takes the fast path: one operation of the ring. All other requests run as tasks.
 
 use std::borrow::Cow;
-use std::fs::File;
 use std::mem::MaybeUninit;
-use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -14,7 +12,7 @@ use blkq::{
 };
 use io_uring::{opcode, squeue, types};
 
-use crate::r#loop::backing::OPERATIONS;
+use crate::image_file::{ImageFile, OPERATIONS};
 use crate::qcow2::tables::state::Found;
 
 use super::env::{Env, Shared};
@@ -50,7 +48,7 @@ impl Qcow2Queue {
     /// The error of the ring.
     pub fn open(
         shared: Arc<Shared>,
-        files: &[Arc<File>],
+        files: &[Arc<ImageFile>],
         writable: bool,
         (tags, wake): (usize, Arc<dyn Wake>),
         mut ring: Registrar<'_>,
@@ -58,7 +56,7 @@ impl Qcow2Queue {
         ring.require(&OPERATIONS)?;
         let mut slots = Vec::with_capacity(files.len());
         for file in files {
-            match ring.register_file(file.as_fd()) {
+            match ring.register_file(file.ring_file()) {
                 Ok(slot) => slots.push(slot),
                 Err(error) => {
                     slots.iter_mut().for_each(|slot| ring.unregister_file(slot));

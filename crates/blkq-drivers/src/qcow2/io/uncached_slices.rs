@@ -1,13 +1,12 @@
 //! Lookups on a thread that may wait for I/O, while the queue of the image continues.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use blkq::IoBuffer;
 use blkq::sync::lock;
 
+use crate::image_file::ImageFile;
 use crate::qcow2::tables::state::{Extra, NotReady, State};
 
 use super::env::Shared;
@@ -29,7 +28,7 @@ impl UncachedSlices {
     pub fn find<T>(
         &mut self,
         shared: &Shared,
-        files: &[Arc<File>],
+        files: &[Arc<ImageFile>],
         find: impl Fn(&mut State, &Extra) -> Result<T, NotReady>,
     ) -> io::Result<T> {
         loop {
@@ -50,7 +49,7 @@ impl UncachedSlices {
                         (state.cache.slice_bytes(), state.layers[layer].file_bytes)
                     };
                     let mut buffer = IoBuffer::zeroed(bytes);
-                    read_host(&files[layer], &mut buffer, key.offset, file_bytes)?;
+                    files[layer].read_padded_at(&mut buffer, key.offset, file_bytes, None)?;
                     self.extra.retain(|(other, _)| other.layer != key.layer);
                     self.extra.push((key, buffer.to_vec()));
                 }
@@ -58,32 +57,4 @@ impl UncachedSlices {
             }
         }
     }
-}
-
-/// Fills `buffer` with the bytes of `file`, an image of the chain, from `offset` on. The last cluster of an
-/// image may be incomplete; the rest is filled with zeroes. `file_bytes` is the size that the file is known
-/// to have had.
-///
-/// # Errors
-/// The error of the read, and EIO if the file was truncated.
-pub(in crate::qcow2) fn read_host(
-    file: &File,
-    buffer: &mut [u8],
-    offset: u64,
-    file_bytes: u64,
-) -> io::Result<()> {
-    let mut done = 0;
-    while done < buffer.len() {
-        match file.read_at(&mut buffer[done..], offset + done as u64) {
-            Ok(0) if offset + (done as u64) < file_bytes => {
-                return Err(io::Error::from_raw_os_error(libc::EIO));
-            }
-            Ok(0) => break,
-            Ok(count) => done += count,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    buffer[done..].fill(0);
-    Ok(())
 }

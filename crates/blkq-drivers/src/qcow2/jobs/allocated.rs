@@ -9,7 +9,7 @@ use blkq::sync::lock;
 
 use crate::qcow2::Qcow2;
 use crate::qcow2::io::inflate::Compressed;
-use crate::qcow2::io::uncached_slices::{UncachedSlices, read_host};
+use crate::qcow2::io::uncached_slices::UncachedSlices;
 use crate::qcow2::tables::state::Found;
 
 /// Largest read of data in bytes.
@@ -87,7 +87,7 @@ impl Qcow2 {
     fn read_host(&self, host: u64, bytes: u64) -> io::Result<IoBuffer> {
         let file_bytes = lock(&self.shared.state).layers[0].file_bytes;
         let mut buffer = IoBuffer::zeroed(bytes as usize);
-        read_host(&self.files[0], &mut buffer, host, file_bytes)?;
+        self.files[0].read_padded_at(&mut buffer, host, file_bytes, None)?;
         Ok(buffer)
     }
 

@@ -36,8 +36,8 @@ use blkq::sync::lock as locked;
 use blkq::{Driver, Error, ErrorKind};
 use rustix::fs::{OFlags, fcntl_getfl};
 
-use crate::r#loop::backing;
-use crate::r#loop::lock::{self, LockKind};
+use crate::image_file::lock::{self, LockKind};
+use crate::image_file::{ImageFile, sync};
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::LOCKED;
 use crate::qcow2::io::changes::RegionMap;
@@ -79,7 +79,7 @@ impl CommitSource {
     /// [`ErrorKind::Unsupported`] if the image has no backing file, contains internal snapshots or is
     /// read-only, or if the backing file was deleted.
     pub(crate) fn new(overlay: Arc<Qcow2>) -> Result<CommitSource, Error> {
-        let path = path_of(overlay.check_committable()?, &overlay.backing_paths[0])?;
+        let path = path_of(overlay.check_committable()?)?;
         let qcow2 = locked(&overlay.shared.state).layers[1].tables.is_some();
         Ok(CommitSource { overlay, base: BaseImage { path, qcow2 } })
     }
@@ -216,7 +216,7 @@ impl BlockCommit {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
         let (sender, synced) = channel();
-        let sync = move || _ = sender.send(backing::sync(&file));
+        let sync = move || _ = sender.send(sync(&file));
         thread::Builder::new().name("blkq-sync".to_owned()).spawn(sync).map_err(cannot)?;
         loop {
             match synced.recv_timeout(CANCEL_POLL_INTERVAL) {
@@ -362,7 +362,7 @@ impl BlockCommit {
         // `finish` has removed the journal. With its tag still in the header, the next attach would warn that
         // the journal is missing.
         let _ = overlay.set_tag(0);
-        lock::release(&overlay.files[0], &LOCKED);
+        overlay.files[0].unlock(&LOCKED);
     }
 
     /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
@@ -435,12 +435,12 @@ fn already_ended() -> Error {
     Error::new(ErrorKind::Invalid, "the commit has already ended")
 }
 fn cannot_read(device: &Qcow2, error: std::io::Error) -> Error {
-    Error::system(format!("cannot read {}", device.path.display()), error)
+    Error::system(format!("cannot read {}", device.path().display()), error)
 }
 
 impl Qcow2 {
     /// Checks whether the image can be committed, and returns its backing file.
-    fn check_committable(&self) -> Result<&Arc<File>, Error> {
+    fn check_committable(&self) -> Result<&ImageFile, Error> {
         let (snapshots, has_base) = {
             let state = locked(&self.shared.state);
             (state.top().map_or(0, |tables| tables.header.snapshots), state.layers.len() > 1)
@@ -451,7 +451,7 @@ impl Qcow2 {
             (snapshots > 0, "it contains internal snapshots, which the backing file cannot take over"),
         ];
         if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
-            let message = format!("{} cannot be committed: {why}", self.path.display());
+            let message = format!("{} cannot be committed: {why}", self.path().display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         Ok(&self.files[1])
@@ -461,11 +461,10 @@ impl Qcow2 {
     /// path of the base.
     fn lock_base(&self, BaseFiles { image: base, synced, .. }: &BaseFiles) -> Result<PathBuf, Error> {
         let file = self.check_committable()?;
-        let path = path_of(file, &self.backing_paths[0])?;
-        let identity = |file: &File| file.metadata().ok().map(|data| (data.dev(), data.ino()));
+        let path = path_of(file)?;
         let is_same = |opened: &File, access: OFlags| {
             let flags = fcntl_getfl(opened);
-            identity(opened).is_some_and(|mine| Some(mine) == identity(file))
+            opened.metadata().is_ok_and(|data| (data.dev(), data.ino()) == file.identity)
                 && flags.is_ok_and(|flags| flags & (OFlags::RWMODE | OFlags::APPEND | OFlags::PATH) == access)
         };
         if !is_same(base, OFlags::RDWR) || !is_same(synced, OFlags::RDONLY) {
@@ -478,7 +477,7 @@ impl Qcow2 {
         }
         // The locks overlap, so that no writer can lock the base in between.
         lock::acquire(base, &path, &LOCKED, LockKind::Shared, false)?;
-        lock::release(file, &LOCKED);
+        file.unlock(&LOCKED);
         if let Err(error) = lock::acquire(base, &path, &LOCKED, LockKind::Exclusive, false) {
             return Err(self.after_unlock(base, error));
         }
@@ -491,7 +490,7 @@ impl Qcow2 {
     /// The error of the lock. Writers may then lock the base as soon as `base` is closed.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
         lock::downgrade(base, &LOCKED);
-        lock::acquire(&self.files[1], &self.backing_paths[0], &LOCKED, LockKind::Shared, false).map(drop)
+        self.files[1].lock(&LOCKED, LockKind::Shared, false).map(drop)
     }
 
     /// Restores the shared locks because of `error`, and returns `error`. If a lock cannot be restored, that

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use blkq::sync::lock as locked;
 use blkq::{Driver, Error, ErrorKind, IoBuffer};
 
-use crate::r#loop::backing::{self, Backing};
+use crate::image_file::ImageFile;
+use crate::r#loop::LoopDevice;
 use crate::r#loop::base::DeviceTerms;
-use crate::r#loop::{LoopDevice, claim};
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{LOCKED, open_one, prefer_link, read_header};
 use crate::qcow2::io::blocking::write_data;
@@ -51,7 +51,7 @@ pub struct OpenedBase {
 /// [`ErrorKind::Unsupported`] if the image has no backing file; [`ErrorKind::BackingFile`] if `allowed` does
 /// not admit it; [`ErrorKind::Claimed`] if the kernel uses it; the error of opening one of the files.
 pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Error> {
-    let mut top = Backing::open(image, true)?;
+    let mut top = ImageFile::open(image, true)?;
     let header = read_header(&top)?;
     prefer_link(&mut top, &header);
     let Some(name) = header.backing else {
@@ -59,16 +59,15 @@ pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Erro
         return Err(Error::new(ErrorKind::Unsupported, message));
     };
     let found = open_one(&top.path, &name, allowed)?;
-    let writable = backing::reopen(&found.file, &found.path, true)?;
-    let synced = backing::reopen(&found.file, &found.path, false)?;
-    let backing = Backing::of_open(writable, found.path)?;
-    claim::check(&backing, &LOCKED, false)?;
+    let base = found.reopen(true)?;
+    let synced = found.reopen(false)?.into_file();
+    base.check_unclaimed(&LOCKED, false)?;
     let qcow2 = name.format.as_deref() == Some("qcow2");
     Ok(OpenedBase {
-        path: backing.path,
+        path: base.path.clone(),
         qcow2,
-        has_bitmap_file: !qcow2 && !backing.block_device,
-        files: BaseFiles { image: backing.file, synced, bitmaps: None },
+        has_bitmap_file: !qcow2 && !base.block_device,
+        files: BaseFiles { image: base.into_file(), synced, bitmaps: None },
     })
 }
 
@@ -128,7 +127,7 @@ impl Target {
 impl Qcow2 {
     /// Writes to the device while no queue does.
     fn write_now(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
-        let what = format!("write to {}", self.path.display());
+        let what = format!("write to {}", self.path().display());
         write_data(&self.shared, &self.files, &what, position, data)
     }
 

@@ -9,8 +9,7 @@ use std::path::{Path, PathBuf};
 use blkq::{Error, ErrorKind};
 
 use crate::format::ImageFormat;
-use crate::r#loop::backing::{self, Backing};
-use crate::r#loop::format;
+use crate::image_file::ImageFile;
 use crate::qcow2::chain;
 use crate::qcow2::format::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
 
@@ -41,8 +40,8 @@ impl Base {
     /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Format`] if the image has
     /// another format than `format`; the caller adds the hint.
     pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
-        let mut backing = Backing::open(path, true)?;
-        let file_bytes = backing::size(&backing.file, &backing.path)?;
+        let mut backing = ImageFile::open(path, true)?;
+        let file_bytes = backing.size()?;
         if format == ImageFormat::Qcow2 {
             let header = chain::read_tables(&backing)?.header;
             chain::prefer_link(&mut backing, &header);
@@ -51,7 +50,7 @@ impl Base {
             return Ok(Base { path: backing.path, qcow2: true, size });
         }
         if format == ImageFormat::Checked
-            && let Some(format) = format::detect(&backing.file, file_bytes)
+            && let Some(format) = backing.detect_format(file_bytes)
         {
             let message = format!("{} is a {format} image, not raw data", backing.path.display());
             return Err(Error::new(ErrorKind::Format, message));
@@ -71,11 +70,24 @@ impl Base {
     /// # Errors
     /// [`ErrorKind::Invalid`] for a name or a size that the format does not allow; the I/O error of the file.
     pub fn write_overlay(&self, file: &File, directory: &Path) -> Result<(), Error> {
+        self.write(directory, &|bytes, at| file.write_all_at(bytes, at), &|bytes| file.set_len(bytes))
+    }
+
+    /// As [`Base::write_overlay`], for a file that is already opened as an image.
+    pub(in crate::qcow2) fn write_to(&self, file: &ImageFile, directory: &Path) -> Result<(), Error> {
+        self.write(directory, &|bytes, at| file.write_all_at(bytes, at), &|bytes| file.set_size(bytes))
+    }
+
+    fn write(&self, directory: &Path, write: &WriteAt<'_>, set_size: &SetSize<'_>) -> Result<(), Error> {
         let name = name_in(directory, &self.path)?;
         let size = self.size.next_multiple_of(512);
-        write_empty(file, size, &name, if self.qcow2 { b"qcow2" } else { b"raw" })
+        write_empty(write, set_size, size, &name, if self.qcow2 { b"qcow2" } else { b"raw" })
     }
 }
+
+/// Writes bytes to an offset of the new image, and sets the size of its file.
+type WriteAt<'a> = dyn Fn(&[u8], u64) -> io::Result<()> + 'a;
+type SetSize<'a> = dyn Fn(u64) -> io::Result<()> + 'a;
 
 /// The name by which an image in `directory` finds `base`.
 fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
@@ -97,7 +109,13 @@ fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
 }
 
 /// Writes an image of `size` bytes without allocated clusters.
-fn write_empty(file: &File, size: u64, name: &[u8], format: &[u8]) -> Result<(), Error> {
+fn write_empty(
+    write_at: &WriteAt<'_>,
+    set_size: &SetSize<'_>,
+    size: u64,
+    name: &[u8],
+    format: &[u8],
+) -> Result<(), Error> {
     let l2_covers = CLUSTER_BYTES << (CLUSTER_BITS - 3);
     let l1_entries = size.div_ceil(l2_covers);
     if l1_entries * 8 > L1_MAX_BYTES {
@@ -111,11 +129,11 @@ fn write_empty(file: &File, size: u64, name: &[u8], format: &[u8]) -> Result<(),
     let header = header(size, l1_entries as u32, name, format);
     let block: Vec<u8> = (0..clusters).flat_map(|_| 1u16.to_be_bytes()).collect();
     let write = || -> io::Result<()> {
-        file.write_all_at(&header, 0)?;
-        file.write_all_at(&(REFCOUNT_BLOCK * CLUSTER_BYTES).to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
-        file.write_all_at(&block, REFCOUNT_BLOCK * CLUSTER_BYTES)?;
+        write_at(&header, 0)?;
+        write_at(&(REFCOUNT_BLOCK * CLUSTER_BYTES).to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
+        write_at(&block, REFCOUNT_BLOCK * CLUSTER_BYTES)?;
         // The L1 table is a hole, which reads as zeroes: no entry names a table.
-        file.set_len(clusters * CLUSTER_BYTES)
+        set_size(clusters * CLUSTER_BYTES)
     };
     write().map_err(|e| Error::system("cannot write the new image", e))
 }

@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use blkq::sync::lock;
 use blkq::{Error, IoBuffer};
 
-use crate::r#loop::backing;
 use crate::qcow2::Qcow2;
 use crate::qcow2::io::flush_metadata::{flush_metadata, sync};
 use crate::qcow2::io::operations::Op;
@@ -61,7 +60,7 @@ impl Qcow2 {
         let table_bytes = u64::from(header.refcount_table_clusters) * cluster;
         kept.extend(clusters(header.refcount_table_offset, table_bytes));
         kept.extend(blocks.iter().filter(|block| **block != 0).map(|block| block / cluster));
-        let end = backing::size(&self.files[0], &self.path)?.div_ceil(cluster);
+        let end = self.files[0].size()?.div_ceil(cluster);
         let ends = kept.iter().map(|number| number + 1);
         let holes: Vec<_> = std::iter::once(0).chain(ends).zip(kept.iter().copied().chain([end])).collect();
         let table = move |number: usize| {

@@ -11,14 +11,10 @@ use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Driver, Error, ErrorKind};
-use rustix::fs::OFlags;
 
+use crate::image_file::{DirectIo, ImageFile, ImageName, LockKind};
 use crate::r#loop::RawImage;
-use crate::r#loop::backing::{self, Backing};
 use crate::r#loop::base::check_not_longer;
-use crate::r#loop::lock::{self, LockKind};
-use crate::r#loop::name::ImageName;
-use crate::r#loop::options::DirectIo;
 use crate::qcow2::bitmaps::store::PersistentBitmaps;
 use crate::qcow2::chain::{self, LOCKED, Opened, read_tables};
 use crate::qcow2::format::entry::SLICE_MAX_BYTES;
@@ -35,8 +31,7 @@ use super::create::Base;
 /// The active image with its backing files, from which a new overlay is made.
 pub struct OverlayBase {
     /// The active image first.
-    files: Vec<Arc<File>>,
-    paths: Vec<PathBuf>,
+    files: Vec<Arc<ImageFile>>,
     layers: Vec<Layer>,
     /// The size of the device in bytes.
     size: u64,
@@ -54,7 +49,6 @@ impl OverlayBase {
         let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
         OverlayBase {
             files: vec![raw.file],
-            paths: vec![raw.path],
             layers: vec![layer],
             size: raw.size,
             slice_bytes: SLICE_MAX_BYTES,
@@ -79,7 +73,7 @@ impl Qcow2 {
     pub(crate) fn overlay_base(&self) -> Result<OverlayBase, Error> {
         if !self.writable || self.read_only.load(Relaxed) {
             let message =
-                format!("{} is read-only, so there is nothing to take a snapshot of", self.path.display());
+                format!("{} is read-only, so there is nothing to take a snapshot of", self.path().display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         // A flush of its own, because data that was overwritten in place makes no table dirty.
@@ -102,7 +96,6 @@ impl Qcow2 {
         };
         OverlayBase {
             files: self.files[first..].to_vec(),
-            paths: std::iter::once(&self.path).chain(&self.backing_paths).skip(first).cloned().collect(),
             layers: state.layers[first..].iter().map(copy).collect(),
             size: state.size,
             slice_bytes: state.cache.slice_bytes() as u64,
@@ -124,11 +117,11 @@ impl Qcow2 {
         path: &Path,
         journals: Option<&Journals>,
     ) -> Result<Qcow2, Error> {
-        let backing = Backing::of_open(file, path.to_owned())?;
-        let tables = read_tables(&backing)?;
+        let file = ImageFile::of_open(file, path.to_owned())?;
+        let tables = read_tables(&file)?;
         check_repaired(&tables.header, path)?;
         if let Some(all) = journals {
-            journal::check_base(all, path, (backing.identity, tables.header.tag), self.identity)?;
+            journal::check_base(all, path, (file.identity, tables.header.tag), self.identity())?;
         }
         let size = tables.header.size;
         let mut below = self.chain_from(2);
@@ -136,8 +129,8 @@ impl Qcow2 {
         // Checked before anything is written to the base.
         let device_bytes = std::mem::replace(&mut below.size, bytes);
         check_not_longer(path, bytes, device_bytes)?;
-        let base = Opened { backing, size, tables: Some(tables) };
-        let base = Qcow2::assemble(base, below, journals, Some(self.identity))?;
+        let base = Opened { file, size, tables: Some(tables) };
+        let base = Qcow2::assemble(base, below, journals, Some(self.identity()))?;
         // A device that cannot be resized must be refused before its bitmaps are marked as in use.
         base.prepare_resize(Some(device_bytes)).inspect_err(|_| _ = base.supersede())?;
         // Loading marks the bitmaps as in use, because the commit is about to write to the base.
@@ -161,8 +154,8 @@ impl Qcow2 {
         path: &Path,
         journals: Option<&Journals>,
     ) -> Result<Qcow2, Error> {
-        let top = Backing::of_open(file, path.to_owned())?;
-        if backing::size(&top.file, &top.path)? != 0 || top.block_device {
+        let top = ImageFile::of_open(file, path.to_owned())?;
+        if top.size()? != 0 || top.block_device {
             let message = format!("{} is not an empty new file", top.path.display());
             return Err(Error::new(ErrorKind::Invalid, message));
         }
@@ -174,19 +167,18 @@ impl Qcow2 {
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        lock::acquire(&top.file, &top.path, &LOCKED, LockKind::Exclusive, false)?;
-        let (Some(file), Some(path_before)) = (below.files.first(), below.paths.first()) else {
+        top.lock(&LOCKED, LockKind::Exclusive, false)?;
+        let Some(file) = below.files.first() else {
             return Err(Error::new(ErrorKind::Invalid, "the new overlay has no backing file"));
         };
-        chain::check_is_no_link(path_before)?;
-        let base = path_of(file, path_before)?;
+        chain::check_is_no_link(&file.path)?;
+        let base = path_of(file)?;
         let directory = path.parent().unwrap_or(Path::new("/"));
-        Base::of_open(base, below.is_qcow2(), below.size).write_overlay(&top.file, directory)?;
-        backing::sync(&top.file)
-            .map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
+        Base::of_open(base, below.is_qcow2(), below.size).write_to(&top, directory)?;
+        top.sync().map_err(|e| Error::system(format!("cannot make {} durable", path.display()), e))?;
         let tables = read_tables(&top)?;
         let size = tables.header.size;
-        Qcow2::assemble(Opened { backing: top, size, tables: Some(tables) }, below, journals, None)
+        Qcow2::assemble(Opened { file: top, size, tables: Some(tables) }, below, journals, None)
     }
 
     /// Builds the device of the image `top`, which is open for writing and locked, over the images of
@@ -208,34 +200,28 @@ impl Qcow2 {
         let slice_bytes = below.slice_bytes.min(cluster_bytes);
         let buffered = choose_buffered(&top, &below, slice_bytes)?;
         let direct = buffered.is_none();
-        let path = &top.backing.path;
-        let align = match &top.backing.direct {
+        let align = match &top.file.direct {
             Ok(align) if direct => u64::from(align.offset),
             _ => 1,
         };
-        let file_bytes = backing::size(&top.backing.file, path)?;
+        let file_bytes = top.file.size()?;
         let tables = top.tables.take();
         let mut layers = vec![Layer { tables, size: top.size, align, file_bytes }];
         layers.extend(below.layers);
         let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
         let state = State { layers, cache, size: below.size, writer, flushes: 0, journal: None };
-        let backing = top.backing;
-        let mut files = vec![Arc::new(backing.file)];
+        let name = ImageName::new(&top.file.path);
+        let mut files = vec![Arc::new(top.file)];
         files.extend(below.files);
         let device = Qcow2 {
             shared: Shared::new(state),
             files,
-            name: ImageName::new(&backing.path),
-            path: backing.path,
-            backing_paths: below.paths,
-            identity: backing.identity,
+            name,
             writable: true,
             read_only: AtomicBool::new(false),
             superseded: AtomicBool::new(false),
             logical_block_bytes: below.logical_block_bytes,
             memory_align: below.memory_align,
-            physical_block: backing.physical_block,
-            rotational: backing.rotational,
             requested: below.requested,
             buffered,
             version,
@@ -252,12 +238,7 @@ impl Qcow2 {
     /// [`Qcow2::begin_journal`], whose change of the header may go through the page cache and then need not
     /// wait for the disk.
     pub(in crate::qcow2) fn set_direct(&self, direct: &[bool]) -> Result<(), Error> {
-        let paths = std::iter::once(&self.path).chain(&self.backing_paths);
-        for ((file, path), direct) in self.files.iter().zip(paths).zip(direct) {
-            backing::set_flag(file, OFlags::DIRECT, *direct)
-                .map_err(|e| Error::system(format!("cannot set direct I/O on {}", path.display()), e))?;
-        }
-        Ok(())
+        self.files.iter().zip(direct).try_for_each(|(file, direct)| file.set_direct(*direct))
     }
 
     /// Gives the image's file to another driver, which only reads it. Writes all tables back, ends the
@@ -272,21 +253,20 @@ impl Qcow2 {
             self.end_journal();
         }
         let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
-        if let Some(file) = self.files.first() {
-            lock::downgrade(file, &LOCKED);
-        }
+        self.files[0].downgrade(&LOCKED);
         written
     }
 }
 
-/// The current path of `file`, which was at `path` when it was opened.
+/// The current path of `file`.
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] if no path leads to the file any longer.
-pub(in crate::qcow2) fn path_of(file: &File, path: &Path) -> Result<PathBuf, Error> {
+pub(in crate::qcow2) fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
+    let path = &file.path;
     let found = file.metadata().ok().and_then(|mine| {
         // The old path comes first: it may be a symbolic link that must be kept (`prefer_link`).
-        let names = [Some(path.to_owned()), backing::name_now(file)];
+        let names = [Some(path.to_owned()), file.name_now()];
         let there = |path: &PathBuf| {
             std::fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (mine.dev(), mine.ino()))
         };
@@ -315,7 +295,7 @@ fn choose_buffered(top: &Opened, below: &OverlayBase, slice_bytes: u64) -> Resul
         below.memory_align
     );
     if below.requested == DirectIo::On {
-        let message = format!("no direct I/O on {}: {reason}", top.backing.path.display());
+        let message = format!("no direct I/O on {}: {reason}", top.file.path.display());
         return Err(Error::new(ErrorKind::NoDirectIo, message));
     }
     Ok(Some(reason))

@@ -7,7 +7,6 @@ use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Error, ErrorKind};
 
-use crate::r#loop::backing;
 use crate::qcow2::Qcow2;
 use crate::qcow2::format::header::TAG_AT;
 use crate::qcow2::io::allocate;
@@ -27,22 +26,22 @@ impl Qcow2 {
         journals: Option<&Journals>,
         overlay: Option<(u64, u64)>,
     ) -> Result<Qcow2, Error> {
-        let (identity, tag) = (self.identity, self.tag());
+        let (identity, tag) = (self.identity(), self.tag());
         if journals.is_none() && self.writable && tag != 0 {
             let message = format!(
                 "{} was not closed, and its journal may contain writes that the image lacks; open it with \
                  the directory of the journal, or read-only",
-                self.path.display()
+                self.path().display()
             );
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         // A header of version 2 has no autoclear features, and so no place for the tag.
         let able = journals.filter(|_| self.version >= 3);
         if journals.is_some() && able.is_none() && self.writable {
-            self.warnings.push(journal::none_in_version_2(&self.path));
+            self.warnings.push(journal::none_in_version_2(self.path()));
         }
         let journals = able;
-        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, &self.path, identity));
+        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, self.path(), identity));
         let found = found.transpose()?.flatten();
         let mut leaked = BTreeSet::new();
         match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
@@ -52,16 +51,16 @@ impl Qcow2 {
                 self.warnings.push(format!(
                     "{} was not closed, and its journal does not exist{place}; writes that were not \
                      flushed when the daemon was killed, or the machine stopped, are lost",
-                    self.path.display()
+                    self.path().display()
                 ));
             }
             Left::Nothing => {
                 let file = (identity, self.birth());
-                let ignored = journals.and_then(|all| journal::find_ignored(all, &self.path, file));
+                let ignored = journals.and_then(|all| journal::find_ignored(all, self.path(), file));
                 self.warnings.extend(ignored);
             }
             Left::Records(records) if records.is_empty() => {}
-            _ if !self.writable => return Err(journal::lacking(&self.path)),
+            _ if !self.writable => return Err(journal::lacking(self.path())),
             Left::Records(records) => {
                 let path =
                     found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
@@ -77,7 +76,7 @@ impl Qcow2 {
             Left::Incomplete => self.warnings.push(format!(
                 "the journal of {} is damaged; writes that were not flushed when the daemon was killed \
                  may be lost",
-                self.path.display()
+                self.path().display()
             )),
         }
         if !self.writable {
@@ -110,7 +109,7 @@ impl Qcow2 {
     }
 
     fn birth(&self) -> u64 {
-        self.files.first().map_or(0, |file| backing::birth(file))
+        self.files[0].birth()
     }
 
     /// Applies the records of a journal in memory. Returns the clusters that the killed process leaked.

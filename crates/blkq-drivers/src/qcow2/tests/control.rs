@@ -125,7 +125,8 @@ fn the_new_size_is_recorded_after_the_backing_file_is_hidden() {
         while result.get().is_none() {
             executor.run(&env.io);
             while let Some(operation) = env.io.next_operation() {
-                let done = perform(device.files[usize::from(operation.layer)].as_raw_fd(), &operation);
+                let done =
+                    perform(device.files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
                 let is_header = operation.action == Action::Write && operation.range.start == 0;
                 env.io.complete(operation.place, if is_header { -libc::EIO } else { done });
             }
@@ -212,7 +213,7 @@ fn the_copies_of_many_writes_take_bounded_memory() {
         most = most.max(env.reserved());
         // Operations complete one at a time, so that as many as possible are in flight.
         let Some(operation) = env.io.next_operation() else { break };
-        let done = perform(device.files[usize::from(operation.layer)].as_raw_fd(), &operation);
+        let done = perform(device.files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
         env.io.complete(operation.place, done);
     }
     assert_eq!((written.get(), env.reserved()), (32, 0));
@@ -341,7 +342,7 @@ fn a_read_only_device_frees_no_space() {
     let before = std::fs::read(&path).unwrap();
     let mut device = Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
     // If detach tried to free space, only the access mode of the descriptor would prevent it.
-    device.files[0] = Arc::new(File::options().read(true).write(true).open(&path).unwrap());
+    device.files[0] = Arc::new(ImageFile::open(&path, false).unwrap());
     drop(device);
     assert!(std::fs::read(&path).unwrap() == before);
 }

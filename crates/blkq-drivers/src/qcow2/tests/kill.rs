@@ -206,7 +206,7 @@ fn write_and_die(device: &Qcow2) {
 
 fn die(device: &Qcow2) {
     device.superseded.store(true, Relaxed);
-    lock::release(&device.files[0], &LOCKED);
+    device.files[0].unlock(&LOCKED);
 }
 
 #[test]
@@ -441,9 +441,9 @@ fn a_journal_of_a_removed_file_is_not_reported() {
     let options = Qcow2Options { journals: Some(Arc::clone(&journals)), ..Qcow2Options::new(&path) };
     let device = Qcow2::open(&options).unwrap();
     write_and_die(&device);
-    let birth = backing::birth(&device.files[0]);
+    let birth = device.files[0].birth();
     assert_ne!(birth, 0, "the file system does not report when a file was created");
-    let is_found = |birth| journal::find_ignored(&journals, &path, (device.identity, birth)).is_some();
+    let is_found = |birth| journal::find_ignored(&journals, &path, (device.identity(), birth)).is_some();
     assert_eq!([birth, 0, birth + 1].map(is_found), [true, true, false]);
 }
 
@@ -512,7 +512,7 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     while !executor.is_idle() {
         executor.run(&env.io);
         while let Some(operation) = env.io.next_operation() {
-            let file = device.files[usize::from(operation.layer)].as_raw_fd();
+            let file = device.files[usize::from(operation.layer)].ring_file().as_raw_fd();
             env.io.complete(operation.place, perform(file, &operation));
         }
         let left = locked(&device.shared.state).journal.as_ref().unwrap().left(tag);

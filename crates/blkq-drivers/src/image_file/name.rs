@@ -1,12 +1,12 @@
 //! Reports the current path of an open image, even after a rename and after this process has left the mount
 //! namespace.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
-use super::backing::name_now;
+use super::file::ImageFile;
 
 /// The path under which an image was opened.
 #[derive(Clone, Debug)]
@@ -26,8 +26,8 @@ impl ImageName {
     }
 
     /// The current path of the open image `file`.
-    pub fn now(&self, file: &File) -> String {
-        let now = name_now(file).map_or_else(|| self.path.clone(), |name| self.path_of(&name));
+    pub fn now(&self, file: &ImageFile) -> String {
+        let now = file.name_now().map_or_else(|| self.path.clone(), |name| self.path_of(&name));
         now.display().to_string()
     }
 

@@ -141,10 +141,6 @@ fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
     }
 }
 
-pub(crate) fn release_all(file: &File) {
-    release(file, &WHOLE_FILE);
-}
-
 /// Releases the lock on `range`.
 pub(crate) fn release(file: &File, range: &Range<u64>) {
     // Unlocking can fail if the kernel has no memory to split a lock. Closing the file releases it then.
@@ -190,7 +186,10 @@ mod tests {
     fn open<const COUNT: usize>() -> [File; COUNT] {
         let file =
             rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).map(File::from).unwrap();
-        std::array::from_fn(|_| super::super::backing::reopen(&file, Path::new("image"), true).unwrap())
+        std::array::from_fn(|_| {
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            File::options().read(true).write(true).open(path).unwrap()
+        })
     }
 
     /// Sets and checks the locks as QEMU does when it uses the permissions `used` and does not share `unshared`. Returns
@@ -201,7 +200,7 @@ mod tests {
         let free = |byte: u64| !is_locked(file, byte).unwrap();
         let allowed = locked && used.iter().all(|n| free(200 + n)) && unshared.iter().all(|n| free(100 + n));
         if !allowed {
-            release_all(file);
+            release(file, &WHOLE_FILE);
         }
         allowed
     }
@@ -247,9 +246,9 @@ mod tests {
                     let both_read = first == SHARED && second == SHARED;
                     assert_eq!(lock(&three, &(0..2 * MIB), SHARED, false).is_ok(), both_read);
                     assert!(lock(&three, &(MIB - 512..MIB + 512), EXCLUSIVE, false).is_err());
-                    release_all(&three);
-                    release_all(&one);
-                    release_all(&two);
+                    release(&three, &WHOLE_FILE);
+                    release(&one, &WHOLE_FILE);
+                    release(&two, &WHOLE_FILE);
                     assert!(qemu(&three, WRITES, &[0, 1]), "nothing is left");
                 }
             }
@@ -263,7 +262,7 @@ mod tests {
         // QEMU has set its lock, and not yet made the check, which will fail.
         set(&other, &(QEMU_WRITES..QEMU_WRITES + 1), libc::F_RDLCK).unwrap();
         downgrade(&device, &BEYOND);
-        release_all(&other);
+        release(&other, &WHOLE_FILE);
         assert!(!qemu(&other, WRITES, &[]) && qemu(&other, READS, &[1]));
         lock(&other, &BEYOND, SHARED, false).unwrap();
     }

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 /// The extents of `range`, in bytes of a device that begins at byte `offset` of `file`; at most `max`. Holes are
 /// narrowed to whole sectors.
-pub(crate) fn of_file(
+pub(super) fn of_file(
     file: &File,
     offset: u64,
     logical_block_bytes: u64,

@@ -9,45 +9,48 @@ use std::path::Path;
 
 use blkq::{Error, ErrorKind};
 
-use super::backing::Backing;
+use super::file::ImageFile;
 
 /// The sysfs directory of the block device with this number.
 fn sysfs(device: u64) -> String {
     format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device))
 }
 
-/// Rejects an image that is mounted, claimed or swap space, or of which a loop device of the kernel uses bytes of
-/// `range`. If both this device and the kernel's loop device are read-only, they may share the bytes.
-///
-/// # Errors
-/// [`ErrorKind::Claimed`] with the name of the user.
-pub(crate) fn check(backing: &Backing, range: &Range<u64>, read_only: bool) -> Result<(), Error> {
-    let shown = backing.path.display();
-    let claimed = |by: String| Err(Error::new(ErrorKind::Claimed, format!("{shown} is in use: {by}")));
-    if let Some(device) = loop_device(&backing.file, range, read_only) {
-        return claimed(format!("the kernel's loop device /dev/{device} uses it"));
-    }
-    if !backing.block_device {
-        // Files are mounted through a loop device, found above, except by erofs (Linux 6.12) and FUSE.
-        if let Some(mount) = mounts().find(|mount| Path::new(&mount.source) == backing.path) {
-            return claimed(format!("it is mounted on {}", mount.point));
+impl ImageFile {
+    /// Rejects an image that is mounted, claimed or swap space, or of which a loop device of the kernel uses bytes of
+    /// `range`. If both this device and the kernel's loop device are read-only, they may share the bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Claimed`] with the name of the user.
+    pub fn check_unclaimed(&self, range: &Range<u64>, read_only: bool) -> Result<(), Error> {
+        let shown = self.path.display();
+        let claimed = |by: String| Err(Error::new(ErrorKind::Claimed, format!("{shown} is in use: {by}")));
+        if let Some(device) = loop_device(&self.file, range, read_only) {
+            return claimed(format!("the kernel's loop device /dev/{device} uses it"));
         }
-        let (device, inode) = backing.identity;
-        let is_image = |source: &str| {
-            fs::metadata(source).is_ok_and(|file| FileId::of(&file) == FileId::File { device, inode })
-        };
-        return if is_swap(is_image) { claimed("it is swap space".to_owned()) } else { Ok(()) };
-    }
-    // O_EXCL fails if the kernel or another program has claimed the block device. The path under /proc reaches the
-    // device that is open, whatever its own path names now.
-    let same = format!("/proc/self/fd/{}", backing.file.as_raw_fd());
-    let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(same);
-    match exclusive {
-        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
-            let user = backing.file.metadata().ok().and_then(|metadata| user_of(metadata.rdev()));
-            claimed(user.unwrap_or("the kernel or another program has claimed it".to_owned()))
+        if !self.block_device {
+            // Files are mounted through a loop device, found above, except by erofs (Linux 6.12) and FUSE.
+            if let Some(mount) = mounts().find(|mount| Path::new(&mount.source) == self.path) {
+                return claimed(format!("it is mounted on {}", mount.point));
+            }
+            let (device, inode) = self.identity;
+            let is_image = |source: &str| {
+                fs::metadata(source).is_ok_and(|file| FileId::of(&file) == FileId::File { device, inode })
+            };
+            return if is_swap(is_image) { claimed("it is swap space".to_owned()) } else { Ok(()) };
         }
-        _ => Ok(()),
+        // O_EXCL fails if the kernel or another program has claimed the block device. The path under /proc reaches the
+        // device that is open, whatever its own path names now.
+        let same = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let exclusive =
+            OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(same);
+        match exclusive {
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
+                let user = self.file.metadata().ok().and_then(|metadata| user_of(metadata.rdev()));
+                claimed(user.unwrap_or("the kernel or another program has claimed it".to_owned()))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

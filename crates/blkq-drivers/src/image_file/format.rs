@@ -22,7 +22,7 @@ impl Block {
 }
 
 /// The name of the format whose magic `file` contains, which has `size` bytes; `None` for raw data.
-pub(crate) fn detect(file: &File, size: u64) -> Option<&'static str> {
+pub(super) fn detect(file: &File, size: u64) -> Option<&'static str> {
     let mut block = Box::new(Block([0; BLOCK_BYTES]));
     if let Some(format) = by_head(block.read(file, 0)) {
         return Some(format);

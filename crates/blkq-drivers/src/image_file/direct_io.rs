@@ -1,0 +1,100 @@
+//! Chooses between direct and buffered I/O.
+
+use std::path::Path;
+
+use blkq::{Error, ErrorKind};
+
+use super::probe::DirectAlign;
+
+/// Largest sector size of a device, in bytes.
+pub(super) const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
+
+/// Whether I/O bypasses the page cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub enum DirectIo {
+    /// Use direct I/O, or fail to open the image.
+    On,
+    /// Use the page cache.
+    Off,
+    /// Use direct I/O if the image supports it with the requested sector size.
+    #[default]
+    Auto,
+}
+
+impl DirectIo {
+    /// The name that [`FromStr`](std::str::FromStr) parses.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DirectIo::On => "on",
+            DirectIo::Off => "off",
+            DirectIo::Auto => "auto",
+        }
+    }
+}
+
+impl std::str::FromStr for DirectIo {
+    type Err = Error;
+    fn from_str(text: &str) -> Result<DirectIo, Error> {
+        [DirectIo::On, DirectIo::Off, DirectIo::Auto].into_iter().find(|mode| mode.name() == text).ok_or_else(
+            || Error::new(ErrorKind::Invalid, format!("direct-io is on, off or auto, not {text:?}")),
+        )
+    }
+}
+
+/// The I/O mode in effect.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Mode {
+    /// The alignment of direct I/O; `None` for buffered I/O.
+    pub direct: Option<DirectAlign>,
+    /// The reason for buffered I/O; empty with direct I/O.
+    pub reason: String,
+}
+
+/// The I/O mode that follows from `requested` and the alignment of the image, which is `possible`.
+///
+/// # Errors
+/// The reason why direct I/O is not possible, if it is required. [`ErrorKind::DirectIoSector`] and
+/// [`ErrorKind::DirectIoOffset`] carry the values that the caller needs for a hint.
+pub(crate) fn choose_mode(
+    requested: DirectIo,
+    possible: &Result<DirectAlign, String>,
+    path: &Path,
+    logical_block_bytes: u32,
+    offset: u64,
+) -> Result<Mode, Error> {
+    if requested == DirectIo::Off {
+        return Ok(Mode { direct: None, reason: "as requested".to_owned() });
+    }
+    let (reason, kind) = match possible {
+        Err(why) => (why.clone(), ErrorKind::NoDirectIo),
+        Ok(align) if align.memory > 4096 || align.offset > LOGICAL_BLOCK_MAX_BYTES => {
+            let required = align.memory.max(align.offset);
+            (format!("it requires an alignment of {required} bytes"), ErrorKind::NoDirectIo)
+        }
+        // A segment may be as short as one sector, and must be a multiple of the alignment.
+        Ok(align) if logical_block_bytes < align.offset.max(align.memory) => (
+            format!(
+                "it requires an alignment of {} bytes, and the sector size is {logical_block_bytes}",
+                align.offset.max(align.memory)
+            ),
+            ErrorKind::DirectIoSector {
+                needed_bytes: align.offset.max(align.memory).next_power_of_two(),
+                sector_bytes: logical_block_bytes,
+            },
+        ),
+        Ok(align) if !offset.is_multiple_of(u64::from(align.offset)) => (
+            format!("it requires an alignment of {} bytes, and the offset is {offset}", align.offset),
+            ErrorKind::DirectIoOffset { align_bytes: align.offset, offset_bytes: offset },
+        ),
+        Ok(align) if align.assumed && requested == DirectIo::Auto => {
+            let reason = "its file system does not report the alignment that direct I/O requires";
+            (reason.to_owned(), ErrorKind::NoDirectIo)
+        }
+        Ok(align) => return Ok(Mode { direct: Some(*align), reason: String::new() }),
+    };
+    if requested == DirectIo::Auto {
+        return Ok(Mode { direct: None, reason });
+    }
+    Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display())))
+}

@@ -1,0 +1,412 @@
+//! Opens the file of an image, reads it, and reports the facts about it.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use blkq::{Error, ErrorKind, Extent};
+use io_uring::opcode;
+use rustix::fs::{
+    Access, Advice, AtFlags, CWD, FallocateFlags, OFlags, SeekFrom, StatxFlags, accessat, fadvise, fallocate,
+    fstatfs, seek, statx,
+};
+use rustix::io::Errno;
+
+use crate::size::check_logical_block;
+
+use super::direct_io::{DirectIo, LOGICAL_BLOCK_MAX_BYTES};
+use super::lock::{self, LockKind};
+use super::probe::{
+    DirectAlign, check_type, check_writable, name_now, power_of_two, probe_direct, queue_attribute, set_flag,
+};
+use super::{format, holes};
+
+/// The io_uring operations that are submitted to image files. A ring must support all of them.
+pub(crate) const OPERATIONS: [(&str, u8); 8] = [
+    ("IORING_OP_READ", opcode::Read::CODE),
+    ("IORING_OP_WRITE", opcode::Write::CODE),
+    ("IORING_OP_READV", opcode::Readv::CODE),
+    ("IORING_OP_WRITEV", opcode::Writev::CODE),
+    ("IORING_OP_READ_FIXED", opcode::ReadFixed::CODE),
+    ("IORING_OP_WRITE_FIXED", opcode::WriteFixed::CODE),
+    ("IORING_OP_FSYNC", opcode::Fsync::CODE),
+    ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
+];
+
+/// An open image, and the facts about it.
+pub(crate) struct ImageFile {
+    pub(super) file: File,
+    /// Absolute, with all symbolic links resolved, unless the owner of this value uses `link` instead.
+    pub path: PathBuf,
+    /// The symbolic link under which the image was opened, if the link is in another directory than the image.
+    pub link: Option<PathBuf>,
+    /// The device number of the file system, and the inode.
+    pub identity: (u64, u64),
+    pub block_device: bool,
+    /// The alignment that direct I/O requires, or the reason why direct I/O is not possible.
+    pub direct: Result<DirectAlign, String>,
+    /// The logical block size of a block device, in bytes; 512 for a regular file.
+    pub logical_block: u32,
+    /// The unit in which space is allocated, in bytes.
+    pub physical_block: u32,
+    /// The unit in which space is freed, in bytes.
+    pub discard_granularity: u32,
+    /// False if a block device reports that it does not support discards. A file system has to be tried.
+    pub discards: bool,
+    pub rotational: bool,
+}
+
+impl ImageFile {
+    /// Opens the image at `path`, which must be a regular file or a block device.
+    ///
+    /// # Errors
+    /// One line that names the step that failed, the reason, and a hint if there is one.
+    pub fn open(path: &Path, read_only: bool) -> Result<ImageFile, Error> {
+        let shown = path.display();
+        let link = link_elsewhere(path);
+        let path = std::fs::canonicalize(path)
+            .map_err(|e| Error::system(format!("cannot find the image {shown}"), e))?;
+        let metadata = std::fs::metadata(&path)
+            .map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
+        // The type is checked before the open, because opening a device can have side effects (a tape rewinds), and
+        // again in `of_open`, because the path may name another file by then.
+        check_type(&path, &metadata)?;
+        // O_NONBLOCK: if the path names a pipe by now, the open must not wait for its other end.
+        let file = OpenOptions::new()
+            .read(true)
+            .write(!read_only)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(&path)
+            .map_err(|e| cannot_open(e, &path, read_only))?;
+        Ok(ImageFile { link, ..ImageFile::of_open(file, path)? })
+    }
+
+    /// Probes the image at `path`, which `file` has open. The path is absolute, with symbolic links resolved.
+    /// `O_NONBLOCK` is cleared.
+    ///
+    /// # Errors
+    /// As [`ImageFile::open`].
+    pub fn of_open(file: File, path: PathBuf) -> Result<ImageFile, Error> {
+        let shown = path.display();
+        let metadata =
+            file.metadata().map_err(|e| Error::system(format!("cannot inspect the image {shown}"), e))?;
+        check_type(&path, &metadata)?;
+        set_flag(&file, OFlags::NONBLOCK, false)
+            .map_err(|e| Error::system(format!("cannot clear O_NONBLOCK on the image {shown}"), e))?;
+
+        let block_device = metadata.file_type().is_block_device();
+        check_writable(&file, &path, block_device)?;
+        let device = if block_device { metadata.rdev() } else { metadata.dev() };
+        let queue = |name| queue_attribute(device, name);
+        let logical_block = if block_device { queue("logical_block_size").unwrap_or(512) } else { 512 };
+        let physical_block = if block_device {
+            queue("physical_block_size").unwrap_or(512)
+        } else {
+            fstatfs(&file).map_or(4096, |stat| u64::try_from(stat.f_bsize).unwrap_or(4096))
+        };
+        let granularity = if block_device { queue("discard_granularity") } else { Some(physical_block) };
+        let direct = probe_direct(&file, block_device, device);
+        Ok(ImageFile {
+            block_device,
+            direct,
+            logical_block: power_of_two(logical_block),
+            physical_block: power_of_two(physical_block),
+            discard_granularity: granularity.and_then(|g| u32::try_from(g).ok()).unwrap_or(0).max(512),
+            discards: !block_device || queue("discard_max_bytes").is_none_or(|most| most > 0),
+            rotational: queue("rotational") == Some(1),
+            identity: (metadata.dev(), metadata.ino()),
+            file,
+            path,
+            link: None,
+        })
+    }
+
+    /// The file for the ring of a queue.
+    pub fn ring_file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Fills `buffer` with the bytes from `offset` on, for a thread that may wait. A range that is not stored on this
+    /// machine yet would be awaited until `deadline`; the bytes of a local file are always here.
+    ///
+    /// # Errors
+    /// The error of the read; `UnexpectedEof` if the file ends before the range does.
+    pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64, deadline: Option<Instant>) -> io::Result<()> {
+        match self.fill_at(buffer, offset, deadline)? {
+            done if done == buffer.len() => Ok(()),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    /// As [`ImageFile::read_exact_at`], but the bytes beyond the end of the file read as zeroes, because the last
+    /// cluster of an image may be incomplete. `file_bytes` is the size that the file is known to have had.
+    ///
+    /// # Errors
+    /// The error of the read, and EIO if the file was truncated.
+    pub fn read_padded_at(
+        &self,
+        buffer: &mut [u8],
+        offset: u64,
+        file_bytes: u64,
+        deadline: Option<Instant>,
+    ) -> io::Result<()> {
+        let done = self.fill_at(buffer, offset, deadline)?;
+        if done < buffer.len() && offset + (done as u64) < file_bytes {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        buffer[done..].fill(0);
+        Ok(())
+    }
+
+    /// Reads until `buffer` is full or the file ends. Returns the number of bytes.
+    fn fill_at(&self, buffer: &mut [u8], offset: u64, _: Option<Instant>) -> io::Result<usize> {
+        let mut done = 0;
+        while done < buffer.len() {
+            match self.file.read_at(&mut buffer[done..], offset + done as u64) {
+                Ok(0) => break,
+                Ok(count) => done += count,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(done)
+    }
+
+    /// Writes all of `bytes` at `offset`.
+    ///
+    /// # Errors
+    /// The error of the write.
+    pub fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.file.write_all_at(bytes, offset)
+    }
+
+    /// Frees the space of `range`, which reads as zeroes afterwards.
+    ///
+    /// # Errors
+    /// The error of fallocate(2), for example because the file system cannot punch holes.
+    pub fn punch(&self, range: Range<u64>) -> Result<(), Errno> {
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(&self.file, mode, range.start, range.end - range.start)
+    }
+
+    /// Changes the size of a regular file.
+    ///
+    /// # Errors
+    /// The error of ftruncate(2).
+    pub fn set_size(&self, bytes: u64) -> io::Result<()> {
+        self.file.set_len(bytes)
+    }
+
+    /// Makes all writes to the file durable (fdatasync).
+    ///
+    /// # Errors
+    /// The error of the sync.
+    pub fn sync(&self) -> io::Result<()> {
+        sync(&self.file)
+    }
+
+    /// Makes all writes and the time of the last one durable (fsync).
+    ///
+    /// # Errors
+    /// The error of the sync.
+    pub fn sync_all(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+
+    /// The size of the image in bytes.
+    ///
+    /// # Errors
+    /// The error of lseek(2).
+    pub fn size(&self) -> Result<u64, Error> {
+        // Returns the size of files and of block devices alike.
+        seek(&self.file, SeekFrom::End(0))
+            .map_err(|e| Error::system(format!("cannot find the size of {}", self.path.display()), e))
+    }
+
+    /// The present metadata of the file.
+    ///
+    /// # Errors
+    /// The error of fstat(2).
+    pub fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
+    }
+
+    /// The creation time of the file, in nanoseconds; 0 if the file system does not record it. It distinguishes a file
+    /// from a later one that has got the same inode number.
+    pub fn birth(&self) -> u64 {
+        let stat = statx(&self.file, c"", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();
+        let stat = stat.filter(|stat| stat.stx_mask & StatxFlags::BTIME.bits() != 0);
+        stat.map_or(0, |stat| {
+            let seconds = u64::try_from(stat.stx_btime.tv_sec).unwrap_or(0);
+            seconds.wrapping_mul(1_000_000_000).wrapping_add(stat.stx_btime.tv_nsec.into())
+        })
+    }
+
+    /// The current path of the file. The kernel appends " (deleted)" if the file was removed.
+    pub fn name_now(&self) -> Option<PathBuf> {
+        name_now(&self.file)
+    }
+
+    /// The extents of `range`, in bytes of a device that begins at byte `offset` of the file; at most `max`. Holes are
+    /// narrowed to whole sectors.
+    ///
+    /// # Errors
+    /// The error of lseek(2).
+    pub fn extents(
+        &self,
+        offset: u64,
+        logical_block_bytes: u64,
+        range: Range<u64>,
+        max: usize,
+    ) -> io::Result<Vec<Extent>> {
+        holes::of_file(&self.file, offset, logical_block_bytes, range, max)
+    }
+
+    /// The name of the format whose magic the image of `size` bytes contains; `None` for raw data.
+    pub fn detect_format(&self, size: u64) -> Option<&'static str> {
+        format::detect(&self.file, size)
+    }
+
+    /// The logical block size of a device of this image, in bytes: `requested`, or the one that the file and
+    /// `direct_io` require.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if no device may have the requested one.
+    pub fn choose_logical_block(&self, requested: Option<u32>, direct_io: DirectIo) -> Result<u32, Error> {
+        if let Some(bytes) = requested {
+            return check_logical_block(bytes);
+        }
+        let required = match &self.direct {
+            Ok(align) if direct_io == DirectIo::On => align.offset.max(align.memory),
+            _ => 512,
+        };
+        Ok(required.max(self.logical_block).clamp(512, LOGICAL_BLOCK_MAX_BYTES).next_power_of_two())
+    }
+
+    /// Switches direct I/O on or off for this open file description.
+    ///
+    /// # Errors
+    /// The error of fcntl(2).
+    pub fn set_direct(&self, on: bool) -> Result<(), Error> {
+        set_flag(&self.file, OFlags::DIRECT, on)
+            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", self.path.display()), e))
+    }
+
+    /// Turns read-ahead off.
+    ///
+    /// # Errors
+    /// The error of posix_fadvise(2).
+    pub fn turn_off_read_ahead(&self) -> Result<(), Error> {
+        fadvise(&self.file, 0, None, Advice::Random)
+            .map_err(|e| Error::system(format!("cannot turn off read-ahead for {}", self.path.display()), e))
+    }
+
+    /// Locks `range`, as [`lock::acquire`] does.
+    ///
+    /// # Errors
+    /// As [`lock::acquire`].
+    pub fn lock(&self, range: &Range<u64>, kind: LockKind, shared: bool) -> Result<Option<String>, Error> {
+        lock::acquire(&self.file, &self.path, range, kind, shared)
+    }
+
+    /// Converts a writer's lock on `range` to a reader's, as [`lock::downgrade`] does.
+    pub fn downgrade(&self, range: &Range<u64>) {
+        lock::downgrade(&self.file, range);
+    }
+
+    /// Releases the lock on `range`.
+    pub fn unlock(&self, range: &Range<u64>) {
+        lock::release(&self.file, range);
+    }
+
+    /// Opens the same file a second time, whatever its path is now. The new open file description has its own flags
+    /// and locks.
+    ///
+    /// # Errors
+    /// The error of opening the file; [`ErrorKind::Denied`] if writes to it would fail.
+    pub fn reopen(&self, writable: bool) -> Result<ImageFile, Error> {
+        let fd_path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let what = if writable { "for writing" } else { "a second time" };
+        let path = &self.path;
+        let reopened = OpenOptions::new()
+            .read(true)
+            .write(writable)
+            .open(fd_path)
+            .map_err(|e| Error::system(format!("cannot open the image {} {what}", path.display()), e))?;
+        if writable {
+            check_writable(&reopened, path, self.block_device)?;
+        }
+        Ok(self.with_file(reopened))
+    }
+
+    /// Returns this image with `file`, another open file description of it.
+    pub fn with_file(&self, file: File) -> ImageFile {
+        let (path, link, direct) = (self.path.clone(), self.link.clone(), self.direct.clone());
+        ImageFile { file, path, link, direct, ..*self }
+    }
+
+    /// Gives the open file away.
+    pub fn into_file(self) -> File {
+        self.file
+    }
+}
+
+/// If `path` is a symbolic link to an image in another directory, the absolute path of the link, of which only the
+/// last component is not resolved.
+pub fn link_elsewhere(path: &Path) -> Option<PathBuf> {
+    if !std::fs::symlink_metadata(path).ok()?.is_symlink() {
+        return None;
+    }
+    let directory = match path.parent()? {
+        here if here.as_os_str().is_empty() => Path::new("."),
+        directory => directory,
+    };
+    let link = std::fs::canonicalize(directory).ok()?.join(path.file_name()?);
+    (std::fs::canonicalize(path).ok()?.parent() != link.parent()).then_some(link)
+}
+
+/// Makes all writes to an open file of an image durable (fdatasync).
+///
+/// # Errors
+/// The error of the sync.
+pub(crate) fn sync(file: &File) -> io::Result<()> {
+    #[cfg(simulation)]
+    return blkq::simulation::world().sync(file.as_raw_fd());
+    #[cfg(not(simulation))]
+    file.sync_data()
+}
+
+/// Checks whether this process may write to the image at `path`, without opening it.
+///
+/// # Errors
+/// As [`ImageFile::open`].
+pub(crate) fn check_write_access(path: &Path) -> Result<(), Error> {
+    accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS).map_err(|e| cannot_open(e.into(), path, false))
+}
+
+fn cannot_open(error: io::Error, path: &Path, read_only: bool) -> Error {
+    let shown = path.display();
+    let busy = match error.raw_os_error() {
+        Some(libc::ETXTBSY) => Some("it is swap space or a running program"),
+        // Kernels without CONFIG_BLK_DEV_WRITE_MOUNTED refuse to open mounted devices for writing.
+        Some(libc::EBUSY) => Some("the kernel has claimed it, for example for a mount"),
+        _ => None,
+    };
+    if let Some(why) = busy {
+        return Error::new(ErrorKind::Claimed, format!("{shown} is in use: {why}"));
+    }
+    let (what, hint) = match error.raw_os_error() {
+        // An open with O_NONBLOCK fails this way while another process holds a lease (F_SETLEASE in fcntl(2)).
+        Some(libc::EAGAIN) => ("", "another process holds a lease on the file; stop that process"),
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) if !read_only => {
+            (" for writing", "grant write permission, or open it read-only")
+        }
+        Some(libc::EACCES | libc::EPERM) => ("", "grant read permission, or open it as its owner"),
+        _ => ("", ""),
+    };
+    Error::system(format!("cannot open the image {shown}{what}"), error).with_cure(hint)
+}

@@ -1,0 +1,24 @@
+//! The file of an image: how it is opened, locked and read, and the facts about it that every driver of image files
+//! needs: its alignment, its holes, its current name, and whether I/O on it can bypass the page cache.
+//!
+//! A driver submits I/O to the descriptor that [`ImageFile::ring_file`] returns. Workers and control threads read with
+//! [`ImageFile::read_exact_at`] and [`ImageFile::read_padded_at`].
+
+mod claim;
+mod direct_io;
+mod file;
+mod format;
+mod holes;
+pub(crate) mod lock;
+mod name;
+mod probe;
+
+pub use direct_io::DirectIo;
+pub(crate) use direct_io::{Mode, choose_mode};
+pub use file::link_elsewhere;
+pub(crate) use file::{ImageFile, OPERATIONS, check_write_access, sync};
+pub(crate) use lock::{LockKind, WHOLE_FILE};
+pub(crate) use name::ImageName;
+#[cfg(all(test, not(model_check)))]
+pub(crate) use probe::DirectAlign;
+pub(crate) use probe::name_now;
