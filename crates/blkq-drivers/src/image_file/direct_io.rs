@@ -69,17 +69,17 @@ pub(crate) fn choose_mode(
     let (reason, kind) = match possible {
         Err(why) => (why.clone(), ErrorKind::NoDirectIo),
         Ok(align) if align.memory > 4096 || align.offset > LOGICAL_BLOCK_MAX_BYTES => {
-            let required = align.memory.max(align.offset);
+            let required = align.largest();
             (format!("it requires an alignment of {required} bytes"), ErrorKind::NoDirectIo)
         }
         // A segment may be as short as one sector, and must be a multiple of the alignment.
-        Ok(align) if logical_block_bytes < align.offset.max(align.memory) => (
+        Ok(align) if logical_block_bytes < align.largest() => (
             format!(
                 "it requires an alignment of {} bytes, and the sector size is {logical_block_bytes}",
-                align.offset.max(align.memory)
+                align.largest()
             ),
             ErrorKind::DirectIoSector {
-                needed_bytes: align.offset.max(align.memory).next_power_of_two(),
+                needed_bytes: align.largest().next_power_of_two(),
                 sector_bytes: logical_block_bytes,
             },
         ),
@@ -97,4 +97,55 @@ pub(crate) fn choose_mode(
         return Ok(Mode { direct: None, reason });
     }
     Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display())))
+}
+
+/// Buffered I/O for `reason`.
+///
+/// # Errors
+/// [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O.
+pub(crate) fn choose_buffered(requested: DirectIo, path: &Path, reason: String) -> Result<Mode, Error> {
+    if requested == DirectIo::On {
+        let message = format!("no direct I/O on {}: {reason}", path.display());
+        return Err(Error::new(ErrorKind::NoDirectIo, message));
+    }
+    Ok(Mode { direct: None, reason })
+}
+
+/// The properties of I/O that the clients of a device rely on, and that must stay the same with another image.
+#[derive(Clone)]
+pub(crate) struct ClientTerms {
+    pub logical_block_bytes: u32,
+    /// Alignment of the memory of the clients' requests, in bytes.
+    pub memory_align: u32,
+    pub requested: DirectIo,
+    /// The reason for buffered I/O; `None` with direct I/O.
+    pub buffered: Option<String>,
+}
+
+impl ClientTerms {
+    /// The I/O mode of an image at `path` to which the device switches. `choose` returns the mode that the image would
+    /// have without clients.
+    ///
+    /// # Errors
+    /// The error of `choose`, and [`ErrorKind::NoDirectIo`] if the alignment of the clients does not suffice and direct
+    /// I/O was requested.
+    pub fn choose_mode(
+        &self,
+        path: &Path,
+        choose: impl FnOnce() -> Result<Mode, Error>,
+    ) -> Result<Mode, Error> {
+        if let Some(why) = &self.buffered {
+            return Ok(Mode { direct: None, reason: why.clone() });
+        }
+        let mode = choose()?;
+        let Some(align) = mode.direct.map(DirectAlign::largest).filter(|align| *align > self.memory_align)
+        else {
+            return Ok(mode);
+        };
+        let reason = format!(
+            "it requires an alignment of {align} bytes, and the clients of the device use one of {} bytes",
+            self.memory_align
+        );
+        choose_buffered(self.requested, path, reason)
+    }
 }

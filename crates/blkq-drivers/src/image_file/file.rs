@@ -281,7 +281,7 @@ impl ImageFile {
             return check_logical_block(bytes);
         }
         let required = match &self.direct {
-            Ok(align) if direct_io == DirectIo::On => align.offset.max(align.memory),
+            Ok(align) if direct_io == DirectIo::On => align.largest(),
             _ => 512,
         };
         Ok(required.max(self.logical_block).clamp(512, LOGICAL_BLOCK_MAX_BYTES).next_power_of_two())

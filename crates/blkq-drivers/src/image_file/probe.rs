@@ -32,6 +32,13 @@ pub(crate) struct DirectAlign {
     pub assumed: bool,
 }
 
+impl DirectAlign {
+    /// The alignment that suffices for memory, offsets and lengths, in bytes.
+    pub fn largest(self) -> u32 {
+        self.memory.max(self.offset)
+    }
+}
+
 /// The current path of the open file. The kernel appends " (deleted)" if the file was removed.
 pub(crate) fn name_now(file: &File) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()

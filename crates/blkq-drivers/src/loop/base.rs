@@ -10,7 +10,7 @@ use blkq::sync::lock as locked;
 use blkq::{Error, ErrorKind, IoBuffer};
 use rustix::io::Errno;
 
-use crate::image_file::{DirectIo, ImageFile, Mode, choose_mode};
+use crate::image_file::{ClientTerms, ImageFile, choose_mode};
 
 use super::options::LoopOptions;
 use super::{Chosen, LoopDevice, bitmaps};
@@ -18,47 +18,8 @@ use super::{Chosen, LoopDevice, bitmaps};
 /// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
 const ZEROES_BYTES: u64 = 1 << 20;
 
-/// The properties of a device that its clients rely on, and that must stay the same with another image.
-pub(crate) struct DeviceTerms {
-    /// Size of the device, in bytes.
-    pub size: u64,
-    pub logical_block_bytes: u32,
-    /// Alignment of the memory of the clients' requests, in bytes.
-    pub memory_align: u32,
-    pub requested: DirectIo,
-    /// The reason for buffered I/O; `None` with direct I/O.
-    pub buffered: Option<String>,
-}
-
-impl DeviceTerms {
-    fn mode(&self, image: &ImageFile) -> Result<Mode, Error> {
-        let buffered = |reason| Ok(Mode { direct: None, reason });
-        if let Some(why) = &self.buffered {
-            return buffered(why.clone());
-        }
-        let mode = choose_mode(self.requested, &image.direct, &image.path, self.logical_block_bytes, 0)?;
-        match mode.direct {
-            Some(align) if align.memory.max(align.offset) > self.memory_align => {
-                let reason = format!(
-                    "it requires an alignment of {} bytes, but the device's clients align to {} bytes",
-                    align.memory.max(align.offset),
-                    self.memory_align
-                );
-                match self.requested {
-                    DirectIo::On => {
-                        let message = format!("no direct I/O on {}: {reason}", image.path.display());
-                        Err(Error::new(ErrorKind::NoDirectIo, message))
-                    }
-                    _ => buffered(reason),
-                }
-            }
-            _ => Ok(mode),
-        }
-    }
-}
-
 impl LoopDevice {
-    /// Makes a device of the raw image at `path`. `file` has the image open for writing and locked, and `synced` has it
+    /// Makes a device of `size` bytes of the raw image at `path`. `file` has the image open for writing and locked, and `synced` has it
     /// open a second time, for syncs. An image that is shorter than the device is extended. `bitmaps` is the open
     /// bitmap file of the image; its dirty bitmaps are marked as in use.
     ///
@@ -70,7 +31,8 @@ impl LoopDevice {
         synced: File,
         bitmaps: Option<File>,
         path: PathBuf,
-        terms: DeviceTerms,
+        size: u64,
+        terms: ClientTerms,
     ) -> Result<LoopDevice, Error> {
         let image = ImageFile::of_open(file, path)?;
         let synced = image.with_file(synced);
@@ -84,29 +46,31 @@ impl LoopDevice {
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let bytes = image.size()?;
-        check_not_longer(&image.path, bytes - bytes % u64::from(block), terms.size)?;
-        let (bitmaps, warning) = bitmaps::take(bitmaps, &image, terms.size)?;
-        if bytes < terms.size {
+        check_not_longer(&image.path, bytes - bytes % u64::from(block), size)?;
+        let (bitmaps, warning) = bitmaps::take(bitmaps, &image, size)?;
+        if bytes < size {
             let shown = image.path.display();
             if image.block_device {
                 let message = format!(
                     "{shown} has {bytes} bytes, fewer than the device ({}), and a block device cannot grow",
-                    terms.size
+                    size
                 );
                 return Err(Error::new(ErrorKind::Unsupported, message));
             }
             // This write of one byte must come before O_DIRECT is set, which requires whole blocks.
             image
-                .write_all_at(&[0], terms.size - 1)
-                .map_err(|e| Error::system(format!("cannot extend {shown} to {} bytes", terms.size), e))?;
+                .write_all_at(&[0], size - 1)
+                .map_err(|e| Error::system(format!("cannot extend {shown} to {} bytes", size), e))?;
         }
-        let mode = terms.mode(&image)?;
+        let mode = terms.choose_mode(&image.path, || {
+            choose_mode(terms.requested, &image.direct, &image.path, block, 0)
+        })?;
         image.set_direct(mode.direct.is_some())?;
         let options = LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&image.path) };
         let chosen = Chosen {
             logical_block_bytes: block,
             mode,
-            size: terms.size,
+            size,
             synced,
             tail: None,
             bitmaps,

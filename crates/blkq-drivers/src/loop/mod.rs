@@ -39,7 +39,9 @@ use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
-use crate::image_file::{ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, choose_mode};
+use crate::image_file::{
+    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, choose_mode,
+};
 
 pub use crate::image_file::DirectIo;
 pub use counters::{LoopCounters, LoopSnapshot};
@@ -82,11 +84,7 @@ pub(crate) struct RawImage {
     pub size: u64,
     /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
     pub align: u64,
-    pub memory_align: u32,
-    pub logical_block_bytes: u32,
-    pub requested: DirectIo,
-    /// The reason for buffered I/O; `None` with direct I/O.
-    pub buffered: Option<String>,
+    pub terms: ClientTerms,
 }
 
 /// A device backed by an image.
@@ -322,10 +320,12 @@ impl LoopDevice {
                 file: Arc::clone(&state.file),
                 size: state.size,
                 align: direct.map_or(1, |align| u64::from(align.offset)),
-                memory_align: direct.map_or(1, |align| align.memory.max(align.offset)),
-                logical_block_bytes: block,
-                requested: state.requested,
-                buffered: direct.is_none().then(|| state.mode.reason.clone()),
+                terms: ClientTerms {
+                    logical_block_bytes: block,
+                    memory_align: direct.map_or(1, DirectAlign::largest),
+                    requested: state.requested,
+                    buffered: direct.is_none().then(|| state.mode.reason.clone()),
+                },
             }
         };
         self.sync()?;
@@ -370,7 +370,7 @@ impl Driver for LoopDevice {
             if supported.load(Relaxed) && !state.read_only { DISCARD_MAX_BYTES } else { 0 }
         };
         // Kernels before 6.18 require the alignment of the file offset for the length of each segment, too.
-        let memory_align = state.mode.direct.map_or(1, |align| align.memory.max(align.offset));
+        let memory_align = state.mode.direct.map_or(1, DirectAlign::largest);
         let capacity_bytes = state.size.next_multiple_of(u64::from(self.shared.logical_block_bytes));
         QueueLimits {
             capacity_bytes,

@@ -4,17 +4,18 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use blkq::text::shell_word;
 use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
-use crate::image_file::{ImageFile, LockKind, WHOLE_FILE, name_now};
+use crate::image_file::{DirectAlign, ImageFile, LockKind, WHOLE_FILE, name_now};
 
 use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
 use super::journal::{self, Journals};
 use super::options::BackingChain;
-use super::tables::state::Tables;
+use super::tables::state::{Layer, Tables};
 
 /// Most backing files in a chain.
 pub(super) const DEPTH_MAX: usize = 64;
@@ -29,6 +30,34 @@ pub(super) struct Opened {
     pub tables: Option<Tables>,
     /// Virtual size in bytes.
     pub size: u64,
+}
+
+impl Opened {
+    /// Reads the tables of a qcow2 image, and chooses its path ([`prefer_link`]).
+    ///
+    /// # Errors
+    /// As [`read_tables`].
+    pub fn with_tables(mut file: ImageFile) -> Result<Opened, Error> {
+        let tables = read_tables(&file)?;
+        prefer_link(&mut file, &tables.header);
+        let size = tables.header.size;
+        Ok(Opened { file, tables: Some(tables), size })
+    }
+
+    /// The header of a qcow2 image.
+    pub fn header(&self) -> Option<&Header> {
+        self.tables.as_ref().map(|tables| &tables.header)
+    }
+
+    /// The image as a layer of a device, with the alignment of direct I/O.
+    ///
+    /// # Errors
+    /// The error of reading the size of the file.
+    pub fn into_layer(self, align: Option<DirectAlign>) -> Result<(Arc<ImageFile>, Layer), Error> {
+        let align = align.map_or(1, |align| u64::from(align.offset));
+        let layer = Layer { tables: self.tables, size: self.size, align, file_bytes: self.file.size()? };
+        Ok((Arc::new(self.file), layer))
+    }
 }
 
 /// Reads the header of a qcow2 image.
@@ -51,7 +80,7 @@ fn not_served(backing: &ImageFile, error: &Error) -> Error {
 ///
 /// # Errors
 /// As [`read_header`]; [`ErrorKind::Format`] if a table is not completely in the file.
-pub(super) fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
+fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
     let header = read_header(backing)?;
     let file_bytes = backing.size()?;
     let tables = [
@@ -191,7 +220,7 @@ fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Open
     read_at(&backing, &mut magic, 0)?;
     match name.format.as_deref() {
         Some("raw") => {}
-        Some("qcow2") => return qcow2(backing),
+        Some("qcow2") => return Opened::with_tables(backing),
         // The header could be written by a guest that had the raw image: as qcow2, it would make the host
         // open other files.
         None if magic == MAGIC => {
@@ -222,13 +251,6 @@ fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Open
         }
     }
     Ok(Opened { file: backing, tables: None, size })
-}
-
-fn qcow2(mut backing: ImageFile) -> Result<Opened, Error> {
-    let tables = read_tables(&backing)?;
-    prefer_link(&mut backing, &tables.header);
-    let size = tables.header.size;
-    Ok(Opened { file: backing, tables: Some(tables), size })
 }
 
 /// Makes `backing`, an image with `header`, use the symbolic link by which it was opened as its path, if it

@@ -37,12 +37,13 @@ use blkq::text::shell_word;
 use blkq::{DepthExtent, Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
 pub use crate::image_file::link_elsewhere;
-use crate::image_file::{DirectIo, ImageFile, ImageName, LockKind, Mode, choose_mode};
+use crate::image_file::{
+    ClientTerms, DirectAlign, DirectIo, ImageFile, ImageName, LockKind, Mode, choose_buffered, choose_mode,
+};
 
 use bitmaps::store::{Image, PersistentBitmaps};
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
-use format::header::Header;
 use io::env::{Env, Shared};
 use io::flush_metadata::flush_metadata;
 use io::queue::{Qcow2Queue, SEGMENTS_MAX};
@@ -55,7 +56,7 @@ pub use jobs::overlay::OverlayBase;
 pub use journal::Journals;
 pub use options::{BackingChain, Qcow2Options};
 use tables::cache::{CACHE_BYTES, Cache};
-use tables::state::{Layer, State, Writer};
+use tables::state::{Layer, State, Tables, Writer};
 use tables::unlinked::Unlinked;
 
 /// Largest read or write in bytes, the same as of the loop driver.
@@ -77,15 +78,31 @@ pub struct Qcow2 {
     read_only: AtomicBool,
     /// Another driver uses the image's file now, so that dropping this driver must not write to it.
     superseded: AtomicBool,
-    logical_block_bytes: u32,
-    memory_align: u32,
-    requested: DirectIo,
-    /// Why direct I/O is off; `None` if it is on.
-    buffered: Option<String>,
+    terms: ClientTerms,
     version: u32,
     cluster_bytes: u64,
     warnings: Vec<String>,
     persistent_bitmaps: Mutex<PersistentBitmaps>,
+}
+
+/// The parts of a new device.
+struct Parts {
+    /// The files of the chain, the active image first, and what was read from them.
+    chain: Vec<(Arc<ImageFile>, Layer)>,
+    /// Whether the first files of the chain use direct I/O. The others are open already with their setting.
+    direct: Vec<bool>,
+    writer: Writer,
+    /// The size of the device in bytes.
+    size: u64,
+    slice_bytes: u64,
+    terms: ClientTerms,
+    read_only: bool,
+    warnings: Vec<String>,
+}
+
+/// The size of a cached slice in bytes, which must not exceed a cluster of any image in the chain.
+fn slice_bytes<'a>(chain: impl Iterator<Item = &'a Option<Tables>>) -> u64 {
+    chain.flatten().map(|tables| tables.header.cluster_bytes()).fold(SLICE_MAX_BYTES, u64::min)
 }
 
 /// Opens and locks the active image. Also returns a warning of the lock, if there is one.
@@ -94,27 +111,26 @@ fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
         let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
         return Err(Error::new(ErrorKind::Invalid, message));
     }
-    let mut file = ImageFile::open(&options.path, options.read_only)?;
+    let file = ImageFile::open(&options.path, options.read_only)?;
     let warning = file.lock(&LOCKED, LockKind::of(options.read_only, false), options.shared)?;
     if !options.shared {
         file.check_unclaimed(&LOCKED, options.read_only)?;
     }
-    let tables = chain::read_tables(&file)?;
-    chain::prefer_link(&mut file, &tables.header);
+    let top = Opened::with_tables(file)?;
     if !options.read_only {
-        check_repaired(&tables.header, &file.path)?;
+        check_repaired(&top)?;
     }
-    let size = tables.header.size;
-    Ok((Opened { file, tables: Some(tables), size }, warning))
+    Ok((top, warning))
 }
 
 /// Rejects an image that must be repaired before it is written.
-fn check_repaired(header: &Header, path: &Path) -> Result<(), Error> {
-    let why = match (header.corrupt, header.dirty) {
-        (true, _) => "is marked as corrupt",
-        (_, true) => "was not closed, and its refcounts may be wrong",
+fn check_repaired(image: &Opened) -> Result<(), Error> {
+    let why = match image.header() {
+        Some(header) if header.corrupt => "is marked as corrupt",
+        Some(header) if header.dirty => "was not closed, and its refcounts may be wrong",
         _ => return Ok(()),
     };
+    let path = &image.file.path;
     let shown = path.display();
     let message = format!(
         "{shown} {why}; repair it with `qemu-img check -r all {}`, or open it read-only",
@@ -134,82 +150,88 @@ impl Qcow2 {
     pub fn open(options: &Qcow2Options) -> Result<Qcow2, Error> {
         let (top, warning) = open_top(options)?;
         let mut warnings = Vec::from_iter(warning);
-        let path = top.file.path.clone();
+        let shown = top.file.path.display();
         let logical_block_bytes =
             top.file.choose_logical_block(options.logical_block_bytes, options.direct_io)?;
-        let Some(header) = top.tables.as_ref().map(|tables| tables.header.clone()) else {
-            return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
-        };
-        let size = header.size - header.size % u64::from(logical_block_bytes);
+        let size = top.size - top.size % u64::from(logical_block_bytes);
         if size == 0 {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("{} is smaller than one sector of {logical_block_bytes} bytes", path.display()),
-            ));
+            let message = format!("{shown} is smaller than one sector of {logical_block_bytes} bytes");
+            return Err(Error::new(ErrorKind::Invalid, message));
         }
-        if size != header.size {
-            let left_out = header.size - size;
+        if size != top.size {
             warnings.push(format!(
-                "the last {left_out} bytes of {} do not fill a sector of {logical_block_bytes} bytes and \
-                 are not served",
-                path.display()
+                "the last {} bytes of {shown} do not fill a sector of {logical_block_bytes} bytes and are \
+                 not served",
+                top.size - size
             ));
         }
         let size = options.device_bytes.map_or(size, |bytes| bytes.min(size));
         let journals = options.journals.as_deref();
         let backing_files = chain::open_backing_files(&top, options.backing_chain, journals, &mut warnings)?;
         let writer = open_writer(&top, options.read_only)?;
-        let smallest = std::iter::once(&top)
-            .chain(&backing_files)
-            .filter_map(|one| one.tables.as_ref().map(|tables| tables.header.cluster_bytes()))
-            .fold(SLICE_MAX_BYTES, u64::min);
-        let chain: Vec<Opened> = std::iter::once(top).chain(backing_files).collect();
-        let (mut layers, mut files, mut memory_align) = (Vec::new(), Vec::new(), 1);
-        let (mut direct, mut buffered) = (Vec::new(), None);
-        for (number, one) in chain.into_iter().enumerate() {
-            let shown = one.file.path.display();
-            let align = if buffered.is_some() {
-                None
-            } else {
-                let mode = choose_file_mode(&one, options.direct_io, logical_block_bytes, smallest)?;
+        let opened: Vec<Opened> = std::iter::once(top).chain(backing_files).collect();
+        let slice_bytes = slice_bytes(opened.iter().map(|one| &one.tables));
+        let requested = options.direct_io;
+        let mut terms = ClientTerms { logical_block_bytes, memory_align: 1, requested, buffered: None };
+        let (mut chain, mut direct) = (Vec::new(), Vec::new());
+        for (number, one) in opened.into_iter().enumerate() {
+            let mut align = None;
+            if terms.buffered.is_none() {
+                let shown = one.file.path.display();
+                let mode = choose_file_mode(&one, requested, logical_block_bytes, slice_bytes)?;
                 match mode.direct {
                     Some(align) if align.assumed => warnings.push(format!(
                         "the file system of {shown} does not report its alignment for direct I/O; 512 \
                          bytes are assumed"
                     )),
                     Some(_) => {}
-                    None if number == 0 => buffered = Some(mode.reason),
+                    None if number == 0 => terms.buffered = Some(mode.reason),
                     None => warnings.push(format!("direct I/O is off for {shown}: {}", mode.reason)),
                 }
-                mode.direct
-            };
+                align = mode.direct;
+            }
             direct.push(align.is_some());
-            memory_align = memory_align.max(align.map_or(1, |align| align.memory.max(align.offset)));
-            let align = align.map_or(1, |align| u64::from(align.offset));
-            let file_bytes = one.file.size()?;
-            layers.push(Layer { tables: one.tables, size: one.size, align, file_bytes });
-            files.push(Arc::new(one.file));
+            terms.memory_align = terms.memory_align.max(align.map_or(1, DirectAlign::largest));
+            chain.push(one.into_layer(align)?);
         }
-        let cache = Cache::new(CACHE_BYTES, smallest as usize);
+        let read_only = options.read_only;
+        let parts = Parts { chain, direct, writer, size, slice_bytes, terms, read_only, warnings };
+        Qcow2::assemble(parts, journals, None)
+    }
+
+    /// Makes a device of an image that is open and locked. `overlay` is the overlay that is committed into it,
+    /// if this is for a block commit.
+    fn assemble(
+        parts: Parts,
+        journals: Option<&Journals>,
+        overlay: Option<(u64, u64)>,
+    ) -> Result<Qcow2, Error> {
+        let Parts { chain, direct, writer, size, slice_bytes, terms, read_only, warnings } = parts;
+        let (files, layers): (Vec<_>, Vec<_>) = chain.into_iter().unzip();
+        let cache = Cache::new(CACHE_BYTES, slice_bytes as usize);
         let state = State { layers, cache, size, writer, flushes: 0, journal: None };
+        let Ok((version, cluster_bytes)) =
+            state.top().map(|tables| (tables.header.version, tables.header.cluster_bytes()))
+        else {
+            return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
+        };
         let device = Qcow2 {
             shared: Shared::new(state),
+            name: ImageName::new(&files[0].path),
             files,
-            name: ImageName::new(&path),
-            writable: !options.read_only,
-            read_only: AtomicBool::new(options.read_only),
+            writable: !read_only,
+            read_only: AtomicBool::new(read_only),
             superseded: AtomicBool::new(false),
-            logical_block_bytes,
-            memory_align,
-            requested: options.direct_io,
-            buffered,
-            version: header.version,
-            cluster_bytes: header.cluster_bytes(),
+            terms,
+            version,
+            cluster_bytes,
             warnings,
             persistent_bitmaps: Mutex::new(PersistentBitmaps::default()),
         };
-        let device = device.begin_journal(journals, None)?;
-        device.set_direct(&direct)?;
+        let device = device.begin_journal(journals, overlay)?;
+        // Set after `begin_journal`, whose change of the header may go through the page cache and then need not
+        // wait for the disk.
+        device.files.iter().zip(direct).try_for_each(|(file, direct)| file.set_direct(direct))?;
         Ok(device)
     }
 
@@ -268,7 +290,7 @@ fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64)
     let path = &image.file.path;
     let mode = choose_mode(requested, &image.file.direct, path, block, 0)?;
     let Some(align) = mode.direct else { return Ok(mode) };
-    let unit = u64::from(align.offset.max(align.memory));
+    let unit = u64::from(align.largest());
     if (512..=slice).contains(&u64::from(align.offset)) && image.size.is_multiple_of(unit) {
         return Ok(mode);
     }
@@ -277,13 +299,7 @@ fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64)
          chain do not have",
         image.size
     );
-    if requested == DirectIo::On {
-        return Err(Error::new(
-            ErrorKind::NoDirectIo,
-            format!("no direct I/O on {}: {reason}", path.display()),
-        ));
-    }
-    Ok(Mode { direct: None, reason })
+    choose_buffered(requested, path, reason)
 }
 
 /// The state that only a writer needs, read from the image.
@@ -351,19 +367,19 @@ impl Driver for Qcow2 {
         let most = |able: bool| if able { DISCARD_MAX_BYTES } else { 0 };
         QueueLimits {
             capacity_bytes: locked(&self.shared.state).size,
-            logical_block_bytes: self.logical_block_bytes,
-            physical_block_bytes: self.files[0].physical_block.max(self.logical_block_bytes),
+            logical_block_bytes: self.terms.logical_block_bytes,
+            physical_block_bytes: self.files[0].physical_block.max(self.terms.logical_block_bytes),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
-            memory_align: self.memory_align,
+            memory_align: self.terms.memory_align,
             max_discard_bytes: most(unmaps),
-            discard_granularity: (self.cluster_bytes as u32).max(self.logical_block_bytes),
+            discard_granularity: (self.cluster_bytes as u32).max(self.terms.logical_block_bytes),
             max_write_zeroes_bytes: most(unmaps),
             max_write_zeroes_no_unmap_bytes: most(!read_only && self.version >= 3),
             write_cache: !read_only,
             read_only,
             rotational: self.files[0].rotational,
-            page_cache: self.buffered.is_some(),
+            page_cache: self.terms.buffered.is_some(),
             ..QueueLimits::default()
         }
     }
@@ -410,7 +426,7 @@ impl Driver for Qcow2 {
             let state = locked(&self.shared.state);
             (state.size, state.layers[0].size)
         };
-        let bytes = bytes.unwrap_or(image - image % u64::from(self.logical_block_bytes));
+        let bytes = bytes.unwrap_or(image - image % u64::from(self.terms.logical_block_bytes));
         if bytes == now {
             return Ok(now);
         }
@@ -423,9 +439,11 @@ impl Driver for Qcow2 {
             let why = format!("a qcow2 image in use cannot shrink, and its size is {now} bytes");
             return refused(&why, offline);
         }
-        if !bytes.is_multiple_of(u64::from(self.logical_block_bytes)) {
-            let why =
-                format!("the size is not a multiple of the sector size, {} bytes", self.logical_block_bytes);
+        if !bytes.is_multiple_of(u64::from(self.terms.logical_block_bytes)) {
+            let why = format!(
+                "the size is not a multiple of the sector size, {} bytes",
+                self.terms.logical_block_bytes
+            );
             return refused(&why, "");
         }
         if self.read_only.load(Relaxed) {
@@ -458,7 +476,7 @@ impl Driver for Qcow2 {
     }
 
     fn warnings(&self) -> Vec<String> {
-        let buffered = self.buffered.as_ref().filter(|_| self.requested == DirectIo::Auto);
+        let buffered = self.terms.buffered.as_ref().filter(|_| self.terms.requested == DirectIo::Auto);
         let buffered = buffered.map(|why| format!("direct I/O is off: {why}"));
         buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
     }
@@ -479,9 +497,9 @@ impl Driver for Qcow2 {
                 "backing-chain",
                 if backing_files.is_empty() { "none".to_owned() } else { backing_files.join(", ") },
             ),
-            ("direct-io-requested", self.requested.name().to_owned()),
-            ("direct-io", if self.buffered.is_some() { "off" } else { "on" }.to_owned()),
-            ("direct-io-reason", self.buffered.clone().unwrap_or_default()),
+            ("direct-io-requested", self.terms.requested.name().to_owned()),
+            ("direct-io", if self.terms.buffered.is_some() { "off" } else { "on" }.to_owned()),
+            ("direct-io-reason", self.terms.buffered.clone().unwrap_or_default()),
             ("tables-failed", locked(&self.shared.state).writer.failed.to_string()),
         ]
     }

@@ -80,8 +80,9 @@ fn each_run(
     let mut at = range.start;
     let mut slices = UncachedSlices::default();
     while at < end {
-        let (found, layer, run) =
-            slices.find(shared, files, |state, extra| state.find_with_layer(0, at, end - at, Some(extra)))?;
+        let (found, layer, run) = slices.find(shared, files, |state, extra| {
+            state.find(state.layers_from(0), at, end - at, Some(extra))
+        })?;
         match each(found, layer, run)? {
             Some(taken) => at += taken,
             None => break,

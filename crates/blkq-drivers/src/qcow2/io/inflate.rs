@@ -14,6 +14,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use ruzstd::io::Read;
 
 use crate::qcow2::format::header::Compression;
+use crate::qcow2::tables::state::Layer;
 
 /// Largest window of a zstd frame in bytes, which the decoder keeps in memory. RFC 8878 recommends that
 /// decoders support at least this size; QEMU's frames have a window of one cluster.
@@ -28,12 +29,31 @@ pub(in crate::qcow2) struct Compressed {
     pub buffer: IoBuffer,
     /// The bytes of `buffer` with the compressed data. The L2 entry counts whole sectors, so bytes of other
     /// data may follow.
-    pub range: Range<usize>,
-    pub method: Compression,
-    pub cluster_bytes: usize,
+    range: Range<usize>,
+    method: Compression,
+    cluster_bytes: usize,
 }
 
 impl Compressed {
+    /// Prepares the read of at most `bytes` bytes of compressed data at `host` of the file of `layer`. Returns
+    /// where the read begins; it must fill `buffer`.
+    ///
+    /// # Errors
+    /// [`Status::Io`] if the image is raw.
+    pub fn place(layer: &Layer, host: u64, bytes: u64) -> Result<(u64, Compressed), Status> {
+        let header = &layer.tables.as_ref().ok_or(Status::Io)?.header;
+        let begin = host - host % layer.align;
+        let length = (host + bytes).next_multiple_of(layer.align) - begin;
+        let first = (host - begin) as usize;
+        let compressed = Compressed {
+            buffer: IoBuffer::zeroed(length as usize),
+            range: first..first + bytes as usize,
+            method: header.compression,
+            cluster_bytes: header.cluster_bytes() as usize,
+        };
+        Ok((begin, compressed))
+    }
+
     /// Decompresses the cluster.
     ///
     /// # Errors

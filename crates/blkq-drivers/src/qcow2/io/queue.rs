@@ -81,10 +81,11 @@ impl Qcow2Queue {
         let (offset, bytes, read) =
             (request.offset(), request.bytes(), request.operation() == Operation::Read);
         let mut state = self.env.state();
+        let layers = state.layers_from(0);
         let (layer, host) = match read {
-            true => match state.find(offset, bytes, None) {
-                Ok((Found::Data { layer, host }, run)) if run == bytes => (layer, host),
-                Ok((Found::Zero | Found::Unallocated, run)) if run == bytes => {
+            true => match state.find(layers, offset, bytes, None) {
+                Ok((Found::Data { layer, host }, _, run)) if run == bytes => (layer, host),
+                Ok((Found::Zero | Found::Unallocated, _, run)) if run == bytes => {
                     drop(state);
                     self.memory(cx, tag).clear(0, bytes);
                     cx.complete(tag, Ok(()));

@@ -94,9 +94,13 @@ pub(in crate::qcow2) async fn read_device(
 
 async fn find_from(env: &Env, first: usize, position: u64, bytes: u64) -> Result<(Found, u64), Status> {
     loop {
-        let found = env.state().find_from(first, position, bytes, None);
+        let found = {
+            let mut state = env.state();
+            let layers = state.layers_from(first);
+            state.find(layers, position, bytes, None)
+        };
         match found {
-            Ok(found) => return Ok(found),
+            Ok((found, _, run)) => return Ok((found, run)),
             Err(reason) => provide(env, reason).await?,
         }
     }
@@ -130,19 +134,10 @@ async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Opt
 }
 
 async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u8>, Status> {
-    let (align, method, cluster_bytes) = {
-        let state = env.state();
-        let layer = &state.layers[usize::from(layer)];
-        let header = &layer.tables.as_ref().ok_or(Status::Io)?.header;
-        (layer.align, header.compression, header.cluster_bytes())
-    };
-    let begin = host - host % align;
-    let length = (host + bytes).next_multiple_of(align) - begin;
-    let op = env.read_op(layer, begin).with_buffer(IoBuffer::zeroed(length as usize));
+    let (begin, mut compressed) = Compressed::place(&env.state().layers[usize::from(layer)], host, bytes)?;
+    let buffer = std::mem::replace(&mut compressed.buffer, IoBuffer::zeroed(0));
+    let op = env.read_op(layer, begin).with_buffer(buffer);
     let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
-    let buffer = read.buffers.pop().ok_or(Status::Io)?;
-    let first = (host - begin) as usize;
-    let range = first..first + bytes as usize;
-    env.inflate((layer, host), Compressed { buffer, range, method, cluster_bytes: cluster_bytes as usize })
-        .await
+    compressed.buffer = read.buffers.pop().ok_or(Status::Io)?;
+    env.inflate((layer, host), compressed).await
 }

@@ -36,9 +36,11 @@ impl Extent {
 impl Qcow2 {
     /// How the overlay maps the start of `range`, and how many bytes it maps in the same way contiguously.
     fn find_allocated(&self, slices: &mut UncachedSlices, range: &Range<u64>) -> io::Result<(Found, u64)> {
-        slices.find(&self.shared, &self.files, |state, extra| {
-            state.find_allocated(range.start, range.end - range.start, Some(extra))
-        })
+        slices
+            .find(&self.shared, &self.files, |state, extra| {
+                state.find(0..1, range.start, range.end - range.start, Some(extra))
+            })
+            .map(|(found, _, bytes)| (found, bytes))
     }
 
     /// The first part of `range` that the overlay maps, as data or as zeroes.
@@ -74,9 +76,16 @@ impl Qcow2 {
         match found {
             Found::Unallocated => Ok(Extent::Unallocated(bytes)),
             Found::Zero => Ok(Extent::Zeroes(bytes)),
-            Found::Data { host, .. } => self.read_host(host, bytes.min(READ_MAX_BYTES)).map(Extent::Data),
+            Found::Data { host, .. } => {
+                let mut data = IoBuffer::zeroed(bytes.min(READ_MAX_BYTES) as usize);
+                self.read_host(&mut data, host)?;
+                Ok(Extent::Data(data))
+            }
             Found::Compressed { host, bytes: compressed, skip, .. } => {
-                let content = self.decompress(host, compressed)?;
+                let (begin, mut compressed) =
+                    Compressed::place(&lock(&self.shared.state).layers[0], host, compressed)?;
+                self.read_host(&mut compressed.buffer, begin)?;
+                let content = compressed.inflate()?;
                 let mut content_part = IoBuffer::zeroed(bytes as usize);
                 content_part.copy_from_slice(&content[skip as usize..][..bytes as usize]);
                 Ok(Extent::Data(content_part))
@@ -84,23 +93,9 @@ impl Qcow2 {
         }
     }
 
-    fn read_host(&self, host: u64, bytes: u64) -> io::Result<IoBuffer> {
+    /// Fills `buffer` with the bytes of the image's file from `host` on.
+    fn read_host(&self, buffer: &mut IoBuffer, host: u64) -> io::Result<()> {
         let file_bytes = lock(&self.shared.state).layers[0].file_bytes;
-        let mut buffer = IoBuffer::zeroed(bytes as usize);
-        self.files[0].read_padded_at(&mut buffer, host, file_bytes, None)?;
-        Ok(buffer)
-    }
-
-    fn decompress(&self, host: u64, bytes: u64) -> io::Result<Vec<u8>> {
-        let (align, method, cluster_bytes) = {
-            let state = lock(&self.shared.state);
-            let header = &state.top()?.header;
-            (state.layers[0].align, header.compression, header.cluster_bytes() as usize)
-        };
-        let begin = host - host % align;
-        let buffer = self.read_host(begin, (host + bytes).next_multiple_of(align) - begin)?;
-        let first = (host - begin) as usize;
-        let compressed = Compressed { buffer, range: first..first + bytes as usize, method, cluster_bytes };
-        Ok(compressed.inflate()?)
+        self.files[0].read_padded_at(buffer, host, file_bytes, None)
     }
 }

@@ -10,7 +10,6 @@ use blkq::{Driver, Error, ErrorKind, IoBuffer};
 
 use crate::image_file::ImageFile;
 use crate::r#loop::LoopDevice;
-use crate::r#loop::base::DeviceTerms;
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{LOCKED, open_one, prefer_link, read_header};
 use crate::qcow2::io::blocking::write_data;
@@ -153,14 +152,8 @@ impl Qcow2 {
         let size = self.limits().size_bytes();
         let is_raw = locked(&self.shared.state).layers[1].tables.is_none();
         if is_raw {
-            let terms = DeviceTerms {
-                size,
-                logical_block_bytes: self.logical_block_bytes,
-                memory_align: self.memory_align,
-                requested: self.requested,
-                buffered: self.buffered.clone(),
-            };
-            return LoopDevice::of_base(files.image, files.synced, files.bitmaps, path, terms)
+            let terms = self.terms.clone();
+            return LoopDevice::of_base(files.image, files.synced, files.bitmaps, path, size, terms)
                 .map(|raw| Target::Raw(Box::new(raw)));
         }
         let qcow2 = self.of_base(files.image, &path, journals)?;

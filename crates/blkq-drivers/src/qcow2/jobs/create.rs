@@ -10,7 +10,7 @@ use blkq::{Error, ErrorKind};
 
 use crate::format::ImageFormat;
 use crate::image_file::ImageFile;
-use crate::qcow2::chain;
+use crate::qcow2::chain::{Opened, check_is_no_link};
 use crate::qcow2::format::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
 
 /// The cluster size is `1 << CLUSTER_BITS` bytes, QEMU's default.
@@ -40,14 +40,12 @@ impl Base {
     /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Format`] if the image has
     /// another format than `format`; the caller adds the hint.
     pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
-        let mut backing = ImageFile::open(path, true)?;
+        let backing = ImageFile::open(path, true)?;
         let file_bytes = backing.size()?;
         if format == ImageFormat::Qcow2 {
-            let header = chain::read_tables(&backing)?.header;
-            chain::prefer_link(&mut backing, &header);
-            chain::check_is_no_link(&backing.path)?;
-            let size = header.size;
-            return Ok(Base { path: backing.path, qcow2: true, size });
+            let image = Opened::with_tables(backing)?;
+            check_is_no_link(&image.file.path)?;
+            return Ok(Base { path: image.file.path, qcow2: true, size: image.size });
         }
         if format == ImageFormat::Checked
             && let Some(format) = backing.detect_format(file_bytes)

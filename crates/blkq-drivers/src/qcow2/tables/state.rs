@@ -48,6 +48,7 @@ const RELEASED_MAX: usize = 1024;
 const RELEASED_MAX_BYTES: usize = 64 << 20;
 
 /// One image of the chain.
+#[derive(Clone)]
 pub(in crate::qcow2) struct Layer {
     /// The tables of a qcow2 image; `None`: raw.
     pub tables: Option<Tables>,
@@ -61,6 +62,7 @@ pub(in crate::qcow2) struct Layer {
 }
 
 /// The parts of a qcow2 image that are always in memory.
+#[derive(Clone)]
 pub(in crate::qcow2) struct Tables {
     pub header: Header,
     pub l1: Vec<u64>,
@@ -186,64 +188,36 @@ impl State {
         (self.cache.slice_bytes() * 8) >> order
     }
 
-    /// Looks up the bytes of the device from `position` on. Returns where they are stored, and how many of
-    /// `bytes` are stored there contiguously. `extra` has slices that are not in the cache.
+    /// Looks up the bytes of the device from `position` on in the given layers of the chain. Returns where
+    /// they are stored, the number of the layer that maps them (the end of `layers` if none does), and how
+    /// many of `bytes` are stored there contiguously. `extra` has slices that are not in the cache.
     pub fn find(
         &mut self,
-        position: u64,
-        bytes: u64,
-        extra: Option<&Extra>,
-    ) -> Result<(Found, u64), NotReady> {
-        self.find_from(0, position, bytes, extra)
-    }
-
-    /// As [`State::find`], without the layers before `first`.
-    pub fn find_from(
-        &mut self,
-        first: usize,
-        position: u64,
-        bytes: u64,
-        extra: Option<&Extra>,
-    ) -> Result<(Found, u64), NotReady> {
-        self.find_with_layer(first, position, bytes, extra).map(|(found, _, run)| (found, run))
-    }
-
-    /// As [`State::find_from`], and also returns the number of the layer that maps the bytes, or the number
-    /// of layers if none does.
-    pub fn find_with_layer(
-        &mut self,
-        first: usize,
+        layers: Range<usize>,
         position: u64,
         bytes: u64,
         extra: Option<&Extra>,
     ) -> Result<(Found, usize, u64), NotReady> {
-        let mut bytes = bytes;
-        for layer in first..self.layers.len() {
+        let (mut bytes, end) = (bytes, layers.end);
+        for layer in layers {
             let size = self.layers[layer].size;
             if position >= size {
                 // As in QEMU, an image reads as zeroes beyond its end, whatever its backing file contains
                 // there.
                 return Ok((if layer == 0 { Found::Unallocated } else { Found::Zero }, layer, bytes));
             }
-            bytes = bytes.min(size - position);
-            let (found, run) = self.find_in(layer, position, bytes, extra)?;
+            let (found, run) = self.find_in(layer, position, bytes.min(size - position), extra)?;
             bytes = run;
             if found != Found::Unallocated {
                 return Ok((found, layer, bytes));
             }
         }
-        Ok((Found::Unallocated, self.layers.len(), bytes))
+        Ok((Found::Unallocated, end, bytes))
     }
 
-    /// As [`State::find`], in the active image only. [`Found::Unallocated`] means that the backing file
-    /// decides.
-    pub fn find_allocated(
-        &mut self,
-        position: u64,
-        bytes: u64,
-        extra: Option<&Extra>,
-    ) -> Result<(Found, u64), NotReady> {
-        self.find_in(0, position, bytes, extra)
+    /// The layers of the chain from `first` on.
+    pub fn layers_from(&self, first: usize) -> Range<usize> {
+        first..self.layers.len()
     }
 
     fn find_in(
@@ -308,8 +282,8 @@ impl State {
         let end = position + bytes;
         let mut position = position;
         while position < end {
-            match self.find_from(first, position, end - position, None)? {
-                (Found::Zero | Found::Unallocated, run) => position += run,
+            match self.find(self.layers_from(first), position, end - position, None)? {
+                (Found::Zero | Found::Unallocated, _, run) => position += run,
                 _ => return Ok(false),
             }
         }
