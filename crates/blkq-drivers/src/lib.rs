@@ -20,6 +20,7 @@
 //! # }
 //! ```
 
+mod bitmaps;
 pub mod fault;
 mod format;
 mod image;

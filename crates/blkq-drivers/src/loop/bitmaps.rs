@@ -1,13 +1,14 @@
 //! Loads and saves the persistent dirty bitmaps of a raw image.
 
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blkq::bitmap::{Bitmap, BitmapState};
-use blkq::sync::{Mutex, lock as locked};
+use blkq::bitmap::Bitmap;
+use blkq::sync::{Mutex, MutexGuard, lock as locked};
 use blkq::{Error, ErrorKind};
 
+use crate::bitmaps::{BitmapFormat, Loaded};
 use crate::image_file::ImageFile;
 
 use super::bitmap_file::BitmapFile;
@@ -63,14 +64,14 @@ pub(super) fn take(
     }
 }
 
-/// An image and its bitmap file.
-pub(super) struct Image<'a> {
-    pub shared: &'a Shared,
-    pub path: &'a Path,
-    pub bitmaps: &'a Place,
+/// The bitmap file of a raw image, as the format of its bitmaps.
+pub(super) struct FileBitmaps {
+    pub shared: Arc<Shared>,
+    pub path: PathBuf,
+    pub place: Place,
 }
 
-impl Image<'_> {
+impl FileBitmaps {
     fn fingerprint(&self) -> Result<ImageFingerprint, Error> {
         let state = locked(&self.shared.state);
         ImageFingerprint::of(&state.file, state.size)
@@ -87,46 +88,9 @@ impl Image<'_> {
         Ok(fingerprint)
     }
 
-    fn is_writable(&self) -> bool {
-        locked(&self.shared.state).writable
-    }
-
-    /// Loads the saved bitmaps, and marks them as in use in their file if the image is open for writing. Also returns
-    /// warnings. A damaged file is left unchanged; it leads to a warning, and no bitmaps.
-    ///
-    /// # Errors
-    /// Returns the I/O errors of the image and of the bitmap file.
-    pub fn load_bitmaps(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
-        let Ok(place) = self.bitmaps else { return Ok((Vec::new(), Vec::new())) };
-        let mut place = locked(place);
-        let Some(file) = &mut *place else { return Ok((Vec::new(), Vec::new())) };
-        let fingerprint = self.fingerprint()?;
-        let (bitmaps, mut warnings) = match file.load(fingerprint) {
-            Ok(bitmaps) => (bitmaps, Vec::new()),
-            Err(error) => {
-                *place = None;
-                return Ok((Vec::new(), vec![format!("the dirty bitmaps are lost: {error}")]));
-            }
-        };
-        for bitmap in bitmaps.iter().filter(|bitmap| bitmap.state() == BitmapState::Inconsistent) {
-            warnings.push(format!(
-                "the bitmap {} of {} is inconsistent: it was not closed, or another program has written to the \
-                 image; remove the bitmap and make a full backup",
-                bitmap.name(),
-                self.path.display()
-            ));
-        }
-        if self.is_writable() {
-            let all: Vec<&Bitmap> = bitmaps.iter().collect();
-            file.mark(&all, fingerprint)?;
-            let reserved = file.reserve(&all, fingerprint);
-            warnings
-                .extend(reserved.err().map(|error| format!("the dirty bitmaps may not be saved: {error}")));
-        } else if bitmaps.is_empty() {
-            // Releases the file, so that `check_reopen` allows the image to be opened for writing later.
-            *place = None;
-        }
-        Ok((bitmaps, warnings))
+    /// The bitmap file, if the image may have one.
+    fn file(&self) -> Option<MutexGuard<'_, Option<Box<BitmapFile>>>> {
+        self.place.as_ref().ok().map(locked)
     }
 
     /// Checks whether an image that was opened read-only may become writable. Its bitmaps were not marked as in use when
@@ -135,7 +99,7 @@ impl Image<'_> {
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the image has bitmaps.
     pub fn check_reopen(&self) -> Result<(), Error> {
-        if !self.is_writable() && self.bitmaps.as_ref().is_ok_and(|place| locked(place).is_some()) {
+        if !self.is_writable() && self.file().is_some_and(|file| file.is_some()) {
             let message = format!(
                 "{} has dirty bitmaps and was opened read-only; close it and open it for writing",
                 self.path.display()
@@ -144,75 +108,90 @@ impl Image<'_> {
         }
         Ok(())
     }
+}
 
-    /// Records in the bitmap file that exactly `bitmaps` exist and are in use, and reserves space for their bits.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the bitmap file, whose content stays.
-    pub fn reserve_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        let Ok(place) = self.bitmaps else { return Ok(()) };
-        let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
-        if let Some(file) = locked(place).as_mut().filter(|_| self.is_writable()) {
-            let fingerprint = self.fingerprint()?;
-            file.reserve(&all, fingerprint)?;
-            file.mark(&all, fingerprint)?;
-        }
-        Ok(())
+impl BitmapFormat for FileBitmaps {
+    type Place = ImageFingerprint;
+
+    const INCONSISTENT: &'static str = "the image was not closed, or another program has written to it";
+
+    fn path(&self) -> &Path {
+        &self.path
     }
 
-    /// Checks whether bitmaps can be saved.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the image cannot have persistent bitmaps, [`ErrorKind::NotFound`] if it has no
-    /// bitmap file, or the file was removed.
-    pub fn check_bitmaps(&self) -> Result<(), Error> {
-        let refused = |kind, why: &str| {
-            Err(Error::new(kind, format!("{} cannot store dirty bitmaps: {why}", self.path.display())))
-        };
-        match self.bitmaps {
-            Err(why) => refused(ErrorKind::Unsupported, why),
-            Ok(_) if !self.is_writable() => refused(ErrorKind::Unsupported, "it is read-only"),
-            Ok(place) => match &*locked(place) {
-                None => refused(ErrorKind::NotFound, "it has no bitmap file"),
-                Some(file) if !file.is_linked()? => {
-                    refused(ErrorKind::NotFound, "its bitmap file was removed")
+    fn is_writable(&self) -> bool {
+        locked(&self.shared.state).writable
+    }
+
+    fn unsupported(&self) -> Option<&str> {
+        self.place.as_ref().err().copied()
+    }
+
+    fn read(&self) -> Result<Loaded<ImageFingerprint>, Error> {
+        let is_writable = self.is_writable();
+        let Some(mut place) = self.file() else { return Ok(Loaded::nothing(None)) };
+        let Some(file) = &mut *place else { return Ok(Loaded::nothing(None)) };
+        let fingerprint = self.fingerprint()?;
+        match file.load(fingerprint) {
+            Ok(bitmaps) => {
+                if !is_writable && bitmaps.is_empty() {
+                    // Releases the file, so that `check_reopen` allows the image to be opened for writing later.
+                    *place = None;
                 }
-                Some(_) => Ok(()),
-            },
+                Ok(Loaded { bitmaps, warnings: Vec::new(), place: Some(fingerprint) })
+            }
+            // A damaged file is left unchanged.
+            Err(error) => {
+                *place = None;
+                Ok(Loaded::nothing(Some(format!("the dirty bitmaps are lost: {error}"))))
+            }
         }
     }
 
-    /// Uses the new `file` for the bitmaps. If the image already has a bitmap file, `file` must be that one.
-    ///
-    /// # Errors
-    /// The errors of [`Image::check_bitmaps`], and [`ErrorKind::Invalid`] if `file` is neither new nor the present
-    /// bitmap file.
-    pub fn set_bitmap_file(&self, file: File) -> Result<(), Error> {
-        match (self.check_bitmaps(), self.bitmaps) {
-            (Err(error), Ok(place)) if error.kind() == ErrorKind::NotFound => {
-                *locked(place) = Some(Box::new(BitmapFile::new(file, self.path)?));
+    fn mark(&self, fingerprint: ImageFingerprint, bitmaps: &[&Bitmap]) -> Result<Option<Error>, Error> {
+        let Some(mut place) = self.file() else { return Ok(None) };
+        let Some(file) = &mut *place else { return Ok(None) };
+        file.mark(bitmaps, fingerprint)?;
+        Ok(file.reserve(bitmaps, fingerprint).err())
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        let missing = |why| Err(Error::new(ErrorKind::NotFound, why));
+        match self.file().as_deref() {
+            Some(Some(file)) if file.is_linked()? => Ok(()),
+            Some(Some(_)) => missing("its bitmap file was removed"),
+            _ => missing("it has no bitmap file"),
+        }
+    }
+
+    /// Uses the new `file`. If the image already has a bitmap file, `file` must be that one.
+    fn set_file(&self, file: File, checked: Result<(), Error>) -> Result<(), Error> {
+        match (checked, self.file()) {
+            (Err(error), Some(mut place)) if error.kind() == ErrorKind::NotFound => {
+                *place = Some(Box::new(BitmapFile::new(file, &self.path)?));
                 Ok(())
             }
-            (Ok(()), Ok(place)) => locked(place).as_ref().map_or(Ok(()), |own| own.check_same(&file)),
+            (Ok(()), Some(place)) => place.as_ref().map_or(Ok(()), |own| own.check_same(&file)),
             (checked, _) => checked,
         }
     }
 
-    /// Saves the bitmaps durably. The image must not be written to during this call or afterwards.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the image or of the bitmap file, in which the bitmaps stay marked as in use.
-    pub fn store_bitmaps(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
-        let Ok(place) = self.bitmaps else { return Ok(()) };
-        let mut place = locked(place);
-        if let Some(file) = place.as_mut().filter(|_| self.is_writable()) {
-            let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
-            let fingerprint =
-                if bitmaps.is_empty() { self.fingerprint()? } else { self.final_fingerprint()? };
-            file.store(&all, fingerprint)?;
-            // Releases the lock, so that other processes can read the file.
-            *place = None;
-        }
+    fn reserve(&self, bitmaps: &[&Bitmap]) -> Result<(), Error> {
+        let Some(mut place) = self.file() else { return Ok(()) };
+        let Some(file) = &mut *place else { return Ok(()) };
+        let fingerprint = self.fingerprint()?;
+        file.reserve(bitmaps, fingerprint)?;
+        file.mark(bitmaps, fingerprint)
+    }
+
+    fn write(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error> {
+        let Some(mut place) = self.file() else { return Ok(()) };
+        let Some(file) = &mut *place else { return Ok(()) };
+        let all: Vec<&Bitmap> = bitmaps.iter().map(|bitmap| &**bitmap).collect();
+        let fingerprint = if bitmaps.is_empty() { self.fingerprint()? } else { self.final_fingerprint()? };
+        file.store(&all, fingerprint)?;
+        // Releases the lock, so that other processes can read the file.
+        *place = None;
         Ok(())
     }
 }

@@ -6,13 +6,12 @@
 //!   `progress` is the state of a call, `writer` the token that admits one writing queue at a time, `tail` the
 //!   end of a device whose size is not a multiple of the sector size, `counters` the statistics.
 //! - `base`: switches a device to the raw backing file of its image after a commit.
-//! - `bitmap_store`, `bitmaps`, `bitmap_file`, `bitmap_format`: the persistent dirty bitmaps in a file beside
-//!   the image. `fingerprint` detects that another program has written to the image since they were saved.
+//! - `bitmaps`, `bitmap_file`, `bitmap_format`: the persistent dirty bitmaps in a file beside the image.
+//!   `fingerprint` detects that another program has written to the image since they were saved.
 
 pub(crate) mod base;
 mod bitmap_file;
 mod bitmap_format;
-mod bitmap_store;
 mod bitmaps;
 mod counters;
 mod fingerprint;
@@ -39,11 +38,13 @@ use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::{Mutex, lock as locked};
 use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
+use crate::bitmaps::ImageBitmaps;
 use crate::image_file::{
     ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, choose_mode,
 };
 
 pub use crate::image_file::DirectIo;
+use bitmaps::FileBitmaps;
 pub use counters::{LoopCounters, LoopSnapshot};
 pub use options::{Dispatch, LoopOptions, LoopSetting};
 use options::{Window, invalid};
@@ -97,7 +98,7 @@ pub struct LoopDevice {
     shared_use: bool,
     /// Another driver in this process uses the open file and its locks, so this one must not release them.
     superseded: AtomicBool,
-    bitmaps: bitmaps::Place,
+    bitmaps: ImageBitmaps<FileBitmaps>,
     warnings: Vec<String>,
 }
 
@@ -162,9 +163,9 @@ impl LoopDevice {
     fn assemble(image: ImageFile, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
         let Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings } = chosen;
         let partial = tail.is_some();
-        // The kernel rejects fallocate(2) on a part of a block of a block device.
         let (block_device, discards) = (image.block_device, image.discards);
-        let takes_any_sector = !image.block_device || image.logical_block <= logical_block_bytes;
+        // The kernel rejects fallocate(2) on a part of a block of a block device.
+        let takes_any_sector = !block_device || image.logical_block <= logical_block_bytes;
         let (name, path) = (ImageName::new(&image.path), image.path.clone());
         let shared = Shared {
             offset: options.offset,
@@ -193,14 +194,16 @@ impl LoopDevice {
             zeroes: AtomicBool::new(takes_any_sector),
             zeroes_no_unmap: AtomicBool::new(takes_any_sector),
         };
+        let shared = Arc::new(shared);
+        let bitmaps = FileBitmaps { shared: Arc::clone(&shared), path: path.clone(), place: bitmaps };
         LoopDevice {
-            shared: Arc::new(shared),
+            shared,
             name,
             path,
             partial,
             shared_use: options.shared,
             superseded: AtomicBool::new(false),
-            bitmaps,
+            bitmaps: ImageBitmaps(bitmaps),
             warnings,
         }
     }
@@ -339,10 +342,6 @@ impl LoopDevice {
         locked(&self.shared.state).file.downgrade(&WHOLE_FILE);
     }
 
-    fn image(&self) -> bitmaps::Image<'_> {
-        bitmaps::Image { shared: &self.shared, path: &self.path, bitmaps: &self.bitmaps }
-    }
-
     /// The setting as one of this driver; an error if it belongs to another.
     fn loop_setting(&self, setting: &dyn DriverSetting) -> Result<LoopSetting, Error> {
         setting.downcast_ref().copied().ok_or_else(|| setting.unknown_to(self.name()))
@@ -447,7 +446,7 @@ impl Driver for LoopDevice {
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         if !read_only {
-            self.image().check_reopen()?;
+            self.bitmaps.0.check_reopen()?;
         }
         self.sync()?;
         let mut state = locked(&self.shared.state);
@@ -518,7 +517,7 @@ impl Driver for LoopDevice {
     }
 
     fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
-        Some(self)
+        Some(&self.bitmaps)
     }
 
     fn warnings(&self) -> Vec<String> {

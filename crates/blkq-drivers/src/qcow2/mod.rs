@@ -23,25 +23,25 @@ mod tables;
 mod tests;
 
 use std::collections::{BTreeSet, HashSet};
-use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkq::bitmap::{Bitmap, BitmapStore};
+use blkq::bitmap::BitmapStore;
 use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
-use blkq::sync::{Mutex, lock as locked};
+use blkq::sync::lock as locked;
 use blkq::text::shell_word;
 use blkq::{DepthExtent, Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
+use crate::bitmaps::ImageBitmaps;
 pub use crate::image_file::link_elsewhere;
 use crate::image_file::{
     ClientTerms, DirectAlign, DirectIo, ImageFile, ImageName, LockKind, Mode, choose_buffered, choose_mode,
 };
 
-use bitmaps::store::{Image, PersistentBitmaps};
+use bitmaps::store::Qcow2Bitmaps;
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
 use io::env::{Env, Shared};
@@ -82,7 +82,7 @@ pub struct Qcow2 {
     version: u32,
     cluster_bytes: u64,
     warnings: Vec<String>,
-    persistent_bitmaps: Mutex<PersistentBitmaps>,
+    bitmaps: ImageBitmaps<Qcow2Bitmaps>,
 }
 
 /// The parts of a new device.
@@ -215,8 +215,10 @@ impl Qcow2 {
         else {
             return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
         };
+        let shared = Shared::new(state);
+        let bitmaps = Qcow2Bitmaps::new(&shared, &files, !read_only);
         let device = Qcow2 {
-            shared: Shared::new(state),
+            shared,
             name: ImageName::new(&files[0].path),
             files,
             writable: !read_only,
@@ -226,18 +228,13 @@ impl Qcow2 {
             version,
             cluster_bytes,
             warnings,
-            persistent_bitmaps: Mutex::new(PersistentBitmaps::default()),
+            bitmaps: ImageBitmaps(bitmaps),
         };
         let device = device.begin_journal(journals, overlay)?;
         // Set after `begin_journal`, whose change of the header may go through the page cache and then need not
         // wait for the disk.
         device.files.iter().zip(direct).try_for_each(|(file, direct)| file.set_direct(direct))?;
         Ok(device)
-    }
-
-    fn image(&self) -> Image<'_> {
-        let Qcow2 { shared, files, writable, persistent_bitmaps, .. } = self;
-        Image { shared, files, writable: *writable, persistent_bitmaps }
     }
 
     /// The device number and the inode of the image.
@@ -386,7 +383,7 @@ impl Driver for Qcow2 {
 
     fn open_queue(&self, cx: OpenContext<'_>) -> Result<Box<dyn DriverQueue>, Error> {
         if self.writable {
-            self.image().mark_bitmaps()?;
+            self.bitmaps.0.mark_bitmaps()?;
         }
         if let Some(journal) = &mut locked(&self.shared.state).journal {
             journal.clear_overlay();
@@ -472,7 +469,7 @@ impl Driver for Qcow2 {
     }
 
     fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
-        Some(self)
+        Some(&self.bitmaps)
     }
 
     fn warnings(&self) -> Vec<String> {
@@ -502,29 +499,6 @@ impl Driver for Qcow2 {
             ("direct-io-reason", self.terms.buffered.clone().unwrap_or_default()),
             ("tables-failed", locked(&self.shared.state).writer.failed.to_string()),
         ]
-    }
-}
-
-impl BitmapStore for Qcow2 {
-    fn load(&self) -> Result<(Vec<Bitmap>, Vec<String>), Error> {
-        self.image().load_bitmaps()
-    }
-
-    fn check(&self) -> Result<(), Error> {
-        self.image().check_bitmaps()
-    }
-
-    /// Does nothing with the file: the image contains the bitmaps.
-    fn set_file(&self, _file: File) -> Result<(), Error> {
-        self.image().check_bitmaps()
-    }
-
-    fn reserve(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().reserve_bitmaps(all)
-    }
-
-    fn store(&self, all: &[Arc<Bitmap>]) -> Result<(), Error> {
-        self.image().store_bitmaps(all)
     }
 }
 

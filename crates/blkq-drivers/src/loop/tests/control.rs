@@ -64,15 +64,15 @@ fn an_image_opened_read_only_with_bitmaps_stays_read_only() {
     let bitmap = Arc::new(Bitmap::new("b", 512, MIB, BitmapState::Recording).unwrap());
     for bitmaps in [vec![], vec![bitmap]] {
         let device = open(&path, DirectIo::Off);
-        device.load().unwrap();
+        device.bitmaps.load().unwrap();
         let mut create = OpenOptions::new();
         let file = create.read(true).write(true).create(true).truncate(false);
-        device.set_file(file.open(directory.file("image.bitmaps")).unwrap()).unwrap();
-        device.store(&bitmaps).unwrap();
+        device.bitmaps.set_file(file.open(directory.file("image.bitmaps")).unwrap()).unwrap();
+        device.bitmaps.store(&bitmaps).unwrap();
         drop(device);
         let read_only = LoopOptions { read_only: true, ..options(&path, DirectIo::Off) };
         let device = LoopDevice::open(&read_only).unwrap();
-        assert_eq!(device.load().unwrap().0.len(), bitmaps.len());
+        assert_eq!(device.bitmaps.load().unwrap().0.len(), bitmaps.len());
         assert_eq!(device.set_read_only(false).is_err(), !bitmaps.is_empty());
     }
 }

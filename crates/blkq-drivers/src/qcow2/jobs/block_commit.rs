@@ -358,7 +358,7 @@ impl BlockCommit {
             return;
         }
         // `free_unreferenced` frees the clusters of bitmaps too, so the header must not name them then.
-        let _ = overlay.image().remove_bitmaps().and_then(|()| overlay.free_unreferenced());
+        let _ = overlay.bitmaps.0.remove_bitmaps().and_then(|()| overlay.free_unreferenced());
         // `finish` has removed the journal. With its tag still in the header, the next attach would warn that
         // the journal is missing.
         let _ = overlay.set_tag(0);

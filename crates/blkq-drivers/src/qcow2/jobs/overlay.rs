@@ -98,7 +98,7 @@ impl Qcow2 {
         // A device that cannot be resized must be refused before its bitmaps are marked as in use.
         base.prepare_resize(Some(device_bytes)).inspect_err(|_| _ = base.supersede())?;
         // Loading marks the bitmaps as in use, because the commit is about to write to the base.
-        base.load().inspect_err(|_| _ = base.supersede())?;
+        base.bitmaps.load().inspect_err(|_| _ = base.supersede())?;
         Ok(base)
     }
 

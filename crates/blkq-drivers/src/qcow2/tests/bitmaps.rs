@@ -78,7 +78,7 @@ fn many_invalid_bitmap_entries_take_little_memory() {
     image.file.set_len(1 << 30).unwrap();
     for (count, why) in [(43_690, "43690 bitmaps in"), (2_796_202, "their directory has 67108848 bytes")] {
         image.set_extension(count, u64::from(count) * 24, 512 << 20);
-        let (found, warnings) = open(&image.path).load().unwrap();
+        let (found, warnings) = open(&image.path).bitmaps.load().unwrap();
         assert!(found.is_empty() && warnings.len() == 1 && warnings[0].contains(why), "{warnings:?}");
     }
 }
@@ -101,7 +101,7 @@ fn a_bitmap_without_bits_gets_a_table_of_one_cluster() {
     image.file.write_all_at(&1u32.to_be_bytes(), entry + 12).unwrap();
     image.file.write_all_at(&[9], entry + 17).unwrap();
     let before = image.file.metadata().unwrap().len();
-    let (found, _) = open(&image.path).load().unwrap();
+    let (found, _) = open(&image.path).bitmaps.load().unwrap();
     assert_eq!((found[0].state(), found[0].granularity()), (BitmapState::Inconsistent, 512));
     let grown = image.file.metadata().unwrap().len() - before;
     assert!(grown < 8 << 20, "{grown} bytes");
@@ -116,15 +116,15 @@ fn a_bitmap_without_bits_keeps_a_table_of_any_size() {
     }
     let image = Image::new(&["a", "b"]);
     let device = open(&image.path);
-    let bitmaps: Vec<_> = device.load().unwrap().0.into_iter().map(Arc::new).collect();
-    device.store(&bitmaps).unwrap();
+    let bitmaps: Vec<_> = device.bitmaps.load().unwrap().0.into_iter().map(Arc::new).collect();
+    device.bitmaps.store(&bitmaps).unwrap();
     drop(device);
     let directory = image.bitmap_directory();
     let table = image.number(directory);
     image.set_number(table, 0);
     // A table of two clusters, in use.
     image.set_number(directory + 8, 2 << 32 | 1);
-    let (found, _) = open(&image.path).load().unwrap();
+    let (found, _) = open(&image.path).bitmaps.load().unwrap();
     assert_eq!((found.len(), found[0].state()), (2, BitmapState::Inconsistent));
     assert_eq!(
         (image.bitmap_directory(), image.number(directory)),
@@ -144,7 +144,7 @@ fn a_directory_that_overlaps_a_table_is_not_written() {
         image.set_extension(1, 24, table);
         image.file.write_all_at(&AUTOCLEAR_BITMAPS.to_be_bytes(), AUTOCLEAR_AT as u64).unwrap();
         let before = image.cluster(table);
-        let warnings = open(&image.path).load().unwrap().1;
+        let warnings = open(&image.path).bitmaps.load().unwrap().1;
         assert!(warnings[0].contains("are damaged"), "{table}: {warnings:?}");
         assert!(image.cluster(table) == before, "{table}");
     }
@@ -166,10 +166,10 @@ fn bits_that_overlap_a_table_do_not_change_it() {
         }
         let before = image.cluster(table);
         let device = open(&image.path);
-        let found = device.load().unwrap().0;
+        let found = device.bitmaps.load().unwrap().0;
         assert_eq!(found.len(), 2);
         let found: Vec<Arc<Bitmap>> = found.into_iter().map(Arc::new).collect();
-        device.store(&found).unwrap();
+        device.bitmaps.store(&found).unwrap();
         device.flush_all_metadata().unwrap();
         drop(device);
         assert!(image.cluster(table)[..64] == before[..64], "table {number}");
@@ -186,13 +186,13 @@ fn bitmap_clusters_are_adopted_in_qemus_order_too() {
     let image = Image::new(&["b", "a"]);
     for dirty in [0, 65536] {
         let device = open(&image.path);
-        let loaded = device.load().unwrap().0;
+        let loaded = device.bitmaps.load().unwrap().0;
         let mut found: Vec<Arc<Bitmap>> = loaded.into_iter().map(Arc::new).collect();
         let reserved = image.bitmap_directory();
         found.sort_by(|one, other| one.name().cmp(other.name()));
         assert_eq!((found[0].dirty_bytes(), found[1].dirty_bytes()), (dirty, 0));
         found[0].mark(0..4096);
-        device.store(&found).unwrap();
+        device.bitmaps.store(&found).unwrap();
         device.flush_all_metadata().unwrap();
         assert_eq!(image.bitmap_directory(), reserved);
     }
@@ -210,13 +210,13 @@ fn no_bitmap_replaces_an_unknown_one_of_the_same_name() {
     let flags = image.bitmap_directory() + 12;
     image.file.write_all_at(&[0x80], flags).unwrap();
     let device = open(&image.path);
-    assert!(device.load().unwrap().0.is_empty());
+    assert!(device.bitmaps.load().unwrap().0.is_empty());
     let bitmap = |name| Arc::new(Bitmap::new(name, 65536, 8 << 20, BitmapState::Recording).unwrap());
-    let refused = device.reserve(&[bitmap("a"), bitmap("b")]).unwrap_err();
+    let refused = device.bitmaps.reserve(&[bitmap("a"), bitmap("b")]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
     assert!(refused.to_string().contains("remove the bitmap with `qemu-img bitmap`"), "{refused}");
-    device.reserve(&[bitmap("a")]).unwrap();
-    device.store(&[bitmap("a")]).unwrap();
+    device.bitmaps.reserve(&[bitmap("a")]).unwrap();
+    device.bitmaps.store(&[bitmap("a")]).unwrap();
     let directory = image.cluster(image.bitmap_directory());
     assert_eq!((directory[12], directory[24], directory[32 + 24]), (0x80, b'b', b'a'));
 }

@@ -8,6 +8,7 @@ mod data;
 mod kill;
 mod power;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
