@@ -143,7 +143,7 @@ impl ClientTerms {
             return Ok(mode);
         };
         let reason = format!(
-            "it requires an alignment of {align} bytes, and the clients of the device use one of {} bytes",
+            "it requires an alignment of {align} bytes, but the device's clients align to {} bytes",
             self.memory_align
         );
         choose_buffered(self.requested, path, reason)
