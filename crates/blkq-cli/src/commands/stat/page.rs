@@ -79,10 +79,10 @@ impl Figures {
         rows.extend(self.queue_rows(verbose));
         rows.extend(self.watch_rows(verbose));
         if let Some(nbd) = nbd {
-            rows.extend(export_rows::<3>("nbd", nbd.connected, nbd.counters.each()));
+            rows.extend(export_rows("nbd", nbd.connected, nbd.counters.each()));
         }
         if let Some(vhost) = vhost {
-            rows.extend(export_rows::<3>("vhost-user", vhost.connected, vhost.counters.each()));
+            rows.extend(export_rows("vhost-user", vhost.connected, vhost.counters.each()));
         }
         let refused = self.groups().filter(|(_, group)| !group.refused.is_empty());
         rows.extend(
@@ -174,21 +174,15 @@ fn row(name: &str, text: String) -> Row {
 }
 
 /// The rows of an export: the number of connected clients, and the counters in their rows.
-fn export_rows<const ROWS: usize>(
-    export: &str,
-    connected: u64,
-    counters: impl Iterator<Item = Counted>,
-) -> [Row; ROWS] {
-    let mut texts: [Vec<String>; ROWS] = std::array::from_fn(|_| Vec::new());
-    texts[0].push(format!("{connected} connected"));
+fn export_rows(export: &str, connected: u64, counters: impl Iterator<Item = Counted>) -> [Row; 3] {
+    let mut texts = [vec![format!("{connected} connected")], Vec::new(), Vec::new()];
     for Counted { row, value, .. } in counters {
         if let Some((row, label)) = row {
             texts[row].push(format!("{value} {label}"));
         }
     }
-    let names = std::iter::once(export).chain(std::iter::repeat(""));
-    let mut rows = names.zip(texts).map(|(name, texts)| row(name, texts.join(", ")));
-    std::array::from_fn(|_| rows.next().expect("one row per text"))
+    let [first, second, third] = texts.map(|texts| texts.join(", "));
+    [row(export, first), row("", second), row("", third)]
 }
 
 impl Throttled {
