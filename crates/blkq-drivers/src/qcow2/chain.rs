@@ -19,24 +19,18 @@ use super::tables::state::{Layer, Tables};
 
 /// Most backing files in a chain.
 pub(super) const DEPTH_MAX: usize = 64;
-/// Bytes of all L1 tables in a chain. They are in memory as long as the device exists.
+/// Limit for all L1 tables of a chain, which are in memory as long as the device exists.
 const L1_TABLES_MAX_BYTES: u64 = 128 << 20;
-/// The byte range of each file that is locked.
 pub(super) const LOCKED: std::ops::Range<u64> = WHOLE_FILE;
 
-/// An image of a chain, open.
 pub(super) struct Opened {
     pub file: ImageFile,
     pub tables: Option<Tables>,
-    /// Virtual size in bytes.
     pub size: u64,
 }
 
 impl Opened {
     /// Reads the tables of a qcow2 image, and chooses its path ([`prefer_link`]).
-    ///
-    /// # Errors
-    /// As [`read_tables`].
     pub fn with_tables(mut file: ImageFile) -> Result<Opened, Error> {
         let tables = read_tables(&file)?;
         prefer_link(&mut file, &tables.header);
@@ -44,15 +38,11 @@ impl Opened {
         Ok(Opened { file, tables: Some(tables), size })
     }
 
-    /// The header of a qcow2 image.
     pub fn header(&self) -> Option<&Header> {
         self.tables.as_ref().map(|tables| &tables.header)
     }
 
     /// The image as a layer of a device, with the alignment of direct I/O.
-    ///
-    /// # Errors
-    /// The error of reading the size of the file.
     pub fn into_layer(self, align: Option<DirectAlign>) -> Result<(Arc<ImageFile>, Layer), Error> {
         let align = align.map_or(1, |align| u64::from(align.offset));
         let layer = Layer { tables: self.tables, size: self.size, align, file_bytes: self.file.size()? };
@@ -60,10 +50,7 @@ impl Opened {
     }
 }
 
-/// Reads the header of a qcow2 image.
-///
-/// # Errors
-/// The message has one line: what is wrong with the image, and a hint.
+/// Errors have one line: what is wrong with the image, and a hint.
 pub(super) fn read_header(backing: &ImageFile) -> Result<Header, Error> {
     let mut head = vec![0; FIXED_BYTES];
     read_at(backing, &mut head, 0)?;
@@ -76,10 +63,7 @@ fn not_served(backing: &ImageFile, error: &Error) -> Error {
     Error::new(error.kind(), format!("{} cannot be served as qcow2: {error}", backing.path.display()))
 }
 
-/// Reads the header and the L1 table of a qcow2 image.
-///
-/// # Errors
-/// As [`read_header`]; [`ErrorKind::Format`] if a table is not completely in the file.
+/// Fails with [`ErrorKind::Format`] if a table is not completely in the file.
 fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
     let header = read_header(backing)?;
     let file_bytes = backing.size()?;
@@ -105,9 +89,6 @@ fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
 }
 
 /// Reads a table of big-endian numbers, which is completely in the file.
-///
-/// # Errors
-/// The I/O error of the file.
 pub(super) fn read_numbers(backing: &ImageFile, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
     let mut bytes = vec![0; count * 8];
     backing.read_exact_at(&mut bytes, offset, None).map_err(|e| cannot_read(backing, e))?;
@@ -125,9 +106,8 @@ fn cannot_read(image: &ImageFile, error: std::io::Error) -> Error {
 
 /// Opens the backing files of `top`, in order from the nearest.
 ///
-/// # Errors
-/// The message has one line: what is wrong, why, and a hint. [`ErrorKind::BackingFile`] if `allowed` does not
-/// admit a backing file; the caller adds the hint. A backing file is also rejected if it lacks writes that a
+/// Errors have one line: what is wrong, why, and a hint, which the caller adds to [`ErrorKind::BackingFile`]
+/// (`allowed` does not admit a backing file). A backing file is also rejected if it lacks writes that a
 /// journal in `journals` has. If that journal is ignored, a warning is added to `warnings` instead.
 pub(super) fn open_backing_files(
     top: &Opened,
@@ -184,10 +164,8 @@ pub(super) fn open_backing_files(
     }
 }
 
-/// Opens the file that `image` names as its backing file, read-only.
-///
-/// # Errors
-/// As [`open_backing_files`].
+/// Opens the file that `image` names as its backing file, read-only. Errors are as for
+/// [`open_backing_files`].
 pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) -> Result<ImageFile, Error> {
     let directory = image.parent().unwrap_or(Path::new("/"));
     let path = backing_path(image, &name.name)?;
@@ -212,7 +190,6 @@ pub(super) fn open_one(image: &Path, name: &BackingName, allowed: BackingChain) 
     })
 }
 
-/// Checks the format of the backing file that `image` names, and reads its tables if it is qcow2.
 fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Opened, Error> {
     let size = backing.size()?;
     let shown = backing.path.display();
@@ -267,9 +244,6 @@ pub(super) fn prefer_link(backing: &mut ImageFile, header: &Header) {
 }
 
 /// Refuses an image whose path is a symbolic link ([`prefer_link`]) as the backing file of a new overlay.
-///
-/// # Errors
-/// [`ErrorKind::Unsupported`] if `path` is a symbolic link.
 pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
     if !std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink()) {
         return Ok(());
@@ -282,7 +256,6 @@ pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
     Err(Error::new(ErrorKind::Unsupported, message).with_cure("attach the image by its own path"))
 }
 
-/// Converts the name of a backing file into a path, relative to the directory of `image`.
 fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
     let name = name.strip_prefix(b"file:").unwrap_or(name);
     // As in QEMU, a colon before the first slash ends the name of a protocol.

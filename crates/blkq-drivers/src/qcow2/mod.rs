@@ -61,7 +61,6 @@ use tables::unlinked::Unlinked;
 
 /// Largest read or write in bytes, the same as of the loop driver.
 const REQUEST_MAX_BYTES: u32 = 2560 << 9;
-/// Largest discard or write zeroes, in bytes.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
 /// Attempts to write all tables back. A flush counts down the refcounts of the clusters that were released
 /// before it, and so makes refcount blocks dirty for the next one.
@@ -70,7 +69,6 @@ const FLUSHES_MAX: usize = 4;
 /// A device backed by a qcow2 image.
 pub struct Qcow2 {
     shared: Arc<Shared>,
-    /// The files of the chain, the active image first.
     files: Vec<Arc<ImageFile>>,
     name: ImageName,
     writable: bool,
@@ -85,14 +83,12 @@ pub struct Qcow2 {
     bitmaps: ImageBitmaps<Qcow2Bitmaps>,
 }
 
-/// The parts of a new device.
 struct Parts {
     /// The files of the chain, the active image first, and what was read from them.
     chain: Vec<(Arc<ImageFile>, Layer)>,
     /// Whether the first files of the chain use direct I/O. The others are open already with their setting.
     direct: Vec<bool>,
     writer: Writer,
-    /// The size of the device in bytes.
     size: u64,
     slice_bytes: u64,
     terms: ClientTerms,
@@ -123,7 +119,6 @@ fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
     Ok((top, warning))
 }
 
-/// Rejects an image that must be repaired before it is written.
 fn check_repaired(image: &Opened) -> Result<(), Error> {
     let why = match image.header() {
         Some(header) if header.corrupt => "is marked as corrupt",
@@ -199,8 +194,7 @@ impl Qcow2 {
         Qcow2::assemble(parts, journals, None)
     }
 
-    /// Makes a device of an image that is open and locked. `overlay` is the overlay that is committed into it,
-    /// if this is for a block commit.
+    /// `overlay` is the overlay that a block commit commits into this image.
     fn assemble(
         parts: Parts,
         journals: Option<&Journals>,
@@ -237,12 +231,10 @@ impl Qcow2 {
         Ok(device)
     }
 
-    /// The device number and the inode of the image.
     pub(crate) fn identity(&self) -> (u64, u64) {
         self.files[0].identity
     }
 
-    /// The file of the active image.
     pub(crate) fn file(&self) -> &ImageFile {
         &self.files[0]
     }
@@ -256,8 +248,7 @@ impl Qcow2 {
         blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.path().display()), task)
     }
 
-    /// Flushes all metadata, durably, until no table in memory is dirty. Does nothing if the image is
-    /// read-only.
+    /// Flushes all metadata, durably, until no table in memory is dirty; nothing if the image is read-only.
     fn flush_all_metadata(&self) -> Result<(), Error> {
         if !self.writable {
             return Ok(());
@@ -279,10 +270,8 @@ impl Qcow2 {
 
 /// Chooses direct or buffered I/O for one file of a chain, by the rule of raw images ([`choose_mode`]).
 /// Direct I/O must also suit the tables, which are read in units of `slice` bytes, and the end of the image,
-/// because the last sector may be read alone.
-///
-/// # Errors
-/// [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O and it is impossible.
+/// because the last sector may be read alone. Fails with [`ErrorKind::NoDirectIo`] if `requested` demands
+/// what is impossible.
 fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64) -> Result<Mode, Error> {
     let path = &image.file.path;
     let mode = choose_mode(requested, &image.file.direct, path, block, 0)?;
@@ -299,7 +288,6 @@ fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64)
     choose_buffered(requested, path, reason)
 }
 
-/// The state that only a writer needs, read from the image.
 fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
     let file_bytes = top.file.size()?;
     let (mut refcount_table, mut bits) = (Vec::new(), 16);

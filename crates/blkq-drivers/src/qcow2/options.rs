@@ -24,9 +24,8 @@ pub enum BackingChain {
 pub struct Qcow2Options {
     /// The image: a regular file or a block device.
     pub path: PathBuf,
-    /// The logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES). `None`
-    /// chooses the larger of 512 bytes and the file's own logical block size, or what [`DirectIo::On`]
-    /// requires.
+    /// The logical block size in bytes, one of [`LOGICAL_BLOCK_SIZES`](crate::LOGICAL_BLOCK_SIZES). `None`:
+    /// the larger of 512 and the file's own logical block size, or what [`DirectIo::On`] requires.
     pub logical_block_bytes: Option<u32>,
     /// Whether to bypass the page cache.
     pub direct_io: DirectIo,

@@ -13,17 +13,15 @@ use crate::qcow2::format::header::{
     EXTENSION_HEAD_BYTES, Extension, Header, NAME_OFFSET_AT, extensions, u32_at, u64_at,
 };
 
-/// Largest bitmap directory in bytes. A directory of the most bitmaps that a device may have needs less than
-/// a tenth of it. QEMU's limit is 64 MiB: with it, a hole in a small file could become millions of entries in
-/// memory.
+/// Largest bitmap directory in bytes, over ten times what the most bitmaps of a device need. QEMU's limit of
+/// 64 MiB would let a hole in a small file become millions of entries in memory.
 const DIRECTORY_MAX_BYTES: u64 = 1 << 20;
 /// Bytes of a directory entry without extra data and name.
 const ENTRY_BYTES: usize = 24;
 /// Offsets in an entry of the flags and of the length of the extra data.
 const FLAGS_AT: usize = 12;
 const EXTRA_BYTES_AT: usize = 20;
-/// Flags of an entry: writes may be missing (in use); new writes set bits (auto); unknown extra data may be
-/// ignored.
+/// Flags of an entry: writes may be missing; new writes set bits; unknown extra data may be ignored.
 const FLAG_IN_USE: u32 = 1;
 const FLAG_AUTO: u32 = 1 << 1;
 const FLAG_EXTRA_COMPATIBLE: u32 = 1 << 2;
@@ -32,16 +30,13 @@ const TYPE_DIRTY: u8 = 1;
 /// An entry of a bitmap table without a cluster that means: all bits are set.
 const ALL_ONES: u64 = 1;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// Bytes that a disk writes completely or not at all. A change within them cannot be torn by a power loss.
+/// Bytes that a disk writes completely or not at all, even if the power fails.
 const SECTOR_BYTES: usize = 512;
-/// An extension of type 0 ends the list of header extensions.
 const END_MARKER: [u8; EXTENSION_HEAD_BYTES] = [0; EXTENSION_HEAD_BYTES];
 
-/// The bitmaps of an image, and how they are stored there.
 #[derive(Default)]
 pub(in crate::qcow2) struct Stored {
     pub bitmaps: Vec<Bitmap>,
-    /// Messages about bitmaps that are not kept up to date, one line each.
     pub warnings: Vec<String>,
     pub layout: Layout,
 }
@@ -56,8 +51,7 @@ pub(in crate::qcow2) struct Layout {
     pub tables: Vec<(u64, Vec<u64>)>,
     /// The offsets of all clusters of the directory, the tables and the bits.
     pub clusters: Vec<u64>,
-    /// Directory entries that blkq does not know or that are too large, marked as in use. They are written
-    /// back unchanged.
+    /// Entries that blkq does not know or that are too large, marked as in use; written back unchanged.
     pub others: Vec<Vec<u8>>,
 }
 
@@ -71,10 +65,8 @@ struct Entry {
     place: Range<usize>,
 }
 
-/// Reads the bitmaps of an image with a device of `size` bytes.
-///
-/// # Errors
-/// [`ErrorKind::Format`] if the extension is damaged; the I/O error of the file.
+/// Reads the bitmaps of an image with a device of `size` bytes. Fails with [`ErrorKind::Format`] if the
+/// extension is damaged.
 pub(in crate::qcow2) fn read(file: &ImageFile, header: &Header, size: u64) -> Result<Stored, Error> {
     let Some(extension) = &header.bitmaps else { return Ok(Stored::default()) };
     let cluster = header.cluster_bytes();
@@ -141,7 +133,6 @@ pub(in crate::qcow2) fn read(file: &ImageFile, header: &Header, size: u64) -> Re
     Ok(Stored { layout, ..stored })
 }
 
-/// Marks the entry at `place` of a directory as in use.
 fn mark(directory: &mut [u8], place: &Range<usize>) {
     directory[place.start + FLAGS_AT + 3] |= FLAG_IN_USE as u8;
 }
@@ -149,10 +140,8 @@ fn mark(directory: &mut [u8], place: &Range<usize>) {
 /// An entry that blkq does not know or that is too large: its bytes in the directory, and why.
 type Other = (Range<usize>, Error);
 
-/// Parses the entries of a directory. A bad entry does not affect the others.
-///
-/// # Errors
-/// [`ErrorKind::Format`] if the directory does not have exactly `count` entries.
+/// Parses the entries of a directory, of which there must be exactly `count`. A bad entry does not affect the
+/// others.
 fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Vec<Other>), Error> {
     let (mut entries, mut others) = (Vec::<Entry>::new(), Vec::new());
     let mut clusters_left = MEMORY_MAX_BYTES / cluster + BITMAPS_MAX as u64;
@@ -187,7 +176,6 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Ve
     Ok((entries, others))
 }
 
-/// The bytes of the directory entry that begins at `at`.
 fn entry_place(directory: &[u8], at: usize) -> Result<Range<usize>, Error> {
     let entry = directory.get(at..).filter(|entry| entry.len() >= ENTRY_BYTES);
     let bytes = entry.and_then(|entry| {
@@ -210,7 +198,6 @@ pub(in crate::qcow2) fn entry_name(entry: &[u8]) -> Option<&[u8]> {
 }
 
 impl Entry {
-    /// Parses an entry, which is at `in_directory` of the directory.
     fn parse(bytes: &[u8], in_directory: Range<usize>, cluster: u64) -> Result<Entry, Error> {
         let (table, clusters, flags) =
             (u64_at(bytes, 0), u64::from(u32_at(bytes, 8)), u32_at(bytes, FLAGS_AT));
@@ -268,7 +255,6 @@ impl Entry {
     }
 }
 
-/// An entry of the directory to be written.
 pub(in crate::qcow2) struct DirectoryEntry<'a> {
     pub name: &'a str,
     pub granularity: u64,
@@ -309,15 +295,11 @@ pub(in crate::qcow2) struct HeaderChange {
 }
 
 /// Plans the changes of the header cluster `old` that replace its bitmaps extension by `extension`, or remove
-/// it.
+/// it. Fails with [`ErrorKind::Unsupported`] for an image of version 2 or a header without room.
 ///
 /// A power loss may leave any sectors of a change unwritten. So each change either fits into one sector, or
 /// writes only bytes that no program reads yet: those after the end marker of the extensions, and beside the
 /// backing file's name. While the autoclear bit of the bitmaps is clear, programs ignore the extension.
-///
-/// # Errors
-/// [`ErrorKind::Unsupported`] for an image of version 2, or if the header has no room for the extension;
-/// [`ErrorKind::Format`] if the header is damaged.
 pub(in crate::qcow2) fn plan_extension(
     old: &[u8],
     extension: Option<&BitmapsExtension>,
@@ -398,7 +380,6 @@ pub(in crate::qcow2) fn plan_extension(
     Ok(plan.finish())
 }
 
-/// Changes of a header cluster, in the order in which they are written.
 struct HeaderPlan {
     /// The cluster with all planned changes applied.
     cluster: Vec<u8>,
@@ -507,8 +488,7 @@ mod tests {
         }
     }
 
-    /// A header cluster of version 3 with an unknown extension of `other` bytes, and a backing file's name of
-    /// `name` bytes.
+    /// A header of version 3 with an unknown extension and a backing file's name, each of the given size.
     fn header_cluster(other: usize, name: usize) -> Vec<u8> {
         let mut bytes = vec![0; 4096];
         let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);

@@ -20,7 +20,6 @@ use super::format::{DirectoryEntry, HeaderChange, Layout, entry_name, plan_exten
 const SEARCHES_MAX: usize = 64;
 const WRITE_BYTES: usize = 1 << 20;
 
-/// The properties of a bitmap that its directory entry and its clusters depend on.
 #[derive(Clone)]
 pub(in crate::qcow2) struct BitmapEntry {
     name: String,
@@ -31,7 +30,6 @@ pub(in crate::qcow2) struct BitmapEntry {
 }
 
 impl BitmapEntry {
-    /// The entry for `bitmap` in an image of `size` bytes.
     pub fn of(bitmap: &Bitmap, size: u64) -> BitmapEntry {
         let (name, granularity) = (bitmap.name().to_owned(), bitmap.granularity());
         let bytes = match bitmap.state() {
@@ -43,7 +41,6 @@ impl BitmapEntry {
         BitmapEntry { name, granularity, state: bitmap.state(), bytes }
     }
 
-    /// The entry with the table size of `old`, if the bitmap has no bits.
     fn in_place_of(self, old: &BitmapEntry) -> BitmapEntry {
         let bytes = if self.has_bits() { self.bytes } else { old.bytes };
         BitmapEntry { bytes, ..self }
@@ -53,8 +50,7 @@ impl BitmapEntry {
         self.state != BitmapState::Inconsistent
     }
 
-    /// Whether the directory entries of both are equal, apart from flags without a meaning while they are
-    /// marked as in use.
+    /// Whether the directory entries are equal, apart from flags without a meaning while marked as in use.
     fn is_like(&self, other: &BitmapEntry) -> bool {
         self.name == other.name && self.granularity == other.granularity && self.has_place_of(other, 1)
     }
@@ -67,7 +63,6 @@ impl BitmapEntry {
     }
 }
 
-/// A bitmap in the image, with its clusters.
 #[derive(Clone)]
 struct Place {
     named: BitmapEntry,
@@ -75,13 +70,11 @@ struct Place {
     bits: Vec<Clusters>,
 }
 
-/// All bitmaps in the image.
 #[derive(Clone, Default)]
 pub(in crate::qcow2) struct Places {
     directory: Option<Clusters>,
     places: Vec<Place>,
-    /// Clusters of loaded bitmaps that could not be adopted. They are released once a new directory is
-    /// written.
+    /// Clusters of loaded bitmaps that could not be adopted; released once a new directory is written.
     loaded: Vec<u64>,
     /// Directory entries that blkq does not know. They stay unchanged.
     others: Vec<Vec<u8>>,
@@ -118,7 +111,6 @@ impl Places {
         self.clone()
     }
 
-    /// The content of the directory, with all bitmaps marked as in use or not.
     fn directory(&self, cluster: u64, in_use: bool) -> Vec<u8> {
         let mut directory = self.others.concat();
         for Place { named, table, .. } in &self.places {
@@ -145,7 +137,6 @@ impl Places {
         self.directory.iter().chain(of_bitmaps).copied().collect()
     }
 
-    /// The offsets of all clusters, which have `cluster` bytes.
     fn hosts(&self, cluster: u64) -> Vec<u64> {
         let each = |run: Clusters| (0..run.count).map(move |number| run.host + number * cluster);
         self.runs().into_iter().flat_map(each).collect()
@@ -206,11 +197,8 @@ async fn is_exclusive(env: &Env, places: &Places, cluster: u64) -> bool {
 }
 
 /// Writes a new directory that names `named`, marked as in use and each with space for its bits, and makes
-/// the header refer to it, durably. Returns the new places. Old clusters are kept where they suit, and else
-/// released.
-///
-/// # Errors
-/// The I/O error of the file. The image then keeps the old places.
+/// the header refer to it, durably. Returns the new places; after an error, the image keeps the old ones. Old
+/// clusters are kept where they suit, and else released.
 pub(in crate::qcow2) async fn exchange(
     env: &Env,
     old: Places,
@@ -274,10 +262,8 @@ async fn write_directory(
     Ok(new)
 }
 
-/// Changes the header to name the directory of `extension`, or none, durably.
-///
-/// # Errors
-/// The I/O error of the file, or [`Status::NotSupported`] if the header has no room.
+/// Changes the header to name the directory of `extension`, or none, durably. Fails with
+/// [`Status::NotSupported`] if the header has no room.
 pub(in crate::qcow2) async fn write_extension(env: &Env, extension: Option<BitmapsExtension>) -> IoResult {
     let changes =
         plan_extension(&read_head(env).await?, extension.as_ref()).map_err(|_| Status::NotSupported)?;
@@ -296,7 +282,6 @@ pub(in crate::qcow2) async fn write_extension(env: &Env, extension: Option<Bitma
     Ok(())
 }
 
-/// Allocates the clusters of a bitmap, and writes a table that names them.
 async fn make_place(
     env: &Env,
     named: BitmapEntry,
@@ -337,11 +322,8 @@ async fn make_room(env: &Env, run: Clusters, cluster: u64) -> IoResult {
     }
 }
 
-/// Writes the bits of `bitmaps` to their clusters, and then marks them as not in use, durably. Nothing may be
-/// written to the device afterwards.
-///
-/// # Errors
-/// The I/O error of the file. The bitmaps then stay marked as in use.
+/// Writes the bits of `bitmaps` to their clusters, and then marks them as not in use, durably; after an error
+/// they stay marked as in use. Nothing may be written to the device afterwards.
 pub(in crate::qcow2) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<Bitmap>]) -> IoResult {
     let (size, cluster) = {
         let state = env.state();
@@ -371,7 +353,6 @@ pub(in crate::qcow2) async fn store(env: &Env, places: &Places, bitmaps: &[Arc<B
     sync(env).await
 }
 
-/// Writes `bytes` to new contiguous clusters, and returns these.
 async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result<Clusters, Status> {
     let bits = env.state().cluster_bits();
     let count = (bytes.len() as u64).div_ceil(1 << bits);
@@ -410,10 +391,6 @@ async fn write_new(env: &Env, bytes: &[u8], taken: &mut Vec<Clusters>) -> Result
     Ok(clusters)
 }
 
-/// Writes `bytes` at byte `offset` of the file.
-///
-/// # Errors
-/// The I/O error of the file.
 pub(in crate::qcow2) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoResult {
     let align = env.state().layers[0].align.max(512) as usize;
     let mut buffer = IoBuffer::zeroed(bytes.len().next_multiple_of(align));
@@ -421,10 +398,6 @@ pub(in crate::qcow2) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoR
     env.io.run(env.write_op(offset).with_buffer(buffer)).await.map(drop)
 }
 
-/// Reads the first cluster, which contains the header.
-///
-/// # Errors
-/// The I/O error of the file.
 pub(in crate::qcow2) async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
     let cluster = 1 << env.state().cluster_bits();
     let mut read = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(cluster))).await?;

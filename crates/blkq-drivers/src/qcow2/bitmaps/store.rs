@@ -28,12 +28,9 @@ struct PersistentBitmaps {
     marked: bool,
 }
 
-/// The bitmaps in a qcow2 image.
 pub(in crate::qcow2) struct Qcow2Bitmaps {
     shared: Arc<Shared>,
-    /// The files of the chain, the active image first.
     files: Vec<Arc<ImageFile>>,
-    /// The image is open for writing.
     writable: bool,
     persistent: Mutex<PersistentBitmaps>,
 }
@@ -67,9 +64,6 @@ impl Qcow2Bitmaps {
     }
 
     /// Marks bitmaps that were not loaded as outdated. To be called before the image is written to.
-    ///
-    /// # Errors
-    /// The I/O error of the file.
     pub fn mark_bitmaps(&self) -> Result<(), Error> {
         if locked(&self.persistent).marked {
             return Ok(());
@@ -110,15 +104,11 @@ impl Qcow2Bitmaps {
         Ok(())
     }
 
-    /// The virtual size in the image's header, in bytes.
     fn size(&self) -> u64 {
         locked(&self.shared.state).top().map_or(0, |tables| tables.header.size)
     }
 
     /// Removes all bitmaps from the header, durably. Their clusters stay allocated.
-    ///
-    /// # Errors
-    /// The I/O error of the file.
     pub fn remove_bitmaps(&self) -> Result<(), Error> {
         let header = locked(&self.shared.state).top().map(|tables| tables.header.clone());
         if header.is_ok_and(|header| header.bitmaps.is_none()) {
@@ -198,7 +188,6 @@ impl BitmapFormat for Qcow2Bitmaps {
         Ok(self.reserve_for(bitmaps, size).err())
     }
 
-    /// Checks whether the header has room for bitmaps.
     fn check(&self) -> Result<(), Error> {
         let head = Arc::new(Mutex::new(Vec::new()));
         let copy = head.clone();

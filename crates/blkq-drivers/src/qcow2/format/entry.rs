@@ -2,19 +2,16 @@
 
 use blkq::Status;
 
-/// Only this entry refers to the cluster (its refcount is 1), so that the cluster may be overwritten in
-/// place.
+/// Only this entry refers to the cluster (its refcount is 1), so it may be overwritten in place.
 pub(in crate::qcow2) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 /// The cluster reads as zeroes, whether one is allocated or not.
 pub(in crate::qcow2) const ZERO: u64 = 1;
-/// The bits of an entry that are an offset in the file.
 pub(in crate::qcow2) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// Most bytes of an L2 table or a refcount block that are read, changed and written together.
 pub(in crate::qcow2) const SLICE_MAX_BYTES: u64 = 4096;
 
-/// The meaning of a decoded L2 entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) enum Entry {
     /// The backing file has the bytes. Without one they read as zeroes.
@@ -28,10 +25,7 @@ pub(in crate::qcow2) enum Entry {
 }
 
 impl Entry {
-    /// Decodes `entry` of an image with clusters of `1 << cluster_bits` bytes.
-    ///
-    /// # Errors
-    /// [`Status::Io`] if the entry breaks the format.
+    /// Clusters have `1 << cluster_bits` bytes. Fails with [`Status::Io`] if `entry` breaks the format.
     pub fn parse(entry: u64, cluster_bits: u32) -> Result<Entry, Status> {
         if entry & COMPRESSED != 0 {
             let shift = 62 - (cluster_bits - 8);
@@ -52,10 +46,7 @@ impl Entry {
     }
 }
 
-/// The offset of the table that an entry of the L1 table or of the refcount table names; `None` if it names
-/// none.
-///
-/// # Errors
+/// The offset of the table that an entry of the L1 table or of the refcount table names. Fails with
 /// [`Status::Io`] if the offset is not the start of a cluster.
 pub(in crate::qcow2) fn table_offset(entry: u64, cluster_bits: u32) -> Result<Option<u64>, Status> {
     match entry & OFFSET {

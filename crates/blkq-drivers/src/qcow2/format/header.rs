@@ -7,19 +7,17 @@ use blkq::{Error, ErrorKind};
 pub(in crate::qcow2) const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// Bytes of the largest header that blkq knows, without extensions. They contain the size of a cluster.
 pub(in crate::qcow2) const FIXED_BYTES: usize = 112;
-/// Offset in the header of the refcount table's offset and number of clusters.
+/// Offsets in the header: the refcount table's offset and number of clusters.
 pub(in crate::qcow2) const REFCOUNT_TABLE_AT: usize = 48;
-/// Offset in the header of the offset of the backing file's name.
 pub(in crate::qcow2) const NAME_OFFSET_AT: usize = 8;
-/// Offset in the header of the virtual size.
 pub(in crate::qcow2) const SIZE_AT: usize = 24;
-/// Offset in the header of the number of L1 entries and of the L1 table's offset.
+/// The number of L1 entries and the L1 table's offset.
 pub(in crate::qcow2) const L1_AT: usize = 36;
-/// Offset in the header of the autoclear features: a program that does not know one of them clears it when it
-/// opens the image for writing.
+/// The autoclear features: a program that does not know one of them clears it when it opens the image for
+/// writing.
 pub(in crate::qcow2) const AUTOCLEAR_AT: usize = 92;
-/// Offset in the header of the journal's tag. It is the upper half of the autoclear features, in which QEMU
-/// defines none, so QEMU clears the tag when it opens the image for writing.
+/// The journal's tag. It is the upper half of the autoclear features, in which QEMU defines none, so QEMU
+/// clears the tag when it opens the image for writing.
 pub(in crate::qcow2) const TAG_AT: usize = 88;
 
 /// Largest L1 table and refcount table, the same as in QEMU.
@@ -37,16 +35,12 @@ const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
-/// The autoclear feature "bitmaps extension is consistent".
 pub(in crate::qcow2) const AUTOCLEAR_BITMAPS: u32 = 1;
 
-/// The type of the header extension for dirty bitmaps.
 pub(in crate::qcow2) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 /// Bytes of a header extension before its data: the type and the length of the data.
 pub(in crate::qcow2) const EXTENSION_HEAD_BYTES: usize = 8;
-/// Bytes of data in the bitmaps extension.
 pub(in crate::qcow2) const BITMAPS_EXTENSION_BYTES: usize = 24;
-/// The type of the header extension for the backing file's format.
 pub(in crate::qcow2) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -55,7 +49,6 @@ pub(in crate::qcow2) enum Compression {
     Zstd,
 }
 
-/// The backing file as the image's header names it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) struct BackingName {
     pub name: Vec<u8>,
@@ -63,12 +56,10 @@ pub(in crate::qcow2) struct BackingName {
     pub format: Option<String>,
 }
 
-/// The header extension for dirty bitmaps.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) struct BitmapsExtension {
     pub count: u32,
     pub directory_bytes: u64,
-    /// Offset of the bitmap directory in the file.
     pub directory: u64,
 }
 
@@ -98,10 +89,7 @@ pub(in crate::qcow2) struct Header {
     pub bitmaps: Option<BitmapsExtension>,
 }
 
-/// The size of a cluster, from the first bytes of an image.
-///
-/// # Errors
-/// As [`Header::parse`].
+/// The size of a cluster, from the first bytes of an image. Errors are as for [`Header::parse`].
 pub(in crate::qcow2) fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
     if fixed.len() < FIXED_BYTES || fixed[..4] != MAGIC {
         return Err(rejected("it has no qcow2 header"));
@@ -113,11 +101,9 @@ pub(in crate::qcow2) fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
 }
 
 impl Header {
-    /// Parses a header from the image's first cluster, or from as much of it as the file has.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Format`] if the bytes are not a valid header; [`ErrorKind::Unsupported`] for features
-    /// that blkq does not support.
+    /// Parses a header from the image's first cluster, or from as much of it as the file has. Fails with
+    /// [`ErrorKind::Format`] for an invalid header, and with [`ErrorKind::Unsupported`] for features that
+    /// blkq does not support.
     pub fn parse(bytes: &[u8]) -> Result<Header, Error> {
         let cluster_bytes = cluster_bytes(bytes)? as u64;
         let bytes = &bytes[..bytes.len().min(cluster_bytes as usize)];
@@ -218,7 +204,6 @@ impl Header {
         self.cluster_bytes() << (self.cluster_bits - 3)
     }
 
-    /// The number of L1 entries for a virtual size of `size` bytes.
     pub fn l1_entries_for(&self, size: u64) -> u64 {
         size.div_ceil(self.l2_covers())
     }
@@ -245,7 +230,6 @@ fn check_features(incompatible: u64) -> Result<(), Error> {
     }
 }
 
-/// The name of the backing file; `None` if the header names none.
 fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Error> {
     let (offset, length) = (u64_at(bytes, 8), u32_at(bytes, 16) as usize);
     if offset == 0 {
@@ -286,22 +270,18 @@ fn bitmaps_extension(extensions: &[Extension<'_>]) -> Result<Option<BitmapsExten
 
 pub(in crate::qcow2) struct Extension<'a> {
     pub kind: u32,
-    /// Where the extension begins in the header cluster.
     pub at: usize,
     pub data: &'a [u8],
 }
 
 impl Extension<'_> {
-    /// Where the next extension begins.
     pub fn end(&self) -> usize {
         self.at + EXTENSION_HEAD_BYTES + self.data.len().next_multiple_of(8)
     }
 }
 
 /// The extensions of a header of `header_bytes`, up to their end marker or to the name of the backing file.
-///
-/// # Errors
-/// [`ErrorKind::Format`] if an extension does not end before that.
+/// Fails with [`ErrorKind::Format`] if an extension does not end before that.
 pub(in crate::qcow2) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<Vec<Extension<'_>>, Error> {
     let end = match u64_at(bytes, 8) {
         0 => bytes.len(),
@@ -326,14 +306,12 @@ pub(in crate::qcow2) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<
     Ok(found)
 }
 
-/// The big-endian number at offset `at`, which must be inside `bytes`.
 pub(in crate::qcow2) fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut number = [0; 8];
     number.copy_from_slice(&bytes[at..at + 8]);
     u64::from_be_bytes(number)
 }
 
-/// As [`u64_at`], for 32 bits.
 pub(in crate::qcow2) fn u32_at(bytes: &[u8], at: usize) -> u32 {
     let mut number = [0; 4];
     number.copy_from_slice(&bytes[at..at + 4]);

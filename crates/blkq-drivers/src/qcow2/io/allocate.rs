@@ -20,10 +20,8 @@ use super::reserve::reserve_l1;
 /// Slices that a search for a free cluster reads before it lets other tasks run.
 const SEARCH_MAX: usize = 64;
 
-/// Contiguous clusters of the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) struct Clusters {
-    /// Offset of the first cluster in the file.
     pub host: u64,
     pub count: u64,
     /// The clusters read as zeroes.
@@ -32,9 +30,6 @@ pub(in crate::qcow2) struct Clusters {
 
 /// Provides what an operation on the state was lacking, or waits for another task that may do so. The caller
 /// then repeats the operation.
-///
-/// # Errors
-/// The error of what was done.
 pub(in crate::qcow2) async fn provide(env: &Env, reason: NotReady) -> IoResult {
     match reason {
         NotReady::Slice(key, table) => {
@@ -62,9 +57,7 @@ pub(in crate::qcow2) async fn provide(env: &Env, reason: NotReady) -> IoResult {
 }
 
 /// Allocates `count` contiguous clusters, or fewer if fewer are free in a row. If the process is killed
-/// before an L1 or L2 table refers to the clusters, they are freed when the journal is applied.
-///
-/// # Errors
+/// before an L1 or L2 table refers to the clusters, they are freed when the journal is applied. Fails with
 /// [`Status::NoSpace`] if the file cannot have more clusters.
 pub(in crate::qcow2) async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
     find_until_provided(env, count, allocate_refcounts).await
@@ -72,9 +65,6 @@ pub(in crate::qcow2) async fn allocate(env: &Env, count: u64) -> Result<Clusters
 
 /// As [`allocate`], for clusters that the L1 and L2 tables do not refer to, such as those of bitmaps: if the
 /// process is killed, they stay allocated.
-///
-/// # Errors
-/// As [`allocate`].
 pub(in crate::qcow2) async fn allocate_apart(env: &Env, count: u64) -> Result<Clusters, Status> {
     find_until_provided(env, count, |state, place, first, count| set_refcounts(state, place, first, count, 1))
         .await
@@ -119,7 +109,6 @@ pub(in crate::qcow2) async fn free_unused(env: &Env, clusters: Clusters) {
 /// number of the first cluster, and the count.
 type Take = fn(&mut State, (usize, usize), u64, u64);
 
-/// Allocates up to `wanted` contiguous free clusters.
 fn find_free(state: &mut State, wanted: u64, take: Take) -> Result<Clusters, NotReady> {
     if state.writer.failed {
         return Err(NotReady::Failed(Status::Io));
@@ -223,8 +212,7 @@ fn stop_growing(env: &Env) {
     env.io.changed();
 }
 
-/// Creates a refcount block. It is stored in the first of the clusters whose refcounts it contains; all of
-/// these are free.
+/// Creates a refcount block, in the first of the clusters whose refcounts it contains; all of these are free.
 async fn make_block(env: &Env, block: u64) -> IoResult {
     if !begin_growing(&mut env.state()) {
         env.io.wait().await;
@@ -271,7 +259,7 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
     }
 }
 
-/// Creates a larger refcount table, with an entry for `block` at least, in clusters after all that have
+/// Creates a larger refcount table, with an entry for `block` at least, after all clusters that have
 /// refcounts. Also creates the refcount blocks for the clusters of the table.
 async fn make_room(env: &Env, block: u64) -> IoResult {
     if !begin_growing(&mut env.state()) {
@@ -298,8 +286,8 @@ async fn make_room(env: &Env, block: u64) -> IoResult {
     made
 }
 
-/// A new refcount table with the refcount blocks for its own clusters, before it is written. The blocks begin
-/// at byte `at` of the file, and `place` is the range of the table.
+/// A new refcount table, at the bytes `place` of the file, with the refcount blocks for its own clusters,
+/// which begin at byte `at`, before it is written.
 struct Growth {
     table: Vec<u64>,
     place: Range<u64>,
@@ -373,19 +361,12 @@ async fn move_table(env: &Env, block: u64) -> IoResult {
     Ok(())
 }
 
-/// Changes bytes of the header, durably.
-///
-/// # Errors
-/// As [`write_header`].
 pub(in crate::qcow2) async fn change_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     write_header(env, at, bytes).await?;
     sync(env).await
 }
 
-/// Changes bytes of the header, without a sync.
-///
-/// # Errors
-/// The I/O error of the file. After a failed write, nothing more is written to the tables.
+/// Changes bytes of the header, without a sync. After a failed write, nothing more is written to the tables.
 pub(in crate::qcow2) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     let sector = env.state().layers[0].align.max(512) as usize;
     let start = at - at % sector;

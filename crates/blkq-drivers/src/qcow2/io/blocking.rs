@@ -16,9 +16,6 @@ use super::operations::{Action, Executor, Memory, Submitted};
 use super::write::{Source, write};
 
 /// Runs the task that `task` returns, on the files of the chain. `what` completes the message "cannot ...".
-///
-/// # Errors
-/// The error of the task.
 pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
     shared: &Arc<Shared>,
     files: &[Arc<ImageFile>],
@@ -56,10 +53,6 @@ pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
     }
 }
 
-/// Writes `data` to `position` of the device.
-///
-/// # Errors
-/// As [`run`].
 pub(in crate::qcow2) fn write_data(
     shared: &Arc<Shared>,
     files: &[Arc<ImageFile>],

@@ -11,19 +11,16 @@ const UNIT_BITS_MIN: u32 = 16;
 /// Largest number of bits: a map takes at most 4 MiB. On larger devices a bit represents a larger region.
 const BITS_MAX: u64 = 1 << 25;
 
-/// The changes since tracking began.
 #[derive(Default)]
 pub(in crate::qcow2) struct Changes {
     tracked: AtomicBool,
     map: Mutex<RegionMap>,
 }
 
-/// One bit for each region of the device.
 #[derive(Default)]
 pub(in crate::qcow2) struct RegionMap {
     unit_bits: u32,
     words: Vec<u64>,
-    /// Size of the device in bytes.
     size: u64,
 }
 
@@ -35,7 +32,6 @@ impl Changes {
         self.tracked.store(true, SeqCst);
     }
 
-    /// Stops tracking, and drops the map.
     pub fn stop(&self) {
         self.tracked.store(false, SeqCst);
         *lock(&self.map) = RegionMap::default();
@@ -50,7 +46,6 @@ impl Changes {
         }
     }
 
-    /// Takes the map of the recorded changes, and continues with an empty one.
     pub fn take(&self) -> RegionMap {
         let mut map = lock(&self.map);
         let empty = RegionMap::new(map.size);
@@ -68,7 +63,6 @@ impl RegionMap {
         RegionMap { unit_bits, words: vec![0; bits.div_ceil(64) as usize], size }
     }
 
-    /// A map with all regions of a device.
     pub fn full(size: u64) -> RegionMap {
         let mut map = RegionMap::new(size);
         map.set(0, size);

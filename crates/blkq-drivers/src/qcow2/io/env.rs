@@ -19,7 +19,6 @@ use super::operations::{Io, Op};
 /// Memory for copies and decompressed clusters at a time, in bytes.
 pub(in crate::qcow2) const BOUNCE_MAX_BYTES: u64 = 64 << 20;
 
-/// The state that a device and its queue share.
 pub(in crate::qcow2) struct Shared {
     pub state: Mutex<State>,
     pub epochs: Arc<Epochs>,
@@ -41,15 +40,13 @@ impl Shared {
         *lock(&self.held) = Some(Vec::new());
     }
 
-    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were kept allocated
-    /// meanwhile.
+    /// Ends [`Shared::hold`]. The next flush of the metadata frees the clusters that were kept meanwhile.
     pub fn release_held(&self) {
         let held = lock(&self.held).take();
         lock(&self.state).writer.released.extend(held.into_iter().flatten());
     }
 
-    /// Returns the clusters of `released` that may be freed: all of them, or none while clusters are held
-    /// back.
+    /// The clusters of `released` that may be freed: all of them, or none after [`Shared::hold`].
     pub fn without_held(&self, released: Vec<u64>) -> Vec<u64> {
         match &mut *lock(&self.held) {
             None => released,
@@ -61,18 +58,14 @@ impl Shared {
     }
 }
 
-/// The content of a compressed cluster, and where the compressed data begins.
 pub(in crate::qcow2) type Decompressed = (Place, Rc<Vec<u8>>);
 
-/// The state and the operations that the tasks of one thread share.
 pub(in crate::qcow2) struct Env {
     pub shared: Arc<Shared>,
     pub io: Io,
     loading: RefCell<HashSet<Key>>,
     bounce: Cell<u64>,
-    /// The compressed cluster that was decompressed last.
     pub decompressed: RefCell<Option<Decompressed>>,
-    /// Compressed clusters that tasks are decompressing.
     pub decompressing: RefCell<HashSet<Place>>,
     /// The decompressing thread; `None` to decompress on this thread.
     inflater: Option<RefCell<Inflater>>,
@@ -103,10 +96,8 @@ impl Env {
         })
     }
 
-    /// Decompresses the cluster at `place`. No other task may be decompressing it.
-    ///
-    /// # Errors
-    /// [`Status::Io`] if the bytes are not the compressed data of a cluster.
+    /// Decompresses the cluster at `place`. No other task may be decompressing it. Fails with [`Status::Io`]
+    /// if the bytes are not the compressed data of a cluster.
     pub async fn inflate(&self, place: Place, compressed: Compressed) -> Result<Vec<u8>, Status> {
         let started = match &self.inflater {
             Some(inflater) => inflater.borrow_mut().start(place, compressed),
@@ -136,8 +127,7 @@ impl Env {
         }
     }
 
-    /// Locks the state. A task must not hold the lock while it waits: another task on the same thread would
-    /// deadlock.
+    /// A task must not hold the lock while it waits: another task on the same thread would deadlock.
     pub fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.shared.state)
     }
@@ -148,7 +138,6 @@ impl Env {
         Op::read(layer, offset).aligned(from.align).of_file(from.file_bytes)
     }
 
-    /// An operation that writes to the active image.
     pub fn write_op(&self, offset: u64) -> Op {
         let align = self.state().layers[0].align;
         Op::write(offset).aligned(align)
@@ -175,9 +164,6 @@ impl Env {
     }
 
     /// Reads a slice into the cache. Returns false if no slice could be evicted.
-    ///
-    /// # Errors
-    /// The I/O error of the file.
     pub async fn load(&self, key: Key, table: Table) -> Result<bool, Status> {
         if !self.loading.borrow_mut().insert(key) {
             self.io.wait().await;

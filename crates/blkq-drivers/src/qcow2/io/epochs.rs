@@ -17,14 +17,12 @@ pub(in crate::qcow2) struct Epochs {
 }
 
 impl Epochs {
-    /// Counts an I/O that begins. Returns its epoch, for [`Epochs::leave`].
     pub fn enter(&self) -> usize {
         let epoch = self.present.load(Relaxed) as usize;
         self.in_flight[epoch].fetch_add(1, Relaxed);
         epoch
     }
 
-    /// Counts the completion of an I/O of `epoch`.
     pub fn leave(&self, epoch: usize) {
         self.in_flight[epoch].fetch_sub(1, Relaxed);
     }
@@ -39,13 +37,11 @@ impl Epochs {
         self.present.fetch_xor(1, Relaxed) as usize
     }
 
-    /// Whether no I/O of `epoch` is in flight.
     pub fn is_idle(&self, epoch: usize) -> bool {
         self.in_flight[epoch].load(Relaxed) == 0
     }
 }
 
-/// An I/O on a cluster, counted in its epoch until this is dropped.
 pub(in crate::qcow2) struct InEpoch {
     epochs: Arc<Epochs>,
     epoch: usize,

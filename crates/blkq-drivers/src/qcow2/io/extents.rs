@@ -14,7 +14,6 @@ use crate::qcow2::tables::state::Found;
 use super::env::Shared;
 use super::uncached_slices::UncachedSlices;
 
-/// The extents of `range`, at most `max`.
 pub(in crate::qcow2) fn of_chain(
     shared: &Shared,
     files: &[Arc<ImageFile>],
@@ -68,7 +67,7 @@ pub(in crate::qcow2) fn depths(
     Ok(depths)
 }
 
-/// Calls `each` with the runs of `range`, in order: how the run is stored, the number of the layer, and the
+/// Calls `each` with the runs of `range`, in order: where the run is stored, the number of the layer, and the
 /// bytes. `each` returns how many of the bytes it took, or `None` to stop.
 fn each_run(
     shared: &Shared,

@@ -21,14 +21,11 @@ use crate::qcow2::tables::state::{NotReady, State};
 use super::env::Env;
 use super::operations::Op;
 
-/// Writes in flight at the same time.
 const WRITES_MAX: usize = 32;
 
-/// Writes all dirty tables. If `durable`, also makes everything durable that was written before.
-///
-/// # Errors
-/// The I/O error of the file. Tables that were not written stay dirty. After a failed sync every later flush
-/// fails too, because the kernel may have dropped the data that the sync should have written (fsync(2)).
+/// Writes all dirty tables. If `durable`, also makes everything durable that was written before. Tables that
+/// were not written stay dirty. After a failed sync every later flush fails too, because the kernel may have
+/// dropped the data that the sync should have written (fsync(2)).
 pub(in crate::qcow2) async fn flush_metadata(env: &Env, durable: bool) -> IoResult {
     while !begin(&mut env.state())? {
         env.io.wait().await;
@@ -41,19 +38,12 @@ pub(in crate::qcow2) async fn flush_metadata(env: &Env, durable: bool) -> IoResu
 
 /// Writes the dirty refcounts, durably, for a task that replaces the refcount table. [`begin`] must have
 /// returned true.
-///
-/// # Errors
-/// As [`flush_metadata`].
 pub(in crate::qcow2) async fn flush_refcounts(env: &Env) -> IoResult {
     let dirty = env.state().cache.take_dirty(Table::Refcounts);
     write_slices(env, dirty).await?;
     sync(env).await
 }
 
-/// Makes everything durable that was written to the file.
-///
-/// # Errors
-/// As [`flush_metadata`].
 pub(in crate::qcow2) async fn sync(env: &Env) -> IoResult {
     let synced = env.io.run(Op::sync()).await;
     if synced.is_err() {
@@ -62,10 +52,7 @@ pub(in crate::qcow2) async fn sync(env: &Env) -> IoResult {
     synced.map(drop)
 }
 
-/// Begins a flush. Returns false if another task is flushing.
-///
-/// # Errors
-/// [`Status::Io`] after a failed sync.
+/// Begins a flush. Returns false if another task is flushing. Fails with [`Status::Io`] after a failed sync.
 pub(in crate::qcow2) fn begin(state: &mut State) -> Result<bool, Status> {
     if state.writer.failed {
         return Err(Status::Io);
@@ -233,8 +220,7 @@ async fn free_run(env: &Env, run: std::ops::Range<u64>, cluster_bytes: u64) {
     }
 }
 
-/// The refcount of the cluster at byte `host`; `None` if it cannot be read. Afterwards its slice is in the
-/// cache.
+/// The refcount of the cluster at byte `host`; `None` if it cannot be read. Leaves its slice in the cache.
 pub(in crate::qcow2) async fn refcount_of(env: &Env, host: u64) -> Option<u64> {
     // Repeated, because the slice may be evicted between its load and the lookup.
     for _ in 0..8 {

@@ -19,9 +19,6 @@ pub(in crate::qcow2) fn room(state: &State) -> u64 {
 }
 
 /// Grows the device to `bytes`, at most [`room`]. The new part reads as zeroes.
-///
-/// # Errors
-/// The I/O error of the file.
 pub(in crate::qcow2) async fn grow(env: &Env, bytes: u64) -> IoResult {
     flush_metadata(env, true).await?;
     let (counted, entries, l1_offset, align) = {

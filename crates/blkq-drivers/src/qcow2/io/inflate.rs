@@ -24,7 +24,6 @@ const STACK_BYTES: usize = 256 << 10;
 /// Where the compressed data of a cluster begins: the layer, and the byte of its file.
 pub(in crate::qcow2) type Place = (u8, u64);
 
-/// The compressed data of a cluster.
 pub(in crate::qcow2) struct Compressed {
     pub buffer: IoBuffer,
     /// The bytes of `buffer` with the compressed data. The L2 entry counts whole sectors, so bytes of other
@@ -35,11 +34,8 @@ pub(in crate::qcow2) struct Compressed {
 }
 
 impl Compressed {
-    /// Prepares the read of at most `bytes` bytes of compressed data at `host` of the file of `layer`. Returns
-    /// where the read begins; it must fill `buffer`.
-    ///
-    /// # Errors
-    /// [`Status::Io`] if the image is raw.
+    /// Prepares the read of at most `bytes` bytes of compressed data at `host` of the file of `layer`.
+    /// Returns where the read begins; it must fill `buffer`. Fails with [`Status::Io`] if the image is raw.
     pub fn place(layer: &Layer, host: u64, bytes: u64) -> Result<(u64, Compressed), Status> {
         let header = &layer.tables.as_ref().ok_or(Status::Io)?.header;
         let begin = host - host % layer.align;
@@ -54,10 +50,7 @@ impl Compressed {
         Ok((begin, compressed))
     }
 
-    /// Decompresses the cluster.
-    ///
-    /// # Errors
-    /// [`Status::Io`] if the bytes are not the compressed data of a cluster.
+    /// Fails with [`Status::Io`] if the bytes are not the compressed data of a cluster.
     pub fn inflate(&self) -> Result<Vec<u8>, Status> {
         let bytes = &self.buffer[self.range.clone()];
         match self.method {
@@ -71,7 +64,7 @@ impl Compressed {
     }
 }
 
-/// Decompresses a raw deflate stream. The result must have `length` bytes.
+/// The result must have `length` bytes.
 fn inflate_deflate(compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> {
     let mut content = vec![0; length];
     let flags = TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
@@ -82,7 +75,6 @@ fn inflate_deflate(compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> 
     }
 }
 
-/// Decompresses a zstd frame. The result must have `length` bytes.
 fn inflate_zstd(mut compressed: &[u8], length: usize) -> Result<Vec<u8>, Status> {
     let mut decoder = FrameDecoder::new();
     decoder.set_max_window_size(WINDOW_MAX_BYTES);
@@ -104,21 +96,19 @@ fn inflate_zstd(mut compressed: &[u8], length: usize) -> Result<Vec<u8>, Status>
 type Job = (Place, Compressed);
 type Inflated = (Place, Result<Vec<u8>, Status>);
 
-/// The thread that decompresses for a queue. It is started when it is first needed, and exits when this is
-/// dropped.
+/// The thread that decompresses for a queue: started when first needed, exits when this is dropped.
 pub(in crate::qcow2) struct Inflater {
     wake: Arc<dyn Wake>,
     thread: Option<(Sender<Job>, Receiver<Inflated>)>,
 }
 
 impl Inflater {
-    /// An inflater that wakes its queue through `wake`.
     pub fn new(wake: Arc<dyn Wake>) -> Inflater {
         Inflater { wake, thread: None }
     }
 
-    /// Lets the thread decompress a cluster and then wake the queue. Returns the cluster if no thread can be
-    /// started.
+    /// Lets the thread decompress a cluster and then wake the queue. Returns the cluster if no thread can
+    /// start.
     pub fn start(&mut self, place: Place, compressed: Compressed) -> Result<(), Compressed> {
         if cfg!(any(simulation, fuzzing)) {
             // Simulation and fuzzing run in one thread, to be deterministic.
@@ -141,7 +131,6 @@ impl Inflater {
         })
     }
 
-    /// The next decompressed cluster, if one is ready.
     pub fn next(&self) -> Option<Inflated> {
         self.thread.as_ref()?.1.try_recv().ok()
     }

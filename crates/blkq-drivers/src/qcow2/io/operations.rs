@@ -42,7 +42,7 @@ impl Action {
     }
 }
 
-/// An operation on a file. It owns the memory that the kernel uses, unless that is the memory of a request.
+/// Owns the memory that the kernel uses, unless that is the memory of a request.
 pub(in crate::qcow2) struct Op {
     pub action: Action,
     /// The image of the chain whose file this is for.
@@ -80,32 +80,26 @@ impl Op {
         }
     }
 
-    /// A read at byte `offset` of the file of `layer`, into the memory that is added.
     pub fn read(layer: u8, offset: u64) -> Op {
         Op::new(Action::Read, layer, offset)
     }
 
-    /// A write to the active image.
     pub fn write(offset: u64) -> Op {
         Op::new(Action::Write, 0, offset)
     }
 
-    /// A sync of the active image.
     pub fn sync() -> Op {
         Op::new(Action::Sync, 0, 0)
     }
 
-    /// Frees the space of a range of the active image.
     pub fn punch(offset: u64, bytes: u64) -> Op {
         Op { bytes, ..Op::new(Action::Punch, 0, offset) }
     }
 
-    /// Allocates `bytes` from `offset` on in the active image.
     pub fn extend(offset: u64, bytes: u64) -> Op {
         Op { bytes, ..Op::new(Action::Extend, 0, offset) }
     }
 
-    /// Appends all of `buffer` to the memory.
     pub fn with_buffer(mut self, mut buffer: IoBuffer) -> Op {
         self.pieces.push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() });
         self.bytes += buffer.len() as u64;
@@ -141,19 +135,16 @@ impl Op {
         self
     }
 
-    /// Sets the alignment of the file's direct I/O, in bytes.
     pub fn aligned(mut self, align: u64) -> Op {
         self.align = align;
         self
     }
 
-    /// Sets the size that the file is known to have had, in bytes.
     pub fn of_file(mut self, bytes: u64) -> Op {
         self.file_bytes = bytes;
         self
     }
 
-    /// The submission for what is left of the operation.
     fn entry(&self, file: types::Fixed) -> squeue::Entry {
         let (pieces, count) = (self.pieces.as_ptr(), self.pieces.len() as u32);
         let offset = self.offset + self.done;
@@ -168,7 +159,7 @@ impl Op {
         }
     }
 
-    /// Applies a result of the kernel. Returns `None` if the operation must be submitted again for the rest.
+    /// Applies a result of the kernel. Returns `None` if the rest of the operation must be submitted.
     fn progress(&mut self, result: i32) -> Option<IoResult> {
         if matches!(result.wrapping_neg(), libc::EAGAIN | libc::EINTR) {
             self.attempts += 1;
@@ -208,7 +199,6 @@ impl Op {
         }
     }
 
-    /// Drops the first `bytes` of the memory.
     fn skip(&mut self, mut bytes: u64) {
         let fits = |piece: &libc::iovec| {
             let len = piece.iov_len as u64;
@@ -310,7 +300,6 @@ struct State {
     free: Vec<u32>,
     submitted: VecDeque<u32>,
     ready: VecDeque<u32>,
-    /// Tasks that become ready at the next call of [`Executor::run`].
     paused: Vec<u32>,
     /// Tasks that wait for a change of the image's state.
     waiting: Vec<u32>,
@@ -326,7 +315,7 @@ struct State {
 pub(in crate::qcow2) struct Io(RefCell<State>);
 
 impl Io {
-    /// Submits an operation. Its memory stays valid until it has completed, even if the task that waits is
+    /// Submits an operation. Its memory stays valid until it has completed, even if the waiting task is
     /// dropped.
     pub fn submit(&self, op: Op) -> Running<'_> {
         let mut state = self.0.borrow_mut();
@@ -352,10 +341,6 @@ impl Io {
         Running { io: self, place }
     }
 
-    /// Submits an operation and waits for it.
-    ///
-    /// # Errors
-    /// The error of the operation.
     pub async fn run(&self, op: Op) -> Result<Op, Status> {
         self.submit(op).await
     }
@@ -402,7 +387,6 @@ impl Io {
         state.ready.extend(state.waiting.drain(..));
     }
 
-    /// Records the result of the request `tag`.
     pub fn finish(&self, tag: Tag, result: IoResult) {
         self.0.borrow_mut().finished.push((tag, result));
     }
@@ -424,7 +408,6 @@ impl Io {
         Some((place, slot.op.entry(file(slot.op.layer))))
     }
 
-    /// As [`Io::next_entry`], for callers without a ring.
     pub fn next_operation(&self) -> Option<Submitted> {
         let mut state = self.0.borrow_mut();
         let place = state.submitted.pop_front()?;
@@ -433,7 +416,6 @@ impl Io {
         Some(Submitted { place, action: op.action, layer: op.layer, range, pieces: op.pieces.clone() })
     }
 
-    /// Applies the kernel's result of an operation.
     pub fn complete(&self, place: u32, result: i32) {
         let mut state = self.0.borrow_mut();
         let state = &mut *state;
@@ -461,7 +443,6 @@ impl Io {
         }
     }
 
-    /// Number of operations that have not completed.
     pub fn in_flight(&self) -> usize {
         self.0.borrow().in_flight
     }
@@ -472,7 +453,6 @@ impl Io {
     }
 }
 
-/// A submitted operation. The future completes with its result.
 pub(in crate::qcow2) struct Running<'a> {
     io: &'a Io,
     place: u32,
@@ -522,7 +502,6 @@ pub(in crate::qcow2) struct Executor {
 }
 
 impl Executor {
-    /// Adds a task. [`Executor::run`] starts it.
     pub fn spawn(&mut self, io: &Io, task: impl Future<Output = ()> + 'static) {
         let index = match self.free.pop() {
             Some(index) => index,
@@ -557,7 +536,6 @@ impl Executor {
         }
     }
 
-    /// Whether all tasks have completed.
     pub fn is_idle(&self) -> bool {
         self.tasks.len() == self.free.len()
     }

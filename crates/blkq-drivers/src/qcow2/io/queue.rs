@@ -22,7 +22,6 @@ use super::read::read;
 use super::write::{Source, write};
 use super::zero::{Wanted, clear};
 
-/// Most segments of a request.
 pub(in crate::qcow2) const SEGMENTS_MAX: u16 = 128;
 
 /// Marks the completion of a request on the fast path; the bits below are its tag. Without this bit, the
@@ -32,7 +31,6 @@ const PLAIN: u64 = 1 << 40;
 pub(in crate::qcow2) struct Qcow2Queue {
     env: Rc<Env>,
     executor: Executor,
-    /// The files of the chain, the active image first.
     files: Vec<FileSlot>,
     /// The iovecs of vectored calls on the fast path, [`SEGMENTS_MAX`] for each tag. They are not
     /// initialised, so that unused ones take no memory.
@@ -43,9 +41,6 @@ pub(in crate::qcow2) struct Qcow2Queue {
 
 impl Qcow2Queue {
     /// Opens the queue for `tags` requests at a time, on the thread that `wake` wakes.
-    ///
-    /// # Errors
-    /// The error of the ring.
     pub fn open(
         shared: Arc<Shared>,
         files: &[Arc<ImageFile>],
@@ -152,7 +147,6 @@ impl Qcow2Queue {
         unsafe { Memory::new(tag, segments) }
     }
 
-    /// Starts a request as a task.
     fn begin_task(&mut self, cx: &DriverContext<'_>, tag: Tag) {
         let request = cx.request(tag);
         let (operation, flags) = (request.operation(), request.flags());

@@ -14,10 +14,8 @@ use super::operations::Memory;
 /// Operations of one request in flight at the same time.
 const READS_MAX: usize = 64;
 
-/// Reads `bytes` from `position` of the device on into the memory of a request.
-///
-/// # Errors
-/// The I/O error of a file, or [`Status::Io`] if the tables are damaged.
+/// Reads `bytes` from `position` of the device on into the memory of a request. Fails with [`Status::Io`] if
+/// the tables are damaged.
 pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory: &Memory) -> IoResult {
     let (mut done, mut running) = (0, Vec::new());
     let (mut result, mut bounce) = (Ok(()), None);
@@ -57,9 +55,6 @@ pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory:
 
 /// Reads `bytes` from `position` of the device on, from the chain without the layers before `first`. The
 /// caller has reserved the memory ([`Env::reserve`]).
-///
-/// # Errors
-/// As [`read`].
 pub(in crate::qcow2) async fn read_device(
     env: &Env,
     first: usize,
@@ -111,8 +106,8 @@ fn cluster_bytes(env: &Env, layer: u8) -> u64 {
     state.layers[usize::from(layer)].tables.as_ref().map_or(0, |tables| tables.header.cluster_bytes())
 }
 
-/// The content of a compressed cluster, of which at most `bytes` compressed bytes are at `host`. `None` means
-/// that another task was decompressing it and the cluster must be looked up again.
+/// The content of a compressed cluster, of which at most `bytes` compressed bytes are at `host`. `None`:
+/// another task was decompressing it and the cluster must be looked up again.
 async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Option<Rc<Vec<u8>>>, Status> {
     let cached = |env: &Env| env.decompressed.borrow().as_ref().filter(|one| one.0 == (layer, host)).cloned();
     if let Some((_, content)) = cached(env) {

@@ -49,10 +49,7 @@ const BLOCK_BYTES: u64 = 4096;
 
 /// Allocates the block of the file that contains entry `index` of the L1 table. qemu-img leaves the table a
 /// hole, and on a full file system a flush could then not write the entry, although the writes before it
-/// completed.
-///
-/// # Errors
-/// [`Status::NoSpace`]. If the file system cannot reserve space, this succeeds.
+/// completed. Succeeds if the file system cannot reserve space.
 pub(in crate::qcow2) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
     let block = {
         let state = env.state();
@@ -74,9 +71,6 @@ pub(in crate::qcow2) async fn reserve_l1(env: &Env, index: usize) -> IoResult {
 }
 
 /// Frees the space that was reserved beyond the last cluster that was ever allocated.
-///
-/// # Errors
-/// The I/O error of the file.
 pub(in crate::qcow2) async fn free_reserved(env: &Env) -> IoResult {
     let (from, to) = {
         let state = env.state();

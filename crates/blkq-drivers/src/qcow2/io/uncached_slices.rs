@@ -21,10 +21,7 @@ pub(in crate::qcow2) struct UncachedSlices {
 
 impl UncachedSlices {
     /// Returns the result of `find`, and reads the slices that it lacks from the files. A slice that is not
-    /// in memory is not dirty, so the file has its current content.
-    ///
-    /// # Errors
-    /// The I/O error of a file, or EIO for tables that are damaged.
+    /// in memory is not dirty, so the file has its current content. Fails with EIO for damaged tables.
     pub fn find<T>(
         &mut self,
         shared: &Shared,

@@ -14,8 +14,7 @@ use super::operations::{Memory, Op};
 use super::read::read_device;
 use super::reserve::reserve;
 
-/// Bytes of new clusters that one step of a write allocates. Their clusters of the device are locked during
-/// the step.
+/// Bytes of new clusters that one step of a write allocates. The step locks their clusters of the device.
 const STEP_MAX_BYTES: u64 = 2 << 20;
 
 #[derive(Clone, Copy)]
@@ -24,8 +23,7 @@ pub(in crate::qcow2) enum Source<'a> {
     Zeroes,
 }
 
-/// The part of a write that is left: from `at` to `end` of the device. The data of `source` begins at
-/// `position`.
+/// The part of a write that is left: `at..end` of the device. The data of `source` begins at `position`.
 #[derive(Clone, Copy)]
 struct Remaining<'a> {
     at: u64,
@@ -34,7 +32,6 @@ struct Remaining<'a> {
     source: Source<'a>,
 }
 
-/// How the next bytes are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Step {
     /// In place: the first number is the byte of the file, the second the number of bytes.
@@ -45,10 +42,8 @@ enum Step {
     OverZeroes(u64),
 }
 
-/// Writes `bytes` from `position` of the device on.
-///
-/// # Errors
-/// The I/O error of a file, [`Status::NoSpace`], or [`Status::Io`] if the tables are damaged.
+/// Writes `bytes` from `position` of the device on. Fails with [`Status::NoSpace`], or with [`Status::Io`] if
+/// the tables are damaged.
 pub(in crate::qcow2) async fn write(env: &Env, position: u64, bytes: u64, source: Source<'_>) -> IoResult {
     let end = position + bytes;
     let (mut at, mut has_freed) = (position, false);
@@ -65,7 +60,6 @@ pub(in crate::qcow2) async fn write(env: &Env, position: u64, bytes: u64, source
     Ok(())
 }
 
-/// Writes the next bytes, and returns how many.
 async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
     let Remaining { at, end, position, source } = rest;
     match next_step(env, at, end).await? {
@@ -223,8 +217,7 @@ impl Around {
     }
 }
 
-/// Finds out how to fill the bytes from `from` to `to` of the device. `fresh`: the new clusters read as
-/// zeroes.
+/// How to fill `from..to` of the device. `fresh`: the new clusters read as zeroes.
 async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, Status> {
     if from == to {
         return Ok(Around::There);
@@ -263,7 +256,6 @@ async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
     }
 }
 
-/// Releases the clusters to which an entry referred.
 pub(in crate::qcow2) fn release(env: &Env, state: &mut State, old: Entry) {
     // The cached content may belong to this cluster, whose offset may soon be reused.
     if matches!(old, Entry::Compressed { .. }) {

@@ -10,7 +10,6 @@ use super::allocate::provide;
 use super::env::Env;
 use super::write::{Source, release, write};
 
-/// Why a range is cleared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) enum Wanted {
     /// The data is no longer needed, and may read as anything.
@@ -21,10 +20,6 @@ pub(in crate::qcow2) enum Wanted {
     ZeroesKept,
 }
 
-/// Discards or zeroes `bytes` from `position` of the device on.
-///
-/// # Errors
-/// As [`write`].
 pub(in crate::qcow2) async fn clear(env: &Env, position: u64, bytes: u64, wanted: Wanted) -> IoResult {
     let end = position + bytes;
     let (cluster, size) = {

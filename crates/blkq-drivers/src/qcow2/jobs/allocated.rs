@@ -15,7 +15,6 @@ use crate::qcow2::tables::state::Found;
 /// Largest read of data in bytes.
 pub(in crate::qcow2) const READ_MAX_BYTES: u64 = 1 << 20;
 
-/// The content of a part of the device.
 pub(crate) enum Extent {
     Data(IoBuffer),
     /// This number of zero bytes.
@@ -43,10 +42,6 @@ impl Qcow2 {
             .map(|(found, _, bytes)| (found, bytes))
     }
 
-    /// The first part of `range` that the overlay maps, as data or as zeroes.
-    ///
-    /// # Errors
-    /// The I/O error of a table.
     pub(in crate::qcow2) fn next_allocated(
         &self,
         slices: &mut UncachedSlices,
@@ -62,11 +57,8 @@ impl Qcow2 {
         Ok(None)
     }
 
-    /// Reads from the start of `range`. A write that is in flight may appear in the result completely, in
-    /// part, or not at all.
-    ///
-    /// # Errors
-    /// The I/O error of the image.
+    /// Reads from the start of `range`. A write in flight may appear in the result completely, in part, or
+    /// not at all.
     pub(in crate::qcow2) fn read_extent(
         &self,
         slices: &mut UncachedSlices,
@@ -93,7 +85,6 @@ impl Qcow2 {
         }
     }
 
-    /// Fills `buffer` with the bytes of the image's file from `host` on.
     fn read_host(&self, buffer: &mut IoBuffer, host: u64) -> io::Result<()> {
         let file_bytes = lock(&self.shared.state).layers[0].file_bytes;
         self.files[0].read_padded_at(buffer, host, file_bytes, None)

@@ -73,11 +73,8 @@ pub struct CommitSource {
 }
 
 impl CommitSource {
-    /// Checks that the image of `overlay` can be committed.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the image has no backing file, contains internal snapshots or is
-    /// read-only, or if the backing file was deleted.
+    /// Fails with [`ErrorKind::Unsupported`] if the image has no backing file, contains internal snapshots or
+    /// is read-only, or if the backing file was deleted.
     pub(crate) fn new(overlay: Arc<Qcow2>) -> Result<CommitSource, Error> {
         let path = path_of(overlay.check_committable()?)?;
         let qcow2 = locked(&overlay.shared.state).layers[1].tables.is_some();
@@ -89,19 +86,18 @@ impl CommitSource {
         &self.base
     }
 
-    /// Starts the commit. `files` must be the backing file, opened as by [`open_base`](crate::qcow2::open_base).
+    /// Starts the commit. `files` must be the backing file, opened as by
+    /// [`open_base`](crate::qcow2::open_base).
     ///
     /// Locks the base exclusively. Extends the base if it is shorter than the device. Marks the persistent
     /// bitmaps of the base as in use, because those of the device will replace them. A qcow2 base gets a
     /// journal in `journals`.
     ///
     /// # Errors
-    /// * [`ErrorKind::Unsupported`] as for [`Image::commit_source`](crate::Image::commit_source), or if the
-    ///   device cannot be served from the base;
-    /// * [`ErrorKind::Invalid`] if `files` are not the backing file, or not opened as they must be;
-    /// * [`ErrorKind::Busy`] if another open file description has a lock on the base;
-    /// * [`ErrorKind::Mismatch`] if the base is longer than the device;
-    /// * the I/O error of a file.
+    /// [`ErrorKind::Unsupported`] as for [`Image::commit_source`](crate::Image::commit_source), or if the
+    /// device cannot be served from the base; [`ErrorKind::Invalid`] if `files` are not the backing file, or
+    /// not opened as they must be; [`ErrorKind::Busy`] if another open file description has a lock on the
+    /// base; [`ErrorKind::Mismatch`] if the base is longer than the device; the I/O error of a file.
     pub fn begin(self, files: BaseFiles, journals: Option<&Journals>) -> Result<BlockCommit, Error> {
         let device = self.overlay;
         let size = device.limits().size_bytes();
@@ -135,15 +131,14 @@ impl CommitSource {
 /// A block commit in progress. Dropping it cancels the commit ([`BlockCommit::stop`]).
 pub struct BlockCommit {
     overlay: Arc<Qcow2>,
-    /// The base, opened for writing. `None` after the pivot and after a cancellation.
+    /// `None` after the pivot and after a cancellation.
     target: Option<Target>,
-    /// A second descriptor of the base's open file description, which holds the lock. It is kept apart from
-    /// `target` so that the lock can be changed after `target` is closed.
+    /// A second descriptor of the base's open file description, which holds the lock. The lock can be changed
+    /// after `target` is closed.
     base: File,
     /// The open file description that the syncs of a raw target use, too.
     synced: File,
     slices: UncachedSlices,
-    /// Regions of the device to copy in this pass.
     pass: RegionMap,
     /// Where the lookup of this pass continues.
     lookup_position: u64,
@@ -160,8 +155,7 @@ impl BlockCommit {
     /// Counts the bytes to copy in this pass, for [`BlockCommit::progress`]. Copies nothing.
     ///
     /// # Errors
-    /// The I/O error of a table of the overlay, or the error of `check_cancelled`, which is called before each
-    /// lookup.
+    /// The I/O error of an overlay's table, or the error of `check_cancelled`, called before each lookup.
     pub fn count<E: From<Error>>(&mut self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let mut bytes = 0;
         while let Some(range) = self.next_allocated(check_cancelled)? {
@@ -185,17 +179,14 @@ impl BlockCommit {
         (self.copied_bytes, self.total_bytes.max(self.copied_bytes))
     }
 
-    /// The bytes of data copied so far, without zeroes. Estimate the copy rate from this number: zeroes are
-    /// usually copied without I/O, and would inflate the rate.
+    /// The bytes of data copied so far. Estimate the copy rate from this number: zeroes are usually copied
+    /// without I/O, and would inflate the rate.
     pub fn data_bytes(&self) -> u64 {
         self.data_bytes
     }
 
     /// Makes the copies durable, then begins another pass, over the regions that were written since the last
-    /// pass began.
-    ///
-    /// # Errors
-    /// The I/O error of the base, and as [`BlockCommit::count`].
+    /// pass began. Errors are the I/O error of the base, and those of [`BlockCommit::count`].
     pub fn next_pass<E: From<Error>>(
         &mut self,
         check_cancelled: &dyn Fn() -> Result<(), E>,
@@ -206,12 +197,9 @@ impl BlockCommit {
         self.count(check_cancelled)
     }
 
-    /// Syncs the base on a helper thread, and checks for cancellation while it runs. The sync of the target,
-    /// which follows and cannot be cancelled, then has little to write.
-    ///
-    /// # Errors
-    /// The error of the sync, or the error of `check_cancelled`. In the second case the helper thread is left
-    /// running.
+    /// Syncs the base on a helper thread, and checks for cancellation while it runs; a cancellation leaves
+    /// the thread running. The sync of the target, which follows and cannot be cancelled, then has little to
+    /// write.
     fn sync_base<E: From<Error>>(&self, check_cancelled: &dyn Fn() -> Result<(), E>) -> Result<(), E> {
         let cannot = |e| Error::system("cannot sync the backing file", e);
         let file = self.synced.try_clone().map_err(cannot)?;
@@ -233,9 +221,9 @@ impl BlockCommit {
         }
     }
 
-    /// Looks up the next extents to copy in this pass, at most 16384, and calls `flush`, which must
-    /// flush the device: only then are the L2 entries of these extents on disk (rule 1 above). Returns false,
-    /// without a flush, if the pass has nothing left to copy.
+    /// Looks up the next extents to copy in this pass, at most 16384, and calls `flush`, which must flush the
+    /// device: only then are the L2 entries of these extents on disk (rule 1 above). Returns false, without a
+    /// flush, if the pass has nothing left to copy.
     ///
     /// # Errors
     /// The I/O error of a table of the overlay, or the error of `check_cancelled` or `flush`.
@@ -255,10 +243,7 @@ impl BlockCommit {
     }
 
     /// Copies from the first extent: at most 1 MiB of data, one compressed cluster, or one run of zeroes.
-    /// Returns false if no extent is left.
-    ///
-    /// # Errors
-    /// The I/O error of one of the two images.
+    /// Returns false if no extent is left. An error is the I/O error of one of the two images.
     pub fn copy(&mut self) -> Result<bool, Error> {
         let Some(range) = self.extents.front().cloned() else { return Ok(false) };
         let device = &*self.overlay;
@@ -348,10 +333,8 @@ impl BlockCommit {
     }
 
     /// Frees the clusters of an overlay that [`BlockCommit::finish`] has emptied, and releases its lock. Call
-    /// this when no queue uses the overlay any longer. Does nothing before the pivot.
-    ///
-    /// Errors are ignored. The overlay is empty in any case; at worst it keeps clusters that nothing refers
-    /// to.
+    /// this when no queue uses the overlay any longer. Does nothing before the pivot. Errors are ignored: the
+    /// overlay is empty in any case, and at worst keeps clusters that nothing refers to.
     pub fn free(&self) {
         let overlay = &self.overlay;
         if !overlay.superseded.load(Relaxed) {
@@ -366,10 +349,7 @@ impl BlockCommit {
     }
 
     /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
-    /// after the pivot.
-    ///
-    /// # Errors
-    /// The error of restoring the shared lock on the base.
+    /// after the pivot. An error is that of restoring the shared lock on the base.
     pub fn stop(&mut self) -> Result<(), Error> {
         let Some(target) = self.target.take() else { return Ok(()) };
         let device = &*self.overlay;
@@ -393,14 +373,12 @@ impl BlockCommit {
         Ok(true)
     }
 
-    /// Makes the regions written since the last call the regions of the next pass.
     fn take_changes(&mut self) -> Result<(), Error> {
         self.pass = self.overlay.shared.changes.take();
         self.lookup_position = 0;
         Ok(())
     }
 
-    /// The next extent in this pass that the overlay maps.
     fn next_allocated<E: From<Error>>(
         &mut self,
         check_cancelled: &dyn Fn() -> Result<(), E>,
@@ -439,7 +417,6 @@ fn cannot_read(device: &Qcow2, error: std::io::Error) -> Error {
 }
 
 impl Qcow2 {
-    /// Checks whether the image can be committed, and returns its backing file.
     fn check_committable(&self) -> Result<&ImageFile, Error> {
         let (snapshots, has_base) = {
             let state = locked(&self.shared.state);
@@ -484,10 +461,8 @@ impl Qcow2 {
         Ok(path)
     }
 
-    /// Turns the exclusive lock of `base` into a shared one, and takes the chain's shared lock again.
-    ///
-    /// # Errors
-    /// The error of the lock. Writers may then lock the base as soon as `base` is closed.
+    /// Turns the exclusive lock of `base` into a shared one, and takes the chain's shared lock again. If that
+    /// fails, writers may lock the base as soon as `base` is closed.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
         lock::downgrade(base, &LOCKED);
         self.files[1].lock(&LOCKED, LockKind::Shared, false).map(drop)
@@ -505,7 +480,6 @@ impl Qcow2 {
 
 #[cfg(all(test, not(model_check)))]
 impl BlockCommit {
-    /// Number of metadata flushes of a qcow2 base that have begun.
     pub(in crate::qcow2) fn base_flushes(&self) -> u64 {
         match &self.target {
             Some(Target::Qcow2(qcow2)) => locked(&qcow2.shared.state).flushes,

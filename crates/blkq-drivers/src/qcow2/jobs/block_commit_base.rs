@@ -36,8 +36,7 @@ pub struct OpenedBase {
     pub path: PathBuf,
     /// Whether the base is a qcow2 image; else it is raw.
     pub qcow2: bool,
-    /// Whether the dirty bitmaps of the base belong into a file of their own: it is a raw image in a regular
-    /// file.
+    /// Whether the dirty bitmaps of the base belong into a file of their own: a raw image in a regular file.
     pub has_bitmap_file: bool,
     /// The files of the base, without the bitmap file.
     pub files: BaseFiles,
@@ -111,8 +110,7 @@ impl Target {
         }
     }
 
-    /// Writes back what is in memory, as far as possible. Errors are ignored, because the overlay hides the
-    /// base.
+    /// Writes back what is in memory, as far as possible. The overlay hides the base, so errors are ignored.
     pub(in crate::qcow2) fn close(self) {
         match self {
             Target::Raw(raw) => raw.supersede(),
@@ -124,13 +122,11 @@ impl Target {
 }
 
 impl Qcow2 {
-    /// Writes to the device while no queue does.
     fn write_now(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
         let what = format!("write to {}", self.path().display());
         write_data(&self.shared, &self.files, &what, position, data)
     }
 
-    /// As [`Qcow2::write_now`], but zeroes.
     fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
         self.run("write zeroes", move |env| async move {
             clear(&env, range.start, range.end - range.start, Wanted::Zeroes).await
@@ -139,10 +135,7 @@ impl Qcow2 {
 
     /// Opens `files` as the target of a block commit. They are those of the backing file at `path`, and
     /// locked. Extends the base if it is shorter than the device, and marks its persistent bitmaps as in use.
-    ///
-    /// # Errors
-    /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Mismatch`] if the base is
-    /// longer than the device.
+    /// Fails with [`ErrorKind::Mismatch`] if the base is longer than the device.
     pub(in crate::qcow2) fn open_target(
         &self,
         files: BaseFiles,

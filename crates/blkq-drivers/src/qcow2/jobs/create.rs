@@ -13,7 +13,7 @@ use crate::image_file::ImageFile;
 use crate::qcow2::chain::{Opened, check_is_no_link};
 use crate::qcow2::format::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
 
-/// The cluster size is `1 << CLUSTER_BITS` bytes, QEMU's default.
+/// QEMU's default.
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 /// Bytes of the header without extensions.
@@ -34,11 +34,8 @@ pub struct Base {
 }
 
 impl Base {
-    /// Reads the size of the image at `path`.
-    ///
-    /// # Errors
-    /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Format`] if the image has
-    /// another format than `format`; the caller adds the hint.
+    /// Reads the size of the image at `path`. Errors have one line: what is wrong, why, and a hint, which the
+    /// caller adds to [`ErrorKind::Format`] (the image has another format than `format`).
     pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
         let backing = ImageFile::open(path, true)?;
         let file_bytes = backing.size()?;
@@ -56,7 +53,7 @@ impl Base {
         Ok(Base { path: backing.path, qcow2: false, size: file_bytes })
     }
 
-    /// The backing file at `path`, absolute and without symbolic links, for a device of `size` bytes.
+    /// `path` is absolute and without symbolic links.
     pub(in crate::qcow2) fn of_open(path: PathBuf, qcow2: bool, size: u64) -> Base {
         Base { path, qcow2, size }
     }
@@ -71,7 +68,6 @@ impl Base {
         self.write(directory, &|bytes, at| file.write_all_at(bytes, at), &|bytes| file.set_len(bytes))
     }
 
-    /// As [`Base::write_overlay`], for a file that is already opened as an image.
     pub(in crate::qcow2) fn write_to(&self, file: &ImageFile, directory: &Path) -> Result<(), Error> {
         self.write(directory, &|bytes, at| file.write_all_at(bytes, at), &|bytes| file.set_size(bytes))
     }
@@ -83,11 +79,9 @@ impl Base {
     }
 }
 
-/// Writes bytes to an offset of the new image, and sets the size of its file.
 type WriteAt<'a> = dyn Fn(&[u8], u64) -> io::Result<()> + 'a;
 type SetSize<'a> = dyn Fn(u64) -> io::Result<()> + 'a;
 
-/// The name by which an image in `directory` finds `base`.
 fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
     let below = base.strip_prefix(directory).unwrap_or(base).as_os_str().as_bytes();
     // QEMU takes letters before a colon for a protocol, unless a slash precedes the colon.
@@ -106,7 +100,6 @@ fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
     Err(Error::new(ErrorKind::Invalid, message))
 }
 
-/// Writes an image of `size` bytes without allocated clusters.
 fn write_empty(
     write_at: &WriteAt<'_>,
     set_size: &SetSize<'_>,
@@ -136,7 +129,6 @@ fn write_empty(
     write().map_err(|e| Error::system("cannot write the new image", e))
 }
 
-/// The header cluster: the header, its extensions and the name of the backing file.
 fn header(size: u64, l1_entries: u32, name: &[u8], format: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0; HEADER_BYTES];
     let mut extension = EXTENSION_BACKING_FORMAT.to_be_bytes().to_vec();

@@ -14,9 +14,6 @@ use crate::qcow2::tables::refcounts::set_refcount;
 impl Qcow2 {
     /// Overwrites the L1 table in the file with zeroes, durably. The tables in memory do not change. A power
     /// loss meanwhile may leave some of the old entries.
-    ///
-    /// # Errors
-    /// The I/O error of the file.
     pub(in crate::qcow2) fn empty(&self) -> Result<(), Error> {
         self.run("empty its tables", async |env| {
             let (offset, bytes) = {
@@ -30,8 +27,7 @@ impl Qcow2 {
         })
     }
 
-    /// Writes the L1 table in memory back to the file, to undo [`Qcow2::empty`]. If this fails, the next
-    /// flush writes it.
+    /// Writes the L1 table in memory back, to undo [`Qcow2::empty`]. If this fails, the next flush writes it.
     pub(in crate::qcow2) fn refill(&self) {
         {
             let mut state = lock(&self.shared.state);
@@ -41,10 +37,8 @@ impl Qcow2 {
         let _ = self.run("fill its tables again", async |env| flush_metadata(&env, true).await);
     }
 
-    /// Frees all clusters of an emptied overlay except those of its header and tables.
-    ///
-    /// # Errors
-    /// The I/O error of the file. Clusters to which nothing refers are then left.
+    /// Frees all clusters of an emptied overlay except those of its header and tables. After an error,
+    /// clusters to which nothing refers are left.
     pub(in crate::qcow2) fn free_unreferenced(&self) -> Result<(), Error> {
         let (header, blocks) = {
             let state = lock(&self.shared.state);

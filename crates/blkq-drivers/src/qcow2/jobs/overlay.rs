@@ -25,21 +25,17 @@ use super::create::Base;
 
 /// The active image with its backing files, from which a new overlay is made.
 pub struct OverlayBase {
-    /// The files, the active image first, and what was read from them.
     chain: Vec<(Arc<ImageFile>, Layer)>,
-    /// The size of the device in bytes.
     size: u64,
     terms: ClientTerms,
 }
 
 impl OverlayBase {
-    /// The base for an overlay over a raw image.
     pub(crate) fn of_raw(raw: RawImage) -> OverlayBase {
         let layer = Layer { tables: None, size: raw.size, align: raw.align, file_bytes: raw.size };
         OverlayBase { chain: vec![(raw.file, layer)], size: raw.size, terms: raw.terms }
     }
 
-    /// Whether the active image is qcow2; else it is raw.
     fn is_qcow2(&self) -> bool {
         self.chain.first().is_some_and(|(_, layer)| layer.tables.is_some())
     }
@@ -47,9 +43,7 @@ impl OverlayBase {
 
 impl Qcow2 {
     /// Makes all writes durable, and returns the image as the base of a new overlay. The disk must be frozen.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the image is read-only; the I/O error of the file.
+    /// Fails with [`ErrorKind::Unsupported`] if the image is read-only.
     pub(crate) fn overlay_base(&self) -> Result<OverlayBase, Error> {
         if !self.writable || self.read_only.load(Relaxed) {
             let message =
@@ -62,7 +56,6 @@ impl Qcow2 {
         Ok(self.chain_from(0))
     }
 
-    /// The images of the chain from `first` on, with copies of their tables in memory.
     fn chain_from(&self, first: usize) -> OverlayBase {
         let state = locked(&self.shared.state);
         let chain = self.files.iter().zip(&state.layers).skip(first);
@@ -75,9 +68,6 @@ impl Qcow2 {
 
     /// Opens the backing file of this image, at `path`, as a device, for a block commit. `file` is open for
     /// writing and locked; the image must be qcow2. Marks its persistent bitmaps as in use.
-    ///
-    /// # Errors
-    /// The message has one line: what is wrong, why, and a hint.
     pub(in crate::qcow2) fn of_base(
         &self,
         file: File,
@@ -106,12 +96,9 @@ impl Qcow2 {
     /// empty, open for reading and writing, and at the absolute `path`; the disk of `below` must be frozen.
     ///
     /// When this returns, the overlay is durable, except for its directory entry. If `journals` are given,
-    /// the writes that complete from then on survive a kill of this process. The device replaces the other
-    /// one ([`Exchange::replace`](blkq::disk::Exchange::replace)) or is dropped; until then, nothing changes
-    /// for clients.
-    ///
-    /// # Errors
-    /// The message has one line: what is wrong, why, and a hint.
+    /// the writes that complete from then on survive a kill of this process. Nothing changes for clients
+    /// until the device replaces the other one ([`Exchange::replace`](blkq::disk::Exchange::replace)). Error
+    /// messages have one line: what is wrong, why, and a hint.
     pub fn over(
         below: OverlayBase,
         file: File,
@@ -168,11 +155,8 @@ impl Qcow2 {
         Qcow2::assemble(parts, journals, overlay)
     }
 
-    /// Gives the image's file to another driver, which only reads it. Writes all tables back, ends the
-    /// journal and makes the lock a shared one.
-    ///
-    /// # Errors
-    /// The I/O error of writing the tables. The file belongs to the other driver in this case too.
+    /// Gives the image's file to another driver, which only reads it, even if writing the tables fails.
+    /// Writes all tables back, ends the journal and makes the lock a shared one.
     pub(crate) fn supersede(&self) -> Result<(), Error> {
         self.superseded.store(true, Relaxed);
         let written = self.flush_all_metadata();
@@ -185,10 +169,7 @@ impl Qcow2 {
     }
 }
 
-/// The current path of `file`.
-///
-/// # Errors
-/// [`ErrorKind::Unsupported`] if no path leads to the file any longer.
+/// The current path of `file`. Fails with [`ErrorKind::Unsupported`] if no path leads to the file any longer.
 pub(in crate::qcow2) fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
     let path = &file.path;
     let found = file.metadata().ok().and_then(|mine| {

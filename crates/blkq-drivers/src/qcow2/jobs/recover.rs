@@ -16,11 +16,8 @@ use super::replay;
 
 impl Qcow2 {
     /// Applies the journal that a killed process left, and begins a new one if there are `journals`.
-    /// `overlay` is the overlay that is committed into this image, if this is for a block commit.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`;
-    /// the I/O error of a file.
+    /// `overlay` is the overlay that a block commit commits into this image. Fails with
+    /// [`ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`.
     pub(in crate::qcow2) fn begin_journal(
         mut self,
         journals: Option<&Journals>,
@@ -112,7 +109,6 @@ impl Qcow2 {
         self.files[0].birth()
     }
 
-    /// Applies the records of a journal in memory. Returns the clusters that the killed process leaked.
     fn replay(&self, records: Vec<Record>) -> Result<BTreeSet<u64>, Error> {
         let leaked = Arc::new(Mutex::new(BTreeSet::new()));
         let found = Arc::clone(&leaked);
@@ -135,7 +131,6 @@ impl Qcow2 {
         state.writer.released.extend(leaked);
     }
 
-    /// Ends the journal of an image whose file has all changes.
     pub(in crate::qcow2) fn end_journal(&self) {
         let journal = locked(&self.shared.state).journal.take();
         // The tag is removed first. Without it the journal is ignored, even if the process is killed here.
@@ -144,8 +139,8 @@ impl Qcow2 {
         }
     }
 
-    /// Empties the journal, if there is one, because the file has all changes. `overlay` is the overlay that
-    /// is committed into this image, if there is one.
+    /// Must be called when the file has all changes. `overlay` is the overlay that is committed into this
+    /// image.
     pub(in crate::qcow2) fn empty_journal(&self, overlay: Option<(u64, u64)>) -> Result<(), Error> {
         let tag = self.tag();
         let next = locked(&self.shared.state).journal.as_mut().map(|journal| journal.begin(tag, overlay));
@@ -157,7 +152,6 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The tag of the image's journal in the header; 0 for none.
     pub(in crate::qcow2) fn tag(&self) -> u32 {
         locked(&self.shared.state).top().map_or(0, |tables| tables.header.tag)
     }

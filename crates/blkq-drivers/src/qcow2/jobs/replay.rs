@@ -14,10 +14,7 @@ use crate::qcow2::tables::state::{NotReady, State};
 
 /// Applies the records, in order. The image has no journal meanwhile, so if this process is killed, the image
 /// has a part of the changes, as after a power loss. Returns the offsets of the clusters that the killed
-/// process leaked.
-///
-/// # Errors
-/// The I/O error of the file; [`Status::Io`] for a record that does not fit the image.
+/// process leaked. Fails with [`Status::Io`] for a record that does not fit the image.
 pub(in crate::qcow2) async fn replay(env: &Env, records: Vec<Record>) -> Result<BTreeSet<u64>, Status> {
     let mut leaks = Leaks::new(env.state().cluster_bits());
     for record in records {
@@ -65,7 +62,6 @@ pub(in crate::qcow2) async fn replay(env: &Env, records: Vec<Record>) -> Result<
     Ok(leaks.find())
 }
 
-/// Sets an L2 entry, and returns the old one.
 fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, NotReady> {
     let slice_bytes = state.cache.slice_bytes() as u64;
     state.check_target(offset..offset + 8)?;

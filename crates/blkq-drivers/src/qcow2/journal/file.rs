@@ -34,8 +34,7 @@ const MAGIC: u64 = u64::from_be_bytes(*b"blkqjnl\x01");
 /// Words before the first half.
 const HEADER_WORDS: usize = 16;
 const RECORD_WORDS: usize = 3;
-/// Records in a half. A write to new clusters takes two. In tests there are few, so that a half often fills
-/// up.
+/// Records in a half. A write to new clusters takes two. In tests there are few, so that halves fill up.
 const RECORDS: usize = if cfg!(test) { 1 << 10 } else { 16 << 10 };
 const WORDS: usize = HEADER_WORDS + 2 * RECORDS * RECORD_WORDS;
 /// Records in a half from which on no task may begin to change tables. Tasks that have begun need fewer
@@ -45,9 +44,8 @@ const CROWDED: usize = RECORDS / 4;
 /// Most clusters in a record: the refcounts in a slice of a refcount block, at one bit each.
 pub(in crate::qcow2) const CLUSTERS_MAX: u64 = SLICE_MAX_BYTES * 8;
 
-/// Tasks that may change tables at the same time. Each appends a few records. The limit leaves room for the
-/// records of all of them and of the refcount blocks that they need, beyond what [`Journal::has_room`] allows
-/// others.
+/// Tasks that may change tables at the same time. Each appends a few records. The limit leaves room for their
+/// records and the refcount blocks that they need, beyond what [`Journal::has_room`] allows others.
 pub(in crate::qcow2) const CHANGES_MAX: usize = RECORDS / 32;
 
 /// Indices of the words in the header.
@@ -68,7 +66,7 @@ const BIRTH_AT: usize = 13;
 #[derive(Debug)]
 pub struct Journals {
     directory: PathBuf,
-    /// The boot ID of the kernel. A journal of an earlier boot is void, because the machine was restarted.
+    /// A journal of an earlier boot is void, because the machine was restarted.
     boot: [u64; 2],
     /// The user ID that must own the journals.
     user: u32,
@@ -102,7 +100,6 @@ impl Journals {
     }
 }
 
-/// A change of a table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) enum Record {
     /// `count` entries of an L2 table, the first at byte `offset` of the file. The first becomes `entry`;
@@ -112,7 +109,6 @@ pub(in crate::qcow2) enum Record {
         entry: u64,
         count: u64,
     },
-    /// The refcounts of `count` clusters from number `first` on.
     Refcounts {
         first: u64,
         count: u64,
@@ -151,8 +147,7 @@ impl Record {
         }
     }
 
-    /// Parses a record. Returns `None` for words that blkq does not write; a large count, for example, could
-    /// take forever to apply.
+    /// Returns `None` for words that blkq does not write; a large count could take forever to apply.
     fn parse([kind, place, value]: [u64; RECORD_WORDS]) -> Option<Record> {
         let count = kind >> 8;
         // blkq changes at most one slice of a table with a record.
@@ -177,14 +172,12 @@ impl Record {
 pub(in crate::qcow2) enum Left {
     /// The journal does not belong to the image, or does not exist.
     Nothing,
-    /// All changes, in order.
     Records(Vec<Record>),
     /// The journal overflowed or is damaged, so that changes are missing.
     Incomplete,
 }
 
 impl Left {
-    /// Whether the image lacks data without these changes.
     fn have_data(&self) -> bool {
         match self {
             Left::Nothing => false,
@@ -200,7 +193,6 @@ pub(in crate::qcow2) struct Journal {
     words: Words,
     path: PathBuf,
     boot: [u64; 2],
-    /// Device number and inode of the image.
     identity: (u64, u64),
     half: usize,
     counts: [usize; 2],
@@ -208,11 +200,7 @@ pub(in crate::qcow2) struct Journal {
 
 impl Journal {
     /// Opens the journal of the image with the given device number and inode, if one exists. No other process
-    /// may write to it.
-    ///
-    /// # Errors
-    /// The system's error, for example without memory for the journal; [`ErrorKind::Invalid`] if another user
-    /// owns the file.
+    /// may write to it. Fails with [`ErrorKind::Invalid`] if another user owns the file.
     pub fn find(journals: &Journals, identity: (u64, u64)) -> Result<Option<Journal>, Error> {
         match Journal::open(journals, identity, OFlags::empty()) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -220,10 +208,6 @@ impl Journal {
         }
     }
 
-    /// As [`Journal::find`], and creates the journal if it does not exist.
-    ///
-    /// # Errors
-    /// As [`Journal::find`].
     pub fn find_or_make(journals: &Journals, identity: (u64, u64)) -> Result<Journal, Error> {
         Journal::open(journals, identity, OFlags::CREATE)
     }
@@ -254,8 +238,8 @@ impl Journal {
         Ok(Journal { words, path, boot: journals.boot, identity, half: 0, counts: [0; 2] })
     }
 
-    /// A word of the journal. Loads are `Acquire` and stores `Release`, so that the next process sees the
-    /// stores of a killed one in their order. A comment gives the reason for each exception.
+    /// Loads are `Acquire` and stores `Release`, so that the next process sees the stores of a killed one in
+    /// their order. A comment gives the reason for each exception.
     fn word(&self, at: usize) -> &AtomicU64 {
         &self.words.all()[at]
     }
@@ -283,7 +267,6 @@ impl Journal {
             && self.records().have_data()
     }
 
-    /// Stores when the image's file was created.
     pub fn set_birth(&self, birth: u64) {
         self.word(BIRTH_AT).store(birth, Release);
     }
@@ -308,8 +291,8 @@ impl Journal {
         Left::Records(records)
     }
 
-    /// The device number and inode of the overlay that is being committed into this image; zeroes if there is
-    /// none. As long as the image is read through that overlay, it lacks nothing.
+    /// Device number and inode of the overlay that is being committed into this image, or zeroes. As long as
+    /// the image is read through that overlay, it lacks nothing.
     fn overlay(&self) -> (u64, u64) {
         let word = |at: usize| self.word(at).load(Acquire);
         (word(OVERLAY_AT), word(OVERLAY_AT + 1))
@@ -337,7 +320,7 @@ impl Journal {
     /// Empties the journal of an image whose file has all changes, and returns the tag that the image must
     /// get before [`Journal::began`]. Until then it has `tag`. If the process is killed in between, the
     /// journal is empty, whichever of the two tags the image has. `overlay` is the overlay that is committed
-    /// into this image, if there is one.
+    /// into this image.
     pub fn begin(&mut self, tag: u32, overlay: Option<(u64, u64)>) -> u32 {
         if !self.is_of_image() {
             self.set_tags(0, 0);
@@ -400,7 +383,6 @@ impl Journal {
         self.counts[self.half] < RECORDS - CROWDED
     }
 
-    /// The path of the journal's file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -423,7 +405,6 @@ impl Journal {
         true
     }
 
-    /// Empties the half from before the last [`Journal::turn`], because the file has its changes.
     pub fn finish(&mut self) {
         let other = 1 - self.half;
         self.counts[other] = 0;
@@ -433,7 +414,6 @@ impl Journal {
         }
     }
 
-    /// Removes the journal of an image whose file has all changes.
     pub fn remove(&self) {
         self.set_tags(0, 0);
         // If the file cannot be removed, it stays without a tag and is ignored.
@@ -441,10 +421,8 @@ impl Journal {
     }
 }
 
-/// Opens the journal of the image at `path`, whose header has a journal's tag.
-///
-/// # Errors
-/// The error of opening a journal that exists: it may contain writes that the image lacks.
+/// Opens the journal of the image at `path`, whose header has a journal's tag. If that fails, the journal may
+/// contain writes that the image lacks.
 pub(in crate::qcow2) fn find(
     journals: &Journals,
     path: &Path,
@@ -460,7 +438,6 @@ pub(in crate::qcow2) fn find(
     })
 }
 
-/// The warning that the image at `path`, whose header has no tag, lacks writes that its journal has.
 pub(in crate::qcow2) fn find_ignored(
     journals: &Journals,
     path: &Path,
@@ -479,9 +456,6 @@ pub(in crate::qcow2) fn find_ignored(
 /// Rejects the image at `path` as the backing file of the image `overlay` if it lacks writes that its journal
 /// has: applying them later would change the backing file under the overlay. Writes of a commit of `overlay`
 /// itself are no reason, because the overlay still has their data. `tag` is the tag in the image's header.
-///
-/// # Errors
-/// As [`find`], and [`lacking`].
 pub(in crate::qcow2) fn check_base(
     journals: &Journals,
     path: &Path,
@@ -496,7 +470,6 @@ pub(in crate::qcow2) fn check_base(
     if lacks && journal.overlay() != overlay { Err(lacking(path)) } else { Ok(()) }
 }
 
-/// The warning for an image that cannot have a journal.
 pub(in crate::qcow2) fn none_in_version_2(path: &Path) -> String {
     format!(
         "writes that are not flushed are lost if this process is killed, because {} is of version 2; to \

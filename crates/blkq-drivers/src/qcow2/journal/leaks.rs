@@ -7,16 +7,15 @@ use crate::qcow2::format::entry::{Entry, OFFSET};
 
 use super::file::Record;
 
-/// Most clusters and most entries that are tracked. An intact journal has fewer: no more changed
-/// tables fit into memory.
+/// Most clusters and most entries that are tracked. An intact journal has fewer: no more changed tables fit
+/// into memory.
 const NOTED_MAX: usize = 1 << 20;
 
 /// Tracks clusters, by number, while the records of a journal are applied.
 #[derive(Default)]
 pub(in crate::qcow2) struct Leaks {
     cluster_bits: u32,
-    /// Clusters that were allocated since the first record. Any reference to one of them is in a later
-    /// record.
+    /// Allocated since the first record. Any reference to one of these clusters is in a later record.
     allocated: BTreeSet<u64>,
     /// Clusters that were released, and whose refcounts were not decremented yet.
     released: BTreeSet<u64>,
@@ -34,7 +33,7 @@ impl Leaks {
         Leaks { cluster_bits, ..Leaks::default() }
     }
 
-    /// Tracks a record. Must be called in the order of the journal.
+    /// Must be called in the order of the journal.
     pub fn note(&mut self, record: Record) {
         self.is_damaged |= self.allocated.len() + self.released.len() > NOTED_MAX;
         match record {
@@ -59,7 +58,6 @@ impl Leaks {
         }
     }
 
-    /// Tracks that the L2 entry at byte `offset` of the file becomes `new`.
     pub fn note_entry(&mut self, offset: u64, old: u64, new: u64) {
         self.is_damaged |= self.entries.len() > NOTED_MAX;
         if !self.is_damaged {
@@ -67,12 +65,11 @@ impl Leaks {
         }
     }
 
-    /// Tracks that an L1 entry becomes `new`.
     pub fn note_l1(&mut self, index: u64, old: u64, new: u64) {
         self.l1.entry(index).or_insert((old, new)).1 = new;
     }
 
-    /// The offsets of the leaked clusters. The refcount of each is by one too high.
+    /// The offsets of the leaked clusters, whose refcounts are by one too high.
     pub fn find(self) -> BTreeSet<u64> {
         if self.is_damaged {
             return BTreeSet::new();
@@ -95,7 +92,6 @@ impl Leaks {
     }
 }
 
-/// The offsets of the clusters to which an L2 entry refers.
 fn hosts(entry: u64, cluster_bits: u32) -> impl Iterator<Item = u64> {
     let cluster = 1u64 << cluster_bits;
     let range = match Entry::parse(entry, cluster_bits) {

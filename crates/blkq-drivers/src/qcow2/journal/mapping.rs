@@ -7,7 +7,6 @@ use std::sync::atomic::AtomicU64;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// The mapped words of a file.
 pub(in crate::qcow2) struct Words {
     first: NonNull<AtomicU64>,
     len: usize,
@@ -19,10 +18,7 @@ unsafe impl Send for Words {}
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// Maps the first `len` words of `file`, which must have allocated space for all of them.
-    ///
-    /// # Errors
-    /// The kernel's error.
+    /// `file` must have allocated space for all words.
     pub fn map(file: BorrowedFd<'_>, len: usize) -> Result<Words, Errno> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing.

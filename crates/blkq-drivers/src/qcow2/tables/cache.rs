@@ -10,7 +10,6 @@ pub(in crate::qcow2) const CACHE_BYTES: usize = 8 << 20;
 /// The dirty slices should be written once they are `1 / DIRTY_PART` of all slices.
 const DIRTY_PART: usize = 4;
 
-/// Identifies a slice: the layer of the chain, and the byte of its file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(in crate::qcow2) struct Key {
     pub layer: u8,
@@ -29,8 +28,8 @@ struct Slot {
     table: Table,
     used: bool,
     dirty: bool,
-    /// A copy of the slice is being written. The slice must not be evicted, because the file has the old
-    /// content until then.
+    /// A copy of the slice is being written. Until then the file has the old content: the slice must not be
+    /// evicted.
     writing: bool,
     /// Used since the clock hand last passed the slot.
     recent: bool,
@@ -47,7 +46,6 @@ pub(in crate::qcow2) struct Cache {
 }
 
 impl Cache {
-    /// A cache of `bytes` bytes, for slices of `slice_bytes` bytes each.
     pub fn new(bytes: usize, slice_bytes: usize) -> Cache {
         let count = bytes / slice_bytes;
         let key = Key { layer: 0, offset: 0 };
@@ -67,14 +65,12 @@ impl Cache {
         self.slice_bytes
     }
 
-    /// The slot of a slice; `None` if it is not in the cache.
     pub fn find(&mut self, key: Key) -> Option<usize> {
         let slot = *self.places.get(&key)?;
         self.slots[slot].recent = true;
         Some(slot)
     }
 
-    /// As [`Cache::find`], but does not count as a use.
     pub fn peek(&self, key: Key) -> Option<usize> {
         self.places.get(&key).copied()
     }
@@ -83,17 +79,14 @@ impl Cache {
         &self.bytes[slot * self.slice_bytes..][..self.slice_bytes]
     }
 
-    /// Entry `index` of a slice of an L2 table.
     pub fn entry(&self, slot: usize, index: usize) -> u64 {
         u64_at(self.get(slot), index * 8)
     }
 
-    /// The byte of the file at which an entry of an L2 slice is stored.
     pub fn entry_offset(&self, slot: usize, index: usize) -> u64 {
         self.slots[slot].key.offset + index as u64 * 8
     }
 
-    /// The content of a slice for changes. Marks the slice as dirty.
     pub fn change(&mut self, slot: usize) -> &mut [u8] {
         if !self.slots[slot].dirty {
             self.slots[slot].dirty = true;
@@ -106,8 +99,7 @@ impl Cache {
         self.change(slot)[index * 8..index * 8 + 8].copy_from_slice(&entry.to_be_bytes());
     }
 
-    /// Inserts a slice with its content in the file. Returns `None` if all slices are dirty or being written,
-    /// so that none can be evicted.
+    /// Inserts a slice with its content in the file. Returns `None` if all slices are dirty or being written.
     pub fn insert(&mut self, key: Key, table: Table, content: &[u8]) -> Option<usize> {
         if let Some(slot) = self.find(key) {
             return Some(slot);
@@ -174,8 +166,7 @@ impl Cache {
         taken
     }
 
-    /// Reports the write of a slice from [`Cache::take_dirty`]. If it failed (`done` is false), the slice is
-    /// dirty again.
+    /// Reports the write of a slice from [`Cache::take_dirty`]. If it failed, the slice is dirty again.
     pub fn written(&mut self, key: Key, done: bool) {
         let Some(slot) = self.peek(key) else { return };
         self.slots[slot].writing = false;

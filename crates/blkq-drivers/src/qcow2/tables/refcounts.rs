@@ -17,7 +17,6 @@ pub(in crate::qcow2) fn refcount(slice: &[u8], index: usize, order: u32) -> u64 
     slice[index * bytes..][..bytes].iter().fold(0, |count, byte| count << 8 | u64::from(*byte))
 }
 
-/// Sets refcount `index` of a slice to `count`.
 pub(in crate::qcow2) fn set_refcount(slice: &mut [u8], index: usize, order: u32, count: u64) {
     if order < 3 {
         let bits = 1 << order;
@@ -31,8 +30,7 @@ pub(in crate::qcow2) fn set_refcount(slice: &mut [u8], index: usize, order: u32,
     slice[index * bytes..][..bytes].copy_from_slice(&count.to_be_bytes()[8 - bytes..]);
 }
 
-/// Sets the refcounts of `count` clusters from number `first` on. `place` is the slot and the index of the
-/// first; all must be in one slice.
+/// `place` is the slot and the index of the first of `count` clusters; all must be in one slice.
 pub(in crate::qcow2) fn set_refcounts(
     state: &mut State,
     place: (usize, usize),
@@ -59,7 +57,6 @@ fn change(state: &mut State, (slot, index): (usize, usize), count: u64, refcount
     (index..index + count as usize).for_each(|at| set_refcount(slice, at, order, refcount));
 }
 
-/// The slot and the index of the refcount of a cluster of the file.
 pub(in crate::qcow2) fn refcount_place(state: &mut State, cluster: u64) -> Result<(usize, usize), NotReady> {
     let slice_bytes = state.cache.slice_bytes() as u64;
     let header = &state.top()?.header;

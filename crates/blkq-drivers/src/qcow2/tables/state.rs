@@ -20,8 +20,7 @@ use super::unlinked::Unlinked;
 pub(in crate::qcow2) enum NotReady {
     /// This slice of a table is not in the cache.
     Slice(Key, Table),
-    /// Entry N of the L1 table has no L2 table that may be changed: none at all, or one that a snapshot
-    /// shares.
+    /// Entry N of the L1 table has no L2 table that may be changed: none, or one that a snapshot shares.
     L2Table(usize),
     /// The refcount block with this number does not exist.
     RefcountBlock(u64),
@@ -47,12 +46,10 @@ impl From<Status> for NotReady {
 const RELEASED_MAX: usize = 1024;
 const RELEASED_MAX_BYTES: usize = 64 << 20;
 
-/// One image of the chain.
 #[derive(Clone)]
 pub(in crate::qcow2) struct Layer {
-    /// The tables of a qcow2 image; `None`: raw.
+    /// `None`: raw.
     pub tables: Option<Tables>,
-    /// Virtual size in bytes.
     pub size: u64,
     /// The unit in bytes in which the file is read and written by direct I/O; 1 through the page cache.
     pub align: u64,
@@ -61,7 +58,6 @@ pub(in crate::qcow2) struct Layer {
     pub file_bytes: u64,
 }
 
-/// The parts of a qcow2 image that are always in memory.
 #[derive(Clone)]
 pub(in crate::qcow2) struct Tables {
     pub header: Header,
@@ -73,8 +69,8 @@ pub(in crate::qcow2) struct Tables {
 pub(in crate::qcow2) enum Found {
     /// At byte `host` of the file of `layer`.
     Data { layer: u8, host: u64 },
-    /// In a compressed cluster: `bytes` is the length of the compressed data at most, and `skip` the offset
-    /// of the part in the decompressed cluster.
+    /// `bytes` is the length of the compressed data at most, and `skip` the offset in the decompressed
+    /// cluster.
     Compressed { layer: u8, host: u64, bytes: u64, skip: u64 },
     /// In a zero cluster, or beyond the end of a backing file.
     Zero,
@@ -85,9 +81,7 @@ pub(in crate::qcow2) enum Found {
 /// The state of the active image that only a writer needs.
 pub(in crate::qcow2) struct Writer {
     pub refcount_table: Vec<u64>,
-    /// Entries of the refcount table that are newer than in the file.
     pub refcount_table_dirty: BTreeSet<usize>,
-    /// Entries of the L1 table that are newer than in the file.
     pub l1_dirty: BTreeSet<usize>,
     /// No cluster of the file before this one is free.
     pub next_free: u64,
@@ -96,20 +90,16 @@ pub(in crate::qcow2) struct Writer {
     /// The file has space up to this byte; `None` if space cannot be reserved.
     pub extended_to: Option<u64>,
     pub extending: bool,
-    /// The number of clusters that the file can have: those that fit on a block device, or that the format
-    /// allows.
+    /// The number of clusters that fit on a block device, or that the format allows.
     pub clusters_max: u64,
     /// Offsets of clusters to which no table in memory refers. Tables in the file may still do.
     pub released: Vec<u64>,
-    /// Clusters that are allocated and to which no table refers yet, except those of dirty bitmaps.
     pub unlinked: Unlinked,
     /// Clusters of the device, by number, whose L2 entry a write in progress is about to change.
     pub locked: HashSet<u64>,
-    /// Number of writes that hold locked clusters.
     pub changing: usize,
     /// Entries of the L1 table for which a task creates an L2 table.
     pub making_l2: HashSet<usize>,
-    /// A task creates refcount blocks or a larger refcount table.
     pub growing: bool,
     pub flushing: bool,
     /// A sync failed, or the file's header is unknown after a failed write. Data may not be durable, so
@@ -125,7 +115,6 @@ impl Writer {
     }
 }
 
-/// The image and its chain.
 pub(in crate::qcow2) struct State {
     /// The active image first.
     pub layers: Vec<Layer>,
@@ -133,26 +122,21 @@ pub(in crate::qcow2) struct State {
     /// The size of the device in bytes, a multiple of the logical block size.
     pub size: u64,
     pub writer: Writer,
-    /// Number of metadata flushes that have begun. Slices that were read from a file before a flush may be
-    /// outdated.
+    /// Metadata flushes that have begun. Slices that were read from a file before a flush may be outdated.
     pub flushes: u64,
-    /// The journal of table changes that the file does not have yet. `None`: these changes are lost with the
-    /// process.
+    /// Changes that the file does not have yet. `None`: these changes are lost with the process.
     pub journal: Option<Journal>,
 }
 
 /// Slices that are not in the cache, with their content in the file.
 pub(in crate::qcow2) type Extra = Vec<(Key, Vec<u8>)>;
 
-/// The slice of an L2 table that maps a given offset of the device.
 struct L2Slice {
     key: Key,
-    /// The index in the slice of the entry for the offset.
     index: usize,
 }
 
 impl Layer {
-    /// The slice of the L2 table that maps byte `position`; `None` if no L2 table does.
     fn l2_slice(&self, layer: usize, position: u64, slot_bytes: usize) -> Result<Option<L2Slice>, Status> {
         let Some(tables) = &self.tables else { return Err(Status::Io) };
         let bits = tables.header.cluster_bits;
@@ -168,7 +152,6 @@ impl Layer {
 }
 
 impl State {
-    /// The tables of the active image.
     pub fn top(&self) -> Result<&Tables, Status> {
         self.layers[0].tables.as_ref().ok_or(Status::Io)
     }
@@ -177,12 +160,10 @@ impl State {
         self.layers[0].tables.as_mut().ok_or(Status::Io)
     }
 
-    /// The cluster size of the active image is `1 << cluster_bits` bytes.
     pub fn cluster_bits(&self) -> u32 {
         self.layers[0].tables.as_ref().map_or(16, |tables| tables.header.cluster_bits)
     }
 
-    /// Number of refcounts in a cached slice of a refcount block.
     pub fn refcounts_per_slice(&self) -> usize {
         let order = self.layers[0].tables.as_ref().map_or(0, |tables| tables.header.refcount_order);
         (self.cache.slice_bytes() * 8) >> order
@@ -215,7 +196,6 @@ impl State {
         Ok((Found::Unallocated, end, bytes))
     }
 
-    /// The layers of the chain from `first` on.
     pub fn layers_from(&self, first: usize) -> Range<usize> {
         first..self.layers.len()
     }
@@ -276,8 +256,7 @@ impl State {
         Ok((found, bytes.min(run)))
     }
 
-    /// Whether `bytes` from `position` on read as zeroes in the layers from `first` on, as far as the tables
-    /// say. No data is read.
+    /// Whether the bytes read as zeroes in the layers from `first` on, according to the tables alone.
     pub fn is_zero(&mut self, first: usize, position: u64, bytes: u64) -> Result<bool, NotReady> {
         let end = position + bytes;
         let mut position = position;
@@ -290,8 +269,8 @@ impl State {
         Ok(true)
     }
 
-    /// The cache slot and the index of the active image's L2 entry for byte `position`; `None` if there is no
-    /// L2 table.
+    /// The cache slot and index of the active image's L2 entry for byte `position`; `None` without an L2
+    /// table.
     pub fn entry_place(&mut self, position: u64) -> Result<Option<(usize, usize)>, NotReady> {
         let slot_bytes = self.cache.slice_bytes();
         let Some(slice) = self.layers[0].l2_slice(0, position, slot_bytes)? else { return Ok(None) };
@@ -354,8 +333,8 @@ impl State {
         if reserved.iter().any(overlaps) { Err(Status::Io) } else { Ok(()) }
     }
 
-    /// Of the clusters at the offsets `hosts`, returns those with the header or a table, as far as the tables
-    /// in memory say. Needed because a damaged bitmap directory may name any cluster.
+    /// The clusters among `hosts` with the header or a table, as far as the tables in memory say. Needed
+    /// because a damaged bitmap directory may name any cluster.
     pub fn tables_among(&self, hosts: impl Iterator<Item = u64>) -> HashSet<u64> {
         let cluster = 1 << self.cluster_bits();
         // The offsets are few compared to the tables of a large image, so they are the ones to hash.
@@ -367,8 +346,7 @@ impl State {
         tables
     }
 
-    /// Releases the clusters to which `entry` of the active image refers. They are free after the next flush
-    /// of the metadata.
+    /// Releases the clusters of `entry` of the active image. The next flush of the metadata frees them.
     pub fn release(&mut self, entry: Entry) {
         let cluster = 1u64 << self.cluster_bits();
         match entry {
@@ -383,8 +361,8 @@ impl State {
         }
     }
 
-    /// Sets `count` consecutive L2 entries of the active image. The first becomes `entry`; each further one
-    /// refers to the cluster after that of the one before.
+    /// Sets consecutive L2 entries of the active image. The first becomes `entry`; each further one refers to
+    /// the cluster after that of the one before.
     pub fn set_entries(&mut self, slot: usize, index: usize, entry: u64, count: u64) {
         let bits = self.cluster_bits();
         for number in 0..count {
@@ -396,10 +374,7 @@ impl State {
         self.writer.unlinked.remove(first..first + count);
     }
 
-    /// Sets an entry of the L1 table of the active image.
-    ///
-    /// # Errors
-    /// [`Status::Io`] if the table has no such entry.
+    /// Fails with [`Status::Io`] if the table has no such entry.
     pub fn set_l1(&mut self, index: usize, entry: u64) -> Result<(), Status> {
         *self.top_mut()?.l1.get_mut(index).ok_or(Status::Io)? = entry;
         self.writer.l1_dirty.insert(index);
@@ -409,10 +384,7 @@ impl State {
         Ok(())
     }
 
-    /// Sets an entry of the refcount table.
-    ///
-    /// # Errors
-    /// [`Status::Io`] if the table has no such entry.
+    /// Fails with [`Status::Io`] if the table has no such entry.
     pub fn set_refcount_block(&mut self, block: usize, offset: u64) -> Result<(), Status> {
         *self.writer.refcount_table.get_mut(block).ok_or(Status::Io)? = offset;
         self.writer.refcount_table_dirty.insert(block);
@@ -420,7 +392,6 @@ impl State {
         Ok(())
     }
 
-    /// Appends a change of a table to the journal.
     pub fn note(&mut self, record: Record) {
         if let Some(journal) = &mut self.journal {
             journal.append(record);
@@ -439,8 +410,7 @@ impl State {
         self.note_released(released);
     }
 
-    /// Appends to the journal the clusters to which no table refers any longer, as far as the journal has
-    /// room.
+    /// Appends to the journal the clusters to which no table refers any longer, as far as there is room.
     pub fn note_released(&mut self, released: &[u64]) {
         let bits = self.cluster_bits();
         let Some(journal) = &mut self.journal else { return };
@@ -456,19 +426,15 @@ impl State {
         }
     }
 
-    /// Whether the metadata should be flushed before more tables are changed, because many slices are dirty,
-    /// many clusters are released, or the journal fills up.
+    /// Whether the metadata should be flushed before more tables are changed.
     pub fn is_crowded(&self) -> bool {
         let released = self.writer.released.len();
         let most = RELEASED_MAX.min(RELEASED_MAX_BYTES >> self.cluster_bits());
         self.cache.is_crowded() || released >= most || self.journal.as_ref().is_some_and(Journal::is_crowded)
     }
 
-    /// Whether a task may begin to change tables.
-    ///
-    /// # Errors
-    /// [`NotReady::FlushFirst`] if the metadata should be flushed first; [`NotReady::Busy`] if too many tasks
-    /// are changing tables.
+    /// Fails with [`NotReady::FlushFirst`] if the metadata should be flushed first, and with
+    /// [`NotReady::Busy`] if too many tasks are changing tables.
     pub fn may_change(&self) -> Result<(), NotReady> {
         if self.is_crowded() {
             return Err(NotReady::FlushFirst);
@@ -477,7 +443,6 @@ impl State {
         if changing < CHANGES_MAX { Ok(()) } else { Err(NotReady::Busy) }
     }
 
-    /// Whether a flush of the metadata may free clusters.
     pub fn may_free(&self) -> bool {
         self.writer.flushing || !self.writer.released.is_empty()
     }

@@ -27,7 +27,6 @@ impl Image {
         Image { directory, path, file }
     }
 
-    /// The content of the cluster at `offset`.
     fn cluster(&self, offset: u64) -> Vec<u8> {
         let mut cluster = vec![0; CLUSTER];
         self.file.read_exact_at(&mut cluster, offset).unwrap();
@@ -44,8 +43,7 @@ impl Image {
         self.file.write_all_at(&number.to_be_bytes(), offset).unwrap();
     }
 
-    /// Offset in the header of the number of bitmaps, which the length and the offset of their directory
-    /// follow.
+    /// Offset of the number of bitmaps in the header; the length and offset of their directory follow.
     fn extension(&self) -> u64 {
         let kind = EXTENSION_BITMAPS.to_be_bytes();
         self.cluster(0).windows(4).position(|bytes| bytes == kind).unwrap() as u64 + 8

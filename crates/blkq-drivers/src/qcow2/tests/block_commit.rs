@@ -61,7 +61,6 @@ fn numbers_of(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks(SECTOR).map(number).collect()
 }
 
-/// The images of a device, its queue, and the model.
 struct Life<'a> {
     directory: &'a Directory,
     base_format: &'a str,
@@ -140,7 +139,6 @@ impl Life<'_> {
         }
     }
 
-    /// Fails if a program would trust a dirty bitmap in one of the images.
     fn check_bitmaps(&self) {
         for image in ["top", "base"] {
             let info = self.directory.qemu_img(&["info", "-U", image]);
@@ -170,7 +168,6 @@ impl Life<'_> {
         }
     }
 
-    /// Reads the device through the queue and compares it with the model.
     fn read_all(&mut self) {
         let h = self.harness.as_mut().unwrap();
         let mut found = Vec::new();
@@ -188,8 +185,7 @@ fn base_files(directory: &Directory) -> BaseFiles {
     BaseFiles { bitmaps: bitmaps.ok().filter(|_| opened.has_bitmap_file), ..opened.files }
 }
 
-/// Dirty bitmaps as after a snapshot, in both images. One was removed since, and one has recorded more
-/// writes.
+/// Bitmaps as after a snapshot, in both images. One was removed since, and one has recorded more writes.
 fn add_bitmaps(directory: &Directory, base: &dyn Driver, size: u64) {
     let base = base.bitmap_store().unwrap();
     if matches!(base.check(), Err(error) if error.kind() == ErrorKind::NotFound) {
@@ -210,7 +206,6 @@ fn not_cancelled() -> Result<(), Error> {
     Ok(())
 }
 
-/// Runs a commit on one device. Its image is of `top_kind`, over a `base_format` image of `base_kind`.
 fn live(top_kind: &str, base_format: &str, base_kind: &str, seed: u64) {
     let directory = Directory::new();
     let mut random = Random::new(seed);

@@ -6,8 +6,7 @@ use super::*;
 
 const PLAIN: BioFlags = BioFlags::empty();
 
-/// Writes, zeroes and discards at random, and compares the result with a model. Then reads the image with
-/// QEMU.
+/// Writes, zeroes and discards at random, checked against a model; then reads the image with QEMU.
 pub(super) fn exercise(directory: &Directory, path: &Path, size: u64, seed: u64, steps: u32, backing: &[u8]) {
     let mut random = Random::new(seed);
     let mut model = vec![0; size as usize];

@@ -29,7 +29,6 @@ type Allowed = Vec<Vec<u32>>;
 struct Life {
     directory: Directory,
     journals: Arc<Journals>,
-    /// The journal of the image in use.
     journal: PathBuf,
 }
 
@@ -73,7 +72,6 @@ impl Life {
     }
 }
 
-/// Runs a workload on an image, and checks what a kill at several moments would leave.
 fn live(kind: &str, backing: bool, seed: u64) {
     let mut random = Random::new(seed);
     let directory = Directory::new();

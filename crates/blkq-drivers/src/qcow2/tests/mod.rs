@@ -20,7 +20,6 @@ use blkq::testing::harness::{Harness, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
-/// A temporary directory for one test.
 struct Directory(PathBuf);
 
 impl Directory {
@@ -32,7 +31,6 @@ impl Directory {
         Directory(path.canonicalize().unwrap())
     }
 
-    /// Runs qemu-img in the directory and returns its output. Panics if it fails.
     fn qemu_img(&self, arguments: &[&str]) -> String {
         let output = Command::new("qemu-img").args(arguments).current_dir(&self.0).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -41,7 +39,6 @@ impl Directory {
         text
     }
 
-    /// Mounts a file system at `point`, which is created in this directory.
     fn mount(&self, words: &[&str], point: &str) -> Mounted {
         let point = self.0.join(point);
         std::fs::create_dir(&point).unwrap();
@@ -49,7 +46,6 @@ impl Directory {
         Mounted(point)
     }
 
-    /// Runs a qemu-io command on a qcow2 image.
     fn qemu_io(&self, path: &Path, command: &str) {
         let mut qemu_io = Command::new("qemu-io");
         let output = qemu_io.args(["-f", "qcow2", "-c", command]).arg(path).output().unwrap();
@@ -61,7 +57,6 @@ impl Directory {
         self.0.join(name)
     }
 
-    /// Fails if qemu-img finds an error or a leaked cluster.
     fn check(&self, path: &Path) {
         self.qemu_img(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);
     }
@@ -85,7 +80,6 @@ fn open(path: &Path) -> Qcow2 {
     Qcow2::open(&Qcow2Options::new(path)).unwrap()
 }
 
-/// Whether qemu-img is installed.
 fn has_qemu() -> bool {
     let found = Command::new("qemu-img").arg("--version").output().is_ok();
     if !found {

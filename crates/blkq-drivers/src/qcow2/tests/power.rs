@@ -47,7 +47,6 @@ impl Disk {
         }
     }
 
-    /// Performs one of the operations, chosen at random.
     pub fn execute(&mut self, env: &Env, random: &mut Random) {
         let (submitted, operation) =
             self.pending.swap_remove(random.below(self.pending.len() as u64) as usize);
@@ -106,8 +105,7 @@ impl Disk {
         env.io.complete(operation.place, result as i32);
     }
 
-    /// The image that a kill of the process leaves: everything that was done, and any part of what is in
-    /// flight.
+    /// An image with everything that was done, and any part of what is in flight.
     pub fn kill(&self, random: &mut Random) -> Vec<u8> {
         let mut image = self.files[0].clone();
         for (_, operation) in self.pending.iter().filter(|(_, one)| one.action == Action::Write) {
@@ -126,7 +124,6 @@ impl Disk {
         image
     }
 
-    /// The image that a power loss leaves.
     fn lose(&self, random: &mut Random) -> Vec<u8> {
         let mut image = self.durable.clone();
         for (_, at, bytes) in &self.log {
@@ -140,7 +137,6 @@ impl Disk {
     }
 }
 
-/// The content of each sector, which is filled with copies of one number.
 struct Model {
     now: Vec<u32>,
     /// For each sector the contents that it may have after a power loss.
@@ -177,7 +173,6 @@ pub(super) fn content_of(contents: &[u32]) -> IoBuffer {
     buffer
 }
 
-/// Checks an image that a power loss left.
 fn verify(directory: &Directory, image: &[u8], model: &Model, seed: u64) {
     let path = directory.0.join("lost.qcow2");
     std::fs::write(&path, image).unwrap();
@@ -189,7 +184,6 @@ fn verify(directory: &Directory, image: &[u8], model: &Model, seed: u64) {
     model.check(&std::fs::read(directory.0.join("lost.raw")).unwrap(), seed);
 }
 
-/// Runs a workload on an image, and checks what a power loss at several moments would leave.
 fn live(kind: &str, backing: bool, seed: u64) {
     let mut random = Random::new(seed);
     let directory = Directory::new();
@@ -311,7 +305,6 @@ fn live(kind: &str, backing: bool, seed: u64) {
     }
 }
 
-/// Reads sectors, and performs the operations that this needs.
 pub(super) fn run_read(
     env: &Rc<Env>,
     executor: &mut Executor,
