@@ -19,13 +19,12 @@ use super::{Chosen, LoopDevice, bitmaps};
 const ZEROES_BYTES: u64 = 1 << 20;
 
 impl LoopDevice {
-    /// Makes a device of `size` bytes of the raw image at `path`. `file` has the image open for writing and locked, and `synced` has it
-    /// open a second time, for syncs. An image that is shorter than the device is extended. `bitmaps` is the open
-    /// bitmap file of the image; its dirty bitmaps are marked as in use.
+    /// Makes a device of `size` bytes of the raw image at `path`. `file` has the image open for writing and
+    /// locked, and `synced` has it open a second time, for syncs. An image that is shorter than the device is
+    /// extended. `bitmaps` is the open bitmap file of the image; its dirty bitmaps are marked as in use.
     ///
-    /// # Errors
-    /// [`ErrorKind::Mismatch`] if the image is longer than the device, [`ErrorKind::Unsupported`] if its sectors are
-    /// larger or it is a block device that is too small; the I/O errors of the files.
+    /// Fails with [`ErrorKind::Mismatch`] if the image is longer than the device, and with
+    /// [`ErrorKind::Unsupported`] if its sectors are larger or it is a block device that is too small.
     pub(crate) fn of_base(
         file: File,
         synced: File,
@@ -80,18 +79,12 @@ impl LoopDevice {
     }
 
     /// Writes to the image on the calling thread. No queue may be in use.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the image.
     pub(crate) fn write_now(&self, position: u64, data: &IoBuffer) -> Result<(), Error> {
         let file = locked(&self.shared.state).file.clone();
         file.write_all_at(data, position).map_err(|e| self.cannot_write(e))
     }
 
     /// Zeroes a range of the image on the calling thread. No queue may be in use.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the image.
     pub(crate) fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
         let file = locked(&self.shared.state).file.clone();
         match file.punch(range.clone()) {

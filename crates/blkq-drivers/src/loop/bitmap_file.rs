@@ -19,11 +19,9 @@ use super::bitmap_format::{
 };
 use super::fingerprint::ImageFingerprint;
 
-/// An open and locked bitmap file.
 pub(super) struct BitmapFile {
     file: File,
     path: PathBuf,
-    /// The number of the current slot.
     slot: SlotNumber,
 }
 
@@ -34,11 +32,9 @@ fn path_for(image: &Path) -> PathBuf {
 }
 
 impl BitmapFile {
-    /// Opens and locks the bitmap file of `image`. `None` if it does not exist.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if it is not a regular file, [`ErrorKind::Format`] if it is not a bitmap file,
-    /// [`ErrorKind::Busy`] if it is in use, and the errors of open(2).
+    /// Opens and locks the bitmap file of `image`, if it exists. Fails with [`ErrorKind::Invalid`] if it is
+    /// not a regular file, with [`ErrorKind::Format`] if it is not a bitmap file, and with
+    /// [`ErrorKind::Busy`] if it is in use.
     pub fn open(image: &Path, read_only: bool) -> Result<Option<BitmapFile>, Error> {
         let path = path_for(image);
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
@@ -56,19 +52,16 @@ impl BitmapFile {
         }
     }
 
-    /// Takes `file`, the bitmap file of `image`, which is open for reading and writing, and locks it.
-    ///
-    /// # Errors
-    /// As [`BitmapFile::open`].
+    /// Takes `file`, the bitmap file of `image`, which is open for reading and writing, and locks it. Errors
+    /// are as for [`BitmapFile::open`].
     pub fn of_image(file: File, image: &Path) -> Result<BitmapFile, Error> {
         let opened = BitmapFile::of_open(file, path_for(image), false)?;
         opened.check_magic().map(|()| opened)
     }
 
-    /// Takes `file`, a new bitmap file of `image`, which is open and empty, and locks it.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if it is not empty or not a regular file, [`ErrorKind::Busy`] if it is in use.
+    /// Takes `file`, a new bitmap file of `image`, which is open, and locks it. Fails with
+    /// [`ErrorKind::Invalid`] if it is not empty or not a regular file, and with [`ErrorKind::Busy`] if it is
+    /// in use.
     pub fn new(file: File, image: &Path) -> Result<BitmapFile, Error> {
         let created = BitmapFile::of_open(file, path_for(image), false)?;
         match created.file.metadata() {
@@ -105,11 +98,9 @@ impl BitmapFile {
         Err(Error::new(ErrorKind::Format, message))
     }
 
-    /// Loads the bitmaps. They are inconsistent if the image no longer has the `fingerprint` with which they were saved,
-    /// or if they are still marked as in use.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Format`] if the file is damaged or has an unknown version; its I/O errors.
+    /// Loads the bitmaps. They are inconsistent if the image no longer has the `fingerprint` with which they
+    /// were saved, or if they are still marked as in use. Fails with [`ErrorKind::Format`] if the file is
+    /// damaged or has an unknown version.
     pub fn load(&mut self, fingerprint: ImageFingerprint) -> Result<Vec<Bitmap>, Error> {
         let bytes = self.file.metadata().map_err(|e| self.failed("read", e))?.len();
         if bytes == 0 {
@@ -130,18 +121,11 @@ impl BitmapFile {
         Ok(bitmaps)
     }
 
-    /// Whether the file still has a name.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the file.
     pub fn is_linked(&self) -> Result<bool, Error> {
         self.file.metadata().map(|metadata| metadata.nlink() > 0).map_err(|e| self.failed("read", e))
     }
 
-    /// Checks that `other` is the same file.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if it is another file.
+    /// Fails with [`ErrorKind::Invalid`] if `other` is another file.
     pub fn check_same(&self, other: &File) -> Result<(), Error> {
         let identity = |file: &File| file.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
         match (identity(&self.file), identity(other)) {
@@ -157,11 +141,8 @@ impl BitmapFile {
         }
     }
 
-    /// Reserves space for `bitmaps`, so that they can be saved later even if the file system is full by then. File
-    /// systems without preallocation reserve nothing.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the file, for example if the file system is full. The content of the file stays.
+    /// Reserves space for `bitmaps`, so that they can be saved even if the file system is full by then. File
+    /// systems without preallocation reserve nothing. After an error, the content of the file stays.
     pub fn reserve(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if self.slot == 0 {
             // The magic is written before the file grows. Otherwise, if this process were killed here, the file
@@ -175,18 +156,14 @@ impl BitmapFile {
         }
     }
 
-    /// Records durably that exactly `bitmaps` exist and are in use. This must precede the first write to the image.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the file.
+    /// Records durably that exactly `bitmaps` exist and are in use. Must precede the first write to the
+    /// image.
     pub fn mark(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         self.run(mark_steps(bitmaps, fingerprint, self.slot))
     }
 
-    /// Saves the bitmaps durably, with the `fingerprint` of the image. They must be marked as in use.
-    ///
-    /// # Errors
-    /// Returns the I/O error of the file. The bitmaps stay marked as in use then, and so become inconsistent.
+    /// Saves the bitmaps durably, with the `fingerprint` of the image. They must be marked as in use; after
+    /// an error they stay so, and thus become inconsistent.
     pub fn store(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if bitmaps.is_empty() {
             self.slot = 0;
@@ -196,7 +173,6 @@ impl BitmapFile {
         self.run(store_steps(bitmaps, fingerprint, self.slot))
     }
 
-    /// Runs the steps that write the next slot.
     fn run(&mut self, steps: Vec<Step>) -> Result<(), Error> {
         for step in steps {
             let done = match step {

@@ -35,7 +35,7 @@ const ENTRY_BYTES: usize = 24;
 const SLOT_BYTES: usize = 72 << 10;
 const _: () = assert!(HEADER_BYTES + BITMAPS_MAX * (ENTRY_BYTES + NAME_MAX_BYTES) <= SLOT_BYTES);
 const BITS_AT: usize = 2 * SLOT_BYTES;
-/// Size of the longest valid file, in bytes. A longer file is damaged, and is not read into memory.
+/// A longer file is damaged, and is not read into memory.
 pub(super) const FILE_MAX_BYTES: u64 = BITS_AT as u64 + MEMORY_MAX_BYTES;
 /// The states of a bitmap, indexed by their number in the file.
 const STATES: [BitmapState; 3] = [BitmapState::Recording, BitmapState::Disabled, BitmapState::Inconsistent];
@@ -43,16 +43,12 @@ const STATES: [BitmapState; 3] = [BitmapState::Recording, BitmapState::Disabled,
 /// The number of a slot. Odd numbers are in the slot at byte 0, even ones in the other. 0: there is no slot yet.
 pub(super) type SlotNumber = u64;
 
-/// A step of writing the file.
 #[derive(PartialEq, Eq, Debug)]
 pub(super) enum Step {
-    /// Writes these bytes at this offset.
     Write(u64, Vec<u8>),
-    /// Makes all previous writes durable.
     Sync,
 }
 
-/// The size of a file with the bits of `bitmaps`, in bytes.
 pub(super) fn file_bytes<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> u64 {
     BITS_AT as u64 + bitmaps.map(|bitmap| bytes_for(bitmap.size(), bitmap.granularity())).sum::<u64>()
 }
@@ -157,7 +153,6 @@ struct Slot<'a> {
 }
 
 impl Slot<'_> {
-    /// The slot at the beginning of `bytes`, if it is valid.
     fn parse(bytes: &[u8]) -> Option<Slot<'_>> {
         let header = bytes.first_chunk::<HEADER_BYTES>()?;
         let half = |at: usize| header[at..].first_chunk().map(|bytes| u32::from_le_bytes(*bytes));

@@ -38,11 +38,8 @@ pub(super) fn open(options: &LoopOptions, image: &ImageFile) -> (Place, Option<S
     }
 }
 
-/// Takes `file`, the open bitmap file of an image that a device of `size` bytes will write to, and marks its bitmaps as
-/// in use. If the file cannot be used, it is left unchanged, and a warning is returned.
-///
-/// # Errors
-/// Returns the I/O error of the bitmap file.
+/// Takes `file`, the open bitmap file of an image that a device of `size` bytes will write to, and marks its
+/// bitmaps as in use. If the file cannot be used, it is left unchanged, and a warning is returned.
 pub(super) fn take(
     file: Option<File>,
     image: &ImageFile,
@@ -64,7 +61,6 @@ pub(super) fn take(
     }
 }
 
-/// The bitmap file of a raw image, as the format of its bitmaps.
 pub(super) struct FileBitmaps {
     pub shared: Arc<Shared>,
     pub path: PathBuf,
@@ -88,16 +84,12 @@ impl FileBitmaps {
         Ok(fingerprint)
     }
 
-    /// The bitmap file, if the image may have one.
     fn file(&self) -> Option<MutexGuard<'_, Option<Box<BitmapFile>>>> {
         self.place.as_ref().ok().map(locked)
     }
 
-    /// Checks whether an image that was opened read-only may become writable. Its bitmaps were not marked as in use when
-    /// they were loaded, so it must not have any.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the image has bitmaps.
+    /// Fails with [`ErrorKind::Unsupported`] if an image that was opened read-only has bitmaps: they were not
+    /// marked as in use when they were loaded, so it must not become writable.
     pub fn check_reopen(&self) -> Result<(), Error> {
         if !self.is_writable() && self.file().is_some_and(|file| file.is_some()) {
             let message = format!(

@@ -1,7 +1,6 @@
-//! The counters of a loop device. Each queue writes only its own counters, which are on cache lines of their own,
-//! so counting causes no contention. A reader adds them up.
-//!
-//! All accesses are relaxed: the counters are statistics, and no other memory depends on them.
+//! The counters of a loop device. Each queue writes only its own, on cache lines of their own, so counting
+//! causes no contention. All accesses are relaxed: the counters are statistics, and no other memory depends
+//! on them.
 
 // Not `blkq::sync`: there is no protocol between the counters that a model checker could check.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -11,7 +10,7 @@ use blkq::stats::{add, raise};
 
 use super::writer::QUEUES_MAX;
 
-/// The counters of one queue. They continue when the queue gets another owner. See [`LoopSnapshot`].
+/// The counters of one queue, which continue when the queue gets another owner. See [`LoopSnapshot`].
 #[derive(Debug, Default)]
 pub(super) struct QueueCounters {
     reads: AtomicU64,
@@ -84,7 +83,6 @@ impl LoopCounters {
         self.writers_max.fetch_max(writers, Relaxed);
     }
 
-    /// Counts a queue that has no write in flight and nothing left to write.
     pub(super) fn finish_writing(&self) {
         self.writers.fetch_sub(1, Relaxed);
     }

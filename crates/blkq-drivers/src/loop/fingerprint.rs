@@ -13,7 +13,6 @@ const WAIT_MAX: Duration = Duration::from_millis(2500);
 /// Facts that change whenever a program writes to the image or replaces it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct ImageFingerprint {
-    /// Size of the device, in bytes.
     pub size: u64,
     /// The modification time of the file, in seconds and nanoseconds.
     pub modified: (i64, i64),
@@ -22,10 +21,6 @@ pub(super) struct ImageFingerprint {
 }
 
 impl ImageFingerprint {
-    /// The current fingerprint of `image`, which a device of `size` bytes serves.
-    ///
-    /// # Errors
-    /// The I/O error of fstat(2).
     pub fn of(image: &ImageFile, size: u64) -> io::Result<ImageFingerprint> {
         let metadata = image.metadata()?;
         Ok(ImageFingerprint {

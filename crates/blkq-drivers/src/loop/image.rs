@@ -35,10 +35,6 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Registers the files of the image with a ring.
-    ///
-    /// # Errors
-    /// The ring's error if it has no room for the files.
     pub fn open(
         shared: &Shared,
         settings: QueueSettings,
@@ -65,10 +61,8 @@ impl Image {
         })
     }
 
-    /// Applies changed settings, such as another file or I/O mode. No request may be in flight.
-    ///
-    /// # Errors
-    /// The ring's error if a new file cannot be registered. The old file stays in use then.
+    /// Applies changed settings, such as another file or I/O mode. No request may be in flight. If a new file
+    /// cannot be registered with the ring, the old file stays in use.
     pub fn reload(&mut self, settings: QueueSettings, cx: &mut DriverContext<'_>) -> Result<(), Error> {
         self.align = settings.align;
         let tail = self.tail.reload(settings.tail, settings.direct, cx.registrar());
@@ -168,7 +162,6 @@ impl Image {
         opcode::Read::new(file, self.scratch.as_mut_ptr(), unit as u32).offset(end - unit).build()
     }
 
-    /// The number of bytes that [`Image::end_entry`] reads.
     pub fn end_unit(&self, request: &Request) -> u64 {
         if self.tail.is_reached_by(request) { 1 } else { self.align }
     }

@@ -52,8 +52,7 @@ use queue::LoopQueue;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
 use writer::{QUEUES_MAX, WriterToken};
 
-/// Largest discard and write zeroes, in bytes. Each is one call of the file system, and an engine must not wait
-/// long for one.
+/// Each discard is one call of the file system, and an engine must not wait long for one.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
 
 /// Opens the image again, through the page cache, for the last bytes of a device.
@@ -64,11 +63,9 @@ fn tail_file(file: &ImageFile, writable: bool) -> Result<Arc<ImageFile>, Error> 
     Ok(Arc::new(tail))
 }
 
-/// The choices that were made when an image was opened.
 struct Chosen {
     logical_block_bytes: u32,
     mode: Mode,
-    /// Size of the device, in bytes.
     size: u64,
     /// See [`Shared::synced`].
     synced: ImageFile,
@@ -81,7 +78,6 @@ struct Chosen {
 /// A raw image and how it was opened, for a driver that uses it as the backing file of an overlay.
 pub(crate) struct RawImage {
     pub file: Arc<ImageFile>,
-    /// Size of the device, in bytes.
     pub size: u64,
     /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
     pub align: u64,
@@ -93,7 +89,6 @@ pub struct LoopDevice {
     shared: Arc<Shared>,
     name: ImageName,
     path: PathBuf,
-    /// Whether the device may end within a sector ([`LoopOptions::partial_block`]).
     partial: bool,
     shared_use: bool,
     /// Another driver in this process uses the open file and its locks, so this one must not release them.
@@ -159,7 +154,6 @@ impl LoopDevice {
         Ok(LoopDevice::assemble(image, options, chosen))
     }
 
-    /// Makes a device of an image that is open and locked.
     fn assemble(image: ImageFile, options: &LoopOptions, chosen: Chosen) -> LoopDevice {
         let Chosen { logical_block_bytes, mode, size, synced, tail, bitmaps, warnings } = chosen;
         let partial = tail.is_some();
@@ -221,7 +215,6 @@ impl LoopDevice {
         &self.path
     }
 
-    /// The device number of the image's file system, and its inode.
     pub(crate) fn identity(&self) -> (u64, u64) {
         self.file().identity
     }
@@ -296,11 +289,9 @@ impl LoopDevice {
         Ok(size)
     }
 
-    /// The image as the backing file of an overlay, after all writes were made durable. The disk must be frozen.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the device serves a part of the image, is shared or read-only, or ends within
-    /// a sector; the error of the sync.
+    /// The image as the backing file of an overlay, after all writes were made durable. The disk must be
+    /// frozen. Fails with [`ErrorKind::Unsupported`] if the device serves a part of the image, is shared or
+    /// read-only, or ends within a sector.
     pub(crate) fn raw_image(&self) -> Result<RawImage, Error> {
         let image = {
             let state = locked(&self.shared.state);
@@ -335,14 +326,12 @@ impl LoopDevice {
         Ok(image)
     }
 
-    /// Leaves the image to another driver of this process, which only reads it: the lock becomes a reader's and
-    /// stays when this device is dropped.
+    /// Leaves the image to another driver of this process, which only reads it: the lock becomes a reader's.
     pub(crate) fn supersede(&self) {
         self.superseded.store(true, Relaxed);
         locked(&self.shared.state).file.downgrade(&WHOLE_FILE);
     }
 
-    /// The setting as one of this driver; an error if it belongs to another.
     fn loop_setting(&self, setting: &dyn DriverSetting) -> Result<LoopSetting, Error> {
         setting.downcast_ref().copied().ok_or_else(|| setting.unknown_to(self.name()))
     }

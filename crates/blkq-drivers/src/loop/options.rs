@@ -61,7 +61,7 @@ pub struct LoopOptions {
     pub dispatch: Dispatch,
     /// Refuse writes, and open the image for reading only.
     pub read_only: bool,
-    /// Share the bytes with other processes that also set this option, and do not check whether the kernel uses
+    /// Share the bytes with other processes that set this option too, and do not check whether the kernel uses
     /// them.
     pub shared: bool,
     /// Serve the bytes of the file even if the image begins with the magic of another format.
@@ -111,16 +111,12 @@ pub(super) struct Window<'a> {
     pub path: &'a Path,
     pub offset: u64,
     pub logical_block_bytes: u32,
-    /// Whether the device may end within a sector.
     pub partial: bool,
 }
 
 impl Window<'_> {
-    /// The size of the device in an image of `file_size` bytes, and the number of bytes after it that do not fill a
-    /// sector.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if the window does not fit the image or the sector size.
+    /// The size of the device in an image of `file_size` bytes, and the number of bytes after it that do not
+    /// fill a sector. Fails with [`ErrorKind::Invalid`] if the window does not suit the image or the sectors.
     pub fn capacity(&self, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
         let (path, offset, logical_block_bytes) =
             (self.path.display(), self.offset, u64::from(self.logical_block_bytes));

@@ -8,14 +8,12 @@ use super::image::Image;
 use super::progress::Progress;
 use super::shared::Shared;
 
-/// Consecutive attempts without progress after which an operation fails. It bounds the retries of a file system that
-/// returns EAGAIN or empty transfers forever.
+/// Consecutive attempts without progress after which an operation fails: a file system may return EAGAIN or
+/// empty transfers forever.
 const ATTEMPTS_MAX: u64 = 64;
 
 pub(super) enum Outcome {
-    /// All requests of the call complete with this result.
     Completed(IoResult),
-    /// The rest of the call must be submitted.
     Unfinished,
 }
 

@@ -63,7 +63,6 @@ pub(super) struct LoopQueue {
     image: Image,
     read_only: bool,
     turns: Turns,
-    /// Requests that wait for their turn, in order of arrival.
     waiting: VecDeque<Tag>,
     /// The calls in flight that took their turn, in no order; at most `calls_max`.
     calls: Vec<Call>,
@@ -102,8 +101,8 @@ impl LoopQueue {
         })
     }
 
-    /// Whether a discard contains no whole unit of the block device. It then completes without doing anything,
-    /// because a discard is only advice.
+    /// Whether a discard contains no whole unit of the block device. The discard then
+    /// completes without doing anything, because a discard is only advice.
     fn discards_nothing(&self, request: &Request) -> bool {
         self.shared.discard_range(request.offset(), self.image.bytes(request)).is_empty()
     }
@@ -146,7 +145,6 @@ impl LoopQueue {
         self.submit(cx, tags, in_turn);
     }
 
-    /// Submits the rest of the call that consists of the requests `tags`, which are adjacent in this order.
     fn submit(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool) {
         let first = tags[0];
         let progress = Progress::load(cx.pdu(first));

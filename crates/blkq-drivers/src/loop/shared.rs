@@ -15,10 +15,9 @@ use super::options::Dispatch;
 use super::tail::TailSettings;
 use super::writer::{QUEUES_MAX, WriterToken};
 
-/// Largest read or write, in bytes: 2560 sectors, as in the kernel's loop driver.
+/// 2560 sectors, as in the kernel's loop driver.
 pub(super) const REQUEST_MAX_BYTES: u32 = 2560 << 9;
-/// Largest number of segments of a request. Each tag has room for the arguments of one vectored call of that
-/// length.
+/// Each tag has room for the arguments of one vectored call of that length.
 pub(super) const SEGMENTS_MAX: u16 = 128;
 /// Largest number of calls in flight where the kernel executes them one after the other. Another queue that
 /// waits for the writer token waits for all of them.
@@ -29,14 +28,12 @@ pub(super) const CALLS_MAX: usize = 32;
 pub(super) enum Turns {
     /// No request waits: direct I/O.
     None,
-    /// Writes, discards and write zeroes, across all queues: buffered I/O, because a file admits one writer at a
-    /// time.
+    /// Writes, discards and write zeroes of all queues: buffered I/O, as a file admits one writer at a time.
     Writes,
     /// Every request: serial dispatch.
     All,
 }
 
-/// The state that the device and its queues share.
 pub(super) struct Shared {
     /// Offset of the device in the file, in bytes.
     pub offset: u64,
@@ -57,8 +54,7 @@ pub(super) struct Shared {
     pub counters: Arc<LoopCounters>,
     /// Discards use BLOCK_URING_CMD_DISCARD (Linux 6.12) instead of fallocate(2).
     pub discard_by_command: AtomicBool,
-    /// A sync of the page cache has failed. Never reset: pages that could not be written count as clean, and are
-    /// lost.
+    /// A sync of the page cache has failed. Never reset: the kernel marks lost pages as clean.
     pub writeback_failed: AtomicBool,
     /// The operations that the file system supports. One that fails as unsupported becomes false and stays so.
     pub discards: AtomicBool,
@@ -76,7 +72,6 @@ pub(super) struct State {
     pub dispatch: Dispatch,
     pub read_only: bool,
     pub size_limit: Option<u64>,
-    /// Size of the device, in bytes.
     pub size: u64,
     /// The image, opened a second time without direct I/O, if the device may end within a sector.
     pub tail: Option<Arc<ImageFile>>,
@@ -123,8 +118,8 @@ impl Shared {
         }
     }
 
-    /// The part of a discard that consists of whole units, as a range of the file; it may be empty. `offset` is in
-    /// bytes of the device.
+    /// The whole units of a discard, as a range of the file; it may be empty. `offset` is in bytes of the
+    /// device.
     pub fn discard_range(&self, offset: u64, bytes: u64) -> Range<u64> {
         let start = self.offset + offset;
         let end = start + bytes;

@@ -17,15 +17,12 @@ use blkq::{DriverContext, Error, FileSlot, Registrar, Request, Segment, Tag};
 
 use crate::image_file::ImageFile;
 
-/// The settings of the tail that follow from the state of the device.
 #[derive(Clone)]
 pub(super) struct TailSettings {
-    /// Offset at which calls must be cut, in bytes of the device; `u64::MAX` if the size is a multiple of the
-    /// sector size.
+    /// Offset in the device at which calls must be cut; `u64::MAX` if the size is a multiple of the sector
+    /// size.
     pub begin: u64,
-    /// Size of the device, in bytes.
     pub size: u64,
-    /// The image, opened without direct I/O, if the device may end within a sector.
     pub file: Option<Arc<ImageFile>>,
 }
 
@@ -48,7 +45,6 @@ impl TailSettings {
     }
 }
 
-/// The tail of a device on one ring.
 pub(super) struct Tail {
     settings: TailSettings,
     direct: bool,
@@ -56,16 +52,14 @@ pub(super) struct Tail {
 }
 
 impl Tail {
-    /// Registers the buffered file with the ring. `direct` says whether the rest of the device uses direct I/O.
+    /// `direct`: the rest of the device uses direct I/O.
     pub fn open(settings: TailSettings, direct: bool, ring: &mut Registrar<'_>) -> Result<Tail, Error> {
         let slot = settings.file.as_ref().map(|file| ring.register_file(file.ring_file())).transpose()?;
         Ok(Tail { settings, direct, slot })
     }
 
-    /// Applies new settings.
-    ///
-    /// # Errors
-    /// The ring's error if the file cannot be registered. The old file stays registered, but the new size applies.
+    /// If a new file cannot be registered with the ring, the old file stays registered, but the new size
+    /// applies.
     pub fn reload(
         &mut self,
         settings: TailSettings,
@@ -100,7 +94,6 @@ impl Tail {
         self.slot.is_some()
     }
 
-    /// Whether `request` reaches the tail.
     #[inline]
     pub fn is_reached_by(&self, request: &Request) -> bool {
         request.offset() + request.bytes() > self.settings.begin
@@ -111,7 +104,7 @@ impl Tail {
         request.bytes().min(self.settings.size.saturating_sub(request.offset()))
     }
 
-    /// The end of the call that continues `request` at byte `done`, in bytes of the request. The request must reach
+    /// The end of the call that continues `request` at byte `done`, in bytes of the request, which reaches
     /// the tail.
     pub fn until(&self, request: &Request, done: u64) -> u64 {
         if self.is_apart(request, done) {

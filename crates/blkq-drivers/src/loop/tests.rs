@@ -17,7 +17,6 @@ use blkq::testing::harness::{Harness, filled, pattern, run, unmount};
 
 const MIB: u64 = 1 << 20;
 
-/// A directory of one test, which is removed at its end.
 struct Directory {
     path: PathBuf,
     mounted: bool,
@@ -40,7 +39,6 @@ impl Directory {
         Directory::mount(&["-t", "tmpfs", "-o", options, "blkq-test"])
     }
 
-    /// A new file system made by mke2fs(8), of type `kind` with blocks of `block_bytes`.
     fn ext(kind: &str, block_bytes: u32) -> Directory {
         let parent = Directory::new();
         let image = parent.image(32 * MIB);
@@ -61,7 +59,6 @@ impl Directory {
         self.path.join(name)
     }
 
-    /// A sparse file of `bytes` bytes.
     fn image(&self, bytes: u64) -> PathBuf {
         let path = self.file("image");
         File::create(&path).unwrap().set_len(bytes).unwrap();
@@ -101,7 +98,6 @@ impl FullDisk {
         FullDisk { high, low }
     }
 
-    /// A file of 16 MiB whose blocks are allocated.
     pub fn image(&self) -> PathBuf {
         let path = self.high.file("image");
         let file = File::create(&path).unwrap();
@@ -148,7 +144,7 @@ fn fact(device: &LoopDevice, name: &str) -> String {
     device.describe().into_iter().find(|(key, _)| *key == name).unwrap().1
 }
 
-/// The number of pages of the image in the page cache, and how many of them are dirty or under write-back.
+/// Pages of the image in the page cache, and how many of them are dirty or under write-back.
 fn cached(path: &Path) -> (u64, u64) {
     #[repr(C)]
     struct Range(u64, u64);

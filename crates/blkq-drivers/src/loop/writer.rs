@@ -28,20 +28,17 @@ impl WriterToken {
         before & TAKEN == 0
     }
 
-    /// Whether the waiting `queue` has the token now.
     pub fn was_handed_to(&self, queue: u16) -> bool {
         // Acquire: pairs with the release of the queue that passed the token on, whose writes happened before.
         self.word.load(Acquire) & (1 << queue) == 0
     }
 
-    /// Whether a queue waits for the token.
     pub fn is_wanted(&self) -> bool {
         // Relaxed: a hint for fairness; a stale value delays the hand-over by one call.
         self.word.load(Relaxed) & !TAKEN != 0
     }
 
-    /// Releases the token of `queue`. Returns the queue that has it now, if one was waiting: the caller must wake
-    /// that queue.
+    /// Returns the queue that has the token now, if one was waiting: the caller must wake that queue.
     #[must_use]
     pub fn release(&self, queue: u16) -> Option<u16> {
         let next = |word: u64| {
@@ -64,7 +61,6 @@ impl WriterToken {
         self.update(|word| word & !(1 << queue)) & (1 << queue) != 0
     }
 
-    /// Changes the word, and returns its previous value.
     fn update(&self, change: impl Fn(u64) -> u64) -> u64 {
         // AcqRel: a queue that gets the token sees the state of the one that released it. Relaxed for the first
         // load and for a failed exchange: only a successful exchange counts.
@@ -121,7 +117,6 @@ mod model {
     }
 
     impl Shared {
-        /// Makes one write as a queue does: takes the token, or waits until it is handed over.
         fn write(&self, queue: u16) {
             if !self.token.acquire(queue) {
                 // Loom also wakes spuriously, and fails the model if no wake-up ever comes.

@@ -282,7 +282,6 @@ fn a_switch_to_writing_that_fails_leaves_a_readers_lock() {
     }
 }
 
-/// A block device: the kernel's own loop driver on a file.
 struct BlockDevice {
     node: PathBuf,
     _directory: Directory,

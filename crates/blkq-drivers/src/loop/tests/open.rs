@@ -299,7 +299,6 @@ fn overlapping_attaches_are_refused_unless_shared() {
     drop(harness);
 }
 
-/// A loop device of the kernel, which is detached when this value is dropped.
 struct KernelLoop(String);
 
 impl KernelLoop {

@@ -23,8 +23,7 @@ fn pieces(data: &[u8], sector: usize) -> Vec<IoBuffer> {
         .collect()
 }
 
-/// Covers every combination of size, sector size and mode. Written data is in the file up to its end, which does not
-/// move. Bytes beyond the end read as zeroes, even if they were written.
+/// Covers every combination of size, sector size and mode.
 // Contract: durability
 #[test]
 fn the_last_bytes_are_served_and_the_file_stays_as_long() {
