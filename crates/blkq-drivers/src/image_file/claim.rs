@@ -11,17 +11,14 @@ use blkq::{Error, ErrorKind};
 
 use super::file::ImageFile;
 
-/// The sysfs directory of the block device with this number.
 fn sysfs(device: u64) -> String {
     format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device))
 }
 
 impl ImageFile {
-    /// Rejects an image that is mounted, claimed or swap space, or of which a loop device of the kernel uses bytes of
-    /// `range`. If both this device and the kernel's loop device are read-only, they may share the bytes.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Claimed`] with the name of the user.
+    /// Rejects an image that is mounted, claimed or swap space, or of which a loop device of the kernel uses
+    /// bytes of `range`. If both this device and the kernel's loop device are read-only, they may share the
+    /// bytes. Fails with [`ErrorKind::Claimed`] with the name of the user.
     pub fn check_unclaimed(&self, range: &Range<u64>, read_only: bool) -> Result<(), Error> {
         let shown = self.path.display();
         let claimed = |by: String| Err(Error::new(ErrorKind::Claimed, format!("{shown} is in use: {by}")));
@@ -77,8 +74,7 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
     })
 }
 
-/// The identity of a file under any name. For a block device it is the number of the device, because several nodes can
-/// have that number.
+/// The identity of a file under any name. Several nodes can have the same device number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FileId {
     File { device: u64, inode: u64 },
@@ -119,7 +115,6 @@ impl FileId {
     }
 }
 
-/// Describes what uses the block device, or one of its partitions.
 fn user_of(device: u64) -> Option<String> {
     let directory = sysfs(device);
     if let Some(user) = user_of_one(device, &directory) {
@@ -152,7 +147,6 @@ fn user_of_one(device: u64, directory: &str) -> Option<String> {
     Some(format!("part of /dev/{}", holder.file_name().display()))
 }
 
-/// Whether the kernel uses as swap space a file or block device for which `is_it` returns true.
 fn is_swap(is_it: impl Fn(&str) -> bool) -> bool {
     let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
     swaps.lines().filter_map(|line| line.split_whitespace().next()).any(|path| is_it(&unescaped(path)))

@@ -6,7 +6,6 @@ use blkq::{Error, ErrorKind};
 
 use super::probe::DirectAlign;
 
-/// Largest sector size of a device, in bytes.
 pub(super) const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
 
 /// Whether I/O bypasses the page cache.
@@ -42,7 +41,6 @@ impl std::str::FromStr for DirectIo {
     }
 }
 
-/// The I/O mode in effect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Mode {
     /// The alignment of direct I/O; `None` for buffered I/O.
@@ -51,11 +49,9 @@ pub(crate) struct Mode {
     pub reason: String,
 }
 
-/// The I/O mode that follows from `requested` and the alignment of the image, which is `possible`.
-///
-/// # Errors
-/// The reason why direct I/O is not possible, if it is required. [`ErrorKind::DirectIoSector`] and
-/// [`ErrorKind::DirectIoOffset`] carry the values that the caller needs for a hint.
+/// The I/O mode that follows from `requested` and the alignment of the image, which is `possible`. Fails if
+/// direct I/O is required and not possible; [`ErrorKind::DirectIoSector`] and [`ErrorKind::DirectIoOffset`]
+/// carry the values that the caller needs for a hint.
 pub(crate) fn choose_mode(
     requested: DirectIo,
     possible: &Result<DirectAlign, String>,
@@ -99,10 +95,7 @@ pub(crate) fn choose_mode(
     Err(Error::new(kind, format!("no direct I/O on {}: {reason}", path.display())))
 }
 
-/// Buffered I/O for `reason`.
-///
-/// # Errors
-/// [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O.
+/// Fails with [`ErrorKind::NoDirectIo`] if `requested` demands direct I/O.
 pub(crate) fn choose_buffered(requested: DirectIo, path: &Path, reason: String) -> Result<Mode, Error> {
     if requested == DirectIo::On {
         let message = format!("no direct I/O on {}: {reason}", path.display());
@@ -123,12 +116,9 @@ pub(crate) struct ClientTerms {
 }
 
 impl ClientTerms {
-    /// The I/O mode of an image at `path` to which the device switches. `choose` returns the mode that the image would
-    /// have without clients.
-    ///
-    /// # Errors
-    /// The error of `choose`, and [`ErrorKind::NoDirectIo`] if the alignment of the clients does not suffice and direct
-    /// I/O was requested.
+    /// The I/O mode of an image at `path` to which the device switches. `choose` returns the mode that the
+    /// image would have without clients. Fails with [`ErrorKind::NoDirectIo`] if the alignment of the clients
+    /// does not suffice and direct I/O was requested.
     pub fn choose_mode(
         &self,
         path: &Path,

@@ -37,7 +37,6 @@ pub(crate) const OPERATIONS: [(&str, u8); 8] = [
     ("IORING_OP_FALLOCATE", opcode::Fallocate::CODE),
 ];
 
-/// An open image, and the facts about it.
 pub(crate) struct ImageFile {
     pub(super) file: File,
     /// Absolute, with all symbolic links resolved, unless the owner of this value uses `link` instead.
@@ -61,10 +60,8 @@ pub(crate) struct ImageFile {
 }
 
 impl ImageFile {
-    /// Opens the image at `path`, which must be a regular file or a block device.
-    ///
-    /// # Errors
-    /// One line that names the step that failed, the reason, and a hint if there is one.
+    /// Opens the image at `path`, which must be a regular file or a block device. Errors have one line that
+    /// names the step that failed, the reason, and a hint if there is one.
     pub fn open(path: &Path, read_only: bool) -> Result<ImageFile, Error> {
         let shown = path.display();
         let link = link_elsewhere(path);
@@ -87,9 +84,6 @@ impl ImageFile {
 
     /// Probes the image at `path`, which `file` has open. The path is absolute, with symbolic links resolved.
     /// `O_NONBLOCK` is cleared.
-    ///
-    /// # Errors
-    /// As [`ImageFile::open`].
     pub fn of_open(file: File, path: PathBuf) -> Result<ImageFile, Error> {
         let shown = path.display();
         let metadata =
@@ -125,16 +119,13 @@ impl ImageFile {
         })
     }
 
-    /// The file for the ring of a queue.
     pub fn ring_file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// Fills `buffer` with the bytes from `offset` on, for a thread that may wait. A range that is not stored on this
-    /// machine yet would be awaited until `deadline`; the bytes of a local file are always here.
-    ///
-    /// # Errors
-    /// The error of the read; `UnexpectedEof` if the file ends before the range does.
+    /// Fills `buffer` with the bytes from `offset` on, for a thread that may wait. A range that is not stored
+    /// on this machine yet would be awaited until `deadline`; the bytes of a local file are always here.
+    /// Fails with `UnexpectedEof` if the file ends before the range does.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64, deadline: Option<Instant>) -> io::Result<()> {
         match self.fill_at(buffer, offset, deadline)? {
             done if done == buffer.len() => Ok(()),
@@ -142,11 +133,9 @@ impl ImageFile {
         }
     }
 
-    /// As [`ImageFile::read_exact_at`], but the bytes beyond the end of the file read as zeroes, because the last
-    /// cluster of an image may be incomplete. `file_bytes` is the size that the file is known to have had.
-    ///
-    /// # Errors
-    /// The error of the read, and EIO if the file was truncated.
+    /// As [`ImageFile::read_exact_at`], but the bytes beyond the end of the file read as zeroes, because the
+    /// last cluster of an image may be incomplete. `file_bytes` is the size that the file is known to have
+    /// had. Fails with EIO if the file was truncated.
     pub fn read_padded_at(
         &self,
         buffer: &mut [u8],
@@ -162,7 +151,6 @@ impl ImageFile {
         Ok(())
     }
 
-    /// Reads until `buffer` is full or the file ends. Returns the number of bytes.
     fn fill_at(&self, buffer: &mut [u8], offset: u64, _: Option<Instant>) -> io::Result<usize> {
         let mut done = 0;
         while done < buffer.len() {
@@ -176,67 +164,42 @@ impl ImageFile {
         Ok(done)
     }
 
-    /// Writes all of `bytes` at `offset`.
-    ///
-    /// # Errors
-    /// The error of the write.
     pub fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         self.file.write_all_at(bytes, offset)
     }
 
-    /// Frees the space of `range`, which reads as zeroes afterwards.
-    ///
-    /// # Errors
-    /// The error of fallocate(2), for example because the file system cannot punch holes.
+    /// Frees the space of `range`, which then reads as zeroes. Fails if the file system cannot punch holes.
     pub fn punch(&self, range: Range<u64>) -> Result<(), Errno> {
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         fallocate(&self.file, mode, range.start, range.end - range.start)
     }
 
-    /// Changes the size of a regular file.
-    ///
-    /// # Errors
-    /// The error of ftruncate(2).
     pub fn set_size(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)
     }
 
     /// Makes all writes to the file durable (fdatasync).
-    ///
-    /// # Errors
-    /// The error of the sync.
     pub fn sync(&self) -> io::Result<()> {
         sync(&self.file)
     }
 
     /// Makes all writes and the time of the last one durable (fsync).
-    ///
-    /// # Errors
-    /// The error of the sync.
     pub fn sync_all(&self) -> io::Result<()> {
         self.file.sync_all()
     }
 
-    /// The size of the image in bytes.
-    ///
-    /// # Errors
-    /// The error of lseek(2).
     pub fn size(&self) -> Result<u64, Error> {
         // Returns the size of files and of block devices alike.
         seek(&self.file, SeekFrom::End(0))
             .map_err(|e| Error::system(format!("cannot find the size of {}", self.path.display()), e))
     }
 
-    /// The present metadata of the file.
-    ///
-    /// # Errors
-    /// The error of fstat(2).
     pub fn metadata(&self) -> io::Result<Metadata> {
         self.file.metadata()
     }
 
-    /// The creation time of the file, in nanoseconds; 0 if the file system does not record it. It distinguishes a file
-    /// from a later one that has got the same inode number.
+    /// The creation time in nanoseconds; 0 if the file system does not record it. It distinguishes a file
+    /// from a later one with the same inode number.
     pub fn birth(&self) -> u64 {
         let stat = statx(&self.file, c"", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();
         let stat = stat.filter(|stat| stat.stx_mask & StatxFlags::BTIME.bits() != 0);
@@ -246,16 +209,12 @@ impl ImageFile {
         })
     }
 
-    /// The current path of the file. The kernel appends " (deleted)" if the file was removed.
     pub fn name_now(&self) -> Option<PathBuf> {
         name_now(&self.file)
     }
 
-    /// The extents of `range`, in bytes of a device that begins at byte `offset` of the file; at most `max`. Holes are
-    /// narrowed to whole sectors.
-    ///
-    /// # Errors
-    /// The error of lseek(2).
+    /// The extents of `range`, in bytes of a device that begins at byte `offset` of the file; at most `max`.
+    /// Holes are narrowed to whole sectors.
     pub fn extents(
         &self,
         offset: u64,
@@ -266,16 +225,12 @@ impl ImageFile {
         holes::of_file(&self.file, offset, logical_block_bytes, range, max)
     }
 
-    /// The name of the format whose magic the image of `size` bytes contains; `None` for raw data.
     pub fn detect_format(&self, size: u64) -> Option<&'static str> {
         format::detect(&self.file, size)
     }
 
     /// The logical block size of a device of this image, in bytes: `requested`, or the one that the file and
-    /// `direct_io` require.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] if no device may have the requested one.
+    /// `direct_io` require. Fails with [`ErrorKind::Invalid`] if no device may have the requested one.
     pub fn choose_logical_block(&self, requested: Option<u32>, direct_io: DirectIo) -> Result<u32, Error> {
         if let Some(bytes) = requested {
             return check_logical_block(bytes);
@@ -288,46 +243,30 @@ impl ImageFile {
     }
 
     /// Switches direct I/O on or off for this open file description.
-    ///
-    /// # Errors
-    /// The error of fcntl(2).
     pub fn set_direct(&self, on: bool) -> Result<(), Error> {
         set_flag(&self.file, OFlags::DIRECT, on)
             .map_err(|e| Error::system(format!("cannot set direct I/O on {}", self.path.display()), e))
     }
 
-    /// Turns read-ahead off.
-    ///
-    /// # Errors
-    /// The error of posix_fadvise(2).
     pub fn turn_off_read_ahead(&self) -> Result<(), Error> {
         fadvise(&self.file, 0, None, Advice::Random)
             .map_err(|e| Error::system(format!("cannot turn off read-ahead for {}", self.path.display()), e))
     }
 
-    /// Locks `range`, as [`lock::acquire`] does.
-    ///
-    /// # Errors
-    /// As [`lock::acquire`].
     pub fn lock(&self, range: &Range<u64>, kind: LockKind, shared: bool) -> Result<Option<String>, Error> {
         lock::acquire(&self.file, &self.path, range, kind, shared)
     }
 
-    /// Converts a writer's lock on `range` to a reader's, as [`lock::downgrade`] does.
     pub fn downgrade(&self, range: &Range<u64>) {
         lock::downgrade(&self.file, range);
     }
 
-    /// Releases the lock on `range`.
     pub fn unlock(&self, range: &Range<u64>) {
         lock::release(&self.file, range);
     }
 
-    /// Opens the same file a second time, whatever its path is now. The new open file description has its own flags
-    /// and locks.
-    ///
-    /// # Errors
-    /// The error of opening the file; [`ErrorKind::Denied`] if writes to it would fail.
+    /// Opens the same file a second time, whatever its path is now. The new open file description has its own
+    /// flags and locks. Fails with [`ErrorKind::Denied`] if writes to it would fail.
     pub fn reopen(&self, writable: bool) -> Result<ImageFile, Error> {
         let fd_path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let what = if writable { "for writing" } else { "a second time" };
@@ -343,13 +282,12 @@ impl ImageFile {
         Ok(self.with_file(reopened))
     }
 
-    /// Returns this image with `file`, another open file description of it.
+    /// `file` is another open file description of this image.
     pub fn with_file(&self, file: File) -> ImageFile {
         let (path, link, direct) = (self.path.clone(), self.link.clone(), self.direct.clone());
         ImageFile { file, path, link, direct, ..*self }
     }
 
-    /// Gives the open file away.
     pub fn into_file(self) -> File {
         self.file
     }
@@ -370,9 +308,6 @@ pub fn link_elsewhere(path: &Path) -> Option<PathBuf> {
 }
 
 /// Makes all writes to an open file of an image durable (fdatasync).
-///
-/// # Errors
-/// The error of the sync.
 pub(crate) fn sync(file: &File) -> io::Result<()> {
     #[cfg(simulation)]
     return blkq::simulation::world().sync(file.as_raw_fd());
@@ -381,9 +316,6 @@ pub(crate) fn sync(file: &File) -> io::Result<()> {
 }
 
 /// Checks whether this process may write to the image at `path`, without opening it.
-///
-/// # Errors
-/// As [`ImageFile::open`].
 pub(crate) fn check_write_access(path: &Path) -> Result<(), Error> {
     accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS).map_err(|e| cannot_open(e.into(), path, false))
 }

@@ -8,20 +8,18 @@ const BLOCK_BYTES: usize = 4096;
 /// Size of the footer of a VHD image, in bytes. A fixed VHD image has no header.
 const FOOTER_BYTES: u64 = 512;
 
-/// A block whose address and length suit direct I/O.
 #[repr(C, align(4096))]
 struct Block([u8; BLOCK_BYTES]);
 
 impl Block {
-    /// Reads one block of `file` at `offset`, which must be a multiple of [`BLOCK_BYTES`]. An error counts as the end
-    /// of the file: the device reports it when a client reads there.
+    /// `offset` must be a multiple of [`BLOCK_BYTES`]. An error counts as the end of the file: the device
+    /// reports the error when a client reads there.
     fn read<'a>(&'a mut self, file: &File, offset: u64) -> &'a [u8] {
         let length = file.read_at(&mut self.0, offset).unwrap_or(0);
         &self.0[..length]
     }
 }
 
-/// The name of the format whose magic `file` contains, which has `size` bytes; `None` for raw data.
 pub(super) fn detect(file: &File, size: u64) -> Option<&'static str> {
     let mut block = Box::new(Block([0; BLOCK_BYTES]));
     if let Some(format) = by_head(block.read(file, 0)) {

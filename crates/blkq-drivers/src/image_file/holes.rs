@@ -11,8 +11,6 @@ use blkq::Extent;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-/// The extents of `range`, in bytes of a device that begins at byte `offset` of `file`; at most `max`. Holes are
-/// narrowed to whole sectors.
 pub(super) fn of_file(
     file: &File,
     offset: u64,

@@ -9,15 +9,14 @@ use std::path::Path;
 
 use blkq::{Error, ErrorKind};
 
-/// All bytes that a file can have.
 pub(crate) const WHOLE_FILE: Range<u64> = 0..1 << 62;
 
 /// The access that other processes have to the bytes while the lock is held.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LockKind {
-    /// Other processes must not lock the bytes: the lock of a writer.
+    /// Other processes must not lock the bytes.
     Exclusive,
-    /// Other processes may lock the bytes in the same way: the lock of a reader, or of a device that is shared.
+    /// For a reader, or for a device that is shared.
     Shared,
 }
 
@@ -27,12 +26,9 @@ impl LockKind {
     }
 }
 
-/// Locks `range` of `file`, or converts its lock on that range to `kind`. If the file system has no locks and `shared`
-/// is set, returns a warning instead of failing.
-///
-/// # Errors
-/// [`ErrorKind::Busy`] if the lock of another process conflicts, [`ErrorKind::Unsupported`] if the file system has no
-/// locks.
+/// Locks `range` of `file`, or converts its lock on that range to `kind`. If the file system has no locks and
+/// `shared` is set, returns a warning; without `shared` fails with [`ErrorKind::Unsupported`]. Fails with
+/// [`ErrorKind::Busy`] if the lock of another process conflicts.
 pub(crate) fn acquire(
     file: &File,
     path: &Path,
@@ -131,7 +127,6 @@ pub(crate) fn downgrade(file: &File, range: &Range<u64>) {
     }
 }
 
-/// Whether another open file has any lock on the byte.
 fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
     let mut lock = flock(&(byte..byte + 1), libc::F_WRLCK)?;
     // SAFETY: the descriptor is open, the structure lives through the call.
@@ -141,7 +136,6 @@ fn is_locked(file: &File, byte: u64) -> io::Result<bool> {
     }
 }
 
-/// Releases the lock on `range`.
 pub(crate) fn release(file: &File, range: &Range<u64>) {
     // Unlocking can fail if the kernel has no memory to split a lock. Closing the file releases it then.
     let _ = set(file, range, libc::F_UNLCK);
@@ -182,7 +176,6 @@ mod tests {
     const EXCLUSIVE: LockKind = LockKind::Exclusive;
     const SHARED: LockKind = LockKind::Shared;
 
-    /// Opens one image several times.
     fn open<const COUNT: usize>() -> [File; COUNT] {
         let file =
             rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).map(File::from).unwrap();

@@ -8,12 +8,10 @@ use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
 use super::file::ImageFile;
 
-/// The path under which an image was opened.
 #[derive(Clone, Debug)]
 pub(crate) struct ImageName {
     path: PathBuf,
-    /// The mount point of the file system that contains the image. The kernel reports paths relative to this mount
-    /// once the process has left its mount namespace.
+    /// Once the process has left its mount namespace, the kernel reports paths relative to this mount.
     mount_point: PathBuf,
 }
 
@@ -25,13 +23,11 @@ impl ImageName {
         ImageName { path: path.to_owned(), mount_point: mount_point.to_owned() }
     }
 
-    /// The current path of the open image `file`.
     pub fn now(&self, file: &ImageFile) -> String {
         let now = file.name_now().map_or_else(|| self.path.clone(), |name| self.path_of(&name));
         now.display().to_string()
     }
 
-    /// The absolute path of an image that the kernel calls `name`.
     fn path_of(&self, name: &Path) -> PathBuf {
         let below = match name.strip_prefix("/") {
             // A rename cannot move a file to another mount, so a name outside of the mount point is relative to it.

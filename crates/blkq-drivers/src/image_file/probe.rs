@@ -21,7 +21,6 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 // uapi/linux/fs.h
 const BLKROGET: libc::Ioctl = 0x125e;
 
-/// The alignment that direct I/O requires of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct DirectAlign {
     /// Alignment of memory addresses, in bytes.
@@ -33,7 +32,6 @@ pub(crate) struct DirectAlign {
 }
 
 impl DirectAlign {
-    /// The alignment that suffices for memory, offsets and lengths, in bytes.
     pub fn largest(self) -> u32 {
         self.memory.max(self.offset)
     }
@@ -44,7 +42,6 @@ pub(crate) fn name_now(file: &File) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
-/// Sets or clears a status flag of the open file description.
 pub(super) fn set_flag(file: &File, flag: OFlags, on: bool) -> std::io::Result<()> {
     let flags = fcntl_getfl(file)?;
     let wanted = if on { flags | flag } else { flags - flag };
@@ -131,8 +128,7 @@ pub(super) fn probe_direct(file: &File, block_device: bool, device: u64) -> Resu
     }
 }
 
-/// Whether a direct read succeeds. overlayfs accepts the flag even if the file system below it does not support direct
-/// I/O.
+/// overlayfs accepts the flag even if the file system below it does not support direct I/O.
 fn reads_directly(file: &File) -> bool {
     let mut block = IoBuffer::zeroed(4096);
     let read = set_flag(file, OFlags::DIRECT, true).and_then(|()| file.read_at(&mut block, 0));
