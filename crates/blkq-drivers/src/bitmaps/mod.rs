@@ -9,10 +9,8 @@ use std::sync::Arc;
 use blkq::bitmap::{Bitmap, BitmapState, BitmapStore};
 use blkq::{Error, ErrorKind};
 
-/// The bitmaps that were read from an image.
 pub(crate) struct Loaded<P> {
     pub bitmaps: Vec<Bitmap>,
-    /// Messages about bitmaps that are lost or not kept up to date, one line each.
     pub warnings: Vec<String>,
     /// The place in which the format marks these bitmaps as in use; `None` if there is nothing to mark.
     pub place: Option<P>,
@@ -31,10 +29,8 @@ pub(crate) trait BitmapFormat: Send + Sync {
     /// The reasons for which a bitmap in this format can be inconsistent.
     const INCONSISTENT: &'static str;
 
-    /// The path of the image.
     fn path(&self) -> &Path;
 
-    /// Whether the image is open for writing.
     fn is_writable(&self) -> bool;
 
     /// Why the image can never have persistent bitmaps.
@@ -42,43 +38,29 @@ pub(crate) trait BitmapFormat: Send + Sync {
         None
     }
 
-    /// Reads the bitmaps. If their place is damaged, returns a warning instead.
-    ///
-    /// # Errors
-    /// The I/O error of a file.
+    /// If the place of the bitmaps is damaged, returns a warning instead.
     fn read(&self) -> Result<Loaded<Self::Place>, Error>;
 
-    /// Marks the bitmaps that were read as in use, durably, and reserves space for their bits. Returns the error if no
-    /// space could be reserved.
-    ///
-    /// # Errors
-    /// The I/O error of a file.
+    /// Marks the bitmaps that were read as in use, durably, and reserves space for their bits. Returns the
+    /// error if no space could be reserved.
     fn mark(&self, place: Self::Place, bitmaps: &[&Bitmap]) -> Result<Option<Error>, Error>;
 
-    /// Checks whether bitmaps can be saved. The error has only the reason.
-    ///
-    /// # Errors
-    /// [`ErrorKind::NotFound`] if a file is missing that [`BitmapFormat::set_file`] provides, else the reason.
+    /// Checks whether bitmaps can be saved. The error has only the reason; [`ErrorKind::NotFound`] means that
+    /// a file is missing that [`BitmapFormat::set_file`] provides.
     fn check(&self) -> Result<(), Error>;
 
-    /// Uses `file` for the bitmaps, if the format needs one. `checked` is the result of [`BitmapStore::check`].
-    ///
-    /// # Errors
-    /// The error of `checked`, or of the file.
+    /// Uses `file` for the bitmaps, if the format needs one. `checked` is the result of
+    /// [`BitmapStore::check`].
     fn set_file(&self, _file: File, checked: Result<(), Error>) -> Result<(), Error> {
         checked
     }
 
-    /// Makes the image name exactly `bitmaps`, in use and with space for their bits.
-    ///
-    /// # Errors
-    /// The I/O error of a file. The image then keeps the bitmaps that it had.
+    /// Makes the image name exactly `bitmaps`, in use and with space for their bits. After an error, the
+    /// image keeps the bitmaps that it had.
     fn reserve(&self, bitmaps: &[&Bitmap]) -> Result<(), Error>;
 
-    /// Writes the bits durably. Nothing may be written to the device afterwards.
-    ///
-    /// # Errors
-    /// The I/O error of a file. The bitmaps in the image then stay marked as in use.
+    /// Writes the bits durably. Nothing may be written to the device afterwards. After an error, the bitmaps
+    /// in the image stay marked as in use.
     fn write(&self, bitmaps: &[Arc<Bitmap>]) -> Result<(), Error>;
 }
 
