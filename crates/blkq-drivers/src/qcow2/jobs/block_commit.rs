@@ -186,7 +186,10 @@ impl BlockCommit {
     }
 
     /// Makes the copies durable, then begins another pass, over the regions that were written since the last
-    /// pass began. Errors are the I/O error of the base, and those of [`BlockCommit::count`].
+    /// pass began.
+    ///
+    /// # Errors
+    /// The I/O error of the base, and as [`BlockCommit::count`].
     pub fn next_pass<E: From<Error>>(
         &mut self,
         check_cancelled: &dyn Fn() -> Result<(), E>,
@@ -243,7 +246,10 @@ impl BlockCommit {
     }
 
     /// Copies from the first extent: at most 1 MiB of data, one compressed cluster, or one run of zeroes.
-    /// Returns false if no extent is left. An error is the I/O error of one of the two images.
+    /// Returns false if no extent is left.
+    ///
+    /// # Errors
+    /// The I/O error of one of the two images.
     pub fn copy(&mut self) -> Result<bool, Error> {
         let Some(range) = self.extents.front().cloned() else { return Ok(false) };
         let device = &*self.overlay;
@@ -349,7 +355,10 @@ impl BlockCommit {
     }
 
     /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
-    /// after the pivot. An error is that of restoring the shared lock on the base.
+    /// after the pivot.
+    ///
+    /// # Errors
+    /// The error of restoring the shared lock on the base.
     pub fn stop(&mut self) -> Result<(), Error> {
         let Some(target) = self.target.take() else { return Ok(()) };
         let device = &*self.overlay;

@@ -13,7 +13,7 @@ use crate::image_file::ImageFile;
 use crate::qcow2::chain::{Opened, check_is_no_link};
 use crate::qcow2::format::header::{EXTENSION_BACKING_FORMAT, L1_MAX_BYTES, MAGIC, NAME_MAX_BYTES};
 
-/// QEMU's default.
+/// The base-2 logarithm of the cluster size in bytes; QEMU's default.
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 /// Bytes of the header without extensions.
@@ -34,8 +34,11 @@ pub struct Base {
 }
 
 impl Base {
-    /// Reads the size of the image at `path`. Errors have one line: what is wrong, why, and a hint, which the
-    /// caller adds to [`ErrorKind::Format`] (the image has another format than `format`).
+    /// Reads the size of the image at `path`.
+    ///
+    /// # Errors
+    /// The message has one line: what is wrong, why, and a hint, which the caller adds to
+    /// [`ErrorKind::Format`] (the image has another format than `format`).
     pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
         let backing = ImageFile::open(path, true)?;
         let file_bytes = backing.size()?;

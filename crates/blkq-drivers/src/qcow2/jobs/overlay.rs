@@ -97,8 +97,10 @@ impl Qcow2 {
     ///
     /// When this returns, the overlay is durable, except for its directory entry. If `journals` are given,
     /// the writes that complete from then on survive a kill of this process. Nothing changes for clients
-    /// until the device replaces the other one ([`Exchange::replace`](blkq::disk::Exchange::replace)). Error
-    /// messages have one line: what is wrong, why, and a hint.
+    /// until the device replaces the other one ([`Exchange::replace`](blkq::disk::Exchange::replace)).
+    ///
+    /// # Errors
+    /// The message has one line: what is wrong, why, and a hint.
     pub fn over(
         below: OverlayBase,
         file: File,
