@@ -25,7 +25,7 @@ const STACK_BYTES: usize = 256 << 10;
 pub(in crate::qcow2) type Place = (u8, u64);
 
 pub(in crate::qcow2) struct Compressed {
-    pub buffer: IoBuffer,
+    buffer: IoBuffer,
     /// The bytes of `buffer` with the compressed data. The L2 entry counts whole sectors, so bytes of other
     /// data may follow.
     range: Range<usize>,
@@ -34,20 +34,21 @@ pub(in crate::qcow2) struct Compressed {
 }
 
 impl Compressed {
-    /// Prepares the read of at most `bytes` bytes of compressed data at `host` of the file of `layer`.
-    /// Returns where the read begins; it must fill `buffer`. Fails with [`Status::Io`] if the image is raw.
-    pub fn place(layer: &Layer, host: u64, bytes: u64) -> Result<(u64, Compressed), Status> {
+    /// The bytes of the file to read for at most `bytes` bytes of compressed data at `host` of the file of
+    /// `layer`, aligned for direct I/O, and how to make a cluster of a buffer with these bytes. Nothing is
+    /// allocated, because the caller has locked the state. Fails with [`Status::Io`] if the image is raw.
+    pub fn place(
+        layer: &Layer,
+        host: u64,
+        bytes: u64,
+    ) -> Result<(Range<u64>, impl FnOnce(IoBuffer) -> Compressed + use<>), Status> {
         let header = &layer.tables.as_ref().ok_or(Status::Io)?.header;
         let begin = host - host % layer.align;
-        let length = (host + bytes).next_multiple_of(layer.align) - begin;
+        let end = (host + bytes).next_multiple_of(layer.align);
         let first = (host - begin) as usize;
-        let compressed = Compressed {
-            buffer: IoBuffer::zeroed(length as usize),
-            range: first..first + bytes as usize,
-            method: header.compression,
-            cluster_bytes: header.cluster_bytes() as usize,
-        };
-        Ok((begin, compressed))
+        let range = first..first + bytes as usize;
+        let (method, cluster_bytes) = (header.compression, header.cluster_bytes() as usize);
+        Ok((begin..end, move |buffer| Compressed { buffer, range, method, cluster_bytes }))
     }
 
     /// Fails with [`Status::Io`] if the bytes are not the compressed data of a cluster.

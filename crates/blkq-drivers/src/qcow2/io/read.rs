@@ -129,10 +129,10 @@ async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Opt
 }
 
 async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u8>, Status> {
-    let (begin, mut compressed) = Compressed::place(&env.state().layers[usize::from(layer)], host, bytes)?;
-    let buffer = std::mem::replace(&mut compressed.buffer, IoBuffer::zeroed(0));
-    let op = env.read_op(layer, begin).with_buffer(buffer);
+    let (place, compressed) = Compressed::place(&env.state().layers[usize::from(layer)], host, bytes)?;
+    let buffer = IoBuffer::zeroed((place.end - place.start) as usize);
+    let op = env.read_op(layer, place.start).with_buffer(buffer);
     let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
-    compressed.buffer = read.buffers.pop().ok_or(Status::Io)?;
-    env.inflate((layer, host), compressed).await
+    let buffer = read.buffers.pop().ok_or(Status::Io)?;
+    env.inflate((layer, host), compressed(buffer)).await
 }

@@ -74,10 +74,11 @@ impl Qcow2 {
                 Ok(Extent::Data(data))
             }
             Found::Compressed { host, bytes: compressed, skip, .. } => {
-                let (begin, mut compressed) =
+                let (place, compressed) =
                     Compressed::place(&lock(&self.shared.state).layers[0], host, compressed)?;
-                self.read_host(&mut compressed.buffer, begin)?;
-                let content = compressed.inflate()?;
+                let mut buffer = IoBuffer::zeroed((place.end - place.start) as usize);
+                self.read_host(&mut buffer, place.start)?;
+                let content = compressed(buffer).inflate()?;
                 let mut content_part = IoBuffer::zeroed(bytes as usize);
                 content_part.copy_from_slice(&content[skip as usize..][..bytes as usize]);
                 Ok(Extent::Data(content_part))
