@@ -51,15 +51,14 @@ impl LoopDevice {
             let shown = image.path.display();
             if image.block_device {
                 let message = format!(
-                    "{shown} has {bytes} bytes, fewer than the device ({}), and a block device cannot grow",
-                    size
+                    "{shown} has {bytes} bytes, fewer than the device ({size}), and a block device cannot grow"
                 );
                 return Err(Error::new(ErrorKind::Unsupported, message));
             }
             // This write of one byte must come before O_DIRECT is set, which requires whole blocks.
             image
                 .write_all_at(&[0], size - 1)
-                .map_err(|e| Error::system(format!("cannot extend {shown} to {} bytes", size), e))?;
+                .map_err(|e| Error::system(format!("cannot extend {shown} to {size} bytes"), e))?;
         }
         let mode = terms.choose_mode(&image.path, || {
             choose_mode(terms.requested, &image.direct, &image.path, block, 0)
