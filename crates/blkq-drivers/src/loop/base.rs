@@ -46,6 +46,10 @@ impl LoopDevice {
         }
         let bytes = image.size()?;
         check_not_longer(&image.path, bytes - bytes % u64::from(block), size)?;
+        let mode = terms.choose_mode(&image.path, || {
+            choose_mode(terms.requested, &image.direct, &image.path, block, 0)
+        })?;
+        // Marks the bitmaps as in use, so it comes after the checks. A block device has no bitmaps.
         let (bitmaps, warning) = bitmaps::take(bitmaps, &image, size)?;
         if bytes < size {
             let shown = image.path.display();
@@ -60,9 +64,6 @@ impl LoopDevice {
                 .write_all_at(&[0], size - 1)
                 .map_err(|e| Error::system(format!("cannot extend {shown} to {size} bytes"), e))?;
         }
-        let mode = terms.choose_mode(&image.path, || {
-            choose_mode(terms.requested, &image.direct, &image.path, block, 0)
-        })?;
         image.set_direct(mode.direct.is_some())?;
         let options = LoopOptions { direct_io: terms.requested, raw: true, ..LoopOptions::new(&image.path) };
         let chosen = Chosen {
