@@ -13,7 +13,11 @@ fn main() -> ExitCode {
     let made = std::fs::read_to_string(json)
         .map_err(blkq_bench::Error::from)
         .and_then(|text| Ok(serde_json::from_str(&text)?))
-        .and_then(|results| blkq_bench::report::write(&results, Path::new(directory)));
+        .and_then(|results| {
+            let directory = Path::new(directory);
+            blkq_bench::report::check(directory)?;
+            blkq_bench::report::write(&results, directory)
+        });
     match made {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {

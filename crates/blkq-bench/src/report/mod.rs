@@ -33,6 +33,7 @@ pub fn check(directory: &Path) -> Result {
     check_output(&directory.join(CSV), csv::is_csv)
 }
 
+/// Writes the report into a directory that [`check`] has accepted.
 pub fn write(results: &Results, directory: &Path) -> Result {
     let (json, csv) = (json(results)?, csv::csv(results));
     let page = page::page(results, &json, &csv);
