@@ -44,7 +44,7 @@ pub type Result<T = ()> = std::result::Result<T, Error>;
 
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = "\
-Each table compares blkq with a mechanism off and on, or blkq with other programs. The programs run
+Each table compares blkq with a mechanism off and on, or blkq with other programs. The cases run
 in turn, for several rounds. The table has the median, the spread of the rounds, the counters that
 explain the result, and the published result for comparison. ~ marks an effect that is not larger
 than its spread: measure longer, or on a machine with less load.

@@ -311,7 +311,7 @@ fn notes() -> Vec<String> {
         ),
         "nothing merged: neighbours that merge in a submitter's software queue use one request together. A wake-up then \
          carries a whole window even without batching, and batching adds nothing to the rate of sequential streams \
-         (see: neighbours merge)"
+         (see: adjacent I/Os merge)"
             .into(),
         "the latency includes the time for which a thread waits for a request. The longest latency shows the cost of \
          batching: while one thread uses its batch, the others wait"
