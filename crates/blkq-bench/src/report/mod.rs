@@ -27,7 +27,7 @@ pub fn json(results: &Results) -> Result<String> {
 /// Creates the directory if it does not exist, and checks that the report can be written into it and replaces
 /// nothing but an earlier report.
 pub fn check(directory: &Path) -> Result {
-    std::fs::create_dir_all(directory).map_err(|e| format!("{}: {e}", directory.display()))?;
+    std::fs::create_dir_all(directory).map_err(|e| format!("cannot create {}: {e}", directory.display()))?;
     check_output(&directory.join(PAGE), is_page)?;
     check_output(&directory.join(JSON), is_json)?;
     check_output(&directory.join(CSV), csv::is_csv)
