@@ -93,7 +93,8 @@ impl WaitQueue {
         self.wait(condition, None);
     }
 
-    /// Sleeps as [`WaitQueue::wait_until`] does, but at most for `timeout`. Returns whether it became true.
+    /// Sleeps as [`WaitQueue::wait_until`] does, but at most for `timeout`. Returns the last value of
+    /// `condition`.
     pub fn wait_until_timeout(&self, timeout: Duration, condition: impl FnMut() -> bool) -> bool {
         // A timeout beyond the range of the clock means no timeout.
         let timeout_ns = u64::try_from(timeout.as_nanos()).ok();

@@ -65,7 +65,7 @@ impl Drop for CeilingSearch {
 
 impl AutoLimiter {
     /// Starts the thread, and removes the disk's own limits. Fails with [`ErrorKind::Busy`] if another search
-    /// is running, or if the thread cannot be created.
+    /// is running, or with [`ErrorKind::System`] if the thread cannot be created.
     pub fn start(disk: &Arc<Disk>) -> Result<AutoLimiter, Error> {
         let mut search = CeilingSearch::begin(disk)?;
         let mut ios = 0;

@@ -115,7 +115,7 @@ impl TagCache {
         tag
     }
 
-    /// Stops waiting for a tag. Passes a wake-up that was meant for it to another queue.
+    /// Stops waiting for a tag. A wake-up that was meant for this queue is passed to another one.
     #[inline]
     pub fn cancel_wait(&mut self) {
         if self.shared.is_some() {

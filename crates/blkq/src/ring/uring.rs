@@ -50,7 +50,7 @@ pub struct Ring {
     probe: Probe,
     files: Vec<u32>,
     buffers: BufferTable,
-    /// The slots for the kernel that no source has reserved.
+    /// The slots for the kernel that [`Ring::keep_kernel_buffers`] has not reserved.
     kernel_buffers: Range<u16>,
     counters: RingCounters,
     /// The number of submissions through [`Ring::push_early`] since the last call into the kernel.
