@@ -133,7 +133,7 @@ pub(crate) struct Kernel {
     pending: Vec<Pending>,
     /// Number of times that pages were dropped (errseq_t).
     dropped: u64,
-    /// How many of these each open file has reported.
+    /// The value of `dropped` that each open file has reported.
     reported: BTreeMap<i32, u64>,
     /// The number for files that were opened since the process started: earlier errors are not reported to them.
     reported_before: u64,

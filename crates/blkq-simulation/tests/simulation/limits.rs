@@ -15,8 +15,8 @@ const NS_PER_S: u128 = 1_000_000_000;
 /// How far a device may be ahead of its rate, in nanoseconds: a queue that waited makes up for 100 ms, and each of two
 /// queues may have prepaid 0.25 ms.
 const AHEAD_NS: u128 = 100_500_000;
-/// How far a group of three queues may be ahead of its rate, in nanoseconds. In addition to what a
-/// device may be, its members make up for 100 ms of their shares, whose weights they learn up to a millisecond late.
+/// How far a group of three queues may be ahead of its rate, in nanoseconds: as [`AHEAD_NS`] with three queues. In
+/// addition, its members make up for 100 ms of their shares, whose weights they learn up to a millisecond late.
 const GROUP_AHEAD_NS: u128 = 201_750_000;
 /// How long requests may wait when no limit is exhausted, in nanoseconds: a queue may see a change of its group this
 /// late, and does not sleep afterwards.
