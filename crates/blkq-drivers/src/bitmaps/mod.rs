@@ -1,6 +1,7 @@
-//! Persistent dirty bitmaps: the rules that the formats share. The bitmaps of an image that is open for writing are
-//! marked as in use when they are loaded, and their bits are written when the device is detached. If the daemon is killed
-//! before that, they stay marked, so that no program trusts them. A format only encodes and decodes them.
+//! Persistent dirty bitmaps: the rules that the formats share. The bitmaps of an image that is open for writing
+//! are marked as in use when they are loaded, and their bits are written when the device is detached. If the
+//! daemon is killed before that, they stay marked, so that no program trusts them. A format only encodes and
+//! decodes them.
 
 use std::fs::File;
 use std::path::Path;
@@ -22,7 +23,8 @@ impl<P> Loaded<P> {
     }
 }
 
-/// A format in which an image stores its bitmaps. Every method may block, and no queue may do I/O meanwhile.
+/// A format in which an image stores its bitmaps. Every method may block, and no queue may do I/O meanwhile,
+/// except during [`BitmapFormat::check`].
 pub(crate) trait BitmapFormat: Send + Sync {
     type Place;
 
@@ -45,8 +47,9 @@ pub(crate) trait BitmapFormat: Send + Sync {
     /// error if no space could be reserved.
     fn mark(&self, place: Self::Place, bitmaps: &[&Bitmap]) -> Result<Option<Error>, Error>;
 
-    /// Checks whether bitmaps can be saved. The error has only the reason; [`ErrorKind::NotFound`] means that
-    /// a file is missing that [`BitmapFormat::set_file`] provides.
+    /// Checks whether bitmaps can be saved. Queues may do I/O meanwhile. The error has only the reason, without
+    /// the path of the image; [`ErrorKind::NotFound`] means that a file is missing that
+    /// [`BitmapFormat::set_file`] provides.
     fn check(&self) -> Result<(), Error>;
 
     /// Uses `file` for the bitmaps, if the format needs one. `checked` is the result of

@@ -191,7 +191,8 @@ impl BitmapFormat for Qcow2Bitmaps {
     fn check(&self) -> Result<(), Error> {
         let head = Arc::new(Mutex::new(Vec::new()));
         let copy = head.clone();
-        self.run("read its header", async move |env| {
+        // Without the path of the image, which `ImageBitmaps` adds to the error.
+        blocking::run(&self.shared, &self.files, "read its header", async move |env| {
             *locked(&copy) = read_head(&env).await?;
             Ok(())
         })?;
