@@ -123,9 +123,11 @@ impl ImageFile {
         self.file.as_fd()
     }
 
-    /// Fills `buffer` with the bytes from `offset` on, for a thread that may wait. A range that is not stored
-    /// on this machine yet would be awaited until `deadline`; the bytes of a local file are always here.
-    /// Fails with `UnexpectedEof` if the file ends before the range does.
+    /// Fills `buffer` with the bytes from `offset` on, for a thread that may wait. Fails with `UnexpectedEof`
+    /// if the file ends before the range does.
+    ///
+    /// `deadline` is reserved for images whose bytes have to be fetched from another machine first. All images
+    /// are local files, so it is ignored, and the call may block in the kernel for any time.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64, deadline: Option<Instant>) -> io::Result<()> {
         match self.fill_at(buffer, offset, deadline)? {
             done if done == buffer.len() => Ok(()),
