@@ -1,5 +1,6 @@
 //! The jobs that change a whole image: recovery after a kill, new overlays and external snapshots, and block commit.
-//! Names all other modules of the driver. No other module depends on these; `qcow2` only exports their public types.
+//! Names all other modules of the driver. Only `qcow2` itself depends on these: it exports their public types, and
+//! begins and ends the journal with `recover`.
 
 pub(super) mod allocated;
 pub(super) mod block_commit;

@@ -14,8 +14,8 @@ use crate::qcow2::journal::{CHANGES_MAX, CLUSTERS_MAX, Journal, Record};
 use super::cache::{Cache, Key, Table};
 use super::unlinked::Unlinked;
 
-/// Why an operation on the state cannot be done yet. [`provide`](crate::qcow2::io::allocate::provide) resolves it, and
-/// the caller then tries again.
+/// Why an operation on the state cannot be done yet. The caller provides what is lacking, or waits, and then tries
+/// again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::qcow2) enum NotReady {
     /// This slice of a table is not in the cache.
