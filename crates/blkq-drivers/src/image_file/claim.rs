@@ -74,7 +74,7 @@ fn loop_device(file: &File, range: &Range<u64>, read_only: bool) -> Option<Strin
     })
 }
 
-/// The identity of a file under any name. Several nodes can have the same device number.
+/// The identity of a file under any name. A block device is identified by its number, which several nodes can have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FileId {
     File { device: u64, inode: u64 },

@@ -16,7 +16,7 @@ pub(crate) const WHOLE_FILE: Range<u64> = 0..1 << 62;
 pub(crate) enum LockKind {
     /// Other processes must not lock the bytes.
     Exclusive,
-    /// For a reader, or for a device that is shared.
+    /// Other processes may take a shared lock too: for a reader, or for a device that is shared.
     Shared,
 }
 

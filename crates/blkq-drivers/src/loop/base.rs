@@ -49,7 +49,8 @@ impl LoopDevice {
         let mode = terms.choose_mode(&image.path, || {
             choose_mode(terms.requested, &image.direct, &image.path, block, 0)
         })?;
-        // Marks the bitmaps as in use, so it comes after the checks. A block device has no bitmaps.
+        // This marks the bitmaps as in use, so the checks precede it. The check that follows concerns only block
+        // devices, which have no bitmaps.
         let (bitmaps, warning) = bitmaps::take(bitmaps, &image, size)?;
         if bytes < size {
             let shown = image.path.display();

@@ -52,7 +52,7 @@ use queue::LoopQueue;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
 use writer::{QUEUES_MAX, WriterToken};
 
-/// Each discard is one call of the file system, and an engine must not wait long for one.
+/// Each discard and write zeroes is one call of the file system, and an engine must not wait long for one.
 const DISCARD_MAX_BYTES: u64 = 1 << 30;
 
 /// Opens the image again, through the page cache, for the last bytes of a device.

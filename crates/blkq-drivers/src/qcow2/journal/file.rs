@@ -438,6 +438,7 @@ pub(in crate::qcow2) fn find(
     })
 }
 
+/// The warning that the image at `path`, whose header has no tag, lacks writes that its journal has.
 pub(in crate::qcow2) fn find_ignored(
     journals: &Journals,
     path: &Path,
