@@ -17,7 +17,7 @@ pub struct Progress {
     aside: Duration,
     shown: Option<Instant>,
     planned_seconds: f64,
-    /// Planned duration of the finished runs.
+    /// Duration of the finished runs: the planned one in finished tables, the measured one in the current table.
     over_seconds: f64,
 }
 

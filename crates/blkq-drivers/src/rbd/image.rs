@@ -504,7 +504,7 @@ pub(super) fn is_false(value: &str) -> bool {
 
 fn text(bytes: &[u8]) -> Result<CString, Error> {
     CString::new(bytes).map_err(|_| {
-        Error::new(ErrorKind::Invalid, "a name of the RBD image or of the Ceph user contains a zero byte")
+        Error::new(ErrorKind::Invalid, "a name, path or address for the RBD image contains a zero byte")
     })
 }
 

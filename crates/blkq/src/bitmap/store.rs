@@ -5,7 +5,8 @@ use crate::error::Error;
 
 use super::Bitmap;
 
-/// The storage of bitmaps in a driver's image. Only control threads call it, and never during I/O of a queue.
+/// The storage of bitmaps in a driver's image. Only control threads call it. Queues do no I/O meanwhile,
+/// except during [`BitmapStore::check`].
 pub trait BitmapStore: Send + Sync {
     /// Loads the bitmaps that are stored with the image, and marks them in the image as in use if the image
     /// is writable. Must be called before a queue is opened. Returns the bitmaps, and warnings of one line
