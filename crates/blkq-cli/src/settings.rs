@@ -3,7 +3,7 @@
 use blkq_drivers::DriverSpec;
 
 use crate::failure::{Failure, Outcome};
-use crate::options::{AttachOptions, FIELDS, NO_GROUP, REMOVED, Row, Scope, Setting};
+use crate::options::{AttachOptions, FIELDS, Key, NO_GROUP, REMOVED, Row, Scope, Setting};
 use crate::similar::closest;
 
 /// Whether the setting is still accepted and ignored, as its option is.
@@ -30,7 +30,7 @@ impl SettingGroups {
 
     /// Records that the setting `key` has been changed to this value.
     pub fn note(&mut self, key: &str, value: &str) {
-        if key == "group" {
+        if key == Key::Group.row().name {
             self.in_group = value != NO_GROUP;
         }
     }

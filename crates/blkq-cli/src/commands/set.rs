@@ -10,7 +10,7 @@ use crate::control::{Dialogue, Request, ask};
 use crate::devices::{device_parser, named};
 use crate::failure::{Failure, Outcome, for_each};
 use crate::group::open_for_daemon;
-use crate::options::{NO_GROUP, Row, parse_group_name};
+use crate::options::{Key, NO_GROUP, Row, parse_group_name};
 use crate::state::StateDir;
 use crate::usage::exit;
 
@@ -93,7 +93,7 @@ impl Args {
 
 /// `word` is the name by which the user called the device.
 fn set(dir: &StateDir, name: &str, settings: &[(String, String)], word: &str) -> Outcome {
-    let is_group = |(key, value): &(String, String)| key == "group" && value != NO_GROUP;
+    let is_group = |(key, value): &(String, String)| key == Key::Group.row().name && value != NO_GROUP;
     let changed =
         settings.chunk_by(|one, next| !is_group(one) && !is_group(next)).try_for_each(|some| match some {
             [join @ (_, group)] if is_group(join) => join_group(dir, name, group),
