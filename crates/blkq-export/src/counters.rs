@@ -1,5 +1,8 @@
-//! Counters of an export. Each is declared once, with its texts: sums, differences, JSON, metrics and the rows of
-//! `blkq stat` follow from the declaration.
+//! Counters of an export. Each is declared once, with its texts: sums, differences, JSON, metrics and the rows of a
+//! report follow from the declaration.
+
+/// The number of rows in which a report shows the counters of an export.
+pub const COUNTER_ROWS: usize = 3;
 
 /// A counter with its texts.
 #[derive(Clone, Copy, Debug)]
@@ -8,7 +11,7 @@ pub struct Counted {
     pub name: &'static str,
     /// The description in metrics.
     pub help: &'static str,
-    /// The row of the export in `blkq stat`, counted from 0, and the text after the number.
+    /// The row of the export in a report, below [`COUNTER_ROWS`], and the text after the number.
     /// `None` if the counter is shown elsewhere.
     pub row: Option<(usize, &'static str)>,
     /// The count.
@@ -30,6 +33,10 @@ macro_rules! counters {
         pub struct $Counters {
             $($(#[$about])* pub $name: u64,)*
         }
+
+        const _: () = {
+            $($(assert!($row < $crate::counters::COUNTER_ROWS, "a report has no such row");)?)*
+        };
 
         impl $Counters {
             /// The counters minus those of `earlier`, an earlier state of the same servers.

@@ -42,5 +42,5 @@ pub mod ublk;
 pub mod vhost_user;
 mod work;
 
-pub use counters::Counted;
+pub use counters::{COUNTER_ROWS, Counted};
 pub use listener::{Listen, Listener, SocketAccess};

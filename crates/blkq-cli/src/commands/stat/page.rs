@@ -1,7 +1,7 @@
 //! The report of one device.
 
 use blkq::StatGroup;
-use blkq_export::Counted;
+use blkq_export::{COUNTER_ROWS, Counted};
 use serde_json::{Map, Value};
 
 use super::histogram::draw;
@@ -174,15 +174,20 @@ fn row(name: &str, text: String) -> Row {
 }
 
 /// The rows of an export: the number of connected clients, and the counters in their rows.
-fn export_rows(export: &str, connected: u64, counters: impl Iterator<Item = Counted>) -> [Row; 3] {
-    let mut texts = [vec![format!("{connected} connected")], Vec::new(), Vec::new()];
+fn export_rows(
+    mut export: &str,
+    connected: u64,
+    counters: impl Iterator<Item = Counted>,
+) -> [Row; COUNTER_ROWS] {
+    let mut texts: [Vec<String>; COUNTER_ROWS] = Default::default();
+    texts[0].push(format!("{connected} connected"));
     for Counted { row, value, .. } in counters {
         if let Some((row, label)) = row {
             texts[row].push(format!("{value} {label}"));
         }
     }
-    let [first, second, third] = texts.map(|texts| texts.join(", "));
-    [row(export, first), row("", second), row("", third)]
+    // Only the first row names the export.
+    texts.map(|texts| row(std::mem::take(&mut export), texts.join(", ")))
 }
 
 impl Throttled {
