@@ -34,10 +34,10 @@ impl Device {
         Ok(())
     }
 
+    /// The caller records that the device is in no group.
     pub(super) fn leave_group(&self, running: &Running) -> Outcome {
         self.background().as_mut().ok_or_else(stopping)?.stop_group();
         self.remove_from_group(running);
-        self.settings.note_group(None);
         Ok(())
     }
 

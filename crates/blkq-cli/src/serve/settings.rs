@@ -28,7 +28,11 @@ impl Device {
         let _changing = self.begin_change();
         self.check_change(&running, setting)?;
         apply(&running.disk, Some((self, &running)), setting)?;
-        self.settings.replace(setting.name(), Some(setting.to_text()));
+        match setting {
+            // Also forgets the weight in the group.
+            Setting::Group(None) => self.settings.note_group(None),
+            _ => self.settings.replace(setting.name(), Some(setting.to_text())),
+        }
         Ok(())
     }
 
