@@ -65,7 +65,8 @@ impl BackgroundThreads {
         self.hangs.set(limit);
     }
 
-    /// Starts the search for the ceiling of `disk`, or stops it. Fails if a thread cannot be started.
+    /// Changes the rate limits of `disk`, and starts or stops the search for its ceiling. Fails if a thread
+    /// cannot be started.
     pub(super) fn set_limit(&mut self, disk: &Arc<Disk>, mode: LimitMode) -> Outcome {
         self.wants_auto_limit = false;
         if mode != LimitMode::Auto {

@@ -108,7 +108,9 @@ pub struct Handshake {
     client_flags: ClientFlags,
     options: u32,
     replies: ReplyStyle,
+    /// Index of the export for which the client chose metadata contexts, and these contexts.
     contexts: Option<(usize, Contexts)>,
+    /// Index of the export whose block sizes the client has received.
     block_sizes: Option<usize>,
     aborted: bool,
     lacks_tls: bool,

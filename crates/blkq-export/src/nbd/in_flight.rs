@@ -13,6 +13,7 @@ pub(super) struct InFlight {
     pub connection: u32,
     pub command: Command,
     pub to: ReplyTo,
+    /// Length in bytes; of the part, if the read is split.
     pub length: u64,
     pub part: Option<Part>,
 }

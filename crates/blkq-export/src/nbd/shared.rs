@@ -42,6 +42,7 @@ pub(super) enum Message {
     Client(OwnedFd),
     /// Too many clients are in their handshake: shorten the time limit.
     Crowded,
+    /// The TLS state of the connection in this slot, after a worker carried out a step of the handshake.
     Handshake(u32, Box<Tls>),
     /// Extents for the request with this index in the table of requests in flight; `None`: the query failed.
     Status(u32, Option<Vec<ContextStatus>>),

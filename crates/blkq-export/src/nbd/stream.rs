@@ -50,6 +50,7 @@ impl ConnectionBuffers {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Received {
+    /// This number of payload bytes was received, and possibly input after the payload.
     Payload(usize),
     /// Nothing was received for the parser: receive again, or decrypt.
     Nothing,

@@ -124,7 +124,7 @@ pub(super) struct Unaligned {
     /// `None` until the source has started, and always if unaligned requests are not served.
     member: Option<Member>,
     writes: Slots<OrderedInFlight>,
-    /// Writes that have no entry yet, because the table of the lock was in use.
+    /// Writes that get an entry when the table of the lock is free.
     arrived: VecDeque<u32>,
     /// Tickets that are released when the table of the lock is free.
     released: Vec<u64>,

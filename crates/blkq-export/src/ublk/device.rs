@@ -158,6 +158,7 @@ impl UblkDevice {
     /// Takes over the device `identity`, whose server has exited or is exiting. The kernel reissues the
     /// server's I/O in flight to this process. After an error, the device still waits for a server.
     ///
+    /// # Errors
     /// [`ErrorKind::Mismatch`] if the disk does not fit the device; an error if the server does not exit
     /// within 30 s; and the kernel's error.
     pub fn take_over(
@@ -357,6 +358,7 @@ impl UblkDevice {
     /// Stops and removes the device. With `force`, the kernel writes back cached data if that takes at most a
     /// few seconds, and fails later I/O.
     ///
+    /// # Errors
     /// Without `force`, [`ErrorKind::Busy`] if the device is in use; it keeps running. Also the kernel's
     /// error.
     pub fn stop(&self, force: bool) -> Result<(), Error> {
