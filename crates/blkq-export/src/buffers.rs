@@ -88,6 +88,7 @@ impl BufferPool {
             }
         };
         self.used_bytes += size;
+        self.idle_since_ns = None;
         Some(buffer)
     }
 
