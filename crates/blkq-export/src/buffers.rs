@@ -175,6 +175,16 @@ mod tests {
     }
 
     #[test]
+    fn a_buffer_taken_and_returned_at_once_ends_the_idleness() {
+        let mut queue = queue("idleness");
+        let mut pool = BufferPool::new();
+        pool.idle_since_ns = Some(0);
+        let buffer = pool.take(4096, queue.registrar().unwrap()).unwrap();
+        pool.put(buffer);
+        assert!(pool.is_idle() && pool.trim_at_ns().is_none());
+    }
+
+    #[test]
     fn the_pool_keeps_a_bounded_amount_of_memory() {
         let mut queue = queue("buffers");
         let mut pool = BufferPool::new();

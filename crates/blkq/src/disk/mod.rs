@@ -196,7 +196,7 @@ impl Disk {
         self.queues.iter().map(|queue| queue.stats.snapshot())
     }
 
-    /// The counters of the request gate: batches granted, waits, wake-ups.
+    /// The counters of the request gate: batches admitted, waits, wake-ups.
     pub fn gate_counters(&self) -> GateCounters {
         self.gate.counters()
     }
