@@ -43,7 +43,7 @@ bytes. Latencies are in microseconds and include queueing. `queue` is the averag
 in flight.
 
 The report of several devices, or of all if none is named, has a line per device with the columns of
-iostat(1). await is in milliseconds; rMB and wMB are totals. docs/watching.md explains every line.
+iostat(1). await is in milliseconds; rMB and wMB are totals. docs/watching.md explains the report.
 
 Examples:
   blkq stat                         # all devices, since they were attached
