@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_taken_and_returned_at_once_ends_the_idleness() {
+    fn a_buffer_in_use_for_an_instant_resets_the_idle_time() {
         let mut queue = queue("idleness");
         let mut pool = BufferPool::new();
         pool.idle_since_ns = Some(0);
