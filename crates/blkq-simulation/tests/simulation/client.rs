@@ -18,7 +18,7 @@ use blkq_simulation::SECTOR_BYTES;
 
 use super::hits::{KINDS, Noticed};
 use super::holds::Holding;
-use super::model::{Content, Model, payload};
+use super::model::{Content, Model, Wrong, payload};
 
 const OUTSTANDING_MAX: usize = 24;
 
@@ -70,11 +70,11 @@ impl Outstanding {
         }
     }
 
-    fn check_read(&self, model: &Model, sector: u64, bytes: &[u8]) -> Result<(), String> {
+    fn check_read<'a>(&self, model: &'a Model, sector: u64, bytes: &[u8]) -> Result<(), Wrong<'a>> {
         let mut hits = self.hits.iter().filter(|noticed| noticed.touches(sector));
         let check = |noticed: &Rc<Noticed>| noticed.check_read(model, sector, self.submitted, bytes);
         if let Some(sure) = hits.clone().find(|noticed| noticed.is_sure(sector)) {
-            return check(sure).map_err(|wrong| format!("{wrong}; hit: {sure:?}"));
+            return check(sure).map_err(|wrong| Wrong::Other(format!("{wrong}; hit: {sure:?}")));
         }
         let clean = model.check_read(sector, self.submitted, bytes);
         if clean.is_err() && hits.any(|noticed| check(noticed).is_ok()) { Ok(()) } else { clean }
@@ -166,11 +166,12 @@ impl Common {
         }
     }
 
-    /// Records the held requests after a turn of the engine. `ghosts`: the server still has clients that disconnected.
-    pub fn note_held(&mut self, disk: &Disk, ghosts: bool) {
+    /// Records the held requests after a turn of the engine. `ghosts`: whether the server still has clients that
+    /// disconnected.
+    pub fn note_held(&mut self, disk: &Disk, ghosts: impl FnOnce() -> bool) {
         if let Some(holding) = &mut self.holding {
             self.now += 1;
-            holding.note(disk, ghosts, self.now);
+            holding.note(disk, ghosts(), self.now);
         }
     }
 

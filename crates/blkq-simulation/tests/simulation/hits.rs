@@ -9,7 +9,7 @@ use blkq_export::nbd::proto::NbdError;
 use blkq_simulation::SECTOR_BYTES;
 
 use super::client::{Client, Common};
-use super::model::Model;
+use super::model::{Model, Wrong};
 
 /// How late the fault driver may notice that a trigger file was removed: it polls at this interval.
 const FILES_INTERVAL_NS: u64 = 20_000_000;
@@ -59,12 +59,21 @@ impl Noticed {
         }
     }
 
-    pub fn check_read(&self, model: &Model, sector: u64, since: u64, bytes: &[u8]) -> Result<(), String> {
+    pub fn check_read<'a>(
+        &self,
+        model: &'a Model,
+        sector: u64,
+        since: u64,
+        bytes: &[u8],
+    ) -> Result<(), Wrong<'a>> {
         let Hit { at, offset, .. } = self.hit;
         match self.hit.effect {
             Effect::Torn if sector << 9 >= offset + at => match bytes.iter().all(|byte| *byte == 0) {
                 true => Ok(()),
-                false => Err(format!("sector {sector} is beyond the end of a torn read and not zero")),
+                false => {
+                    let text = format!("sector {sector} is beyond the end of a torn read and not zero");
+                    Err(Wrong::Other(text))
+                }
             },
             Effect::Misdirect => model.check_read(sector - (offset >> 9) + (at >> 9), since, bytes),
             Effect::Corrupt if (offset + at / 8) >> 9 == sector => {
@@ -72,7 +81,9 @@ impl Noticed {
             }
             Effect::Torn | Effect::Corrupt => model.check_read(sector, since, bytes),
             _ if self.may_be_held => model.check_read(sector, since, bytes),
-            effect => Err(format!("a read of sector {sector} succeeded in spite of {effect:?}")),
+            effect => {
+                Err(Wrong::Other(format!("a read of sector {sector} succeeded in spite of {effect:?}")))
+            }
         }
     }
 }

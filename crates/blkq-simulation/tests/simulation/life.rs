@@ -414,7 +414,7 @@ impl World {
             if let Some(limited) = limited {
                 limited.note(disk);
             }
-            common.note_held(disk, has_ghosts(sockets, clients.len()));
+            common.note_held(disk, || has_ghosts(sockets, clients.len()));
         }
         if chance.one_in(200) {
             simulation::pass(chance.below(9_000_000_000));
@@ -441,7 +441,7 @@ impl World {
             self.panic();
         }
         let World { chance, common, seen, server, extra, limited, .. } = self;
-        let Server { disk, mut engine, mut clients, sockets, .. } = server.take().unwrap();
+        let Server { disk, mut engine, mut clients, mut sockets, .. } = server.take().unwrap();
         let how = if panicked { PANIC } else { chance.below(4) };
         if let Some(limited) = limited {
             // A device that is killed leaves its slot in the group as it is.
@@ -457,7 +457,7 @@ impl World {
         }
         match how {
             0 => {
-                drain(&disk, &mut engine, &mut clients, &sockets, chance, common, limited);
+                drain(&disk, &mut engine, &mut clients, &mut sockets, chance, common, limited);
                 drop(clients);
                 engine.stop();
             }
@@ -521,7 +521,9 @@ impl World {
         }
         common.now += 1;
         let now = common.now;
-        check_all(common, |model, sector, bytes| model.check_read(sector, now, bytes));
+        check_all(common, |model, sector, bytes| {
+            model.check_read(sector, now, bytes).map_err(|wrong| wrong.to_string())
+        });
     }
 }
 
@@ -546,7 +548,7 @@ fn drain(
     disk: &Arc<Disk>,
     engine: &mut SimulatedEngine,
     clients: &mut [Client],
-    sockets: &[(RawFd, u64)],
+    sockets: &mut Vec<(RawFd, u64)>,
     chance: &mut Random,
     common: &mut Common,
     limited: &mut Option<Limited>,
@@ -562,7 +564,7 @@ fn drain(
         }
         engine.turn();
         common.note(take_injections(), clients);
-        common.note_held(disk, has_ghosts(sockets, clients.len()));
+        common.note_held(disk, || has_ghosts(sockets, clients.len()));
         if let Some(limited) = limited {
             limited.note(disk);
             limited.check_waits_have_a_reason(disk);

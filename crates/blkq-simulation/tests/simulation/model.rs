@@ -1,6 +1,7 @@
 //! The model of the device: for every sector, the versions that a read may return, and those that may remain after a
 //! power failure. Times are those of the clients, so the model allows exactly what they can observe.
 
+use std::fmt;
 use std::ops::Range;
 
 use blkq::random::mix;
@@ -52,7 +53,7 @@ pub fn payload(number: u64, sectors: Range<u64>) -> Vec<u8> {
 }
 
 #[derive(Debug)]
-struct Version {
+pub struct Version {
     content: Content,
     request: u64,
     submitted: u64,
@@ -192,7 +193,7 @@ impl Model {
     }
 
     /// Checks the bytes of `sector` that a read returned. The client sent the read at `submitted`.
-    pub fn check_read(&self, sector: u64, submitted: u64, bytes: &[u8]) -> Result<(), String> {
+    pub fn check_read(&self, sector: u64, submitted: u64, bytes: &[u8]) -> Result<(), Wrong<'_>> {
         let versions = &self.sectors[sector as usize];
         let overwritten = |old: &Version| {
             versions.iter().any(|new| new.done && new.submitted > old.completed && new.completed < submitted)
@@ -203,7 +204,7 @@ impl Model {
     /// Checks the data after a power failure, which becomes the only version.
     pub fn check_after_power_cut(&mut self, sector: u64, bytes: &[u8]) -> Result<(), String> {
         let versions = &mut self.sectors[sector as usize];
-        check(versions, |old| is_lost(versions, old), sector, bytes)?;
+        check(versions, |old| is_lost(versions, old), sector, bytes).map_err(|wrong| wrong.to_string())?;
         *versions = vec![first(Content::Bytes(bytes.into()))];
         Ok(())
     }
@@ -224,14 +225,41 @@ fn forget(versions: &mut Vec<Version>) {
     versions.retain(|_| !lost.next().unwrap_or(false));
 }
 
+/// Why a sector has the wrong bytes. Most are dropped without being printed: bytes that a fault may have changed are
+/// compared with several possibilities.
+#[derive(Debug)]
+pub enum Wrong<'a> {
+    /// A byte is of none of the versions that are possible.
+    Byte {
+        sector: u64,
+        at: usize,
+        byte: u8,
+        versions: &'a [Version],
+        possible: Vec<&'a Version>,
+    },
+    Other(String),
+}
+
+impl fmt::Display for Wrong<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Wrong::Byte { sector, at, byte, versions, possible } => {
+                let whose = versions.iter().find(|version| version.content.byte(*sector, *at) == *byte);
+                write!(f, "sector {sector}, byte {at} is {byte:#04x}, of {whose:?}; possible: {possible:?}")
+            }
+            Wrong::Other(text) => f.write_str(text),
+        }
+    }
+}
+
 /// Checks that every byte belongs to a version that is not overwritten. A sector may mix several versions if it is read,
 /// or loses power, while it is written.
-fn check(
-    versions: &[Version],
+fn check<'a>(
+    versions: &'a [Version],
     overwritten: impl Fn(&Version) -> bool,
     sector: u64,
     bytes: &[u8],
-) -> Result<(), String> {
+) -> Result<(), Wrong<'a>> {
     // Nearly always the bytes are those of one version.
     if versions.iter().any(|version| version.content.is(sector, bytes) && !overwritten(version)) {
         return Ok(());
@@ -243,10 +271,7 @@ fn check(
         .find(|(at, byte)| possible.iter().all(|version| version.content.byte(sector, *at) != **byte));
     match wrong {
         None => Ok(()),
-        Some((at, byte)) => {
-            let whose = versions.iter().find(|version| version.content.byte(sector, at) == *byte);
-            Err(format!("sector {sector}, byte {at} is {byte:#04x}, of {whose:?}; possible: {possible:?}"))
-        }
+        Some((at, &byte)) => Err(Wrong::Byte { sector, at, byte, versions, possible }),
     }
 }
 

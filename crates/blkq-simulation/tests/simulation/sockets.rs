@@ -6,14 +6,14 @@ use std::os::fd::{FromRawFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 
 /// Whether the server has more open sockets than `clients`: some clients have disconnected, and the server has not
-/// noticed.
-pub fn has_ghosts(sockets: &[(RawFd, u64)], clients: usize) -> bool {
-    let is_open = |&&(socket, inode): &&(RawFd, u64)| {
+/// noticed. Removes closed sockets from the list.
+pub fn has_ghosts(sockets: &mut Vec<(RawFd, u64)>, clients: usize) -> bool {
+    sockets.retain(|&(socket, inode)| {
         // SAFETY: the file is only inspected, and not closed.
         let file = ManuallyDrop::new(unsafe { File::from_raw_fd(socket) });
         file.metadata().is_ok_and(|metadata| metadata.ino() == inode)
-    };
-    sockets.iter().filter(is_open).count() > clients
+    });
+    sockets.len() > clients
 }
 
 /// Closes the sockets that a panic leaks, as the exit of the process would do.

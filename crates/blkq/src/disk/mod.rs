@@ -191,6 +191,16 @@ impl Disk {
         sum
     }
 
+    #[cfg(simulation)]
+    pub(crate) fn counter(&self, counter: crate::stats::Counter) -> u64 {
+        self.queues.iter().map(|queue| queue.stats.counter(counter)).sum()
+    }
+
+    #[cfg(simulation)]
+    pub(crate) fn throttled(&self) -> u64 {
+        self.queues.iter().map(|queue| queue.stats.throttled()).sum()
+    }
+
     /// The statistics of each queue, by its index.
     pub fn queue_stats(&self) -> impl Iterator<Item = StatsSnapshot> {
         self.queues.iter().map(|queue| queue.stats.snapshot())

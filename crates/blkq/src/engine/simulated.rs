@@ -44,7 +44,7 @@ impl SimulatedEngine {
         // Requests that wait for a limit may start before their deadline if the limit of a group has changed.
         // A queue that waits for shared tags is woken when a batch of tags is free, but a turn before the
         // wake-up may already find the first of these tags.
-        let may_be_early = disk.stats().throttled > 0 && !disk.control.is_frozen()
+        let may_be_early = disk.throttled() > 0 && !disk.control.is_frozen()
             || self.0.queues.iter().any(|queue| queue.waits_for_batch());
         self.0.turn();
         let (reaped_now, batches_now) = self.counts();
@@ -57,7 +57,7 @@ impl SimulatedEngine {
 
     #[cfg(simulation)]
     fn counts(&self) -> (u64, u64) {
-        let batches = self.0.queues[0].disk().stats().counter(crate::stats::Counter::DispatchBatches);
+        let batches = self.0.queues[0].disk().counter(crate::stats::Counter::DispatchBatches);
         (self.0.ring.counters().completions, batches)
     }
 

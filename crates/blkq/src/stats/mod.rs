@@ -252,6 +252,16 @@ impl QueueStats {
         self.held.load(Relaxed)
     }
 
+    #[cfg(simulation)]
+    pub fn counter(&self, counter: Counter) -> u64 {
+        self.counters[counter as usize].load(Relaxed)
+    }
+
+    #[cfg(simulation)]
+    pub fn throttled(&self) -> u64 {
+        self.throttled.load(Relaxed)
+    }
+
     /// Number of requests that completed with an error or were held after an error.
     pub fn failed_requests(&self) -> u64 {
         let failed: u64 = self.errors.iter().flatten().map(|count| count.load(Relaxed)).sum();
