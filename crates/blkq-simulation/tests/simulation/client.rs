@@ -514,7 +514,11 @@ impl Client {
         let unknown = asked.command == Command::Trim && !self.flags.contains(TransmissionFlags::SEND_TRIM);
         let refused = may_deny && error == NbdError::Permission as u32
             || (may_be_beyond || unknown) && error == NbdError::Invalid as u32;
+        let abandoned = asked.is_flushed()
+            && error == NbdError::Shutdown as u32
+            && common.holding.as_ref().is_some_and(|holding| holding.stops);
         let may_fail = refused
+            || abandoned
             || common.errors_allowed
             || asked.hits.iter().any(|noticed| noticed.explains(error))
             || asked.fast_zero && error == NbdError::NotSupported as u32;

@@ -26,6 +26,8 @@ pub struct Holding {
     policy: History<ErrorPolicy>,
     /// When held requests were last failed by a resume or a stop.
     failed_at: u64,
+    /// Whether the device stops: a flush that waits for writes that another queue holds fails.
+    pub stops: bool,
     /// Since when bios of a disconnected client may be abandoned: a write that is merged with one fails.
     abandoned_since: Option<u64>,
     /// When the last such time ended.
@@ -42,6 +44,7 @@ impl Holding {
             chance: Random::new(seed.rotate_left(16)),
             policy: History::new(0, ErrorPolicy::Report),
             failed_at: 0,
+            stops: false,
             abandoned_since: None,
             abandoned_until: 0,
             held: 0,
@@ -55,7 +58,7 @@ impl Holding {
         let policy = self.any_policy();
         disk.set_error_policy(policy);
         self.policy = History::new(now, policy);
-        self.abandoned_since = None;
+        (self.abandoned_since, self.stops) = (None, false);
         forget_held_writes();
     }
 
@@ -84,7 +87,7 @@ impl Holding {
 
     /// The device stops: all held requests fail.
     pub fn stop(&mut self, now: u64) {
-        self.failed_at = now;
+        (self.failed_at, self.stops) = (now, true);
     }
 
     /// Records the state after a turn of the engine, which applies a new policy. `ghosts`: the server still has clients
