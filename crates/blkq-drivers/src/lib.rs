@@ -21,6 +21,7 @@
 //! ```
 
 mod bitmaps;
+mod errors;
 pub mod fault;
 mod format;
 mod image;

@@ -9,6 +9,7 @@ use blkq::drivers::ram::Ram;
 use blkq::units::parse_bytes;
 use blkq::{Error, ErrorKind};
 
+use crate::errors::invalid;
 use crate::fault::{Fault, FaultSpec};
 use crate::format::ImageFormat;
 use crate::image::{FaultImage, Image, Opened};
@@ -39,7 +40,7 @@ impl FromStr for DriverSpec {
             Some(("null", size)) => Ok(DriverSpec::Null(parse_bytes(size)?)),
             Some(("ram", size)) => Ok(DriverSpec::Ram(parse_bytes(size)?)),
             Some(("rbd", name)) => Ok(DriverSpec::Rbd(name.parse()?)),
-            _ if text.is_empty() => Err(Error::new(ErrorKind::Invalid, "the path of the image is empty")),
+            _ if text.is_empty() => Err(invalid("the path of the image is empty")),
             _ => Ok(DriverSpec::Image(text.into())),
         }
     }
@@ -145,7 +146,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
             Ok(Opened::without_image(Ram::new(bytes, logical_block_bytes, false)?))
         }
         DriverSpec::Rbd(spec) => {
-            refuse_file_options("rbd", options)?;
+            refuse_file_options("rbd", false, options)?;
             Ok(Opened::with_image(Rbd::open(&RbdOptions {
                 spec: spec.clone(),
                 conf: options.ceph_conf.clone(),
@@ -159,7 +160,7 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
             })?))
         }
         DriverSpec::Image(path) if options.format == ImageFormat::Qcow2 => {
-            refuse_window("qcow2", options)?;
+            refuse_file_options("qcow2", true, options)?;
             Ok(Opened::with_image(Qcow2::open(&Qcow2Options {
                 path: path.clone(),
                 logical_block_bytes: options.logical_block_bytes,
@@ -187,36 +188,24 @@ fn open_plain(spec: &DriverSpec, options: &DriverOptions) -> Result<Opened, Erro
 }
 
 fn memory_block(driver: &str, options: &DriverOptions) -> Result<u32, Error> {
-    refuse_file_options(driver, options)?;
+    refuse_file_options(driver, false, options)?;
     check_logical_block(options.logical_block_bytes.unwrap_or(LOGICAL_BLOCK_SIZES[0]))
 }
 
-fn refuse_file_options(driver: &str, options: &DriverOptions) -> Result<(), Error> {
+/// Rejects the options that `driver` does not have: an image whose file offsets differ from those of the device has
+/// no window, and a driver without a file no direct I/O either.
+fn refuse_file_options(driver: &str, has_file: bool, options: &DriverOptions) -> Result<(), Error> {
     let refused = [
         ("an offset", options.offset != 0),
         ("a size limit", options.size_limit.is_some()),
-        ("direct I/O", options.direct_io == DirectIo::On),
+        ("direct I/O", !has_file && options.direct_io == DirectIo::On),
         ("serial dispatch", options.dispatch == Dispatch::Serial),
     ];
-    if let Some((option, _)) = refused.iter().find(|(_, given)| *given) {
-        let message = format!("{option} is for image files, and {driver} has no file; omit it");
-        return Err(Error::new(ErrorKind::Invalid, message));
-    }
-    Ok(())
-}
-
-/// Rejects options that have no meaning for an image whose file offsets differ from those of the device.
-fn refuse_window(driver: &str, options: &DriverOptions) -> Result<(), Error> {
-    let refused = [
-        ("an offset", options.offset != 0),
-        ("a size limit", options.size_limit.is_some()),
-        ("serial dispatch", options.dispatch == Dispatch::Serial),
-    ];
-    if let Some((option, _)) = refused.iter().find(|(_, given)| *given) {
-        let message = format!("{option} is for raw images, not {driver}; omit it");
-        return Err(Error::new(ErrorKind::Invalid, message));
-    }
-    Ok(())
+    let Some((option, _)) = refused.iter().find(|(_, given)| *given) else { return Ok(()) };
+    Err(invalid(match has_file {
+        true => format!("{option} is for raw images, not {driver}; omit it"),
+        false => format!("{option} is for image files, and {driver} has no file; omit it"),
+    }))
 }
 
 fn whole_blocks(bytes: u64, logical_block_bytes: u32) -> Result<u64, Error> {
@@ -224,10 +213,9 @@ fn whole_blocks(bytes: u64, logical_block_bytes: u32) -> Result<u64, Error> {
         return Ok(bytes);
     }
     let below = (bytes - bytes % u64::from(logical_block_bytes)).max(u64::from(logical_block_bytes));
-    let message = format!(
+    Err(invalid(format!(
         "the size must be a multiple of the sector size {logical_block_bytes} and more than 0, not {bytes}; choose a multiple, such as {below}"
-    );
-    Err(Error::new(ErrorKind::Invalid, message))
+    )))
 }
 
 #[cfg(test)]

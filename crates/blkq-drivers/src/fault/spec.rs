@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use blkq::units::{parse_bytes, parse_duration_ns};
-use blkq::{DriverSetting, Error, ErrorKind, Operation, Status};
+use blkq::{DriverSetting, Error, Operation, Status};
+
+use crate::errors::invalid;
 
 /// How long a request is stuck by default, in nanoseconds: blk-mq's default timeout, 30 s.
 const STUCK_NS: u64 = 30_000_000_000;
@@ -46,21 +48,6 @@ pub enum Effect {
 }
 
 impl Effect {
-    /// The name of the effect in a spec.
-    pub fn name(self) -> &'static str {
-        match self {
-            Effect::Error(_) => "error",
-            Effect::Short(_) => "short",
-            Effect::Torn => "torn",
-            Effect::Misdirect => "misdirect",
-            Effect::Corrupt => "corrupt",
-            Effect::Lose => "lose",
-            Effect::Delay { .. } => "delay",
-            Effect::Stuck(_) => "stuck",
-            Effect::Panic => "panic",
-        }
-    }
-
     /// Whether the effect applies to this operation.
     pub fn concerns(self, operation: Operation) -> bool {
         match self {
@@ -110,10 +97,6 @@ impl fmt::Display for FaultSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.text.is_empty() { NONE } else { &self.text })
     }
-}
-
-fn invalid(message: String) -> Error {
-    Error::new(ErrorKind::Invalid, message)
 }
 
 const ERRNO: [(&str, Status); 16] = [
@@ -169,7 +152,7 @@ fn parse_rate(text: &str) -> Result<f64, Error> {
     rate.ok_or_else(|| invalid(format!("rate must be 0 to 1, such as 0.01, 1% or 1/100, not {text:?}")))
 }
 
-fn parse_operations(text: &str, effect: Effect) -> Result<[bool; Operation::COUNT], Error> {
+fn parse_operations(text: &str, fault: &str, effect: Effect) -> Result<[bool; Operation::COUNT], Error> {
     let mut operations = [false; Operation::COUNT];
     for name in text.split('+') {
         let operation = Operation::ALL.into_iter().find(|operation| operation.name() == name);
@@ -178,10 +161,8 @@ fn parse_operations(text: &str, effect: Effect) -> Result<[bool; Operation::COUN
             invalid(format!("{name:?} is not an operation; use one of {names}, or several joined by +"))
         })?;
         if !effect.concerns(operation) {
-            return Err(invalid(format!(
-                "the fault {} does not apply to the operation {name}",
-                effect.name()
-            )));
+            let message = format!("the fault {fault} does not apply to the operation {name}");
+            return Err(invalid(message));
         }
         operations[operation as usize] = true;
     }
@@ -231,7 +212,7 @@ impl FromStr for Rule {
         for word in words {
             let (key, value) = word.split_once('=').unwrap_or((word, ""));
             match key {
-                "op" => rule.operations = parse_operations(value, effect)?,
+                "op" => rule.operations = parse_operations(value, name, effect)?,
                 "range" => rule.range = parse_range(value)?,
                 "rate" => rule.rate = parse_rate(value)?,
                 "after" => rule.after = parse_number(key, value)?,
@@ -242,9 +223,8 @@ impl FromStr for Rule {
                 "p99" => rule.effect = with_p99(effect, parse_time_ns(value)?)?,
                 _ => {
                     let hint = "use one of op, range, rate, after, count and file, and p99 with delay";
-                    return Err(invalid(format!(
-                        "{word:?} is not a valid condition of the fault {name}; {hint}"
-                    )));
+                    let message = format!("{word:?} is not a valid condition of the fault {name}; {hint}");
+                    return Err(invalid(message));
                 }
             }
         }

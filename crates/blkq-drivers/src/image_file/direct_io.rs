@@ -4,6 +4,8 @@ use std::path::Path;
 
 use blkq::{Error, ErrorKind};
 
+use crate::errors::invalid;
+
 use super::probe::DirectAlign;
 
 pub(super) const LOGICAL_BLOCK_MAX_BYTES: u32 = 4096;
@@ -35,9 +37,10 @@ impl DirectIo {
 impl std::str::FromStr for DirectIo {
     type Err = Error;
     fn from_str(text: &str) -> Result<DirectIo, Error> {
-        [DirectIo::On, DirectIo::Off, DirectIo::Auto].into_iter().find(|mode| mode.name() == text).ok_or_else(
-            || Error::new(ErrorKind::Invalid, format!("direct-io is on, off or auto, not {text:?}")),
-        )
+        [DirectIo::On, DirectIo::Off, DirectIo::Auto]
+            .into_iter()
+            .find(|mode| mode.name() == text)
+            .ok_or_else(|| invalid(format!("direct-io is on, off or auto, not {text:?}")))
     }
 }
 

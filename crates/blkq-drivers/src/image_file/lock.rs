@@ -9,6 +9,8 @@ use std::path::Path;
 
 use blkq::{Error, ErrorKind};
 
+use crate::errors::unsupported;
+
 pub(crate) const WHOLE_FILE: Range<u64> = 0..1 << 62;
 
 /// The access that other processes have to the bytes while the lock is held.
@@ -49,12 +51,9 @@ pub(crate) fn acquire(
         _ if shared => Ok(Some(format!(
             "cannot lock {path} ({error}): other processes can write to it at the same time"
         ))),
-        _ => {
-            let message = format!(
-                "cannot lock {path} ({error}), so another process could use it at the same time; if none does, open it shared"
-            );
-            Err(Error::new(ErrorKind::Unsupported, message))
-        }
+        _ => Err(unsupported(format!(
+            "cannot lock {path} ({error}), so another process could use it at the same time; if none does, open it shared"
+        ))),
     }
 }
 

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use blkq::{Error, ErrorKind, IoBuffer};
 use rustix::fs::{AtFlags, OFlags, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_getflags, statx};
 
+use crate::errors::invalid;
+
 /// `TMPFS_MAGIC` of the kernel's uapi/linux/magic.h.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
@@ -87,8 +89,7 @@ pub(super) fn check_type(path: &Path, metadata: &std::fs::Metadata) -> Result<()
     } else {
         "a character device"
     };
-    let message = format!("{} is {what}: an image must be a regular file or a block device", path.display());
-    Err(Error::new(ErrorKind::Invalid, message))
+    Err(invalid(format!("{} is {what}: an image must be a regular file or a block device", path.display())))
 }
 
 pub(super) fn probe_direct(file: &File, block_device: bool, device: u64) -> Result<DirectAlign, String> {

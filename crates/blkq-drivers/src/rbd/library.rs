@@ -5,7 +5,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use blkq::{Error, ErrorKind};
+use blkq::Error;
+
+use crate::errors::unsupported;
 
 /// `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t`, which are opaque pointers.
 pub type Handle = *mut c_void;
@@ -127,7 +129,7 @@ libraries! {
 
 impl Library {
     /// The libraries. The first call loads them, and they stay loaded until the process exits. Fails with
-    /// [`ErrorKind::Unsupported`] if a library is missing or older than Ceph 15.
+    /// [`blkq::ErrorKind::Unsupported`] if a library is missing or older than Ceph 15.
     pub fn get() -> Result<&'static Library, Error> {
         static LIBRARY: OnceLock<Library> = OnceLock::new();
         if let Some(library) = LIBRARY.get() {
@@ -159,11 +161,10 @@ impl Loaded {
         // SAFETY: loading runs the initialisers of Ceph's libraries, which any program may run.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            let message = format!(
+            return Err(unsupported(format!(
                 "RBD images need the libraries of Ceph: {}; install the package librbd1",
                 last_error()
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         Ok(Loaded { name, handle })
     }
@@ -173,11 +174,10 @@ impl Loaded {
         // SAFETY: the library is loaded, and is never unloaded.
         let address = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
         if address.is_null() {
-            let message = format!(
+            return Err(unsupported(format!(
                 "RBD images need Ceph 15 or newer, and {} has no function {name}; update the package librbd1",
                 self.name
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         Ok(address)
     }
@@ -223,6 +223,7 @@ fn last_error() -> String {
 #[cfg(not(model_check))]
 mod tests {
     use super::*;
+    use blkq::ErrorKind;
 
     #[test]
     fn a_missing_library_is_named_with_a_hint() {

@@ -27,6 +27,8 @@ use blkq::sync::atomic::{AtomicBool, AtomicU64};
 use blkq::{Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::errors::invalid;
+
 use super::size::check_logical_block;
 use image::{Facts, Image, Lock};
 use library::Library;
@@ -195,10 +197,9 @@ impl Driver for Rbd {
             }
             Some(_) => {
                 let spec = &self.options.spec;
-                let message = format!(
+                Err(invalid(format!(
                     "rbd:{spec} has {now} bytes; to change the size of the device, resize the image with `rbd resize`"
-                );
-                Err(Error::new(ErrorKind::Invalid, message))
+                )))
             }
         }
     }

@@ -8,10 +8,11 @@ use std::sync::Arc;
 
 use blkq::clock::monotonic_ns;
 use blkq::{
-    BioFlags, Cqe, DriverContext, DriverQueue, Error, ErrorKind, Operation, Registrar, Request, Status, Tag,
-    Taken,
+    BioFlags, Cqe, DriverContext, DriverQueue, Error, Operation, Registrar, Request, Status, Tag, Taken,
 };
 use io_uring::{opcode, types};
+
+use crate::errors::invalid;
 
 use super::library::{Handle, WRITE_ZEROES_THICK};
 use super::shared::{SEGMENTS_MAX, Shared};
@@ -34,10 +35,10 @@ pub struct RbdQueue {
 }
 
 impl RbdQueue {
-    /// Opens the queue for up to `tags` requests in flight. Fails with [`ErrorKind::Invalid`] without a ring,
+    /// Opens the queue for up to `tags` requests in flight. Fails with [`blkq::ErrorKind::Invalid`] without a ring,
     /// and if the kernel does not support IORING_OP_POLL_ADD.
     pub fn open(shared: Arc<Shared>, tags: usize, ring: Option<Registrar<'_>>) -> Result<RbdQueue, Error> {
-        let ring = ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the rbd driver needs an io_uring"))?;
+        let ring = ring.ok_or_else(|| invalid("the rbd driver needs an io_uring"))?;
         ring.require(&[("IORING_OP_POLL_ADD", opcode::PollAdd::CODE)])?;
         Ok(RbdQueue {
             shared,

@@ -2,7 +2,9 @@
 
 use std::borrow::Cow;
 
-use blkq::{Error, ErrorKind};
+use blkq::Error;
+
+use crate::errors::{malformed, unsupported};
 
 pub(in crate::qcow2) const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// Bytes of the largest header that blkq knows, without extensions. They contain the size of a cluster.
@@ -92,17 +94,17 @@ pub(in crate::qcow2) struct Header {
 /// The size of a cluster, from the first bytes of an image. Errors are as for [`Header::parse`].
 pub(in crate::qcow2) fn cluster_bytes(fixed: &[u8]) -> Result<usize, Error> {
     if fixed.len() < FIXED_BYTES || fixed[..4] != MAGIC {
-        return Err(rejected("it has no qcow2 header"));
+        return Err(malformed("it has no qcow2 header"));
     }
     match u32_at(fixed, 20) {
         bits @ 9..=21 => Ok(1 << bits),
-        bits => Err(rejected(format!("its clusters have 2^{bits} bytes, not 512 bytes to 2 MiB"))),
+        bits => Err(malformed(format!("its clusters have 2^{bits} bytes, not 512 bytes to 2 MiB"))),
     }
 }
 
 impl Header {
     /// Parses a header from the image's first cluster, or from as much of it as the file has. Fails with
-    /// [`ErrorKind::Format`] for an invalid header, and with [`ErrorKind::Unsupported`] for features that
+    /// [`blkq::ErrorKind::Format`] for an invalid header, and with [`blkq::ErrorKind::Unsupported`] for features that
     /// blkq does not support.
     pub fn parse(bytes: &[u8]) -> Result<Header, Error> {
         let cluster_bytes = cluster_bytes(bytes)? as u64;
@@ -120,14 +122,13 @@ impl Header {
         check_features(incompatible)?;
         let header_bytes = if v3 { u32_at(bytes, 100) as usize } else { 72 };
         if v3 && (header_bytes < 104 || !header_bytes.is_multiple_of(8) || header_bytes > bytes.len()) {
-            return Err(rejected(format!(
-                "its header has {header_bytes} bytes, which the format does not allow"
-            )));
+            let message = format!("its header has {header_bytes} bytes, which the format does not allow");
+            return Err(malformed(message));
         }
         let compression = match (incompatible & INCOMPATIBLE_COMPRESSION != 0, header_bytes > 104) {
             (true, true) if bytes[104] == 1 => Compression::Zstd,
             (false, true) if bytes[104] != 0 => {
-                return Err(rejected("its compression type contradicts its feature bits"));
+                return Err(malformed("its compression type contradicts its feature bits"));
             }
             (false, _) => Compression::Deflate,
             _ => return Err(unsupported("its compression type is unknown")),
@@ -163,12 +164,12 @@ impl Header {
         let place = |what: &str, offset: u64, bytes: u64| {
             let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
             if (offset == 0 && bytes > 0) || !offset.is_multiple_of(cluster) || end.is_none() {
-                return Err(rejected(format!("its {what} is at byte {offset}, where no table can be")));
+                return Err(malformed(format!("its {what} is at byte {offset}, where no table can be")));
             }
             Ok(())
         };
         if self.size > i64::MAX as u64 {
-            return Err(rejected(format!("its size is {} bytes, more than {}", self.size, i64::MAX)));
+            return Err(malformed(format!("its size is {} bytes, more than {}", self.size, i64::MAX)));
         }
         let l1_bytes = u64::from(self.l1_entries) * 8;
         if l1_bytes > L1_MAX_BYTES || u64::from(self.l1_entries) < self.l1_entries_for(self.size) {
@@ -176,21 +177,21 @@ impl Header {
                 "its L1 table has {} entries for {} bytes, which is too few or too many",
                 self.l1_entries, self.size
             );
-            return Err(rejected(message));
+            return Err(malformed(message));
         }
         place("L1 table", self.l1_offset, l1_bytes)?;
         let table_bytes = u64::from(self.refcount_table_clusters) * cluster;
         if table_bytes == 0 || table_bytes > REFCOUNT_TABLE_MAX_BYTES.max(cluster) {
-            return Err(rejected(format!(
-                "its refcount table has {table_bytes} bytes, not one cluster to 8 MiB"
-            )));
+            let message = format!("its refcount table has {table_bytes} bytes, not one cluster to 8 MiB");
+            return Err(malformed(message));
         }
         place("refcount table", self.refcount_table_offset, table_bytes)?;
         if self.refcount_order > 6 {
-            return Err(rejected(format!("its refcounts have 2^{} bits, more than 64", self.refcount_order)));
+            let message = format!("its refcounts have 2^{} bits, more than 64", self.refcount_order);
+            return Err(malformed(message));
         }
         if self.snapshots > SNAPSHOTS_MAX {
-            return Err(rejected(format!("it has {} snapshots, more than {SNAPSHOTS_MAX}", self.snapshots)));
+            return Err(malformed(format!("it has {} snapshots, more than {SNAPSHOTS_MAX}", self.snapshots)));
         }
         place("snapshot table", self.snapshots_offset, u64::from(self.snapshots) * SNAPSHOT_BYTES)
     }
@@ -240,7 +241,7 @@ fn backing_name(bytes: &[u8], header_bytes: usize) -> Result<Option<&[u8]>, Erro
     let is_name = |name: &&[u8]| name.len() <= NAME_MAX_BYTES && !name.contains(&0);
     match name.filter(is_name) {
         Some(name) => Ok(Some(name).filter(|name| !name.is_empty())),
-        None => Err(rejected("the name of its backing file is not in its header")),
+        None => Err(malformed("the name of its backing file is not in its header")),
     }
 }
 
@@ -250,7 +251,7 @@ fn with_format(name: &[u8], extensions: &[Extension<'_>]) -> Result<BackingName,
     // Both appear on terminals and in log lines, where control characters could forge output.
     let names = [Some(String::from_utf8_lossy(name)), format.as_deref().map(Cow::from)];
     if names.iter().flatten().any(|name| name.contains(char::is_control)) {
-        return Err(rejected("the name or the format of its backing file contains control characters"));
+        return Err(malformed("the name or the format of its backing file contains control characters"));
     }
     Ok(BackingName { name: name.to_vec(), format })
 }
@@ -259,7 +260,7 @@ fn bitmaps_extension(extensions: &[Extension<'_>]) -> Result<Option<BitmapsExten
     let mut found = extensions.iter().filter(|extension| extension.kind == EXTENSION_BITMAPS);
     let Some(Extension { data, .. }) = found.next() else { return Ok(None) };
     if data.len() != BITMAPS_EXTENSION_BYTES || found.next().is_some() {
-        return Err(rejected("the header extension of its bitmaps is damaged"));
+        return Err(malformed("the header extension of its bitmaps is damaged"));
     }
     Ok(Some(BitmapsExtension {
         count: u32_at(data, 0),
@@ -281,7 +282,7 @@ impl Extension<'_> {
 }
 
 /// The extensions of a header of `header_bytes`, up to their end marker or to the name of the backing file.
-/// Fails with [`ErrorKind::Format`] if an extension does not end before that.
+/// Fails with [`blkq::ErrorKind::Format`] if an extension does not end before that.
 pub(in crate::qcow2) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<Vec<Extension<'_>>, Error> {
     let end = match u64_at(bytes, 8) {
         0 => bytes.len(),
@@ -297,7 +298,7 @@ pub(in crate::qcow2) fn extensions(bytes: &[u8], header_bytes: usize) -> Result<
             break;
         }
         let Some(data) = data.get(..length) else {
-            return Err(rejected("an extension of its header is longer than the header"));
+            return Err(malformed("an extension of its header is longer than the header"));
         };
         let extension = Extension { kind, at, data };
         at = extension.end();
@@ -316,14 +317,6 @@ pub(in crate::qcow2) fn u32_at(bytes: &[u8], at: usize) -> u32 {
     let mut number = [0; 4];
     number.copy_from_slice(&bytes[at..at + 4]);
     u32::from_be_bytes(number)
-}
-
-fn rejected(why: impl Into<String>) -> Error {
-    Error::new(ErrorKind::Format, why)
-}
-
-fn unsupported(why: impl Into<String>) -> Error {
-    Error::new(ErrorKind::Unsupported, why)
 }
 
 #[cfg(test)]
