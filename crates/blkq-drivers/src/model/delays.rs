@@ -1,12 +1,11 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::RangeInclusive;
-use std::time::Duration;
+// Not `blkq::sync`: there is no protocol between the counters that a model checker could check.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use blkq::clock::monotonic_ns;
 use blkq::random::Random;
-use blkq::sync::atomic::AtomicU64;
-use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::stats::{add, raise};
 use blkq::{DriverContext, Operation, Tag};
 
 /// When a request of a model device completes.
@@ -24,35 +23,6 @@ pub enum ModelCompletion {
     Disk(SeekModel),
     /// When a disk with a limited rate would complete it. Such a disk begins requests in order.
     RateLimited(RateModel),
-}
-
-/// How long the driver blocks the engine's thread for each request, as a driver with BLK_MQ_F_BLOCKING may.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[non_exhaustive]
-pub enum ModelBlocking {
-    /// The driver does not block.
-    #[default]
-    Never,
-    /// The driver uses the processor for this number of nanoseconds per request.
-    Spin(u64),
-    /// The driver sleeps for this number of nanoseconds per request.
-    Sleep(u64),
-}
-
-impl ModelBlocking {
-    #[inline]
-    pub(super) fn block(self) {
-        match self {
-            ModelBlocking::Never => {}
-            ModelBlocking::Spin(ns) => {
-                let end = monotonic_ns() + ns;
-                while monotonic_ns() < end {
-                    std::hint::spin_loop();
-                }
-            }
-            ModelBlocking::Sleep(ns) => std::thread::sleep(Duration::from_nanos(ns)),
-        }
-    }
 }
 
 /// A disk with one arm, which executes one request at a time. A request costs a seek that grows with the
@@ -301,22 +271,16 @@ pub struct ModelCounters {
 }
 
 impl ModelCounters {
-    /// Adds to a counter that only this thread writes, so no atomic read-modify-write is needed.
-    #[inline]
-    pub(super) fn raise(counter: &AtomicU64, by: u64) {
-        counter.store(counter.load(Relaxed) + by, Relaxed);
-    }
-
     #[inline]
     pub(super) fn count_batch(&self, requests: u64, bytes: u64, flushes: u64) {
-        Self::raise(&self.batches, 1);
-        Self::raise(&self.requests, requests);
-        Self::raise(&self.flushes, flushes);
-        Self::raise(&self.bytes, bytes);
-        self.batch_max.store(self.batch_max.load(Relaxed).max(requests), Relaxed);
+        add(&self.batches, 1);
+        add(&self.requests, requests);
+        add(&self.flushes, flushes);
+        add(&self.bytes, bytes);
+        raise(&self.batch_max, requests);
     }
 
-    pub(super) fn add(&self, other: &ModelCounters) {
+    pub(super) fn add_all(&self, other: &ModelCounters) {
         let pairs = [
             (&self.batches, &other.batches),
             (&self.requests, &other.requests),
@@ -325,9 +289,8 @@ impl ModelCounters {
             (&self.busy, &other.busy),
             (&self.seeks, &other.seeks),
         ];
-        pairs.into_iter().for_each(|(mine, theirs)| Self::raise(mine, theirs.load(Relaxed)));
-        let most = self.batch_max.load(Relaxed).max(other.batch_max.load(Relaxed));
-        self.batch_max.store(most, Relaxed);
+        pairs.into_iter().for_each(|(mine, theirs)| add(mine, theirs.load(Relaxed)));
+        raise(&self.batch_max, other.batch_max.load(Relaxed));
     }
 }
 

@@ -1,22 +1,23 @@
 //! The model driver: a device that stores nothing and is slow or busy as configured, to measure and test the
-//! block layer. It models fixed and random delays, a disk with one arm, a disk with a limited rate, and
-//! drivers that block.
+//! block layer. It models fixed and random delays, a disk with one arm, and a disk with a limited rate.
 
 mod delays;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkq::clock::monotonic_ns;
-use blkq::sync::atomic::Ordering::Relaxed;
+use blkq::stats::add;
 use blkq::sync::{Mutex, lock};
 use blkq::{
-    Busy, Driver, DriverContext, DriverQueue, Error, ErrorKind, OpenContext, Operation, QueueLimits, Tag,
-    Taken,
+    Busy, Driver, DriverContext, DriverQueue, Error, OpenContext, Operation, QueueLimits, Tag, Taken,
 };
 
 use blkq::drivers::null::NullOptions;
+
+use crate::errors::invalid;
 use delays::Delays;
-pub use delays::{ModelBlocking, ModelCompletion, ModelCounters, RateBucket, RateModel, SeekModel};
+pub use delays::{ModelCompletion, ModelCounters, RateBucket, RateModel, SeekModel};
 
 /// The options of a model device.
 #[derive(Clone, Debug)]
@@ -25,13 +26,8 @@ pub struct ModelOptions {
     pub limits: QueueLimits,
     /// When the device completes requests.
     pub completion: ModelCompletion,
-    /// How long the driver blocks the engine's thread for each request.
-    pub blocking: ModelBlocking,
     /// N, if every Nth request is not taken ([`Busy::Resource`]) and so requeued; 0: all are taken.
     pub busy_resource_every: u32,
-    /// N, if every Nth request is not taken ([`Busy::UntilCompletion`]) while others are in flight; 0: all
-    /// are taken.
-    pub busy_until_completion_every: u32,
     /// Whether reads fill their memory with zeroes, as [`NullOptions::zero_reads`].
     pub zero_reads: bool,
 }
@@ -41,14 +37,7 @@ impl ModelOptions {
     pub fn new(capacity_bytes: u64) -> ModelOptions {
         // The limits of the null device, which supports every operation.
         let NullOptions { limits, zero_reads } = NullOptions::new(capacity_bytes);
-        ModelOptions {
-            limits,
-            completion: ModelCompletion::Immediate,
-            blocking: ModelBlocking::Never,
-            busy_resource_every: 0,
-            busy_until_completion_every: 0,
-            zero_reads,
-        }
+        ModelOptions { limits, completion: ModelCompletion::Immediate, busy_resource_every: 0, zero_reads }
     }
 }
 
@@ -59,7 +48,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Makes a model device. Fails with [`ErrorKind::Invalid`] if the limits contradict each other.
+    /// Makes a model device. Fails with [`blkq::ErrorKind::Invalid`] if the limits contradict each other.
     pub fn new(options: ModelOptions) -> Result<Model, Error> {
         options.limits.validate()?;
         Ok(Model { options, counters: Mutex::new(Vec::new()) })
@@ -68,7 +57,7 @@ impl Model {
     /// The counters of all queues, added up.
     pub fn counters(&self) -> ModelCounters {
         let total = ModelCounters::default();
-        lock(&self.counters).iter().for_each(|queue| total.add(queue));
+        lock(&self.counters).iter().for_each(|queue| total.add_all(queue));
         total
     }
 }
@@ -88,17 +77,13 @@ impl Driver for Model {
             && queues.iter().any(|queue| Arc::strong_count(queue) > 1)
         {
             let message = "a modelled disk has one arm or one token bucket, so only one queue can be open";
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(invalid(message));
         }
         let counters = Arc::new(ModelCounters::default());
         queues.push(Arc::clone(&counters));
         let delays = Delays::new(&self.options.completion, cx.tags, self.options.limits.capacity_bytes);
         let options = self.options.clone();
-        let plain = options.blocking == ModelBlocking::Never
-            && !options.zero_reads
-            && options.busy_resource_every == 0
-            && options.busy_until_completion_every == 0;
-        Ok(Box::new(ModelQueue { options, plain, delays, counters, seen: 0 }))
+        Ok(Box::new(ModelQueue { options, delays, counters, seen: 0 }))
     }
 
     fn describe(&self) -> Vec<(&'static str, String)> {
@@ -117,52 +102,39 @@ impl Driver for Model {
 
 struct ModelQueue {
     options: ModelOptions,
-    /// No option is in use that costs time for each request.
-    plain: bool,
     delays: Delays,
     counters: Arc<ModelCounters>,
-    /// The number of requests that were offered, for [`ModelQueue::busy`].
+    /// The number of requests that were offered, for [`ModelOptions::busy_resource_every`].
     seen: u64,
 }
 
 // SAFETY: only this thread uses the memory of a request, and only before the request completes.
 unsafe impl DriverQueue for ModelQueue {
     fn queue_requests(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag]) -> Taken {
-        if self.plain && self.delays.is_immediate() {
-            let (mut bytes, mut flushes) = (0, 0);
-            for &tag in tags {
-                let request = cx.request(tag);
-                bytes += request.bytes();
-                flushes += u64::from(request.operation() == Operation::Flush);
-            }
-            cx.complete_all(tags);
-            self.counters.count_batch(tags.len() as u64, bytes, flushes);
-            return Taken::All;
-        }
         let (mut bytes, mut flushes) = (0, 0);
         let mut taken = Taken::All;
         let mut count = tags.len();
         for (index, &tag) in tags.iter().enumerate() {
             let request = cx.request(tag);
-            if !self.plain {
-                if let Some(busy) = self.busy() {
-                    (taken, count) = (Taken::First(index, busy), index);
-                    break;
-                }
-                self.options.blocking.block();
-                if request.operation() == Operation::Read && self.options.zero_reads {
-                    cx.for_each_segment(tag, |segment| {
-                        // SAFETY: the memory of a read in flight is valid, and only the driver may write to it.
-                        unsafe { segment.ptr.write_bytes(0, segment.len as usize) }
-                    });
-                }
+            self.seen += 1;
+            let every = u64::from(self.options.busy_resource_every);
+            if every != 0 && self.seen.is_multiple_of(every) {
+                add(&self.counters.busy, 1);
+                (taken, count) = (Taken::First(index, Busy::Resource), index);
+                break;
+            }
+            if request.operation() == Operation::Read && self.options.zero_reads {
+                cx.for_each_segment(tag, |segment| {
+                    // SAFETY: the memory of a read in flight is valid, and only the driver may write to it.
+                    unsafe { segment.ptr.write_bytes(0, segment.len as usize) }
+                });
             }
             bytes += request.bytes();
             flushes += u64::from(request.operation() == Operation::Flush);
             if self.delays.is_immediate() {
                 cx.complete(tag, Ok(()));
             } else if self.delays.start(cx, tag) {
-                ModelCounters::raise(&self.counters.seeks, 1);
+                add(&self.counters.seeks, 1);
             }
         }
         self.counters.count_batch(count as u64, bytes, flushes);
@@ -182,25 +154,6 @@ unsafe impl DriverQueue for ModelQueue {
 
     fn deadline_ns(&self) -> Option<u64> {
         self.delays.earliest_ns()
-    }
-}
-
-impl ModelQueue {
-    #[inline]
-    fn busy(&mut self) -> Option<Busy> {
-        let options = &self.options;
-        self.seen += 1;
-        let hits = |every: u32| every != 0 && self.seen.is_multiple_of(u64::from(every));
-        // `UntilCompletion` promises that a completion will follow, so it requires a request in flight.
-        let busy = if hits(options.busy_until_completion_every) && self.delays.earliest_ns().is_some() {
-            Busy::UntilCompletion
-        } else if hits(options.busy_resource_every) {
-            Busy::Resource
-        } else {
-            return None;
-        };
-        ModelCounters::raise(&self.counters.busy, 1);
-        Some(busy)
     }
 }
 
