@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use blkq::{Driver, Error, ErrorKind};
 
+use crate::errors::unsupported;
 use crate::image_file::ImageFile;
 use crate::r#loop::LoopDevice;
 use crate::qcow2::{CommitSource, OverlayBase, Qcow2, Target};
@@ -209,19 +210,17 @@ impl Image for FaultImage {
 
 /// The error for a device of the driver `driver` whose image cannot become a backing file.
 pub fn no_overlay(driver: &str) -> Error {
-    let message = format!("a {driver} device cannot be the backing file of an image");
-    Error::new(ErrorKind::Unsupported, message)
+    unsupported(format!("a {driver} device cannot be the backing file of an image"))
 }
 
 /// The error for a commit of a device of the driver `driver`, which has no backing file.
 pub fn no_backing_file(driver: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("a {driver} device has no backing file"))
+    unsupported(format!("a {driver} device has no backing file"))
 }
 
 fn usage_of(file: &ImageFile, virtual_bytes: u64) -> Result<Usage, Error> {
     let file_bytes = file.size()?;
-    let metadata =
-        file.metadata().map_err(|e| Error::system(format!("cannot inspect {}", file.path.display()), e))?;
+    let metadata = file.metadata().map_err(|e| file.failed("inspect", e))?;
     // `st_blocks` of a block device is 0. All of its space counts as allocated.
     let allocated_bytes = match metadata.is_file() {
         true => metadata.blocks() * BLOCK_BYTES,

@@ -22,6 +22,7 @@
 
 mod bitmaps;
 mod errors;
+mod extents;
 pub mod fault;
 mod format;
 mod image;

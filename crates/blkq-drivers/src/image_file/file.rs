@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use blkq::{Error, ErrorKind, Extent};
+use blkq::{Error, ErrorKind, IoBuffer};
 use io_uring::opcode;
 use rustix::fs::{
     Access, Advice, AtFlags, CWD, FallocateFlags, OFlags, SeekFrom, StatxFlags, accessat, fadvise, fallocate,
@@ -19,11 +19,14 @@ use rustix::io::Errno;
 use crate::size::check_logical_block;
 
 use super::direct_io::{DirectIo, LOGICAL_BLOCK_MAX_BYTES};
+use super::format;
 use super::lock::{self, LockKind};
 use super::probe::{
     DirectAlign, check_type, check_writable, name_now, power_of_two, probe_direct, queue_attribute, set_flag,
 };
-use super::{format, holes};
+
+/// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
+const ZEROES_BYTES: usize = 1 << 20;
 
 /// The io_uring operations that are submitted to image files. A ring must support all of them.
 pub(crate) const OPERATIONS: [(&str, u8); 8] = [
@@ -170,10 +173,25 @@ impl ImageFile {
         self.file.write_all_at(bytes, offset)
     }
 
-    /// Frees the space of `range`, which then reads as zeroes. Fails if the file system cannot punch holes.
-    pub fn punch(&self, range: Range<u64>) -> Result<(), Errno> {
+    /// Zeroes `range`, and frees its space if the file system can punch holes.
+    pub fn zero(&self, range: Range<u64>) -> io::Result<()> {
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        fallocate(&self.file, mode, range.start, range.end - range.start)
+        match fallocate(&self.file, mode, range.start, range.end - range.start) {
+            Ok(()) => return Ok(()),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let zeroes = IoBuffer::zeroed(ZEROES_BYTES.min((range.end - range.start) as usize));
+        for at in range.clone().step_by(ZEROES_BYTES) {
+            let bytes = ZEROES_BYTES.min((range.end - at) as usize);
+            self.write_all_at(&zeroes[..bytes], at)?;
+        }
+        Ok(())
+    }
+
+    /// The error of an operation on the file. `what` completes the message "cannot ... PATH".
+    pub fn failed(&self, what: &str, error: impl Into<io::Error>) -> Error {
+        Error::system(format!("cannot {what} {}", self.path.display()), error)
     }
 
     pub fn set_size(&self, bytes: u64) -> io::Result<()> {
@@ -192,8 +210,7 @@ impl ImageFile {
 
     pub fn size(&self) -> Result<u64, Error> {
         // Returns the size of files and of block devices alike.
-        seek(&self.file, SeekFrom::End(0))
-            .map_err(|e| Error::system(format!("cannot find the size of {}", self.path.display()), e))
+        seek(&self.file, SeekFrom::End(0)).map_err(|e| self.failed("find the size of", e))
     }
 
     pub fn metadata(&self) -> io::Result<Metadata> {
@@ -215,18 +232,6 @@ impl ImageFile {
         name_now(&self.file)
     }
 
-    /// The extents of `range`, in bytes of a device that begins at byte `offset` of the file; at most `max`.
-    /// Holes are narrowed to whole sectors.
-    pub fn extents(
-        &self,
-        offset: u64,
-        logical_block_bytes: u64,
-        range: Range<u64>,
-        max: usize,
-    ) -> io::Result<Vec<Extent>> {
-        holes::of_file(&self.file, offset, logical_block_bytes, range, max)
-    }
-
     pub fn detect_format(&self, size: u64) -> Option<&'static str> {
         format::detect(&self.file, size)
     }
@@ -246,13 +251,11 @@ impl ImageFile {
 
     /// Switches direct I/O on or off for this open file description.
     pub fn set_direct(&self, on: bool) -> Result<(), Error> {
-        set_flag(&self.file, OFlags::DIRECT, on)
-            .map_err(|e| Error::system(format!("cannot set direct I/O on {}", self.path.display()), e))
+        set_flag(&self.file, OFlags::DIRECT, on).map_err(|e| self.failed("set direct I/O on", e))
     }
 
     pub fn turn_off_read_ahead(&self) -> Result<(), Error> {
-        fadvise(&self.file, 0, None, Advice::Random)
-            .map_err(|e| Error::system(format!("cannot turn off read-ahead for {}", self.path.display()), e))
+        fadvise(&self.file, 0, None, Advice::Random).map_err(|e| self.failed("turn off read-ahead for", e))
     }
 
     pub fn lock(&self, range: &Range<u64>, kind: LockKind, shared: bool) -> Result<Option<String>, Error> {

@@ -2,21 +2,16 @@
 //! device of that base and lets the commit write to it.
 
 use std::fs::File;
-use std::io;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use blkq::sync::lock as locked;
-use blkq::{Error, ErrorKind, IoBuffer};
-use rustix::io::Errno;
+use blkq::{Error, IoBuffer};
 
-use crate::image_file::{ClientTerms, ImageFile, choose_mode};
+use crate::errors::unsupported;
+use crate::image_file::{ClientTerms, ImageFile, check_not_longer, choose_mode};
 
 use super::options::LoopOptions;
 use super::{Chosen, LoopDevice, bitmaps};
-
-/// Size of one write of zeroes, in bytes, if the file system cannot punch holes.
-const ZEROES_BYTES: u64 = 1 << 20;
 
 impl LoopDevice {
     /// Makes a device of `size` bytes of the raw image at `path`. `file` has the image open for writing and
@@ -38,11 +33,10 @@ impl LoopDevice {
         let block = terms.logical_block_bytes;
         if image.block_device && image.logical_block > block {
             let shown = image.path.display();
-            let message = format!(
+            return Err(unsupported(format!(
                 "{shown} has sectors of {} bytes, and the device has sectors of {block}",
                 image.logical_block
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         let bytes = image.size()?;
         check_not_longer(&image.path, bytes - bytes % u64::from(block), size)?;
@@ -55,10 +49,9 @@ impl LoopDevice {
         if bytes < size {
             let shown = image.path.display();
             if image.block_device {
-                let message = format!(
+                return Err(unsupported(format!(
                     "{shown} has {bytes} bytes, fewer than the device ({size}), and a block device cannot grow"
-                );
-                return Err(Error::new(ErrorKind::Unsupported, message));
+                )));
             }
             // This write of one byte must come before O_DIRECT is set, which requires whole blocks.
             image
@@ -81,39 +74,13 @@ impl LoopDevice {
 
     /// Writes to the image on the calling thread. No queue may be in use.
     pub(crate) fn write_now(&self, position: u64, data: &IoBuffer) -> Result<(), Error> {
-        let file = locked(&self.shared.state).file.clone();
-        file.write_all_at(data, position).map_err(|e| self.cannot_write(e))
+        let file = self.file();
+        file.write_all_at(data, position).map_err(|e| file.failed("write to", e))
     }
 
     /// Zeroes a range of the image on the calling thread. No queue may be in use.
     pub(crate) fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
-        let file = locked(&self.shared.state).file.clone();
-        match file.punch(range.clone()) {
-            Ok(()) => return Ok(()),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
-            Err(e) => return Err(self.cannot_write(e.into())),
-        }
-        let zeroes = IoBuffer::zeroed(ZEROES_BYTES.min(range.end - range.start) as usize);
-        let mut at = range.start;
-        while at < range.end {
-            let bytes = (range.end - at).min(ZEROES_BYTES);
-            file.write_all_at(&zeroes[..bytes as usize], at).map_err(|e| self.cannot_write(e))?;
-            at += bytes;
-        }
-        Ok(())
+        let file = self.file();
+        file.zero(range).map_err(|e| file.failed("write to", e))
     }
-
-    fn cannot_write(&self, error: io::Error) -> Error {
-        Error::system(format!("cannot write to {}", self.path.display()), error)
-    }
-}
-
-/// Rejects a backing file that is longer than the device: its end would become visible after the switch.
-pub(crate) fn check_not_longer(path: &Path, bytes: u64, size: u64) -> Result<(), Error> {
-    if bytes <= size {
-        return Ok(());
-    }
-    let message =
-        format!("the backing file {} has {bytes} bytes, more than the device ({size})", path.display());
-    Err(Error::new(ErrorKind::Mismatch, message))
 }

@@ -3,15 +3,15 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use blkq::Error;
 use blkq::bitmap::Bitmap;
-use blkq::{Error, ErrorKind};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
+use crate::errors::{invalid, malformed};
 use crate::image_file::lock::{self, LockKind};
 
 use super::bitmap_format::{
@@ -32,9 +32,9 @@ fn path_for(image: &Path) -> PathBuf {
 }
 
 impl BitmapFile {
-    /// Opens and locks the bitmap file of `image`, if it exists. Fails with [`ErrorKind::Invalid`] if it is
-    /// not a regular file, with [`ErrorKind::Format`] if it is not a bitmap file, and with
-    /// [`ErrorKind::Busy`] if it is in use.
+    /// Opens and locks the bitmap file of `image`, if it exists. Fails with [`blkq::ErrorKind::Invalid`] if it is
+    /// not a regular file, with [`blkq::ErrorKind::Format`] if it is not a bitmap file, and with
+    /// [`blkq::ErrorKind::Busy`] if it is in use.
     pub fn open(image: &Path, read_only: bool) -> Result<Option<BitmapFile>, Error> {
         let path = path_for(image);
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
@@ -60,17 +60,17 @@ impl BitmapFile {
     }
 
     /// Takes `file`, a new bitmap file of `image`, which is open, and locks it. Fails with
-    /// [`ErrorKind::Invalid`] if it is not empty or not a regular file, and with [`ErrorKind::Busy`] if it is
+    /// [`blkq::ErrorKind::Invalid`] if it is not empty or not a regular file, and with [`blkq::ErrorKind::Busy`] if it is
     /// in use.
     pub fn new(file: File, image: &Path) -> Result<BitmapFile, Error> {
         let created = BitmapFile::of_open(file, path_for(image), false)?;
         match created.file.metadata() {
             Ok(metadata) if metadata.len() == 0 => Ok(created),
-            Ok(_) => {
-                let message =
-                    format!("{} is not empty and not a bitmap file of this image", created.path.display());
-                Err(Error::new(ErrorKind::Invalid, message).with_cure("remove it"))
-            }
+            Ok(_) => Err(invalid(format!(
+                "{} is not empty and not a bitmap file of this image",
+                created.path.display()
+            ))
+            .with_cure("remove it")),
             Err(e) => Err(created.failed("read", e)),
         }
     }
@@ -79,8 +79,9 @@ impl BitmapFile {
         let opened = BitmapFile { file, path, slot: 0 };
         let metadata = opened.file.metadata().map_err(|e| opened.failed("read", e))?;
         if !metadata.is_file() {
-            let message = format!("{} is not a regular file", opened.path.display());
-            return Err(Error::new(ErrorKind::Invalid, message).with_cure("remove it"));
+            return Err(
+                invalid(format!("{} is not a regular file", opened.path.display())).with_cure("remove it")
+            );
         }
         // Locked as an image is, because the file may be an image that is in use.
         lock::acquire(&opened.file, &opened.path, &lock::WHOLE_FILE, LockKind::of(read_only, false), false)?;
@@ -94,12 +95,11 @@ impl BitmapFile {
         if bytes == 0 || magic == *MAGIC {
             return Ok(());
         }
-        let message = format!("{} is not a bitmap file; it is left unchanged", self.path.display());
-        Err(Error::new(ErrorKind::Format, message))
+        Err(malformed(format!("{} is not a bitmap file; it is left unchanged", self.path.display())))
     }
 
     /// Loads the bitmaps. They are inconsistent if the image no longer has the `fingerprint` with which they
-    /// were saved, or if they are still marked as in use. Fails with [`ErrorKind::Format`] if the file is
+    /// were saved, or if they are still marked as in use. Fails with [`blkq::ErrorKind::Format`] if the file is
     /// damaged or has an unknown version.
     pub fn load(&mut self, fingerprint: ImageFingerprint) -> Result<Vec<Bitmap>, Error> {
         let bytes = self.file.metadata().map_err(|e| self.failed("read", e))?.len();
@@ -114,7 +114,7 @@ impl BitmapFile {
         let version = content.get(8..12).and_then(|version| version.first_chunk());
         if let Some(version) = version.map(|version| u32::from_le_bytes(*version)).filter(|v| *v != VERSION) {
             let message = format!("{} has the unknown format version {version}", self.path.display());
-            return Err(Error::new(ErrorKind::Format, message));
+            return Err(malformed(message));
         }
         let (bitmaps, slot) = parse(&content, fingerprint).ok_or_else(|| self.damaged())?;
         self.slot = slot;
@@ -125,18 +125,16 @@ impl BitmapFile {
         self.file.metadata().map(|metadata| metadata.nlink() > 0).map_err(|e| self.failed("read", e))
     }
 
-    /// Fails with [`ErrorKind::Invalid`] if `other` is another file.
+    /// Fails with [`blkq::ErrorKind::Invalid`] if `other` is another file.
     pub fn check_same(&self, other: &File) -> Result<(), Error> {
         let identity = |file: &File| file.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
         match (identity(&self.file), identity(other)) {
             (Ok(own), Ok(other)) if own == other => Ok(()),
-            (Ok(_), Ok(_)) => {
-                let message = format!(
-                    "{} is not the bitmap file that the device uses, which was moved",
-                    self.path.display()
-                );
-                Err(Error::new(ErrorKind::Invalid, message).with_cure("move that file back"))
-            }
+            (Ok(_), Ok(_)) => Err(invalid(format!(
+                "{} is not the bitmap file that the device uses, which was moved",
+                self.path.display()
+            ))
+            .with_cure("move that file back")),
             (Err(e), _) | (_, Err(e)) => Err(self.failed("read", e)),
         }
     }
@@ -167,7 +165,11 @@ impl BitmapFile {
     pub fn store(&mut self, bitmaps: &[&Bitmap], fingerprint: ImageFingerprint) -> Result<(), Error> {
         if bitmaps.is_empty() {
             self.slot = 0;
-            return self.file.set_len(0).and_then(|()| self.sync()).map_err(|e| self.failed("write", e));
+            return self
+                .file
+                .set_len(0)
+                .and_then(|()| self.file.sync_data())
+                .map_err(|e| self.failed("write", e));
         }
         self.reserve(bitmaps, fingerprint)?;
         self.run(store_steps(bitmaps, fingerprint, self.slot))
@@ -177,7 +179,7 @@ impl BitmapFile {
         for step in steps {
             let done = match step {
                 Step::Write(at, bytes) => self.file.write_all_at(&bytes, at),
-                Step::Sync => self.sync(),
+                Step::Sync => self.file.sync_data(),
             };
             done.map_err(|e| self.failed("write", e))?;
         }
@@ -185,20 +187,12 @@ impl BitmapFile {
         Ok(())
     }
 
-    fn sync(&self) -> io::Result<()> {
-        // SAFETY: no memory is passed, and the file is open.
-        match unsafe { libc::fdatasync(self.file.as_raw_fd()) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()),
-        }
-    }
-
     fn failed(&self, what: &str, e: io::Error) -> Error {
         Error::system(format!("cannot {what} {}", self.path.display()), e)
     }
 
     fn damaged(&self) -> Error {
-        Error::new(ErrorKind::Format, format!("{} is damaged", self.path.display()))
+        malformed(format!("{} is damaged", self.path.display()))
     }
 }
 

@@ -9,6 +9,7 @@ use blkq::sync::{Mutex, MutexGuard, lock as locked};
 use blkq::{Error, ErrorKind};
 
 use crate::bitmaps::{BitmapFormat, Loaded};
+use crate::errors::unsupported;
 use crate::image_file::ImageFile;
 
 use super::bitmap_file::BitmapFile;
@@ -49,8 +50,7 @@ pub(super) fn take(
         return Ok((Err(BLOCK_DEVICE), None));
     }
     let Some(file) = file else { return Ok((Ok(Mutex::new(None)), None)) };
-    let fingerprint = ImageFingerprint::of(image, size)
-        .map_err(|e| Error::system(format!("cannot read {}", image.path.display()), e))?;
+    let fingerprint = ImageFingerprint::of(image, size)?;
     let loaded = BitmapFile::of_image(file, &image.path);
     match loaded.and_then(|mut file| file.load(fingerprint).map(|bitmaps| (file, bitmaps))) {
         Ok((mut file, bitmaps)) => {
@@ -71,14 +71,13 @@ impl FileBitmaps {
     fn fingerprint(&self) -> Result<ImageFingerprint, Error> {
         let state = locked(&self.shared.state);
         ImageFingerprint::of(&state.file, state.size)
-            .map_err(|e| Error::system(format!("cannot read {}", self.path.display()), e))
     }
 
     /// The fingerprint after the last write to the image. The image is durable when it is taken, so the fingerprint stays
     /// valid after a power loss, and a later write by another program changes it.
     fn final_fingerprint(&self) -> Result<ImageFingerprint, Error> {
         let image = locked(&self.shared.state).file.clone();
-        image.sync_all().map_err(|e| Error::system(format!("cannot flush {}", self.path.display()), e))?;
+        image.sync_all().map_err(|e| image.failed("flush", e))?;
         let fingerprint = self.fingerprint()?;
         fingerprint.wait_until_older();
         Ok(fingerprint)
@@ -92,11 +91,10 @@ impl FileBitmaps {
     /// marked as in use when they were loaded, so it must not become writable.
     pub fn check_reopen(&self) -> Result<(), Error> {
         if !self.is_writable() && self.file().is_some_and(|file| file.is_some()) {
-            let message = format!(
+            return Err(unsupported(format!(
                 "{} has dirty bitmaps and was opened read-only; close it and open it for writing",
                 self.path.display()
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         Ok(())
     }

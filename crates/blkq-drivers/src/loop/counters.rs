@@ -17,10 +17,11 @@ pub(super) struct QueueCounters {
     reads_in_flight_sum: AtomicU64,
     reads_in_flight_max: AtomicU64,
     turns_in_flight_max: AtomicU64,
-    writes_joined: AtomicU64,
-    short_transfers: AtomicU64,
-    retries: AtomicU64,
-    flushes: AtomicU64,
+    /// The owner of the queue adds to these with [`add`].
+    pub writes_joined: AtomicU64,
+    pub short_transfers: AtomicU64,
+    pub retries: AtomicU64,
+    pub flushes: AtomicU64,
 }
 
 /// Only the owner of the queue may call these.
@@ -35,23 +36,6 @@ impl QueueCounters {
     /// Counts a call of requests that take turns; `in_flight` includes it.
     pub fn turn(&self, in_flight: usize) {
         raise(&self.turns_in_flight_max, in_flight as u64);
-    }
-
-    /// Counts `writes` that were added to the call of the write before them.
-    pub fn joined(&self, writes: usize) {
-        add(&self.writes_joined, writes as u64);
-    }
-
-    pub fn short_transfer(&self) {
-        add(&self.short_transfers, 1);
-    }
-
-    pub fn retry(&self) {
-        add(&self.retries, 1);
-    }
-
-    pub fn flush(&self) {
-        add(&self.flushes, 1);
     }
 }
 
@@ -161,10 +145,10 @@ mod tests {
                 scope.spawn(move || {
                     for read in 0..READS {
                         queue.read(read % 8 + 1);
-                        queue.joined(2);
+                        add(&queue.writes_joined, 2);
                     }
                     queue.turn(usize::from(index));
-                    (0..=index).for_each(|_| queue.flush());
+                    (0..=index).for_each(|_| add(&queue.flushes, 1));
                 });
             }
         });

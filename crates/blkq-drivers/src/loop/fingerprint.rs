@@ -1,9 +1,10 @@
 //! The fingerprint of a raw image, saved with its dirty bitmaps. If the image has another fingerprint when it is
 //! opened, another program has written to it, and the bitmaps are inconsistent.
 
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
+
+use blkq::Error;
 
 use crate::image_file::ImageFile;
 
@@ -21,8 +22,8 @@ pub(super) struct ImageFingerprint {
 }
 
 impl ImageFingerprint {
-    pub fn of(image: &ImageFile, size: u64) -> io::Result<ImageFingerprint> {
-        let metadata = image.metadata()?;
+    pub fn of(image: &ImageFile, size: u64) -> Result<ImageFingerprint, Error> {
+        let metadata = image.metadata().map_err(|e| image.failed("read", e))?;
         Ok(ImageFingerprint {
             size,
             modified: (metadata.mtime(), metadata.mtime_nsec()),

@@ -9,7 +9,7 @@
 //! - `bitmaps`, `bitmap_file`, `bitmap_format`: the persistent dirty bitmaps in a file beside the image.
 //!   `fingerprint` detects that another program has written to the image since they were saved.
 
-pub(crate) mod base;
+mod base;
 mod bitmap_file;
 mod bitmap_format;
 mod bitmaps;
@@ -28,7 +28,7 @@ pub(super) mod tests;
 mod writer;
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use blkq::bitmap::BitmapStore;
@@ -39,15 +39,16 @@ use blkq::sync::{Mutex, lock as locked};
 use blkq::{Change, Driver, DriverQueue, DriverSetting, Error, ErrorKind, Extent, OpenContext, QueueLimits};
 
 use crate::bitmaps::ImageBitmaps;
+use crate::errors::{invalid, malformed, unsupported};
 use crate::image_file::{
-    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, WHOLE_FILE, choose_mode,
+    ClientTerms, DirectAlign, ImageFile, ImageName, LockKind, Mode, RawImage, WHOLE_FILE, choose_mode,
 };
 
 pub use crate::image_file::DirectIo;
 use bitmaps::FileBitmaps;
 pub use counters::{LoopCounters, LoopSnapshot};
+use options::Window;
 pub use options::{Dispatch, LoopOptions, LoopSetting};
-use options::{Window, invalid};
 use queue::LoopQueue;
 use shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, State};
 use writer::{QUEUES_MAX, WriterToken};
@@ -73,15 +74,6 @@ struct Chosen {
     tail: Option<Arc<ImageFile>>,
     bitmaps: bitmaps::Place,
     warnings: Vec<String>,
-}
-
-/// A raw image and how it was opened, for a driver that uses it as the backing file of an overlay.
-pub(crate) struct RawImage {
-    pub file: Arc<ImageFile>,
-    pub size: u64,
-    /// Alignment of offsets and lengths in bytes; 1 for buffered I/O.
-    pub align: u64,
-    pub terms: ClientTerms,
 }
 
 /// A device backed by an image.
@@ -143,8 +135,7 @@ impl LoopDevice {
             image.check_unclaimed(&range, options.read_only)?;
         }
         if let Some(format) = image.detect_format(file_size).filter(|_| !options.raw) {
-            let message = format!("{} is a {format} image, not raw data", image.path.display());
-            return Err(Error::new(ErrorKind::Format, message));
+            return Err(malformed(format!("{} is a {format} image, not raw data", image.path.display())));
         }
         let (bitmaps, warning) = bitmaps::open(options, &image);
         warnings.extend(warning);
@@ -208,11 +199,6 @@ impl LoopDevice {
         let buffered = (state.requested == DirectIo::Auto && state.mode.direct.is_none())
             .then(|| format!("direct I/O is off: {}", state.mode.reason));
         buffered.into_iter().chain(self.warnings.iter().cloned()).collect()
-    }
-
-    /// The absolute path under which the image was opened, with all symbolic links resolved.
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     pub(crate) fn identity(&self) -> (u64, u64) {
@@ -307,7 +293,7 @@ impl LoopDevice {
             ];
             if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
                 let message = format!("{} cannot become a backing file: {why}", self.path.display());
-                return Err(Error::new(ErrorKind::Unsupported, message));
+                return Err(unsupported(message));
             }
             let direct = state.mode.direct;
             RawImage {
@@ -406,7 +392,7 @@ impl Driver for LoopDevice {
             return Ok(vec![Extent { length: range.end - range.start, hole: false, zero: false }]);
         }
         file.extents(self.shared.offset, u64::from(self.shared.logical_block_bytes), range, max)
-            .map_err(|e| Error::system(format!("cannot read the extents of {}", self.path.display()), e))
+            .map_err(|e| file.failed("read the extents of", e))
     }
 
     fn prepare_set(&self, setting: &dyn DriverSetting) -> Result<Change, Error> {
@@ -486,7 +472,7 @@ impl Driver for LoopDevice {
         if end > file_size && (self.shared.block_device || !state.writable || state.read_only) {
             let why = if self.shared.block_device { "it is a block device" } else { "it is read-only" };
             let message = format!("{} ends at byte {file_size} and cannot grow: {why}", self.path.display());
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            return Err(unsupported(message));
         }
         let kind = LockKind::of(state.read_only, self.shared_use);
         state.file.lock(&(window.offset..end), kind, self.shared_use)?;

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use blkq::text::shell_word;
-use blkq::{DriverSetting, Error, ErrorKind};
+use blkq::{DriverSetting, Error};
 
+use crate::errors::invalid;
 use crate::image_file::DirectIo;
 use crate::size::LOGICAL_BLOCK_SIZES;
 
@@ -40,7 +41,7 @@ impl std::str::FromStr for Dispatch {
 }
 
 /// The part of an image to serve, and how to serve it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct LoopOptions {
     /// The image: a regular file or a block device.
     pub path: PathBuf,
@@ -71,18 +72,7 @@ pub struct LoopOptions {
 impl LoopOptions {
     /// The whole image at `path`, for reading and writing, with the default of every option.
     pub fn new(path: impl Into<PathBuf>) -> LoopOptions {
-        LoopOptions {
-            path: path.into(),
-            offset: 0,
-            size_limit: None,
-            logical_block_bytes: None,
-            partial_block: false,
-            direct_io: DirectIo::Auto,
-            dispatch: Dispatch::Concurrent,
-            read_only: false,
-            shared: false,
-            raw: false,
-        }
+        LoopOptions { path: path.into(), ..LoopOptions::default() }
     }
 }
 
@@ -116,7 +106,7 @@ pub(super) struct Window<'a> {
 
 impl Window<'_> {
     /// The size of the device in an image of `file_size` bytes, and the number of bytes after it that do not
-    /// fill a sector. Fails with [`ErrorKind::Invalid`] if the window does not suit the image or the sectors.
+    /// fill a sector. Fails with [`blkq::ErrorKind::Invalid`] if the window does not suit the image or the sectors.
     pub fn capacity(&self, file_size: u64, limit: Option<u64>) -> Result<(u64, u64), Error> {
         let (path, offset, logical_block_bytes) =
             (self.path.display(), self.offset, u64::from(self.logical_block_bytes));
@@ -158,8 +148,4 @@ impl Window<'_> {
             None => Ok((available - available % logical_block_bytes, available % logical_block_bytes)),
         }
     }
-}
-
-pub(super) fn invalid(message: String) -> Error {
-    Error::new(ErrorKind::Invalid, message)
 }

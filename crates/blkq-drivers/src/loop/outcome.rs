@@ -1,5 +1,6 @@
 //! Interprets the result of a completed call: the requests complete, or the call continues or is repeated.
 
+use blkq::stats::add;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::{BioFlags, DriverContext, IoResult, Operation, Status, Tag};
 
@@ -12,12 +13,8 @@ use super::shared::Shared;
 /// empty transfers forever.
 const ATTEMPTS_MAX: u64 = 64;
 
-pub(super) enum Outcome {
-    Completed(IoResult),
-    Unfinished,
-}
-
-/// Interprets `result`, which the ring returned for the call of the requests `tags`.
+/// Interprets `result`, which the ring returned for the call of the requests `tags`. Returns `None` if the call
+/// must be submitted again, for the rest.
 pub(super) fn of(
     image: &Image,
     shared: &Shared,
@@ -25,7 +22,7 @@ pub(super) fn of(
     cx: &mut DriverContext<'_>,
     tags: &[Tag],
     result: i32,
-) -> Outcome {
+) -> Option<IoResult> {
     let request = cx.request(tags[0]);
     let (operation, has_tail) = (request.operation(), image.has_tail(request));
     let progress = Progress::load(cx.pdu(tags[0]));
@@ -36,7 +33,7 @@ pub(super) fn of(
         return without_data(image, shared, cx, tags[0], result);
     }
     if result < 0 {
-        return Outcome::Completed(Err(Status::from_errno(-result)));
+        return Some(Err(Status::from_errno(-result)));
     }
     let total: u64 = match has_tail {
         true => image.bytes(cx.request(tags[0])),
@@ -47,23 +44,23 @@ pub(super) fn of(
         if has_tail && operation == Operation::Read {
             image.tail().clear_padding(cx, tags[0]);
         }
-        return Outcome::Completed(Ok(()));
+        return Some(Ok(()));
     }
     // A request that reaches the tail takes two calls; ending at the boundary is not a short transfer.
     if !has_tail || reached < image.tail().until(cx.request(tags[0]), progress.done) {
-        counters.short_transfer();
+        add(&counters.short_transfers, 1);
     }
     // Direct I/O can continue only at a multiple of its alignment, so the bytes beyond the last multiple are
     // transferred again.
     let done = reached - reached % image.align();
     if done > progress.done {
         Progress { done, attempts: 0 }.store(cx.pdu(tags[0]));
-        return Outcome::Unfinished;
+        return None;
     }
     match (operation, result) {
         // A read without progress means that the file has become shorter than the device.
-        (Operation::Read, _) => Outcome::Completed(Err(Status::Io)),
-        (_, 0) => Outcome::Completed(Err(Status::NoSpace)),
+        (Operation::Read, _) => Some(Err(Status::Io)),
+        (_, 0) => Some(Err(Status::NoSpace)),
         _ => again(counters, cx, tags[0], progress, Status::Io),
     }
 }
@@ -75,11 +72,11 @@ fn again(
     tag: Tag,
     progress: Progress,
     spent: Status,
-) -> Outcome {
+) -> Option<IoResult> {
     let attempts = progress.attempts + 1;
     Progress { attempts, ..progress }.store(cx.pdu(tag));
-    counters.retry();
-    if attempts < ATTEMPTS_MAX { Outcome::Unfinished } else { Outcome::Completed(Err(spent)) }
+    add(&counters.retries, 1);
+    if attempts < ATTEMPTS_MAX { None } else { Some(Err(spent)) }
 }
 
 /// The result of a flush. After a failed write-back the kernel marks the pages as clean, and the next fdatasync(2)
@@ -99,34 +96,34 @@ fn without_data(
     cx: &mut DriverContext<'_>,
     tag: Tag,
     result: i32,
-) -> Outcome {
+) -> Option<IoResult> {
     let request = cx.request(tag);
     let (operation, flags) = (request.operation(), request.flags());
     let bytes = image.bytes(request);
     let end_unit = image.end_unit(request);
     if operation == Operation::Flush {
-        return Outcome::Completed(flushed(image, shared, result));
+        return Some(flushed(image, shared, result));
     }
     let progress = Progress::load(cx.pdu(tag));
     if progress.done > 0 {
         // This was the read of `Image::end_entry`: if it is short, the file has become shorter than the device.
         let zeroed = result >= 0 && result as u64 == end_unit;
         let status = if result < 0 { Status::from_errno(-result) } else { Status::Io };
-        return Outcome::Completed(if zeroed { Ok(()) } else { Err(status) });
+        return Some(if zeroed { Ok(()) } else { Err(status) });
     }
     if result >= 0 && operation == Operation::WriteZeroes && !shared.block_device {
         Progress { done: bytes, attempts: 0 }.store(cx.pdu(tag));
-        return Outcome::Unfinished;
+        return None;
     }
     if result >= 0 {
-        return Outcome::Completed(Ok(()));
+        return Some(Ok(()));
     }
     let status = Status::from_errno(-result);
     let by_command = operation == Operation::Discard && shared.discard_by_command.load(Relaxed);
     if by_command && matches!(status, Status::NotSupported | Status::Invalid) {
         // Kernels before 6.12 do not have the command. Discards use the slower fallocate(2) from now on.
         shared.discard_by_command.store(false, Relaxed);
-        return Outcome::Unfinished;
+        return None;
     }
     if status == Status::NotSupported {
         let supported = match operation {
@@ -137,5 +134,5 @@ fn without_data(
         supported.store(false, Relaxed);
         cx.limits_changed();
     }
-    Outcome::Completed(Err(status))
+    Some(Err(status))
 }

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use blkq::stats::add;
 use blkq::{
     BioFlags, Cqe, DriverContext, DriverQueue, Error, IoResult, Operation, Registrar, Request, Status, Tag,
     Taken,
@@ -19,7 +20,7 @@ use crate::image_file::OPERATIONS;
 
 use super::counters::QueueCounters;
 use super::image::Image;
-use super::outcome::{self, Outcome};
+use super::outcome;
 use super::progress::{NEXT_SHIFT, Progress};
 use super::shared::{REQUEST_MAX_BYTES, SEGMENTS_MAX, Shared, Turns};
 
@@ -124,12 +125,12 @@ impl LoopQueue {
                 self.reads_in_flight += 1;
                 self.counters().read(self.reads_in_flight);
             }
-            Operation::Flush => self.counters().flush(),
+            Operation::Flush => add(&self.counters().flushes, 1),
             _ if in_turn => {
                 if self.calls.is_empty() {
                     self.shared.counters.begin_writing();
                 }
-                self.counters().joined(tags.len() - 1);
+                add(&self.counters().writes_joined, tags.len() as u64 - 1);
             }
             _ => {}
         }
@@ -158,8 +159,12 @@ impl LoopQueue {
         unsafe { cx.push(entry, payload) }
     }
 
-    fn outcome(&self, cx: &mut DriverContext<'_>, tags: &[Tag], result: i32) -> Outcome {
-        outcome::of(&self.image, &self.shared, self.counters(), cx, tags, result)
+    /// Completes the requests of a call for which the ring returned `result`, or submits the call again.
+    fn advance(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: i32) {
+        match outcome::of(&self.image, &self.shared, self.counters(), cx, tags, result) {
+            Some(result) => self.complete(cx, tags, in_turn, result),
+            None => self.submit(cx, tags, in_turn),
+        }
     }
 
     fn counters(&self) -> &QueueCounters {
@@ -307,12 +312,7 @@ unsafe impl DriverQueue for LoopQueue {
     fn complete_cqe(&mut self, cx: &mut DriverContext<'_>, cqe: Cqe) {
         let payload = cqe.token.payload();
         if payload & IN_TURN == 0 {
-            let tags = [Tag(payload as u16)];
-            match self.outcome(cx, &tags, cqe.result) {
-                Outcome::Completed(result) => self.complete(cx, &tags, false, result),
-                Outcome::Unfinished => self.submit(cx, &tags, false),
-            }
-            return;
+            return self.advance(cx, &[Tag(payload as u16)], false, cqe.result);
         }
         let mut tags = std::mem::take(&mut self.group);
         tags.clear();
@@ -322,10 +322,7 @@ unsafe impl DriverQueue for LoopQueue {
             tags.push(tag);
             next = cx.pdu(tag)[1] >> NEXT_SHIFT;
         }
-        match self.outcome(cx, &tags, cqe.result) {
-            Outcome::Completed(result) => self.complete(cx, &tags, true, result),
-            Outcome::Unfinished => self.submit(cx, &tags, true),
-        }
+        self.advance(cx, &tags, true, cqe.result);
         self.group = tags;
         self.take_turn(cx);
     }

@@ -99,22 +99,24 @@ impl Shared {
         // io_uring executes the buffered writes of one ring to a regular file one after the other on one worker
         // (IO_WQ_HASHED), so several can be submitted. In all other cases the driver queues them itself.
         let queued_in_kernel = turns == Turns::Writes && !self.block_device;
-        let direct_unit = state.mode.direct.is_some().then_some(self.cache_unit);
-        let logical_block_bytes = u64::from(self.logical_block_bytes);
         QueueSettings {
             direct: state.mode.direct.is_some(),
-            tail: TailSettings::new(
-                state.size,
-                logical_block_bytes,
-                self.offset,
-                direct_unit,
-                state.tail.as_ref(),
-            ),
+            tail: TailSettings { begin: self.tail_begin(&state), size: state.size, file: state.tail.clone() },
             calls_max: if queued_in_kernel { CALLS_MAX } else { 1 },
             file: Arc::clone(&state.file),
             align: state.mode.direct.map_or(1, |align| u64::from(align.offset)),
             read_only: state.read_only,
             turns,
+        }
+    }
+
+    /// See [`TailSettings::begin`].
+    fn tail_begin(&self, state: &State) -> u64 {
+        let rest = state.size % u64::from(self.logical_block_bytes);
+        match state.mode.direct {
+            _ if rest == 0 => u64::MAX,
+            Some(_) => ((self.offset + state.size) & !(self.cache_unit - 1)).saturating_sub(self.offset),
+            None => state.size - rest,
         }
     }
 

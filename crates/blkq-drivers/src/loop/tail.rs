@@ -19,30 +19,11 @@ use crate::image_file::ImageFile;
 
 #[derive(Clone)]
 pub(super) struct TailSettings {
-    /// Offset in the device at which calls must be cut; `u64::MAX` if the size is a multiple of the sector
-    /// size.
+    /// Offset in the device at which calls must be cut: with direct I/O at the unit of the page cache that contains
+    /// the end. `u64::MAX` if the size is a multiple of the sector size.
     pub begin: u64,
     pub size: u64,
     pub file: Option<Arc<ImageFile>>,
-}
-
-impl TailSettings {
-    /// The settings for a device of `size` bytes that begins at byte `offset` of the file. `direct_unit` is `None`
-    /// for buffered I/O, else the unit of the page cache in bytes, a power of two.
-    pub fn new(
-        size: u64,
-        logical_block_bytes: u64,
-        offset: u64,
-        direct_unit: Option<u64>,
-        file: Option<&Arc<ImageFile>>,
-    ) -> Self {
-        let begin = match direct_unit {
-            _ if size.is_multiple_of(logical_block_bytes) => u64::MAX,
-            Some(unit) => ((offset + size) & !(unit - 1)).saturating_sub(offset),
-            None => size - size % logical_block_bytes,
-        };
-        TailSettings { begin, size, file: file.cloned() }
-    }
 }
 
 pub(super) struct Tail {
@@ -70,16 +51,13 @@ impl Tail {
             (Some(old), Some(new)) => Arc::ptr_eq(old, new),
             (old, new) => old.is_none() && new.is_none(),
         };
+        // The new size applies even if the registration below fails.
+        (self.settings.begin, self.settings.size, self.direct) = (settings.begin, settings.size, direct);
         if let Some(mut ring) = ring.filter(|_| !same) {
-            let new = Tail::open(settings.clone(), direct, &mut ring);
-            // The new size applies even if the registration has failed.
-            (self.settings.begin, self.settings.size) = (settings.begin, settings.size);
-            self.direct = direct;
-            let mut old = std::mem::replace(self, new?);
-            old.close(&mut ring);
-            return Ok(());
+            let new = Tail::open(settings.clone(), direct, &mut ring)?;
+            std::mem::replace(self, new).close(&mut ring);
         }
-        (self.settings, self.direct) = (settings, direct);
+        self.settings = settings;
         Ok(())
     }
 

@@ -10,6 +10,7 @@ mod tail;
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
 use std::sync::atomic::AtomicU32;
 
 use super::*;

@@ -6,6 +6,8 @@ use std::ops::Range;
 
 use blkq::Extent;
 
+use crate::extents::append;
+
 /// Largest range of one query, in bytes. Without `fast-diff`, each object in it is queried.
 pub const WINDOW_BYTES: u64 = 1 << 30;
 
@@ -33,10 +35,8 @@ pub fn unknown(range: &Range<u64>) -> Vec<Extent> {
 pub fn describe(range: Range<u64>, mut allocated: Allocated, max: usize) -> Vec<Extent> {
     allocated.sort_unstable_by_key(|part| part.start);
     let mut extents: Vec<Extent> = Vec::new();
-    let mut push = |length: u64, hole: bool| match extents.last_mut() {
-        _ if length == 0 => {}
-        Some(last) if last.hole == hole => last.length += length,
-        _ => extents.push(Extent { length, hole, zero: hole }),
+    let mut push = |length: u64, hole: bool| {
+        append(&mut extents, Extent { length, hole, zero: hole }, usize::MAX);
     };
     let mut at = range.start;
     for part in allocated {

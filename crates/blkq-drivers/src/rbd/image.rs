@@ -12,6 +12,8 @@ use std::sync::atomic::Ordering;
 use blkq::{Error, ErrorKind};
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::errors::invalid;
+
 use super::extents::{self, Allocated};
 use super::library::{self, Handle, ImageInfo, ImageSetting, Library, Watcher};
 use super::library::{EVENT_TYPE_EVENTFD, FEATURE_EXCLUSIVE_LOCK, FEATURE_FAST_DIFF, LOCK_MODE_EXCLUSIVE};
@@ -217,16 +219,14 @@ impl Image {
         check(unsafe { (self.library.rbd_get_stripe_unit)(self.handle, &mut stripe_unit) }, what)?;
         // SAFETY: as above.
         check(unsafe { (self.library.rbd_get_stripe_count)(self.handle, &mut stripe_count) }, what)?;
-        let (size, object_size) = (info.size, info.object_size);
-        let cached = self.setting(CACHE).map(|value| !is_false(&value));
         Ok(Facts {
-            size,
-            object_size,
+            size: info.size,
+            object_size: info.object_size,
             stripe_unit,
             stripe_count,
             discard_granularity,
             lock,
-            cached,
+            cached: self.setting(CACHE).map(|value| !is_false(&value)),
             owner: None,
         })
     }
@@ -503,9 +503,7 @@ pub(super) fn is_false(value: &str) -> bool {
 }
 
 fn text(bytes: &[u8]) -> Result<CString, Error> {
-    CString::new(bytes).map_err(|_| {
-        Error::new(ErrorKind::Invalid, "a name, path or address for the RBD image contains a zero byte")
-    })
+    CString::new(bytes).map_err(|_| invalid("a name, path or address for the RBD image contains a zero byte"))
 }
 
 fn check(result: c_int, what: impl FnOnce() -> String) -> Result<(), Error> {

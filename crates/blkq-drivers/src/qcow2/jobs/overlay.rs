@@ -11,9 +11,7 @@ use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
 use blkq::{Driver, Error, ErrorKind};
 
-use crate::image_file::{ClientTerms, ImageFile, LockKind};
-use crate::r#loop::RawImage;
-use crate::r#loop::base::check_not_longer;
+use crate::image_file::{ClientTerms, ImageFile, LockKind, RawImage, check_not_longer};
 use crate::qcow2::chain::{self, LOCKED, Opened};
 use crate::qcow2::io::flush_metadata::flush_metadata;
 use crate::qcow2::io::reserve::free_reserved;

@@ -1,0 +1,14 @@
+use blkq::Extent;
+
+/// Appends `part` to `extents`, of which no two neighbours are of the same kind. Returns false, without effect, if
+/// that would make more than `max` extents.
+pub(crate) fn append(extents: &mut Vec<Extent>, part: Extent, max: usize) -> bool {
+    let is_full = extents.len() >= max;
+    match extents.last_mut() {
+        _ if part.length == 0 => {}
+        Some(last) if (last.hole, last.zero) == (part.hole, part.zero) => last.length += part.length,
+        _ if is_full => return false,
+        _ => extents.push(part),
+    }
+    true
+}
