@@ -10,6 +10,7 @@ use blkq::text::shell_word;
 use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, Mode as FileMode, OFlags, ResolveFlags, openat, openat2};
 
+use crate::errors::{malformed, unsupported};
 use crate::image_file::{DirectAlign, ImageFile, LockKind, WHOLE_FILE, name_now};
 
 use super::format::header::{BackingName, FIXED_BYTES, Header, MAGIC, SNAPSHOT_BYTES, cluster_bytes};
@@ -81,7 +82,7 @@ fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
             let message = format!(
                 "its {name} table is not all in the file, which was truncated; restore it from a copy"
             );
-            return Err(not_served(backing, &Error::new(ErrorKind::Format, message)));
+            return Err(not_served(backing, &malformed(message)));
         }
     }
     let l1 = read_numbers(backing, header.l1_offset, header.l1_entries as usize)?;
@@ -91,17 +92,13 @@ fn read_tables(backing: &ImageFile) -> Result<Tables, Error> {
 /// Reads a table of big-endian numbers, which is completely in the file.
 pub(super) fn read_numbers(backing: &ImageFile, offset: u64, count: usize) -> Result<Vec<u64>, Error> {
     let mut bytes = vec![0; count * 8];
-    backing.read_exact_at(&mut bytes, offset, None).map_err(|e| cannot_read(backing, e))?;
+    backing.read_exact_at(&mut bytes, offset, None).map_err(|e| backing.failed("read", e))?;
     Ok(bytes.chunks_exact(8).map(|entry| super::format::header::u64_at(entry, 0)).collect())
 }
 
 /// Reads from an image of which no size is known yet.
 fn read_at(image: &ImageFile, bytes: &mut [u8], offset: u64) -> Result<(), Error> {
-    image.read_padded_at(bytes, offset, 0, None).map_err(|e| cannot_read(image, e))
-}
-
-fn cannot_read(image: &ImageFile, error: std::io::Error) -> Error {
-    Error::system(format!("cannot read {}", image.path.display()), error)
+    image.read_padded_at(bytes, offset, 0, None).map_err(|e| image.failed("read", e))
 }
 
 /// Opens the backing files of `top`, in order from the nearest.
@@ -122,44 +119,38 @@ pub(super) fn open_backing_files(
             return Ok(chain);
         };
         if chain.len() == DEPTH_MAX {
-            let message = format!(
+            return Err(unsupported(format!(
                 "{} has more than {DEPTH_MAX} backing files; merge some with `qemu-img commit` or \
                  `qemu-img rebase`",
                 top.file.path.display()
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         let backing = open_one(&last.file.path, &name, allowed)?;
         if std::iter::once(top).chain(&chain).any(|one| one.file.identity == backing.identity) {
-            let message = format!(
+            return Err(malformed(format!(
                 "the backing chain of {} contains {} twice",
                 top.file.path.display(),
                 backing.path.display()
-            );
-            return Err(Error::new(ErrorKind::Format, message));
+            )));
         }
         // The lock comes before the tables are read, because another process may be changing them.
         backing.lock(&LOCKED, LockKind::Shared, false)?;
         let opened = read_one(&last.file.path, &name, backing)?;
         if let (Some(tables), Some(all)) = (&opened.tables, journals) {
-            let (path, identity) = (&opened.file.path, opened.file.identity);
-            let tag = tables.header.tag;
-            journal::check_base(all, path, (identity, tag), last.file.identity)?;
-            if tag == 0 {
-                let file = (identity, opened.file.birth());
-                warnings.extend(journal::find_ignored(all, path, file));
+            journal::check_base(all, &opened.file, tables.header.tag, last.file.identity)?;
+            if tables.header.tag == 0 {
+                warnings.extend(journal::find_ignored(all, &opened.file));
             }
         }
         chain.push(opened);
         let l1_bytes = |one: &Opened| one.tables.as_ref().map_or(0, |tables| tables.l1.len() as u64 * 8);
         if std::iter::once(top).chain(&chain).map(l1_bytes).sum::<u64>() > L1_TABLES_MAX_BYTES {
-            let message = format!(
+            return Err(unsupported(format!(
                 "the L1 tables of {} and its backing files need more than {} MiB of memory; merge the \
                  chain into one image with `qemu-img convert`",
                 top.file.path.display(),
                 L1_TABLES_MAX_BYTES >> 20
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
     }
 }
@@ -201,30 +192,27 @@ fn read_one(image: &Path, name: &BackingName, backing: ImageFile) -> Result<Open
         // The header could be written by a guest that had the raw image: as qcow2, it would make the host
         // open other files.
         None if magic == MAGIC => {
-            let message = format!(
+            return Err(unsupported(format!(
                 "{} does not record the format of its backing file, which looks like qcow2; if it is, run \
                 `qemu-img rebase -u -b {} -F qcow2 {}`",
                 image.display(),
                 shell_word(&backing.path),
                 shell_word(image)
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         None => {
             if let Some(format) = backing.detect_format(size) {
-                let message = format!(
+                return Err(unsupported(format!(
                     "{shown}, the backing file of {}, is a {format} image, which is not supported",
                     image.display()
-                );
-                return Err(Error::new(ErrorKind::Unsupported, message));
+                )));
             }
         }
         Some(other) => {
-            let message = format!(
+            return Err(unsupported(format!(
                 "{shown}, the backing file of {}, is a {other} image, which is not supported",
                 image.display()
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
     }
     Ok(Opened { file: backing, tables: None, size })
@@ -248,12 +236,12 @@ pub(super) fn check_is_no_link(path: &Path) -> Result<(), Error> {
     if !std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink()) {
         return Ok(());
     }
-    let message = format!(
+    Err(unsupported(format!(
         "{} is a symbolic link, and the relative name of its backing file is resolved from the directory \
          of the link, which a new overlay cannot record",
         path.display()
-    );
-    Err(Error::new(ErrorKind::Unsupported, message).with_cure("attach the image by its own path"))
+    ))
+    .with_cure("attach the image by its own path"))
 }
 
 fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
@@ -261,12 +249,11 @@ fn backing_path<'a>(image: &Path, name: &'a [u8]) -> Result<&'a Path, Error> {
     // As in QEMU, a colon before the first slash ends the name of a protocol.
     let before_slash = name.split(|byte| *byte == b'/').next().unwrap_or_default();
     if before_slash.contains(&b':') {
-        let message = format!(
+        return Err(unsupported(format!(
             "{} has the backing file {:?}, which is not a path of this machine",
             image.display(),
             String::from_utf8_lossy(name)
-        );
-        return Err(Error::new(ErrorKind::Unsupported, message));
+        )));
     }
     Ok(Path::new(OsStr::from_bytes(name)))
 }

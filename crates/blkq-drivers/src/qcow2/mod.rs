@@ -22,10 +22,9 @@ mod tables;
 #[cfg(not(model_check))]
 mod tests;
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::bitmap::BitmapStore;
@@ -33,9 +32,10 @@ use blkq::sync::atomic::AtomicBool;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
 use blkq::text::shell_word;
-use blkq::{DepthExtent, Driver, DriverQueue, Error, ErrorKind, Extent, OpenContext, QueueLimits};
+use blkq::{DepthExtent, Driver, DriverQueue, Error, Extent, OpenContext, QueueLimits};
 
 use crate::bitmaps::ImageBitmaps;
+use crate::errors::{invalid, malformed, unsupported};
 pub use crate::image_file::link_elsewhere;
 use crate::image_file::{
     ClientTerms, DirectAlign, DirectIo, ImageFile, ImageName, LockKind, Mode, choose_buffered, choose_mode,
@@ -44,11 +44,11 @@ use crate::image_file::{
 use bitmaps::store::Qcow2Bitmaps;
 use chain::{LOCKED, Opened};
 use format::entry::{OFFSET, SLICE_MAX_BYTES};
-use io::env::{Env, Shared};
+use io::env::Shared;
 use io::flush_metadata::flush_metadata;
 use io::queue::{Qcow2Queue, SEGMENTS_MAX};
 use io::reserve::free_reserved;
-use io::{blocking, extents, grow};
+use io::{extents, grow};
 pub use jobs::block_commit::{BaseImage, BlockCommit, CommitSource};
 pub use jobs::block_commit_base::{BaseFiles, OpenedBase, Target, open_base};
 pub use jobs::create::Base;
@@ -57,7 +57,6 @@ pub use journal::Journals;
 pub use options::{BackingChain, Qcow2Options};
 use tables::cache::{CACHE_BYTES, Cache};
 use tables::state::{Layer, State, Tables, Writer};
-use tables::unlinked::Unlinked;
 
 /// Largest read or write in bytes, the same as of the loop driver.
 const REQUEST_MAX_BYTES: u32 = 2560 << 9;
@@ -69,7 +68,6 @@ const FLUSHES_MAX: usize = 4;
 /// A device backed by a qcow2 image.
 pub struct Qcow2 {
     shared: Arc<Shared>,
-    files: Vec<Arc<ImageFile>>,
     name: ImageName,
     writable: bool,
     /// Accessed with `Relaxed`, like `superseded`: no other memory depends on these flags.
@@ -105,7 +103,7 @@ fn slice_bytes<'a>(chain: impl Iterator<Item = &'a Option<Tables>>) -> u64 {
 fn open_top(options: &Qcow2Options) -> Result<(Opened, Option<String>), Error> {
     if options.shared && !options.read_only {
         let message = "a qcow2 image has one writer and cannot be shared; open it read-only";
-        return Err(Error::new(ErrorKind::Invalid, message));
+        return Err(invalid(message));
     }
     let file = ImageFile::open(&options.path, options.read_only)?;
     let warning = file.lock(&LOCKED, LockKind::of(options.read_only, false), options.shared)?;
@@ -127,20 +125,19 @@ fn check_repaired(image: &Opened) -> Result<(), Error> {
     };
     let path = &image.file.path;
     let shown = path.display();
-    let message = format!(
+    Err(unsupported(format!(
         "{shown} {why}; repair it with `qemu-img check -r all {}`, or open it read-only",
         shell_word(path)
-    );
-    Err(Error::new(ErrorKind::Unsupported, message))
+    )))
 }
 
 impl Qcow2 {
     /// Opens and locks an image and its backing files.
     ///
     /// # Errors
-    /// The message has one line: what is wrong, why, and a hint. [`ErrorKind::Busy`] if another process has
-    /// locked one of the files, [`ErrorKind::Claimed`] if the kernel uses the image,
-    /// [`ErrorKind::BackingFile`] if the image names a backing file that `options` does not allow. The last
+    /// The message has one line: what is wrong, why, and a hint. [`blkq::ErrorKind::Busy`] if another process has
+    /// locked one of the files, [`blkq::ErrorKind::Claimed`] if the kernel uses the image,
+    /// [`blkq::ErrorKind::BackingFile`] if the image names a backing file that `options` does not allow. The last
     /// two have no hint, because the caller knows its own options.
     pub fn open(options: &Qcow2Options) -> Result<Qcow2, Error> {
         let (top, warning) = open_top(options)?;
@@ -151,7 +148,7 @@ impl Qcow2 {
         let size = top.size - top.size % u64::from(logical_block_bytes);
         if size == 0 {
             let message = format!("{shown} is smaller than one sector of {logical_block_bytes} bytes");
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(invalid(message));
         }
         if size != top.size {
             warnings.push(format!(
@@ -207,14 +204,13 @@ impl Qcow2 {
         let Ok((version, cluster_bytes)) =
             state.top().map(|tables| (tables.header.version, tables.header.cluster_bytes()))
         else {
-            return Err(Error::new(ErrorKind::Format, "not a qcow2 image"));
+            return Err(malformed("not a qcow2 image"));
         };
-        let shared = Shared::new(state);
-        let bitmaps = Qcow2Bitmaps::new(&shared, &files, !read_only);
+        let shared = Shared::new(state, files);
+        let bitmaps = Qcow2Bitmaps::new(&shared, !read_only);
         let device = Qcow2 {
+            name: ImageName::new(shared.path()),
             shared,
-            name: ImageName::new(&files[0].path),
-            files,
             writable: !read_only,
             read_only: AtomicBool::new(read_only),
             superseded: AtomicBool::new(false),
@@ -227,25 +223,23 @@ impl Qcow2 {
         let device = device.begin_journal(journals, overlay)?;
         // Set after `begin_journal`, whose change of the header may go through the page cache and then need not
         // wait for the disk.
-        device.files.iter().zip(direct).try_for_each(|(file, direct)| file.set_direct(direct))?;
+        device.shared.files.iter().zip(direct).try_for_each(|(file, direct)| file.set_direct(direct))?;
         Ok(device)
     }
 
     pub(crate) fn identity(&self) -> (u64, u64) {
-        self.files[0].identity
+        self.file().identity
     }
 
     pub(crate) fn file(&self) -> &ImageFile {
-        &self.files[0]
+        &self.shared.files[0]
     }
 
-    /// Runs a task on this thread. No queue may do I/O meanwhile.
-    fn run<F: Future<Output = blkq::IoResult> + 'static>(
-        &self,
-        what: &str,
-        task: impl FnOnce(Rc<Env>) -> F,
-    ) -> Result<(), Error> {
-        blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.path().display()), task)
+    /// Makes all writes durable. No queue may do I/O meanwhile.
+    fn sync(&self) -> Result<(), Error> {
+        // A flush of its own, because data that was overwritten in place makes no table dirty.
+        self.shared.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
+        self.flush_all_metadata()
     }
 
     /// Flushes all metadata, durably, until no table in memory is dirty; nothing if the image is read-only.
@@ -257,20 +251,20 @@ impl Qcow2 {
             if !locked(&self.shared.state).is_dirty() {
                 break;
             }
-            self.run("write the tables", async |env| flush_metadata(&env, true).await)?;
+            self.shared.run("write the tables", async |env| flush_metadata(&env, true).await)?;
         }
         Ok(())
     }
 
     /// The path of the image: absolute, with symbolic links resolved unless `prefer_link` chose the link.
     pub fn path(&self) -> &Path {
-        &self.files[0].path
+        self.shared.path()
     }
 }
 
 /// Chooses direct or buffered I/O for one file of a chain, by the rule of raw images ([`choose_mode`]).
 /// Direct I/O must also suit the tables, which are read in units of `slice` bytes, and the end of the image,
-/// because the last sector may be read alone. Fails with [`ErrorKind::NoDirectIo`] if `requested` demands
+/// because the last sector may be read alone. Fails with [`blkq::ErrorKind::NoDirectIo`] if `requested` demands
 /// what is impossible.
 fn choose_file_mode(image: &Opened, requested: DirectIo, block: u32, slice: u64) -> Result<Mode, Error> {
     let path = &image.file.path;
@@ -301,33 +295,21 @@ fn open_writer(top: &Opened, read_only: bool) -> Result<Writer, Error> {
         let mut blocks = HashSet::new();
         if refcount_table.iter().any(|block| *block != 0 && !blocks.insert(*block)) {
             let shown = top.file.path.display();
-            let message = format!(
+            return Err(malformed(format!(
                 "the refcount table of {shown} names a block twice; repair it with `qemu-img check -r all \
                  {}`, or open it read-only",
                 shell_word(&top.file.path)
-            );
-            return Err(Error::new(ErrorKind::Format, message));
+            )));
         }
     }
     let block_device = top.file.block_device;
     Ok(Writer {
         refcount_table,
-        refcount_table_dirty: BTreeSet::new(),
-        l1_dirty: BTreeSet::new(),
-        next_free: 0,
         // Clusters at the end of a block device contain old data; they never read as zeroes.
         fresh_from: if block_device { u64::MAX } else { file_bytes.div_ceil(1 << bits) },
         extended_to: (!block_device).then_some(file_bytes),
-        extending: false,
         clusters_max: if block_device { file_bytes >> bits } else { 1 << (56 - bits) },
-        released: Vec::new(),
-        unlinked: Unlinked::default(),
-        locked: HashSet::new(),
-        changing: 0,
-        making_l2: HashSet::new(),
-        growing: false,
-        flushing: false,
-        failed: false,
+        ..Writer::default()
     })
 }
 
@@ -348,12 +330,12 @@ impl Driver for Qcow2 {
     fn limits(&self) -> QueueLimits {
         let read_only = self.read_only.load(Relaxed);
         // Without zero flags (version 2) a discard would make the data of the backing file visible.
-        let unmaps = !read_only && (self.version >= 3 || self.files.len() == 1);
+        let unmaps = !read_only && (self.version >= 3 || self.shared.files.len() == 1);
         let most = |able: bool| if able { DISCARD_MAX_BYTES } else { 0 };
         QueueLimits {
             capacity_bytes: locked(&self.shared.state).size,
             logical_block_bytes: self.terms.logical_block_bytes,
-            physical_block_bytes: self.files[0].physical_block.max(self.terms.logical_block_bytes),
+            physical_block_bytes: self.file().physical_block.max(self.terms.logical_block_bytes),
             max_request_bytes: REQUEST_MAX_BYTES,
             max_segments: SEGMENTS_MAX,
             memory_align: self.terms.memory_align,
@@ -363,7 +345,7 @@ impl Driver for Qcow2 {
             max_write_zeroes_no_unmap_bytes: most(!read_only && self.version >= 3),
             write_cache: !read_only,
             read_only,
-            rotational: self.files[0].rotational,
+            rotational: self.file().rotational,
             page_cache: self.terms.buffered.is_some(),
             ..QueueLimits::default()
         }
@@ -376,26 +358,23 @@ impl Driver for Qcow2 {
         if let Some(journal) = &mut locked(&self.shared.state).journal {
             journal.clear_overlay();
         }
-        let ring =
-            cx.ring.ok_or_else(|| Error::new(ErrorKind::Invalid, "the qcow2 driver needs an io_uring"))?;
+        let ring = cx.ring.ok_or_else(|| invalid("the qcow2 driver needs an io_uring"))?;
         let shared = Arc::clone(&self.shared);
-        Ok(Box::new(Qcow2Queue::open(shared, &self.files, self.writable, (cx.tags, cx.wake), ring)?))
+        Ok(Box::new(Qcow2Queue::open(shared, self.writable, (cx.tags, cx.wake), ring)?))
     }
 
     fn extents(&self, range: Range<u64>, max: usize) -> Result<Vec<Extent>, Error> {
-        extents::of_chain(&self.shared, &self.files, range, max)
-            .map_err(|e| Error::system(format!("cannot read the extents of {}", self.path().display()), e))
+        extents::of_chain(&self.shared, range, max).map_err(|e| self.file().failed("read the extents of", e))
     }
 
     fn allocation_depths(&self, range: Range<u64>, max: usize) -> Result<Vec<DepthExtent>, Error> {
-        extents::depths(&self.shared, &self.files, range, max)
-            .map_err(|e| Error::system(format!("cannot read the allocation of {}", self.path().display()), e))
+        extents::depths(&self.shared, range, max).map_err(|e| self.file().failed("read the allocation of", e))
     }
 
     fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
         if !read_only && !self.writable {
             let message = format!("{} is open read-only; open it again for writing", self.path().display());
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            return Err(unsupported(message));
         }
         self.flush_all_metadata()?;
         self.read_only.store(read_only, Relaxed);
@@ -416,8 +395,8 @@ impl Driver for Qcow2 {
             return Ok(now);
         }
         let refused = |why: &str, hint: &str| {
-            let message = format!("cannot resize {} to {bytes} bytes: {why}", self.path().display());
-            Err(Error::new(ErrorKind::Unsupported, message).with_cure(hint))
+            Err(unsupported(format!("cannot resize {} to {bytes} bytes: {why}", self.path().display()))
+                .with_cure(hint))
         };
         let offline = "detach the device and run qemu-img resize";
         if bytes < now {
@@ -453,7 +432,7 @@ impl Driver for Qcow2 {
                 return Ok(());
             }
         }
-        self.run("change the size", move |env| async move { grow::grow(&env, bytes).await })
+        self.shared.run("change the size", move |env| async move { grow::grow(&env, bytes).await })
     }
 
     fn bitmap_store(&self) -> Option<&dyn BitmapStore> {
@@ -469,9 +448,9 @@ impl Driver for Qcow2 {
     fn describe(&self) -> Vec<(&'static str, String)> {
         let (device, inode) = self.identity();
         let backing_files: Vec<String> =
-            self.files[1..].iter().map(|file| file.path.display().to_string()).collect();
+            self.shared.files[1..].iter().map(|file| file.path.display().to_string()).collect();
         vec![
-            ("backing-file", self.name.now(&self.files[0])),
+            ("backing-file", self.name.now(self.file())),
             ("backing-device", format!("{}:{}", libc::major(device), libc::minor(device))),
             ("backing-inode", inode.to_string()),
             ("offset", "0".to_owned()),
@@ -499,9 +478,9 @@ impl Drop for Qcow2 {
         // reserved space.
         if self.writable && self.flush_all_metadata().is_ok() {
             self.end_journal();
-            let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
+            let _ = self.shared.run("free the space that is reserved", async |env| free_reserved(&env).await);
         }
         // Released explicitly, because a ring may keep a reference to the file for longer than the device exists.
-        self.files[0].unlock(&LOCKED);
+        self.file().unlock(&LOCKED);
     }
 }

@@ -20,7 +20,7 @@ pub enum BackingChain {
 }
 
 /// A qcow2 image, and how it is served.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Qcow2Options {
     /// The image: a regular file or a block device.
     pub path: PathBuf,
@@ -47,15 +47,6 @@ pub struct Qcow2Options {
 impl Qcow2Options {
     /// Options for the image at `path`, for reading and writing.
     pub fn new(path: impl Into<PathBuf>) -> Qcow2Options {
-        Qcow2Options {
-            path: path.into(),
-            logical_block_bytes: None,
-            direct_io: DirectIo::Auto,
-            read_only: false,
-            shared: false,
-            backing_chain: BackingChain::OwnDirectory,
-            device_bytes: None,
-            journals: None,
-        }
+        Qcow2Options { path: path.into(), ..Qcow2Options::default() }
     }
 }

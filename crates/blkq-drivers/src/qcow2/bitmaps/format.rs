@@ -7,6 +7,7 @@ use std::ops::Range;
 use blkq::bitmap::{BITMAPS_MAX, Bitmap, BitmapState, MEMORY_MAX_BYTES, NAME_MAX_BYTES, bytes_for};
 use blkq::{Error, ErrorKind, IoBuffer};
 
+use crate::errors::{malformed, unsupported};
 use crate::image_file::ImageFile;
 use crate::qcow2::format::header::{
     AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BITMAPS_EXTENSION_BYTES, BitmapsExtension, EXTENSION_BITMAPS,
@@ -73,17 +74,16 @@ pub(in crate::qcow2) fn read(file: &ImageFile, header: &Header, size: u64) -> Re
     let file_bytes = file.size()?;
     let read = |range: Range<u64>| {
         if range.end > file_bytes {
-            return Err(damaged("a part of them lies beyond the end of the file"));
+            return Err(malformed("a part of them lies beyond the end of the file"));
         }
         // The buffer suits direct I/O.
         let length = (range.end - range.start) as usize;
         let mut buffer = IoBuffer::zeroed(length.next_multiple_of(4096));
-        file.read_padded_at(&mut buffer, range.start, range.end, None)
-            .map_err(|e| Error::system(format!("cannot read {}", file.path.display()), e))?;
+        file.read_padded_at(&mut buffer, range.start, range.end, None).map_err(|e| file.failed("read", e))?;
         Ok(buffer[..length].to_vec())
     };
     if extension.directory_bytes > DIRECTORY_MAX_BYTES {
-        return Err(damaged(format!("their directory has {} bytes", extension.directory_bytes)));
+        return Err(malformed(format!("their directory has {} bytes", extension.directory_bytes)));
     }
     let place = place(extension.directory, extension.directory_bytes, cluster)?;
     let (mut stored, mut layout) = (Stored::default(), Layout::default());
@@ -151,17 +151,15 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Ve
         end = place.end;
         let entry = Entry::parse(&directory[place.clone()], place.clone(), cluster).and_then(|entry| {
             if entries.len() == BITMAPS_MAX {
-                return Err(damaged(format!(
-                    "there are more than {BITMAPS_MAX}; one of them is {}",
-                    entry.name
-                )));
+                let message = format!("there are more than {BITMAPS_MAX}; one of them is {}", entry.name);
+                return Err(malformed(message));
             }
             if entries.iter().any(|other| other.name == entry.name) {
-                return Err(damaged(format!("two bitmaps have the name {}", entry.name)));
+                return Err(malformed(format!("two bitmaps have the name {}", entry.name)));
             }
             let left = clusters_left.checked_sub(entry.clusters);
             clusters_left = left.ok_or_else(|| {
-                damaged(format!("{} and the bitmaps before it need too much memory", entry.name))
+                malformed(format!("{} and the bitmaps before it need too much memory", entry.name))
             })?;
             Ok(entry)
         });
@@ -171,7 +169,7 @@ fn entries(directory: &[u8], count: u32, cluster: u64) -> Result<(Vec<Entry>, Ve
         }
     }
     if end != directory.len() {
-        return Err(damaged(format!("their directory does not have exactly {count} entries")));
+        return Err(malformed(format!("their directory does not have exactly {count} entries")));
     }
     Ok((entries, others))
 }
@@ -184,7 +182,7 @@ fn entry_place(directory: &[u8], at: usize) -> Result<Range<usize>, Error> {
             ENTRY_BYTES.checked_add(extra_bytes)?.checked_add(name_bytes)?.checked_next_multiple_of(8)?;
         (bytes <= entry.len()).then_some(bytes)
     });
-    bytes.map(|bytes| at..at + bytes).ok_or_else(|| damaged("their directory is truncated"))
+    bytes.map(|bytes| at..at + bytes).ok_or_else(|| malformed("their directory is truncated"))
 }
 
 fn name_bytes(entry: &[u8]) -> usize {
@@ -206,14 +204,15 @@ impl Entry {
         let name = entry_name(bytes).filter(|name| (1..=NAME_MAX_BYTES).contains(&name.len()));
         let name = name.and_then(|name| String::from_utf8(name.to_vec()).ok());
         let name = name.filter(|name| !name.contains(char::is_control));
-        let Some(name) = name else { return Err(damaged("its name is not printable text")) };
+        let Some(name) = name else { return Err(malformed("its name is not printable text")) };
         let known = FLAG_IN_USE | FLAG_AUTO | FLAG_EXTRA_COMPATIBLE;
         // blkq does not keep extra data, so it would be lost.
         if kind != TYPE_DIRTY || flags & !known != 0 || extra_bytes > 0 {
-            return Err(damaged(format!("{name} has a type, a flag or extra data that blkq does not know")));
+            let message = format!("{name} has a type, a flag or extra data that blkq does not know");
+            return Err(malformed(message));
         }
         if !(9..=31).contains(&granularity_bits) || clusters == 0 {
-            return Err(damaged(format!(
+            return Err(malformed(format!(
                 "{name} has a granularity of 2^{granularity_bits} bytes and a table of {clusters} \
                  entries, which is not valid"
             )));
@@ -236,7 +235,7 @@ impl Entry {
     ) -> Result<Bitmap, Error> {
         let state = if self.flags & FLAG_AUTO != 0 { BitmapState::Recording } else { BitmapState::Disabled };
         if bytes_for(size, self.granularity).div_ceil(cluster) != self.clusters {
-            return Err(damaged("it belongs to a device of another size"));
+            return Err(malformed("it belongs to a device of another size"));
         }
         let mut bitmap = Bitmap::new(&self.name, self.granularity, size, state)?;
         for (number, entry) in table.iter().enumerate() {
@@ -248,7 +247,7 @@ impl Entry {
                     let place = place(offset, cluster, cluster)?;
                     bitmap.load(at, &read(place)?);
                 }
-                _ => return Err(damaged("its table has an invalid entry")),
+                _ => return Err(malformed("its table has an invalid entry")),
             }
         }
         Ok(bitmap)
@@ -304,11 +303,10 @@ pub(in crate::qcow2) fn plan_extension(
     old: &[u8],
     extension: Option<&BitmapsExtension>,
 ) -> Result<Vec<HeaderChange>, Error> {
-    let unsupported = |why: &str| Err(Error::new(ErrorKind::Unsupported, why));
     if u32_at(old, 4) < 3 {
-        return unsupported(
+        return Err(unsupported(
             "it is of version 2, which has no bitmaps; convert it with `qemu-img amend -o compat=v3`",
-        );
+        ));
     }
     let header_bytes = u32_at(old, 100) as usize;
     let (name_at, name_bytes) = (u64_at(old, 8) as usize, u32_at(old, 16) as usize);
@@ -319,7 +317,7 @@ pub(in crate::qcow2) fn plan_extension(
         || !header_bytes.is_multiple_of(8)
         || has_name && (name.is_none() || name_at < header_bytes)
     {
-        return Err(damaged("the fields of its header contradict each other"));
+        return Err(malformed("the fields of its header contradict each other"));
     }
     let extensions = extensions(old, header_bytes)?;
     let mut of_bitmaps = extensions.iter().filter(|other| other.kind == EXTENSION_BITMAPS);
@@ -327,7 +325,7 @@ pub(in crate::qcow2) fn plan_extension(
     if present.is_some_and(|present| present.data.len() != BITMAPS_EXTENSION_BYTES)
         || of_bitmaps.next().is_some()
     {
-        return Err(damaged("the header extension of its bitmaps is damaged"));
+        return Err(malformed("the header extension of its bitmaps is damaged"));
     }
     let end = extensions.last().map_or(header_bytes, Extension::end);
     let mut plan = HeaderPlan { cluster: old.to_vec(), changes: Vec::new() };
@@ -354,7 +352,7 @@ pub(in crate::qcow2) fn plan_extension(
         if old.get(end..end + END_MARKER.len()).is_none_or(|marker| marker[..4] != END_MARKER[..4])
             || name_at != 0 && name_at < end + END_MARKER.len()
         {
-            return unsupported("its header has no room for bitmaps: its extensions have no end marker");
+            return Err(unsupported("its header has no room for bitmaps: its extensions have no end marker"));
         }
         let new_end = end + EXTENSION_HEAD_BYTES + data.len() + END_MARKER.len();
         let mut used = new_end;
@@ -368,7 +366,9 @@ pub(in crate::qcow2) fn plan_extension(
             }
         }
         if used > old.len() {
-            return unsupported("its header has no room for bitmaps, because its clusters are too small");
+            return Err(unsupported(
+                "its header has no room for bitmaps, because its clusters are too small",
+            ));
         }
         let mut head = EXTENSION_BITMAPS.to_be_bytes().to_vec();
         head.extend((data.len() as u32).to_be_bytes());
@@ -412,12 +412,8 @@ fn place(offset: u64, bytes: u64, cluster: u64) -> Result<Range<u64>, Error> {
     let end = offset.checked_add(bytes).filter(|end| *end <= 1 << 56);
     match end {
         Some(end) if offset >= cluster && offset.is_multiple_of(cluster) => Ok(offset..end),
-        _ => Err(damaged(format!("a part of them is at byte {offset}, where no cluster can be"))),
+        _ => Err(malformed(format!("a part of them is at byte {offset}, where no cluster can be"))),
     }
-}
-
-fn damaged(why: impl Into<String>) -> Error {
-    Error::new(ErrorKind::Format, why)
 }
 
 #[cfg(test)]

@@ -400,6 +400,5 @@ pub(in crate::qcow2) async fn write(env: &Env, offset: u64, bytes: &[u8]) -> IoR
 
 pub(in crate::qcow2) async fn read_head(env: &Env) -> Result<Vec<u8>, Status> {
     let cluster = 1 << env.state().cluster_bits();
-    let mut read = env.io.run(env.read_op(0, 0).with_buffer(IoBuffer::zeroed(cluster))).await?;
-    Ok(read.buffers.pop().ok_or(Status::Io)?.to_vec())
+    Ok(env.read(0, 0, cluster).await?.to_vec())
 }

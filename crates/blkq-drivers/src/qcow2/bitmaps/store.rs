@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use blkq::bitmap::Bitmap;
 use blkq::sync::{Mutex, lock as locked};
-use blkq::{Error, ErrorKind, IoResult, Status};
+use blkq::{Error, ErrorKind, Status};
 
 use crate::bitmaps::{BitmapFormat, Loaded};
-use crate::image_file::ImageFile;
+use crate::errors::{malformed, unsupported};
 use crate::qcow2::format::header::{AUTOCLEAR_AT, AUTOCLEAR_BITMAPS, BitmapsExtension, Header};
 use crate::qcow2::io::allocate::change_header;
 use crate::qcow2::io::blocking;
@@ -30,15 +30,14 @@ struct PersistentBitmaps {
 
 pub(in crate::qcow2) struct Qcow2Bitmaps {
     shared: Arc<Shared>,
-    files: Vec<Arc<ImageFile>>,
     writable: bool,
     persistent: Mutex<PersistentBitmaps>,
 }
 
 impl Qcow2Bitmaps {
-    pub fn new(shared: &Arc<Shared>, files: &[Arc<ImageFile>], writable: bool) -> Qcow2Bitmaps {
-        let (shared, files) = (Arc::clone(shared), files.to_vec());
-        Qcow2Bitmaps { shared, files, writable, persistent: Mutex::new(PersistentBitmaps::default()) }
+    pub fn new(shared: &Arc<Shared>, writable: bool) -> Qcow2Bitmaps {
+        let persistent = Mutex::new(PersistentBitmaps::default());
+        Qcow2Bitmaps { shared: Arc::clone(shared), writable, persistent }
     }
 
     /// Rejects a directory that overlaps a table of the image, because the directory is about to be written.
@@ -48,9 +47,7 @@ impl Qcow2Bitmaps {
             .step_by(1 << state.cluster_bits());
         match state.tables_among(clusters).is_empty() {
             true => Ok(()),
-            false => {
-                Err(Error::new(ErrorKind::Format, "their directory overlaps another table of the image"))
-            }
+            false => Err(malformed("their directory overlaps another table of the image")),
         }
     }
 
@@ -60,7 +57,7 @@ impl Qcow2Bitmaps {
         if header.autoclear == 0 || !self.writable {
             return Ok(());
         }
-        self.run("change its header", async |env| change_header(&env, AUTOCLEAR_AT, &[0; 4]).await)
+        self.shared.run("change its header", async |env| change_header(&env, AUTOCLEAR_AT, &[0; 4]).await)
     }
 
     /// Marks bitmaps that were not loaded as outdated. To be called before the image is written to.
@@ -79,10 +76,11 @@ impl Qcow2Bitmaps {
             return Ok(());
         }
         if let Some(name) = locked(&self.persistent).places.find_other(&named) {
-            let shown = self.files[0].path.display();
-            let message = format!("{shown} already has a bitmap {name}, of a kind that blkq does not know");
-            return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_cure("detach the device, and remove the bitmap with `qemu-img bitmap`"));
+            let shown = self.path().display();
+            return Err(unsupported(format!(
+                "{shown} already has a bitmap {name}, of a kind that blkq does not know"
+            ))
+            .with_cure("detach the device, and remove the bitmap with `qemu-img bitmap`"));
         }
         self.change_places("make room for the bitmaps", async |env, old| exchange(&env, old, named).await)
     }
@@ -91,16 +89,11 @@ impl Qcow2Bitmaps {
     fn change_places<F: Future<Output = Result<Places, Status>> + 'static>(
         &self,
         what: &str,
-        task: impl FnOnce(Rc<Env>, Places) -> F + 'static,
+        task: impl FnOnce(Rc<Env>, Places) -> F,
     ) -> Result<(), Error> {
-        let places = Arc::new(Mutex::new(locked(&self.persistent).places.clone()));
-        let changed = places.clone();
-        self.run(what, async move |env| {
-            let old = locked(&changed).clone();
-            *locked(&changed) = task(env, old).await?;
-            Ok(())
-        })?;
-        *locked(&self.persistent) = PersistentBitmaps { places: locked(&places).clone(), marked: true };
+        let old = locked(&self.persistent).places.clone();
+        let places = self.shared.run(what, |env| task(env, old))?;
+        *locked(&self.persistent) = PersistentBitmaps { places, marked: true };
         Ok(())
     }
 
@@ -114,16 +107,7 @@ impl Qcow2Bitmaps {
         if header.is_ok_and(|header| header.bitmaps.is_none()) {
             return Ok(());
         }
-        self.run("remove the bitmaps", async |env| write_extension(&env, None).await)
-    }
-
-    /// Runs a task on this thread. No queue may do I/O meanwhile.
-    fn run<F: Future<Output = IoResult> + 'static>(
-        &self,
-        what: &str,
-        task: impl FnOnce(Rc<Env>) -> F,
-    ) -> Result<(), Error> {
-        blocking::run(&self.shared, &self.files, &format!("{what} in {}", self.files[0].path.display()), task)
+        self.shared.run("remove the bitmaps", async |env| write_extension(&env, None).await)
     }
 }
 
@@ -134,7 +118,7 @@ impl BitmapFormat for Qcow2Bitmaps {
     const INCONSISTENT: &'static str = "the image was not closed";
 
     fn path(&self) -> &Path {
-        &self.files[0].path
+        self.shared.path()
     }
 
     fn is_writable(&self) -> bool {
@@ -160,7 +144,7 @@ impl BitmapFormat for Qcow2Bitmaps {
             self.ignore_bitmaps(&header)?;
             return Ok(Loaded::nothing(lost));
         }
-        let stored = read(&self.files[0], &header, header.size);
+        let stored = read(&self.shared.files[0], &header, header.size);
         match stored.and_then(|stored| self.check_directory(&stored.layout).map(|()| stored)) {
             Ok(Stored { bitmaps, warnings, layout }) => {
                 Ok(Loaded { bitmaps, warnings, place: Some((layout, header.autoclear)) })
@@ -189,15 +173,10 @@ impl BitmapFormat for Qcow2Bitmaps {
     }
 
     fn check(&self) -> Result<(), Error> {
-        let head = Arc::new(Mutex::new(Vec::new()));
-        let copy = head.clone();
         // Without the path of the image, which `ImageBitmaps` adds to the error.
-        blocking::run(&self.shared, &self.files, "read its header", async move |env| {
-            *locked(&copy) = read_head(&env).await?;
-            Ok(())
-        })?;
+        let head = blocking::run(&self.shared, "read its header", async |env| read_head(&env).await)?;
         let extension = BitmapsExtension { count: 1, directory_bytes: 0, directory: 0 };
-        plan_extension(&locked(&head), Some(&extension)).map(drop)
+        plan_extension(&head, Some(&extension)).map(drop)
     }
 
     /// Fails with [`ErrorKind::Unsupported`] if the image has an unknown entry with the name of one of `bitmaps`.
@@ -212,6 +191,6 @@ impl BitmapFormat for Qcow2Bitmaps {
         self.reserve_for(&bitmaps.iter().map(|bitmap| &**bitmap).collect::<Vec<_>>(), size)?;
         let named = bitmaps.iter().map(|bitmap| BitmapEntry::of(bitmap, size)).collect();
         let (bitmaps, places) = (bitmaps.to_vec(), locked(&self.persistent).places.begin_store(named));
-        self.run("save the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
+        self.shared.run("save the bitmaps", async move |env| store(&env, &places, &bitmaps).await)
     }
 }

@@ -8,13 +8,12 @@ use crate::qcow2::format::entry::{COPIED, table_offset};
 use crate::qcow2::format::header::{REFCOUNT_TABLE_AT, REFCOUNT_TABLE_MAX_BYTES};
 use crate::qcow2::tables::cache::{Key, Table};
 use crate::qcow2::tables::refcounts::{
-    allocate_refcounts, refcount, refcount_place, set_refcount, set_refcounts,
+    allocate_refcounts, refcount, refcount_place, set_refcount, set_refcounts, set_refcounts_in_slice,
 };
 use crate::qcow2::tables::state::{NotReady, State};
 
 use super::env::Env;
 use super::flush_metadata::{begin, flush_metadata, flush_refcounts, sync};
-use super::operations::Op;
 use super::reserve::reserve_l1;
 
 /// Slices that a search for a free cluster reads before it lets other tasks run.
@@ -28,9 +27,8 @@ pub(in crate::qcow2) struct Clusters {
     pub fresh: bool,
 }
 
-/// Provides what an operation on the state was lacking, or waits for another task that may do so. The caller
-/// then repeats the operation.
-pub(in crate::qcow2) async fn provide(env: &Env, reason: NotReady) -> IoResult {
+/// Provides what an operation on the state was lacking, or waits for another task that may do so.
+async fn provide(env: &Env, reason: NotReady) -> IoResult {
     match reason {
         NotReady::Slice(key, table) => {
             if !env.load(key, table).await? {
@@ -40,8 +38,9 @@ pub(in crate::qcow2) async fn provide(env: &Env, reason: NotReady) -> IoResult {
         }
         // Boxed, because creating a table allocates clusters, which may come back here.
         NotReady::L2Table(index) => Box::pin(make_l2(env, index)).await,
-        NotReady::RefcountBlock(block) => Box::pin(make_block(env, block)).await,
-        NotReady::RefcountTable(block) => Box::pin(make_room(env, block)).await,
+        NotReady::RefcountBlock(_) | NotReady::RefcountTable(_) => {
+            Box::pin(make_refcounts(env, reason)).await
+        }
         // One flush is enough for all tasks that wait for it.
         NotReady::FlushFirst if !env.state().writer.flushing => flush_metadata(env, false).await,
         NotReady::Busy | NotReady::FlushFirst => {
@@ -56,28 +55,33 @@ pub(in crate::qcow2) async fn provide(env: &Env, reason: NotReady) -> IoResult {
     }
 }
 
+/// Repeats `attempt` until it is done or fails for good, and provides in between what it was lacking.
+pub(in crate::qcow2) async fn until_ready<T>(
+    env: &Env,
+    mut attempt: impl FnMut(&mut State) -> Result<T, NotReady>,
+) -> Result<T, Status> {
+    loop {
+        // A statement of its own, which unlocks the state.
+        let attempted = attempt(&mut env.state());
+        match attempted {
+            Ok(done) => return Ok(done),
+            Err(reason) => provide(env, reason).await?,
+        }
+    }
+}
+
 /// Allocates `count` contiguous clusters, or fewer if fewer are free in a row. If the process is killed
 /// before an L1 or L2 table refers to the clusters, they are freed when the journal is applied. Fails with
 /// [`Status::NoSpace`] if the file cannot have more clusters.
 pub(in crate::qcow2) async fn allocate(env: &Env, count: u64) -> Result<Clusters, Status> {
-    find_until_provided(env, count, allocate_refcounts).await
+    until_ready(env, |state| find_free(state, count, allocate_refcounts)).await
 }
 
 /// As [`allocate`], for clusters that the L1 and L2 tables do not refer to, such as those of bitmaps: if the
 /// process is killed, they stay allocated.
 pub(in crate::qcow2) async fn allocate_apart(env: &Env, count: u64) -> Result<Clusters, Status> {
-    find_until_provided(env, count, |state, place, first, count| set_refcounts(state, place, first, count, 1))
-        .await
-}
-
-async fn find_until_provided(env: &Env, count: u64, take: Take) -> Result<Clusters, Status> {
-    loop {
-        let found = find_free(&mut env.state(), count, take);
-        match found {
-            Ok(clusters) => return Ok(clusters),
-            Err(reason) => provide(env, reason).await?,
-        }
-    }
+    let take: Take = |state, place, first, count| set_refcounts(state, place, first, count, 1);
+    until_ready(env, |state| find_free(state, count, take)).await
 }
 
 /// Frees clusters that were allocated and to which nothing refers.
@@ -85,23 +89,14 @@ pub(in crate::qcow2) async fn free_unused(env: &Env, clusters: Clusters) {
     let mut cluster = clusters.host >> env.state().cluster_bits();
     let end = cluster + clusters.count;
     while cluster < end {
-        let reason = {
-            let mut state = env.state();
-            match refcount_place(&mut state, cluster) {
-                Ok((slot, index)) => {
-                    let count = (end - cluster).min((state.refcounts_per_slice() - index) as u64);
-                    set_refcounts(&mut state, (slot, index), cluster, count, 0);
-                    state.writer.next_free = state.writer.next_free.min(cluster);
-                    cluster += count;
-                    continue;
-                }
-                Err(reason) => reason,
-            }
-        };
+        let freed = until_ready(env, |state| {
+            let count = set_refcounts_in_slice(state, cluster..end, 0)?;
+            state.writer.next_free = state.writer.next_free.min(cluster);
+            Ok(count)
+        });
         // If this fails, the clusters stay allocated. They are wasted, but nothing is damaged.
-        if provide(env, reason).await.is_err() {
-            return;
-        }
+        let Ok(count) = freed.await else { return };
+        cluster += count;
     }
 }
 
@@ -189,11 +184,7 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
     let write = env.write_op(host);
     let write = match old {
         None => write.with_zeroes(bytes),
-        Some(old) => {
-            let buffer = IoBuffer::zeroed(bytes as usize);
-            let mut read = env.io.run(env.read_op(0, old).with_buffer(buffer)).await?;
-            write.with_buffer(read.buffers.pop().ok_or(Status::Io)?)
-        }
+        Some(old) => write.with_buffer(env.read(0, old, bytes).await?),
     };
     env.io.run(write).await?;
     let mut state = env.state();
@@ -202,27 +193,24 @@ async fn copy_l2(env: &Env, index: usize, host: u64) -> IoResult {
     Ok(())
 }
 
-/// Starts creating refcount blocks or a refcount table. Returns false if another task is doing so.
-fn begin_growing(state: &mut State) -> bool {
-    !std::mem::replace(&mut state.writer.growing, true)
-}
-
-fn stop_growing(env: &Env) {
-    env.state().writer.growing = false;
-    env.io.changed();
-}
-
-/// Creates a refcount block, in the first of the clusters whose refcounts it contains; all of these are free.
-async fn make_block(env: &Env, block: u64) -> IoResult {
-    if !begin_growing(&mut env.state()) {
+/// Creates a refcount block or a larger refcount table, whichever `lacking` names. If another task is doing so,
+/// waits for a change instead.
+async fn make_refcounts(env: &Env, lacking: NotReady) -> IoResult {
+    if std::mem::replace(&mut env.state().writer.growing, true) {
         env.io.wait().await;
         return Ok(());
     }
-    let made = write_block(env, block).await;
-    stop_growing(env);
+    let made = match lacking {
+        NotReady::RefcountBlock(block) => write_block(env, block).await,
+        NotReady::RefcountTable(block) => make_room(env, block).await,
+        _ => Ok(()),
+    };
+    env.state().writer.growing = false;
+    env.io.changed();
     made
 }
 
+/// Creates a refcount block, in the first of the clusters whose refcounts it contains; all of these are free.
 async fn write_block(env: &Env, block: u64) -> IoResult {
     let (range, first, slice_bytes) = {
         let mut state = env.state();
@@ -262,28 +250,16 @@ async fn write_block(env: &Env, block: u64) -> IoResult {
 /// Creates a larger refcount table, with an entry for `block` at least, after all clusters that have
 /// refcounts. Also creates the refcount blocks for the clusters of the table.
 async fn make_room(env: &Env, block: u64) -> IoResult {
-    if !begin_growing(&mut env.state()) {
-        env.io.wait().await;
+    if block < env.state().writer.refcount_table.len() as u64 {
         return Ok(());
     }
-    let mut made = Ok(());
-    if block >= env.state().writer.refcount_table.len() as u64 {
-        // As the task that flushes, this one prevents others from writing entries of the old table meanwhile.
-        made = loop {
-            match begin(&mut env.state()) {
-                Ok(true) => break Ok(()),
-                Ok(false) => {}
-                Err(status) => break Err(status),
-            }
-            env.io.wait().await;
-        };
-        if made.is_ok() {
-            made = move_table(env, block).await;
-            env.state().writer.flushing = false;
-        }
+    // As the task that flushes, this one prevents others from writing entries of the old table meanwhile.
+    while !begin(&mut env.state())? {
+        env.io.wait().await;
     }
-    stop_growing(env);
-    made
+    let moved = move_table(env, block).await;
+    env.state().writer.flushing = false;
+    moved
 }
 
 /// A new refcount table, at the bytes `place` of the file, with the refcount blocks for its own clusters,
@@ -370,9 +346,8 @@ pub(in crate::qcow2) async fn change_header(env: &Env, at: usize, bytes: &[u8]) 
 pub(in crate::qcow2) async fn write_header(env: &Env, at: usize, bytes: &[u8]) -> IoResult {
     let sector = env.state().layers[0].align.max(512) as usize;
     let start = at - at % sector;
-    let buffer = IoBuffer::zeroed((at + bytes.len()).next_multiple_of(sector) - start);
-    let mut read: Op = env.io.run(env.read_op(0, start as u64).with_buffer(buffer)).await?;
-    let mut buffer = read.buffers.pop().ok_or(Status::Io)?;
+    let end = (at + bytes.len()).next_multiple_of(sector);
+    let mut buffer = env.read(0, start as u64, (end - start) as u64).await?;
     buffer[at - start..][..bytes.len()].copy_from_slice(bytes);
     let written = env.io.run(env.write_op(start as u64).with_buffer(buffer)).await;
     if written.is_err() {

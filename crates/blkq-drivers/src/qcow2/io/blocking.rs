@@ -7,22 +7,19 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkq::{Error, ErrorKind, IoBuffer, IoResult, Segment, Tag};
-
-use crate::image_file::ImageFile;
+use blkq::{Error, ErrorKind, IoBuffer, Segment, Status, Tag};
 
 use super::env::{Env, Shared};
 use super::operations::{Action, Executor, Memory, Submitted};
 use super::write::{Source, write};
 
-/// Runs the task that `task` returns, on the files of the chain. `what` completes the message "cannot ...".
-pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
+/// Runs the task that `task` returns, while no queue does I/O. `what` completes the message "cannot ...".
+pub(in crate::qcow2) fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
     shared: &Arc<Shared>,
-    files: &[Arc<ImageFile>],
     what: &str,
     task: impl FnOnce(Rc<Env>) -> F,
-) -> Result<(), Error> {
-    let env = Env::new(Arc::clone(shared));
+) -> Result<T, Error> {
+    let env = Env::new(Arc::clone(shared), None);
     let mut executor = Executor::default();
     let result = Rc::new(RefCell::new(None));
     let (task, kept) = (task(Rc::clone(&env)), Rc::clone(&result));
@@ -35,7 +32,8 @@ pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
         let mut idle = !env.io.has_paused();
         while let Some(operation) = env.io.next_operation() {
             idle = false;
-            let done = perform(files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
+            let file = &shared.files[usize::from(operation.layer)];
+            let done = perform(file.ring_file().as_raw_fd(), &operation);
             env.io.complete(operation.place, done);
         }
         if idle && !executor.is_idle() {
@@ -47,16 +45,26 @@ pub(in crate::qcow2) fn run<F: Future<Output = IoResult> + 'static>(
         }
     }
     match result.take() {
-        Some(Ok(())) => Ok(()),
+        Some(Ok(done)) => Ok(done),
         Some(Err(status)) => Err(Error::system(format!("cannot {what}"), status)),
         None => Err(Error::new(ErrorKind::System, format!("cannot {what}"))),
     }
 }
 
+impl Shared {
+    /// As [`run`]. `what` is completed by the path of the image.
+    pub fn run<T: 'static, F: Future<Output = Result<T, Status>> + 'static>(
+        self: &Arc<Self>,
+        what: &str,
+        task: impl FnOnce(Rc<Env>) -> F,
+    ) -> Result<T, Error> {
+        run(self, &format!("{what} in {}", self.path().display()), task)
+    }
+}
+
+/// Writes `data` at `position` of the device, while no queue does I/O.
 pub(in crate::qcow2) fn write_data(
     shared: &Arc<Shared>,
-    files: &[Arc<ImageFile>],
-    what: &str,
     position: u64,
     mut data: IoBuffer,
 ) -> Result<(), Error> {
@@ -64,12 +72,8 @@ pub(in crate::qcow2) fn write_data(
     // SAFETY: the buffer outlives `run`, which performs all operations before it returns, and no other
     // request in this environment has the tag.
     let memory = unsafe { Memory::new(Tag(0), vec![segment]) };
-    run(
-        shared,
-        files,
-        what,
-        move |env| async move { write(&env, position, bytes, Source::Memory(&memory)).await },
-    )
+    let task = move |env: Rc<Env>| async move { write(&env, position, bytes, Source::Memory(&memory)).await };
+    run(shared, &format!("write to {}", shared.path().display()), task)
 }
 
 /// Performs an operation; of a transfer at least a part of the first piece. Returns the result as io_uring

@@ -2,12 +2,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use blkq::sync::{Mutex, MutexGuard, lock};
 use blkq::{IoBuffer, Status, Wake};
 
+use crate::image_file::ImageFile;
 use crate::qcow2::tables::cache::{Key, Table};
 use crate::qcow2::tables::state::State;
 
@@ -21,6 +23,8 @@ pub(in crate::qcow2) const BOUNCE_MAX_BYTES: u64 = 64 << 20;
 
 pub(in crate::qcow2) struct Shared {
     pub state: Mutex<State>,
+    /// The files of the chain, the active image first.
+    pub files: Vec<Arc<ImageFile>>,
     pub epochs: Arc<Epochs>,
     pub changes: Changes,
     /// While this is a list, released clusters are added to it and not freed: the overlay of a block commit
@@ -30,9 +34,14 @@ pub(in crate::qcow2) struct Shared {
 }
 
 impl Shared {
-    pub fn new(state: State) -> Arc<Shared> {
-        let changes = Changes::default();
-        Arc::new(Shared { state: Mutex::new(state), epochs: Arc::default(), changes, held: Mutex::default() })
+    pub fn new(state: State, files: Vec<Arc<ImageFile>>) -> Arc<Shared> {
+        let (state, changes) = (Mutex::new(state), Changes::default());
+        Arc::new(Shared { state, files, epochs: Arc::default(), changes, held: Mutex::default() })
+    }
+
+    /// The path of the active image.
+    pub fn path(&self) -> &Path {
+        &self.files[0].path
     }
 
     /// Stops freeing clusters that are released from now on.
@@ -64,7 +73,8 @@ pub(in crate::qcow2) struct Env {
     pub shared: Arc<Shared>,
     pub io: Io,
     loading: RefCell<HashSet<Key>>,
-    bounce: Cell<u64>,
+    /// Memory for copies that is reserved, in bytes.
+    pub bounce: Cell<u64>,
     pub decompressed: RefCell<Option<Decompressed>>,
     pub decompressing: RefCell<HashSet<Place>>,
     /// The decompressing thread; `None` to decompress on this thread.
@@ -73,17 +83,8 @@ pub(in crate::qcow2) struct Env {
 }
 
 impl Env {
-    /// For tasks on a thread that may block.
-    pub fn new(shared: Arc<Shared>) -> Rc<Env> {
-        Env::with_inflater(shared, None)
-    }
-
-    /// For the tasks of the queue that `wake` wakes.
-    pub fn of_queue(shared: Arc<Shared>, wake: Arc<dyn Wake>) -> Rc<Env> {
-        Env::with_inflater(shared, Some(RefCell::new(Inflater::new(wake))))
-    }
-
-    fn with_inflater(shared: Arc<Shared>, inflater: Option<RefCell<Inflater>>) -> Rc<Env> {
+    /// For the tasks of the queue that `wake` wakes, or for tasks on a thread that may block.
+    pub fn new(shared: Arc<Shared>, wake: Option<Arc<dyn Wake>>) -> Rc<Env> {
         Rc::new(Env {
             shared,
             io: Io::default(),
@@ -91,7 +92,7 @@ impl Env {
             bounce: Cell::new(0),
             decompressed: RefCell::default(),
             decompressing: RefCell::default(),
-            inflater,
+            inflater: wake.map(|wake| RefCell::new(Inflater::new(wake))),
             inflated: RefCell::default(),
         })
     }
@@ -135,12 +136,17 @@ impl Env {
     pub fn read_op(&self, layer: u8, offset: u64) -> Op {
         let state = self.state();
         let from = &state.layers[usize::from(layer)];
-        Op::read(layer, offset).aligned(from.align).of_file(from.file_bytes)
+        Op::read(layer, offset, from.align, from.file_bytes)
     }
 
     pub fn write_op(&self, offset: u64) -> Op {
-        let align = self.state().layers[0].align;
-        Op::write(offset).aligned(align)
+        Op::write(offset, self.state().layers[0].align)
+    }
+
+    /// Reads `bytes` of the file of `layer`, within an epoch.
+    pub async fn read(&self, layer: u8, offset: u64, bytes: u64) -> Result<IoBuffer, Status> {
+        let op = self.read_op(layer, offset).with_buffer(IoBuffer::zeroed(bytes as usize));
+        self.io.run(op.in_epoch(&self.shared.epochs)).await?.buffers.pop().ok_or(Status::Io)
     }
 
     /// Waits until [`BOUNCE_MAX_BYTES`] allow copies of `bytes`; a task may exceed the limit if no other has
@@ -157,12 +163,6 @@ impl Env {
         }
     }
 
-    #[cfg(test)]
-    #[cfg(not(model_check))]
-    pub fn reserved(&self) -> u64 {
-        self.bounce.get()
-    }
-
     /// Reads a slice into the cache. Returns false if no slice could be evicted.
     pub async fn load(&self, key: Key, table: Table) -> Result<bool, Status> {
         if !self.loading.borrow_mut().insert(key) {
@@ -172,12 +172,11 @@ impl Env {
         let bytes = self.state().cache.slice_bytes();
         // The read is in an epoch, so that the cluster of the slice cannot be reused before the slice is in
         // the cache.
-        let op = self.read_op(key.layer, key.offset).with_buffer(IoBuffer::zeroed(bytes));
-        let read = self.io.run(op.in_epoch(&self.shared.epochs)).await;
+        let read = self.read(key.layer, key.offset, bytes as u64).await;
         self.loading.borrow_mut().remove(&key);
         self.io.changed();
         let read = read?;
-        Ok(self.state().cache.insert(key, table, &read.buffers[0]).is_some())
+        Ok(self.state().cache.insert(key, table, &read).is_some())
     }
 }
 

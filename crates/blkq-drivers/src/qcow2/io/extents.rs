@@ -8,35 +8,31 @@ use std::sync::Arc;
 use blkq::sync::lock;
 use blkq::{DepthExtent, Extent};
 
-use crate::image_file::ImageFile;
+use crate::extents::append;
 use crate::qcow2::tables::state::Found;
 
+use super::blocking_reader::BlockingReader;
 use super::env::Shared;
-use super::uncached_slices::UncachedSlices;
 
 pub(in crate::qcow2) fn of_chain(
-    shared: &Shared,
-    files: &[Arc<ImageFile>],
+    shared: &Arc<Shared>,
     range: Range<u64>,
     max: usize,
 ) -> io::Result<Vec<Extent>> {
     let mut extents: Vec<Extent> = Vec::new();
     let is_raw = |layer: u8| lock(&shared.state).layers[usize::from(layer)].tables.is_none();
-    each_run(shared, files, range, |found, _, run| {
+    each_run(shared, range, |found, _, run| {
         let parts = match found {
             Found::Data { layer, host } if is_raw(layer) => {
-                files[usize::from(layer)].extents(0, 512, host..host + run, max)?
+                shared.files[usize::from(layer)].extents(0, 512, host..host + run, max)?
             }
             Found::Zero | Found::Unallocated => vec![Extent { length: run, hole: true, zero: true }],
             _ => vec![Extent { length: run, hole: false, zero: false }],
         };
         let mut done = 0;
         for part in parts {
-            let full = extents.len() == max;
-            match extents.last_mut() {
-                Some(last) if (last.hole, last.zero) == (part.hole, part.zero) => last.length += part.length,
-                _ if full => return Ok(None),
-                _ => extents.push(part),
+            if !append(&mut extents, part, max) {
+                return Ok(None);
             }
             done += part.length;
         }
@@ -48,13 +44,12 @@ pub(in crate::qcow2) fn of_chain(
 /// The depths in the chain at which the bytes of `range` are allocated, as at most `max` runs. As in QEMU,
 /// the bytes beyond the end of a backing file count as allocated in it.
 pub(in crate::qcow2) fn depths(
-    shared: &Shared,
-    files: &[Arc<ImageFile>],
+    shared: &Arc<Shared>,
     range: Range<u64>,
     max: usize,
 ) -> io::Result<Vec<DepthExtent>> {
     let mut depths: Vec<DepthExtent> = Vec::new();
-    each_run(shared, files, range, |found, layer, run| {
+    each_run(shared, range, |found, layer, run| {
         let depth = if found == Found::Unallocated { 0 } else { layer as u32 + 1 };
         let full = depths.len() == max;
         match depths.last_mut() {
@@ -70,20 +65,16 @@ pub(in crate::qcow2) fn depths(
 /// Calls `each` with the runs of `range`, in order: where the run is stored, the number of the layer, and the
 /// bytes. `each` returns how many of the bytes it took, or `None` to stop.
 fn each_run(
-    shared: &Shared,
-    files: &[Arc<ImageFile>],
+    shared: &Arc<Shared>,
     range: Range<u64>,
     mut each: impl FnMut(Found, usize, u64) -> io::Result<Option<u64>>,
 ) -> io::Result<()> {
-    let end = range.end.min(lock(&shared.state).size);
-    let mut at = range.start;
-    let mut slices = UncachedSlices::default();
-    while at < end {
-        let (found, layer, run) = slices.find(shared, files, |state, extra| {
-            state.find(state.layers_from(0), at, end - at, Some(extra))
-        })?;
+    let mut left = range.start..range.end.min(lock(&shared.state).size);
+    let mut reader = BlockingReader::new(shared);
+    while left.start < left.end {
+        let (found, layer, run) = reader.find(shared.files.len(), &left)?;
         match each(found, layer, run)? {
-            Some(taken) => at += taken,
+            Some(taken) => left.start += taken,
             None => break,
         }
     }

@@ -3,6 +3,7 @@
 
 pub(super) mod allocate;
 pub(super) mod blocking;
+pub(super) mod blocking_reader;
 pub(super) mod changes;
 pub(super) mod env;
 pub(super) mod epochs;
@@ -14,6 +15,5 @@ pub(super) mod operations;
 pub(super) mod queue;
 pub(super) mod read;
 pub(super) mod reserve;
-pub(super) mod uncached_slices;
 pub(super) mod write;
 pub(super) mod zero;

@@ -23,8 +23,9 @@ static ZEROES: Zeroes = Zeroes([0; _]);
 /// Attempts without progress after which an operation fails.
 const ATTEMPTS_MAX: u32 = 64;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(in crate::qcow2) enum Action {
+    #[default]
     Read,
     Write,
     /// Makes the data of the file durable (fdatasync).
@@ -43,6 +44,7 @@ impl Action {
 }
 
 /// Owns the memory that the kernel uses, unless that is the memory of a request.
+#[derive(Default)]
 pub(in crate::qcow2) struct Op {
     pub action: Action,
     /// The image of the chain whose file this is for.
@@ -64,28 +66,17 @@ pub(in crate::qcow2) struct Op {
 
 impl Op {
     fn new(action: Action, layer: u8, offset: u64) -> Op {
-        Op {
-            action,
-            layer,
-            offset,
-            bytes: 0,
-            pieces: Vec::new(),
-            buffers: Vec::new(),
-            tag: None,
-            align: 1,
-            file_bytes: 0,
-            done: 0,
-            attempts: 0,
-            _epoch: None,
-        }
+        Op { action, layer, offset, align: 1, ..Op::default() }
     }
 
-    pub fn read(layer: u8, offset: u64) -> Op {
-        Op::new(Action::Read, layer, offset)
+    /// A read of a file that is known to have had `file_bytes` bytes. Direct I/O makes progress only in
+    /// multiples of `align` bytes.
+    pub fn read(layer: u8, offset: u64, align: u64, file_bytes: u64) -> Op {
+        Op { align, file_bytes, ..Op::new(Action::Read, layer, offset) }
     }
 
-    pub fn write(offset: u64) -> Op {
-        Op::new(Action::Write, 0, offset)
+    pub fn write(offset: u64, align: u64) -> Op {
+        Op { align, ..Op::new(Action::Write, 0, offset) }
     }
 
     pub fn sync() -> Op {
@@ -132,16 +123,6 @@ impl Op {
     /// Counts the operation in the present epoch until it completes.
     pub fn in_epoch(mut self, epochs: &Arc<Epochs>) -> Op {
         self._epoch = Some(InEpoch::new(epochs));
-        self
-    }
-
-    pub fn aligned(mut self, align: u64) -> Op {
-        self.align = align;
-        self
-    }
-
-    pub fn of_file(mut self, bytes: u64) -> Op {
-        self.file_bytes = bytes;
         self
     }
 
@@ -347,29 +328,24 @@ impl Io {
 
     /// Waits for the next call of [`Io::changed`].
     pub async fn wait(&self) {
-        let mut waited = false;
-        poll_fn(|_| {
-            if std::mem::replace(&mut waited, true) {
-                return Poll::Ready(());
-            }
-            let mut state = self.0.borrow_mut();
-            let current = state.current;
-            state.waiting.push(current);
-            Poll::Pending
-        })
-        .await;
+        self.suspend(|state| &mut state.waiting).await;
     }
 
     /// Yields to everything else on the thread, including the operations of other tasks.
     pub async fn pause(&self) {
-        let mut paused = false;
+        self.suspend(|state| &mut state.paused).await;
+    }
+
+    /// Adds the present task to a list of suspended tasks, and yields once.
+    async fn suspend(&self, list: fn(&mut State) -> &mut Vec<u32>) {
+        let mut suspended = false;
         poll_fn(|_| {
-            if std::mem::replace(&mut paused, true) {
+            if std::mem::replace(&mut suspended, true) {
                 return Poll::Ready(());
             }
             let mut state = self.0.borrow_mut();
             let current = state.current;
-            state.paused.push(current);
+            list(&mut state).push(current);
             Poll::Pending
         })
         .await;

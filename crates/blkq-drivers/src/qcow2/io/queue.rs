@@ -12,7 +12,7 @@ use blkq::{
 };
 use io_uring::{opcode, squeue, types};
 
-use crate::image_file::{ImageFile, OPERATIONS};
+use crate::image_file::OPERATIONS;
 use crate::qcow2::tables::state::Found;
 
 use super::env::{Env, Shared};
@@ -43,14 +43,13 @@ impl Qcow2Queue {
     /// Opens the queue for `tags` requests at a time, on the thread that `wake` wakes.
     pub fn open(
         shared: Arc<Shared>,
-        files: &[Arc<ImageFile>],
         writable: bool,
         (tags, wake): (usize, Arc<dyn Wake>),
         mut ring: Registrar<'_>,
     ) -> Result<Qcow2Queue, Error> {
         ring.require(&OPERATIONS)?;
-        let mut slots = Vec::with_capacity(files.len());
-        for file in files {
+        let mut slots = Vec::with_capacity(shared.files.len());
+        for file in &shared.files {
             match ring.register_file(file.ring_file()) {
                 Ok(slot) => slots.push(slot),
                 Err(error) => {
@@ -60,7 +59,7 @@ impl Qcow2Queue {
             }
         }
         Ok(Qcow2Queue {
-            env: Env::of_queue(shared, wake),
+            env: Env::new(shared, Some(wake)),
             executor: Executor::default(),
             files: slots,
             iovecs: Box::new_uninit_slice(tags * usize::from(SEGMENTS_MAX)),
@@ -76,9 +75,9 @@ impl Qcow2Queue {
         let (offset, bytes, read) =
             (request.offset(), request.bytes(), request.operation() == Operation::Read);
         let mut state = self.env.state();
-        let layers = state.layers_from(0);
+        let depth = state.layers.len();
         let (layer, host) = match read {
-            true => match state.find(layers, offset, bytes, None) {
+            true => match state.find(depth, offset, bytes, None) {
                 Ok((Found::Data { layer, host }, _, run)) if run == bytes => (layer, host),
                 Ok((Found::Zero | Found::Unallocated, _, run)) if run == bytes => {
                     drop(state);

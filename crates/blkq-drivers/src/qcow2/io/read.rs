@@ -4,9 +4,9 @@ use std::rc::Rc;
 
 use blkq::{IoBuffer, IoResult, Status};
 
-use crate::qcow2::tables::state::Found;
+use crate::qcow2::tables::state::{Found, State};
 
-use super::allocate::provide;
+use super::allocate::until_ready;
 use super::env::Env;
 use super::inflate::Compressed;
 use super::operations::Memory;
@@ -20,7 +20,7 @@ pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory:
     let (mut done, mut running) = (0, Vec::new());
     let (mut result, mut bounce) = (Ok(()), None);
     while done < bytes && result.is_ok() {
-        let (found, run) = find_from(env, 0, position + done, bytes - done).await?;
+        let (found, run) = find(env, position + done, bytes - done).await?;
         match found {
             Found::Zero | Found::Unallocated => memory.clear(done, run),
             Found::Data { layer, host } => {
@@ -53,29 +53,21 @@ pub(in crate::qcow2) async fn read(env: &Env, position: u64, bytes: u64, memory:
     result
 }
 
-/// Reads `bytes` from `position` of the device on, from the chain without the layers before `first`. The
-/// caller has reserved the memory ([`Env::reserve`]).
-pub(in crate::qcow2) async fn read_device(
-    env: &Env,
-    first: usize,
-    position: u64,
-    bytes: u64,
-) -> Result<IoBuffer, Status> {
+/// Reads `bytes` from `position` of the device on. The caller has reserved the memory ([`Env::reserve`]).
+pub(in crate::qcow2) async fn read_device(env: &Env, position: u64, bytes: u64) -> Result<IoBuffer, Status> {
     let mut buffer = IoBuffer::zeroed(bytes as usize);
     let mut done = 0;
     while done < bytes {
-        let (found, run) = find_from(env, first, position + done, bytes - done).await?;
+        let (found, run) = find(env, position + done, bytes - done).await?;
         let part = done as usize..(done + run) as usize;
         match found {
             Found::Zero | Found::Unallocated => {}
             Found::Data { layer, host } => {
-                let op = env.read_op(layer, host).with_buffer(IoBuffer::zeroed(run as usize));
-                let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
-                match read.buffers.pop() {
-                    Some(all) if run == bytes => return Ok(all),
-                    Some(read) => buffer[part].copy_from_slice(&read),
-                    None => return Err(Status::Io),
+                let read = env.read(layer, host, run).await?;
+                if run == bytes {
+                    return Ok(read);
                 }
+                buffer[part].copy_from_slice(&read);
             }
             Found::Compressed { layer, host, bytes, skip } => {
                 let Some(content) = decompressed(env, layer, host, bytes).await? else { continue };
@@ -87,18 +79,9 @@ pub(in crate::qcow2) async fn read_device(
     Ok(buffer)
 }
 
-async fn find_from(env: &Env, first: usize, position: u64, bytes: u64) -> Result<(Found, u64), Status> {
-    loop {
-        let found = {
-            let mut state = env.state();
-            let layers = state.layers_from(first);
-            state.find(layers, position, bytes, None)
-        };
-        match found {
-            Ok((found, _, run)) => return Ok((found, run)),
-            Err(reason) => provide(env, reason).await?,
-        }
-    }
+async fn find(env: &Env, position: u64, bytes: u64) -> Result<(Found, u64), Status> {
+    let find = |state: &mut State| state.find(state.layers.len(), position, bytes, None);
+    until_ready(env, find).await.map(|(found, _, run)| (found, run))
 }
 
 fn cluster_bytes(env: &Env, layer: u8) -> u64 {
@@ -130,9 +113,6 @@ async fn decompressed(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Opt
 
 async fn decompress(env: &Env, layer: u8, host: u64, bytes: u64) -> Result<Vec<u8>, Status> {
     let (place, compressed) = Compressed::place(&env.state().layers[usize::from(layer)], host, bytes)?;
-    let buffer = IoBuffer::zeroed((place.end - place.start) as usize);
-    let op = env.read_op(layer, place.start).with_buffer(buffer);
-    let mut read = env.io.run(op.in_epoch(&env.shared.epochs)).await?;
-    let buffer = read.buffers.pop().ok_or(Status::Io)?;
+    let buffer = env.read(layer, place.start, place.end - place.start).await?;
     env.inflate((layer, host), compressed(buffer)).await
 }

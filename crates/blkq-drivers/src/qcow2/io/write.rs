@@ -7,7 +7,7 @@ use blkq::{IoBuffer, IoResult, Status};
 use crate::qcow2::format::entry::{COPIED, Entry};
 use crate::qcow2::tables::state::{NotReady, State};
 
-use super::allocate::{Clusters, allocate, free_unused, provide};
+use super::allocate::{Clusters, allocate, free_unused, until_ready};
 use super::env::Env;
 use super::flush_metadata::flush_metadata;
 use super::operations::{Memory, Op};
@@ -62,7 +62,7 @@ pub(in crate::qcow2) async fn write(env: &Env, position: u64, bytes: u64, source
 
 async fn write_step(env: &Env, rest: Remaining<'_>) -> Result<u64, Status> {
     let Remaining { at, end, position, source } = rest;
-    match next_step(env, at, end).await? {
+    match until_ready(env, |state| plan(state, at, end)).await? {
         Step::InPlace(host, run) => {
             let run = run.min(STEP_MAX_BYTES);
             let op = add(env.write_op(host), source, at - position, run);
@@ -78,16 +78,6 @@ fn add(op: Op, source: Source<'_>, skip: u64, bytes: u64) -> Op {
     match source {
         Source::Memory(memory) => op.with_memory(memory, skip, bytes),
         Source::Zeroes => op.with_zeroes(bytes),
-    }
-}
-
-async fn next_step(env: &Env, position: u64, end: u64) -> Result<Step, Status> {
-    loop {
-        let step = plan(&mut env.state(), position, end);
-        match step {
-            Ok(step) => return Ok(step),
-            Err(reason) => provide(env, reason).await?,
-        }
     }
 }
 
@@ -212,7 +202,7 @@ impl Around {
         match self {
             Around::There => Ok(None),
             Around::Zeroes(bytes) => Ok(Some(IoBuffer::zeroed(bytes as usize))),
-            Around::Copy(range) => read_device(env, 0, range.start, range.end - range.start).await.map(Some),
+            Around::Copy(range) => read_device(env, range.start, range.end - range.start).await.map(Some),
         }
     }
 }
@@ -222,38 +212,29 @@ async fn around(env: &Env, from: u64, to: u64, fresh: bool) -> Result<Around, St
     if from == to {
         return Ok(Around::There);
     }
-    loop {
-        let zero = env.state().is_zero(0, from, to - from);
-        match zero {
-            Ok(true) if fresh => return Ok(Around::There),
-            Ok(true) => return Ok(Around::Zeroes(to - from)),
-            Ok(false) => return Ok(Around::Copy(from..to)),
-            Err(reason) => provide(env, reason).await?,
-        }
-    }
+    Ok(match until_ready(env, |state| state.is_zero(from, to - from)).await? {
+        true if fresh => Around::There,
+        true => Around::Zeroes(to - from),
+        false => Around::Copy(from..to),
+    })
 }
 
 /// Makes the L2 table refer to the new clusters, after their content was written.
 async fn link(env: &Env, position: u64, clusters: Clusters) -> IoResult {
-    loop {
-        let place = env.state().entry_to_change(position);
-        match place {
-            Ok((slot, index)) => {
-                let mut state = env.state();
-                let bits = state.cluster_bits();
-                for number in 0..clusters.count {
-                    let host = clusters.host + (number << bits);
-                    let old = Entry::parse(state.cache.entry(slot, index + number as usize), bits)?;
-                    if !matches!(old, Entry::Zero { host: Some(old), .. } if old == host) {
-                        release(env, &mut state, old);
-                    }
-                }
-                state.set_entries(slot, index, clusters.host | COPIED, clusters.count);
-                return Ok(());
+    until_ready(env, |state| {
+        let (slot, index) = state.entry_to_change(position)?;
+        let bits = state.cluster_bits();
+        for number in 0..clusters.count {
+            let host = clusters.host + (number << bits);
+            let old = Entry::parse(state.cache.entry(slot, index + number as usize), bits)?;
+            if !matches!(old, Entry::Zero { host: Some(old), .. } if old == host) {
+                release(env, state, old);
             }
-            Err(reason) => provide(env, reason).await?,
         }
-    }
+        state.set_entries(slot, index, clusters.host | COPIED, clusters.count);
+        Ok(())
+    })
+    .await
 }
 
 pub(in crate::qcow2) fn release(env: &Env, state: &mut State, old: Entry) {

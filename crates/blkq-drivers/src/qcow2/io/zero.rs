@@ -6,7 +6,7 @@ use blkq::{IoResult, Status};
 use crate::qcow2::format::entry::{Entry, ZERO};
 use crate::qcow2::tables::state::{NotReady, State};
 
-use super::allocate::provide;
+use super::allocate::until_ready;
 use super::env::Env;
 use super::write::{Source, release, write};
 
@@ -42,23 +42,18 @@ async fn clear_part(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRes
     if position == end || wanted == Wanted::Discard {
         return Ok(());
     }
-    loop {
-        let zero = env.state().is_zero(0, position, end - position);
-        match zero {
-            Ok(true) => return Ok(()),
-            Ok(false) => return write(env, position, end - position, Source::Zeroes).await,
-            Err(reason) => provide(env, reason).await?,
-        }
+    match until_ready(env, |state| state.is_zero(position, end - position)).await? {
+        true => Ok(()),
+        false => write(env, position, end - position, Source::Zeroes).await,
     }
 }
 
 async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoResult {
     let mut at = position;
     while at < end {
-        let next = clear_entries(env, &mut env.state(), at, end, wanted);
-        match next {
-            Ok(Next::At(next)) => at = next,
-            Ok(Next::Write(bytes)) => {
+        match until_ready(env, |state| clear_entries(env, state, at, end, wanted)).await? {
+            Next::At(next) => at = next,
+            Next::Write(bytes) => {
                 let size = env.state().layers[0].size;
                 let bytes = bytes.min(size - at);
                 write(env, at, bytes, Source::Zeroes).await?;
@@ -67,7 +62,6 @@ async fn clear_whole(env: &Env, position: u64, end: u64, wanted: Wanted) -> IoRe
                     return Ok(());
                 }
             }
-            Err(reason) => provide(env, reason).await?,
         }
     }
     Ok(())

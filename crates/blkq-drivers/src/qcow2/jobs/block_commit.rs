@@ -31,21 +31,21 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
 
+use blkq::bitmap::Bitmap;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
 use blkq::{Driver, Error, ErrorKind};
 use rustix::fs::{OFlags, fcntl_getfl};
 
+use crate::errors::{invalid, unsupported};
 use crate::image_file::lock::{self, LockKind};
 use crate::image_file::{ImageFile, sync};
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::LOCKED;
-use crate::qcow2::io::changes::RegionMap;
-use crate::qcow2::io::flush_metadata::flush_metadata;
-use crate::qcow2::io::uncached_slices::UncachedSlices;
+use crate::qcow2::io::blocking_reader::{BlockingReader, Extent};
+use crate::qcow2::io::changes::{map_for, next_changed};
 use crate::qcow2::journal::Journals;
 
-use super::allocated::Extent;
 use super::block_commit_base::{BaseFiles, Target};
 use super::overlay::path_of;
 
@@ -101,8 +101,10 @@ impl CommitSource {
     pub fn begin(self, files: BaseFiles, journals: Option<&Journals>) -> Result<BlockCommit, Error> {
         let device = self.overlay;
         let size = device.limits().size_bytes();
-        // The descriptors are duplicated before the lock is taken, because a failure after it would have to
-        // restore the lock of the chain.
+        // The maps are made and the descriptors duplicated before the lock is taken, because a failure after it
+        // would have to restore the lock of the chain.
+        let (map, pass) = (map_for(size)?, map_for(size)?);
+        pass.mark(0..size);
         let cannot = |e| Error::system("cannot duplicate a descriptor of the backing file", e);
         let base = files.image.try_clone().map_err(cannot)?;
         let synced = files.synced.try_clone().map_err(cannot)?;
@@ -111,14 +113,15 @@ impl CommitSource {
             device.open_target(files, path, journals).map_err(|error| device.after_unlock(&base, error))?;
         // Tracking begins before the first lookup: the first pass sees every write that has completed by
         // then, and all other writes are recorded.
-        device.shared.changes.track(size);
+        device.shared.changes.track(map);
+        let reader = BlockingReader::new(&device.shared);
         Ok(BlockCommit {
             overlay: device,
             target: Some(target),
             base,
             synced,
-            slices: UncachedSlices::default(),
-            pass: RegionMap::full(size),
+            reader,
+            pass,
             lookup_position: 0,
             extents: VecDeque::new(),
             copied_bytes: 0,
@@ -132,14 +135,15 @@ impl CommitSource {
 pub struct BlockCommit {
     overlay: Arc<Qcow2>,
     /// `None` after the pivot and after a cancellation.
-    target: Option<Target>,
+    pub(in crate::qcow2) target: Option<Target>,
     /// A second descriptor of the base's open file description, which holds the lock. The lock can be changed
     /// after `target` is closed.
     base: File,
     /// The open file description that the syncs of a raw target use, too.
     synced: File,
-    slices: UncachedSlices,
-    pass: RegionMap,
+    reader: BlockingReader,
+    /// The regions to copy in this pass.
+    pass: Bitmap,
     /// Where the lookup of this pass continues.
     lookup_position: u64,
     /// Extents that the lookup has found and that are not copied yet. Their L2 entries are on disk once the
@@ -252,8 +256,7 @@ impl BlockCommit {
     /// The I/O error of one of the two images.
     pub fn copy(&mut self) -> Result<bool, Error> {
         let Some(range) = self.extents.front().cloned() else { return Ok(false) };
-        let device = &*self.overlay;
-        let extent = device.read_extent(&mut self.slices, &range).map_err(|e| cannot_read(device, e))?;
+        let extent = self.reader.read(&range).map_err(|e| self.overlay.file().failed("read", e))?;
         let bytes = extent.bytes();
         match extent {
             Extent::Data(data) => {
@@ -285,8 +288,7 @@ impl BlockCommit {
         let device = &*self.overlay;
         // From here until the disk thaws, the tables on disk match those in memory, and rule 1 is met without
         // further flushes.
-        device.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
-        device.flush_all_metadata()?;
+        device.sync()?;
         // First the rest of this pass, then the regions written since the pass began.
         if !self.copy_all(may_continue)? {
             return Ok(false);
@@ -351,7 +353,7 @@ impl BlockCommit {
         // `finish` has removed the journal. With its tag still in the header, the next attach would warn that
         // the journal is missing.
         let _ = overlay.set_tag(0);
-        overlay.files[0].unlock(&LOCKED);
+        overlay.file().unlock(&LOCKED);
     }
 
     /// Cancels the commit. The device keeps using the overlay, which hides all that was copied. Does nothing
@@ -383,7 +385,7 @@ impl BlockCommit {
     }
 
     fn take_changes(&mut self) -> Result<(), Error> {
-        self.pass = self.overlay.shared.changes.take();
+        self.pass = self.overlay.shared.changes.take()?.ok_or_else(already_ended)?;
         self.lookup_position = 0;
         Ok(())
     }
@@ -393,12 +395,11 @@ impl BlockCommit {
         check_cancelled: &dyn Fn() -> Result<(), E>,
     ) -> Result<Option<Range<u64>>, E> {
         let device = &*self.overlay;
-        while let Some(range) = self.pass.next(self.lookup_position) {
+        while let Some(range) = next_changed(&self.pass, self.lookup_position) {
             check_cancelled()?;
             let end = range.end.min(range.start + LOOKUP_MAX_BYTES);
-            let extent = device
-                .next_allocated(&mut self.slices, range.start..end)
-                .map_err(|e| cannot_read(device, e))?;
+            let extent =
+                self.reader.next_allocated(range.start..end).map_err(|e| device.file().failed("read", e))?;
             self.lookup_position = extent.as_ref().map_or(end, |extent| extent.end);
             if extent.is_some() {
                 return Ok(extent);
@@ -419,10 +420,7 @@ impl Drop for BlockCommit {
 }
 
 fn already_ended() -> Error {
-    Error::new(ErrorKind::Invalid, "the commit has already ended")
-}
-fn cannot_read(device: &Qcow2, error: std::io::Error) -> Error {
-    Error::system(format!("cannot read {}", device.path().display()), error)
+    invalid("the commit has already ended")
 }
 
 impl Qcow2 {
@@ -437,10 +435,9 @@ impl Qcow2 {
             (snapshots > 0, "it contains internal snapshots, which the backing file cannot take over"),
         ];
         if let Some((_, why)) = refused.iter().find(|(is, _)| *is) {
-            let message = format!("{} cannot be committed: {why}", self.path().display());
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            return Err(unsupported(format!("{} cannot be committed: {why}", self.path().display())));
         }
-        Ok(&self.files[1])
+        Ok(&self.shared.files[1])
     }
 
     /// Replaces the chain's shared lock on the base by an exclusive lock of the file in `files`. Returns the
@@ -454,12 +451,11 @@ impl Qcow2 {
                 && flags.is_ok_and(|flags| flags & (OFlags::RWMODE | OFlags::APPEND | OFlags::PATH) == access)
         };
         if !is_same(base, OFlags::RDWR) || !is_same(synced, OFlags::RDONLY) {
-            let message = format!(
+            return Err(invalid(format!(
                 "cannot commit into {}: the file that was opened does not match the backing file in use; \
                  it must be opened once read-write and once read-only",
                 path.display()
-            );
-            return Err(Error::new(ErrorKind::Invalid, message));
+            )));
         }
         // The locks overlap, so that no writer can lock the base in between.
         lock::acquire(base, &path, &LOCKED, LockKind::Shared, false)?;
@@ -474,7 +470,7 @@ impl Qcow2 {
     /// fails, writers may lock the base as soon as `base` is closed.
     fn unlock_base(&self, base: &File) -> Result<(), Error> {
         lock::downgrade(base, &LOCKED);
-        self.files[1].lock(&LOCKED, LockKind::Shared, false).map(drop)
+        self.shared.files[1].lock(&LOCKED, LockKind::Shared, false).map(drop)
     }
 
     /// Restores the shared locks because of `error`, and returns `error`. If a lock cannot be restored, that
@@ -483,16 +479,6 @@ impl Qcow2 {
         match self.unlock_base(base) {
             Ok(()) => error,
             Err(other) => Error::new(error.kind(), format!("{error}; {other}")),
-        }
-    }
-}
-
-#[cfg(all(test, not(model_check)))]
-impl BlockCommit {
-    pub(in crate::qcow2) fn base_flushes(&self) -> u64 {
-        match &self.target {
-            Some(Target::Qcow2(qcow2)) => locked(&qcow2.shared.state).flushes,
-            _ => 0,
         }
     }
 }

@@ -6,14 +6,14 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use blkq::sync::lock as locked;
-use blkq::{Driver, Error, ErrorKind, IoBuffer};
+use blkq::{Driver, Error, IoBuffer};
 
+use crate::errors::unsupported;
 use crate::image_file::ImageFile;
 use crate::r#loop::LoopDevice;
 use crate::qcow2::Qcow2;
 use crate::qcow2::chain::{LOCKED, open_one, prefer_link, read_header};
 use crate::qcow2::io::blocking::write_data;
-use crate::qcow2::io::flush_metadata::flush_metadata;
 use crate::qcow2::io::zero::{Wanted, clear};
 use crate::qcow2::journal::Journals;
 use crate::qcow2::options::BackingChain;
@@ -46,15 +46,16 @@ pub struct OpenedBase {
 /// of `image` names it. The daemon that serves the image may lack the permission for this.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] if the image has no backing file; [`ErrorKind::BackingFile`] if `allowed` does
-/// not admit it; [`ErrorKind::Claimed`] if the kernel uses it; the error of opening one of the files.
+/// [`blkq::ErrorKind::Unsupported`] if the image has no backing file; [`blkq::ErrorKind::BackingFile`] if
+/// `allowed` does not admit it; [`blkq::ErrorKind::Claimed`] if the kernel uses it; the error of opening one of
+/// the files.
 pub fn open_base(image: &Path, allowed: BackingChain) -> Result<OpenedBase, Error> {
     let mut top = ImageFile::open(image, true)?;
     let header = read_header(&top)?;
     prefer_link(&mut top, &header);
     let Some(name) = header.backing else {
         let message = format!("{} cannot be committed: it has no backing file", top.path.display());
-        return Err(Error::new(ErrorKind::Unsupported, message));
+        return Err(unsupported(message));
     };
     let found = open_one(&top.path, &name, allowed)?;
     let base = found.reopen(true)?;
@@ -88,7 +89,7 @@ impl Target {
     pub(in crate::qcow2) fn write(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
         match self {
             Target::Raw(raw) => raw.write_now(position, &data),
-            Target::Qcow2(qcow2) => qcow2.write_now(position, data),
+            Target::Qcow2(qcow2) => write_data(&qcow2.shared, position, data),
         }
     }
 
@@ -102,11 +103,7 @@ impl Target {
     pub(in crate::qcow2) fn sync(&self) -> Result<(), Error> {
         match self {
             Target::Raw(raw) => raw.sync(),
-            Target::Qcow2(qcow2) => {
-                // A flush of its own, because data that was overwritten in place makes no table dirty.
-                qcow2.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
-                qcow2.flush_all_metadata()
-            }
+            Target::Qcow2(qcow2) => qcow2.sync(),
         }
     }
 
@@ -122,20 +119,15 @@ impl Target {
 }
 
 impl Qcow2 {
-    fn write_now(&self, position: u64, data: IoBuffer) -> Result<(), Error> {
-        let what = format!("write to {}", self.path().display());
-        write_data(&self.shared, &self.files, &what, position, data)
-    }
-
     fn zero_now(&self, range: Range<u64>) -> Result<(), Error> {
-        self.run("write zeroes", move |env| async move {
+        self.shared.run("write zeroes", move |env| async move {
             clear(&env, range.start, range.end - range.start, Wanted::Zeroes).await
         })
     }
 
     /// Opens `files` as the target of a block commit. They are those of the backing file at `path`, and
     /// locked. Extends the base if it is shorter than the device, and marks its persistent bitmaps as in use.
-    /// Fails with [`ErrorKind::Mismatch`] if the base is longer than the device.
+    /// Fails with [`blkq::ErrorKind::Mismatch`] if the base is longer than the device.
     pub(in crate::qcow2) fn open_target(
         &self,
         files: BaseFiles,

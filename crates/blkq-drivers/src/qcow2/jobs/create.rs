@@ -6,8 +6,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use blkq::{Error, ErrorKind};
+use blkq::Error;
 
+use crate::errors::{invalid, malformed};
 use crate::format::ImageFormat;
 use crate::image_file::ImageFile;
 use crate::qcow2::chain::{Opened, check_is_no_link};
@@ -38,7 +39,7 @@ impl Base {
     ///
     /// # Errors
     /// The message has one line: what is wrong, why, and a hint, which the caller adds to
-    /// [`ErrorKind::Format`] (the image has another format than `format`).
+    /// [`blkq::ErrorKind::Format`] (the image has another format than `format`).
     pub fn open(path: &Path, format: ImageFormat) -> Result<Base, Error> {
         let backing = ImageFile::open(path, true)?;
         let file_bytes = backing.size()?;
@@ -50,8 +51,7 @@ impl Base {
         if format == ImageFormat::Checked
             && let Some(format) = backing.detect_format(file_bytes)
         {
-            let message = format!("{} is a {format} image, not raw data", backing.path.display());
-            return Err(Error::new(ErrorKind::Format, message));
+            return Err(malformed(format!("{} is a {format} image, not raw data", backing.path.display())));
         }
         Ok(Base { path: backing.path, qcow2: false, size: file_bytes })
     }
@@ -66,24 +66,44 @@ impl Base {
     /// the backing file relative to `directory` if it is there or below. Nothing is made durable.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a name or a size that the format does not allow; the I/O error of the file.
+    /// [`blkq::ErrorKind::Invalid`] for a name or a size that the format does not allow; the I/O error of the file.
     pub fn write_overlay(&self, file: &File, directory: &Path) -> Result<(), Error> {
-        self.write(directory, &|bytes, at| file.write_all_at(bytes, at), &|bytes| file.set_len(bytes))
+        self.write(directory, |bytes, at| file.write_all_at(bytes, at), |bytes| file.set_len(bytes))
     }
 
     pub(in crate::qcow2) fn write_to(&self, file: &ImageFile, directory: &Path) -> Result<(), Error> {
-        self.write(directory, &|bytes, at| file.write_all_at(bytes, at), &|bytes| file.set_size(bytes))
+        self.write(directory, |bytes, at| file.write_all_at(bytes, at), |bytes| file.set_size(bytes))
     }
 
-    fn write(&self, directory: &Path, write: &WriteAt<'_>, set_size: &SetSize<'_>) -> Result<(), Error> {
+    fn write(
+        &self,
+        directory: &Path,
+        write_at: impl Fn(&[u8], u64) -> io::Result<()>,
+        set_size: impl Fn(u64) -> io::Result<()>,
+    ) -> Result<(), Error> {
         let name = name_in(directory, &self.path)?;
         let size = self.size.next_multiple_of(512);
-        write_empty(write, set_size, size, &name, if self.qcow2 { b"qcow2" } else { b"raw" })
+        let l2_covers = CLUSTER_BYTES << (CLUSTER_BITS - 3);
+        let l1_entries = size.div_ceil(l2_covers);
+        if l1_entries * 8 > L1_MAX_BYTES {
+            return Err(invalid(format!(
+                "an image with clusters of 64 KiB can have at most {} bytes, not {size}",
+                L1_MAX_BYTES / 8 * l2_covers
+            )));
+        }
+        let clusters = L1_TABLE + (l1_entries * 8).div_ceil(CLUSTER_BYTES).max(1);
+        let header = header(size, l1_entries as u32, &name, if self.qcow2 { b"qcow2" } else { b"raw" });
+        let block: Vec<u8> = (0..clusters).flat_map(|_| 1u16.to_be_bytes()).collect();
+        let write = || -> io::Result<()> {
+            write_at(&header, 0)?;
+            write_at(&(REFCOUNT_BLOCK * CLUSTER_BYTES).to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
+            write_at(&block, REFCOUNT_BLOCK * CLUSTER_BYTES)?;
+            // The L1 table is a hole, which reads as zeroes: no entry names a table.
+            set_size(clusters * CLUSTER_BYTES)
+        };
+        write().map_err(|e| Error::system("cannot write the new image", e))
     }
 }
-
-type WriteAt<'a> = dyn Fn(&[u8], u64) -> io::Result<()> + 'a;
-type SetSize<'a> = dyn Fn(u64) -> io::Result<()> + 'a;
 
 fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
     let below = base.strip_prefix(directory).unwrap_or(base).as_os_str().as_bytes();
@@ -98,38 +118,9 @@ fn name_in(directory: &Path, base: &Path) -> Result<Vec<u8>, Error> {
     } else {
         return Ok(name);
     };
-    let message =
-        format!("an image cannot name its backing file by a path {why}; rename or move the backing file");
-    Err(Error::new(ErrorKind::Invalid, message))
-}
-
-fn write_empty(
-    write_at: &WriteAt<'_>,
-    set_size: &SetSize<'_>,
-    size: u64,
-    name: &[u8],
-    format: &[u8],
-) -> Result<(), Error> {
-    let l2_covers = CLUSTER_BYTES << (CLUSTER_BITS - 3);
-    let l1_entries = size.div_ceil(l2_covers);
-    if l1_entries * 8 > L1_MAX_BYTES {
-        let message = format!(
-            "an image with clusters of 64 KiB can have at most {} bytes, not {size}",
-            L1_MAX_BYTES / 8 * l2_covers
-        );
-        return Err(Error::new(ErrorKind::Invalid, message));
-    }
-    let clusters = L1_TABLE + (l1_entries * 8).div_ceil(CLUSTER_BYTES).max(1);
-    let header = header(size, l1_entries as u32, name, format);
-    let block: Vec<u8> = (0..clusters).flat_map(|_| 1u16.to_be_bytes()).collect();
-    let write = || -> io::Result<()> {
-        write_at(&header, 0)?;
-        write_at(&(REFCOUNT_BLOCK * CLUSTER_BYTES).to_be_bytes(), REFCOUNT_TABLE * CLUSTER_BYTES)?;
-        write_at(&block, REFCOUNT_BLOCK * CLUSTER_BYTES)?;
-        // The L1 table is a hole, which reads as zeroes: no entry names a table.
-        set_size(clusters * CLUSTER_BYTES)
-    };
-    write().map_err(|e| Error::system("cannot write the new image", e))
+    Err(invalid(format!(
+        "an image cannot name its backing file by a path {why}; rename or move the backing file"
+    )))
 }
 
 fn header(size: u64, l1_entries: u32, name: &[u8], format: &[u8]) -> Vec<u8> {

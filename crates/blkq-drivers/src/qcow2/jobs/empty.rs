@@ -15,7 +15,7 @@ impl Qcow2 {
     /// Overwrites the L1 table in the file with zeroes, durably. The tables in memory do not change. A power
     /// loss meanwhile may leave some of the old entries.
     pub(in crate::qcow2) fn empty(&self) -> Result<(), Error> {
-        self.run("empty its tables", async |env| {
+        self.shared.run("empty its tables", async |env| {
             let (offset, bytes) = {
                 let state = env.state();
                 let tables = state.top()?;
@@ -34,7 +34,7 @@ impl Qcow2 {
             let entries = state.top().map_or(0, |tables| tables.l1.len());
             state.writer.l1_dirty.extend(0..entries);
         }
-        let _ = self.run("fill its tables again", async |env| flush_metadata(&env, true).await);
+        let _ = self.shared.run("fill its tables again", async |env| flush_metadata(&env, true).await);
     }
 
     /// Frees all clusters of an emptied overlay except those of its header and tables. After an error,
@@ -54,7 +54,7 @@ impl Qcow2 {
         let table_bytes = u64::from(header.refcount_table_clusters) * cluster;
         kept.extend(clusters(header.refcount_table_offset, table_bytes));
         kept.extend(blocks.iter().filter(|block| **block != 0).map(|block| block / cluster));
-        let end = self.files[0].size()?.div_ceil(cluster);
+        let end = self.file().size()?.div_ceil(cluster);
         let ends = kept.iter().map(|number| number + 1);
         let holes: Vec<_> = std::iter::once(0).chain(ends).zip(kept.iter().copied().chain([end])).collect();
         let table = move |number: usize| {
@@ -65,7 +65,7 @@ impl Qcow2 {
             }
             content
         };
-        self.run("free its clusters", move |env| async move {
+        self.shared.run("free its clusters", move |env| async move {
             for (number, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
                 env.io.run(env.write_op(*block).with_buffer(table(number))).await?;
             }

@@ -2,7 +2,6 @@
 //! Names all other modules of the driver. Only `qcow2` itself depends on these: it exports their public types, and
 //! begins and ends the journal with `recover`.
 
-pub(super) mod allocated;
 pub(super) mod block_commit;
 pub(super) mod block_commit_base;
 pub(super) mod create;

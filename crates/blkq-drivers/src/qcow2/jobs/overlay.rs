@@ -9,11 +9,11 @@ use std::sync::Arc;
 use blkq::bitmap::BitmapStore;
 use blkq::sync::atomic::Ordering::Relaxed;
 use blkq::sync::lock as locked;
-use blkq::{Driver, Error, ErrorKind};
+use blkq::{Driver, Error};
 
+use crate::errors::{invalid, unsupported};
 use crate::image_file::{ClientTerms, ImageFile, LockKind, RawImage, check_not_longer};
 use crate::qcow2::chain::{self, LOCKED, Opened};
-use crate::qcow2::io::flush_metadata::flush_metadata;
 use crate::qcow2::io::reserve::free_reserved;
 use crate::qcow2::journal::{self, Journals};
 use crate::qcow2::tables::state::Layer;
@@ -41,22 +41,21 @@ impl OverlayBase {
 
 impl Qcow2 {
     /// Makes all writes durable, and returns the image as the base of a new overlay. The disk must be frozen.
-    /// Fails with [`ErrorKind::Unsupported`] if the image is read-only.
+    /// Fails with [`blkq::ErrorKind::Unsupported`] if the image is read-only.
     pub(crate) fn overlay_base(&self) -> Result<OverlayBase, Error> {
         if !self.writable || self.read_only.load(Relaxed) {
-            let message =
-                format!("{} is read-only, so there is nothing to take a snapshot of", self.path().display());
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            return Err(unsupported(format!(
+                "{} is read-only, so there is nothing to take a snapshot of",
+                self.path().display()
+            )));
         }
-        // A flush of its own, because data that was overwritten in place makes no table dirty.
-        self.run("make the data durable", async |env| flush_metadata(&env, true).await)?;
-        self.flush_all_metadata()?;
+        self.sync()?;
         Ok(self.chain_from(0))
     }
 
     fn chain_from(&self, first: usize) -> OverlayBase {
         let state = locked(&self.shared.state);
-        let chain = self.files.iter().zip(&state.layers).skip(first);
+        let chain = self.shared.files.iter().zip(&state.layers).skip(first);
         OverlayBase {
             chain: chain.map(|(file, layer)| (Arc::clone(file), layer.clone())).collect(),
             size: state.size,
@@ -75,7 +74,7 @@ impl Qcow2 {
         let base = Opened::with_tables(ImageFile::of_open(file, path.to_owned())?)?;
         check_repaired(&base)?;
         if let (Some(all), Some(header)) = (journals, base.header()) {
-            journal::check_base(all, path, (base.file.identity, header.tag), self.identity())?;
+            journal::check_base(all, &base.file, header.tag, self.identity())?;
         }
         let mut below = self.chain_from(2);
         let bytes = base.size - base.size % u64::from(self.terms.logical_block_bytes);
@@ -107,20 +106,18 @@ impl Qcow2 {
     ) -> Result<Qcow2, Error> {
         let top = ImageFile::of_open(file, path.to_owned())?;
         if top.size()? != 0 || top.block_device {
-            let message = format!("{} is not an empty new file", top.path.display());
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(invalid(format!("{} is not an empty new file", top.path.display())));
         }
         if below.chain.len() > chain::DEPTH_MAX {
-            let message = format!(
+            return Err(unsupported(format!(
                 "{} would have more than {} backing files; commit some first",
                 path.display(),
                 chain::DEPTH_MAX
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         top.lock(&LOCKED, LockKind::Exclusive, false)?;
         let Some((file, _)) = below.chain.first() else {
-            return Err(Error::new(ErrorKind::Invalid, "the new overlay has no backing file"));
+            return Err(invalid("the new overlay has no backing file"));
         };
         chain::check_is_no_link(&file.path)?;
         let base = path_of(file)?;
@@ -163,13 +160,13 @@ impl Qcow2 {
         if written.is_ok() {
             self.end_journal();
         }
-        let _ = self.run("free the space that is reserved", async |env| free_reserved(&env).await);
-        self.files[0].downgrade(&LOCKED);
+        let _ = self.shared.run("free the space that is reserved", async |env| free_reserved(&env).await);
+        self.file().downgrade(&LOCKED);
         written
     }
 }
 
-/// The current path of `file`. Fails with [`ErrorKind::Unsupported`] if no path leads to the file any longer.
+/// The current path of `file`. Fails with [`blkq::ErrorKind::Unsupported`] if no path leads to the file any longer.
 pub(in crate::qcow2) fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
     let path = &file.path;
     let found = file.metadata().ok().and_then(|mine| {
@@ -181,8 +178,6 @@ pub(in crate::qcow2) fn path_of(file: &ImageFile) -> Result<PathBuf, Error> {
         names.into_iter().flatten().find(there)
     });
     found.ok_or_else(|| {
-        let message =
-            format!("{} was removed, so no overlay can name it as its backing file", path.display());
-        Error::new(ErrorKind::Unsupported, message)
+        unsupported(format!("{} was removed, so no overlay can name it as its backing file", path.display()))
     })
 }

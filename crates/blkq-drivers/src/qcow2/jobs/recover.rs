@@ -1,23 +1,23 @@
 //! Recovery after a kill: applies the journal that a killed process left for an image, and begins a new one.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
+use blkq::Error;
 use blkq::sync::atomic::Ordering::Relaxed;
-use blkq::sync::{Mutex, lock as locked};
-use blkq::{Error, ErrorKind};
+use blkq::sync::lock as locked;
 
+use crate::errors::unsupported;
 use crate::qcow2::Qcow2;
 use crate::qcow2::format::header::TAG_AT;
 use crate::qcow2::io::allocate;
-use crate::qcow2::journal::{self, Journal, Journals, Left, Record};
+use crate::qcow2::journal::{self, Journal, Journals, Left};
 
-use super::replay;
+use super::replay::replay;
 
 impl Qcow2 {
     /// Applies the journal that a killed process left, and begins a new one if there are `journals`.
     /// `overlay` is the overlay that a block commit commits into this image. Fails with
-    /// [`ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`.
+    /// [`blkq::ErrorKind::Unsupported`] if the image has a journal and is opened for writing without `journals`.
     pub(in crate::qcow2) fn begin_journal(
         mut self,
         journals: Option<&Journals>,
@@ -25,12 +25,11 @@ impl Qcow2 {
     ) -> Result<Qcow2, Error> {
         let (identity, tag) = (self.identity(), self.tag());
         if journals.is_none() && self.writable && tag != 0 {
-            let message = format!(
+            return Err(unsupported(format!(
                 "{} was not closed, and its journal may contain writes that the image lacks; open it with \
                  the directory of the journal, or read-only",
                 self.path().display()
-            );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            )));
         }
         // A header of version 2 has no autoclear features, and so no place for the tag.
         let able = journals.filter(|_| self.version >= 3);
@@ -38,7 +37,7 @@ impl Qcow2 {
             self.warnings.push(journal::none_in_version_2(self.path()));
         }
         let journals = able;
-        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, self.path(), identity));
+        let found = journals.filter(|_| tag != 0).map(|all| journal::find(all, self.file()));
         let found = found.transpose()?.flatten();
         let mut leaked = BTreeSet::new();
         match found.as_ref().map_or(Left::Nothing, |journal| journal.left(tag)) {
@@ -52,8 +51,7 @@ impl Qcow2 {
                 ));
             }
             Left::Nothing => {
-                let file = (identity, self.birth());
-                let ignored = journals.and_then(|all| journal::find_ignored(all, self.path(), file));
+                let ignored = journals.and_then(|all| journal::find_ignored(all, self.file()));
                 self.warnings.extend(ignored);
             }
             Left::Records(records) if records.is_empty() => {}
@@ -61,7 +59,9 @@ impl Qcow2 {
             Left::Records(records) => {
                 let path =
                     found.as_ref().map(|journal| journal.path().display().to_string()).unwrap_or_default();
-                leaked = self.replay(records).map_err(|error| {
+                let replayed =
+                    self.shared.run("apply the journal", async move |env| replay(&env, records).await);
+                leaked = replayed.map_err(|error| {
                     // Drops the driver without writing its tables: the image would get a part of the changes.
                     self.superseded.store(true, Relaxed);
                     let message =
@@ -91,7 +91,7 @@ impl Qcow2 {
         }
         let journal = journal.unwrap_or_default();
         match &journal {
-            Some(journal) => journal.set_birth(self.birth()),
+            Some(journal) => journal.set_birth(self.file().birth()),
             None => self.set_tag(0)?,
         }
         locked(&self.shared.state).journal = journal;
@@ -103,21 +103,6 @@ impl Qcow2 {
             self.release_leaked(leaked);
         }
         Ok(self)
-    }
-
-    fn birth(&self) -> u64 {
-        self.files[0].birth()
-    }
-
-    fn replay(&self, records: Vec<Record>) -> Result<BTreeSet<u64>, Error> {
-        let leaked = Arc::new(Mutex::new(BTreeSet::new()));
-        let found = Arc::clone(&leaked);
-        self.run("apply the journal", async move |env| {
-            let leaked = replay::replay(&env, records).await?;
-            *locked(&found) = leaked;
-            Ok(())
-        })?;
-        Ok(std::mem::take(&mut *locked(&leaked)))
     }
 
     /// Releases the clusters that a killed process leaked. The next flush of the metadata frees them.
@@ -162,7 +147,7 @@ impl Qcow2 {
         if self.tag() == tag {
             return Ok(());
         }
-        self.run("change its header", async move |env| {
+        self.shared.run("change its header", async move |env| {
             allocate::write_header(&env, TAG_AT, &tag.to_be_bytes()).await
         })?;
         if let Ok(tables) = locked(&self.shared.state).top_mut() {

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use blkq::{IoResult, Status};
+use blkq::Status;
 
-use crate::qcow2::io::allocate::provide;
+use crate::qcow2::io::allocate::until_ready;
 use crate::qcow2::io::env::Env;
 use crate::qcow2::journal::Record;
 use crate::qcow2::journal::leaks::Leaks;
 use crate::qcow2::tables::cache::{Key, Table};
-use crate::qcow2::tables::refcounts::{refcount_place, set_refcounts};
+use crate::qcow2::tables::refcounts::set_refcounts_in_slice;
 use crate::qcow2::tables::state::{NotReady, State};
 
 /// Applies the records, in order. The image has no journal meanwhile, so if this process is killed, the image
@@ -34,16 +34,10 @@ pub(in crate::qcow2) async fn replay(env: &Env, records: Vec<Record>) -> Result<
             }
             Record::Refcounts { first, count, .. } | Record::Allocated { first, count } => {
                 let refcount = if let Record::Refcounts { refcount, .. } = record { refcount } else { 1 };
-                let mut next = first;
-                while next < first + count {
-                    let set = |state: &mut State| {
-                        let (slot, index) = refcount_place(state, next)?;
-                        let here = (first + count - next).min((state.refcounts_per_slice() - index) as u64);
-                        set_refcounts(state, (slot, index), next, here, refcount);
-                        next += here;
-                        Ok(())
-                    };
-                    until_provided(env, set).await?;
+                let mut left = first..first + count;
+                while !left.is_empty() {
+                    let set = |state: &mut State| set_refcounts_in_slice(state, left.clone(), refcount);
+                    left.start += apply(env, set).await?;
                 }
             }
             Record::L2 { offset, entry, count } => {
@@ -54,7 +48,7 @@ pub(in crate::qcow2) async fn replay(env: &Env, records: Vec<Record>) -> Result<
                         leaks.note_entry(offset + number * 8, old, entry);
                         Ok(())
                     };
-                    until_provided(env, set).await?;
+                    apply(env, set).await?;
                 }
             }
         }
@@ -77,15 +71,12 @@ fn set_entry(state: &mut State, offset: u64, entry: u64) -> Result<u64, NotReady
     }
 }
 
-async fn until_provided(env: &Env, mut change: impl FnMut(&mut State) -> Result<(), NotReady>) -> IoResult {
-    loop {
-        let done = change(&mut env.state());
-        match done {
-            Ok(()) => return Ok(()),
-            // A record for a new refcount block precedes those for refcounts in it. A missing block means a
-            // damaged journal.
-            Err(NotReady::RefcountBlock(_) | NotReady::RefcountTable(_)) => return Err(Status::Io),
-            Err(reason) => provide(env, reason).await?,
-        }
-    }
+async fn apply<T>(env: &Env, mut change: impl FnMut(&mut State) -> Result<T, NotReady>) -> Result<T, Status> {
+    // A record for a new refcount block precedes those for refcounts in it. A missing block means a damaged
+    // journal.
+    let damaged = |reason| match reason {
+        NotReady::RefcountBlock(_) | NotReady::RefcountTable(_) => NotReady::Failed(Status::Io),
+        reason => reason,
+    };
+    until_ready(env, |state| change(state).map_err(damaged)).await
 }

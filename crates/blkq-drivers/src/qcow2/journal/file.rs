@@ -25,6 +25,8 @@ use blkq::{Error, ErrorKind};
 use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, fallocate, ftruncate, openat};
 use rustix::io::Errno;
 
+use crate::errors::{invalid, unsupported};
+use crate::image_file::ImageFile;
 use crate::qcow2::format::entry::SLICE_MAX_BYTES;
 
 use super::mapping::Words;
@@ -104,35 +106,18 @@ impl Journals {
 pub(in crate::qcow2) enum Record {
     /// `count` entries of an L2 table, the first at byte `offset` of the file. The first becomes `entry`;
     /// each further one refers to the cluster after that of the one before.
-    L2 {
-        offset: u64,
-        entry: u64,
-        count: u64,
-    },
-    Refcounts {
-        first: u64,
-        count: u64,
-        refcount: u64,
-    },
-    L1 {
-        index: u64,
-        entry: u64,
-    },
-    RefcountTable {
-        index: u64,
-        entry: u64,
-    },
+    L2 { offset: u64, entry: u64, count: u64 },
+    /// `count` refcounts become `refcount`; the first is that of cluster `first`.
+    Refcounts { first: u64, count: u64, refcount: u64 },
+    /// An entry of the L1 table.
+    L1 { index: u64, entry: u64 },
+    /// An entry of the refcount table.
+    RefcountTable { index: u64, entry: u64 },
     /// `count` free clusters were allocated, and no table refers to them yet. Applied like
     /// [`Record::Refcounts`] with a refcount of 1.
-    Allocated {
-        first: u64,
-        count: u64,
-    },
+    Allocated { first: u64, count: u64 },
     /// No table refers to `count` clusters any longer. Each refcount is to be decremented by 1.
-    Released {
-        first: u64,
-        count: u64,
-    },
+    Released { first: u64, count: u64 },
 }
 
 impl Record {
@@ -221,7 +206,7 @@ impl Journal {
             file.metadata().map_err(|e| Error::system(format!("cannot read {}", path.display()), e))?;
         if !metadata.is_file() || metadata.uid() != journals.user {
             let message = format!("the journal {} is not a regular file of this user", path.display());
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(invalid(message));
         }
         let bytes = (WORDS * 8) as u64;
         if metadata.len() > bytes {
@@ -255,7 +240,7 @@ impl Journal {
 
     /// Whether this journal has writes that an image without a tag lacks. The image's file was created at
     /// `birth`. Journals for a base of a block commit do not count: their overlay has the data.
-    fn has_ignored_writes(&self, birth: u64) -> bool {
+    pub fn has_ignored_writes(&self, birth: u64) -> bool {
         let word = |at: usize| self.word(at).load(Acquire);
         let has_tag = word(TAG_AT) != 0 || word(NEXT_TAG_AT) != 0;
         // A new file may have the inode of a removed one.
@@ -421,54 +406,46 @@ impl Journal {
     }
 }
 
-/// Opens the journal of the image at `path`, whose header has a journal's tag. If that fails, the journal may
+/// Opens the journal of `image`, whose header has a journal's tag. If that fails, the journal may
 /// contain writes that the image lacks.
-pub(in crate::qcow2) fn find(
-    journals: &Journals,
-    path: &Path,
-    identity: (u64, u64),
-) -> Result<Option<Journal>, Error> {
-    Journal::find(journals, identity).map_err(|error| {
+pub(in crate::qcow2) fn find(journals: &Journals, image: &ImageFile) -> Result<Option<Journal>, Error> {
+    Journal::find(journals, image.identity).map_err(|error| {
         let message = format!(
             "cannot open the journal of {}, which may contain writes that the image lacks: {error}; repair \
              this, or delete the journal to continue without these writes",
-            path.display()
+            image.path.display()
         );
         Error::new(error.kind(), message)
     })
 }
 
-/// The warning that the image at `path`, whose header has no tag, lacks writes that its journal has.
-pub(in crate::qcow2) fn find_ignored(
-    journals: &Journals,
-    path: &Path,
-    (identity, birth): ((u64, u64), u64),
-) -> Option<String> {
-    let journal = Journal::find(journals, identity).ok().flatten()?;
-    journal.has_ignored_writes(birth).then(|| {
+/// The warning that `image`, whose header has no tag, lacks writes that its journal has.
+pub(in crate::qcow2) fn find_ignored(journals: &Journals, image: &ImageFile) -> Option<String> {
+    let journal = Journal::find(journals, image.identity).ok().flatten()?;
+    journal.has_ignored_writes(image.birth()).then(|| {
         format!(
             "the journal of {} is ignored, because another program opened the image for writing after the \
              daemon was killed; writes that were not flushed by then are lost",
-            path.display()
+            image.path.display()
         )
     })
 }
 
-/// Rejects the image at `path` as the backing file of the image `overlay` if it lacks writes that its journal
+/// Rejects `image` as the backing file of the image `overlay` if it lacks writes that its journal
 /// has: applying them later would change the backing file under the overlay. Writes of a commit of `overlay`
 /// itself are no reason, because the overlay still has their data. `tag` is the tag in the image's header.
 pub(in crate::qcow2) fn check_base(
     journals: &Journals,
-    path: &Path,
-    (identity, tag): ((u64, u64), u32),
+    image: &ImageFile,
+    tag: u32,
     overlay: (u64, u64),
 ) -> Result<(), Error> {
     if tag == 0 {
         return Ok(());
     }
-    let Some(journal) = find(journals, path, identity)? else { return Ok(()) };
+    let Some(journal) = find(journals, image)? else { return Ok(()) };
     let lacks = journal.left(tag).have_data();
-    if lacks && journal.overlay() != overlay { Err(lacking(path)) } else { Ok(()) }
+    if lacks && journal.overlay() != overlay { Err(lacking(&image.path)) } else { Ok(()) }
 }
 
 pub(in crate::qcow2) fn none_in_version_2(path: &Path) -> String {
@@ -482,11 +459,10 @@ pub(in crate::qcow2) fn none_in_version_2(path: &Path) -> String {
 
 /// The error for an image that lacks the writes of its journal and is not opened for writing.
 pub(in crate::qcow2) fn lacking(path: &Path) -> Error {
-    let message = format!(
+    unsupported(format!(
         "{} lacks writes that a killed process left in its journal; open it for writing once to apply them",
         path.display()
-    );
-    Error::new(ErrorKind::Unsupported, message)
+    ))
 }
 
 /// The stores that empty a journal, whose half `now` was written last, and give it the tag `next`. The

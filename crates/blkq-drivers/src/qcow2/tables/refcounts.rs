@@ -1,5 +1,7 @@
 //! Refcounts in a slice of a refcount block. Each has 1 to 64 bits.
 
+use std::ops::Range;
+
 use crate::qcow2::format::entry::table_offset;
 use crate::qcow2::journal::Record;
 
@@ -41,6 +43,18 @@ pub(in crate::qcow2) fn set_refcounts(
     change(state, place, count, refcount);
     state.writer.unlinked.remove(first..first + count);
     state.note(Record::Refcounts { first, count, refcount });
+}
+
+/// Sets the refcounts of those of `clusters` that are in the slice of the first, and returns their number.
+pub(in crate::qcow2) fn set_refcounts_in_slice(
+    state: &mut State,
+    clusters: Range<u64>,
+    refcount: u64,
+) -> Result<u64, NotReady> {
+    let (slot, index) = refcount_place(state, clusters.start)?;
+    let count = (clusters.end - clusters.start).min((state.refcounts_per_slice() - index) as u64);
+    set_refcounts(state, (slot, index), clusters.start, count, refcount);
+    Ok(count)
 }
 
 /// As [`set_refcounts`], for clusters that were free: sets the refcounts to 1. A table is about to refer to

@@ -79,6 +79,7 @@ pub(in crate::qcow2) enum Found {
 }
 
 /// The state of the active image that only a writer needs.
+#[derive(Default)]
 pub(in crate::qcow2) struct Writer {
     pub refcount_table: Vec<u64>,
     pub refcount_table_dirty: BTreeSet<usize>,
@@ -169,18 +170,18 @@ impl State {
         (self.cache.slice_bytes() * 8) >> order
     }
 
-    /// Looks up the bytes of the device from `position` on in the given layers of the chain. Returns where
-    /// they are stored, the number of the layer that maps them (the end of `layers` if none does), and how
-    /// many of `bytes` are stored there contiguously. `extra` has slices that are not in the cache.
+    /// Looks up the bytes of the device from `position` on in the first `depth` layers of the chain. Returns
+    /// where they are stored, the number of the layer that maps them (`depth` if none does), and how many of
+    /// `bytes` are stored there contiguously. `extra` has slices that are not in the cache.
     pub fn find(
         &mut self,
-        layers: Range<usize>,
+        depth: usize,
         position: u64,
         bytes: u64,
         extra: Option<&Extra>,
     ) -> Result<(Found, usize, u64), NotReady> {
-        let (mut bytes, end) = (bytes, layers.end);
-        for layer in layers {
+        let mut bytes = bytes;
+        for layer in 0..depth {
             let size = self.layers[layer].size;
             if position >= size {
                 // As in QEMU, an image reads as zeroes beyond its end, whatever its backing file contains
@@ -193,11 +194,7 @@ impl State {
                 return Ok((found, layer, bytes));
             }
         }
-        Ok((Found::Unallocated, end, bytes))
-    }
-
-    pub fn layers_from(&self, first: usize) -> Range<usize> {
-        first..self.layers.len()
+        Ok((Found::Unallocated, depth, bytes))
     }
 
     fn find_in(
@@ -256,12 +253,12 @@ impl State {
         Ok((found, bytes.min(run)))
     }
 
-    /// Whether the bytes read as zeroes in the layers from `first` on, according to the tables alone.
-    pub fn is_zero(&mut self, first: usize, position: u64, bytes: u64) -> Result<bool, NotReady> {
+    /// Whether the bytes read as zeroes, according to the tables alone.
+    pub fn is_zero(&mut self, position: u64, bytes: u64) -> Result<bool, NotReady> {
         let end = position + bytes;
         let mut position = position;
         while position < end {
-            match self.find(self.layers_from(first), position, end - position, None)? {
+            match self.find(self.layers.len(), position, end - position, None)? {
                 (Found::Zero | Found::Unallocated, _, run) => position += run,
                 _ => return Ok(false),
             }

@@ -117,7 +117,7 @@ fn the_new_size_is_recorded_after_the_backing_file_is_hidden() {
         ]);
         let path = directory.0.join("d.qcow2");
         let device = open(&path);
-        let (env, mut executor) = (Env::new(Arc::clone(&device.shared)), Executor::default());
+        let (env, mut executor) = (Env::new(Arc::clone(&device.shared), None), Executor::default());
         let larger = grow::room(&env.state()).min(4 << 20);
         let (tasks_env, result) = (Rc::clone(&env), Rc::new(Cell::new(None)));
         let kept = Rc::clone(&result);
@@ -125,8 +125,10 @@ fn the_new_size_is_recorded_after_the_backing_file_is_hidden() {
         while result.get().is_none() {
             executor.run(&env.io);
             while let Some(operation) = env.io.next_operation() {
-                let done =
-                    perform(device.files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
+                let done = perform(
+                    device.shared.files[usize::from(operation.layer)].ring_file().as_raw_fd(),
+                    &operation,
+                );
                 let is_header = operation.action == Action::Write && operation.range.start == 0;
                 env.io.complete(operation.place, if is_header { -libc::EIO } else { done });
             }
@@ -198,7 +200,7 @@ fn the_copies_of_many_writes_take_bounded_memory() {
     directory.qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, "-b", "base", "-F", "raw", "d.qcow2"]);
     let path = directory.0.join("d.qcow2");
     let device = open(&path);
-    let (env, mut executor) = (Env::new(Arc::clone(&device.shared)), Executor::default());
+    let (env, mut executor) = (Env::new(Arc::clone(&device.shared), None), Executor::default());
     let written = Rc::new(Cell::new(0));
     for number in 0..32 {
         let (tasks_env, written) = (Rc::clone(&env), Rc::clone(&written));
@@ -210,13 +212,14 @@ fn the_copies_of_many_writes_take_bounded_memory() {
     let mut most = 0;
     while !executor.is_idle() {
         executor.run(&env.io);
-        most = most.max(env.reserved());
+        most = most.max(env.bounce.get());
         // Operations complete one at a time, so that as many as possible are in flight.
         let Some(operation) = env.io.next_operation() else { break };
-        let done = perform(device.files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
+        let done =
+            perform(device.shared.files[usize::from(operation.layer)].ring_file().as_raw_fd(), &operation);
         env.io.complete(operation.place, done);
     }
-    assert_eq!((written.get(), env.reserved()), (32, 0));
+    assert_eq!((written.get(), env.bounce.get()), (32, 0));
     assert!((BOUNCE_MAX_BYTES / 2..=BOUNCE_MAX_BYTES).contains(&most), "{most}");
     drop((executor, env, device));
     directory.check(&path);
@@ -340,9 +343,12 @@ fn a_read_only_device_frees_no_space() {
     directory.qemu_img(&["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=4k", "raw", "d.qcow2"]);
     let path = directory.0.join("d.qcow2");
     let before = std::fs::read(&path).unwrap();
-    let mut device = Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+    let open = || Qcow2::open(&Qcow2Options { read_only: true, ..Qcow2Options::new(&path) }).unwrap();
+    let (mut device, other) = (open(), open());
+    device.bitmaps = ImageBitmaps(Qcow2Bitmaps::new(&other.shared, false));
     // If detach tried to free space, only the access mode of the descriptor would prevent it.
-    device.files[0] = Arc::new(ImageFile::open(&path, false).unwrap());
+    let shared = Arc::get_mut(&mut device.shared).unwrap();
+    shared.files[0] = Arc::new(ImageFile::open(&path, false).unwrap());
     drop(device);
     assert!(std::fs::read(&path).unwrap() == before);
 }

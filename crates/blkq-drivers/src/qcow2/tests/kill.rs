@@ -89,7 +89,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     let mut life = Life { directory, journals, journal: PathBuf::new() };
     let device = Qcow2::open(&life.options("d.qcow2")).unwrap();
     life.journal = std::fs::read_dir(life.journals.directory()).unwrap().next().unwrap().unwrap().path();
-    let env = Env::new(Arc::clone(&device.shared));
+    let env = Env::new(Arc::clone(&device.shared), None);
     let files = ["d.qcow2", "base"].map(|name| std::fs::read(life.directory.0.join(name)).unwrap());
     let mut disk = Disk::new(files.into());
     let mut now = base_content;
@@ -204,7 +204,7 @@ fn write_and_die(device: &Qcow2) {
 
 fn die(device: &Qcow2) {
     device.superseded.store(true, Relaxed);
-    device.files[0].unlock(&LOCKED);
+    device.file().unlock(&LOCKED);
 }
 
 #[test]
@@ -261,7 +261,7 @@ fn a_backing_file_that_lacks_writes_is_rejected() {
     };
     let top = Qcow2::open(&options("top.qcow2")).unwrap();
     let killed = target(&top).unwrap();
-    killed.run("", async |env| clear(&env, MIB, 65536, Wanted::ZeroesKept).await).unwrap();
+    killed.shared.run("", async |env| clear(&env, MIB, 65536, Wanted::ZeroesKept).await).unwrap();
     die(&killed);
     die(&top);
     drop((killed, top));
@@ -439,9 +439,10 @@ fn a_journal_of_a_removed_file_is_not_reported() {
     let options = Qcow2Options { journals: Some(Arc::clone(&journals)), ..Qcow2Options::new(&path) };
     let device = Qcow2::open(&options).unwrap();
     write_and_die(&device);
-    let birth = device.files[0].birth();
+    let birth = device.file().birth();
     assert_ne!(birth, 0, "the file system does not report when a file was created");
-    let is_found = |birth| journal::find_ignored(&journals, &path, (device.identity(), birth)).is_some();
+    let journal = journal::Journal::find(&journals, device.identity()).unwrap().unwrap();
+    let is_found = |birth| journal.has_ignored_writes(birth);
     assert_eq!([birth, 0, birth + 1].map(is_found), [true, true, false]);
 }
 
@@ -481,11 +482,14 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     let options = Qcow2Options { journals: Some(journals), ..Qcow2Options::new(&path) };
     let device = Qcow2::open(&options).unwrap();
     for cluster in [0, WRITES] {
-        device.run("write", async move |env| write(&env, cluster << 16, 4096, Source::Zeroes).await).unwrap();
+        device
+            .shared
+            .run("write", async move |env| write(&env, cluster << 16, 4096, Source::Zeroes).await)
+            .unwrap();
     }
     device.flush_all_metadata().unwrap();
     let tag = device.tag();
-    let env = Env::new(Arc::clone(&device.shared));
+    let env = Env::new(Arc::clone(&device.shared), None);
     {
         // From here on the slices of the L2 table are in memory, and none of refcount blocks.
         let mut state = locked(&device.shared.state);
@@ -510,7 +514,7 @@ fn the_journal_has_room_for_any_number_of_concurrent_writes() {
     while !executor.is_idle() {
         executor.run(&env.io);
         while let Some(operation) = env.io.next_operation() {
-            let file = device.files[usize::from(operation.layer)].ring_file().as_raw_fd();
+            let file = device.shared.files[usize::from(operation.layer)].ring_file().as_raw_fd();
             env.io.complete(operation.place, perform(file, &operation));
         }
         let left = locked(&device.shared.state).journal.as_ref().unwrap().left(tag);

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use blkq::{BioFlags, Operation};
+use blkq::{BioFlags, ErrorKind, Operation};
 
 use super::*;
 use blkq::testing::harness::{Harness, pattern, run, unmount};

@@ -200,7 +200,7 @@ fn live(kind: &str, backing: bool, seed: u64) {
     directory.qemu_img(&[&words[..], &["d.qcow2", &bytes]].concat());
     let path = directory.0.join("d.qcow2");
     let device = Qcow2::open(&Qcow2Options { direct_io: DirectIo::Off, ..Qcow2Options::new(&path) }).unwrap();
-    let env = Env::new(Arc::clone(&device.shared));
+    let env = Env::new(Arc::clone(&device.shared), None);
     let file = std::fs::read(&path).unwrap();
     let base = std::fs::read(directory.0.join("base")).unwrap();
     let mut disk = Disk::new(vec![file, base]);
@@ -316,7 +316,7 @@ pub(super) fn run_read(
     let (task, kept) = (Rc::clone(env), Rc::clone(&read));
     executor.spawn(&env.io, async move {
         let (position, bytes) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u64);
-        let content = read_device(&task, 0, position, bytes).await.unwrap();
+        let content = read_device(&task, position, bytes).await.unwrap();
         kept.borrow_mut()
             .extend(content.chunks(SECTOR).map(|at| u32::from_ne_bytes([at[0], at[1], at[2], at[3]])));
     });
@@ -357,7 +357,7 @@ fn live_with_bitmaps((kind, name_bytes): (&str, usize), seed: u64) {
     let model = Model { allowed: contents.iter().map(|content| vec![*content]).collect(), now: contents };
     let path = directory.0.join("d.qcow2");
     let device = Qcow2::open(&Qcow2Options { direct_io: DirectIo::Off, ..Qcow2Options::new(&path) }).unwrap();
-    let env = Env::new(Arc::clone(&device.shared));
+    let env = Env::new(Arc::clone(&device.shared), None);
     let mut disk =
         Disk::new(vec![std::fs::read(&path).unwrap(), std::fs::read(directory.0.join(&name)).unwrap()]);
     let mut executor = Executor::default();

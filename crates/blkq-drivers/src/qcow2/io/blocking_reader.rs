@@ -1,0 +1,113 @@
+//! Lookups and reads on a thread that may wait for I/O, while the queue of the image continues.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use blkq::IoBuffer;
+use blkq::sync::lock;
+
+use crate::qcow2::tables::state::{Extra, Found, NotReady};
+
+use super::env::Shared;
+use super::inflate::Compressed;
+
+/// Largest read of data in bytes.
+const READ_MAX_BYTES: u64 = 1 << 20;
+
+/// A part of the device, as the active image maps it.
+pub(in crate::qcow2) enum Extent {
+    Data(IoBuffer),
+    /// This number of zero bytes.
+    Zeroes(u64),
+    /// The image does not map this number of bytes; the backing file has them.
+    Unallocated(u64),
+}
+
+impl Extent {
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Extent::Data(data) => data.len() as u64,
+            Extent::Zeroes(bytes) | Extent::Unallocated(bytes) => *bytes,
+        }
+    }
+}
+
+/// Reads slices of tables without the cache, which only the queue fills.
+pub(in crate::qcow2) struct BlockingReader {
+    shared: Arc<Shared>,
+    /// At most one slice of each image, because a lookup may need one of each.
+    extra: Extra,
+    flushes: u64,
+}
+
+impl BlockingReader {
+    pub fn new(shared: &Arc<Shared>) -> BlockingReader {
+        BlockingReader { shared: Arc::clone(shared), extra: Extra::new(), flushes: 0 }
+    }
+
+    /// Where the start of `range` is stored in the first `depth` images of the chain, as
+    /// [`State::find`](crate::qcow2::tables::state::State::find) returns it. Reads the slices that are not in
+    /// memory. They are not dirty, so the files have their current content. Fails with EIO for damaged tables.
+    pub fn find(&mut self, depth: usize, range: &Range<u64>) -> io::Result<(Found, usize, u64)> {
+        loop {
+            let (key, bytes) = {
+                let mut state = lock(&self.shared.state);
+                if std::mem::replace(&mut self.flushes, state.flushes) != state.flushes {
+                    // Since the last lookup, slices may have been changed in memory, written, and evicted.
+                    self.extra.clear();
+                }
+                let found = state.find(depth, range.start, range.end - range.start, Some(&self.extra));
+                match found {
+                    Ok(found) => return Ok(found),
+                    Err(NotReady::Slice(key, _)) => (key, state.cache.slice_bytes()),
+                    Err(_) => return Err(io::Error::from_raw_os_error(libc::EIO)),
+                }
+            };
+            let slice = self.read_file(usize::from(key.layer), key.offset, bytes)?;
+            self.extra.retain(|(other, _)| other.layer != key.layer);
+            self.extra.push((key, slice.to_vec()));
+        }
+    }
+
+    /// The first part of `range` that the active image maps in one way.
+    pub fn next_allocated(&mut self, mut range: Range<u64>) -> io::Result<Option<Range<u64>>> {
+        while range.start < range.end {
+            let (found, _, bytes) = self.find(1, &range)?;
+            if found != Found::Unallocated {
+                return Ok(Some(range.start..range.start + bytes));
+            }
+            range.start += bytes;
+        }
+        Ok(None)
+    }
+
+    /// Reads from the start of `range`, as far as the active image maps it in one way. A write in flight may
+    /// appear in the result completely, in part, or not at all.
+    pub fn read(&mut self, range: &Range<u64>) -> io::Result<Extent> {
+        let (found, _, bytes) = self.find(1, range)?;
+        match found {
+            Found::Unallocated => Ok(Extent::Unallocated(bytes)),
+            Found::Zero => Ok(Extent::Zeroes(bytes)),
+            Found::Data { host, .. } => {
+                self.read_file(0, host, bytes.min(READ_MAX_BYTES) as usize).map(Extent::Data)
+            }
+            Found::Compressed { host, bytes: compressed, skip, .. } => {
+                let (place, compressed) =
+                    Compressed::place(&lock(&self.shared.state).layers[0], host, compressed)?;
+                let buffer = self.read_file(0, place.start, (place.end - place.start) as usize)?;
+                let content = compressed(buffer).inflate()?;
+                let mut part = IoBuffer::zeroed(bytes as usize);
+                part.copy_from_slice(&content[skip as usize..][..bytes as usize]);
+                Ok(Extent::Data(part))
+            }
+        }
+    }
+
+    fn read_file(&self, layer: usize, offset: u64, bytes: usize) -> io::Result<IoBuffer> {
+        let file_bytes = lock(&self.shared.state).layers[layer].file_bytes;
+        let mut buffer = IoBuffer::zeroed(bytes);
+        self.shared.files[layer].read_padded_at(&mut buffer, offset, file_bytes, None)?;
+        Ok(buffer)
+    }
+}
