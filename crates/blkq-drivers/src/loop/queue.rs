@@ -160,6 +160,7 @@ impl LoopQueue {
     }
 
     /// Completes the requests of a call for which the ring returned `result`, or submits the call again.
+    #[inline]
     fn advance(&mut self, cx: &mut DriverContext<'_>, tags: &[Tag], in_turn: bool, result: i32) {
         match outcome::of(&self.image, &self.shared, self.counters(), cx, tags, result) {
             Some(result) => self.complete(cx, tags, in_turn, result),
