@@ -8,6 +8,8 @@ mod certificates;
 mod connection;
 pub mod contexts;
 pub mod handshake;
+#[cfg(simulation)]
+pub mod harness;
 mod in_flight;
 mod options;
 mod outgoing;
@@ -41,11 +43,11 @@ pub mod fuzzing {
 }
 
 pub use certificates::{PreparedCertificates, TlsCertificates};
+#[cfg(simulation)]
+pub use harness as simulated;
 pub use options::{NbdExport, NbdOptions, NbdSwitches};
 pub use ranges::RangeLock;
 pub use rejections::{Reason, Rejection};
-#[cfg(simulation)]
-pub use server::simulated;
 pub use server::{NbdServer, StoppingServer};
 pub use status::{ConnectionInfo, NbdCounters, Paused};
 pub use tls::TlsOptions;

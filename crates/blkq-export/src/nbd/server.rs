@@ -14,28 +14,6 @@ use super::source::{ClientOrigin, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
 use crate::listener::{Listen, ListenAddress, Opened, Socket};
 
-/// Runs the server's source on a simulated engine, with clients that arrive as messages.
-#[cfg(simulation)]
-pub mod simulated {
-    use std::any::Any;
-    use std::os::fd::OwnedFd;
-
-    use super::*;
-    use crate::nbd::shared::Message;
-
-    /// Creates the source of a server that listens on no socket.
-    pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
-        let loads: Loads = Box::new([AtomicUsize::new(0)]);
-        let registry = Arc::new(Registry::new(None, None));
-        Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, ClientOrigin::Elsewhere))
-    }
-
-    /// Creates the message that brings the source a client.
-    pub fn client(socket: OwnedFd) -> Box<dyn Any + Send> {
-        Box::new(Message::Client(socket))
-    }
-}
-
 /// A running server. Stop it before its engines stop. If it is dropped instead, it keeps running until its
 /// engines exit, but its unix socket is removed.
 pub struct NbdServer {

@@ -23,6 +23,8 @@ mod config;
 mod control;
 mod descriptor;
 mod device;
+#[cfg(any(test, simulation, fuzzing))]
+mod device_harness;
 #[cfg(any(test, simulation))]
 mod harness;
 mod inflight;
@@ -40,8 +42,6 @@ mod ring;
 mod segments;
 mod session;
 mod shared;
-#[cfg(any(test, simulation, fuzzing))]
-pub mod simulated;
 mod source;
 mod split;
 mod status;
@@ -54,6 +54,19 @@ mod wakeup;
 pub use device::{StoppingDevice, VhostUserDevice, VhostUserOptions};
 pub use registration::RegistrationLimits;
 pub use status::{Event, FrontEndInfo, Paused, Report, RingInfo, VhostUserCounters};
+
+/// The interface of simulations and fuzz targets: a device, and the guest of the unit tests.
+#[cfg(any(test, simulation, fuzzing))]
+pub mod simulated {
+    #[cfg(simulation)]
+    pub use super::abi::feature;
+    pub use super::device_harness::{Device, Reply, SERIAL};
+    #[cfg(any(test, simulation))]
+    pub use super::harness::{Driver, Guest, Offer, USER_OFFSET};
+    #[cfg(simulation)]
+    pub use super::message::code;
+    pub use super::ring::RingSpec;
+}
 
 /// The interface of fuzzers: guest memory, rings in it, and requests.
 #[cfg(fuzzing)]

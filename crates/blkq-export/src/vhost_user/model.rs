@@ -1,11 +1,11 @@
 //! Properties of a served ring that the model checkers prove. The control thread starts and stops the ring on
 //! a real engine, with different tables of memory, while the guest adds requests and another thread reads the
-//! status. [`rejection`] and [`wakeup`] check further properties. Rings are polled, so that nothing is
+//! status. [`rejection_tests`] and [`wakeup_tests`] check further properties. Rings are polled, so that nothing is
 //! submitted to the kernel. The engine's ring and the event of the control thread are replaced by models.
 
-mod front_end;
-mod rejection;
-mod wakeup;
+mod front_end_harness;
+mod rejection_tests;
+mod wakeup_tests;
 
 use std::sync::Arc;
 

@@ -1,9 +1,12 @@
 //! The event that wakes the control thread of a device, and a replacement for the model checkers.
 
+#[cfg(model_check)]
+mod model;
+
 #[cfg(not(model_check))]
 pub use event::Wakeup;
 #[cfg(model_check)]
-pub use twin::Wakeup;
+pub use model::Wakeup;
 
 #[cfg(not(model_check))]
 mod event {
@@ -38,52 +41,6 @@ mod event {
     impl AsFd for Wakeup {
         fn as_fd(&self) -> BorrowedFd<'_> {
             self.0.as_fd()
-        }
-    }
-}
-
-#[cfg(model_check)]
-#[allow(missing_docs, reason = "as in the real module")]
-mod twin {
-    use std::os::fd::{AsFd, BorrowedFd};
-
-    use blkq::Error;
-
-    use crate::sync::{Condvar, Mutex};
-
-    #[derive(Default)]
-    pub struct Wakeup {
-        is_set: Mutex<bool>,
-        set: Condvar,
-    }
-
-    impl Wakeup {
-        pub fn new() -> Result<Wakeup, Error> {
-            Ok(Wakeup::default())
-        }
-
-        pub fn wake(&self) {
-            *self.is_set.lock().expect("no panic") = true;
-            self.set.notify_one();
-        }
-
-        pub fn clear(&self) -> bool {
-            std::mem::take(&mut *self.is_set.lock().expect("no panic"))
-        }
-
-        /// Waits until the event is set. Replaces poll(2).
-        #[cfg(test)]
-        pub fn wait(&self) {
-            let mut is_set = self.is_set.lock().expect("no panic");
-            while !*is_set {
-                is_set = self.set.wait(is_set).expect("no panic");
-            }
-        }
-    }
-
-    impl AsFd for Wakeup {
-        fn as_fd(&self) -> BorrowedFd<'_> {
-            unreachable!("no model polls descriptors")
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-use super::front_end::FrontEnd;
+use super::front_end_harness::FrontEnd;
 use super::{model, thread};
 use crate::sync::atomic::Ordering::SeqCst;
 

@@ -1,7 +1,7 @@
 //! A ring is rejected on its engine, while the control thread reports that, stops the ring, starts it again,
 //! or disconnects. The rejection must be reported once, and requests must be neither lost nor executed twice.
 
-use super::front_end::FrontEnd;
+use super::front_end_harness::FrontEnd;
 use super::{model, thread};
 
 const REQUESTS: u16 = 2;

@@ -7,9 +7,9 @@ use blkq::{Disk, EngineThread};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::super::abi::feature;
+use super::super::device_harness::Device;
 use super::super::harness::{Driver, Guest, USER_OFFSET};
 use super::super::message::{code, protocol};
-use super::super::simulated::Device;
 
 const RING: u64 = 0x10000;
 const DRIVER_AREA: u64 = RING + 0x4000;

@@ -1,17 +1,9 @@
-//! A device for simulations: a session without a socket or thread, and the guest of the unit tests.
+//! A device for simulations, models and fuzz targets: a session without a socket or thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use blkq::{Disk, EngineHandle};
-
-#[cfg(simulation)]
-pub use super::abi::feature;
-#[cfg(any(test, simulation))]
-pub use super::harness::{Driver, Guest, Offer, USER_OFFSET};
-#[cfg(simulation)]
-pub use super::message::code;
-pub use super::ring::RingSpec;
 
 use super::channel::Incoming;
 use super::control::take_wakeup;
