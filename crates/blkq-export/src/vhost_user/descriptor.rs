@@ -6,14 +6,25 @@ use super::area::Area;
 use super::chain::{Buffer, DESCRIPTOR_BYTES, DESCRIPTOR_NEXT, DESCRIPTORS_MAX, Part, RingError};
 use super::memory::{Cursor, GuestMemory, Span};
 
-/// The addresses, the size and the features of a ring. Addresses are those of the front end.
-pub struct Layout {
+/// A ring as a front end describes it. Addresses are those of the front end ("user addresses").
+#[derive(Clone, Debug)]
+pub struct RingSpec {
+    /// Number of descriptors: a power of two for a split ring.
     pub size: u16,
+    /// Whether VIRTIO_F_RING_PACKED was negotiated: a packed ring, not a split one.
+    pub packed: bool,
+    /// Whether VIRTIO_F_RING_EVENT_IDX was negotiated.
     pub event_idx: bool,
+    /// Whether VIRTIO_F_INDIRECT_DESC was negotiated.
     pub indirect: bool,
+    /// Address of the descriptor table, or of the descriptor ring.
     pub descriptors: u64,
+    /// Address of the available ring, or of the driver's event suppression area.
     pub driver_area: u64,
+    /// Address of the used ring, or of the device's event suppression area.
     pub device_area: u64,
+    /// The start position, as in SET_VRING_BASE.
+    pub base: u32,
 }
 
 /// Finds a part of a ring in `memory`, or returns why the ring cannot be used.

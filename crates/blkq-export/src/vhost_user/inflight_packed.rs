@@ -38,13 +38,37 @@ pub struct PackedInflight {
     last: Box<[u16]>,
     /// The first free entry; `size` if no entry is free.
     free: u16,
-    used: UsedPosition,
+    used: Position,
     /// First entries of the chains in the batch that is about to be published.
     batch: Vec<u16>,
 }
 
-/// A position of the ring: an index and the wrap counter.
-pub type UsedPosition = (u16, bool);
+/// An index in the ring, and the wrap counter, which changes with each lap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Position {
+    pub index: u16,
+    pub wrap: bool,
+}
+
+impl Position {
+    /// Decodes the 16 bits that messages and event areas contain.
+    pub fn of(bits: u16) -> Position {
+        Position { index: bits & 0x7fff, wrap: bits & 0x8000 != 0 }
+    }
+
+    pub fn bits(self) -> u16 {
+        self.index | if self.wrap { 0x8000 } else { 0 }
+    }
+
+    #[inline]
+    pub fn advance(&mut self, slots: u16, size: u16) {
+        self.index += slots;
+        if self.index >= size {
+            self.index -= size;
+            self.wrap = !self.wrap;
+        }
+    }
+}
 
 /// A chain that was in flight when the device was killed.
 pub struct Recovered {
@@ -58,9 +82,9 @@ pub struct Recovered {
 
 /// The state of a ring according to its record.
 pub struct State {
-    pub used: UsedPosition,
+    pub used: Position,
     /// The end of a batch that was written to the ring but not published.
-    pub abandoned: UsedPosition,
+    pub abandoned: Position,
     /// The chains in flight, in the order in which they were taken.
     pub chains: Vec<Recovered>,
 }
@@ -76,9 +100,9 @@ impl PackedInflight {
     /// [`RingError::Inflight`] for an unknown version, the size of another ring, or inconsistent entries.
     pub fn open(
         queue: InflightQueue,
-        used: UsedPosition,
+        used: Position,
         is_new: bool,
-        shown: impl FnOnce(UsedPosition) -> bool,
+        shown: impl FnOnce(Position) -> bool,
     ) -> Result<(PackedInflight, Option<State>), RingError> {
         let InflightQueue { area, size } = queue;
         let count = usize::from(size);
@@ -96,7 +120,7 @@ impl PackedInflight {
             0 => this.begin(),
             // The guest has cleared its ring to use it from the beginning, but the front end may still have
             // the record.
-            1 if is_new && this.positions().1 != (0, true) => this.begin(),
+            1 if is_new && this.positions().1 != (Position { index: 0, wrap: true }) => this.begin(),
             1 => return this.recover(shown).map(|state| (this, Some(state))),
             _ => return Err(RingError::Inflight { what: "unknown version" }),
         }
@@ -115,19 +139,19 @@ impl PackedInflight {
     }
 
     /// The new and the old position of the next used descriptor.
-    fn positions(&self) -> (UsedPosition, UsedPosition) {
+    fn positions(&self) -> (Position, Position) {
         let positions = self.area.load_u64(POSITIONS, Relaxed);
-        let new = (positions as u16, positions >> 32 & 0xff != 0);
-        (new, ((positions >> 16) as u16, positions >> 40 & 0xff != 0))
+        let new = Position { index: positions as u16, wrap: positions >> 32 & 0xff != 0 };
+        (new, Position { index: (positions >> 16) as u16, wrap: positions >> 40 & 0xff != 0 })
     }
 
-    fn recover(&mut self, shown: impl FnOnce(UsedPosition) -> bool) -> Result<State, RingError> {
+    fn recover(&mut self, shown: impl FnOnce(Position) -> bool) -> Result<State, RingError> {
         let size = self.size;
         if self.area.load_u16(COUNT, Relaxed) != size {
             return Err(RingError::Inflight { what: "the ring has another size" });
         }
         let (new, old) = self.positions();
-        if new.0 >= size || old.0 >= size {
+        if new.index >= size || old.index >= size {
             return Err(RingError::Inflight { what: "a position is beyond the end of the ring" });
         }
         // The first descriptor of a batch is written last. So the driver sees either the whole last batch or
@@ -198,9 +222,10 @@ impl PackedInflight {
         self.area.store_u16(FREE_HEAD, self.free, Release);
     }
 
-    fn store_positions(&self, new: UsedPosition, old: UsedPosition) {
-        let indices = u64::from(new.0) | u64::from(old.0) << 16;
-        self.area.store_u64(POSITIONS, indices | u64::from(new.1) << 32 | u64::from(old.1) << 40, Release);
+    fn store_positions(&self, new: Position, old: Position) {
+        let indices = u64::from(new.index) | u64::from(old.index) << 16;
+        let wraps = u64::from(new.wrap) << 32 | u64::from(old.wrap) << 40;
+        self.area.store_u64(POSITIONS, indices | wraps, Release);
     }
 
     /// Records a chain, and returns its first entry. Panics if too few entries are free: the ring never takes
@@ -238,7 +263,7 @@ impl PackedInflight {
     }
 
     /// Records that the batch is about to be written to the ring, up to the position `used`.
-    pub fn prepare(&mut self, used: UsedPosition) {
+    pub fn prepare(&mut self, used: Position) {
         self.store_positions(used, self.used);
         self.used = used;
     }

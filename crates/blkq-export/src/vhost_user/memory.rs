@@ -4,6 +4,7 @@
 //! The guest continues to use its memory. So no code here creates a reference to plain bytes of it: bytes are
 //! copied out, each of them once, and then checked.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -98,22 +99,15 @@ impl GuestMemory {
     }
 
     fn of(mut regions: Vec<Region>) -> Result<GuestMemory, Error> {
-        if regions.len() > REGIONS_MAX {
-            return Err(invalid(format!("{} regions are more than {REGIONS_MAX}", regions.len())));
-        }
-        let overlap = |start: fn(&Region) -> u64, regions: &mut Vec<Region>| {
+        let starts: [fn(&Region) -> u64; 2] = [|region| region.user_start, |region| region.guest_start];
+        for start in starts {
             regions.sort_by_key(start);
-            let pair = regions.windows(2).find(|pair| start(&pair[1]) - start(&pair[0]) < pair[0].length);
-            pair.map_or(Ok(()), |pair| {
-                Err(invalid(format!(
-                    "the regions at {:#x} and {:#x} overlap",
-                    start(&pair[0]),
-                    start(&pair[1])
-                )))
-            })
-        };
-        overlap(|region| region.user_start, &mut regions)?;
-        overlap(|region| region.guest_start, &mut regions)?;
+            let overlap = regions.windows(2).find(|pair| start(&pair[1]) - start(&pair[0]) < pair[0].length);
+            if let Some(pair) = overlap {
+                let (one, other) = (start(&pair[0]), start(&pair[1]));
+                return Err(invalid(format!("the regions at {one:#x} and {other:#x} overlap")));
+            }
+        }
         Ok(GuestMemory { regions: regions.into() })
     }
 
@@ -224,46 +218,36 @@ impl GuestMemory {
         self.read(cursor, address, &mut bytes).then_some(bytes)
     }
 
-    /// Writes one byte at guest address `address`. Returns false if that is not guest memory.
-    #[inline]
-    pub fn write_byte(&self, cursor: &mut Cursor, address: u64, byte: u8) -> bool {
-        let span = self.span(cursor, address, 1);
-        span.is_some_and(|span| {
-            span.copy_from(&[byte]);
-            true
-        })
-    }
-
     /// Returns false if a part is not guest memory; `bytes` may then be filled in part.
     #[inline]
-    pub fn read(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &mut [u8]) -> bool {
-        while !bytes.is_empty() {
-            let Some(span) = self.span(cursor, address, u32::try_from(bytes.len()).unwrap_or(u32::MAX))
-            else {
-                return false;
-            };
-            let (now, rest) = bytes.split_at_mut(span.bytes as usize);
-            span.copy_to(now);
-            // This cannot overflow, because no region contains the last address.
-            address += u64::from(span.bytes);
-            bytes = rest;
-        }
-        true
+    pub fn read(&self, cursor: &mut Cursor, address: u64, bytes: &mut [u8]) -> bool {
+        self.for_each_span(cursor, address, bytes.len(), |span, part| span.copy_to(&mut bytes[part]))
     }
 
     /// Returns false if a part is not guest memory; `bytes` may then be written in part.
     #[inline]
-    pub fn write(&self, cursor: &mut Cursor, mut address: u64, mut bytes: &[u8]) -> bool {
-        while !bytes.is_empty() {
-            let Some(span) = self.span(cursor, address, u32::try_from(bytes.len()).unwrap_or(u32::MAX))
-            else {
-                return false;
-            };
-            let (now, rest) = bytes.split_at(span.bytes as usize);
-            span.copy_from(now);
+    pub fn write(&self, cursor: &mut Cursor, address: u64, bytes: &[u8]) -> bool {
+        self.for_each_span(cursor, address, bytes.len(), |span, part| span.copy_from(&bytes[part]))
+    }
+
+    /// Calls `copy` with each contiguous part of the memory from `address` on, and with its place in the
+    /// `bytes` bytes. Returns false if a part is not guest memory.
+    #[inline]
+    fn for_each_span(
+        &self,
+        cursor: &mut Cursor,
+        address: u64,
+        bytes: usize,
+        mut copy: impl FnMut(Span<'_>, Range<usize>),
+    ) -> bool {
+        let mut at = 0;
+        while at < bytes {
+            let left = u32::try_from(bytes - at).unwrap_or(u32::MAX);
             // This cannot overflow, because no region contains the last address.
-            address += u64::from(span.bytes);
-            bytes = rest;
+            let Some(span) = self.span(cursor, address + at as u64, left) else { return false };
+            let end = at + span.bytes as usize;
+            copy(span, at..end);
+            at = end;
         }
         true
     }
@@ -289,6 +273,12 @@ impl GuestMemory {
 }
 
 impl Span<'_> {
+    /// # Safety
+    /// The bytes must be mapped for reading and writing as long as the span is used.
+    pub unsafe fn new(start: NonNull<u8>, bytes: u32) -> Self {
+        Span { start, bytes, registration: None }
+    }
+
     /// The address of the first byte. The guest may write to the memory at any time.
     #[inline]
     pub fn start(self) -> NonNull<u8> {

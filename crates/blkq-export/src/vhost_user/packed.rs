@@ -7,9 +7,9 @@ use super::area::Area;
 use super::chain::{
     Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, DESCRIPTOR_WRITE, Head, Part, RingError,
 };
-use super::descriptor::{Descriptor, Layout, Table, area, indirect_entries, needs_event};
+use super::descriptor::{Descriptor, RingSpec, Table, area, indirect_entries, needs_event};
 use super::inflight::InflightQueue;
-use super::inflight_packed::{PackedInflight, Recovered, UsedPosition};
+use super::inflight_packed::{PackedInflight, Position, Recovered};
 use super::memory::{Cursor, GuestMemory};
 
 // Bits of a descriptor's flags. With the wrap counter they say whether a descriptor is available or used.
@@ -25,31 +25,8 @@ const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_AT: u16 = 2;
 
-/// An index in the ring, and the wrap counter, which changes with each lap.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Position {
-    index: u16,
-    wrap: bool,
-}
-
-impl Position {
-    /// Decodes the 16 bits that messages and event areas contain.
-    fn of(bits: u16) -> Position {
-        Position { index: bits & 0x7fff, wrap: bits & 0x8000 != 0 }
-    }
-
-    fn bits(self) -> u16 {
-        self.index | if self.wrap { 0x8000 } else { 0 }
-    }
-
-    #[inline]
-    fn advance(&mut self, slots: u16, size: u16) {
-        self.index += slots;
-        if self.index >= size {
-            self.index -= size;
-            self.wrap = !self.wrap;
-        }
-    }
+fn flags_at(index: u16) -> usize {
+    usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT
 }
 
 fn wrap_bits(flags: u16) -> (bool, bool) {
@@ -88,24 +65,22 @@ pub struct PackedRing {
 }
 
 impl PackedRing {
-    /// Opens the ring. The lower half of `base` is the position of the next chain, the upper half that of the
-    /// next used descriptor. Fails for a size of 0 or more than 32768, a position beyond the ring, or a part
-    /// outside of one region.
-    pub fn new(memory: &Arc<GuestMemory>, layout: &Layout, base: u32) -> Result<PackedRing, RingError> {
-        let &Layout { size, event_idx, indirect, .. } = layout;
-        if size == 0 || size > 1 << 15 {
-            return Err(RingError::Size { size: size.into() });
-        }
+    /// Opens the ring. The lower half of the base is the position of the next chain, the upper half that of
+    /// the next used descriptor. Fails for a position beyond the ring, or a part outside of one region.
+    pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<PackedRing, RingError> {
+        let &RingSpec { size, event_idx, indirect, base, .. } = spec;
         let (mut next, mut used) = (Position::of(base as u16), Position::of((base >> 16) as u16));
         if next.index >= size || used.index >= size {
             return Err(RingError::Base { base });
         }
-        let (descriptors, driver_event, device_event) = PackedRing::areas(memory, layout)?;
-        let flags =
-            |index: usize| descriptors.load_u16(index * DESCRIPTOR_BYTES + FLAGS_AT, Ordering::Relaxed);
+        let bytes = usize::from(size) * DESCRIPTOR_BYTES;
+        let descriptors = area(memory, Part::Descriptors, spec.descriptors, bytes, 16)?;
+        let driver_event = area(memory, Part::Driver, spec.driver_area, EVENT_BYTES, 4)?;
+        let device_event = area(memory, Part::Device, spec.device_area, EVENT_BYTES, 4)?;
+        let flags = |index: u16| descriptors.load_u16(flags_at(index), Ordering::Relaxed);
         // Some front ends send the base 0 for a new ring of either kind. For a packed ring, 0 means the
         // second lap; but if that is meant, some descriptor was used in the first lap.
-        if base == 0 && (0..usize::from(size)).all(|index| flags(index) & USED == 0) {
+        if base == 0 && (0..size).all(|index| flags(index) & USED == 0) {
             (next.wrap, used.wrap) = (true, true);
         }
         Ok(PackedRing {
@@ -128,38 +103,20 @@ impl PackedRing {
         })
     }
 
-    fn areas(memory: &Arc<GuestMemory>, layout: &Layout) -> Result<(Area, Area, Area), RingError> {
-        Ok((
-            area(
-                memory,
-                Part::Descriptors,
-                layout.descriptors,
-                usize::from(layout.size) * DESCRIPTOR_BYTES,
-                16,
-            )?,
-            area(memory, Part::Driver, layout.driver_area, EVENT_BYTES, 4)?,
-            area(memory, Part::Device, layout.device_area, EVENT_BYTES, 4)?,
-        ))
-    }
-
     /// Records chains in flight, and recovers those that a killed device has left. Fails with
     /// [`RingError::Inflight`] if the record is not that of this ring.
     pub fn record(&mut self, queue: InflightQueue) -> Result<(), RingError> {
-        let shown = |(index, wrap): UsedPosition| {
+        let shown = |Position { index, wrap }: Position| {
             let (available, used) = wrap_bits(self.load_flags(index, Ordering::Acquire));
             !(available == wrap && used != wrap)
         };
         let is_new = is_cleared(&self.descriptors, self.size);
-        let used = (self.used.index, self.used.wrap);
-        let (mut inflight, state) = PackedInflight::open(queue, used, is_new, shown)?;
+        let (mut inflight, state) = PackedInflight::open(queue, self.used, is_new, shown)?;
         if let Some(state) = state {
-            self.used = Position { index: state.used.0, wrap: state.used.1 };
+            self.used = state.used;
             self.remove_unpublished(state.abandoned);
             inflight.settle();
-            self.in_flight = 0;
-            for chain in &state.chains {
-                self.in_flight += chain.descriptors.len() as u16;
-            }
+            self.in_flight = state.chains.iter().map(|chain| chain.descriptors.len() as u16).sum();
             self.next = self.used;
             self.next.advance(self.in_flight, self.size);
             self.recovered = state.chains;
@@ -171,10 +128,10 @@ impl PackedRing {
 
     /// Removes used descriptors up to `end` that the killed device wrote but did not publish. The driver
     /// would see them as soon as the first descriptor of the next batch is published.
-    fn remove_unpublished(&self, end: UsedPosition) {
+    fn remove_unpublished(&self, end: Position) {
         let mut position = self.used;
         for _ in 0..self.size {
-            if (position.index, position.wrap) == end {
+            if position == end {
                 break;
             }
             let (available, used) = wrap_bits(self.load_flags(position.index, Ordering::Relaxed));
@@ -187,15 +144,11 @@ impl PackedRing {
     }
 
     fn load_flags(&self, index: u16, order: Ordering) -> u16 {
-        self.descriptors.load_u16(usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT, order)
+        self.descriptors.load_u16(flags_at(index), order)
     }
 
     fn store_flags(&self, index: u16, flags: u16) {
-        self.descriptors.store_u16(
-            usize::from(index) * DESCRIPTOR_BYTES + FLAGS_AT,
-            flags,
-            Ordering::Release,
-        );
+        self.descriptors.store_u16(flags_at(index), flags, Ordering::Release);
     }
 
     #[inline]
@@ -297,7 +250,7 @@ impl PackedRing {
         self.used.advance(slots, self.size);
         if let Some(inflight) = &mut self.inflight {
             self.unpublished.iter().for_each(|(head, _)| inflight.complete(head.record));
-            inflight.prepare((self.used.index, self.used.wrap));
+            inflight.prepare(self.used);
         }
         // The driver sees the whole batch when it sees the first descriptor, so its flags are stored last,
         // with release ordering.

@@ -100,7 +100,7 @@ impl Parser {
 
     #[inline]
     pub fn write_status(&mut self, memory: &GuestMemory, address: u64, status: u8) -> bool {
-        memory.write_byte(&mut self.cursor, address, status)
+        memory.write(&mut self.cursor, address, &[status])
     }
 
     /// Fails if the header or status byte is missing, or a buffer is not guest memory: the ring must then

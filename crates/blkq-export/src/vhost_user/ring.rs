@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::chain::{Chain, Head, RingError};
-use super::descriptor::Layout;
+pub use super::descriptor::RingSpec;
 use super::inflight::InflightQueue;
 use super::memory::GuestMemory;
 use super::packed::PackedRing;
@@ -12,40 +12,6 @@ use crate::mapping::Mapping;
 
 /// Most descriptors of a ring (virtio 1.2, 2.7 and 2.8).
 pub const RING_SIZE_MAX: u16 = 1 << 15;
-
-/// A ring as a front end describes it. Addresses are those of the front end ("user addresses").
-#[derive(Clone, Debug)]
-pub struct RingSpec {
-    /// Number of descriptors: a power of two for a split ring.
-    pub size: u16,
-    /// Whether VIRTIO_F_RING_PACKED was negotiated: a packed ring, not a split one.
-    pub packed: bool,
-    /// Whether VIRTIO_F_RING_EVENT_IDX was negotiated.
-    pub event_idx: bool,
-    /// Whether VIRTIO_F_INDIRECT_DESC was negotiated.
-    pub indirect: bool,
-    /// Address of the descriptor table, or of the descriptor ring.
-    pub descriptors: u64,
-    /// Address of the available ring, or of the driver's event suppression area.
-    pub driver_area: u64,
-    /// Address of the used ring, or of the device's event suppression area.
-    pub device_area: u64,
-    /// The start position, as in SET_VRING_BASE.
-    pub base: u32,
-}
-
-impl RingSpec {
-    fn layout(&self) -> Layout {
-        Layout {
-            size: self.size,
-            event_idx: self.event_idx,
-            indirect: self.indirect,
-            descriptors: self.descriptors,
-            driver_area: self.driver_area,
-            device_area: self.device_area,
-        }
-    }
-}
 
 enum Kind {
     Split(SplitRing),
@@ -69,8 +35,8 @@ pub struct Ring {
 }
 
 macro_rules! either {
-    ($self:expr, $ring:ident => $call:expr) => {
-        match &mut $self.kind {
+    ($kind:expr, $ring:ident => $call:expr) => {
+        match $kind {
             Kind::Split($ring) => $call,
             Kind::Packed($ring) => $call,
         }
@@ -90,24 +56,17 @@ impl Ring {
         if spec.size == 0 || spec.size > RING_SIZE_MAX {
             return Err(RingError::Size { size: spec.size.into() });
         }
-        let layout = spec.layout();
         let record = inflight.as_ref().map(|queue| Arc::clone(queue.area.mapping()));
         let mut seen = vec![false; usize::from(spec.size)];
         let mut twice = |head: u16| std::mem::replace(&mut seen[usize::from(head)], true);
-        let is_unsound;
-        let kind = if spec.packed {
-            let mut ring = PackedRing::new(&memory, &layout, spec.base)?;
-            inflight.map_or(Ok(()), |queue| ring.record(queue))?;
-            is_unsound = ring.recovered().any(&mut twice);
-            Kind::Packed(ring)
-        } else {
-            let base = u16::try_from(spec.base).map_err(|_| RingError::Base { base: spec.base })?;
-            let mut ring = SplitRing::new(&memory, &layout, base)?;
-            inflight.map_or(Ok(()), |queue| ring.record(queue))?;
-            is_unsound = ring.recovered().any(&mut twice);
-            Kind::Split(ring)
+        let mut kind = match spec.packed {
+            true => Kind::Packed(PackedRing::new(&memory, spec)?),
+            false => Kind::Split(SplitRing::new(&memory, spec)?),
         };
-        if is_unsound {
+        if let Some(queue) = inflight {
+            either!(&mut kind, ring => ring.record(queue))?;
+        }
+        if either!(&kind, ring => ring.recovered().any(&mut twice)) {
             return Err(RingError::Inflight { what: "a chain is recorded twice" });
         }
         Ok(Ring { kind, in_flight: vec![false; usize::from(spec.size)].into(), count: 0, memory, record })
@@ -146,38 +105,29 @@ impl Ring {
         let was = std::mem::replace(&mut self.in_flight[usize::from(head.index)], false);
         assert!(was, "a chain completes only once");
         self.count -= 1;
-        match &mut self.kind {
-            Kind::Split(ring) => ring.push_used(head.index, written),
-            Kind::Packed(ring) => ring.push_used(head, written),
-        }
+        either!(&mut self.kind, ring => ring.push_used(head, written));
     }
 
     #[inline]
     pub fn has_recovered(&self) -> bool {
-        match &self.kind {
-            Kind::Split(ring) => ring.recovered().next().is_some(),
-            Kind::Packed(ring) => ring.recovered().next().is_some(),
-        }
+        either!(&self.kind, ring => ring.recovered().next().is_some())
     }
 
     /// Publishes the used chains. Returns whether the driver must be called.
     #[inline]
     pub fn publish(&mut self) -> bool {
-        either!(self, ring => ring.publish())
+        either!(&mut self.kind, ring => ring.publish())
     }
 
     /// Asks for a kick at the next chain. Returns whether a chain is available already: it may cause no kick.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
-        either!(self, ring => ring.enable_kicks())
+        either!(&mut self.kind, ring => ring.enable_kicks())
     }
 
     /// The position at which the ring continues (GET_VRING_BASE). Valid when no chain is in flight.
     pub fn base(&self) -> u32 {
-        match &self.kind {
-            Kind::Split(ring) => ring.base().into(),
-            Kind::Packed(ring) => ring.base(),
-        }
+        either!(&self.kind, ring => ring.base())
     }
 
     /// Whether the file of the ring, of guest memory or of the record was truncated. The ring must then stop.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::area::Area;
-use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Part, RingError};
-use super::descriptor::{Descriptor, Layout, Table, area, indirect_entries, needs_event};
+use super::chain::{Chain, DESCRIPTOR_BYTES, DESCRIPTOR_INDIRECT, DESCRIPTOR_NEXT, Head, Part, RingError};
+use super::descriptor::{Descriptor, RingSpec, Table, area, indirect_entries, needs_event};
 use super::inflight::InflightQueue;
 use super::inflight_split::SplitInflight;
 use super::memory::{Cursor, GuestMemory};
@@ -42,14 +42,18 @@ pub struct SplitRing {
 }
 
 impl SplitRing {
-    /// `next` is the available index of the next chain. Fails for a size that is not a power of two up to
-    /// 32768, or a part that is not inside one region.
-    pub fn new(memory: &Arc<GuestMemory>, layout: &Layout, next: u16) -> Result<SplitRing, RingError> {
-        let &Layout { size, event_idx, indirect, .. } = layout;
+    /// The base is the available index of the next chain. Fails for a base of more than 16 bits, a size that
+    /// is not a power of two, or a part that is not inside one region.
+    pub fn new(memory: &Arc<GuestMemory>, spec: &RingSpec) -> Result<SplitRing, RingError> {
+        let &RingSpec { size, event_idx, indirect, base, .. } = spec;
+        let next = u16::try_from(base).map_err(|_| RingError::Base { base })?;
         if !size.is_power_of_two() {
             return Err(RingError::Size { size: size.into() });
         }
-        let (descriptors, available, used) = SplitRing::areas(memory, layout)?;
+        let entries = usize::from(size);
+        let descriptors = area(memory, Part::Descriptors, spec.descriptors, entries * DESCRIPTOR_BYTES, 16)?;
+        let available = area(memory, Part::Driver, spec.driver_area, ENTRIES + entries * 2 + 2, 2)?;
+        let used = area(memory, Part::Device, spec.device_area, ENTRIES + entries * 8 + 2, 4)?;
         let used_next = used.load_u16(INDEX, Ordering::Acquire);
         Ok(SplitRing {
             descriptors,
@@ -68,15 +72,6 @@ impl SplitRing {
             memory: Arc::clone(memory),
             cursor: Cursor::default(),
         })
-    }
-
-    fn areas(memory: &Arc<GuestMemory>, layout: &Layout) -> Result<(Area, Area, Area), RingError> {
-        let size = usize::from(layout.size);
-        Ok((
-            area(memory, Part::Descriptors, layout.descriptors, size * DESCRIPTOR_BYTES, 16)?,
-            area(memory, Part::Driver, layout.driver_area, ENTRIES + size * 2 + 2, 2)?,
-            area(memory, Part::Device, layout.device_area, ENTRIES + size * 8 + 2, 4)?,
-        ))
     }
 
     fn mask(&self) -> u16 {
@@ -175,7 +170,7 @@ impl SplitRing {
     }
 
     #[inline]
-    pub fn push_used(&mut self, head: u16, written: u32) {
+    pub fn push_used(&mut self, Head { index: head, .. }: Head, written: u32) {
         let at = ENTRIES + usize::from(self.used_next & self.mask()) * 8;
         self.used.store_u32(at, u32::from(head), Ordering::Relaxed);
         self.used.store_u32(at + 4, written, Ordering::Relaxed);
@@ -225,8 +220,8 @@ impl SplitRing {
         !self.recovered.is_empty() || self.seen != self.next || self.read_available_index()
     }
 
-    pub fn base(&self) -> u16 {
-        self.next
+    pub fn base(&self) -> u32 {
+        self.next.into()
     }
 
     pub fn recovered(&self) -> impl Iterator<Item = u16> {
