@@ -47,74 +47,56 @@ pub mod protocol {
         MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS | STATUS;
 }
 
-/// The codes of requests, named as in the specification (`VHOST_USER_*`).
-pub mod code {
-    #![allow(missing_docs, reason = "the names are those of the specification")]
-    pub const GET_FEATURES: u32 = 1;
-    pub const SET_FEATURES: u32 = 2;
-    pub const SET_OWNER: u32 = 3;
-    pub const RESET_OWNER: u32 = 4;
-    pub const SET_MEM_TABLE: u32 = 5;
-    pub const SET_VRING_NUM: u32 = 8;
-    pub const SET_VRING_ADDR: u32 = 9;
-    pub const SET_VRING_BASE: u32 = 10;
-    pub const GET_VRING_BASE: u32 = 11;
-    pub const SET_VRING_KICK: u32 = 12;
-    pub const SET_VRING_CALL: u32 = 13;
-    pub const SET_VRING_ERR: u32 = 14;
-    pub const GET_PROTOCOL_FEATURES: u32 = 15;
-    pub const SET_PROTOCOL_FEATURES: u32 = 16;
-    pub const GET_QUEUE_NUM: u32 = 17;
-    pub const SET_VRING_ENABLE: u32 = 18;
-    pub const SET_BACKEND_REQ_FD: u32 = 21;
-    pub const GET_CONFIG: u32 = 24;
-    pub const SET_CONFIG: u32 = 25;
-    pub const GET_INFLIGHT_FD: u32 = 31;
-    pub const SET_INFLIGHT_FD: u32 = 32;
-    pub const RESET_DEVICE: u32 = 34;
-    pub const GET_MAX_MEM_SLOTS: u32 = 36;
-    pub const ADD_MEM_REG: u32 = 37;
-    pub const REM_MEM_REG: u32 = 38;
-    pub const SET_STATUS: u32 = 39;
-    pub const GET_STATUS: u32 = 40;
-    /// A request of the back end: the configuration space has changed.
-    pub const BACKEND_CONFIG_CHANGE: u32 = 2;
+macro_rules! codes {
+    ($($name:ident = $code:literal,)*) => {
+        /// The codes of requests, named as in the specification (`VHOST_USER_*`).
+        pub mod code {
+            #![allow(missing_docs, reason = "the names are those of the specification")]
+            $(pub const $name: u32 = $code;)*
+        }
+
+        /// The name of the request `code`, for messages to users.
+        pub fn name(code: u32) -> String {
+            match code {
+                $(code::$name => stringify!($name).to_owned(),)*
+                _ => format!("request {code}"),
+            }
+        }
+    };
 }
 
-/// The name of the request `code`, for messages to users.
-pub fn name(code: u32) -> String {
-    let known = match code {
-        code::GET_FEATURES => "GET_FEATURES",
-        code::SET_FEATURES => "SET_FEATURES",
-        code::SET_OWNER => "SET_OWNER",
-        code::RESET_OWNER => "RESET_OWNER",
-        code::SET_MEM_TABLE => "SET_MEM_TABLE",
-        code::SET_VRING_NUM => "SET_VRING_NUM",
-        code::SET_VRING_ADDR => "SET_VRING_ADDR",
-        code::SET_VRING_BASE => "SET_VRING_BASE",
-        code::GET_VRING_BASE => "GET_VRING_BASE",
-        code::SET_VRING_KICK => "SET_VRING_KICK",
-        code::SET_VRING_CALL => "SET_VRING_CALL",
-        code::SET_VRING_ERR => "SET_VRING_ERR",
-        code::GET_PROTOCOL_FEATURES => "GET_PROTOCOL_FEATURES",
-        code::SET_PROTOCOL_FEATURES => "SET_PROTOCOL_FEATURES",
-        code::GET_QUEUE_NUM => "GET_QUEUE_NUM",
-        code::SET_VRING_ENABLE => "SET_VRING_ENABLE",
-        code::SET_BACKEND_REQ_FD => "SET_BACKEND_REQ_FD",
-        code::GET_CONFIG => "GET_CONFIG",
-        code::SET_CONFIG => "SET_CONFIG",
-        code::GET_INFLIGHT_FD => "GET_INFLIGHT_FD",
-        code::SET_INFLIGHT_FD => "SET_INFLIGHT_FD",
-        code::RESET_DEVICE => "RESET_DEVICE",
-        code::GET_MAX_MEM_SLOTS => "GET_MAX_MEM_SLOTS",
-        code::ADD_MEM_REG => "ADD_MEM_REG",
-        code::REM_MEM_REG => "REM_MEM_REG",
-        code::SET_STATUS => "SET_STATUS",
-        code::GET_STATUS => "GET_STATUS",
-        _ => return format!("request {code}"),
-    };
-    known.to_owned()
+codes! {
+    GET_FEATURES = 1,
+    SET_FEATURES = 2,
+    SET_OWNER = 3,
+    RESET_OWNER = 4,
+    SET_MEM_TABLE = 5,
+    SET_VRING_NUM = 8,
+    SET_VRING_ADDR = 9,
+    SET_VRING_BASE = 10,
+    GET_VRING_BASE = 11,
+    SET_VRING_KICK = 12,
+    SET_VRING_CALL = 13,
+    SET_VRING_ERR = 14,
+    GET_PROTOCOL_FEATURES = 15,
+    SET_PROTOCOL_FEATURES = 16,
+    GET_QUEUE_NUM = 17,
+    SET_VRING_ENABLE = 18,
+    SET_BACKEND_REQ_FD = 21,
+    GET_CONFIG = 24,
+    SET_CONFIG = 25,
+    GET_INFLIGHT_FD = 31,
+    SET_INFLIGHT_FD = 32,
+    RESET_DEVICE = 34,
+    GET_MAX_MEM_SLOTS = 36,
+    ADD_MEM_REG = 37,
+    REM_MEM_REG = 38,
+    SET_STATUS = 39,
+    GET_STATUS = 40,
 }
+
+/// A request of the back end: the configuration space has changed.
+const BACKEND_CONFIG_CHANGE: u32 = 2;
 
 /// The header of a message, without its payload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -225,6 +207,9 @@ pub struct ConfigRange {
     pub flags: u32,
 }
 
+/// The number of a ring, and its eventfd, if the front end has one.
+pub type RingFile = (u32, Option<UntrustedFd>);
+
 /// A request of a front end, with its descriptors.
 #[derive(Debug)]
 #[allow(missing_docs, reason = "the names are those of the specification")]
@@ -238,9 +223,9 @@ pub enum Request {
     SetVringAddr(VringAddresses),
     SetVringBase(VringState),
     GetVringBase(VringState),
-    SetVringKick(u32, Option<UntrustedFd>),
-    SetVringCall(u32, Option<UntrustedFd>),
-    SetVringErr(u32, Option<UntrustedFd>),
+    SetVringKick(RingFile),
+    SetVringCall(RingFile),
+    SetVringErr(RingFile),
     GetProtocolFeatures,
     SetProtocolFeatures(u64),
     GetQueueNum,
@@ -273,30 +258,17 @@ impl Request {
             code::SET_VRING_ADDR => Request::SetVringAddr(whole(payload)?),
             code::SET_VRING_BASE => Request::SetVringBase(whole(payload)?),
             code::GET_VRING_BASE => Request::GetVringBase(whole(payload)?),
-            code::SET_VRING_KICK => {
-                let (ring, file) = ring_file(payload, files.next())?;
-                Request::SetVringKick(ring, file)
-            }
-            code::SET_VRING_CALL => {
-                let (ring, file) = ring_file(payload, files.next())?;
-                Request::SetVringCall(ring, file)
-            }
-            code::SET_VRING_ERR => {
-                let (ring, file) = ring_file(payload, files.next())?;
-                Request::SetVringErr(ring, file)
-            }
+            code::SET_VRING_KICK => Request::SetVringKick(ring_file(payload, files.next())?),
+            code::SET_VRING_CALL => Request::SetVringCall(ring_file(payload, files.next())?),
+            code::SET_VRING_ERR => Request::SetVringErr(ring_file(payload, files.next())?),
             code::GET_PROTOCOL_FEATURES => empty(payload, Request::GetProtocolFeatures)?,
             code::SET_PROTOCOL_FEATURES => Request::SetProtocolFeatures(whole(payload)?),
             code::GET_QUEUE_NUM => empty(payload, Request::GetQueueNum)?,
             code::SET_VRING_ENABLE => Request::SetVringEnable(whole(payload)?),
-            code::SET_BACKEND_REQ_FD => {
-                let file = needed(files.next())?;
-                empty(payload, Request::SetBackendReqFd(file))?
-            }
+            code::SET_BACKEND_REQ_FD => empty(payload, Request::SetBackendReqFd(needed(files.next())?))?,
             code::GET_CONFIG => Request::GetConfig(config(payload)?.0),
             code::SET_CONFIG => {
-                let (range, bytes) = config(payload)?;
-                Request::SetConfig(range, bytes.to_vec())
+                config(payload).map(|(range, bytes)| Request::SetConfig(range, bytes.to_vec()))?
             }
             code::GET_INFLIGHT_FD => Request::GetInflightFd(inflight(payload)?),
             code::SET_INFLIGHT_FD => Request::SetInflightFd(inflight(payload)?, needed(files.next())?),
@@ -359,17 +331,19 @@ fn single_region(payload: &[u8]) -> Result<Region, Refusal> {
 }
 
 /// Parses the number of a ring. The eventfd may be missing if the payload says so.
-fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<(u32, Option<UntrustedFd>), Refusal> {
+fn ring_file(payload: &[u8], file: Option<UntrustedFd>) -> Result<RingFile, Refusal> {
     let value: u64 = whole(payload)?;
     if value & !(NO_FILE | 0xff) != 0 {
         return Err(refuse(format!("invalid ring {value:#x}")));
     }
-    let ring = value as u32 & 0xff;
-    match (value & NO_FILE != 0, file) {
-        (true, None) => Ok((ring, None)),
-        (true, Some(_)) => Err(refuse("the message has a descriptor although its payload denies that")),
-        (false, file) => Ok((ring, Some(needed(file)?))),
-    }
+    let file = match (value & NO_FILE != 0, file) {
+        (true, None) => None,
+        (true, Some(_)) => {
+            return Err(refuse("the message has a descriptor although its payload denies that"));
+        }
+        (false, file) => Some(needed(file)?),
+    };
+    Ok((value as u32 & 0xff, file))
 }
 
 fn config(payload: &[u8]) -> Result<(ConfigRange, &[u8]), Refusal> {
@@ -412,7 +386,7 @@ impl Reply {
 
 /// The request of the back end to read the configuration space again. It asks for no acknowledgement.
 pub fn config_change() -> Vec<u8> {
-    message(code::BACKEND_CONFIG_CHANGE, VERSION, &[])
+    message(BACKEND_CONFIG_CHANGE, VERSION, &[])
 }
 
 fn message(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {

@@ -90,8 +90,11 @@ impl Session {
                 Ok(acknowledged.then(|| Reply::number(header.code, failed.into())))
             }
             Err(Refusal(reason)) => {
-                let reason = format!("{}: {reason}", name(header.code));
-                if !acknowledged || has_reply(header.code) {
+                let name = name(header.code);
+                // These requests have their own replies, which cannot report an error.
+                let has_reply = name.starts_with("GET_");
+                let reason = format!("{name}: {reason}");
+                if !acknowledged || has_reply {
                     return Err(Refusal(reason));
                 }
                 self.shared.registry.report(&self.peer, Event::Refused(reason));
@@ -102,6 +105,7 @@ impl Session {
 
     fn execute(&mut self, request: Request, payload_bytes: usize) -> Result<Option<Reply>, Refusal> {
         let number = |code: u32, value: u64| Ok(Some(Reply::number(code, value)));
+        let shared = self.shared.clone();
         match request {
             Request::GetFeatures => return number(code::GET_FEATURES, self.offered()),
             Request::SetFeatures(features) => self.set_features(features)?,
@@ -120,25 +124,17 @@ impl Session {
                 let state = VringState { index, number: base };
                 return Ok(Some(Reply::new(code::GET_VRING_BASE, zerocopy::IntoBytes::as_bytes(&state))));
             }
-            Request::SetVringKick(index, file) => {
+            Request::SetVringKick((index, file)) => {
                 self.vring(index)?.set_kick(file)?;
                 self.start_ring(index);
             }
-            Request::SetVringCall(index, file) => {
-                let shared = self.shared.clone();
-                self.vring(index)?.set_call(&shared, file)?;
-            }
-            Request::SetVringErr(index, file) => {
-                let shared = self.shared.clone();
-                self.vring(index)?.set_error(&shared, file)?;
-            }
+            Request::SetVringCall((index, file)) => self.vring(index)?.set_call(&shared, file)?,
+            Request::SetVringErr((index, file)) => self.vring(index)?.set_error(&shared, file)?,
             Request::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
             Request::SetProtocolFeatures(features) => {
-                if features & !protocol::OFFERED != 0 {
-                    return Err(refuse(format!(
-                        "features {:#x} were not offered",
-                        features & !protocol::OFFERED
-                    )));
+                let unknown = features & !protocol::OFFERED;
+                if unknown != 0 {
+                    return Err(refuse(format!("features {unknown:#x} were not offered")));
                 }
                 self.protocol = features;
             }
@@ -222,10 +218,8 @@ impl Session {
     }
 
     fn vring(&mut self, index: u32) -> Result<&mut Vring, Refusal> {
-        let rings = VRINGS_MAX;
-        self.vrings
-            .get_mut(index as usize)
-            .ok_or_else(|| refuse(format!("there is no ring {index}, only {rings}")))
+        let missing = || refuse(format!("there is no ring {index}, only {VRINGS_MAX}"));
+        self.vrings.get_mut(index as usize).ok_or_else(missing)
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
@@ -454,21 +448,6 @@ impl Drop for Session {
             let _ = call.set(None);
         }
     }
-}
-
-/// Whether a request has its own reply, which cannot report an error.
-fn has_reply(code: u32) -> bool {
-    matches!(
-        code,
-        code::GET_FEATURES
-            | code::GET_PROTOCOL_FEATURES
-            | code::GET_VRING_BASE
-            | code::GET_QUEUE_NUM
-            | code::GET_CONFIG
-            | code::GET_INFLIGHT_FD
-            | code::GET_MAX_MEM_SLOTS
-            | code::GET_STATUS
-    )
 }
 
 fn check_inflight(area: &InflightArea) -> Result<(), Refusal> {
