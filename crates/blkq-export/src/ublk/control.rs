@@ -10,7 +10,7 @@ use blkq::{Error, ErrorKind};
 use io_uring::squeue::{Entry128, EntryMarker};
 use io_uring::{IoUring, cqueue, opcode, types};
 use rustix::thread::{CapabilitySet, CpuSet, capabilities};
-use zerocopy::{FromBytes, FromZeros, IntoBytes};
+use zerocopy::{FromZeros, IntoBytes};
 
 use super::abi::{self, ControlCommand, DeviceInfo, Features, NO_QUEUE, Parameters};
 use super::command::{Command, DELETE, STOP, TRY_STOP};
@@ -43,13 +43,13 @@ pub struct ControlDevice {
     pending: bool,
 }
 
-struct Call<'a> {
-    command: abi::Control,
-    id: u32,
-    data: u64,
-    /// The kernel reads it, writes it, or both, as the command demands.
-    buffer: &'a mut [u8],
-    timeout: Duration,
+fn timeout(command: abi::Control) -> Duration {
+    match command {
+        abi::Control::AddDev | abi::Control::StartDev | abi::Control::EndUserRecovery => START_TIMEOUT,
+        abi::Control::StopDev | abi::Control::TryStopDev => STOP_TIMEOUT,
+        abi::Control::DelDev => DELETE_TIMEOUT,
+        _ => ANSWER_TIMEOUT,
+    }
 }
 
 pub fn character_path(id: u32) -> String {
@@ -117,8 +117,8 @@ impl ControlDevice {
         self.privileged
     }
 
-    fn call(&mut self, call: Call<'_>) -> io::Result<()> {
-        let Call { command, id, data, buffer, timeout } = call;
+    /// Executes a command. The kernel reads `buffer`, writes it, or both, as the command demands.
+    fn call(&mut self, command: abi::Control, id: u32, data: u64, buffer: &mut [u8]) -> io::Result<()> {
         if self.pending {
             // A new ring, so that the late completion is not taken for that of this command. The old ring is
             // leaked: closing it would keep a kernel worker busy until its command completes.
@@ -149,7 +149,7 @@ impl ControlDevice {
         // SAFETY: the file is open as long as the ring is. If the command does not complete in time, the
         // memory is leaked.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
-        match complete_one(&mut self.ring, timeout) {
+        match complete_one(&mut self.ring, timeout(command)) {
             Ok(result) if result >= 0 => {
                 buffer.copy_from_slice(&memory[path.len()..]);
                 Ok(())
@@ -178,9 +178,7 @@ impl ControlDevice {
     /// [`ErrorKind::Unsupported`] before Linux 6.5, which has no such command.
     pub fn features(&mut self) -> Result<Features, Error> {
         let mut features = 0u64;
-        let (command, buffer) = (abi::Control::GetFeatures, features.as_mut_bytes());
-        let call = Call { command, id: abi::ANY_ID, data: 0, buffer, timeout: ANSWER_TIMEOUT };
-        match self.call(call) {
+        match self.call(abi::Control::GetFeatures, abi::ANY_ID, 0, features.as_mut_bytes()) {
             Ok(()) => Ok(Features::from_bits_retain(features)),
             Err(e) if e.kind() == io::ErrorKind::TimedOut => {
                 Err(failed("read the features of the driver", e))
@@ -195,9 +193,7 @@ impl ControlDevice {
     /// Creates a device. The kernel changes `info` to the values that it has chosen. Fails with the kernel's
     /// error, or with [`io::ErrorKind::TimedOut`].
     pub(super) fn add(&mut self, info: &mut DeviceInfo) -> io::Result<()> {
-        let id = info.dev_id;
-        let command = abi::Control::AddDev;
-        self.call(Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: START_TIMEOUT })
+        self.call(abi::Control::AddDev, info.dev_id, 0, info.as_mut_bytes())
     }
 
     /// The numbers of all devices, including those of other users, or the error of reading /sys.
@@ -214,10 +210,7 @@ impl ControlDevice {
     /// Information about device `id`, or the kernel's error; `None` if there is no such device.
     pub fn info(&mut self, id: u32) -> Result<Option<DeviceInfo>, Error> {
         let mut info = DeviceInfo::new_zeroed();
-        let mut ask = |command| {
-            let call = Call { command, id, data: 0, buffer: info.as_mut_bytes(), timeout: ANSWER_TIMEOUT };
-            self.call(call)
-        };
+        let mut ask = |command| self.call(command, id, 0, info.as_mut_bytes());
         // For a device that another user created, the kernel demands the path even from root.
         let answer = match ask(abi::Control::GetDevInfo) {
             Err(e) if e.raw_os_error() != Some(libc::ENODEV) => ask(abi::Control::GetDevInfo2),
@@ -234,8 +227,7 @@ impl ControlDevice {
     /// error, for example `EINVAL` if its CPU mask is larger than a [`CpuSet`].
     pub fn affinity(&mut self, id: u32, queue: u16) -> Result<CpuSet, Error> {
         let mut mask = [0u8; MASK_BYTES];
-        let (command, data) = (abi::Control::GetQueueAffinity, u64::from(queue));
-        self.call(Call { command, id, data, buffer: &mut mask, timeout: ANSWER_TIMEOUT })
+        self.call(abi::Control::GetQueueAffinity, id, queue.into(), &mut mask)
             .map_err(|e| failed("read the CPUs of a queue", e))?;
         let mut set = CpuSet::new();
         for cpu in 0..CpuSet::MAX_CPU {
@@ -249,55 +241,38 @@ impl ControlDevice {
     /// Sets the parameters of device `id`, which must not be started, or returns the kernel's error.
     pub fn set_parameters(&mut self, id: u32, parameters: &Parameters) -> Result<(), Error> {
         let mut parameters = *parameters;
-        let (command, buffer) = (abi::Control::SetParams, parameters.as_mut_bytes());
-        self.call(Call { command, id, data: 0, buffer, timeout: ANSWER_TIMEOUT })
+        self.call(abi::Control::SetParams, id, 0, parameters.as_mut_bytes())
             .map_err(|e| failed("set the parameters of a device", e))
     }
 
     /// Reads the parameters of device `id`, or returns the kernel's error.
     pub fn parameters(&mut self, id: u32) -> Result<Parameters, Error> {
-        let mut buffer = [0u8; size_of::<Parameters>()];
-        buffer[..4].copy_from_slice((size_of::<Parameters>() as u32).as_bytes());
-        let command = abi::Control::GetParams;
-        self.call(Call { command, id, data: 0, buffer: &mut buffer, timeout: ANSWER_TIMEOUT })
+        let mut parameters = Parameters { len: size_of::<Parameters>() as u32, ..Parameters::default() };
+        self.call(abi::Control::GetParams, id, 0, parameters.as_mut_bytes())
             .map_err(|e| failed("read the parameters of a device", e))?;
-        Parameters::read_from_bytes(&buffer).map_err(|_| {
-            Error::new(ErrorKind::System, "ublk: the kernel returned parameters of another size")
-        })
-    }
-
-    fn plain(&mut self, command: abi::Control, id: u32, data: u64, timeout: Duration) -> io::Result<()> {
-        self.call(Call { command, id, data, buffer: &mut [], timeout })
+        Ok(parameters)
     }
 
     pub(super) fn start(&mut self, id: u32, pid: u32) -> io::Result<()> {
-        self.plain(abi::Control::StartDev, id, u64::from(pid), START_TIMEOUT)
+        self.call(abi::Control::StartDev, id, pid.into(), &mut [])
     }
 
     /// Issues a command whose only argument is the number of the device, or returns the kernel's error.
     pub(super) fn issue(&mut self, what: Command, id: u32) -> io::Result<()> {
         match what {
-            STOP => self.stop(id),
-            TRY_STOP => self.try_stop(id),
+            // Makes the block device disappear. The kernel waits for I/O in flight, and fails later I/O.
+            STOP => self.call(abi::Control::StopDev, id, 0, &mut []),
+            // Fails with `EBUSY` if the block device is open ([`Features::SAFE_STOP_DEV`]).
+            TRY_STOP => self.call(abi::Control::TryStopDev, id, 0, &mut []),
             DELETE => self.delete(id),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
     }
 
-    /// Makes the block device disappear. The kernel waits for I/O in flight, and fails later I/O.
-    fn stop(&mut self, id: u32) -> io::Result<()> {
-        self.plain(abi::Control::StopDev, id, 0, STOP_TIMEOUT)
-    }
-
-    /// Fails with `EBUSY` if the block device is open ([`Features::SAFE_STOP_DEV`]).
-    fn try_stop(&mut self, id: u32) -> io::Result<()> {
-        self.plain(abi::Control::TryStopDev, id, 0, STOP_TIMEOUT)
-    }
-
     /// Succeeds if there is no such device. While the character device is open the kernel only marks it for
     /// removal; this then returns after [`DELETE_TIMEOUT`], and the last close removes the device.
     fn delete(&mut self, id: u32) -> io::Result<()> {
-        match self.plain(abi::Control::DelDev, id, 0, DELETE_TIMEOUT) {
+        match self.call(abi::Control::DelDev, id, 0, &mut []) {
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) => Ok(()),
             Err(e) if e.kind() == io::ErrorKind::TimedOut => Ok(()),
             done => done,
@@ -307,14 +282,13 @@ impl ControlDevice {
     /// Begins to take over device `id`, whose server has exited. Fails with [`ErrorKind::Busy`] while the old
     /// server is still exiting, and with the kernel's error.
     pub fn start_recovery(&mut self, id: u32) -> Result<(), Error> {
-        self.plain(abi::Control::StartUserRecovery, id, 0, ANSWER_TIMEOUT)
+        self.call(abi::Control::StartUserRecovery, id, 0, &mut [])
             .map_err(|e| failed("take over a device", e))
     }
 
     /// Completes the takeover: this process serves device `id` from now on. Fails with the kernel's error.
     pub fn end_recovery(&mut self, id: u32) -> Result<(), Error> {
-        let pid = u64::from(std::process::id());
-        self.plain(abi::Control::EndUserRecovery, id, pid, START_TIMEOUT)
+        self.call(abi::Control::EndUserRecovery, id, std::process::id().into(), &mut [])
             .map_err(|e| failed("take over a device", e))
     }
 
@@ -323,13 +297,12 @@ impl ControlDevice {
     /// queue has no idle command for a second.
     pub fn quiesce(&mut self, id: u32) -> Result<(), Error> {
         let wait_ms = QUIESCE_WAIT.as_millis() as u64;
-        self.plain(abi::Control::QuiesceDev, id, wait_ms, ANSWER_TIMEOUT)
-            .map_err(|e| failed("quiesce a device", e))
+        self.call(abi::Control::QuiesceDev, id, wait_ms, &mut []).map_err(|e| failed("quiesce a device", e))
     }
 
     /// Changes the size of device `id` ([`Features::UPDATE_SIZE`]), or returns the kernel's error.
     pub fn update_size(&mut self, id: u32, sectors: u64) -> Result<(), Error> {
-        self.plain(abi::Control::UpdateSize, id, sectors, ANSWER_TIMEOUT)
+        self.call(abi::Control::UpdateSize, id, sectors, &mut [])
             .map_err(|e| failed("change the size of a device", e))
     }
 }
@@ -391,7 +364,7 @@ mod tests {
         assert!(!control.pending);
 
         let mut control = busy(&event);
-        let error = control.plain(abi::Control::StopDev, 0, 0, timeout).unwrap_err();
+        let error = control.call(abi::Control::StopDev, 0, 0, &mut []).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EOPNOTSUPP), "/dev/zero has no commands");
     }
 }

@@ -4,9 +4,10 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use blkq::sync::{Mutex, MutexGuard, lock};
 use blkq::{Disk, EngineHandle, Error, ErrorKind, Source, SourceId};
 use rustix::thread::{CapabilitySet, CpuSet, capabilities, set_capabilities};
 
@@ -52,7 +53,6 @@ pub struct UblkOptions {
 
 /// A device that this process serves.
 pub struct UblkDevice {
-    identity: Identity,
     kernel_features: Features,
     info: DeviceInfo,
     threads_per_queue: u16,
@@ -142,7 +142,7 @@ impl UblkDevice {
         let started = open_node(&character_path(info.dev_id))
             .and_then(|file| control.set_parameters(info.dev_id, &parameters).map(|()| file))
             .and_then(|file| device.serve(&mut control, file, engines, partscan, failure_event))
-            .and_then(|()| device.setup().start(&info).map_err(|e| device.explain(e)))
+            .and_then(|()| lock(&device.setup).start(&info).map_err(|e| device.explain(e)))
             .and_then(|()| device.wait_for_node());
         match started {
             Ok(()) => Ok(device),
@@ -226,33 +226,21 @@ impl UblkDevice {
         setup: SetupProcess,
         users: IdleWatch,
     ) -> UblkDevice {
-        let identity = Identity { id: info.dev_id, cookie: info.ublksrv_flags };
-        let (copied_because, serving) = (None, Mutex::new(None));
-        let (setup, users) = (Mutex::new(setup), Mutex::new(users));
         UblkDevice {
-            identity,
             kernel_features,
             info,
             threads_per_queue,
-            copied_because,
-            serving,
-            setup,
-            users,
+            copied_because: None,
+            serving: Mutex::new(None),
+            setup: Mutex::new(setup),
+            users: Mutex::new(users),
         }
     }
 
-    fn users(&self) -> MutexGuard<'_, IdleWatch> {
-        self.users.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn pause_watch(&self) -> Paused<'_> {
-        let mut users = self.users();
+        let mut users = lock(&self.users);
         users.pause();
         Paused(users)
-    }
-
-    fn setup(&self) -> MutexGuard<'_, SetupProcess> {
-        self.setup.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn serve(
@@ -263,9 +251,9 @@ impl UblkDevice {
         partscan: bool,
         failure_event: Arc<OwnedFd>,
     ) -> Result<(), Error> {
-        let id = self.identity.id;
+        let id = self.info.dev_id;
         let shared = Arc::new(Shared { file, refused: OnceLock::new(), failure_event });
-        let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut serving = lock(&self.serving);
         let serving = serving.insert(Serving { shared: shared.clone(), sources: Vec::new() });
         let threads = self.threads_per_queue;
         let assignments =
@@ -299,10 +287,10 @@ impl UblkDevice {
     /// Why a queue has lost a tag, if one has: the kernel refused the command of the tag. The kernel never
     /// completes a request of that tag until another server takes the device over.
     pub fn failure(&self) -> Option<Error> {
-        let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
+        let serving = lock(&self.serving);
         let RefusedCommand { queue, tag, errno } = *serving.as_ref()?.shared.refused.get()?;
         let what =
-            format!("{}: the kernel refused the command of queue {queue}, tag {tag}", self.identity.path());
+            format!("{}: the kernel refused the command of queue {queue}, tag {tag}", self.identity().path());
         Some(Error::system(what, io::Error::from_raw_os_error(errno)))
     }
 
@@ -312,7 +300,7 @@ impl UblkDevice {
     }
 
     fn wait_for_node(&self) -> Result<(), Error> {
-        let path = self.identity.path();
+        let path = self.identity().path();
         let appears = || std::path::Path::new(&path).exists().then_some(()).ok_or(());
         poll(NODE_TIMEOUT, appears, |()| true).map_err(|()| {
             let message = format!("{path} did not appear; mount a devtmpfs on /dev, or run udev");
@@ -322,7 +310,7 @@ impl UblkDevice {
 
     /// The number of the device and the cookie that the kernel stores with it.
     pub fn identity(&self) -> Identity {
-        self.identity
+        Identity { id: self.info.dev_id, cookie: self.info.ublksrv_flags }
     }
 
     /// Whether requests refer to pages that this process cannot read or write ([`CopyMode::None`]).
@@ -367,25 +355,25 @@ impl UblkDevice {
         // process itself serves, and could not be killed, because the kernel aborts that I/O only when the
         // last thread has exited.
         if force {
-            paused.0.write_back(self.identity.id);
+            paused.0.write_back(self.info.dev_id);
         }
-        let mut setup = self.setup();
-        let mut issue = |command| setup.issue(command, self.identity.id);
-        stop(&mut issue, self.identity.id, self.kernel_features, force)?;
+        let mut setup = lock(&self.setup);
+        let mut issue = |command| setup.issue(command, self.info.dev_id);
+        stop(&mut issue, self.info.dev_id, self.kernel_features, force)?;
         self.delete(issue)
     }
 
     /// While `on`, the event of [`IdleWatch`] is written when the device has no users any longer. Users from
     /// before the call count. Fails if the process that scans for users fails, for example to read the node.
     pub fn watch_users(&self, on: bool) -> Result<(), Error> {
-        let mut users = self.users();
+        let mut users = lock(&self.users);
         if !on {
             users.stop();
             return Ok(());
         }
-        let path = self.identity.path();
+        let path = self.identity().path();
         users
-            .start(self.identity.id)
+            .start(self.info.dev_id)
             .map_err(|e| Error::system(format!("cannot scan for users of {path}"), e))
     }
 
@@ -393,7 +381,7 @@ impl UblkDevice {
     /// Requests at `disk` that do not complete within 5 s are reissued to the next server.
     pub fn quiesce(&self, disk: &Disk) {
         let quiesced = self.info.flags & Features::QUIESCE.bits() != 0
-            && ControlDevice::open().and_then(|mut control| control.quiesce(self.identity.id)).is_ok();
+            && ControlDevice::open().and_then(|mut control| control.quiesce(self.info.dev_id)).is_ok();
         if quiesced {
             let is_idle = || (disk.stats().in_flight == [0; 2]).then_some(()).ok_or(());
             let _ = poll(ANSWER_TIMEOUT, is_idle, |()| true);
@@ -402,7 +390,7 @@ impl UblkDevice {
 
     /// Removes the device, which must be stopped.
     fn delete(&self, issue: impl FnMut(Command) -> io::Result<()>) -> Result<(), Error> {
-        let serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let serving = lock(&self.serving).take();
         if let Some(Serving { shared, sources }) = serving {
             // The device is stopped, so the kernel has completed all commands, or is about to.
             sources.iter().for_each(|(engine, source)| engine.stop_source(*source, false));
@@ -417,7 +405,7 @@ impl UblkDevice {
             return Ok(());
         }
         let message =
-            format!("{}: resizing a ublk device in use needs Linux 6.16 or newer", self.identity.path());
+            format!("{}: resizing a ublk device in use needs Linux 6.16 or newer", self.identity().path());
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
@@ -425,19 +413,19 @@ impl UblkDevice {
     /// with [`ErrorKind::Busy`] if the device is in use, as far as this process can see.
     pub fn claim(&self) -> Result<Claimed<'_>, Error> {
         let paused = self.pause_watch();
-        Ok(Claimed { _claim: usage::claim(&self.identity.path())?, _paused: paused })
+        Ok(Claimed { _claim: usage::claim(&self.identity().path())?, _paused: paused })
     }
 
     /// Sets the size in bytes. Fails as [`UblkDevice::check_resizable`] does, and with the kernel's error.
     pub fn resize(&self, bytes: u64) -> Result<(), Error> {
         self.check_resizable()?;
-        ControlDevice::open()?.update_size(self.identity.id, bytes >> 9)
+        ControlDevice::open()?.update_size(self.info.dev_id, bytes >> 9)
     }
 
     /// Makes the kernel reject or accept writes. Fails with [`ErrorKind::Unsupported`] if the device was
     /// created read-only, which the kernel does not change, and with the kernel's error.
     pub fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
-        let path = self.identity.path();
+        let path = self.identity().path();
         let set = || {
             let file = File::open(&path)?;
             let value = libc::c_int::from(read_only);

@@ -74,10 +74,8 @@ impl Identity {
     /// The device's size in bytes, or the kernel's error; `None` if there is no such device.
     pub fn size_bytes(&self) -> Result<Option<u64>, Error> {
         let mut control = ControlDevice::open()?;
-        match self.info(&mut control)? {
-            Some(info) => Ok(Some(control.parameters(info.dev_id)?.basic.dev_sectors << 9)),
-            None => Ok(None),
-        }
+        let Some(info) = self.info(&mut control)? else { return Ok(None) };
+        Ok(Some(control.parameters(info.dev_id)?.basic.dev_sectors << 9))
     }
 
     pub(super) fn not_found(&self) -> Error {

@@ -222,20 +222,11 @@ impl Watch<'_> {
 
     fn wait(&self, time: Option<Duration>) -> Wake {
         let time = time.and_then(|time| Timespec::try_from(time).ok());
-        let request = PollFd::new(&self.socket, PollFlags::IN);
-        let (ready, request) = match self.nodes() {
-            Some(nodes) => {
-                let mut fds = [request, PollFd::new(&nodes.inotify, PollFlags::IN)];
-                (poll(&mut fds, time.as_ref()), fds[0].revents())
-            }
-            None => {
-                let mut fds = [request];
-                (poll(&mut fds, time.as_ref()), fds[0].revents())
-            }
-        };
-        match ready {
+        let mut fds = vec![PollFd::new(&self.socket, PollFlags::IN)];
+        fds.extend(self.nodes().map(|nodes| PollFd::new(&nodes.inotify, PollFlags::IN)));
+        match poll(&mut fds, time.as_ref()) {
             Ok(0) => Wake::Timeout,
-            Ok(_) if !request.is_empty() => Wake::Request,
+            Ok(_) if !fds[0].revents().is_empty() => Wake::Request,
             // poll(2) was interrupted. Reading the events is harmless if there are none.
             _ => Wake::Nodes,
         }
@@ -246,28 +237,17 @@ impl Watch<'_> {
         let request = receive(&mut self.socket)?;
         let path =
             self.directory.join(format!("ublkb{}", request.info.dev_id)).to_string_lossy().into_owned();
-        let done = match request.what {
+        let mut done = Ok(());
+        match request.what {
             ON => {
                 self.used = false;
-                Nodes::new(path).map(|nodes| self.nodes = Some(nodes))
+                done = Nodes::new(path).map(|nodes| self.nodes = Some(nodes));
             }
-            WRITE_BACK => {
-                usage::write_back(&path);
-                Ok(())
-            }
-            PAUSE => {
-                self.paused = true;
-                Ok(())
-            }
-            RESUME => {
-                self.paused = false;
-                Ok(())
-            }
-            _ => {
-                self.nodes = None;
-                Ok(())
-            }
-        };
+            WRITE_BACK => usage::write_back(&path),
+            PAUSE => self.paused = true,
+            RESUME => self.paused = false,
+            _ => self.nodes = None,
+        }
         reply(&mut self.socket, request.sequence, done.map(|()| request.info))
     }
 }

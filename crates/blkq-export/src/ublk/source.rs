@@ -60,25 +60,11 @@ pub(super) struct RefusedCommand {
     pub errno: i32,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum CommandResult {
-    Request,
-    /// `UBLK_IO_RES_ABORT`: the device was stopped, or waits for another server.
-    Aborted,
-    Refused {
-        errno: i32,
-    },
-}
-
-fn command_result(result: i32) -> CommandResult {
-    match result {
-        // UBLK_IO_RES_OK
-        0 => CommandResult::Request,
-        abort if abort == -libc::ENODEV => CommandResult::Aborted,
-        // No device here has NEED_GET_DATA, so the kernel never returns the positive
-        // UBLK_IO_RES_NEED_GET_DATA.
-        other => CommandResult::Refused { errno: if other < 0 { -other } else { libc::EPROTO } },
-    }
+/// Why the kernel refused a command with this result, which is not `UBLK_IO_RES_OK`, as an errno. `None` for
+/// `UBLK_IO_RES_ABORT`: the device was stopped, or waits for another server.
+fn refusal(result: i32) -> Option<i32> {
+    // No device here has NEED_GET_DATA, so the kernel never returns the positive UBLK_IO_RES_NEED_GET_DATA.
+    (result != -libc::ENODEV).then_some(if result < 0 { -result } else { libc::EPROTO })
 }
 
 pub(super) struct QueueOptions {
@@ -143,9 +129,10 @@ impl Slot {
     }
 }
 
-enum Copying {
-    Write(Bio),
-    Read(IoBuffer),
+struct Copying {
+    buffer: IoBuffer,
+    /// The write to submit, without its data; `None` for a read.
+    write: Option<Bio>,
 }
 
 pub(super) struct QueueSource {
@@ -291,10 +278,9 @@ impl QueueSource {
                     return self.commit(cx, index, Err(libc::ENOMEM));
                 };
                 self.use_memory(cx);
-                let bio = Bio { data: Data::Buffer(buffer), ..bio };
                 match bio.operation {
-                    Operation::Write => self.copy(cx, index, Copying::Write(bio)),
-                    _ => self.submissions.submit(cx, bio),
+                    Operation::Write => self.copy(cx, index, Copying { buffer, write: Some(bio) }),
+                    _ => self.submissions.submit(cx, Bio { data: Data::Buffer(buffer), ..bio }),
                 }
             }
         }
@@ -305,13 +291,10 @@ impl QueueSource {
         let slot = &mut self.slots[usize::from(index)];
         let offset = abi::data_offset(self.options.queue, slot.tag);
         let bytes = slot.good_result as u32;
-        let entry = match &mut copying {
-            Copying::Write(Bio { data: Data::Buffer(buffer), .. }) => {
-                opcode::Read::new(file, buffer.as_mut_ptr(), bytes).offset(offset).build()
-            }
-            Copying::Read(buffer) => opcode::Write::new(file, buffer.as_ptr(), bytes).offset(offset).build(),
-            // Unreachable: a request with data that is copied has a buffer.
-            Copying::Write(_) => return,
+        let address = copying.buffer.as_mut_ptr();
+        let entry = match copying.write {
+            Some(_) => opcode::Read::new(file, address, bytes).offset(offset).build(),
+            None => opcode::Write::new(file, address, bytes).offset(offset).build(),
         };
         slot.copying = Some(copying);
         // SAFETY: the buffer has at least that length (see `BufferPool::take`), and stays in the slot until
@@ -324,19 +307,13 @@ impl QueueSource {
         let slot = &mut self.slots[usize::from(index)];
         let whole = result == slot.good_result;
         let errno = if result < 0 { -result } else { libc::EIO };
-        match slot.copying.take() {
-            Some(Copying::Write(bio)) if whole => self.submissions.submit(cx, bio),
-            Some(copying) => {
-                let buffer = match copying {
-                    Copying::Read(buffer) => Some(buffer),
-                    Copying::Write(bio) => bio.data.into_buffer(),
-                };
-                if let Some(buffer) = buffer {
-                    self.pool.put(buffer);
-                }
+        let Some(Copying { buffer, write }) = slot.copying.take() else { return };
+        match write {
+            Some(bio) if whole => self.submissions.submit(cx, Bio { data: Data::Buffer(buffer), ..bio }),
+            _ => {
+                self.pool.put(buffer);
                 self.commit(cx, index, if whole { Ok(()) } else { Err(errno) });
             }
-            None => {}
         }
     }
 
@@ -468,12 +445,14 @@ unsafe impl Source for QueueSource {
         }
         self.armed -= 1;
         let index = cqe.token.payload() as u16;
-        match command_result(cqe.result) {
-            CommandResult::Request => return self.arrived.push(index),
-            // When the source is stopping, the device was removed or is left to another server: no request is
-            // lost.
-            CommandResult::Refused { errno } if !self.stopping => self.fail_tag(index, errno),
-            CommandResult::Refused { .. } | CommandResult::Aborted => {}
+        // UBLK_IO_RES_OK: a request has arrived.
+        if cqe.result == 0 {
+            return self.arrived.push(index);
+        }
+        // When the source is stopping, the device was removed or is left to another server: no request is
+        // lost.
+        if let Some(errno) = refusal(cqe.result).filter(|_| !self.stopping) {
+            self.fail_tag(index, errno);
         }
         self.release(cx);
     }
@@ -483,7 +462,9 @@ unsafe impl Source for QueueSource {
         let slot = &mut self.slots[usize::from(index)];
         if let Some(buffer) = completion.data.into_buffer() {
             match (slot.copy, completion.result) {
-                (CopyMode::User, Ok(())) if slot.reads => return self.copy(cx, index, Copying::Read(buffer)),
+                (CopyMode::User, Ok(())) if slot.reads => {
+                    return self.copy(cx, index, Copying { buffer, write: None });
+                }
                 (CopyMode::User, _) => self.pool.put(buffer),
                 _ => slot.buffer = Some(buffer),
             }
