@@ -2,6 +2,7 @@
 //!
 //! The caller buffers at least [`INPUT_BYTES`] for [`Handshake::receive`], and sends the output.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use blkq::TURN_BUDGET;
@@ -229,62 +230,58 @@ impl Handshake {
     fn option(&mut self, option: u32, data: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
         self.work += 1;
         let mut reply = Reply { option, output };
+        self.negotiate(data, exports, &mut reply).unwrap_or_else(|(kind, text)| {
+            reply.error(kind, &text);
+            Next::Receive
+        })
+    }
+
+    /// Carries out the option of `reply`. An error is the reply to the option, and the handshake continues.
+    fn negotiate(&mut self, data: &[u8], exports: &[Export], reply: &mut Reply<'_>) -> Result<Next, Refusal> {
+        let option = reply.option;
         if self.shutting_down && option != option::ABORT {
-            if option == option::EXPORT_NAME {
-                return Next::Close;
-            }
-            reply.error(option_reply::ERR_SHUTDOWN, "the server is shutting down");
-            return Next::Receive;
+            // The reply to EXPORT_NAME cannot be an error.
+            let refusal = (option_reply::ERR_SHUTDOWN, "the server is shutting down".into());
+            return if option == option::EXPORT_NAME { Ok(Next::Close) } else { Err(refusal) };
         }
-        if self.tls == TlsPolicy::Required && !self.encrypted {
-            self.lacks_tls |= !matches!(option, option::STARTTLS | option::ABORT);
-            match option {
-                // The reply to EXPORT_NAME cannot be an error.
-                option::EXPORT_NAME => return Next::Close,
-                option::STARTTLS | option::ABORT => {}
-                _ => {
-                    reply.error(option_reply::ERR_TLS_REQD, "this server requires TLS; use an nbds:// URI");
-                    return Next::Receive;
-                }
-            }
+        if self.tls == TlsPolicy::Required
+            && !self.encrypted
+            && !matches!(option, option::STARTTLS | option::ABORT)
+        {
+            self.lacks_tls = true;
+            let refusal = (option_reply::ERR_TLS_REQD, "this server requires TLS; use an nbds:// URI".into());
+            return if option == option::EXPORT_NAME { Ok(Next::Close) } else { Err(refusal) };
         }
+        let mut next = Next::Receive;
         match option {
-            option::EXPORT_NAME => return self.export_name(data, exports, reply.output),
+            option::EXPORT_NAME => return Ok(self.export_name(data, exports, reply.output)),
             option::ABORT => {
                 self.aborted = true;
-                reply.send(option_reply::ACK, &[]);
-                return Next::Close;
+                next = Next::Close;
             }
-            option::GO | option::INFO => match self.info(data, exports, &mut reply) {
-                Ok(session)
-                    if option == option::GO
-                        && session.minimum_block_bytes > BLOCK_MIN_USUAL_BYTES
-                        && self.block_sizes != Some(session.export) =>
+            option::GO | option::INFO => {
+                let session = self.info(data, exports, reply)?;
+                let minimum = session.minimum_block_bytes;
+                if option == option::GO
+                    && minimum > BLOCK_MIN_USUAL_BYTES
+                    && self.block_sizes != Some(session.export)
                 {
                     let text = format!(
-                        "the minimum block size is {} bytes; request NBD_INFO_BLOCK_SIZE first",
-                        session.minimum_block_bytes
+                        "the minimum block size is {minimum} bytes; request NBD_INFO_BLOCK_SIZE first"
                     );
-                    reply.error(option_reply::ERR_BLOCK_SIZE_REQD, &text);
+                    return Err((option_reply::ERR_BLOCK_SIZE_REQD, text.into()));
                 }
-                Ok(session) => {
-                    reply.send(option_reply::ACK, &[]);
-                    if option == option::GO {
-                        return Next::Transmission(session);
-                    }
+                if option == option::GO {
+                    next = Next::Transmission(session);
                 }
-                Err(refusal) => reply.refuse(refusal),
-            },
+            }
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
-                match self.meta_context(option == option::SET_META_CONTEXT, data, exports, &mut reply) {
-                    Ok(()) => reply.send(option_reply::ACK, &[]),
-                    Err(refusal) => reply.refuse(refusal),
-                }
+                self.meta_context(option == option::SET_META_CONTEXT, data, exports, reply)?;
             }
             option::LIST | option::STARTTLS | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS
                 if !data.is_empty() =>
             {
-                reply.error(option_reply::ERR_INVALID, "this option takes no data");
+                return Err((option_reply::ERR_INVALID, "this option takes no data".into()));
             }
             option::LIST => {
                 self.work += exports.len();
@@ -296,38 +293,32 @@ impl Handshake {
                         &[length.as_bytes(), name, export.description.as_bytes()],
                     );
                 }
-                reply.send(option_reply::ACK, &[]);
             }
             option::STARTTLS if self.tls == TlsPolicy::Off => {
-                reply.error(option_reply::ERR_POLICY, "this server does not offer TLS");
+                return Err((option_reply::ERR_POLICY, "this server does not offer TLS".into()));
             }
             option::STARTTLS if self.encrypted => {
-                reply.error(option_reply::ERR_INVALID, "TLS is already in use");
+                return Err((option_reply::ERR_INVALID, "TLS is already in use".into()));
             }
             option::STARTTLS => {
-                reply.send(option_reply::ACK, &[]);
                 // Discards all earlier negotiation, because it was not protected: a man in the middle may
                 // have sent it (CVE-2021-3716).
                 self.replies = ReplyStyle::Simple;
                 self.contexts = None;
                 self.block_sizes = None;
                 self.encrypted = true;
-                return Next::StartTls;
+                next = Next::StartTls;
             }
             option::STRUCTURED_REPLY if self.replies == ReplyStyle::Extended => {
-                reply.error(option_reply::ERR_EXT_HEADER_REQD, "extended headers are already negotiated");
+                let text = "extended headers are already negotiated";
+                return Err((option_reply::ERR_EXT_HEADER_REQD, text.into()));
             }
-            option::STRUCTURED_REPLY => {
-                self.replies = ReplyStyle::Structured;
-                reply.send(option_reply::ACK, &[]);
-            }
-            option::EXTENDED_HEADERS => {
-                self.replies = ReplyStyle::Extended;
-                reply.send(option_reply::ACK, &[]);
-            }
-            _ => reply.error(option_reply::ERR_UNSUP, "unknown option"),
+            option::STRUCTURED_REPLY => self.replies = ReplyStyle::Structured,
+            option::EXTENDED_HEADERS => self.replies = ReplyStyle::Extended,
+            _ => return Err((option_reply::ERR_UNSUP, "unknown option".into())),
         }
-        Next::Receive
+        reply.send(option_reply::ACK, &[]);
+        Ok(next)
     }
 
     fn export_name(&self, name: &[u8], exports: &[Export], output: &mut Vec<u8>) -> Next {
@@ -397,13 +388,13 @@ impl Handshake {
             self.contexts = None;
         }
         if self.replies == ReplyStyle::Simple {
-            return Err((option_reply::ERR_INVALID, "metadata contexts need structured replies"));
+            return Err((option_reply::ERR_INVALID, "metadata contexts need structured replies".into()));
         }
         let mut data = Fields(data);
         let name = data.string()?;
         let queries = data.take::<U32>()?.get();
         if queries > QUERIES_MAX {
-            return Err((option_reply::ERR_TOO_BIG, "too many queries"));
+            return Err((option_reply::ERR_TOO_BIG, "too many queries".into()));
         }
         let export = find(exports, name);
         let bitmaps = export.map_or(&[][..], |export| &exports[export].bitmaps);
@@ -452,9 +443,10 @@ fn find(exports: &[Export], name: &[u8]) -> Option<usize> {
     named.or((name.is_empty() && !exports.is_empty()).then_some(0))
 }
 
-type Refusal = (u32, &'static str);
-const INVALID: Refusal = (option_reply::ERR_INVALID, "malformed option");
-const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, "no such export");
+/// The type and the text of an error reply.
+type Refusal = (u32, Cow<'static, str>);
+const INVALID: Refusal = (option_reply::ERR_INVALID, Cow::Borrowed("malformed option"));
+const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, Cow::Borrowed("no such export"));
 
 struct Fields<'a>(&'a [u8]);
 
@@ -470,7 +462,7 @@ impl<'a> Fields<'a> {
         let length = self.take::<U32>()?.get() as usize;
         let (string, rest) = self.0.split_at_checked(length).ok_or(INVALID)?;
         if length > STRING_MAX_BYTES {
-            return Err((option_reply::ERR_TOO_BIG, "string too long"));
+            return Err((option_reply::ERR_TOO_BIG, "string too long".into()));
         }
         self.0 = rest;
         Ok(string)
@@ -500,9 +492,5 @@ impl Reply<'_> {
 
     fn error(&mut self, reply: u32, text: &str) {
         self.send(reply, &[text.as_bytes()]);
-    }
-
-    fn refuse(&mut self, (reply, text): Refusal) {
-        self.error(reply, text);
     }
 }

@@ -4,7 +4,7 @@
 use bitflags::bitflags;
 use blkq::Status;
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unaligned};
 
 /// `NBDMAGIC`, the first word that a server sends.
 pub const INIT_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
@@ -191,7 +191,7 @@ pub mod reply_type {
 }
 
 /// Commands of the transmission phase (`NBD_CMD_*`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, TryFromBytes)]
 #[repr(u16)]
 pub enum Command {
     /// Reads data from the export.
@@ -214,23 +214,13 @@ pub enum Command {
 
 impl Command {
     /// Returns the command with this number, `None` if it is not supported.
-    pub const fn from_number(number: u16) -> Option<Command> {
-        Some(match number {
-            0 => Command::Read,
-            1 => Command::Write,
-            2 => Command::Disconnect,
-            3 => Command::Flush,
-            4 => Command::Trim,
-            5 => Command::Cache,
-            6 => Command::WriteZeroes,
-            7 => Command::BlockStatus,
-            _ => return None,
-        })
+    pub fn from_number(number: u16) -> Option<Command> {
+        Command::try_read_from_bytes(number.as_bytes()).ok()
     }
 }
 
 /// Errors of requests. The specification allows only these numbers (they are Linux errno values).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, TryFromBytes)]
 #[repr(u32)]
 pub enum NbdError {
     /// EPERM: the export is read-only.
@@ -253,18 +243,33 @@ pub enum NbdError {
 
 impl From<Status> for NbdError {
     fn from(status: Status) -> NbdError {
-        match status.nbd() {
-            1 => NbdError::Permission,
-            12 => NbdError::NoMemory,
-            22 => NbdError::Invalid,
-            28 => NbdError::NoSpace,
-            75 => NbdError::Overflow,
-            95 => NbdError::NotSupported,
-            108 => NbdError::Shutdown,
-            _ => NbdError::Io,
-        }
+        NbdError::try_read_from_bytes(status.nbd().as_bytes()).unwrap_or(NbdError::Io)
     }
 }
+
+/// A request. The length is that of the range in bytes, and for a write also that of the payload.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct RequestHeader<L> {
+    /// [`REQUEST_MAGIC`] or [`EXTENDED_REQUEST_MAGIC`]; other values violate the protocol.
+    pub magic: U32,
+    /// Flags of the request, as [`CommandFlags`].
+    pub flags: U16,
+    /// Number of the [`Command`] to carry out.
+    pub command: U16,
+    /// Opaque value that identifies the request in its reply.
+    pub cookie: U64,
+    /// Offset in the export, in bytes.
+    pub offset: U64,
+    /// Length in bytes: of the payload with [`CommandFlags::PAYLOAD_LEN`], else of the range.
+    pub length: L,
+}
+
+/// A request, if extended headers were not negotiated.
+pub type CompactRequest = RequestHeader<U32>;
+/// A request, if extended headers were negotiated.
+pub type ExtendedRequest = RequestHeader<U64>;
+const _: () = assert!(size_of::<CompactRequest>() == 28 && size_of::<ExtendedRequest>() == 32);
 
 macro_rules! wire {
     ($($(#[$doc:meta])* $name:ident = $size:literal { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* })*) => {$(
@@ -337,38 +342,6 @@ wire! {
         preferred_bytes: U32,
         /// Maximum payload of a request or reply, in bytes.
         payload_max_bytes: U32,
-    }
-
-    /// A request, if extended headers were not negotiated.
-    CompactRequest = 28 {
-        /// [`REQUEST_MAGIC`]; other values violate the protocol.
-        magic: U32,
-        /// Flags of the request, as [`CommandFlags`].
-        flags: U16,
-        /// Number of the [`Command`] to carry out.
-        command: U16,
-        /// Opaque value that identifies the request in its reply.
-        cookie: U64,
-        /// Offset in the export, in bytes.
-        offset: U64,
-        /// Length of the range in bytes; for a write also of the payload.
-        length: U32,
-    }
-
-    /// A request, if extended headers were negotiated.
-    ExtendedRequest = 32 {
-        /// [`EXTENDED_REQUEST_MAGIC`]; other values violate the protocol.
-        magic: U32,
-        /// Flags of the request, as [`CommandFlags`].
-        flags: U16,
-        /// Number of the [`Command`] to carry out.
-        command: U16,
-        /// Opaque value that identifies the request in its reply.
-        cookie: U64,
-        /// Offset in the export, in bytes.
-        offset: U64,
-        /// Length in bytes: of the payload with [`CommandFlags::PAYLOAD_LEN`], else of the range.
-        length: U64,
     }
 
     /// A simple reply. The data of a successful read follows.

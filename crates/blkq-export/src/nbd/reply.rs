@@ -3,7 +3,7 @@
 use zerocopy::IntoBytes;
 use zerocopy::byteorder::big_endian::U32;
 
-use super::contexts::ContextStatus;
+use super::contexts::{ContextStatus, StatusExtent};
 use super::proto::*;
 
 /// Maximum number of extents in a reply for one metadata context. The specification allows up to 2^20.
@@ -77,34 +77,29 @@ impl ReplyStyle {
     fn context_status(self, to: ReplyTo, context: &ContextStatus, last: bool, output: &mut Vec<u8>) {
         /// Maximum length of an extent in a structured reply, in bytes: a multiple of all block sizes.
         const LENGTH_MAX: u64 = (1 << 32) - (1 << 16);
+        assert!(self != ReplyStyle::Simple, "block status needs structured replies");
+        let extended = self == ReplyStyle::Extended;
         let mut extents = &context.extents[..context.extents.len().min(EXTENTS_MAX)];
-        let id = U32::new(context.id);
-        match self {
-            ReplyStyle::Simple => panic!("block status needs structured replies"),
-            ReplyStyle::Structured => {
-                if let Some(long) = extents.iter().position(|extent| extent.length > LENGTH_MAX) {
-                    extents = &extents[..=long];
-                }
-                let length = 4 + extents.len() * size_of::<BlockStatusExtent>();
-                self.chunk(to, reply_type::BLOCK_STATUS, length, last, output);
-                output.extend_from_slice(id.as_bytes());
-                for extent in extents {
-                    let length = extent.length.min(LENGTH_MAX) as u32;
-                    let descriptor = BlockStatusExtent { length: length.into(), flags: extent.flags.into() };
-                    output.extend_from_slice(descriptor.as_bytes());
-                }
-            }
-            ReplyStyle::Extended => {
-                let count = U32::new(extents.len() as u32);
-                let length = 8 + extents.len() * size_of::<BlockStatusExtentExt>();
-                self.chunk(to, reply_type::BLOCK_STATUS_EXT, length, last, output);
-                output.extend_from_slice(id.as_bytes());
-                output.extend_from_slice(count.as_bytes());
-                for extent in extents {
-                    let flags = u64::from(extent.flags).into();
-                    let descriptor = BlockStatusExtentExt { length: extent.length.into(), flags };
-                    output.extend_from_slice(descriptor.as_bytes());
-                }
+        let long = extents.iter().position(|extent| extent.length > LENGTH_MAX);
+        if let Some(long) = long.filter(|_| !extended) {
+            extents = &extents[..=long];
+        }
+        let (kind, length) = match extended {
+            true => (reply_type::BLOCK_STATUS_EXT, 8 + size_of::<BlockStatusExtentExt>() * extents.len()),
+            false => (reply_type::BLOCK_STATUS, 4 + size_of::<BlockStatusExtent>() * extents.len()),
+        };
+        self.chunk(to, kind, length, last, output);
+        output.extend_from_slice(U32::new(context.id).as_bytes());
+        if extended {
+            output.extend_from_slice(U32::new(extents.len() as u32).as_bytes());
+        }
+        for StatusExtent { length, flags } in extents {
+            if extended {
+                let flags = u64::from(*flags).into();
+                output.extend_from_slice(BlockStatusExtentExt { length: (*length).into(), flags }.as_bytes());
+            } else {
+                let length = (*length.min(&LENGTH_MAX) as u32).into();
+                output.extend_from_slice(BlockStatusExtent { length, flags: (*flags).into() }.as_bytes());
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Parses requests from a stream of bytes, and checks them against what was negotiated.
 
-use zerocopy::FromBytes;
+use zerocopy::byteorder::big_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 use super::handshake::Session;
 use super::proto::*;
@@ -59,14 +60,6 @@ pub struct Transmission {
     over: bool,
 }
 
-struct Header {
-    flags: u16,
-    command: u16,
-    cookie: u64,
-    offset: u64,
-    length: u64,
-}
-
 impl Transmission {
     /// Begins to parse the stream that follows the handshake of `session`.
     pub fn new(session: Session) -> Transmission {
@@ -116,25 +109,25 @@ impl Transmission {
             Ok(None) => return Step::Receive,
             Err(step) => return self.close(step),
         };
-        let command = Command::from_number(header.command);
+        let command = Command::from_number(header.command.get());
         if command == Some(Command::Disconnect) {
             return self.close(Step::Disconnect);
         }
-        let flags = CommandFlags::from_bits(header.flags);
         // With extended headers, a write must set `NBD_CMD_FLAG_PAYLOAD_LEN`. QEMU 10 does not set it, but
         // sends the payload, so each write has one.
         let has_payload = command == Some(Command::Write)
             || self.session.replies == ReplyStyle::Extended
-                && header.flags & CommandFlags::PAYLOAD_LEN.bits() != 0;
-        if has_payload && header.length > u64::from(PAYLOAD_MAX_BYTES) {
+                && header.flags.get() & CommandFlags::PAYLOAD_LEN.bits() != 0;
+        let length = header.length.get();
+        if has_payload && length > u64::from(PAYLOAD_MAX_BYTES) {
             return self.close(Step::Violation);
         }
-        self.payload = if has_payload { header.length as u32 } else { 0 };
-        match self.check(command, flags, &header) {
+        self.payload = if has_payload { length as u32 } else { 0 };
+        match self.check(command, &header) {
             Ok(request) => Step::Request(request),
             Err(error) => {
                 self.drop_payload = self.payload > 0;
-                Step::Rejected { cookie: header.cookie, offset: header.offset, error }
+                Step::Rejected { cookie: header.cookie.get(), offset: header.offset.get(), error }
             }
         }
     }
@@ -145,7 +138,7 @@ impl Transmission {
     }
 
     /// `None` if incomplete. A wrong magic number is an error as soon as its four bytes have arrived.
-    fn header(&self, input: &mut &[u8]) -> Result<Option<Header>, Step> {
+    fn header(&self, input: &mut &[u8]) -> Result<Option<ExtendedRequest>, Step> {
         let extended = self.session.replies == ReplyStyle::Extended;
         let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
         match input.first_chunk::<4>() {
@@ -153,68 +146,46 @@ impl Transmission {
             Some(first) if u32::from_be_bytes(*first) != magic => return Err(Step::Violation),
             Some(_) => {}
         }
-        if extended {
-            let Ok((request, rest)) = ExtendedRequest::ref_from_prefix(input) else { return Ok(None) };
-            *input = rest;
-            return Ok(Some(Header {
-                flags: request.flags.get(),
-                command: request.command.get(),
-                cookie: request.cookie.get(),
-                offset: request.offset.get(),
-                length: request.length.get(),
-            }));
-        }
-        let Ok((request, rest)) = CompactRequest::ref_from_prefix(input) else { return Ok(None) };
-        *input = rest;
-        Ok(Some(Header {
-            flags: request.flags.get(),
-            command: request.command.get(),
-            cookie: request.cookie.get(),
-            offset: request.offset.get(),
-            length: request.length.get().into(),
-        }))
+        Ok(if extended { read_header::<U64>(input) } else { read_header::<U32>(input) })
     }
 
-    fn check(
-        &self,
-        command: Option<Command>,
-        flags: Option<CommandFlags>,
-        header: &Header,
-    ) -> Result<Request, NbdError> {
+    fn check(&self, command: Option<Command>, header: &ExtendedRequest) -> Result<Request, NbdError> {
         let session = &self.session;
+        let flags = CommandFlags::from_bits(header.flags.get());
         let (Some(command), Some(flags)) = (command, flags) else { return Err(NbdError::Invalid) };
-        let advertised = |flag| session.flags.contains(flag);
-        let (known, mut allowed) = match command {
-            Command::Read if advertised(TransmissionFlags::SEND_DF) => (true, CommandFlags::DF),
-            Command::Read => (true, CommandFlags::empty()),
-            Command::Write if session.replies == ReplyStyle::Extended => (true, CommandFlags::PAYLOAD_LEN),
-            Command::Write => (true, CommandFlags::empty()),
-            Command::Flush => (advertised(TransmissionFlags::SEND_FLUSH), CommandFlags::empty()),
-            // A read-only export announces neither TRIM nor WRITE_ZEROES. They fail with EPERM there, not as
-            // unknown commands.
-            Command::Trim => (
-                advertised(TransmissionFlags::SEND_TRIM) || advertised(TransmissionFlags::READ_ONLY),
-                CommandFlags::empty(),
-            ),
-            Command::WriteZeroes => {
-                let mut allowed = CommandFlags::NO_HOLE;
-                allowed.set(CommandFlags::FAST_ZERO, advertised(TransmissionFlags::SEND_FAST_ZERO));
-                (
-                    advertised(TransmissionFlags::SEND_WRITE_ZEROES)
-                        || advertised(TransmissionFlags::READ_ONLY),
-                    allowed,
-                )
-            }
-            Command::Cache => (advertised(TransmissionFlags::SEND_CACHE), CommandFlags::empty()),
-            Command::BlockStatus => (!session.contexts.is_empty(), CommandFlags::REQ_ONE),
-            Command::Disconnect => (false, CommandFlags::empty()),
-        };
+        let (cookie, offset, length) = (header.cookie.get(), header.offset.get(), header.length.get());
+        let advertised = |any: TransmissionFlags| session.flags.intersects(any);
+        let mut allowed = CommandFlags::empty();
         // The specification allows FUA with every command, once it was announced.
         allowed.set(CommandFlags::FUA, advertised(TransmissionFlags::SEND_FUA));
+        let known = match command {
+            Command::Read => {
+                allowed.set(CommandFlags::DF, advertised(TransmissionFlags::SEND_DF));
+                true
+            }
+            Command::Write => {
+                allowed.set(CommandFlags::PAYLOAD_LEN, session.replies == ReplyStyle::Extended);
+                true
+            }
+            Command::Flush => advertised(TransmissionFlags::SEND_FLUSH),
+            // A read-only export announces neither TRIM nor WRITE_ZEROES. They fail with EPERM there, not as
+            // unknown commands.
+            Command::Trim => advertised(TransmissionFlags::SEND_TRIM | TransmissionFlags::READ_ONLY),
+            Command::WriteZeroes => {
+                allowed |= CommandFlags::NO_HOLE;
+                allowed.set(CommandFlags::FAST_ZERO, advertised(TransmissionFlags::SEND_FAST_ZERO));
+                advertised(TransmissionFlags::SEND_WRITE_ZEROES | TransmissionFlags::READ_ONLY)
+            }
+            Command::Cache => advertised(TransmissionFlags::SEND_CACHE),
+            Command::BlockStatus => {
+                allowed |= CommandFlags::REQ_ONE;
+                !session.contexts.is_empty()
+            }
+            Command::Disconnect => false,
+        };
         if !known || !allowed.contains(flags) {
             return Err(NbdError::Invalid);
         }
-        let Header { cookie, offset, length, .. } = *header;
         let request = Request { command, flags, cookie, offset, length };
         let writes = matches!(command, Command::Write | Command::Trim | Command::WriteZeroes);
         if writes && advertised(TransmissionFlags::READ_ONLY) {
@@ -238,4 +209,15 @@ impl Transmission {
         }
         Ok(request)
     }
+}
+
+/// Reads a header with a length of the type `L`; `None` if it is incomplete.
+fn read_header<L>(input: &mut &[u8]) -> Option<ExtendedRequest>
+where
+    L: FromBytes + Immutable + KnownLayout + Unaligned + Copy + Into<U64> + 'static,
+{
+    let (request, rest) = RequestHeader::<L>::ref_from_prefix(input).ok()?;
+    *input = rest;
+    let RequestHeader { magic, flags, command, cookie, offset, length } = *request;
+    Some(RequestHeader { magic, flags, command, cookie, offset, length: length.into() })
 }
