@@ -40,6 +40,7 @@ pub(crate) fn try_zeroed(bytes: usize) -> Option<Box<[u8]>> {
 }
 
 /// The buffers of one source. They are used on the thread of its engine only.
+#[derive(Default)]
 pub(crate) struct BufferPool {
     free: [Vec<IoBuffer>; CLASSES],
     free_bytes: usize,
@@ -50,15 +51,6 @@ pub(crate) struct BufferPool {
 }
 
 impl BufferPool {
-    pub fn new() -> BufferPool {
-        BufferPool {
-            free: [const { Vec::new() }; CLASSES],
-            free_bytes: 0,
-            used_bytes: 0,
-            idle_since_ns: None,
-        }
-    }
-
     /// Size in bytes of the buffer for a request of `bytes`, which is at most [`UNALIGNED_MAX_BYTES`].
     pub fn size(bytes: u32) -> usize {
         match bytes {
@@ -177,7 +169,7 @@ mod tests {
     #[test]
     fn a_buffer_in_use_for_an_instant_resets_the_idle_time() {
         let mut queue = queue("idleness");
-        let mut pool = BufferPool::new();
+        let mut pool = BufferPool::default();
         pool.idle_since_ns = Some(0);
         let buffer = pool.take(4096, queue.registrar().unwrap()).unwrap();
         pool.put(buffer);
@@ -187,7 +179,7 @@ mod tests {
     #[test]
     fn the_pool_keeps_a_bounded_amount_of_memory() {
         let mut queue = queue("buffers");
-        let mut pool = BufferPool::new();
+        let mut pool = BufferPool::default();
         for bytes in [BUFFER_MAX_BYTES + 1, BUFFER_MAX_BYTES, BUFFER_MAX_BYTES / 2, BUFFER_MAX_BYTES / 4] {
             let taken: Vec<IoBuffer> =
                 (0..6).filter_map(|_| pool.take(bytes, queue.registrar().unwrap())).collect();
@@ -209,7 +201,7 @@ mod tests {
             let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
             line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
         };
-        let (mut pool, mut queue, before) = (BufferPool::new(), queue("rows"), resident_bytes());
+        let (mut pool, mut queue, before) = (BufferPool::default(), queue("rows"), resident_bytes());
         let taken: Vec<IoBuffer> = (0..BUFFERS)
             .map(|_| {
                 let mut buffer = pool.take(ROW_MIN_BYTES as u32, queue.registrar().unwrap()).unwrap();

@@ -43,22 +43,11 @@ pub enum Listen {
     Inherited(OwnedFd),
 }
 
-/// An open socket, and its address.
-pub(crate) struct Opened {
-    pub socket: Socket,
-    pub listen_address: ListenAddress,
-}
-
-pub(crate) enum Socket {
-    Listening(OwnedFd),
-    /// A socket that is connected to the only client.
-    Connected(OwnedFd),
-}
-
-/// A listening socket and its address.
+/// An open socket and its address. The socket listens, unless it was passed inside of this crate: see
+/// [`ListenAddress::is_connected`].
 pub struct Listener {
-    socket: OwnedFd,
-    listen_address: ListenAddress,
+    pub(crate) socket: OwnedFd,
+    pub(crate) listen_address: ListenAddress,
 }
 
 /// The address of a server. When it is dropped, it removes the socket file of a unix socket that the server
@@ -87,19 +76,15 @@ impl Listen {
 
     /// Listens as [`Listen::listen`] does, with the given access to a unix socket.
     pub fn listen_as(self, access: SocketAccess) -> Result<Listener, Error> {
-        let Opened { socket: Socket::Listening(socket), listen_address } = self.open(access)? else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "the inherited socket is connected; pass a listening socket",
-            ));
-        };
-        let nonblocking = || {
-            let flags = rustix::fs::fcntl_getfl(&socket)?;
-            rustix::fs::fcntl_setfl(&socket, flags | OFlags::NONBLOCK)
-        };
-        nonblocking()
-            .map_err(|e: Errno| Error::system("cannot make the listening socket non-blocking", e))?;
-        Ok(Listener { socket, listen_address })
+        let listener = self.open(access)?;
+        if listener.listen_address.is_connected() {
+            let message = "the inherited socket is connected; pass a listening socket";
+            return Err(Error::new(ErrorKind::Invalid, message));
+        }
+        rustix::fs::fcntl_getfl(&listener)
+            .and_then(|flags| rustix::fs::fcntl_setfl(&listener, flags | OFlags::NONBLOCK))
+            .map_err(|e| Error::system("cannot make the listening socket non-blocking", e))?;
+        Ok(listener)
     }
 
     /// Returns the address if other machines can connect to it; none if the host name cannot be resolved.
@@ -109,7 +94,8 @@ impl Listen {
         addresses.find(|address| !is_loopback(address))
     }
 
-    pub(crate) fn open(self, access: SocketAccess) -> Result<Opened, Error> {
+    /// Opens the socket, which blocks. An inherited one may be connected to the only client.
+    pub(crate) fn open(self, access: SocketAccess) -> Result<Listener, Error> {
         match self {
             Listen::Unix(path) => listen_unix(path, access),
             Listen::Tcp(host, port) => listen_tcp(&host, port),
@@ -118,7 +104,7 @@ impl Listen {
     }
 }
 
-fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
+fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Listener, Error> {
     let what = |path: &Path| format!("cannot listen on {}", path.display());
     let address = SocketAddrUnix::new(&path)
         .map_err(|e| Error::system(what(&path), e).with_cure("use a path of at most 107 bytes"))?;
@@ -161,7 +147,7 @@ fn listen_unix(path: PathBuf, access: SocketAccess) -> Result<Opened, Error> {
     let made = std::fs::symlink_metadata(&path).map_err(|e| Error::system(what(&path), e))?;
     let listen_address = ListenAddress::Unix(path.clone(), (made.dev(), made.ino()));
     grant(&path, (made.dev(), made.ino()), access)?;
-    Ok(Opened { socket: Socket::Listening(socket), listen_address })
+    Ok(Listener { socket, listen_address })
 }
 
 /// Sets the group before the mode: the socket is never more accessible than `access` allows.
@@ -190,7 +176,7 @@ fn grant(path: &Path, made: (u64, u64), access: SocketAccess) -> Result<(), Erro
         .map_err(what(format!("set mode {:03o}", access.mode)))
 }
 
-fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
+fn listen_tcp(host: &str, port: u16) -> Result<Listener, Error> {
     let what = || format!("cannot listen on {host}:{port}");
     let unknown = |e| Error::system(what(), e).with_cure("correct the host name, or use an address");
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(unknown)?.collect();
@@ -205,10 +191,10 @@ fn listen_tcp(host: &str, port: u16) -> Result<Opened, Error> {
     };
     let socket = TcpListener::bind(&addresses[..]).map_err(refused)?;
     let address = socket.local_addr().map_err(|e| Error::system(what(), e))?;
-    Ok(Opened { socket: Socket::Listening(socket.into()), listen_address: ListenAddress::Tcp(address) })
+    Ok(Listener { socket: socket.into(), listen_address: ListenAddress::Tcp(address) })
 }
 
-fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
+fn inherit(socket: OwnedFd) -> Result<Listener, Error> {
     let what = || format!("file descriptor {} is not a stream socket", socket.as_raw_fd());
     let kind = sockopt::socket_type(&socket).map_err(|e| Error::system(what(), e))?;
     if kind != SocketType::STREAM {
@@ -238,14 +224,13 @@ fn inherit(socket: OwnedFd) -> Result<Opened, Error> {
             ));
         }
     };
-    if sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))? {
-        let listen_address = ListenAddress::Inherited { connected: false, address, open };
-        return Ok(Opened { socket: Socket::Listening(socket), listen_address });
+    let connected = !sockopt::socket_acceptconn(&socket).map_err(|e| Error::system(what(), e))?;
+    if connected {
+        rustix::net::getpeername(&socket)
+            .map_err(|e| Error::system("the inherited socket neither listens nor is connected", e))?;
+        open = None;
     }
-    rustix::net::getpeername(&socket)
-        .map_err(|e| Error::system("the inherited socket neither listens nor is connected", e))?;
-    let listen_address = ListenAddress::Inherited { connected: true, address, open: None };
-    Ok(Opened { socket: Socket::Connected(socket), listen_address })
+    Ok(Listener { socket, listen_address: ListenAddress::Inherited { connected, address, open } })
 }
 
 /// Returns the name of the unix socket if every user of this machine can connect to it: an abstract socket,
@@ -309,8 +294,12 @@ impl ListenAddress {
     /// The TCP address, if it is a loopback address that every user of this machine can connect to.
     pub fn on_loopback(&self) -> Option<SocketAddr> {
         // A socket that is already connected accepts no other client.
-        let connected = matches!(self, ListenAddress::Inherited { connected: true, .. });
-        self.address().filter(|address| is_loopback(address) && !connected)
+        self.address().filter(|address| is_loopback(address) && !self.is_connected())
+    }
+
+    /// Whether the socket is connected to the only client.
+    pub fn is_connected(&self) -> bool {
+        matches!(self, ListenAddress::Inherited { connected: true, .. })
     }
 
     fn address(&self) -> Option<SocketAddr> {

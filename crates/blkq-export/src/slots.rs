@@ -40,6 +40,10 @@ impl<T> Slots<T> {
         Some(value)
     }
 
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        self.slots.iter().flatten()
+    }
+
     #[inline]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Completion, SourceContext};
+use blkq::{Completion, Data, SourceContext};
 use rustix::net::Shutdown;
 
 use super::contexts::ContextStatus;
@@ -118,7 +118,7 @@ impl Connection {
         let until_ns = match &self.phase {
             _ if self.closing == Closing::Broken => return u64::MAX,
             Phase::Handshake(..) => self.handshake_until_ns,
-            Phase::Transmission(requests) => requests.payload_until_ns(),
+            Phase::Transmission(requests) => requests.payload_until_ns,
         };
         until_ns.min(self.send_until_ns)
     }
@@ -149,7 +149,7 @@ impl Connection {
 
     fn is_idle(&self) -> bool {
         match &self.phase {
-            Phase::Handshake(..) => !self.stream.is_handshake_offloaded(),
+            Phase::Handshake(..) => !self.stream.handshake_offloaded,
             Phase::Transmission(requests) => requests.is_idle(),
         }
     }
@@ -182,7 +182,7 @@ impl Connection {
         if self.closing != Closing::Broken {
             self.stream.shutdown(Shutdown::Read);
         }
-        if self.stream.is_sending() {
+        if self.stream.send_armed {
             self.send_until_ns = self.send_until_ns.min(until_ns);
         }
     }
@@ -196,7 +196,7 @@ impl Connection {
     /// Parses, submits, sends and receives. Returns whether received data is left to parse in the next turn.
     pub fn turn(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> bool {
         self.ready = false;
-        if self.stream.is_handshake_offloaded() {
+        if self.stream.handshake_offloaded {
             return false;
         }
         if let Phase::Transmission(requests) = &mut self.phase {
@@ -228,16 +228,16 @@ impl Connection {
             if let Phase::Transmission(requests) = &mut self.phase {
                 requests.free(freed, shared);
             }
-        } else if !self.stream.is_sending() {
+        } else if !self.stream.send_armed {
             self.send(shared, cx);
         }
-        if !wants_input || self.stream.is_receiving() {
+        if !wants_input || self.stream.receive_armed {
             self.backoff.cancel();
         } else if !self.backs_off(shared, cx) {
             self.receive(shared, cx);
         }
         if let Phase::Transmission(requests) = &self.phase {
-            self.status.publish(requests.counters(), requests.outstanding());
+            self.status.publish(&requests.counters, requests.outstanding);
         }
         waiting_for == WaitingFor::NextTurn && self.closing == Closing::No
     }
@@ -245,7 +245,7 @@ impl Connection {
     /// Parses the received data, as far as the limits of memory and requests and the turn's budget allow.
     fn parse(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) -> WaitingFor {
         // While a receive is in flight, the kernel may write to the input buffer and to the payload.
-        if self.stream.is_receiving() {
+        if self.stream.receive_armed {
             return WaitingFor::Completion;
         }
         while self.closing == Closing::No {
@@ -273,13 +273,10 @@ impl Connection {
             match next {
                 Next::Receive => return WaitingFor::Input,
                 Next::Later => return WaitingFor::NextTurn,
+                Next::StartTls if self.stream.start_tls() => return WaitingFor::Input,
                 Next::StartTls => {
-                    self.start_tls();
-                    return if self.closing == Closing::No {
-                        WaitingFor::Input
-                    } else {
-                        WaitingFor::Completion
-                    };
+                    self.record_violation(Reason::Handshake);
+                    self.break_off();
                 }
                 Next::Close => {
                     if !handshake.is_aborted() {
@@ -297,13 +294,6 @@ impl Connection {
             }
         }
         WaitingFor::Completion
-    }
-
-    fn start_tls(&mut self) {
-        if !self.stream.start_tls() {
-            self.record_violation(Reason::Handshake);
-            self.break_off();
-        }
     }
 
     /// Decrypts into the expected payload, else into the input buffer. Returns whether there is new data.
@@ -345,9 +335,11 @@ impl Connection {
     }
 
     pub fn complete_ordered(&mut self, finished: Finished, shared: &mut EngineShared) {
+        let Finished { request, result, freed } = finished;
         if let Phase::Transmission(requests) = &mut self.phase {
-            requests.complete_ordered(finished, self.stream.replies(), shared);
+            requests.free(freed, shared);
         }
+        self.complete(request, Completion { user_data: 0, result, data: Data::None }, shared);
     }
 
     pub fn complete_status(&mut self, request: InFlight, contexts: Option<Vec<ContextStatus>>) {
@@ -364,10 +356,10 @@ impl Connection {
             return false;
         }
         let starts = self.backoff.until_ns() == u64::MAX;
-        match self.backoff.consider(requests.counters().requests, cx.now_ns(), self.stream.socket()) {
+        match self.backoff.consider(requests.counters.requests, cx.now_ns(), self.stream.socket()) {
             Decision::Later(until_ns) => {
                 if starts {
-                    shared.count_backoff();
+                    shared.receive_backoffs += 1;
                 }
                 shared.expect_deadline(until_ns);
                 true
@@ -393,7 +385,7 @@ impl Connection {
 
     fn push_send(&mut self, cx: &mut SourceContext<'_>) {
         if let Phase::Transmission(requests) = &mut self.phase {
-            requests.count_send();
+            requests.counters.sends += 1;
         }
         if !self.stream.push_send(cx) {
             self.break_off();
@@ -420,7 +412,7 @@ impl Connection {
         let payload = match &mut self.phase {
             Phase::Handshake(..) => None,
             Phase::Transmission(requests) => {
-                requests.count_receive();
+                requests.counters.receives += 1;
                 requests.expect_payload(shared, cx);
                 requests.missing_payload()
             }
@@ -431,7 +423,7 @@ impl Connection {
     pub fn received(&mut self, result: i32) {
         let mut payload = 0;
         if let Phase::Transmission(requests) = &mut self.phase {
-            self.backoff.note_device(requests.outstanding() == self.stream.unsent_replies());
+            self.backoff.note_device(requests.outstanding == self.stream.unsent_replies());
             payload = requests.missing_payload().map_or(0, |missing| missing.len());
         }
         match self.stream.received(result, payload) {

@@ -12,9 +12,9 @@ use super::status::Registry;
 
 /// Creates the source of a server that listens on no socket.
 pub fn source(options: NbdOptions) -> Box<dyn blkq::Source> {
-    let loads: Loads = Box::new([AtomicUsize::new(0)]);
+    let loads: Loads = Arc::new([AtomicUsize::new(0)]);
     let registry = Arc::new(Registry::new(None, None));
-    Box::new(NbdSource::new(Arc::new(options), registry, Arc::new(loads), 0, ClientOrigin::Elsewhere))
+    Box::new(NbdSource::new(Arc::new(options), registry, loads, 0, ClientOrigin::Elsewhere))
 }
 
 /// Creates the message that brings the source a client.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::proto::Command;
 use super::reply::ReplyTo;
 use super::split::Part;
-use super::transmission::Request;
+use crate::slots::Slots;
 
 /// A request, or a part of a split read, that the block layer or a worker is processing.
 #[derive(Clone, Copy)]
@@ -18,60 +18,20 @@ pub(super) struct InFlight {
     pub part: Option<Part>,
 }
 
-impl InFlight {
-    /// An entry for `request` of the connection in slot `connection`.
-    pub fn new(connection: u32, request: &Request) -> InFlight {
-        let to = ReplyTo { cookie: request.cookie, offset: request.offset };
-        InFlight { connection, command: request.command, to, length: request.length, part: None }
-    }
-}
-
-/// Requests in flight, by an index that is the `user_data` of their bios.
+/// Requests in flight, by a number that is the `user_data` of their bios.
 #[derive(Default)]
 pub(super) struct InFlightTable {
-    requests: Vec<InFlight>,
-    free: Vec<u32>,
-    /// Which entries are free, during [`InFlightTable::find_writes`]. Kept for its capacity.
-    is_free: Vec<bool>,
+    pub requests: Slots<InFlight>,
     /// The ranges of the writes that [`InFlightTable::find_writes`] found: disjoint and ordered by offset.
     writes: Vec<Range<u64>>,
 }
 
 impl InFlightTable {
-    pub fn insert(&mut self, in_flight: InFlight) -> u32 {
-        match self.free.pop() {
-            Some(index) => {
-                self.requests[index as usize] = in_flight;
-                index
-            }
-            None => {
-                self.requests.push(in_flight);
-                self.requests.len() as u32 - 1
-            }
-        }
-    }
-
-    pub fn remove(&mut self, index: u32) -> InFlight {
-        self.free.push(index);
-        self.requests[index as usize]
-    }
-
-    /// The request with this index. It may have been removed already.
-    pub fn get(&self, index: u32) -> Option<&InFlight> {
-        self.requests.get(index as usize)
-    }
-
     /// Collects the ranges of all writes, trims and write zeroes in flight.
     pub fn find_writes(&mut self) {
-        self.is_free.clear();
-        self.is_free.resize(self.requests.len(), false);
-        for index in &self.free {
-            self.is_free[*index as usize] = true;
-        }
         self.writes.clear();
-        for (in_flight, is_free) in self.requests.iter().zip(&self.is_free) {
-            let writes = matches!(in_flight.command, Command::Write | Command::Trim | Command::WriteZeroes);
-            if writes && !is_free {
+        for in_flight in self.requests.iter() {
+            if matches!(in_flight.command, Command::Write | Command::Trim | Command::WriteZeroes) {
                 self.writes.push(in_flight.to.offset..in_flight.to.offset + in_flight.length);
             }
         }
@@ -106,23 +66,23 @@ mod tests {
             length,
             part: None,
         };
-        let read = table.insert(in_flight(Command::Read, 0, 8192));
-        let write = table.insert(in_flight(Command::Write, 1024, 1024));
+        let read = table.requests.insert(in_flight(Command::Read, 0, 8192));
+        let write = table.requests.insert(in_flight(Command::Write, 1024, 1024));
         let writes_to = |table: &mut InFlightTable, range: Range<u64>| {
             table.find_writes();
             table.wrote_to(&range)
         };
         assert!(!writes_to(&mut table, 0..1024) && !writes_to(&mut table, 2048..4096));
         assert!(writes_to(&mut table, 0..1025) && writes_to(&mut table, 2047..4096));
-        table.remove(write);
+        table.requests.take(write);
         assert!(!writes_to(&mut table, 0..4096));
-        let trim = table.insert(in_flight(Command::Trim, 0, 512));
+        let trim = table.requests.insert(in_flight(Command::Trim, 0, 512));
         assert_eq!(trim, write);
         assert!(writes_to(&mut table, 0..4096));
-        table.remove(read);
-        table.insert(in_flight(Command::WriteZeroes, 4096, 4096));
-        table.insert(in_flight(Command::Write, 6144, 512));
-        table.insert(in_flight(Command::Write, 9216, 512));
+        table.requests.take(read);
+        table.requests.insert(in_flight(Command::WriteZeroes, 4096, 4096));
+        table.requests.insert(in_flight(Command::Write, 6144, 512));
+        table.requests.insert(in_flight(Command::Write, 9216, 512));
         table.find_writes();
         assert_eq!(table.writes, [0..512, 4096..8192, 9216..9728]);
         let found = [3584, 4096, 7680, 8192, 8704, 9216, 9728].map(|at| table.wrote_to(&(at..at + 512)));

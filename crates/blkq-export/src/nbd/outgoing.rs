@@ -19,6 +19,7 @@ struct Content {
 }
 
 /// Replies that are gathered, and then sent together.
+#[derive(Default)]
 pub struct Outgoing {
     /// All bytes but the data of reads, in order.
     headers: Vec<u8>,
@@ -35,14 +36,7 @@ pub struct Outgoing {
 impl Outgoing {
     /// An empty collection, which allocates no memory.
     pub fn new() -> Outgoing {
-        Outgoing {
-            headers: Vec::new(),
-            contents: Vec::new(),
-            replies: 0,
-            extents_bytes: 0,
-            iovecs: Vec::new(),
-            sent: 0,
-        }
+        Outgoing::default()
     }
 
     /// Whether nothing was gathered since the last recycling.

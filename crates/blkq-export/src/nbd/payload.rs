@@ -7,8 +7,8 @@ use blkq::IoBuffer;
 use super::transmission::Request;
 
 pub(super) struct Payload {
-    request: Request,
-    buffer: IoBuffer,
+    pub request: Request,
+    pub buffer: IoBuffer,
     /// The part of the buffer into which the rest of the payload must be received.
     missing: Range<usize>,
 }
@@ -25,13 +25,5 @@ impl Payload {
 
     pub fn took(&mut self, bytes: usize) {
         self.missing.start += bytes;
-    }
-
-    pub fn length(&self) -> u64 {
-        self.request.length
-    }
-
-    pub fn into_parts(self) -> (Request, IoBuffer) {
-        (self.request, self.buffer)
     }
 }

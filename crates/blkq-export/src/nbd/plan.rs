@@ -1,8 +1,8 @@
-//! Decides how an unaligned request is carried out, on a block layer that accepts whole logical blocks only.
+//! Decides how a request is carried out, on a block layer that accepts whole logical blocks only.
 
 use std::ops::Range;
 
-use blkq::{BioFlags, Operation, QueueLimits};
+use blkq::{Bio, BioFlags, Data, Operation, QueueLimits, Sector};
 
 use crate::buffers::BufferPool;
 
@@ -10,7 +10,7 @@ use super::proto::{Command, CommandFlags, NbdError};
 use super::transmission::Request;
 
 /// Maximum number of bytes that one cache request reads.
-pub(super) const CACHE_MAX_BYTES: u64 = 4 << 20;
+const CACHE_MAX_BYTES: u64 = 4 << 20;
 
 /// A range of whole logical blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -51,44 +51,60 @@ pub(super) enum Plan {
     Answer(Result<(), NbdError>),
     /// Read these blocks, or receive the payload of a write into a buffer for these blocks.
     Transfer(Range<u64>),
-    /// Write zeroes, ordered by the range lock.
+    /// Write zeroes to a range that is not whole blocks, ordered by the range lock.
     Order,
-    /// Discard these blocks without ordering.
-    Discard(Range<u64>),
+    /// Submit this operation, which has no data, on these blocks.
+    Submit(Operation, Range<u64>),
     /// Query the extents of the range.
     Extents,
 }
 
-/// Decides how to carry out `request`, which is unaligned, on a device with these limits.
-#[cold]
+/// Decides how to carry out `request` on a device with these limits.
 pub(super) fn plan(request: &Request, limits: &QueueLimits) -> Plan {
     let (range, block) = (request.range(), u64::from(limits.logical_block_bytes));
-    let writes = matches!(request.command, Command::Write | Command::WriteZeroes);
+    let is_whole = (range.start | range.end) & (block - 1) == 0;
     // The device shrank since the client connected. The block layer cannot detect this if the new end is in
     // the same block.
-    if range.end > limits.size_bytes() {
+    if !is_whole && range.end > limits.size_bytes() {
+        let writes = matches!(request.command, Command::Write | Command::WriteZeroes);
         return Plan::Answer(Err(if writes { NbdError::NoSpace } else { NbdError::Invalid }));
     }
     match request.command {
-        Command::Read | Command::Write => Plan::Transfer(Blocks::around(&range, block).range),
         Command::Cache if !limits.page_cache => Plan::Answer(Ok(())),
-        Command::Cache => {
-            let end = range.end.min(range.start + CACHE_MAX_BYTES);
-            Plan::Transfer(Blocks::around(&(range.start..end), block).range)
+        Command::Read | Command::Write | Command::Cache if is_whole => Plan::Transfer(transferred(request)),
+        Command::Read | Command::Write | Command::Cache => {
+            Plan::Transfer(Blocks::around(&transferred(request), block).range)
         }
+        Command::Flush => Plan::Submit(Operation::Flush, 0..0),
+        Command::WriteZeroes if is_whole => Plan::Submit(Operation::WriteZeroes, range),
         // The blocks at the ends would have to be read and written, which is not fast.
         Command::WriteZeroes if request.flags.contains(CommandFlags::FAST_ZERO) => {
             Plan::Answer(Err(NbdError::NotSupported))
         }
         Command::WriteZeroes => Plan::Order,
+        Command::Trim if is_whole => Plan::Submit(Operation::Discard, range),
         Command::Trim => match Blocks::within(&range, block) {
             blocks if blocks.length() == 0 => Plan::Answer(Ok(())),
-            blocks => Plan::Discard(blocks.range),
+            blocks => Plan::Submit(Operation::Discard, blocks.range),
         },
         Command::BlockStatus => Plan::Extents,
-        // A flush has no range, so it cannot be unaligned.
-        Command::Flush | Command::Disconnect => Plan::Answer(Err(NbdError::Invalid)),
+        // The parser reports `NBD_CMD_DISC` as a step of its own.
+        Command::Disconnect => Plan::Answer(Err(NbdError::Invalid)),
     }
+}
+
+/// The part of the range that is transferred: a cache request reads only the beginning.
+fn transferred(request: &Request) -> Range<u64> {
+    let cached = request.command == Command::Cache;
+    let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
+    request.offset..request.offset + length
+}
+
+/// The bio for whole `blocks`.
+pub(super) fn bio(operation: Operation, flags: BioFlags, blocks: &Range<u64>, data: Data) -> Bio {
+    // A logical block is a multiple of 512 bytes.
+    let (sector, sectors) = (Sector(blocks.start >> 9), (blocks.end - blocks.start) >> 9);
+    Bio { operation, flags, sector, sectors, data, user_data: 0 }
 }
 
 pub(super) fn bio_flags(request: &Request, operation: Operation) -> BioFlags {
@@ -102,9 +118,7 @@ pub(super) fn bio_flags(request: &Request, operation: Operation) -> BioFlags {
 
 /// Size in bytes of the data buffers that a request needs, on a device with blocks of `block` bytes.
 pub(super) fn buffer_bytes(request: &Request, block: u64) -> usize {
-    let cached = request.command == Command::Cache;
-    let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
-    let part = request.offset..request.offset + length;
+    let part = transferred(request);
     let blocks = Blocks::around(&part, block);
     let edges = || blocks.edges(&part).iter().flatten().count() * BufferPool::size(block as u32);
     match request.command {

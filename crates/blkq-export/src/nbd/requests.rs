@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkq::{Bio, Completion, Data, Operation, Sector, SourceContext, Status};
+use blkq::{Completion, Data, Operation, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 
@@ -15,7 +15,7 @@ use super::handshake::{Export, Session};
 use super::in_flight::InFlight;
 use super::outgoing::Outgoing;
 use super::payload::Payload;
-use super::plan::{self, CACHE_MAX_BYTES, Plan};
+use super::plan::{self, Plan};
 use super::proto::{Command, CommandFlags, NbdError};
 use super::reply::{EXTENTS_MAX, ReplyStyle, ReplyTo};
 use super::shared::EngineShared;
@@ -23,7 +23,7 @@ use super::split::{self, Part, SplitReads};
 use super::status::NbdCounters;
 use super::stream::Stream;
 use super::transmission::{Request, Step, Transmission};
-use super::unaligned::{Finished, OrderedWrite};
+use super::unaligned::OrderedWrite;
 
 /// Maximum size in bytes of the extents of one request in one metadata context.
 const EXTENTS_MAX_BYTES: usize = EXTENTS_MAX * size_of::<StatusExtent>();
@@ -51,14 +51,14 @@ pub(super) struct Requests {
     block_mask: u64,
     style: ReplyStyle,
     contexts: ChosenContexts,
-    counters: NbdCounters,
+    pub counters: NbdCounters,
     incoming: Option<Payload>,
     /// Deadline of the payload; `u64::MAX` if no payload is expected.
-    payload_until_ns: u64,
+    pub payload_until_ns: u64,
     /// A parsed request that waits for memory.
     parsed: Option<Request>,
     /// Requests that were received and whose replies were not sent.
-    outstanding: usize,
+    pub outstanding: usize,
     /// I/O buffers of this client, in bytes.
     buffered: usize,
     /// Requests, and parts of reads, in the block layer, in the range lock or with a worker.
@@ -96,28 +96,8 @@ impl Requests {
         }
     }
 
-    pub fn counters(&self) -> &NbdCounters {
-        &self.counters
-    }
-
-    pub fn count_receive(&mut self) {
-        self.counters.receives += 1;
-    }
-
-    pub fn count_send(&mut self) {
-        self.counters.sends += 1;
-    }
-
-    pub fn outstanding(&self) -> usize {
-        self.outstanding
-    }
-
     pub fn is_idle(&self) -> bool {
         self.busy == 0
-    }
-
-    pub fn payload_until_ns(&self) -> u64 {
-        self.payload_until_ns
     }
 
     pub fn expects_payload(&self) -> bool {
@@ -132,7 +112,7 @@ impl Requests {
         if let Some(incoming) = &self.incoming
             && self.payload_until_ns == u64::MAX
         {
-            self.payload_until_ns = shared.transfer_until_ns(incoming.length(), cx);
+            self.payload_until_ns = shared.transfer_until_ns(incoming.request.length, cx);
         }
     }
 
@@ -150,7 +130,7 @@ impl Requests {
 
     pub fn release(&mut self, shared: &mut EngineShared) {
         if let Some(incoming) = self.incoming.take() {
-            shared.buffers.put(incoming.into_parts().1);
+            shared.buffers.put(incoming.buffer);
         }
         self.free(self.buffered, shared);
     }
@@ -230,9 +210,6 @@ impl Requests {
         shared: &mut EngineShared,
         cx: &mut SourceContext<'_>,
     ) {
-        if !self.is_whole_blocks(&request) {
-            return self.begin_unaligned(request, replies, shared, cx);
-        }
         if self.is_split(&request) {
             self.counters.split_reads += 1;
             if let Some(split) = &mut self.split {
@@ -240,35 +217,27 @@ impl Requests {
             }
             return self.begin_parts(replies, shared, cx);
         }
-        match request.command {
-            Command::Cache if !cx.limits(self.queue).page_cache => {
+        match plan::plan(&request, cx.limits(self.queue)) {
+            Plan::Answer(Ok(())) => {
                 self.free(self.buffer_bytes(&request), shared);
-                self.done(ReplyTo { cookie: request.cookie, offset: request.offset }, replies);
+                self.done(self.in_flight(&request).to, replies);
             }
-            Command::Write | Command::Read | Command::Cache => {
-                let cached = request.command == Command::Cache;
-                let length = if cached { request.length.min(CACHE_MAX_BYTES) } else { request.length };
-                match shared.buffers.take(length as u32, cx.registrar()) {
+            Plan::Answer(Err(error)) => self.reject(&request, error, replies, shared),
+            Plan::Transfer(blocks) => {
+                match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
                     None => self.reject(&request, NbdError::NoMemory, replies, shared),
                     Some(buffer) if request.command == Command::Write => {
-                        self.incoming = Some(Payload::new(request, buffer, 0));
+                        let from = (request.offset - blocks.start) as usize;
+                        self.incoming = Some(Payload::new(request, buffer, from));
                     }
-                    Some(buffer) => {
-                        let range = request.offset..request.offset + length;
-                        self.submit(request, Operation::Read, range, buffer.into(), shared, cx);
-                    }
+                    Some(buffer) => self.submit(request, Operation::Read, blocks, buffer.into(), shared, cx),
                 }
             }
-            Command::Flush => self.submit(request, Operation::Flush, 0..0, Data::None, shared, cx),
-            Command::Trim => {
-                self.submit(request, Operation::Discard, request.range(), Data::None, shared, cx);
+            Plan::Order => self.order(request, Operation::WriteZeroes, request.range(), Data::None, shared),
+            Plan::Submit(operation, blocks) => {
+                self.submit(request, operation, blocks, Data::None, shared, cx);
             }
-            Command::WriteZeroes => {
-                self.submit(request, Operation::WriteZeroes, request.range(), Data::None, shared, cx);
-            }
-            Command::BlockStatus => self.query_status(request, shared, cx),
-            // The parser reports `NBD_CMD_DISC` as [`Step::Disconnect`].
-            Command::Disconnect => {}
+            Plan::Extents => self.query_status(request, shared, cx),
         }
     }
 
@@ -291,7 +260,10 @@ impl Requests {
             let in_flight = InFlight { length, part: Some(part), ..self.in_flight(&request) };
             match shared.buffers.take(length as u32, cx.registrar()) {
                 Some(buffer) => {
-                    self.submit_bio(&request, in_flight, Operation::Read, range, buffer.into(), shared, cx);
+                    let flags = plan::bio_flags(&request, Operation::Read);
+                    let bio = plan::bio(Operation::Read, flags, &range, buffer.into());
+                    self.busy += 1;
+                    shared.submit(in_flight, self.queue, bio, cx);
                 }
                 None => {
                     self.free(BufferPool::size(length as u32), shared);
@@ -306,36 +278,6 @@ impl Requests {
     pub fn abandon_parts(&mut self) {
         if let Some(split) = &mut self.split {
             split.abandon();
-        }
-    }
-
-    #[cold]
-    fn begin_unaligned(
-        &mut self,
-        request: Request,
-        replies: &mut Outgoing,
-        shared: &mut EngineShared,
-        cx: &mut SourceContext<'_>,
-    ) {
-        match plan::plan(&request, cx.limits(self.queue)) {
-            Plan::Answer(Ok(())) => {
-                self.free(self.buffer_bytes(&request), shared);
-                self.done(self.in_flight(&request).to, replies);
-            }
-            Plan::Answer(Err(error)) => self.reject(&request, error, replies, shared),
-            Plan::Transfer(blocks) => {
-                match shared.buffers.take((blocks.end - blocks.start) as u32, cx.registrar()) {
-                    None => self.reject(&request, NbdError::NoMemory, replies, shared),
-                    Some(buffer) if request.command == Command::Write => {
-                        let from = (request.offset - blocks.start) as usize;
-                        self.incoming = Some(Payload::new(request, buffer, from));
-                    }
-                    Some(buffer) => self.submit(request, Operation::Read, blocks, buffer.into(), shared, cx),
-                }
-            }
-            Plan::Order => self.order(request, Operation::WriteZeroes, request.range(), Data::None, shared),
-            Plan::Discard(blocks) => self.submit(request, Operation::Discard, blocks, Data::None, shared, cx),
-            Plan::Extents => self.query_status(request, shared, cx),
         }
     }
 
@@ -355,11 +297,11 @@ impl Requests {
     ) {
         self.free(self.buffer_bytes(request), shared);
         self.transmission.drop_payload();
-        self.error(ReplyTo { cookie: request.cookie, offset: request.offset }, error, replies);
+        self.error(self.in_flight(request).to, error, replies);
     }
 
     fn submit_write(&mut self, shared: &mut EngineShared, cx: &mut SourceContext<'_>) {
-        if let Some((request, buffer)) = self.incoming.take().map(Payload::into_parts) {
+        if let Some(Payload { request, buffer, .. }) = self.incoming.take() {
             self.payload_until_ns = u64::MAX;
             let range = request.range();
             match self.is_whole_blocks(&request) {
@@ -394,8 +336,17 @@ impl Requests {
         shared: &mut EngineShared,
     ) {
         self.busy += 1;
-        let (in_flight, block) = (self.in_flight(&request), self.block_mask + 1);
-        shared.order(OrderedWrite::new(&request, in_flight, self.queue, operation, range, block, data));
+        let block = self.block_mask + 1;
+        shared.unaligned.push(OrderedWrite {
+            request: self.in_flight(&request),
+            queue: self.queue,
+            operation,
+            flags: plan::bio_flags(&request, operation),
+            range,
+            block,
+            data: data.into_buffer(),
+            buffered: plan::buffer_bytes(&request, block),
+        });
     }
 
     fn submit(
@@ -407,33 +358,22 @@ impl Requests {
         shared: &mut EngineShared,
         cx: &mut SourceContext<'_>,
     ) {
-        if operation.is_write() && shared.must_order() {
+        if operation.is_write() && shared.unaligned.must_order() {
             return self.order(request, operation, range, data, shared);
         }
-        self.submit_bio(&request, self.in_flight(&request), operation, range, data, shared, cx);
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "a bio, whose it is, and where it goes")]
-    fn submit_bio(
-        &mut self,
-        request: &Request,
-        in_flight: InFlight,
-        operation: Operation,
-        range: Range<u64>,
-        data: Data,
-        shared: &mut EngineShared,
-        cx: &mut SourceContext<'_>,
-    ) {
-        let flags = plan::bio_flags(request, operation);
-        // A logical block is a multiple of 512 bytes.
-        let (sector, sectors) = (Sector(range.start >> 9), (range.end - range.start) >> 9);
+        let bio = plan::bio(operation, plan::bio_flags(&request, operation), &range, data);
         self.busy += 1;
-        let bio = Bio { operation, flags, sector, sectors, data, user_data: 0 };
-        shared.submit(in_flight, self.queue, bio, cx);
+        shared.submit(self.in_flight(&request), self.queue, bio, cx);
     }
 
     fn in_flight(&self, request: &Request) -> InFlight {
-        InFlight::new(self.slot, request)
+        InFlight {
+            connection: self.slot,
+            command: request.command,
+            to: ReplyTo { cookie: request.cookie, offset: request.offset },
+            length: request.length,
+            part: None,
+        }
     }
 
     pub fn complete(
@@ -504,17 +444,6 @@ impl Requests {
         if let Some(Err(status)) = result {
             self.error(request.to, status.into(), replies);
         }
-    }
-
-    pub fn complete_ordered(
-        &mut self,
-        finished: Finished,
-        replies: &mut Outgoing,
-        shared: &mut EngineShared,
-    ) {
-        let Finished { request, result, freed } = finished;
-        self.free(freed, shared);
-        self.complete(request, Completion { user_data: 0, result, data: Data::None }, replies, shared);
     }
 
     /// Handles a completed query of metadata contexts. `contexts` is `None` if the query failed.

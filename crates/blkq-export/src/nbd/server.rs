@@ -2,9 +2,10 @@
 
 use std::net::SocketAddr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, PoisonError};
 
+use blkq::sync::{Mutex, lock};
 use blkq::{EngineHandle, Error, ErrorKind, SourceId, StoppingSource};
 
 use super::handshake::TlsPolicy;
@@ -12,7 +13,7 @@ use super::options::NbdOptions;
 use super::rejections::Rejection;
 use super::source::{ClientOrigin, Loads, NbdSource};
 use super::status::{ConnectionInfo, NbdCounters, Paused, Registry};
-use crate::listener::{Listen, ListenAddress, Opened, Socket};
+use crate::listener::{Listen, ListenAddress, Listener};
 
 /// A running server. Stop it before its engines stop. If it is dropped instead, it keeps running until its
 /// engines exit, but its unix socket is removed.
@@ -39,14 +40,15 @@ impl NbdServer {
     /// If `engines` is empty.
     pub fn start(listen: Listen, options: NbdOptions, engines: &[EngineHandle]) -> Result<NbdServer, Error> {
         options.validate()?;
-        let Opened { socket, listen_address } = listen.open(options.access)?;
+        let Listener { socket, listen_address } = listen.open(options.access)?;
+        let is_connected = listen_address.is_connected();
         check_reach(&options, &listen_address)?;
         let uri = uri(&listen_address, options.tls_policy() == TlsPolicy::Required, options.name_in_uri());
         let registry = Arc::new(Registry::new(options.idle_event.clone(), options.rejection_event.clone()));
         let options = Arc::new(options);
         // A single connection is served by one engine.
-        let engines = if matches!(socket, Socket::Connected(_)) { &engines[..1] } else { engines };
-        let loads: Arc<Loads> = Arc::new(engines.iter().map(|_| AtomicUsize::new(0)).collect());
+        let engines = if is_connected { &engines[..1] } else { engines };
+        let loads: Loads = engines.iter().map(|_| AtomicUsize::new(0)).collect();
         let add = |engine: usize, client_origin: ClientOrigin| {
             let (options, registry, loads) = (options.clone(), registry.clone(), loads.clone());
             let make = move || Box::new(NbdSource::new(options, registry, loads, engine, client_origin)) as _;
@@ -57,9 +59,9 @@ impl NbdServer {
         let first = (1..engines.len())
             .try_for_each(|engine| add(engine, ClientOrigin::Elsewhere).map(|source| others.push(source)))
             .and_then(|()| {
-                let client_origin = match socket {
-                    Socket::Listening(listener) => ClientOrigin::Listener(listener, others.clone()),
-                    Socket::Connected(client) => ClientOrigin::Client(Some(client)),
+                let client_origin = match is_connected {
+                    true => ClientOrigin::Client(Some(socket)),
+                    false => ClientOrigin::Listener(socket, others.clone()),
                 };
                 add(0, client_origin)
             });
@@ -83,17 +85,17 @@ impl NbdServer {
 
     /// The address of the server, if other machines can connect to it.
     pub fn beyond_this_machine(&self) -> Option<SocketAddr> {
-        self.listen_address.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.beyond_this_machine()
+        lock(&self.listen_address).as_ref()?.beyond_this_machine()
     }
 
     /// The address of the server, if it is a loopback address: every user of this machine can connect to it.
     pub fn on_loopback(&self) -> Option<SocketAddr> {
-        self.listen_address.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.on_loopback()
+        lock(&self.listen_address).as_ref()?.on_loopback()
     }
 
     /// The path of the unix socket, if every user of this machine can connect to it.
     pub fn open_to_all_users(&self) -> Option<String> {
-        self.listen_address.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.open_to_all_users()
+        lock(&self.listen_address).as_ref()?.open_to_all_users()
     }
 
     /// The number of clients that are connected now.
@@ -108,7 +110,7 @@ impl NbdServer {
 
     /// Connections that were rejected: too many, no memory for another one, or the server was stopping.
     pub fn refused_connections(&self) -> u64 {
-        self.registry.refused()
+        self.counters().refused_connections
     }
 
     /// Takes the clients that were rejected or disconnected since the last call, with the reasons: at most
@@ -149,7 +151,7 @@ impl NbdServer {
             };
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        let sources = std::mem::take(&mut *self.sources.lock().unwrap_or_else(PoisonError::into_inner));
+        let sources = std::mem::take(&mut *lock(&self.sources));
         let sources = sources.into_iter().map(|(handle, id)| handle.begin_stop(id, force)).collect();
         Ok(StoppingServer { server: self, sources })
     }
@@ -166,7 +168,7 @@ impl StoppingServer<'_> {
     /// Waits until all clients are disconnected, then removes the socket.
     pub fn wait(self) {
         self.sources.into_iter().for_each(StoppingSource::wait);
-        drop(self.server.listen_address.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(lock(&self.server.listen_address).take());
     }
 }
 

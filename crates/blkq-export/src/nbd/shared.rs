@@ -18,7 +18,7 @@ use super::in_flight::{InFlight, InFlightTable};
 use super::options::NbdOptions;
 use super::status::Registry;
 use super::tls::Tls;
-use super::unaligned::{BufferSource, Finished, OrderedWrite, OrderingResults, Unaligned};
+use super::unaligned::{BufferSource, Unaligned};
 
 /// Kinds of ring operations. An operation's token has the kind above the 32 bits of the slot.
 pub(super) const RECEIVED: u64 = 0;
@@ -44,22 +44,20 @@ pub(super) enum Message {
     Crowded,
     /// The TLS state of the connection in this slot, after a worker carried out a step of the handshake.
     Handshake(u32, Box<Tls>),
-    /// Extents for the request with this index in the table of requests in flight; `None`: the query failed.
-    Status(u32, Option<Vec<ContextStatus>>),
+    /// Extents for the request with this number in the table of requests in flight; `None`: the query failed.
+    Status(u64, Option<Vec<ContextStatus>>),
 }
 
 pub(super) struct EngineShared {
     pub options: Arc<NbdOptions>,
     pub buffers: BufferPool,
     pub budget: Budget,
-    in_flight: InFlightTable,
-    unaligned: Unaligned,
-    /// Results of ordering, kept for their capacity.
-    ready: OrderingResults,
+    pub in_flight: InFlightTable,
+    pub unaligned: Unaligned,
     /// Bios that a queue did not accept because it was full, each with the index of its queue.
     requeued: VecDeque<(usize, Bio)>,
     /// Receive back-offs in this turn, which the registry has not counted yet.
-    receive_backoffs: u64,
+    pub receive_backoffs: u64,
     /// Client number of each connection by its slot, for traces.
     clients: Vec<u32>,
     /// No deadline of a connection is before this time. It may be earlier than the earliest deadline.
@@ -73,12 +71,11 @@ pub(super) struct EngineShared {
 impl EngineShared {
     pub fn new(options: Arc<NbdOptions>, engines: usize) -> EngineShared {
         EngineShared {
-            buffers: BufferPool::new(),
+            buffers: BufferPool::default(),
             // Each engine has its own budget, so that no engine waits for memory of another.
             budget: Budget::new(options.buffered_bytes_total / engines),
             in_flight: InFlightTable::default(),
             unaligned: Unaligned::new(options.unaligned.clone()),
-            ready: OrderingResults::default(),
             options,
             requeued: VecDeque::new(),
             receive_backoffs: 0,
@@ -100,10 +97,6 @@ impl EngineShared {
 
     pub fn is_full(&self) -> bool {
         !self.requeued.is_empty()
-    }
-
-    pub fn is_idle(&self) -> bool {
-        self.unaligned.is_idle()
     }
 
     /// Returns the deadline for sending or receiving `bytes`, and schedules a check of the deadlines.
@@ -139,27 +132,9 @@ impl EngineShared {
         if self.unaligned.is_contended() { 0 } else { self.deadline_ns }
     }
 
-    pub fn count_backoff(&mut self) {
-        self.receive_backoffs += 1;
-    }
-
-    #[inline]
-    pub fn must_order(&self) -> bool {
-        self.unaligned.must_order()
-    }
-
-    /// Passes a write to the range lock: it must not run together with another write to the same block.
-    pub fn order(&mut self, write: OrderedWrite) {
-        self.unaligned.push(write);
-    }
-
-    pub fn notify_of_ranges(&mut self) {
-        self.unaligned.notify();
-    }
-
     /// Submits `bio` for the request `in_flight`. If the queue is full, the bio is submitted again later.
     pub fn submit(&mut self, in_flight: InFlight, queue: usize, mut bio: Bio, cx: &mut SourceContext<'_>) {
-        bio.user_data = self.in_flight.insert(in_flight).into();
+        bio.user_data = self.in_flight.requests.insert(in_flight);
         self.submit_bio(queue, bio, cx);
     }
 
@@ -202,43 +177,39 @@ impl EngineShared {
         true
     }
 
-    /// Begins the ordered writes whose ranges were granted. Then handle [`EngineShared::next_finished`].
+    /// Begins the ordered writes whose ranges were granted. Then handle [`Unaligned::finished`].
     pub fn order_writes(&mut self, cx: &mut SourceContext<'_>) {
         let mut memory = BufferSource { buffers: &mut self.buffers, cx };
-        self.unaligned.order_writes(&mut self.in_flight, &mut memory, &mut self.ready);
+        self.unaligned.order_writes(&mut self.in_flight, &mut memory);
         self.submit_ready(cx);
     }
 
     /// Handles a completed bio. Returns the request that it carried out. Returns `None` if the bio belongs to
-    /// an ordered write: then handle [`EngineShared::next_finished`].
+    /// an ordered write: then handle [`Unaligned::finished`].
     pub fn complete(
         &mut self,
         completion: Completion,
         cx: &mut SourceContext<'_>,
     ) -> Option<(InFlight, Completion)> {
         if !Unaligned::is_ordered(completion.user_data) {
-            return Some((self.in_flight.remove(completion.user_data as u32), completion));
+            return Some((self.in_flight.requests.take(completion.user_data)?, completion));
         }
         let mut memory = BufferSource { buffers: &mut self.buffers, cx };
-        self.unaligned.complete(completion, &mut memory, &mut self.ready);
+        self.unaligned.complete(completion, &mut memory);
         self.submit_ready(cx);
         None
     }
 
     fn submit_ready(&mut self, cx: &mut SourceContext<'_>) {
-        let mut bios = std::mem::take(&mut self.ready.bios);
+        let mut bios = std::mem::take(&mut self.unaligned.bios);
         bios.drain(..).for_each(|(queue, bio)| self.submit_bio(queue, bio, cx));
-        self.ready.bios = bios;
-    }
-
-    pub fn next_finished(&mut self) -> Option<Finished> {
-        self.ready.finished.pop()
+        self.unaligned.bios = bios;
     }
 
     pub fn request_of(&self, user_data: u64) -> Option<&InFlight> {
         match Unaligned::is_ordered(user_data) {
             true => self.unaligned.request_of(user_data),
-            false => self.in_flight.get(user_data as u32),
+            false => self.in_flight.requests.get(user_data),
         }
     }
 
@@ -261,15 +232,11 @@ impl EngineShared {
         cx: &mut SourceContext<'_>,
     ) {
         let range = asks.to.offset..asks.to.offset + asks.length;
-        let index = self.in_flight.insert(asks);
+        let index = self.in_flight.requests.insert(asks);
         let (disk, contexts) = (cx.disk(queue).clone(), contexts.clone());
         // A panic of the driver in the query fails the request, as an error of the driver does.
         let query = AssertUnwindSafe(move || contexts.query(&disk, &range, max).ok());
         cx.offload(move || Box::new(Message::Status(index, catch_unwind(query).unwrap_or(None))));
-    }
-
-    pub fn remove_request(&mut self, index: u32) -> InFlight {
-        self.in_flight.remove(index)
     }
 
     pub fn finish_turn(&mut self, registry: &Registry) {

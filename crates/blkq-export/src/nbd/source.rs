@@ -41,14 +41,14 @@ pub(super) enum ClientOrigin {
 }
 
 /// Connections of each engine. Relaxed accesses suffice: the numbers only balance the load.
-pub(super) type Loads = Box<[AtomicUsize]>;
+pub(super) type Loads = Arc<[AtomicUsize]>;
 
 /// The server's part on one engine.
 pub(super) struct NbdSource {
     shared: EngineShared,
     registry: Arc<Registry>,
     client_origin: ClientOrigin,
-    loads: Arc<Loads>,
+    loads: Loads,
     engine: usize,
     connections: Vec<Option<Box<Connection>>>,
     /// Slots of the connections that have something to do, in the order of their turns.
@@ -65,7 +65,7 @@ impl NbdSource {
     pub fn new(
         options: Arc<NbdOptions>,
         registry: Arc<Registry>,
-        loads: Arc<Loads>,
+        loads: Loads,
         engine: usize,
         client_origin: ClientOrigin,
     ) -> NbdSource {
@@ -85,23 +85,10 @@ impl NbdSource {
         }
     }
 
-    fn accept(&mut self, cx: &mut SourceContext<'_>) {
-        let ClientOrigin::Listener(listener, _) = &self.client_origin else { return };
-        // Accepts one client only (no multishot), because further clients may have to wait until others have
-        // finished their handshake.
-        let null = std::ptr::null_mut();
-        let entry = opcode::Accept::new(types::Fd(listener.as_raw_fd()), null, null.cast())
-            .flags(libc::SOCK_CLOEXEC)
-            .build();
-        self.accept_armed = true;
-        // SAFETY: the source keeps the listening socket open, and the kernel gets no pointer.
-        unsafe { cx.push(entry, token(ACCEPTED, 0)) }
-    }
-
     /// Accepts the next client, unless accepting is paused. If too many clients are in their handshake, new
     /// ones wait in the socket's backlog, so that clients that never finish leave most connections to others.
     fn accept_next(&mut self, cx: &mut SourceContext<'_>) {
-        let ClientOrigin::Listener(_, others) = &self.client_origin else { return };
+        let ClientOrigin::Listener(listener, others) = &self.client_origin else { return };
         let crowded = self.registry.handshaking() >= self.shared.options.handshakes_max();
         if !crowded && self.crowded {
             self.accept_at_ns = 0;
@@ -116,7 +103,15 @@ impl NbdSource {
             others.iter().for_each(|(handle, id)| handle.send(*id, Box::new(Message::Crowded)));
             return self.shorten_handshakes();
         }
-        self.accept(cx);
+        // Accepts one client only (no multishot), because further clients may have to wait until others have
+        // finished their handshake.
+        let null = std::ptr::null_mut();
+        let entry = opcode::Accept::new(types::Fd(listener.as_raw_fd()), null, null.cast())
+            .flags(libc::SOCK_CLOEXEC)
+            .build();
+        self.accept_armed = true;
+        // SAFETY: the source keeps the listening socket open, and the kernel gets no pointer.
+        unsafe { cx.push(entry, token(ACCEPTED, 0)) }
     }
 
     fn shorten_handshakes(&mut self) {
@@ -182,13 +177,10 @@ impl NbdSource {
         let since_ns = cx.now_ns();
         let until_ns = since_ns + self.shared.options.handshake_timeout_s * 1_000_000_000;
         self.shared.expect_deadline(until_ns);
-        let slot = match self.connections.iter().position(Option::is_none) {
-            Some(slot) => slot,
-            None => {
-                self.connections.push(None);
-                self.connections.len() - 1
-            }
-        };
+        let slot = self.connections.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.connections.push(None);
+            self.connections.len() - 1
+        });
         let tls = self.shared.options.tls_policy();
         self.shared.set_client(slot, status.id_and_peer().0);
         let connection =
@@ -206,14 +198,9 @@ impl NbdSource {
     }
 
     fn timers_ns(&self) -> Option<u64> {
-        let mut at_ns = self.shared.deadline_ns();
-        if let Some(trim_at_ns) = self.shared.buffers.trim_at_ns() {
-            at_ns = at_ns.min(trim_at_ns);
-        }
-        if self.accept_at_ns > 0 && !self.stopping {
-            at_ns = at_ns.min(self.accept_at_ns);
-        }
-        (at_ns < u64::MAX).then_some(at_ns)
+        let accept_at_ns = (self.accept_at_ns > 0 && !self.stopping).then_some(self.accept_at_ns);
+        let times_ns = [Some(self.shared.deadline_ns()), self.shared.buffers.trim_at_ns(), accept_at_ns];
+        times_ns.into_iter().flatten().min().filter(|at_ns| *at_ns < u64::MAX)
     }
 
     fn make_all_ready(&mut self) {
@@ -241,12 +228,18 @@ impl NbdSource {
     }
 
     fn finish_ordered(&mut self) {
-        while let Some(finished) = self.shared.next_finished() {
-            let slot = finished.request.connection;
-            if let Some(Some(connection)) = self.connections.get_mut(slot as usize) {
-                connection.complete_ordered(finished, &mut self.shared);
-                self.make_ready(slot);
-            }
+        while let Some(finished) = self.shared.unaligned.finished.pop() {
+            self.update(finished.request.connection, |connection, shared| {
+                connection.complete_ordered(finished, shared);
+            });
+        }
+    }
+
+    /// Changes the connection in `slot`, if it still exists, and lets it have a turn.
+    fn update(&mut self, slot: u32, change: impl FnOnce(&mut Connection, &mut EngineShared)) {
+        if let Some(Some(connection)) = self.connections.get_mut(slot as usize) {
+            change(connection, &mut self.shared);
+            self.make_ready(slot);
         }
     }
 
@@ -298,59 +291,41 @@ unsafe impl Source for NbdSource {
 
     fn on_cqe(&mut self, cx: &mut SourceContext<'_>, cqe: Cqe) {
         let payload = cqe.token.payload();
-        let slot = payload as u32;
         match payload >> 32 {
-            ACCEPTED => return self.accepted(cx, cqe),
-            CANCELLED => {
-                self.cancel_armed = false;
-                return;
-            }
-            kind => {
-                let Some(Some(connection)) = self.connections.get_mut(slot as usize) else { return };
-                match kind {
-                    SENT => connection.sent(cqe.result, &mut self.shared, cx),
-                    _ => connection.received(cqe.result),
-                }
-            }
+            ACCEPTED => self.accepted(cx, cqe),
+            CANCELLED => self.cancel_armed = false,
+            kind => self.update(payload as u32, |connection, shared| match kind {
+                SENT => connection.sent(cqe.result, shared, cx),
+                _ => connection.received(cqe.result),
+            }),
         }
-        self.make_ready(slot);
     }
 
     fn on_bio(&mut self, cx: &mut SourceContext<'_>, completion: Completion) {
-        let Some((request, completion)) = self.shared.complete(completion, cx) else {
-            return self.finish_ordered();
-        };
-        if let Some(Some(connection)) = self.connections.get_mut(request.connection as usize) {
-            connection.complete(request, completion, &mut self.shared);
-            self.make_ready(request.connection);
+        match self.shared.complete(completion, cx) {
+            Some((request, completion)) => self.update(request.connection, |connection, shared| {
+                connection.complete(request, completion, shared);
+            }),
+            None => self.finish_ordered(),
         }
     }
 
     fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
-        let message = match message.downcast::<Message>() {
-            Ok(message) => message,
-            Err(other) => {
-                if other.is::<RangesChanged>() {
-                    self.shared.notify_of_ranges();
-                }
-                return;
-            }
-        };
+        if message.is::<RangesChanged>() {
+            self.shared.unaligned.notify();
+        }
+        let Ok(message) = message.downcast::<Message>() else { return };
         match *message {
             Message::Client(socket) => self.connect(cx, socket),
             Message::Crowded => self.shorten_handshakes(),
             Message::Handshake(slot, tls) => {
-                if let Some(Some(connection)) = self.connections.get_mut(slot as usize) {
-                    connection.resume_handshake(tls);
-                    self.make_ready(slot);
-                }
+                self.update(slot, |connection, _| connection.resume_handshake(tls));
             }
-            Message::Status(index, contexts) => {
-                let request = self.shared.remove_request(index);
-                if let Some(Some(connection)) = self.connections.get_mut(request.connection as usize) {
+            Message::Status(number, contexts) => {
+                let Some(request) = self.shared.in_flight.requests.take(number) else { return };
+                self.update(request.connection, |connection, _| {
                     connection.complete_status(request, contexts);
-                    self.make_ready(request.connection);
-                }
+                });
             }
         }
     }
@@ -424,7 +399,7 @@ unsafe impl Source for NbdSource {
             && !self.accept_armed
             && !self.cancel_armed
             && self.connections.iter().all(Option::is_none)
-            && self.shared.is_idle()
+            && self.shared.unaligned.is_idle()
     }
 }
 

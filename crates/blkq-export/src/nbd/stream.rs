@@ -74,11 +74,11 @@ pub(super) struct Stream {
     /// Replies that were gathered before TLS started are not sent yet. They are sent in plaintext.
     plaintext_pending: bool,
     /// A worker has the TLS state, and continues the handshake.
-    handshake_offloaded: bool,
-    receive_armed: bool,
+    pub handshake_offloaded: bool,
+    pub receive_armed: bool,
     /// The last receive emptied the socket.
     drained: bool,
-    send_armed: bool,
+    pub send_armed: bool,
     receive_iovecs: [libc::iovec; 2],
     receive_message: libc::msghdr,
 }
@@ -134,14 +134,6 @@ impl Stream {
     /// Whether nothing is left to send. Valid only while no send is in flight.
     pub fn is_flushed(&self) -> bool {
         self.gathering.is_empty() && !self.tls.as_ref().is_some_and(|tls| tls.wants_send())
-    }
-
-    pub fn is_receiving(&self) -> bool {
-        self.receive_armed
-    }
-
-    pub fn is_sending(&self) -> bool {
-        self.send_armed
     }
 
     /// Whether the kernel is using memory of this connection.
@@ -219,10 +211,6 @@ impl Stream {
     pub fn resume_handshake(&mut self, tls: Box<Tls>) {
         self.handshake_offloaded = false;
         self.tls = Some(tls);
-    }
-
-    pub fn is_handshake_offloaded(&self) -> bool {
-        self.handshake_offloaded
     }
 
     pub fn tls_failure(&self) -> String {

@@ -11,15 +11,14 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blkq::{Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, Sector, SourceContext, Status};
+use blkq::{Bio, BioFlags, Completion, Data, IoBuffer, IoResult, Operation, SourceContext, Status};
 
 use crate::buffers::BufferPool;
 use crate::slots::Slots;
 
 use super::in_flight::{InFlight, InFlightTable};
-use super::plan::{Blocks, bio_flags, buffer_bytes};
+use super::plan::{Blocks, bio};
 use super::ranges::{Member, RangeLock};
-use super::transmission::Request;
 
 /// Marks the `user_data` of this module's bios. The kind of the bio is above the key of the write.
 const ORDERED_BIT: u64 = 1 << 40;
@@ -33,42 +32,21 @@ const WRITE: u64 = 2;
 pub(super) struct RangesChanged;
 
 pub(super) struct OrderedWrite {
-    request: InFlight,
-    queue: usize,
-    operation: Operation,
-    flags: BioFlags,
-    range: Range<u64>,
-    block: u64,
-    data: Option<IoBuffer>,
+    pub request: InFlight,
+    pub queue: usize,
+    pub operation: Operation,
+    pub flags: BioFlags,
+    /// The range in bytes; that of a discard must be whole blocks.
+    pub range: Range<u64>,
+    /// Logical block size in bytes.
+    pub block: u64,
+    /// The data of a write. It covers the blocks around the range, with the payload at its position in them.
+    pub data: Option<IoBuffer>,
     /// Bytes of buffers that the connection has reserved for the request.
-    buffered: usize,
+    pub buffered: usize,
 }
 
 impl OrderedWrite {
-    /// A discard's range must be whole blocks. The data of a write covers the blocks around the range, and
-    /// contains the payload at its position in them.
-    pub fn new(
-        request: &Request,
-        in_flight: InFlight,
-        queue: usize,
-        operation: Operation,
-        range: Range<u64>,
-        block: u64,
-        data: Data,
-    ) -> OrderedWrite {
-        let (flags, buffered) = (bio_flags(request, operation), buffer_bytes(request, block));
-        OrderedWrite {
-            request: in_flight,
-            queue,
-            operation,
-            flags,
-            range,
-            block,
-            data: data.into_buffer(),
-            buffered,
-        }
-    }
-
     fn blocks(&self) -> Blocks {
         Blocks::around(&self.range, self.block)
     }
@@ -85,8 +63,7 @@ impl OrderedWrite {
             Operation::Write => self.flags & BioFlags::FUA,
             _ => self.flags,
         };
-        let (sector, sectors) = (Sector(blocks.start >> 9), (blocks.end - blocks.start) >> 9);
-        Bio { operation, flags, sector, sectors, data, user_data: 0 }
+        bio(operation, flags, blocks, data)
     }
 }
 
@@ -106,19 +83,13 @@ pub(super) struct Finished {
     pub freed: usize,
 }
 
-/// Bios to submit, each with the index of its queue, and completed writes to reply to.
-#[derive(Default)]
-pub(super) struct OrderingResults {
-    pub bios: Vec<(usize, Bio)>,
-    pub finished: Vec<Finished>,
-}
-
 /// The pool for buffers, and the ring that registers them.
 pub(super) struct BufferSource<'a, 'b> {
     pub buffers: &'a mut BufferPool,
     pub cx: &'a mut SourceContext<'b>,
 }
 
+#[derive(Default)]
 pub(super) struct Unaligned {
     lock: Arc<RangeLock>,
     /// `None` until the source has started, and always if unaligned requests are not served.
@@ -130,28 +101,21 @@ pub(super) struct Unaligned {
     released: Vec<u64>,
     /// Writes that can begin with and without an entry in the lock. Kept for their capacity.
     granted: Vec<u32>,
-    immediate: Vec<(u32, u32)>,
+    immediate: Vec<(u32, u64)>,
     notified: bool,
     /// Exclusive ranges are left to check when writes of this engine have completed.
     unchecked: bool,
     /// Another thread had locked the table when this source tried.
     contended: bool,
+    /// Bios to submit, each with the index of its queue.
+    pub bios: Vec<(usize, Bio)>,
+    /// Completed writes to reply to.
+    pub finished: Vec<Finished>,
 }
 
 impl Unaligned {
     pub fn new(lock: Option<Arc<RangeLock>>) -> Unaligned {
-        Unaligned {
-            lock: lock.unwrap_or_default(),
-            member: None,
-            writes: Slots::default(),
-            arrived: VecDeque::new(),
-            released: Vec::new(),
-            granted: Vec::new(),
-            immediate: Vec::new(),
-            notified: false,
-            unchecked: false,
-            contended: false,
-        }
+        Unaligned { lock: lock.unwrap_or_default(), ..Unaligned::default() }
     }
 
     pub fn join(&mut self, cx: &SourceContext<'_>) {
@@ -207,12 +171,7 @@ impl Unaligned {
     }
 
     /// Enters new writes, releases tickets, checks ranges, and begins the writes that were granted.
-    pub fn order_writes(
-        &mut self,
-        in_flight: &mut InFlightTable,
-        memory: &mut BufferSource<'_, '_>,
-        ready: &mut OrderingResults,
-    ) {
+    pub fn order_writes(&mut self, in_flight: &mut InFlightTable, memory: &mut BufferSource<'_, '_>) {
         if self.is_quiet() {
             return;
         }
@@ -234,7 +193,7 @@ impl Unaligned {
             if arrived.ticket.is_none() {
                 // No overlapping range is locked, so the write runs as a normal one. It is added to the table
                 // of requests in flight here, so that the check below finds it.
-                self.immediate.push((key, in_flight.insert(write.request)));
+                self.immediate.push((key, in_flight.requests.insert(write.request)));
             }
         }
         let mut found = false;
@@ -251,66 +210,53 @@ impl Unaligned {
             let Some(OrderedInFlight { write, .. }) = self.remove(key) else { continue };
             let mut bio = write.bio(&write.range, write.operation, Data::None);
             bio.data = write.data.map_or(Data::None, Data::Buffer);
-            bio.user_data = user_data.into();
-            ready.bios.push((write.queue, bio));
+            bio.user_data = user_data;
+            self.bios.push((write.queue, bio));
         }
         self.immediate = immediate;
         let mut granted = std::mem::take(&mut self.granted);
         for key in granted.drain(..) {
-            self.begin(key, memory, ready);
-            self.finish(key, memory, ready);
+            self.begin(key, memory);
+            self.finish(key, memory);
         }
         self.granted = granted;
     }
 
-    fn begin(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
+    fn begin(&mut self, key: u32, memory: &mut BufferSource<'_, '_>) {
         let Some(OrderedInFlight { write, .. }) = self.get(key) else { return };
         let (range, block, operation) = (write.range.clone(), write.block, write.operation);
         if write.is_whole() {
-            return self.write_blocks(key, range, operation, ready);
+            return self.write_blocks(key, range, operation);
         }
         let edges = write.blocks().edges(&range);
         let within = Blocks::within(&range, block);
         if operation == Operation::WriteZeroes && within.length() > 0 {
-            self.write_blocks(key, within.range, operation, ready);
+            self.write_blocks(key, within.range, operation);
         }
         for (kind, edge) in [READ_HEAD, READ_TAIL].into_iter().zip(edges) {
             let Some(edge) = edge else { continue };
             match memory.buffers.take(block as u32, memory.cx.registrar()) {
                 Some(buffer) => {
-                    self.push_bio(key, kind, edge..edge + block, Operation::Read, buffer.into(), ready);
+                    self.push_bio(key, kind, edge..edge + block, Operation::Read, buffer.into());
                 }
                 None => self.note(key, Err(Status::Resource)),
             }
         }
     }
 
-    fn write_blocks(
-        &mut self,
-        key: u32,
-        blocks: Range<u64>,
-        operation: Operation,
-        ready: &mut OrderingResults,
-    ) {
+    fn write_blocks(&mut self, key: u32, blocks: Range<u64>, operation: Operation) {
         let Some(ordered) = self.get(key) else { return };
         let data = ordered.write.data.take().map_or(Data::None, Data::Buffer);
-        self.push_bio(key, WRITE, blocks, operation, data, ready);
+        self.push_bio(key, WRITE, blocks, operation, data);
     }
 
-    fn push_bio(
-        &mut self,
-        key: u32,
-        kind: u64,
-        blocks: Range<u64>,
-        operation: Operation,
-        data: Data,
-        ready: &mut OrderingResults,
-    ) {
+    fn push_bio(&mut self, key: u32, kind: u64, blocks: Range<u64>, operation: Operation, data: Data) {
         let Some(ordered) = self.get(key) else { return };
         ordered.bios += 1;
-        let mut bio = ordered.write.bio(&blocks, operation, data);
-        bio.user_data = ORDERED_BIT | kind << KIND_SHIFT | u64::from(key);
-        ready.bios.push((ordered.write.queue, bio));
+        let user_data = ORDERED_BIT | kind << KIND_SHIFT | u64::from(key);
+        let bio = Bio { user_data, ..ordered.write.bio(&blocks, operation, data) };
+        let queue = ordered.write.queue;
+        self.bios.push((queue, bio));
     }
 
     fn note(&mut self, key: u32, result: IoResult) {
@@ -319,12 +265,7 @@ impl Unaligned {
         }
     }
 
-    pub fn complete(
-        &mut self,
-        completion: Completion,
-        memory: &mut BufferSource<'_, '_>,
-        ready: &mut OrderingResults,
-    ) {
+    pub fn complete(&mut self, completion: Completion, memory: &mut BufferSource<'_, '_>) {
         let key = completion.user_data as u32;
         let kind = completion.user_data >> KIND_SHIFT & 0xff;
         let buffer = completion.data.into_buffer();
@@ -333,23 +274,16 @@ impl Unaligned {
         ordered.bios -= 1;
         match buffer {
             Some(edge) if kind != WRITE && completion.result.is_ok() => {
-                self.complete_edge(key, kind, edge, memory, ready);
+                self.complete_edge(key, kind, edge, memory);
             }
             Some(buffer) => memory.buffers.put(buffer),
             None => {}
         }
-        self.finish(key, memory, ready);
+        self.finish(key, memory);
     }
 
     /// Merges a block at an end of the range with the payload, or zeroes the part of the request.
-    fn complete_edge(
-        &mut self,
-        key: u32,
-        kind: u64,
-        mut edge: IoBuffer,
-        memory: &mut BufferSource<'_, '_>,
-        ready: &mut OrderingResults,
-    ) {
+    fn complete_edge(&mut self, key: u32, kind: u64, mut edge: IoBuffer, memory: &mut BufferSource<'_, '_>) {
         let Some(OrderedInFlight { write, bios, result, .. }) = self.get(key) else { return };
         let blocks = write.blocks();
         let at = if kind == READ_HEAD { blocks.range.start } else { blocks.range.end - write.block };
@@ -359,7 +293,7 @@ impl Unaligned {
         let block = write.block as usize;
         if write.operation == Operation::WriteZeroes {
             edge[from..until].fill(0);
-            return self.push_bio(key, WRITE, at..at + block as u64, Operation::Write, edge.into(), ready);
+            return self.push_bio(key, WRITE, at..at + block as u64, Operation::Write, edge.into());
         }
         if let Some(data) = &mut write.data {
             let place = (at - blocks.range.start) as usize;
@@ -369,11 +303,11 @@ impl Unaligned {
         let complete = *bios == 0 && result.is_ok();
         memory.buffers.put(edge);
         if complete {
-            self.write_blocks(key, blocks.range, Operation::Write, ready);
+            self.write_blocks(key, blocks.range, Operation::Write);
         }
     }
 
-    fn finish(&mut self, key: u32, memory: &mut BufferSource<'_, '_>, ready: &mut OrderingResults) {
+    fn finish(&mut self, key: u32, memory: &mut BufferSource<'_, '_>) {
         if self.get(key).is_none_or(|ordered| ordered.bios > 0) {
             return;
         }
@@ -381,6 +315,6 @@ impl Unaligned {
         if let Some(data) = write.data {
             memory.buffers.put(data);
         }
-        ready.finished.push(Finished { request: write.request, result, freed: write.buffered });
+        self.finished.push(Finished { request: write.request, result, freed: write.buffered });
     }
 }

@@ -176,7 +176,7 @@ impl QueueSource {
             file: None,
             descriptors: None,
             slots: Vec::with_capacity(tags),
-            pool: BufferPool::new(),
+            pool: BufferPool::default(),
             arrived: Vec::with_capacity(tags),
             submissions,
             armed: 0,

@@ -118,7 +118,7 @@ impl VringSource {
             chain: Chain::new(),
             slots: Slots::default(),
             submissions: Submissions::new(TraceClient::new(client_kind::VRING, start.status.index)),
-            bounces: BufferPool::new(),
+            bounces: BufferPool::default(),
             copies: VecDeque::new(),
             work: TurnWork::default(),
             counters: VhostUserCounters::default(),
@@ -364,8 +364,7 @@ impl VringSource {
         if !std::mem::take(&mut self.unpublished) || self.rejected {
             return;
         }
-        let wanted = self.start.ring.publish();
-        if wanted {
+        if self.start.ring.publish() {
             self.call();
         }
     }
@@ -441,8 +440,7 @@ unsafe impl Source for VringSource {
         self.complete_bio(number, completion.result);
     }
 
-    fn on_message(&mut self, cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
-        let _ = cx;
+    fn on_message(&mut self, _cx: &mut SourceContext<'_>, message: Box<dyn Any + Send>) {
         if message.is::<CallChanged>() {
             // The last completion may have been signaled to the previous descriptor, which the driver no
             // longer reads.
