@@ -4,11 +4,12 @@
 
 use std::mem::Discriminant;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use blkq::sync::{Mutex, lock};
+
 use crate::event::signal;
-use crate::sync::{Mutex, MutexGuard};
 
 /// Most reports of one kind within [`WINDOW`]. Further events are only counted.
 const REPORTED_MAX: u32 = 8;
@@ -44,16 +45,12 @@ impl<T, E> Reports<T, E> {
         Reports { queue: Mutex::new(queue), event }
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue<T, E>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds a report of an event of the variant `kind`, or only counts the event if there were too many. The
     /// arguments of `report` are the number of earlier events of this kind that were only counted, and
     /// whether further ones are only counted until a minute has passed.
     pub fn push(&self, kind: Discriminant<E>, report: impl FnOnce(u64, bool) -> T) {
         let Some(event) = &self.event else { return };
-        let mut queue = self.queue();
+        let mut queue = lock(&self.queue);
         let Queue { limits, reports } = &mut *queue;
         let index = limits.iter().position(|limit| limit.kind == kind).unwrap_or_else(|| {
             limits.push(Limit { kind, since: None, reported: 0, unreported: 0 });
@@ -76,7 +73,7 @@ impl<T, E> Reports<T, E> {
 
     /// Takes the reports since the last call, oldest first.
     pub fn take(&self) -> Vec<T> {
-        std::mem::take(&mut self.queue().reports)
+        std::mem::take(&mut lock(&self.queue).reports)
     }
 }
 
@@ -105,7 +102,7 @@ mod tests {
         assert_eq!(u64::from_ne_bytes(count), 9);
         // The test pretends that a minute has passed.
         let minute_ago = Instant::now().checked_sub(WINDOW);
-        reports.queue().limits.iter_mut().for_each(|limit| limit.since = minute_ago);
+        lock(&reports.queue).limits.iter_mut().for_each(|limit| limit.since = minute_ago);
         push(None);
         assert_eq!(reports.take()[0].1, 92);
     }

@@ -4,10 +4,10 @@
 mod model;
 
 #[cfg(loom)]
-pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic};
+pub(crate) use loom::sync::{Condvar, Mutex, atomic};
 #[cfg(model_check)]
 pub(crate) use model::OnceLock;
 #[cfg(shuttle)]
-pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
+pub(crate) use shuttle::sync::{Condvar, Mutex, atomic};
 #[cfg(not(model_check))]
-pub(crate) use std::sync::{Mutex, MutexGuard, OnceLock, atomic};
+pub(crate) use std::sync::{OnceLock, atomic};

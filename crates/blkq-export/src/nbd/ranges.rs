@@ -24,12 +24,13 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use blkq::sync::{Mutex, MutexGuard, lock, try_lock};
 use blkq::{Disk, Error, ErrorKind};
 
 /// Time limit of a resize for the writes to the end of the device.
@@ -173,17 +174,12 @@ impl RangeLock {
 
     pub(super) fn join(self: &Arc<Self>, wake: Wake) -> Member {
         let state = MemberState { wake, woken: false, granted: Vec::new(), unchecked: Vec::new() };
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        let index = match table.members.iter().position(Option::is_none) {
-            Some(index) => {
-                table.members[index] = Some(state);
-                index
-            }
-            None => {
-                table.members.push(Some(state));
-                table.members.len() - 1
-            }
-        };
+        let mut table = lock(&self.table);
+        let index = table.members.iter().position(Option::is_none).unwrap_or(table.members.len());
+        if index == table.members.len() {
+            table.members.push(None);
+        }
+        table.members[index] = Some(state);
         drop(table);
         Member { lock: Arc::clone(self), index, to_wake: Vec::new() }
     }
@@ -200,17 +196,13 @@ pub(super) struct Member {
 impl Member {
     /// Returns `None` if another thread has locked the table. The caller must then try again soon.
     pub fn try_enter(&mut self) -> Option<LockedTable<'_>> {
-        let table = match self.lock.table.try_lock() {
-            Ok(table) => table,
-            // No code that changes the table can panic halfway, so a poisoned table is consistent.
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
+        // No code that changes the table can panic halfway, so a poisoned table is consistent.
+        let table = try_lock(&self.lock.table)?;
         Some(self.lock.session(table, self.index, &mut self.to_wake))
     }
 
     fn enter(&mut self) -> LockedTable<'_> {
-        let table = self.lock.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let table = lock(&self.lock.table);
         self.lock.session(table, self.index, &mut self.to_wake)
     }
 }

@@ -2,10 +2,12 @@
 
 use std::mem::discriminant;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering::{self, Relaxed};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use blkq::sync::{Mutex, MutexGuard, lock};
 
 use crate::counters::counters;
 use crate::event::signal;
@@ -78,7 +80,6 @@ pub(super) struct ConnectionStatus {
     id: u64,
     peer: String,
     export: OnceLock<String>,
-    established: Arc<AtomicUsize>,
     since: Instant,
     /// The counters of requests, which the engine stores once per turn.
     published: PublishedCounters,
@@ -116,46 +117,33 @@ impl ConnectionStatus {
 
     /// Records the export that the client chose. Only the first call has an effect.
     pub fn establish(&self, export: String) {
-        if self.export.set(export).is_ok() {
-            self.established.fetch_add(1, Ordering::SeqCst);
-        }
+        let _ = self.export.set(export);
     }
 }
 
 #[derive(Default)]
 struct Connections {
     open: Vec<Arc<ConnectionStatus>>,
-    closed: NbdCounters,
-}
-
-/// Mask of the number of open connections in [`Registry::admission`].
-const OPEN: u64 = u32::MAX as u64;
-/// One [`Paused`] guard in [`Registry::admission`]. While one exists, no connections are admitted.
-const PAUSE: u64 = 1 << 32;
-/// Flag in [`Registry::admission`]: connections are no longer admitted, because the server is stopping.
-const CLOSED: u64 = 1 << 63;
-
-fn open_in(admission: u64) -> usize {
-    (admission & OPEN) as usize
+    /// The number of admitted connections, including those that are not in `open` yet.
+    admitted: usize,
+    /// The number of [`Paused`] guards. While one exists, no connections are admitted.
+    paused: usize,
+    /// The server is stopping: connections are no longer admitted.
+    stopping: bool,
+    /// At least one client has chosen an export and disconnected.
+    served: bool,
+    /// Counters of closed connections, and of events that belong to no connection.
+    sum: NbdCounters,
 }
 
 pub(super) struct Registry {
     /// Held only to change or copy the list, never while waiting. Engines lock it when a connection opens or
     /// closes.
     connections: Mutex<Connections>,
-    /// The admitted connections ([`OPEN`]), the [`Paused`] guards ([`PAUSE`]), and whether the server is
-    /// stopping ([`CLOSED`]). One word, so that a failed attempt to stop or pause rejects no client.
-    admission: AtomicU64,
-    // These three are statistics: relaxed accesses suffice.
-    accepted: AtomicU64,
-    refused: AtomicU64,
+    /// A statistic: relaxed accesses suffice.
     receive_backoffs: AtomicU64,
-    /// At least one client has chosen an export and disconnected.
-    served: AtomicBool,
-    /// Open connections whose clients have chosen an export.
-    established: Arc<AtomicUsize>,
     rejections: Reports<Rejection, Reason>,
-    /// An eventfd that is written when the last client disconnects, once `served` is set.
+    /// An eventfd that is written when the last client disconnects, once one has chosen an export.
     idle_event: Option<Arc<OwnedFd>>,
 }
 
@@ -164,7 +152,7 @@ pub struct Paused<'a>(&'a Registry);
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
-        self.0.admission.fetch_sub(PAUSE, Ordering::SeqCst);
+        lock(&self.0.connections).paused -= 1;
     }
 }
 
@@ -172,41 +160,33 @@ impl Registry {
     pub fn new(idle_event: Option<Arc<OwnedFd>>, rejection_event: Option<Arc<OwnedFd>>) -> Registry {
         Registry {
             connections: Mutex::default(),
-            admission: AtomicU64::new(0),
-            accepted: AtomicU64::new(0),
-            refused: AtomicU64::new(0),
             receive_backoffs: AtomicU64::new(0),
-            served: AtomicBool::new(false),
-            established: Arc::default(),
             rejections: Reports::new(rejection_event),
             idle_event,
         }
     }
 
-    fn connections(&self) -> MutexGuard<'_, Connections> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Decides whether one more connection is accepted. If so, it counts as open until
     /// [`Registry::unregister`] or [`Registry::reject_admitted`] is called.
     pub fn admit(&self, connections_max: usize, peer: impl FnOnce() -> String) -> bool {
-        let admit = |admission: u64| {
-            let is_accepting = admission & !OPEN == 0;
-            (is_accepting && open_in(admission) < connections_max).then_some(admission + 1)
-        };
-        let admitted = self.admission.fetch_update(Ordering::SeqCst, Ordering::SeqCst, admit);
-        if let Err(admission) = admitted {
-            self.refused.fetch_add(1, Relaxed);
-            if open_in(admission) >= connections_max {
-                self.report(Reason::TooMany(connections_max), peer);
-            }
+        let mut connections = lock(&self.connections);
+        let is_full = connections.admitted >= connections_max;
+        if !is_full && !connections.stopping && connections.paused == 0 {
+            connections.admitted += 1;
+            return true;
         }
-        admitted.is_ok()
+        connections.sum.refused_connections += 1;
+        drop(connections);
+        if is_full {
+            self.report(Reason::TooMany(connections_max), peer);
+        }
+        false
     }
 
     pub fn reject_admitted(&self) {
-        self.refused.fetch_add(1, Relaxed);
-        self.leave();
+        let mut connections = lock(&self.connections);
+        connections.sum.refused_connections += 1;
+        self.leave(connections);
     }
 
     /// Reports that `peer` was rejected or disconnected, unless there were too many.
@@ -223,69 +203,68 @@ impl Registry {
         self.rejections.take()
     }
 
-    /// Counts one open connection less, and signals the idle event if it was the last one.
-    fn leave(&self) {
-        let last = open_in(self.admission.fetch_sub(1, Ordering::SeqCst)) == 1;
-        if last
-            && let Some(event) = &self.idle_event
-            && self.served.load(Ordering::SeqCst)
-        {
+    /// Counts one admitted connection less, and signals the idle event if it was the last one.
+    fn leave(&self, mut connections: MutexGuard<'_, Connections>) {
+        // Clients of a simulation are not admitted.
+        connections.admitted = connections.admitted.saturating_sub(1);
+        let is_idle = connections.admitted == 0 && connections.served;
+        drop(connections);
+        if let Some(event) = self.idle_event.as_ref().filter(|_| is_idle) {
             signal(event);
         }
     }
 
     pub fn register(&self, peer: String) -> Arc<ConnectionStatus> {
-        let id = self.accepted.fetch_add(1, Relaxed) + 1;
+        let mut connections = lock(&self.connections);
+        connections.sum.connections += 1;
         let status = Arc::new(ConnectionStatus {
-            id,
+            id: connections.sum.connections,
             peer,
             export: OnceLock::new(),
-            established: self.established.clone(),
             since: Instant::now(),
             published: PublishedCounters::default(),
             violations: AtomicU64::new(0),
             timeouts: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         });
-        self.connections().open.push(status.clone());
+        connections.open.push(status.clone());
         status
     }
 
     pub fn unregister(&self, status: &Arc<ConnectionStatus>) {
-        let mut connections = self.connections();
+        let mut connections = lock(&self.connections);
         connections.open.retain(|other| !Arc::ptr_eq(other, status));
-        connections.closed += status.counters();
-        drop(connections);
-        if status.export.get().is_some() {
-            self.established.fetch_sub(1, Ordering::SeqCst);
-            self.served.store(true, Ordering::SeqCst);
-        }
-        self.leave();
-    }
-
-    /// Changes `admission` if no client is connected. Otherwise returns the number of clients.
-    fn change_if_empty(&self, change: impl Fn(u64) -> u64) -> Result<(), usize> {
-        let change = |admission| (open_in(admission) == 0).then(|| change(admission));
-        let changed = self.admission.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change);
-        changed.map(|_| ()).map_err(open_in)
+        connections.sum += status.counters();
+        connections.served |= status.export.get().is_some();
+        self.leave(connections);
     }
 
     /// Stops admitting clients, or returns the number of connected clients and changes nothing.
     pub fn close_if_empty(&self) -> Result<(), usize> {
-        self.change_if_empty(|admission| admission | CLOSED)
+        let mut connections = lock(&self.connections);
+        if connections.admitted > 0 {
+            return Err(connections.admitted);
+        }
+        connections.stopping = true;
+        Ok(())
     }
 
     /// Stops admitting clients until the guard is dropped. `None` if a client is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
-        self.change_if_empty(|admission| admission + PAUSE).ok().map(|()| Paused(self))
+        let mut connections = lock(&self.connections);
+        if connections.admitted > 0 {
+            return None;
+        }
+        connections.paused += 1;
+        Some(Paused(self))
     }
 
     pub fn close(&self) {
-        self.admission.fetch_or(CLOSED, Ordering::SeqCst);
+        lock(&self.connections).stopping = true;
     }
 
     pub fn open(&self) -> usize {
-        open_in(self.admission.load(Ordering::SeqCst))
+        lock(&self.connections).admitted
     }
 
     pub fn count_backoffs(&self, count: u64) {
@@ -294,28 +273,25 @@ impl Registry {
         }
     }
 
+    /// The number of clients that have not chosen an export yet.
     pub fn handshaking(&self) -> usize {
-        self.open().saturating_sub(self.established.load(Ordering::SeqCst))
-    }
-
-    pub fn refused(&self) -> u64 {
-        self.refused.load(Relaxed)
+        let connections = lock(&self.connections);
+        let established = connections.open.iter().filter(|status| status.export.get().is_some());
+        connections.admitted.saturating_sub(established.count())
     }
 
     /// Counters of all open and closed connections. No counter ever decreases.
     pub fn counters(&self) -> NbdCounters {
-        let connections = self.connections();
-        let mut sum = connections.closed;
+        let connections = lock(&self.connections);
+        let mut sum = connections.sum;
         connections.open.iter().for_each(|status| sum += status.counters());
         drop(connections);
-        sum.connections = self.accepted.load(Relaxed);
-        sum.refused_connections = self.refused();
         sum.receive_backoffs = self.receive_backoffs.load(Relaxed);
         sum
     }
 
     pub fn list(&self) -> Vec<ConnectionInfo> {
-        let connections = self.connections().open.clone();
+        let connections = lock(&self.connections).open.clone();
         let info = |status: &Arc<ConnectionStatus>| {
             let NbdCounters { requests, errors, read_bytes, written_bytes, .. } = status.counters();
             ConnectionInfo {

@@ -1,10 +1,11 @@
 //! Starts, observes and stops a device.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use blkq::sync::{Mutex, lock};
 use blkq::{Disk, EngineHandle, Error, ErrorKind};
 
 use super::control::{Control, close_listener};
@@ -108,7 +109,7 @@ impl VhostUserDevice {
     pub fn prepare(&self) -> Result<(), Error> {
         // The lock on the state keeps `serve` from running meanwhile: an engine whose notifier is locked here
         // would skip a call to its guest. Notifiers are locked after the state, here and nowhere else.
-        let state = self.state();
+        let state = lock(&self.state);
         if !matches!(*state, State::Listening(_)) {
             return Err(Error::new(ErrorKind::Busy, "vhost-user: the device already serves front ends"));
         }
@@ -122,7 +123,7 @@ impl VhostUserDevice {
     /// Starts the thread that serves front ends, with the privileges of the calling thread, unless it was
     /// started or the device has stopped. Fails with [`ErrorKind::System`]; the device has then stopped.
     pub fn serve(&self) -> Result<(), Error> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let listener = match std::mem::replace(&mut *state, State::Stopped) {
             State::Listening(listener) => listener,
             other => {
@@ -135,10 +136,6 @@ impl VhostUserDevice {
         let thread = thread.map_err(|e| Error::system("vhost-user: cannot start a thread", e))?;
         *state = State::Serving(thread);
         Ok(())
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The address for front ends, such as `vhost-user:/run/blkq/disk.vhost`.
@@ -198,26 +195,28 @@ impl VhostUserDevice {
 
     /// As [`VhostUserDevice::stop`], but does not wait, so that several servers can stop together.
     pub fn begin_stop(&self, force: bool) -> Result<StoppingDevice<'_>, Error> {
-        if force {
-            self.shared.registry.close();
-        } else if !self.shared.registry.close_if(|front_end| front_end.is_none()) {
-            return Err(Error::new(ErrorKind::Busy, "a front end is connected"));
-        }
-        // The control thread also stops the rings of a connected front end.
-        self.shared.stop();
-        Ok(StoppingDevice(self))
+        self.stop_if(|front_end| force || front_end.is_none(), "a front end is connected")
     }
 
     /// Stops with force for another daemon that will serve the front end. Fails with [`ErrorKind::Busy`] if
     /// the front end does not track its requests in flight; the device continues to run.
     pub fn stop_for_next(&self) -> Result<(), Error> {
-        let may_close = |front_end: Option<&FrontEnd>| front_end.is_none_or(FrontEnd::is_recorded);
-        if !self.shared.registry.close_if(may_close) {
-            return Err(Error::new(ErrorKind::Busy, "the front end does not track requests in flight"));
-        }
-        self.shared.stop();
-        StoppingDevice(self).wait();
+        let may_stop = |front_end: Option<&FrontEnd>| front_end.is_none_or(FrontEnd::is_recorded);
+        self.stop_if(may_stop, "the front end does not track requests in flight")?.wait();
         Ok(())
+    }
+
+    fn stop_if(
+        &self,
+        may_stop: impl FnOnce(Option<&FrontEnd>) -> bool,
+        obstacle: &str,
+    ) -> Result<StoppingDevice<'_>, Error> {
+        if !self.shared.registry.close_if(may_stop) {
+            return Err(Error::new(ErrorKind::Busy, obstacle));
+        }
+        // The control thread also stops the rings of a connected front end.
+        self.shared.stop();
+        Ok(StoppingDevice(self))
     }
 }
 
@@ -228,7 +227,7 @@ pub struct StoppingDevice<'a>(&'a VhostUserDevice);
 impl StoppingDevice<'_> {
     /// Waits until the front end is disconnected and its requests in flight have completed.
     pub fn wait(self) {
-        let state = std::mem::replace(&mut *self.0.state(), State::Stopped);
+        let state = std::mem::replace(&mut *lock(&self.0.state), State::Stopped);
         match state {
             State::Listening(listener) => close_listener(listener),
             State::Serving(thread) => {

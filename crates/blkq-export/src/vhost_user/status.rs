@@ -2,15 +2,17 @@
 
 use std::mem::discriminant;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use blkq::sync::{Mutex, lock};
 
 use crate::counters::counters;
 use crate::event::signal;
 use crate::reports::Reports;
+use crate::sync::OnceLock;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::atomic::{AtomicU32, AtomicU64};
-use crate::sync::{Mutex, MutexGuard, OnceLock};
 
 counters! {
     /// Counters of a device since it was attached, over all of its front ends.
@@ -184,7 +186,7 @@ pub struct Paused<'a>(&'a Registry);
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
-        self.0.state().paused -= 1;
+        lock(&self.0.state).paused -= 1;
     }
 }
 
@@ -193,12 +195,8 @@ impl Registry {
         Registry { state: Mutex::default(), idle_event, reports: Reports::new(report_event) }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn admit(&self, peer: &str) -> bool {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if state.closed || state.paused > 0 || state.front_end.is_some() {
             state.sum.refused_connections += 1;
             let occupied = state.front_end.is_some();
@@ -209,14 +207,12 @@ impl Registry {
             return false;
         }
         state.sum.connections += 1;
-        let (id, peer) = (state.sum.connections, peer.to_owned());
-        let earlier = VhostUserCounters::default();
         state.front_end = Some(FrontEnd {
-            id,
-            peer,
+            id: state.sum.connections,
+            peer: peer.to_owned(),
             since: Instant::now(),
             rings: Vec::new(),
-            earlier,
+            earlier: VhostUserCounters::default(),
             recorded: false,
             registered_memory: None,
         });
@@ -225,7 +221,7 @@ impl Registry {
 
     /// Removes the front end, which has disconnected, and none of whose rings is served.
     pub fn leave(&self) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if let Some(front_end) = state.front_end.take() {
             let counters = front_end.counters();
             state.sum += counters;
@@ -237,19 +233,19 @@ impl Registry {
     }
 
     pub fn set_recorded(&self, recorded: bool) {
-        if let Some(front_end) = &mut self.state().front_end {
+        if let Some(front_end) = &mut lock(&self.state).front_end {
             front_end.recorded = recorded;
         }
     }
 
     pub fn set_registered_memory(&self, registered: Option<Result<u64, String>>) {
-        if let Some(front_end) = &mut self.state().front_end {
+        if let Some(front_end) = &mut lock(&self.state).front_end {
             front_end.registered_memory = registered;
         }
     }
 
     pub fn add_ring(&self, ring: &Arc<RingStatus>) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let Some(front_end) = &mut state.front_end else { return };
         if let Some(at) = front_end.rings.iter().position(|other| other.index == ring.index) {
             let before = front_end.rings.remove(at);
@@ -261,8 +257,8 @@ impl Registry {
 
     pub fn report(&self, peer: &str, event: Event) {
         match &event {
-            Event::Violation(_) => self.state().sum.violations += 1,
-            Event::RingRejected(..) => self.state().sum.rejected_rings += 1,
+            Event::Violation(_) => lock(&self.state).sum.violations += 1,
+            Event::RingRejected(..) => lock(&self.state).sum.rejected_rings += 1,
             _ => {}
         }
         self.reports.push(discriminant(&event), |unreported, _| Report {
@@ -277,24 +273,20 @@ impl Registry {
     }
 
     pub fn is_connected(&self) -> bool {
-        self.state().front_end.is_some()
+        lock(&self.state).front_end.is_some()
     }
 
     /// Stops admitting front ends if `may` returns true for the connected one. Returns whether it did.
     pub fn close_if(&self, may: impl FnOnce(Option<&FrontEnd>) -> bool) -> bool {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let closes = may(state.front_end.as_ref());
         state.closed |= closes;
         closes
     }
 
-    pub fn close(&self) {
-        self.state().closed = true;
-    }
-
     /// Stops admitting front ends until the returned value is dropped. `None` if a front end is connected.
     pub fn pause_if_empty(&self) -> Option<Paused<'_>> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if state.front_end.is_some() {
             return None;
         }
@@ -303,14 +295,14 @@ impl Registry {
     }
 
     pub fn counters(&self) -> VhostUserCounters {
-        let state = self.state();
+        let state = lock(&self.state);
         let mut sum = state.sum;
         sum += state.front_end.as_ref().map(FrontEnd::counters).unwrap_or_default();
         sum
     }
 
     pub fn front_end(&self) -> Option<FrontEndInfo> {
-        let state = self.state();
+        let state = lock(&self.state);
         let front_end = state.front_end.as_ref()?;
         let rings: Vec<RingInfo> = front_end.rings.iter().map(|ring| ring.info()).collect();
         Some(FrontEndInfo {
