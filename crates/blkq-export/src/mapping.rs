@@ -57,11 +57,8 @@ pub fn check_file_system(file: BorrowedFd<'_>) -> Result<u64, Error> {
     let system = fstatfs(file).map_err(failed("cannot examine the file system"))?;
     let kind = system.f_type as u64 & 0xffff_ffff;
     if !LOCAL_FILE_SYSTEMS.iter().any(|(known, _)| *known == kind) {
-        let names: Vec<&str> = LOCAL_FILE_SYSTEMS.iter().map(|(_, name)| *name).collect();
-        return Err(invalid(format!(
-            "the file is on a file system of type {kind:#x}; use {}",
-            names.join(", ")
-        )));
+        let names = LOCAL_FILE_SYSTEMS.map(|(_, name)| name).join(", ");
+        return Err(invalid(format!("the file is on a file system of type {kind:#x}; use {names}")));
     }
     // hugetlbfs maps and unmaps whole huge pages only.
     Ok(if kind == HUGETLBFS { system.f_bsize as u64 } else { page_bytes() })

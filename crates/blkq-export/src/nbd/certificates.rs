@@ -264,11 +264,8 @@ fn read_file(path: &Path) -> Result<Vec<u8>, Error> {
         Ok(_) => Ok(text),
         Err(error) => {
             let missing = matches!(error.kind(), IoErrorKind::NotFound | IoErrorKind::NotADirectory);
-            let hint = if missing {
-                format!(" (the directory must contain {CERTIFICATE} and {KEY})")
-            } else {
-                String::new()
-            };
+            let hint = format!(" (the directory must contain {CERTIFICATE} and {KEY})");
+            let hint = if missing { &hint } else { "" };
             Err(Error::system(format!("TLS: cannot read {}{hint}", path.display()), error))
         }
     }

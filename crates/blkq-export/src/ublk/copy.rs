@@ -48,31 +48,6 @@ impl CopyMode {
         }
     }
 
-    /// Why a device cannot use this mode; `None` if it can. The parameters are as in [`CopyMode::choose`].
-    fn obstacle(
-        self,
-        kernel: Features,
-        privileged: bool,
-        buffers: bool,
-        limits: &QueueLimits,
-    ) -> Option<&'static str> {
-        if self == CopyMode::Kernel {
-            None
-        } else if !privileged {
-            Some("only root may use the copy modes user and none")
-        } else if self == CopyMode::None && !kernel.contains(Features::AUTO_BUF_REG) {
-            Some("this kernel's ublk cannot register the pages of requests (Linux 6.16 and newer can)")
-        } else if self == CopyMode::None && !limits.kernel_pages {
-            Some("the driver processes the data in memory, which needs a copy")
-        } else if self == CopyMode::None && !buffers {
-            Some(
-                "the ring has no table of registered buffers, because the memory or the limit of locked memory is too small",
-            )
-        } else {
-            None
-        }
-    }
-
     /// Chooses the mode for a disk with `limits`: `wanted`, or the best one, with the reason if that is not
     /// [`CopyMode::None`]. `privileged`: this process has CAP_SYS_ADMIN. `buffers`: the rings of all queues
     /// have room for the pages of all tags. Fails with [`ErrorKind::Unsupported`] if the mode `wanted` is
@@ -84,7 +59,21 @@ impl CopyMode {
         buffers: bool,
         limits: &QueueLimits,
     ) -> Result<(CopyMode, Option<&'static str>), Error> {
-        let obstacle = |mode: CopyMode| mode.obstacle(kernel, privileged, buffers, limits);
+        let obstacle = |mode: CopyMode| match mode {
+            CopyMode::Kernel => None,
+            _ if !privileged => Some("only root may use the copy modes user and none"),
+            CopyMode::User => None,
+            CopyMode::None if !kernel.contains(Features::AUTO_BUF_REG) => {
+                Some("this kernel's ublk cannot register the pages of requests (Linux 6.16 and newer can)")
+            }
+            CopyMode::None if !limits.kernel_pages => {
+                Some("the driver processes the data in memory, which needs a copy")
+            }
+            CopyMode::None if !buffers => Some(
+                "the ring has no table of registered buffers, because the memory or the limit of locked memory is too small",
+            ),
+            CopyMode::None => None,
+        };
         let Some(wanted) = wanted else {
             return Ok(match obstacle(CopyMode::None) {
                 None => (CopyMode::None, None),

@@ -173,42 +173,34 @@ impl UblkDevice {
         let kernel = control.features()?;
         check_threads(kernel, threads_per_queue)?;
         let path = identity.path();
-        let unusable = |kind, why: &str| Err(Error::new(kind, format!("{path}: {why}")));
+        let mismatch = |why: &str| Err(Error::new(ErrorKind::Mismatch, format!("{path}: {why}")));
         let Some(info) = identity.info(&mut control)? else { return Err(identity.not_found()) };
         if info.flags & Features::USER_RECOVERY.bits() == 0 {
-            return unusable(ErrorKind::Mismatch, "the device was created without recovery");
+            return mismatch("the device was created without recovery");
         }
         if usize::from(info.nr_hw_queues) * usize::from(threads_per_queue) > engines.len() {
-            return unusable(ErrorKind::Mismatch, "the device has more queues than there are engines");
+            return mismatch("the device has more queues than there are engines");
         }
         let limits = disk.limits();
         let copy = CopyMode::of(Features::from_bits_retain(info.flags));
         if copy == CopyMode::None && !limits.kernel_pages {
-            return unusable(
-                ErrorKind::Mismatch,
-                "the device has copy mode none, which the driver of the image does not support",
-            );
+            let why = "the device has copy mode none, which the driver of the image does not support";
+            return mismatch(why);
         }
         let buffers = has_kernel_buffers(engines, info.queue_depth.div_ceil(threads_per_queue));
         if copy == CopyMode::None && !buffers {
-            return unusable(
-                ErrorKind::Unsupported,
-                "the device has copy mode none, but the ring has no table of registered buffers; raise the limit of \
-                 locked memory",
+            let message = format!(
+                "{path}: the device has copy mode none, but the ring has no table of registered buffers; raise the \
+                 limit of locked memory"
             );
+            return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let (was, is) = (control.parameters(identity.id)?.basic, parameters(&limits, copy)?.basic);
         if was.logical_bs_shift != is.logical_bs_shift {
-            return unusable(
-                ErrorKind::Mismatch,
-                "the logical block size of the image is not that of the device",
-            );
+            return mismatch("the logical block size of the image is not that of the device");
         }
         if was.dev_sectors > is.dev_sectors {
-            return unusable(
-                ErrorKind::Mismatch,
-                "the image is smaller than the device; enlarge it to the size of the device",
-            );
+            return mismatch("the image is smaller than the device; enlarge it to the size of the device");
         }
         let is_busy = |error: &Error| error.kind() == ErrorKind::Busy;
         poll(TAKE_OVER_TIMEOUT, || control.start_recovery(identity.id), is_busy)?;

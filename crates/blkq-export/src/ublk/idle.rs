@@ -11,14 +11,14 @@
 //! server that did this itself could not be killed: it would wait for I/O that the server itself serves,
 //! which the kernel aborts only when the server's last thread has exited.
 
-use std::ffi::OsString;
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use blkq::Error;
@@ -325,8 +325,8 @@ impl Nodes {
         // The descriptor does not block: reading fails when all events are read.
         while let Ok(event) = reader.next() {
             if event.events().contains(ReadFlags::CREATE) {
-                let name = event.file_name().map(|name| OsString::from_vec(name.to_bytes().to_vec()));
-                self.add_partition(&self.directory().join(PathBuf::from(name.unwrap_or_default())));
+                let name = event.file_name().unwrap_or_default();
+                self.add_partition(&self.directory().join(OsStr::from_bytes(name.to_bytes())));
             } else {
                 happened.push(event.events());
             }

@@ -81,22 +81,17 @@ fn opener(path: &str, server: u32, counts: fn(&str) -> bool) -> Option<String> {
             .filter(|name| name.bytes().all(|b| b.is_ascii_digit()) && !known.iter().any(|pid| pid == name));
         // Skips processes of other users, and processes that have just exited.
         let (Some(pid), Ok(fds)) = (pid, fs::read_dir(process.path().join("fd"))) else { continue };
-        if fds
-            .flatten()
-            .filter_map(|fd| fs::read_link(fd.path()).ok())
-            .any(|target| is_part_of(&target, path))
-        {
-            let command = &name_of(pid);
-            // Also skips the watch of a killed server, whose parent is no blkq process: it may still write
-            // back, for the next server.
-            let is_of = |parent| parent == server || name_of(parent) != "blkq";
-            let is_watch = || {
-                command.as_bytes() == child::IDLE_NAME.to_bytes()
-                    && parent(&process.path()).is_some_and(is_of)
-            };
-            if counts(command) && !is_watch() {
-                return Some(format!("{pid} ({command})"));
-            }
+        if !fds.flatten().any(|fd| fs::read_link(fd.path()).is_ok_and(|target| is_part_of(&target, path))) {
+            continue;
+        }
+        let command = name_of(pid);
+        // Also skips the watch of a killed server, whose parent is no blkq process: it may still write back,
+        // for the next server.
+        let is_of = |parent| parent == server || name_of(parent) != "blkq";
+        let is_watch =
+            command.as_bytes() == child::IDLE_NAME.to_bytes() && parent(&process.path()).is_some_and(is_of);
+        if counts(&command) && !is_watch {
+            return Some(format!("{pid} ({command})"));
         }
     }
     None

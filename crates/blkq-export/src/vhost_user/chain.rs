@@ -141,12 +141,10 @@ impl fmt::Display for RingError {
         use RingError::*;
         match *self {
             Size { size } => write!(f, "a ring cannot have {size} descriptors"),
-            Unmapped { part, address } => {
-                write!(
-                    f,
-                    "cannot use the {part} at {address:#x}: misaligned, or not inside one memory region"
-                )
-            }
+            Unmapped { part, address } => write!(
+                f,
+                "cannot use the {part} at {address:#x}: misaligned, or not inside one memory region"
+            ),
             Base { base } => write!(f, "the ring cannot start at base {base:#x}"),
             AvailableIndex { index, expected, size } => write!(
                 f,
@@ -156,12 +154,10 @@ impl fmt::Display for RingError {
                 write!(f, "descriptor {head} was made available, but the ring has {size} descriptors")
             }
             HeadInFlight { head } => write!(f, "descriptor {head} was made available while it is in flight"),
-            NextRange { head, next } => {
-                write!(
-                    f,
-                    "the chain of descriptor {head} continues at descriptor {next}, which does not exist"
-                )
-            }
+            NextRange { head, next } => write!(
+                f,
+                "the chain of descriptor {head} continues at descriptor {next}, which does not exist"
+            ),
             ChainLoop { head } => write!(f, "the chain of descriptor {head} is a loop"),
             ChainTooLong { head } => {
                 write!(f, "the chain of descriptor {head} has more than {DESCRIPTORS_MAX} buffers")

@@ -95,19 +95,15 @@ impl Channel {
             let wanted = HEADER_BYTES + self.header.map_or(0, |header| header.size as usize);
             if self.bytes.len() < wanted {
                 match self.receive_some(wanted) {
-                    Ok(()) => {}
+                    Ok(()) | Err(Closed::Socket(Errno::INTR)) => continue,
                     Err(Closed::Socket(Errno::AGAIN)) => {
                         if !self.bytes.is_empty() {
                             self.since.get_or_insert_with(Instant::now);
                         }
                         return Ok(None);
                     }
-                    Err(Closed::Socket(Errno::INTR)) => continue,
                     Err(closed) => return Err(closed),
                 }
-            }
-            if self.bytes.len() < wanted {
-                continue;
             }
             match self.header {
                 None => {
@@ -150,9 +146,8 @@ impl Channel {
         };
         self.bytes.truncate(before + received.bytes);
         if received.flags.contains(ReturnFlags::CTRUNC) || self.files.len() > FILES_MAX {
-            return Err(Closed::Violation(refuse(format!(
-                "a message has more than {FILES_MAX} descriptors"
-            ))));
+            let why = format!("a message has more than {FILES_MAX} descriptors");
+            return Err(Closed::Violation(refuse(why)));
         }
         match received.bytes {
             0 if self.bytes.is_empty() => Err(Closed::ByPeer),

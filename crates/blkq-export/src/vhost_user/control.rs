@@ -125,9 +125,8 @@ impl Control {
                 break;
             }
             if are_too_many() {
-                return Err(Closed::Violation(refuse(
-                    "too many descriptors of front ends hang when they are closed",
-                )));
+                let why = "too many descriptors of front ends hang when they are closed";
+                return Err(Closed::Violation(refuse(why)));
             }
             let Some(message) = channel.receive()? else { break };
             if let Some(reply) = session.handle(message).map_err(Closed::Violation)? {

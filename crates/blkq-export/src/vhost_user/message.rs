@@ -112,11 +112,9 @@ impl Header {
     /// Refuses a version other than 1, a reply, and a payload of more than [`PAYLOAD_MAX_BYTES`].
     pub fn parse(bytes: [u8; HEADER_BYTES]) -> Result<Header, Refusal> {
         let header: Header = zerocopy::transmute!(bytes);
-        if header.flags & VERSION_MASK != VERSION {
-            return Err(refuse(format!(
-                "the header has version {}, not {VERSION}",
-                header.flags & VERSION_MASK
-            )));
+        let version = header.flags & VERSION_MASK;
+        if version != VERSION {
+            return Err(refuse(format!("the header has version {version}, not {VERSION}")));
         }
         if header.flags & !(VERSION_MASK | NEED_REPLY) != 0 {
             return Err(refuse(format!("the header has invalid flags: {:#x}", header.flags)));

@@ -49,6 +49,7 @@ mod status;
 mod truncation_tests;
 mod untrusted_fd;
 mod vring;
+#[cfg_attr(model_check, path = "wakeup/model.rs")]
 mod wakeup;
 
 pub use device::{StoppingDevice, VhostUserDevice, VhostUserOptions};

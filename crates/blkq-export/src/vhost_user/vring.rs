@@ -80,11 +80,9 @@ impl Vring {
     }
 
     fn refuse_if_served(&self, what: &str) -> Result<(), Refusal> {
+        let index = self.index;
         if self.is_served() {
-            return Err(refuse(format!(
-                "the {what} of ring {} cannot change while it is served",
-                self.index
-            )));
+            return Err(refuse(format!("the {what} of ring {index} cannot change while it is served")));
         }
         Ok(())
     }
