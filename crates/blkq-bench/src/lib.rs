@@ -34,7 +34,7 @@ mod schema;
 mod shuffle;
 mod summary;
 mod tables;
-pub mod vhost;
+mod vhost;
 
 pub use run::run;
 

@@ -9,10 +9,8 @@ use crate::load::{Load, Offsets};
 use crate::measurement::{Run, rate};
 use crate::metric::Metric;
 use crate::process::Usage;
-use crate::vhost::{FrontEnd, Operation, Options, Queue, Request};
+use crate::vhost::{FrontEnd, Options, Queue, Request};
 
-/// Entries of a ring: QEMU's default for virtio-blk.
-const RING_SIZE: u16 = 128;
 const COMPLETION_WAIT: Duration = Duration::from_secs(30);
 
 /// A connected front end, with memory for a load.
@@ -31,9 +29,7 @@ impl Client {
     /// Connects to `socket`, with `queues` queues that have memory for `load`. Fails if the server offers
     /// fewer queues.
     pub fn connect(socket: &Path, load: &Load, queues: usize) -> Result<Client> {
-        let data_bytes = load.block_bytes as usize;
-        let options =
-            Options { queues, ring_size: RING_SIZE, slots: load.depth, data_bytes, ..Options::default() };
+        let options = Options { queues, slots: load.depth, data_bytes: load.block_bytes as usize };
         let mut front_end = FrontEnd::connect(socket, &options)?;
         let config = front_end.config()?;
         if queues > 1 && usize::from(config.queues) < queues {
@@ -94,7 +90,7 @@ fn report(done: Vec<Done>, elapsed: Duration, used: Usage) -> Result<Run> {
 /// Reads the clock once per turn: all completions of a turn complete at that time, and all requests submitted in
 /// the next turn start at that time.
 fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Duration) -> Result<Done> {
-    let operation = if load.write { Operation::Write } else { Operation::Read };
+    let (write, bytes) = (load.write, load.block_bytes as usize);
     let began = Instant::now();
     let mut now = began;
     let mut begun = vec![began; load.depth];
@@ -105,7 +101,7 @@ fn run_queue(queue: &mut Queue, load: &Load, mut offsets: Offsets, length: Durat
             let count = offsets.left().min(free.len() as u64) as usize;
             for slot in free.drain(..count) {
                 let sector = offsets.next_bytes() / 512;
-                queue.submit(slot, &Request { operation, sector, bytes: load.block_bytes as usize });
+                queue.submit(slot, &Request { write, sector, bytes });
                 begun[slot] = now;
             }
             done.kicks += u64::from(queue.publish()?);

@@ -8,15 +8,14 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::Result;
 
-/// Memory that the server may write at any time. Shared fields are accessed as atomics; data is copied, while the protocol
-/// assigns it to this side. The atomics are Relaxed, because `queue.rs` orders them with the ring's indexes.
+/// Memory that the server may write at any time, so all of it is accessed as atomics. The atomics are Relaxed, because `queue.rs` orders them with the ring's indexes.
 pub struct SharedMemory {
     file: OwnedFd,
     start: *mut u8,
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and is accessed only by atomics and by copies of bytes.
+// SAFETY: the mapping belongs to no thread, and is accessed only by atomics.
 unsafe impl Send for SharedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMemory {}
@@ -27,10 +26,6 @@ impl SharedMemory {
         let file = memfd_create("guest", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK)?;
-        SharedMemory::map(file, bytes)
-    }
-
-    pub fn map(file: OwnedFd, bytes: usize) -> Result<SharedMemory> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address that the kernel chooses.
         let start = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0)? };
@@ -39,10 +34,6 @@ impl SharedMemory {
 
     pub fn len(&self) -> usize {
         self.bytes
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.bytes == 0
     }
 
     pub fn address(&self) -> u64 {
@@ -83,18 +74,6 @@ impl SharedMemory {
     pub fn store_u64(&self, offset: usize, value: u64) {
         // SAFETY: as above.
         unsafe { AtomicU64::from_ptr(self.at(offset)) }.store(value.to_le(), Ordering::Relaxed);
-    }
-
-    pub fn write(&self, offset: usize, bytes: &[u8]) {
-        assert!(offset <= self.bytes && bytes.len() <= self.bytes - offset);
-        // SAFETY: inside of the mapping, to which no references exist.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(offset), bytes.len()) };
-    }
-
-    pub fn read(&self, offset: usize, bytes: &mut [u8]) {
-        assert!(offset <= self.bytes && bytes.len() <= self.bytes - offset);
-        // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(self.start.add(offset), bytes.as_mut_ptr(), bytes.len()) };
     }
 }
 

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
+use super::connection::{self, Connection, vring_state};
 use super::memory::SharedMemory;
-use super::messages::{self, Connection, Message};
-use super::options::{GUEST_START, Options, feature};
+use super::options::{self, EVENT_IDX, GUEST_START, Options, RING_SIZE};
 use crate::Result;
 
 const PAGE_BYTES: usize = 4096;
@@ -28,40 +28,13 @@ const TABLE_AT: usize = 64;
 /// Stored before a request is submitted; no device writes this status.
 const NO_STATUS: u8 = 0xff;
 
-/// Request types of a block device (virtio 1.2, 5.2.6).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u32)]
-pub enum Operation {
-    Read = 0,
-    Write = 1,
-    Flush = 4,
-    GetId = 8,
-    Discard = 11,
-    WriteZeroes = 13,
-}
-
-/// A request. Its data is in the buffer of its slot.
+/// A read or a write. Its data is in the buffer of its slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    pub operation: Operation,
+    pub write: bool,
     /// First sector, in units of 512 bytes.
     pub sector: u64,
-    /// Bytes of data, or of the ranges; a request with 0 bytes has no data descriptor.
     pub bytes: usize,
-}
-
-impl Request {
-    pub fn read(sector: u64, bytes: usize) -> Request {
-        Request { operation: Operation::Read, sector, bytes }
-    }
-
-    pub fn write(sector: u64, bytes: usize) -> Request {
-        Request { operation: Operation::Write, sector, bytes }
-    }
-
-    pub fn flush() -> Request {
-        Request { operation: Operation::Flush, sector: 0, bytes: 0 }
-    }
 }
 
 /// Offsets of the parts of a queue in the memory.
@@ -75,11 +48,8 @@ pub(super) struct Layout {
 
 /// Allocates memory for all queues, and lays out each queue in it.
 pub(super) fn lay_out(options: &Options) -> Result<(SharedMemory, Vec<Layout>)> {
-    let size = usize::from(options.ring_size);
-    let fits = if options.features & feature::INDIRECT != 0 { size } else { size / CHAIN };
-    if !size.is_power_of_two() || options.slots == 0 || options.slots > fits {
-        return Err(format!("{} requests do not fit into a ring of {size}", options.slots).into());
-    }
+    let size = usize::from(RING_SIZE);
+    assert!(options.slots <= size, "{} requests do not fit into a ring of {size}", options.slots);
     let mut end = 0;
     let mut take = |bytes: usize| {
         let at = end;
@@ -102,7 +72,6 @@ pub(super) fn lay_out(options: &Options) -> Result<(SharedMemory, Vec<Layout>)> 
 pub struct Queue {
     memory: Arc<SharedMemory>,
     layout: Layout,
-    size: u16,
     data_bytes: usize,
     indirect: bool,
     event_idx: bool,
@@ -124,17 +93,16 @@ impl Queue {
         options: &Options,
         features: u64,
     ) -> Result<Queue> {
-        let indirect = features & feature::INDIRECT != 0;
-        if !indirect && options.slots * CHAIN > usize::from(options.ring_size) {
+        let indirect = features & options::INDIRECT != 0;
+        if !indirect && options.slots * CHAIN > usize::from(RING_SIZE) {
             return Err("the server offers no indirect descriptors; use fewer slots or a larger ring".into());
         }
         Ok(Queue {
             memory: Arc::clone(memory),
             layout,
-            size: options.ring_size,
             data_bytes: options.data_bytes,
             indirect,
-            event_idx: features & feature::EVENT_IDX != 0,
+            event_idx: features & EVENT_IDX != 0,
             kick: eventfd(0, EventfdFlags::CLOEXEC)?,
             call: eventfd(0, EventfdFlags::CLOEXEC)?,
             available: 0,
@@ -146,28 +114,16 @@ impl Queue {
 
     /// Describes the ring to the server as ring number `index`.
     pub(super) fn hand_over(&self, index: u32, connection: &mut Connection) -> Result {
-        let size = u32::from(self.size);
-        connection.set(Message::vring_state(messages::SET_VRING_NUM, index, size))?;
-        connection.set(Message::vring_state(messages::SET_VRING_BASE, index, u32::from(self.used)))?;
-        let mut addresses = Message::new(messages::SET_VRING_ADDR);
-        addresses.push_u32(index);
-        addresses.push_u32(0);
         let user = |offset: usize| self.memory.address() + offset as u64;
-        for address in [user(self.layout.descriptors), user(self.layout.device), user(self.layout.driver), 0]
-        {
-            addresses.push_u64(address);
-        }
-        connection.set(addresses)?;
-        connection.set(Message::vring_descriptor(messages::SET_VRING_CALL, index, self.call.as_fd()))?;
-        connection.set(Message::vring_descriptor(messages::SET_VRING_KICK, index, self.kick.as_fd()))
-    }
-
-    pub fn slots(&self) -> usize {
-        self.in_flight.len()
-    }
-
-    pub fn in_flight(&self) -> usize {
-        self.in_flight.iter().filter(|is| **is).count()
+        let Layout { descriptors, driver, device, .. } = self.layout;
+        let number = u64::from(index);
+        // struct vhost_vring_addr, without flags and without a log of dirty pages.
+        let addresses = [number, user(descriptors), user(device), user(driver), 0];
+        connection.set(connection::SET_VRING_NUM, &vring_state(index, u32::from(RING_SIZE)), None)?;
+        connection.set(connection::SET_VRING_BASE, &vring_state(index, u32::from(self.used)), None)?;
+        connection.set(connection::SET_VRING_ADDR, &addresses, None)?;
+        connection.set(connection::SET_VRING_CALL, &[number], Some(self.call.as_fd()))?;
+        connection.set(connection::SET_VRING_KICK, &[number], Some(self.kick.as_fd()))
     }
 
     fn slot_at(&self, slot: usize) -> usize {
@@ -176,28 +132,6 @@ impl Queue {
 
     fn data_at(&self, slot: usize) -> usize {
         self.layout.data + slot * self.data_bytes.next_multiple_of(PAGE_BYTES)
-    }
-
-    /// Stores data in `slot`, which must not be in flight.
-    pub fn write_data(&self, slot: usize, bytes: &[u8]) {
-        assert!(!self.in_flight[slot] && bytes.len() <= self.data_bytes);
-        self.memory.write(self.data_at(slot), bytes);
-    }
-
-    /// Reads the data of `slot`, which must not be in flight.
-    pub fn read_data(&self, slot: usize, bytes: &mut [u8]) {
-        assert!(!self.in_flight[slot] && bytes.len() <= self.data_bytes);
-        self.memory.read(self.data_at(slot), bytes);
-    }
-
-    /// Stores the range of a discard or a write of zeroes in `slot`, with the flag for deallocating it. The request then
-    /// has 16 bytes.
-    pub fn write_range(&self, slot: usize, sector: u64, sectors: u32, unmap: bool) {
-        let mut range = [0; 16];
-        range[..8].copy_from_slice(&sector.to_le_bytes());
-        range[8..12].copy_from_slice(&sectors.to_le_bytes());
-        range[12..].copy_from_slice(&u32::from(unmap).to_le_bytes());
-        self.write_data(slot, &range);
     }
 
     fn descriptor(&self, at: usize, offset: usize, bytes: usize, flags: u16, next: u16) {
@@ -213,7 +147,8 @@ impl Queue {
         assert!(!self.in_flight[slot] && request.bytes <= self.data_bytes);
         self.in_flight[slot] = true;
         let place = self.slot_at(slot);
-        self.memory.store_u32(place, request.operation as u32);
+        // VIRTIO_BLK_T_IN or VIRTIO_BLK_T_OUT.
+        self.memory.store_u32(place, u32::from(request.write));
         self.memory.store_u32(place + 4, 0);
         self.memory.store_u64(place + 8, request.sector);
         self.memory.atomic_u8(place + STATUS_AT).store(NO_STATUS, Ordering::Relaxed);
@@ -221,24 +156,19 @@ impl Queue {
         // Index of the chain's first descriptor in its table, and the offset of the table.
         let (first, table) =
             if self.indirect { (0, place + TABLE_AT) } else { (head, self.layout.descriptors) };
-        let to_memory = matches!(request.operation, Operation::Read | Operation::GetId);
-        let mut parts = [(place, 16, 0), (0, 0, 0), (0, 0, 0)];
-        let mut count = 1;
-        if request.bytes > 0 {
-            parts[count] = (self.data_at(slot), request.bytes, if to_memory { WRITE } else { 0 });
-            count += 1;
-        }
-        parts[count] = (place + STATUS_AT, 1, WRITE);
-        for (index, (offset, bytes, flags)) in parts.into_iter().enumerate().take(count + 1) {
-            let next = if index < count { NEXT } else { 0 };
-            let at = table + DESCRIPTOR_BYTES * (first + index);
-            self.descriptor(at, offset, bytes, flags | next, (first + index + 1) as u16);
+        let parts = [
+            (place, 16, NEXT),
+            (self.data_at(slot), request.bytes, if request.write { NEXT } else { NEXT | WRITE }),
+            (place + STATUS_AT, 1, WRITE),
+        ];
+        for (index, (offset, bytes, flags)) in (first..).zip(parts) {
+            self.descriptor(table + DESCRIPTOR_BYTES * index, offset, bytes, flags, (index + 1) as u16);
         }
         if self.indirect {
             let at = self.layout.descriptors + DESCRIPTOR_BYTES * head;
-            self.descriptor(at, place + TABLE_AT, DESCRIPTOR_BYTES * (count + 1), INDIRECT, 0);
+            self.descriptor(at, place + TABLE_AT, DESCRIPTOR_BYTES * CHAIN, INDIRECT, 0);
         }
-        let entry = usize::from(self.available % self.size);
+        let entry = usize::from(self.available % RING_SIZE);
         self.memory.store_u16(self.layout.driver + 4 + 2 * entry, head as u16);
         self.available = self.available.wrapping_add(1);
     }
@@ -257,21 +187,15 @@ impl Queue {
         let device = self.layout.device;
         let load = |offset| u16::from_le(self.memory.atomic_u16(offset).load(Ordering::Relaxed));
         let wanted = if self.event_idx {
-            let event = load(device + 4 + 8 * usize::from(self.size));
+            let event = load(device + 4 + 8 * usize::from(RING_SIZE));
             self.available.wrapping_sub(event).wrapping_sub(1) < self.available.wrapping_sub(before)
         } else {
             load(device) & 1 == 0
         };
         if wanted {
-            self.kick()?;
+            rustix::io::write(&self.kick, &1_u64.to_ne_bytes())?;
         }
         Ok(wanted)
-    }
-
-    /// Kicks the server, whether or not it requests a kick.
-    pub fn kick(&self) -> Result {
-        rustix::io::write(&self.kick, &1_u64.to_ne_bytes())?;
-        Ok(())
     }
 
     fn used_index(&self) -> u16 {
@@ -285,7 +209,7 @@ impl Queue {
         let end = self.used_index();
         let count = usize::from(end.wrapping_sub(self.used));
         while self.used != end {
-            let at = self.layout.device + 4 + 8 * usize::from(self.used % self.size);
+            let at = self.layout.device + 4 + 8 * usize::from(self.used % RING_SIZE);
             self.used = self.used.wrapping_add(1);
             let head = self.memory.load_u32(at) as usize;
             let slot = if self.indirect { head } else { head / CHAIN };
@@ -307,7 +231,7 @@ impl Queue {
         let time: rustix::event::Timespec = limit.try_into()?;
         for calls in 0.. {
             if self.event_idx {
-                self.memory.store_u16(self.layout.driver + 4 + 2 * usize::from(self.size), self.used);
+                self.memory.store_u16(self.layout.driver + 4 + 2 * usize::from(RING_SIZE), self.used);
                 // Orders the store of the event index before the load of the used index, as in `publish`.
                 fence(Ordering::SeqCst);
             }
@@ -321,23 +245,5 @@ impl Queue {
             rustix::io::read(&self.call, &mut [0; 8])?;
         }
         Err(format!("no call from the server within {limit:?}").into())
-    }
-
-    /// Whether the server has signalled since the last [`wait`](Queue::wait).
-    pub fn is_called(&self) -> Result<bool> {
-        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        Ok(poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&now))? == 1)
-    }
-
-    /// Submits one request in `slot`, waits for it, and returns its status. No other request may be in
-    /// flight.
-    pub fn execute(&mut self, slot: usize, request: &Request, limit: Duration) -> Result<u8> {
-        assert_eq!(self.in_flight(), 0);
-        self.submit(slot, request);
-        self.publish()?;
-        self.wait(limit)?;
-        let mut result = NO_STATUS;
-        self.reap(|_, status, _| result = status)?;
-        Ok(result)
     }
 }
